@@ -9,7 +9,13 @@ import lightning_hybrid
 project = "lightning-hybrid"
 author = "The lightning-hybrid authors"
 version = release = lightning_hybrid.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 html_theme = "furo"
 html_static_path = html_css_files = ["style.css"]
 html_title = "lightning-hybrid"
@@ -35,9 +41,13 @@ if tags.has("online"):  # type: ignore[name-defined]  # noqa: F821  links to oth
 SECTION = re.compile(r"(Args|Raises|Returns|Yields|Attributes|Example|Source|Collective|Note)s?:")
 
 
-def literal_blocks(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+def literal_blocks(
+    app: object, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
     """Show what a docstring indents, such as an equation or a table, as it stands; and `*`, `|`, `_` as themselves."""
-    for i in range(len(lines) - 2, -1, -1):  # several arguments, described as one, whose names take several lines
+    for i in range(
+        len(lines) - 2, -1, -1
+    ):  # several arguments, described as one, whose names take several lines
         if re.fullmatch(r" {4}[\w, ]+,", lines[i]):
             lines[i] += " " + lines.pop(i + 1).strip()
     shown, is_section, is_literal, is_table = [], False, False, False

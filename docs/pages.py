@@ -41,7 +41,9 @@ def place_of(page: Path) -> Path:
 def menu() -> set[Path]:
     """Return the pages in the menu, where they stand in the site: the entries of the toctrees of `index.md`."""
     entries = set()
-    for body in re.findall(r"^```\{toctree\}\n(.*?)^```", (ROOT / "docs" / "index.md").read_text(), re.M | re.S):
+    for body in re.findall(
+        r"^```\{toctree\}\n(.*?)^```", (ROOT / "docs" / "index.md").read_text(), re.M | re.S
+    ):
         for line in body.splitlines():
             if line and not line.startswith(":"):
                 named = re.fullmatch(r".* <(.+)>", line)
@@ -79,7 +81,9 @@ def rewritten(text: str, page: Path, pages: set[Path], out: Path) -> str:
 
 def write(out: Path) -> None:
     """Write all pages below `out`, from what git tracks."""
-    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     pages = {
         Path(name)
         for name in listed.split()
@@ -90,7 +94,9 @@ def write(out: Path) -> None:
         place = out / place_of(page)
         place.parent.mkdir(parents=True, exist_ok=True)
         text = rewritten((ROOT / page).read_text(), page, pages, out)
-        if place_of(page) not in in_menu:  # such as a record: other pages link to it, and Sphinx need not warn
+        if (
+            place_of(page) not in in_menu
+        ):  # such as a record: other pages link to it, and Sphinx need not warn
             text = f"---\norphan: true\n---\n\n{text}"
         place.write_text(text)
 
@@ -101,6 +107,19 @@ if __name__ == "__main__":
     source, html = ROOT / "docs" / "source", ROOT / "docs" / "html"
     shutil.rmtree(source, ignore_errors=True)
     write(source)
-    failed = main(["-q", "-W", "--keep-going", "-c", str(ROOT / "docs"), *sys.argv[1:], str(source), str(html)])
-    shutil.copytree(source / "files", html / "files", dirs_exist_ok=True)  # pictures that are shown by HTML
+    failed = main(
+        [
+            "-q",
+            "-W",
+            "--keep-going",
+            "-c",
+            str(ROOT / "docs"),
+            *sys.argv[1:],
+            str(source),
+            str(html),
+        ]
+    )
+    shutil.copytree(
+        source / "files", html / "files", dirs_exist_ok=True
+    )  # pictures that are shown by HTML
     sys.exit(failed)

@@ -26,7 +26,11 @@ PANELS = (
     (
         "On one host in fp16: slower than ddp",
         "2026-11-21_one_host_steps_4_ranks_large_buckets_2-core-cpu",
-        {"ddp": "ddp", "auto_fp32": "hybrid_allreduce, 32-true", "auto": "hybrid_allreduce, 16-true"},
+        {
+            "ddp": "ddp",
+            "auto_fp32": "hybrid_allreduce, 32-true",
+            "auto": "hybrid_allreduce, 16-true",
+        },
     ),
 )
 
@@ -40,7 +44,10 @@ def steps_of(record: str) -> list[Timing]:
     rows = [row for row in rows if row.get("record", record) == record and "title" not in row]
     rows = [row for row in rows if (row["section"], row["case"]) == ("step", "resnet50")]
     left_out = ("median_s", "record")
-    return [Timing(**{name: value for name, value in row.items() if name not in left_out}) for row in rows]
+    return [
+        Timing(**{name: value for name, value in row.items() if name not in left_out})
+        for row in rows
+    ]
 
 
 if __name__ == "__main__":

@@ -54,10 +54,18 @@ def docstring_of(path: Path) -> str:
 
 def usage() -> str:
     """Format the commands, a line each: the start of the docstring of each program."""
-    lines = ["Train large batches with PyTorch Lightning.", "", "  lightning-hybrid COMMAND [key=value ...]", ""]
+    lines = [
+        "Train large batches with PyTorch Lightning.",
+        "",
+        "  lightning-hybrid COMMAND [key=value ...]",
+        "",
+    ]
     for name, path in programs().items():
         lines.append(f"  {name:<12}{re.split(r': |[.]', docstring_of(path))[0]}")
-    lines += ["", "lightning-hybrid COMMAND --help shows what to set. Completion of commands and keys in bash:"]
+    lines += [
+        "",
+        "lightning-hybrid COMMAND --help shows what to set. Completion of commands and keys in bash:",
+    ]
     return "\n".join([*lines, '  eval "$(lightning-hybrid --shell-completion bash)"'])
 
 
@@ -110,7 +118,11 @@ def main() -> None:
     started_as = "python -m lightning_hybrid" if is_module else "lightning-hybrid"
     has_configuration = (path.parents[1] / "conf" / f"{path.stem}.yaml").exists()
     if not has_configuration and {"-h", "--help"} & set(words):  # else Hydra answers
-        print(re.sub(rf"python (recipes/)?{path.name}", f"{started_as} {words[0]}", docstring_of(path)))
+        print(
+            re.sub(
+                rf"python (recipes/)?{path.name}", f"{started_as} {words[0]}", docstring_of(path)
+            )
+        )
         return
     sys.argv = [str(path), *words[1:]]
     sys.path.insert(0, str(path.parent))  # as Python does for a script

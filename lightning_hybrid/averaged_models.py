@@ -27,4 +27,6 @@ def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
 def averages_of(callbacks: Iterable[object]) -> list[nn.Module]:
     """Return the copies of a module that callbacks such as EMA keep."""
     averages = average_models(callbacks, "StochasticWeightAveraging")
-    return [average.module if isinstance(average, AveragedModel) else average for average in averages]
+    return [
+        average.module if isinstance(average, AveragedModel) else average for average in averages
+    ]

@@ -115,7 +115,9 @@ def _take_rows(value: Any, rows: slice, num_rows: int, *, is_batch: bool = False
     return _with_entries(value, lambda entry: _take_rows(entry, rows, num_rows))
 
 
-def _has_rows(value: Any, num_rows: int, *, is_batch: bool = True, allows_constants: bool = False) -> bool:
+def _has_rows(
+    value: Any, num_rows: int, *, is_batch: bool = True, allows_constants: bool = False
+) -> bool:
     """Return whether all arrays have `num_rows` rows, except for those within a list of samples.
 
     With `allows_constants` they may have one row instead.
@@ -125,7 +127,8 @@ def _has_rows(value: Any, num_rows: int, *, is_batch: bool = True, allows_consta
     if _is_sample_list(value, num_rows, is_batch=is_batch):
         return True
     return all(
-        _has_rows(entry, num_rows, is_batch=False, allows_constants=allows_constants) for entry in _entries(value)
+        _has_rows(entry, num_rows, is_batch=False, allows_constants=allows_constants)
+        for entry in _entries(value)
     )
 
 
@@ -210,7 +213,9 @@ def _with_entries(value: Any, change: Callable[[Any], Any]) -> Any:
     if _is_dataclass(value):
         duplicate = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(duplicate, field.name, change(getattr(value, field.name)))  # it may be frozen
+            object.__setattr__(
+                duplicate, field.name, change(getattr(value, field.name))
+            )  # it may be frozen
         return duplicate
     return value
 

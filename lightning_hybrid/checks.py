@@ -79,7 +79,9 @@ def require_whole(name: str, value: Any, why: str, *, least: int = 1, unit: str 
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         of_unit = f" of {unit}" if unit else ""
-        raise ValueError(f"`{name}` (={value!r:.80}) must be a whole number{of_unit}, {least} or more: {why}.")
+        raise ValueError(
+            f"`{name}` (={value!r:.80}) must be a whole number{of_unit}, {least} or more: {why}."
+        )
 
 
 def require_choice(name: str, value: Any, choices: Collection[Any], why: str) -> None:
@@ -89,8 +91,12 @@ def require_choice(name: str, value: Any, choices: Collection[Any], why: str) ->
     Traceback (most recent call last):
     ValueError: `nesterov` (='yes') must be one of True, False: it is a switch.
     """
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        raise ValueError(f"`{name}` (={value!r:.80}) must be one of {', '.join(map(repr, choices))}: {why}.")
+    if not any(
+        value is choice or (isinstance(value, str) and value == choice) for choice in choices
+    ):
+        raise ValueError(
+            f"`{name}` (={value!r:.80}) must be one of {', '.join(map(repr, choices))}: {why}."
+        )
 
 
 def first_line(error: BaseException) -> str:

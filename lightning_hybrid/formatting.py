@@ -16,8 +16,13 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     lines = (header, *rows)
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
+    text = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    ]
+    return "\n".join(
+        [text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]]
+    )
 
 
 def size(num_bytes: int) -> str:
@@ -39,5 +44,11 @@ def time_text(seconds: float) -> str:
     ['0 ms', '0.32 ms', '65 ms', '11 s', '6.67 min', '2.25 h']
     """
     limits = ((1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"))
-    factor, unit = next(((factor, unit) for limit, factor, unit in limits if seconds < limit), (1 / 3600, "h"))
-    return f"{factor * seconds:,.3g} {unit}" if factor * seconds < 1000 else f"{factor * seconds:,.0f} {unit}"
+    factor, unit = next(
+        ((factor, unit) for limit, factor, unit in limits if seconds < limit), (1 / 3600, "h")
+    )
+    return (
+        f"{factor * seconds:,.3g} {unit}"
+        if factor * seconds < 1000
+        else f"{factor * seconds:,.0f} {unit}"
+    )

@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-_PACKAGES = {"pytorch": ("lightning.pytorch", "pytorch_lightning"), "fabric": ("lightning.fabric", "lightning_fabric")}
+_PACKAGES = {
+    "pytorch": ("lightning.pytorch", "pytorch_lightning"),
+    "fabric": ("lightning.fabric", "lightning_fabric"),
+}
 
 
 def lightning_types(name: str) -> tuple[Any, ...]:
@@ -35,7 +38,9 @@ def lightning_function(name: str) -> Any:
     """
     for function in _found(name):
         return function
-    import_module(_PACKAGES[name.partition(".")[0]][0])  # our own code can be used with none imported
+    import_module(
+        _PACKAGES[name.partition(".")[0]][0]
+    )  # our own code can be used with none imported
     return lightning_function(name)
 
 
@@ -47,7 +52,9 @@ def lightning_error(name: str, *args: object) -> BaseException:
     True
     """
     kinds = lightning_types(name)
-    kind = kinds[0] if len(kinds) == 1 else type(name.rpartition(".")[2], kinds or (RuntimeError,), {})
+    kind = (
+        kinds[0] if len(kinds) == 1 else type(name.rpartition(".")[2], kinds or (RuntimeError,), {})
+    )
     return kind(*args)
 
 

@@ -102,7 +102,9 @@ def has_gaps(tensor: Tensor) -> bool:
 
 
 def with_entries(
-    state: Mapping[str, Any], optimizer: Optimizer, change: Callable[[Tensor, dict[str, Any]], dict[str, Any] | None]
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    change: Callable[[Tensor, dict[str, Any]], dict[str, Any] | None],
 ) -> dict[str, Any]:
     """Return a state dict of `optimizer` with `change(parameter, entry)` in place of each entry; without those of None.
 
@@ -111,14 +113,19 @@ def with_entries(
     indices = [index for group in state["param_groups"] for index in group["params"]]
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     known = dict(zip(indices, parameters, strict=False))
-    changed = ((i, change(known[i], entry) if i in known else entry) for i, entry in state["state"].items())
+    changed = (
+        (i, change(known[i], entry) if i in known else entry) for i, entry in state["state"].items()
+    )
     return {**state, "state": {index: entry for index, entry in changed if entry is not None}}
 
 
 @contextmanager
 def ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """Let DDP leave these parameters and buffers alone, besides those that it is to ignore already."""
-    key, is_own = "_ddp_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore" in vars(module)
+    key, is_own = (
+        "_ddp_params_and_buffers_to_ignore",
+        "_ddp_params_and_buffers_to_ignore" in vars(module),
+    )
     before, added = getattr(module, key, ()), set(names)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*before, *added])
     try:

@@ -28,23 +28,38 @@ if TYPE_CHECKING:
 class RunStatus:
     """The state of a run that `HybridAllReduceStrategy` carries out; every field is empty under another strategy."""
 
-    optimizer_steps: Sequence[OptimizerStepState] = ()  # of each optimizer; () unless in half precision
+    optimizer_steps: Sequence[
+        OptimizerStepState
+    ] = ()  # of each optimizer; () unless in half precision
     window: HalfPrecisionWindow | None = None  # of half precision, while a run lasts
     has_grad_scaler: bool = False  # whether Lightning scales the loss (`precision="16-mixed"`)
     comm_trace: CommTrace | None = None  # counters of the communication, while a fit runs
-    communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
+    communication_plan: str | None = (
+        None  # ranks, nodes, buckets and algorithms in one line, once known
+    )
     # By id of a parameter that ranks share: the fp32 values of this rank's part.
     master_parts: Mapping[int, Tensor] = field(default_factory=dict)
-    parts: Mapping[int, Part] = field(default_factory=dict)  # by id of a parameter: what this rank has of it to update
-    place_in_node: tuple[int, int] = (0, 1)  # where parts are shared: local rank, ranks; equal ones have the same parts
+    parts: Mapping[int, Part] = field(
+        default_factory=dict
+    )  # by id of a parameter: what this rank has of it to update
+    place_in_node: tuple[int, int] = (
+        0,
+        1,
+    )  # where parts are shared: local rank, ranks; equal ones have the same parts
     # While it is entered with an optimizer, that has what this rank updates in place of the parameters.
     update_context: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext
     # While it is entered, state dicts of the module have this rank's slices of cut layers, and ask no other rank.
     own_state: Callable[[], AbstractContextManager[Any]] = nullcontext
     link_bytes_per_s: float | None = None  # rate of a node's link, where the user gave it
-    replica_group: dist.ProcessGroup | None = None  # ranks that hold the same stage of a pipeline; None: all ranks
-    node_group: dist.ProcessGroup | None = None  # those of the node, while nodes train on their own; None: all agree
-    verdict_group: dist.ProcessGroup | None = None  # ranks that skip the same steps, all through a fit; None: all ranks
+    replica_group: dist.ProcessGroup | None = (
+        None  # ranks that hold the same stage of a pipeline; None: all ranks
+    )
+    node_group: dist.ProcessGroup | None = (
+        None  # those of the node, while nodes train on their own; None: all agree
+    )
+    verdict_group: dist.ProcessGroup | None = (
+        None  # ranks that skip the same steps, all through a fit; None: all ranks
+    )
     # In an elastic run: batches of a step over all hosts, ranks of all present hosts; None in other runs.
     num_shards: int | None = None
     num_ranks: int | None = None
@@ -59,13 +74,21 @@ class RunStatus:
     @property
     def num_skipped_steps(self) -> int | None:
         """Skipped steps of all optimizers; None unless in half precision. Waits for the device."""
-        return sum(int(one.num_skipped) for one in self.optimizer_steps) if self.optimizer_steps else None
+        return (
+            sum(int(one.num_skipped) for one in self.optimizer_steps)
+            if self.optimizer_steps
+            else None
+        )
 
 
 def run_status(trainer: pl.Trainer) -> RunStatus:
     """Return the status from the trainer's strategy; under a strategy of Lightning's, an almost empty one."""
     status: RunStatus | None = getattr(trainer.strategy, "run_status", None)
-    return RunStatus(has_grad_scaler=has_grad_scaler(trainer.precision_plugin)) if status is None else status
+    return (
+        RunStatus(has_grad_scaler=has_grad_scaler(trainer.precision_plugin))
+        if status is None
+        else status
+    )
 
 
 def has_grad_scaler(plugin: Precision) -> bool:
@@ -93,7 +116,9 @@ def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
         for optimizer in trainer.optimizers:
             for kind, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    of_part = which if part is not None and value.numel() == part.end - part.begin else ""
+                    of_part = (
+                        which if part is not None and value.numel() == part.end - part.begin else ""
+                    )
                     yield f"{of_part}`{kind}` of the optimizer for `{name}`", value
     for index, one in enumerate(status.optimizer_steps):
         if one.loss_scale is not None:

@@ -40,7 +40,9 @@ def main(cfg: DictConfig) -> None:
             logging.getLogger(name).setLevel(logging.WARNING)
         with launch.short_errors(cfg):
             config_check.check(cfg, KEYS)
-            benches = [instantiate(cfg[name]) for name in ("allreduce", "steps") if cfg[name] is not None]
+            benches = [
+                instantiate(cfg[name]) for name in ("allreduce", "steps") if cfg[name] is not None
+            ]
             fabric = Fabric(strategy="ddp", **cfg.world)
             launched.append(fabric)
             fabric.launch()
@@ -52,12 +54,19 @@ def main(cfg: DictConfig) -> None:
         rows = list[bench_report.Timing]()
         for row in chain.from_iterable(bench.run(fabric, topology) for bench in benches):
             rows.append(row)
-            fabric.print(bench_report.aligned(bench_report.cells(rows, cfg.link_bytes_per_s)[-1]), flush=True)
+            fabric.print(
+                bench_report.aligned(bench_report.cells(rows, cfg.link_bytes_per_s)[-1]), flush=True
+            )
         if fabric.is_global_zero:
             config, folder = config_and_folder(cfg)
             title = world if cfg.about is None else f"{world}\n{cfg.about}"
-            bench_report.write_bench(folder, rows, link_bytes_per_s=cfg.link_bytes_per_s, config=config, title=title)
-            print(f"\n{bench_report.markdown(rows, cfg.link_bytes_per_s)}\n\nwritten to {folder.resolve()}", flush=True)
+            bench_report.write_bench(
+                folder, rows, link_bytes_per_s=cfg.link_bytes_per_s, config=config, title=title
+            )
+            print(
+                f"\n{bench_report.markdown(rows, cfg.link_bytes_per_s)}\n\nwritten to {folder.resolve()}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

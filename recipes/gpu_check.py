@@ -46,8 +46,12 @@ from recipes.gpu.runner import Check
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def _check(name: str, limit_s: float, gpu_s: float, promise: str, run: Any, *args: Any, **more: Any) -> Check:
-    return Check(name=name, run=partial(run, *args, **more), limit_s=limit_s, gpu_s=gpu_s, promise=promise)
+def _check(
+    name: str, limit_s: float, gpu_s: float, promise: str, run: Any, *args: Any, **more: Any
+) -> Check:
+    return Check(
+        name=name, run=partial(run, *args, **more), limit_s=limit_s, gpu_s=gpu_s, promise=promise
+    )
 
 
 BOTH = "both classes of NCCL"
@@ -62,30 +66,59 @@ CHECKS = [
     _check("exchange_compiled", 120, 40, EXCHANGE, exchange.compiled),
     _check("exchange_graph", 60, 8, EXCHANGE, exchange.graph),
     *(
-        _check(f"fits_{precision}_{name}", 90, 12, f"{precision} with {name.upper()}", fits.ends, precision, name)
+        _check(
+            f"fits_{precision}_{name}",
+            90,
+            12,
+            f"{precision} with {name.upper()}",
+            fits.ends,
+            precision,
+            name,
+        )
         for precision in ("16-true", "bf16-true", "32-true")
         for name in ("lars", "lamb")
     ),
     _check("resumes", 90, 15, "a resumed run ends with the same bits", fits.resumes),
-    _check("dynamic_scale", 120, 20, "the dynamic loss scale, and schedules by steps", scales.dynamic_scale),
-    _check("resumes_within_epoch", 120, 25, "exact resume within an epoch", fits.resumes_within_epoch),
+    _check(
+        "dynamic_scale",
+        120,
+        20,
+        "the dynamic loss scale, and schedules by steps",
+        scales.dynamic_scale,
+    ),
+    _check(
+        "resumes_within_epoch", 120, 25, "exact resume within an epoch", fits.resumes_within_epoch
+    ),
     _check("contrastive", 60, 10, "contrastive losses in fp32", losses.contrastive),
     _check("waits", 60, 15, "no stream reads too early", waits.waits),
     _check("who_waits", 60, 10, "no step waits for the device", waits.who_waits),
     _check("one_rank", 60, 10, BOTH, worlds.one_rank),
     _check("one_rank_other", 60, 10, BOTH, worlds.one_rank, is_other_class=True),
     *(
-        _check(name, 150, 25 if feature.by_gloo else 0, feature.promise, features.fits_as_on_cpu, name)
+        _check(
+            name, 150, 25 if feature.by_gloo else 0, feature.promise, features.fits_as_on_cpu, name
+        )
         for name, feature in features.FEATURES.items()
     ),
-    *(_check(f"rank_{how}", features.loss_limit_s(how), 50, LOST, features.lost_rank, how) for how in features.LOSSES),
+    *(
+        _check(f"rank_{how}", features.loss_limit_s(how), 50, LOST, features.lost_rank, how)
+        for how in features.LOSSES
+    ),
     _check("lost_host", 150, 60, "a run goes on without a lost host", hosts.lost_host),
     *(
         _check(f"{name}_other", 150, 0, BOTH, features.fits_as_on_cpu, name, is_other_class=True)
         for name in ("flat", "two_level", "hierarchical", "int8")
     ),
     *(
-        _check(f"rank_{how}_other", features.loss_limit_s(how), 0, BOTH, features.lost_rank, how, is_other_class=True)
+        _check(
+            f"rank_{how}_other",
+            features.loss_limit_s(how),
+            0,
+            BOTH,
+            features.lost_rank,
+            how,
+            is_other_class=True,
+        )
         for how in features.LOSSES
     ),
     _check("lost_host_other", 150, 0, BOTH, hosts.lost_host, is_other_class=True),
@@ -98,12 +131,19 @@ CHECKS = [
 
 def main(arguments: list[str]) -> int:
     """Run the checks; return the number of failures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("keys", nargs="*", metavar="key=value", help="out, minutes, only, again, readme")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "keys", nargs="*", metavar="key=value", help="out, minutes, only, again, readme"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     given = parser.parse_args(arguments)
     try:
-        keys = dict.fromkeys(("only", "again", "readme"), "") | {"out": "gpu_check", "minutes": "50"}
+        keys = dict.fromkeys(("only", "again", "readme"), "") | {
+            "out": "gpu_check",
+            "minutes": "50",
+        }
         keys |= runner.keys_from(given.keys)
         checks, limit_s = runner.chosen(keys["only"], CHECKS), runner.limit_s_from(keys["minutes"])
         again = runner.chosen(keys["again"], CHECKS, key="again") if keys["again"] else []
@@ -115,7 +155,9 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     device: Literal["cuda", "cpu"] = given.device
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to be asked for a GPU makes no context of CUDA's
+    os.environ.setdefault(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # to be asked for a GPU makes no context of CUDA's
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             f"error: torch.cuda.is_available() is False here: {machine.why_no_gpu()}. A driver must be as new as the "
@@ -130,7 +172,9 @@ def main(arguments: list[str]) -> int:
         print(f"Passed here before, and not run again: {', '.join(outcomes)}.", flush=True)
     left = [check for check in checks if check.name not in outcomes]
     minutes = sum(check.gpu_s for check in left) / 60
-    print(f"{len(left)} checks: on one GPU some {minutes:.0f} minutes by estimate, here {limit_s / 60:g} at most.")
+    print(
+        f"{len(left)} checks: on one GPU some {minutes:.0f} minutes by estimate, here {limit_s / 60:g} at most."
+    )
 
     def note(one: runner.CheckOutcome) -> None:
         print(one.line(), flush=True)

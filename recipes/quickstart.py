@@ -10,7 +10,10 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid.callbacks import RunReport, TrainingMetrics  # this import also registers the strategies
+from lightning_hybrid.callbacks import (
+    RunReport,
+    TrainingMetrics,
+)  # this import also registers the strategies
 from lightning_hybrid.optim import LARS, param_groups
 
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
@@ -21,7 +24,9 @@ class Classifier(pl.LightningModule):  # your own module
     def __init__(self, kill_at_step):
         super().__init__()
         self.kill_at_step = kill_at_step
-        self.net = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
+        self.net = nn.Sequential(
+            nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10)
+        )
 
     def training_step(self, batch, batch_idx):
         if self.global_step == self.kill_at_step and self.global_rank == 1:
@@ -38,12 +43,22 @@ class Classifier(pl.LightningModule):  # your own module
 def train(folder, kill_at_step=None):
     pl.seed_everything(0)
     module = Classifier(kill_at_step)
-    callbacks = [pl.callbacks.ModelCheckpoint(folder, save_last=True), TrainingMetrics(), RunReport(folder)]
+    callbacks = [
+        pl.callbacks.ModelCheckpoint(folder, save_last=True),
+        TrainingMetrics(),
+        RunReport(folder),
+    ]
     two = {"accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu", "devices": 2}
     rest = {"max_epochs": 6, "callbacks": callbacks, "logger": False, "enable_model_summary": False}
     # "_fork" because this script fits three times; usually it is "hybrid_allreduce".
-    trainer = pl.Trainer(strategy="hybrid_allreduce_fork", precision="16-true", log_every_n_steps=5, **two, **rest)
-    trainer.fit(module, DataLoader(data, 64, shuffle=True), ckpt_path="last" if os.path.isdir(folder) else None)
+    trainer = pl.Trainer(
+        strategy="hybrid_allreduce_fork", precision="16-true", log_every_n_steps=5, **two, **rest
+    )
+    trainer.fit(
+        module,
+        DataLoader(data, 64, shuffle=True),
+        ckpt_path="last" if os.path.isdir(folder) else None,
+    )
     return module.state_dict()
 
 

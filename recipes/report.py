@@ -22,7 +22,10 @@ def main(cfg: DictConfig) -> None:
         runs = compare_runs.read_runs([Path(run) for run in cfg.runs], names=cfg.names)
     folder = Path(cfg.run_dir)
     compare_runs.write_comparison(folder, runs, title=cfg.title)
-    print(f"{compare_runs.text_table(runs)}\n\nwritten to {folder.resolve() / 'report.html'}", flush=True)
+    print(
+        f"{compare_runs.text_table(runs)}\n\nwritten to {folder.resolve() / 'report.html'}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

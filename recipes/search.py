@@ -65,7 +65,10 @@ def main(cfg: DictConfig) -> float | None:
         report = SearchReport(axes=axes, objective=cfg.objective, direction=search.study.direction)
 
     def print_row(trial: FrozenTrial) -> None:
-        print(report.row(trial, num_ended=search.num_ended(), num_trials=search.num_trials), flush=True)
+        print(
+            report.row(trial, num_ended=search.num_ended(), num_trials=search.num_trials),
+            flush=True,
+        )
 
     runner = TrialRunner(
         search,
@@ -89,7 +92,9 @@ def main(cfg: DictConfig) -> float | None:
     if best is None:
         raise SystemExit("error: no trial was done; the table says why.")
     for key in report.edges(best):
-        print(f"the best {key} lies at an end of its range: widen axes.{key}.low or axes.{key}.high")
+        print(
+            f"the best {key} lies at an end of its range: widen axes.{key}.low or axes.{key}.high"
+        )
     print(f"best: {' '.join(overrides_of(best.params))}", flush=True)
     return best.value
 

@@ -158,7 +158,9 @@ def memory_settings_of(cfg: DictConfig, network: nn.Module) -> MemorySettings:
 
 def given_keys(cfg: DictConfig) -> set[str]:
     """Return the keys that the command line has, and `images_per_s` where a file has it."""
-    given = {override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task}
+    given = {
+        override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task
+    }
     if cfg.images_per_s is not None:
         given.add("images_per_s")
     return given
@@ -242,7 +244,9 @@ def main(cfg: DictConfig) -> None:
     config, folder = config_and_folder(cfg)
     report.write(folder, config, environment())
     if cfg.pictures:
-        from lightning_hybrid.planning.report import pictures  # here: it imports matplotlib, which takes a second
+        from lightning_hybrid.planning.report import (
+            pictures,
+        )  # here: it imports matplotlib, which takes a second
 
         pictures.draw_simulation(report, folder)
     print(f"{report.printed()}\n\nwritten to {folder.resolve()}", flush=True)

@@ -26,7 +26,9 @@ def requests_to_check(plan: StudyPlan, folder: Path) -> list[FitRequest]:
         point = plan.points(cell)[0]
         overrides = plan.testing_overrides(cell, point)
         requests.append(FitRequest(overrides=overrides, run_dir=str(folder), stage="test"))
-        requests.append(FitRequest(overrides=plan.tuning_overrides(cell), run_dir=str(folder), stage="validate"))
+        requests.append(
+            FitRequest(overrides=plan.tuning_overrides(cell), run_dir=str(folder), stage="validate")
+        )
     return requests
 
 

@@ -29,7 +29,12 @@ from lightning_hybrid.planning.calibration.measured_setup import (
     read_nccl_log,
     world_of,
 )
-from lightning_hybrid.planning.calibration.microbenchmarks import Measurement, Measurements, measure, validate
+from lightning_hybrid.planning.calibration.microbenchmarks import (
+    Measurement,
+    Measurements,
+    measure,
+    validate,
+)
 from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 from lightning_hybrid.planning.estimates.layers import layers_of, work_of
 from lightning_hybrid.planning.model.workload import StepWorkload
@@ -71,14 +76,19 @@ def check_tune_keys(cfg: DictConfig) -> None:
         ValueError: A hole, one rank, a name that is no file's, a folder that cannot be written.
     """
     config_check.check(cfg, KEYS)
-    if cfg.samples is None and num_ranks(cfg.world.devices, cfg.world.num_nodes, cfg.world.accelerator) == 1:
+    if (
+        cfg.samples is None
+        and num_ranks(cfg.world.devices, cfg.world.num_nodes, cfg.world.accelerator) == 1
+    ):
         raise ValueError(
             f"`world.devices` (={cfg.world.devices}) must make two ranks or more with `world.num_nodes` "
             f"(={cfg.world.num_nodes}): links are between ranks, and one has none. Give world.devices=<ranks of a "
             "node>, or start it by torchrun on several nodes."
         )
     if not str(cfg.name).isidentifier():
-        raise ValueError(f"`name` (={cfg.name}) must be letters, digits and _: it becomes cluster=<name>.")
+        raise ValueError(
+            f"`name` (={cfg.name}) must be letters, digits and _: it becomes cluster=<name>."
+        )
     folder = Path(cfg.run_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -23,12 +23,19 @@ def _names(root: Path) -> tuple[str, ...]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         command = ["git", "-C", str(root), "ls-files", "-z"]
-        listed = os.fsdecode(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+        listed = os.fsdecode(
+            subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+        )
     except (OSError, subprocess.CalledProcessError):  # no git, or no repository
         listed = ""
     paths = [root / name for name in listed.split("\0") if name]
     if not paths:
-        below = [path for folder in FOLDERS for path in (root / folder).rglob("*") if "__pycache__" not in path.parts]
+        below = [
+            path
+            for folder in FOLDERS
+            for path in (root / folder).rglob("*")
+            if "__pycache__" not in path.parts
+        ]
         paths = [*root.iterdir(), *below]
     return tuple(sorted(path.relative_to(root).as_posix() for path in paths if path.is_file()))
 
@@ -40,4 +47,8 @@ def tracked_files(pattern: str, root: Path = ROOT) -> list[Path]:
 
 def tracked_in(folder: Path, pattern: str) -> list[Path]:
     """Tracked files of one folder of the checkout, by name."""
-    return [path for path in tracked_files("*") if path.parent == folder and fnmatchcase(path.name, pattern)]
+    return [
+        path
+        for path in tracked_files("*")
+        if path.parent == folder and fnmatchcase(path.name, pattern)
+    ]

@@ -21,7 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from recipes.cli.preflight import LAUNCH_VARIABLES
 
-if TYPE_CHECKING:  # of torch, which takes seconds, the process that hands out the tests needs nothing
+if (
+    TYPE_CHECKING
+):  # of torch, which takes seconds, the process that hands out the tests needs nothing
     from tests.rank_pool import RankPool, Ranks
 
 # No deadline: how long an example takes is the machine's load. The same examples in every run: a test that fails is
@@ -51,7 +53,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     options = config.option
     are_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not options.collectonly
-    if are_all and getattr(options, "numprocesses", 0) is None and not options.usepdb and (os.cpu_count() or 1) > 1:
+    if (
+        are_all
+        and getattr(options, "numprocesses", 0) is None
+        and not options.usepdb
+        and (os.cpu_count() or 1) > 1
+    ):
         options.numprocesses, options.dist = 2, "loadfile"
 
 
@@ -60,18 +67,24 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]
     """Two files to lock, one set for all processes of the session."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    queue, machine = (os.open(folder / name, os.O_RDWR | os.O_CREAT) for name in ("queue", "machine"))
+    queue, machine = (
+        os.open(folder / name, os.O_RDWR | os.O_CREAT) for name in ("queue", "machine")
+    )
     yield queue, machine
     os.close(queue)
     os.close(machine)
 
 
 @pytest.fixture(autouse=True)
-def alone_where_it_reads_clocks(request: pytest.FixtureRequest, turns: tuple[int, int]) -> Iterator[None]:
+def alone_where_it_reads_clocks(
+    request: pytest.FixtureRequest, turns: tuple[int, int]
+) -> Iterator[None]:
     """No test of another process runs beside one that is marked `clock`."""
     queue, machine = turns
     is_alone = request.node.get_closest_marker("clock")
-    fcntl.flock(queue, fcntl.LOCK_EX)  # who waits for the machine holds it, so that no new test begins
+    fcntl.flock(
+        queue, fcntl.LOCK_EX
+    )  # who waits for the machine holds it, so that no new test begins
     fcntl.flock(machine, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
     fcntl.flock(queue, fcntl.LOCK_UN)
     yield
@@ -149,7 +162,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if torch.cuda.is_available():
         return
-    no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False here")
+    no_gpu = pytest.mark.skip(
+        reason="needs a CUDA device, and torch.cuda.is_available() is False here"
+    )
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(no_gpu)

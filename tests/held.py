@@ -45,7 +45,10 @@ def growth(cycle: Callable[[], None], *, num_warm_up: int, num_cycles: int) -> d
     while any(after[name] > before[name] for name in before) and time.monotonic() < deadline_s:
         time.sleep(0.05)
         after = held()
-    return {**{name: after[name] - before[name] for name in before}, "bytes": resident_bytes() - resident_before}
+    return {
+        **{name: after[name] - before[name] for name in before},
+        "bytes": resident_bytes() - resident_before,
+    }
 
 
 def _at_rest() -> dict[str, int]:

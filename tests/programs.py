@@ -39,7 +39,14 @@ def run_program(
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdout", "stderr")]
         process = warm_context().Process(
-            target=_become, args=(arguments, str(cwd), dict(os.environ if env is None else env), streams, is_finalized)
+            target=_become,
+            args=(
+                arguments,
+                str(cwd),
+                dict(os.environ if env is None else env),
+                streams,
+                is_finalized,
+            ),
         )
         process.start()
         process.join(timeout_s)
@@ -55,7 +62,11 @@ def run_program(
 
 
 def _become(
-    arguments: Sequence[str], cwd: str, environment: dict[str, str], streams: Sequence[Path], is_finalized: bool
+    arguments: Sequence[str],
+    cwd: str,
+    environment: dict[str, str],
+    streams: Sequence[Path],
+    is_finalized: bool,
 ) -> None:
     os.setsid()
     for number, path in enumerate(streams, start=1):

@@ -45,9 +45,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-GROUP_TIMEOUT = timedelta(seconds=45)  # below the default time limit of a run, so that the traceback names the op
+GROUP_TIMEOUT = timedelta(
+    seconds=45
+)  # below the default time limit of a run, so that the traceback names the op
 START_LIMIT_S = 120.0
-PRELOADED = ["wandb", "recipes.train", "tests.preloaded"]  # for all that tests fork; what is not installed is left out
+PRELOADED = [
+    "wandb",
+    "recipes.train",
+    "tests.preloaded",
+]  # for all that tests fork; what is not installed is left out
 GRACE_S = 2.0  # how long the other ranks may go on once one has failed: their tracebacks are often the telling ones
 
 
@@ -66,9 +72,13 @@ class Ranks:
         self.pool = pool
         self.world_size = world_size
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, grace_s: float = GRACE_S) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, grace_s: float = GRACE_S
+    ) -> list[Any]:
         """What ``fn(*args)`` returned on each rank, in rank order."""
-        return self.pool.run(fn, *args, world_size=self.world_size, timeout_s=timeout_s, grace_s=grace_s)
+        return self.pool.run(
+            fn, *args, world_size=self.world_size, timeout_s=timeout_s, grace_s=grace_s
+        )
 
 
 class RankPool:
@@ -82,7 +92,9 @@ class RankPool:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None
-        self._generation = 0  # of the default process group; a new one gets a fresh corner of the store
+        self._generation = (
+            0  # of the default process group; a new one gets a fresh corner of the store
+        )
         self._live_world_size: int | None = None
         self._stacks = Path(tempfile.mkdtemp(prefix="rank_pool_"))
         atexit.register(self.close)
@@ -119,16 +131,27 @@ class RankPool:
         if failed or left:
             stacks = self._stacks_of(left)
             self.stop()
-            report = [f"rank {rank} of {world_size}:\n{reply[1]}" for rank, reply in sorted(failed.items())]
-            report += [f"rank {rank} of {world_size} still ran:\n{stack}" for rank, stack in stacks.items()]
+            report = [
+                f"rank {rank} of {world_size}:\n{reply[1]}"
+                for rank, reply in sorted(failed.items())
+            ]
+            report += [
+                f"rank {rank} of {world_size} still ran:\n{stack}" for rank, stack in stacks.items()
+            ]
             error = RankError if failed else RankTimeoutError
             limit = "" if failed else f" was not done after {timeout_s:g} s"
-            raise error(f"{fn.__qualname__}{limit} on ranks {sorted(failed) + left}\n" + "\n".join(report))
-        if not all(reply[2] for reply in replies.values()):  # the function took the default group away
+            raise error(
+                f"{fn.__qualname__}{limit} on ranks {sorted(failed) + left}\n" + "\n".join(report)
+            )
+        if not all(
+            reply[2] for reply in replies.values()
+        ):  # the function took the default group away
             self._live_world_size = None
         return [pickle.loads(replies[rank][1]) for rank in range(world_size)]
 
-    def _collect(self, ranks: range, timeout_s: float, grace_s: float) -> tuple[dict[int, tuple], list[int]]:
+    def _collect(
+        self, ranks: range, timeout_s: float, grace_s: float
+    ) -> tuple[dict[int, tuple], list[int]]:
         """Replies by rank, and the ranks that gave none in time."""
         deadline = time.monotonic() + timeout_s
         waiting = {self._pipes[rank]: rank for rank in ranks}
@@ -141,7 +164,10 @@ class RankPool:
                     replies[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(timeout=1)
-                    replies[rank] = ("error", f"the process died, exit code {self._processes[rank].exitcode}")
+                    replies[rank] = (
+                        "error",
+                        f"the process died, exit code {self._processes[rank].exitcode}",
+                    )
                 if replies[rank][0] == "error":
                     deadline = min(deadline, time.monotonic() + grace_s)
         return replies, sorted(waiting.values())
@@ -162,7 +188,9 @@ class RankPool:
         if any(process.exitcode is not None for process in self._processes):
             self.stop()
         if self._store is None:
-            self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+            self._store = dist.TCPStore(
+                "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
+            )
         context = warm_context()
         new = range(len(self._processes), world_size)
         for rank in new:
@@ -171,7 +199,8 @@ class RankPool:
             stack_file.write_text("")
             # Not daemonic: a daemonic process may have no children, and data loaders have workers.
             process = context.Process(
-                target=_serve, args=(rank, self._store.port, theirs, str(stack_file), self.is_moving)
+                target=_serve,
+                args=(rank, self._store.port, theirs, str(stack_file), self.is_moving),
             )
             process.start()
             theirs.close()
@@ -231,7 +260,9 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
         from tests.stand_in import moving_device
 
         moving_device.install()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the server of forks ends with pytest
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGKILL
+    )  # PR_SET_PDEATHSIG: the server of forks ends with pytest
     if os.getppid() == 1:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -251,7 +282,9 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
                 if generation != live_generation:
                     _join_world(rank, world_size, store, generation)
                     live_generation = generation
-                os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test's `seed_everything`: setups would read it
+                os.environ.pop(
+                    "PL_GLOBAL_SEED", None
+                )  # of an earlier test's `seed_everything`: setups would read it
                 with warnings.catch_warnings(), _levels_of_loggers_kept():
                     filters, fn, args = pickle.loads(call)
                     _set_warning_filters(filters)
@@ -269,7 +302,11 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
 @contextlib.contextmanager
 def _levels_of_loggers_kept() -> Iterator[None]:
     """Programs make Lightning's loggers quiet for their process; this one goes on to other tests."""
-    loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    loggers = [
+        each
+        for each in logging.root.manager.loggerDict.values()
+        if isinstance(each, logging.Logger)
+    ]
     levels = [(each, each.level) for each in loggers]
     try:
         yield
@@ -282,7 +319,9 @@ def _set_warning_filters(filters: Sequence[tuple]) -> None:
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(filters):
         # Compiled, or None, or a plain string in the interpreter's own filters.
-        message, module = (getattr(pattern, "pattern", pattern) or "" for pattern in (message, module))
+        message, module = (
+            getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)
+        )
         warnings.filterwarnings(action, message, category, module, line)
 
 
@@ -291,7 +330,11 @@ def _join_world(rank: int, world_size: int, store: dist.Store, generation: int) 
         dist.destroy_process_group()
     gc.collect()
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
     )
     dist.init_process_group(
         "gloo",

@@ -54,14 +54,20 @@ class Seen(Columns):
     sent: CommSummary | None  # by this rank, in all
     error: str  # "Type: message", notes as further lines; empty where there was none
     warnings: list[str]
-    rows: list[tuple[int, dict[str, float]]]  # what was logged, with the number of steps made by then
+    rows: list[
+        tuple[int, dict[str, float]]
+    ]  # what was logged, with the number of steps made by then
     metrics: dict[str, float]  # the last of each
     looks: dict[str, list[Any]]  # of each `at`, by hook
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """What all ranks hold alike: weights without running statistics, of which each rank has its own."""
-        return {name: one for name, one in self.weights.items() if "running" not in name and "num_batches" not in name}
+        return {
+            name: one
+            for name, one in self.weights.items()
+            if "running" not in name and "num_batches" not in name
+        }
 
 
 def fit(
@@ -91,18 +97,34 @@ def fit(
 
 def play(scene: dict[str, Any]) -> Seen:
     """The fit of a scene, on this rank."""
-    defaults = {"train": toy.loader, "val": None, "callbacks": [], "kind": HybridAllReduceStrategy, "save_to": None}
+    defaults = {
+        "train": toy.loader,
+        "val": None,
+        "callbacks": [],
+        "kind": HybridAllReduceStrategy,
+        "save_to": None,
+    }
     scene = {**defaults, "raises": False, "warns": False, "logger": Keeps(), **scene}
     module, train, val = (made(scene.pop(name)) for name in ("module", "train", "val"))
-    raises, warns, save_to, kind = (scene.pop(name) for name in ("raises", "warns", "save_to", "kind"))
+    raises, warns, save_to, kind = (
+        scene.pop(name) for name in ("raises", "warns", "save_to", "kind")
+    )
     call, ckpt_path = scene.pop("call", "fit"), scene.pop("ckpt_path", None)
     settings = {name: scene.pop(name) for name in list(scene) if name in OF_TRAINER}
     if "strategy" not in settings:
         settings["strategy"] = kind(**scene)
     elif scene:
-        raise TypeError(f"`strategy` (={settings['strategy']!r}) takes no options here: {sorted(scene)}")
-    callbacks = settings["callbacks"] if isinstance(settings["callbacks"], list) else [settings["callbacks"]]
-    callbacks = [_at(each.looks) if isinstance(each, Looks) else made(each) for each in callbacks]  # a fresh one
+        raise TypeError(
+            f"`strategy` (={settings['strategy']!r}) takes no options here: {sorted(scene)}"
+        )
+    callbacks = (
+        settings["callbacks"]
+        if isinstance(settings["callbacks"], list)
+        else [settings["callbacks"]]
+    )
+    callbacks = [
+        _at(each.looks) if isinstance(each, Looks) else made(each) for each in callbacks
+    ]  # a fresh one
     last, error = _Last(), ""
     with warnings.catch_warnings(record=warns) as caught:
         if warns:
@@ -115,10 +137,15 @@ def play(scene: dict[str, Any]) -> Seen:
         except Exception as raised:
             if not raises:
                 raise
-            error = "\n".join([f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])])
+            error = "\n".join(
+                [f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])]
+            )
         if save_to is not None:
             trainer.save_checkpoint(save_to)
-    scale, is_in_stages = getattr(trainer.precision_plugin, "loss_scale", None), hasattr(trainer.strategy, "num_stages")
+    scale, is_in_stages = (
+        getattr(trainer.precision_plugin, "loss_scale", None),
+        hasattr(trainer.strategy, "num_stages"),
+    )
     return Seen(
         weights={} if error and is_in_stages else toy.weights(module),
         losses=list(getattr(module, "losses", [])),
@@ -131,7 +158,12 @@ def play(scene: dict[str, Any]) -> Seen:
         warnings=[str(one.message) for one in caught or []],
         rows=getattr(settings["logger"], "rows", []),
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
-        looks={hook: kept for each in callbacks if isinstance(each, Looks) for hook, kept in each.kept.items()},
+        looks={
+            hook: kept
+            for each in callbacks
+            if isinstance(each, Looks)
+            for hook, kept in each.kept.items()
+        },
     )
 
 
@@ -169,7 +201,9 @@ def _at(looks: dict[str, Callable[..., Any]]) -> Looks:
 
         return called
 
-    return type("At", (Looks,), {name: hook(name) for name in looks})(looks)  # a method: Lightning asks the class
+    return type("At", (Looks,), {name: hook(name) for name in looks})(
+        looks
+    )  # a method: Lightning asks the class
 
 
 def at(**looks: Callable[..., Any]) -> Looks:
@@ -244,4 +278,8 @@ def this_rank() -> int:
 
 def gradients(trainer: pl.Trainer, module: nn.Module, *args: Any) -> dict[str, Tensor]:
     """The gradients of the moment, by name."""
-    return {name: one.grad.detach().clone() for name, one in module.named_parameters() if one.grad is not None}
+    return {
+        name: one.grad.detach().clone()
+        for name, one in module.named_parameters()
+        if one.grad is not None
+    }

@@ -37,7 +37,9 @@ def plain(value):
     return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-RAGGED = [torch.arange(i + 3) for i in range(ROWS)]  # one of them has as many entries as there are rows
+RAGGED = [
+    torch.arange(i + 3) for i in range(ROWS)
+]  # one of them has as many entries as there are rows
 BATCHES = {
     "tensor": X,
     "texts": TEXTS,
@@ -48,7 +50,10 @@ BATCHES = {
     "arrays": {"texts": np.array(TEXTS), "ids": np.arange(ROWS)},
     "ragged tensors": {"tokens": RAGGED, "labels": torch.arange(ROWS)},
     "ragged tensors and texts": (RAGGED, TEXTS),
-    "lists of tokens": {"tokens": [[1] * i for i in range(ROWS)], "masks": [[0] * i for i in range(ROWS)]},
+    "lists of tokens": {
+        "tokens": [[1] * i for i in range(ROWS)],
+        "masks": [[0] * i for i in range(ROWS)],
+    },
     "dictionaries": {"x": X, "targets": [{"boxes": torch.zeros(i, 4)} for i in range(ROWS)]},
     "named tuple": Pair(X, TEXTS),
     "dataclass": Sample(X, TEXTS),
@@ -84,7 +89,14 @@ def is_list_of_views(whole):
 
 
 def test_constants_are_in_each_part():
-    batch = {"x": X, "size": [224, 224], "scale": torch.tensor(2.0), "task": "pairs", "number": 3, "nothing": None}
+    batch = {
+        "x": X,
+        "size": [224, 224],
+        "scale": torch.tensor(2.0),
+        "task": "pairs",
+        "number": 3,
+        "nothing": None,
+    }
     batch |= {"positions": torch.ones(1, 3), "weights": np.ones(1)}
     for part in split_rows(batch, 2):
         assert plain({key: value for key, value in part.batch.items() if key != "x"}) == plain(

@@ -26,7 +26,9 @@ DISTRIBUTIONS = packages_distributions()
 
 # Imports of the package that its core does not install. Each is made only where somebody asks for what it does.
 WITH_AN_EXTRA = {"matplotlib": "report"}
-WITH_TORCH = {"triton"}  # builds for CUDA bring it; without it the fused kernels warn and are not used
+WITH_TORCH = {
+    "triton"
+}  # builds for CUDA bring it; without it the fused kernels warn and are not used
 
 IMPORT_ALL_PUBLIC_NAMES = """
 import sys
@@ -41,7 +43,18 @@ for package in ("", ".optim", ".callbacks", ".data", ".contrastive", ".fabric", 
 print(*sys.modules)
 """
 
-LOCKED = ("recipes", "report", "jpeg", "search", "study", "tensorboard", "text", "test", "dev", "docs")
+LOCKED = (
+    "recipes",
+    "report",
+    "jpeg",
+    "search",
+    "study",
+    "tensorboard",
+    "text",
+    "test",
+    "dev",
+    "docs",
+)
 
 
 def canonical(name: str) -> str:
@@ -66,7 +79,11 @@ def imported(*folders: str) -> dict[str, str]:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             found |= {name.partition(".")[0]: str(path.relative_to(ROOT)) for name in names}
-    return {name: path for name, path in found.items() if name not in {*OURS, *OTHERS, *sys.stdlib_module_names}}
+    return {
+        name: path
+        for name, path in found.items()
+        if name not in {*OURS, *OTHERS, *sys.stdlib_module_names}
+    }
 
 
 def missing(names: dict[str, str], declared: set[str]) -> dict[str, str]:
@@ -79,12 +96,19 @@ def missing(names: dict[str, str], declared: set[str]) -> dict[str, str]:
 
 def test_every_import_is_declared():
     groups = declared()
-    assert not missing(imported("lightning_hybrid", "recipes", "tests"), set().union(*groups.values()) - groups["dev"])
+    assert not missing(
+        imported("lightning_hybrid", "recipes", "tests"),
+        set().union(*groups.values()) - groups["dev"],
+    )
 
 
 def test_the_lock_of_ci_holds_a_version_and_a_hash_of_all_that_is_asked_for():
     lines = (ROOT / ".ci" / "requirements.lock").read_text().splitlines()
-    rows = [re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines if line[:1] != "#"]
+    rows = [
+        re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line)
+        for line in lines
+        if line[:1] != "#"
+    ]
     assert all(rows)
     locked = {canonical(row[1]): row[2] for row in rows}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -128,7 +152,9 @@ def installed_with(requirements: set[str]) -> set[str]:
             continue
         for requirement in map(Requirement, texts):
             marker = requirement.marker
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *parent.extras)):
+            if marker is None or any(
+                marker.evaluate({"extra": extra}) for extra in ("", *parent.extras)
+            ):
                 waiting.append(requirement)
     return {name for name, _ in visited}
 
@@ -139,7 +165,9 @@ def test_the_public_names_are_there_where_nothing_but_the_core_is_installed(tmp_
     blocked = ("hydra", "omegaconf", "wandb", "pydantic")
     assert not brought & {canonical(one) for name in blocked for one in DISTRIBUTIONS[name]}
     there = environment_without(tmp_path, blocked)
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALL_PUBLIC_NAMES], capture_output=True, text=True, env=there)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL_PUBLIC_NAMES], capture_output=True, text=True, env=there
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "lightning_hybrid.elastic.strategy" in done.stdout.split()
 
@@ -147,9 +175,24 @@ def test_the_public_names_are_there_where_nothing_but_the_core_is_installed(tmp_
 @pytest.mark.long
 def test_the_gpu_tests_can_be_collected_without_hydra_wandb_and_simplejpeg(tmp_path):
     """A machine with a GPU need not have what only the recipes' command line needs."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+    ]
     there = environment_without(tmp_path)
-    assert subprocess.run([sys.executable, "-c", "import hydra"], capture_output=True, env=there).returncode == 1
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", "import hydra"], capture_output=True, env=there
+        ).returncode
+        == 1
+    )
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=there)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = [line for line in done.stdout.splitlines() if "::" in line]

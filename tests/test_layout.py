@@ -14,7 +14,10 @@ MODULES = tracked_files("lightning_hybrid/*.py")
 PROGRAMS = [*tracked_files("recipes/*.py"), *tracked_files("tests/evidence/*.py")]
 
 # A folder, and what of ours it may import besides itself. A name stands for all below it.
-OF_DATA = {f"data.{name}" for name in ("prefetch", "exact_loader", "exact_resume", "batch_counters", "place")}
+OF_DATA = {
+    f"data.{name}"
+    for name in ("prefetch", "exact_loader", "exact_resume", "batch_counters", "place")
+}
 OF_DATA |= {"data.shard_loader", "data.random_streams"}
 OF_NETWORKS = {"pipeline.cuts", "pipeline.shapes", "precision.window"}
 OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
@@ -30,9 +33,16 @@ ARROWS = {
     "callbacks": {"comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
     "planning": set(),
     "planning.model": {"comm.codec"} | OF_COMM,
-    "planning.estimates": OF_NETWORKS | {"planning.model", "comm.codec", "comm.stats.trace"} | OF_COMM,
+    "planning.estimates": OF_NETWORKS
+    | {"planning.model", "comm.codec", "comm.stats.trace"}
+    | OF_COMM,
     "planning.calibration": {"planning.model", "comm.codec", "comm.engine.engine"} | OF_COMM,
-    "planning.report": {"planning.model", "planning.estimates", "planning.calibration", "callbacks.run_report.figure"}
+    "planning.report": {
+        "planning.model",
+        "planning.estimates",
+        "planning.calibration",
+        "callbacks.run_report.figure",
+    }
     | OF_COMM,
     "comm": set(),
     "comm.engine": {"comm.adasum.combine", "comm.codec", "comm.health", "comm.stats"} | OF_COMM,
@@ -47,19 +57,39 @@ ARROWS = {
     "data": set(),
     "models": set(),
 }
-FOR_ALL = {"averaged_models", "checks", "atomic_file", "batch_rows", "cpp.library", "lightning_names", "module_state"}
+FOR_ALL = {
+    "averaged_models",
+    "checks",
+    "atomic_file",
+    "batch_rows",
+    "cpp.library",
+    "lightning_names",
+    "module_state",
+}
 FOR_ALL |= {"formatting", "placement"}
 NEVER_IN_THE_LIBRARY = {"hydra", "omegaconf", "wandb", "recipes", "torchvision", "timm", "litdata"}
-NEVER_IN_THE_PLANNER = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "pydantic"}
+NEVER_IN_THE_PLANNER = {
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "torchmetrics",
+    "pydantic",
+}
 MOST_MODULES = 20
 
-FORBIDDEN = r"\b(told|anew|beside|alike|whoever|nobody|seal(?:ed)?|lanes?|handover|surroundings)\b|\bours:"
+FORBIDDEN = (
+    r"\b(told|anew|beside|alike|whoever|nobody|seal(?:ed)?|lanes?|handover|surroundings)\b|\bours:"
+)
 """Words of a private language, in the prose of docstrings and comments."""
 
 
 def part_of(path: Path) -> str:
     """The dotted name below the package."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    return (
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        .removesuffix("__init__")
+        .rstrip(".")
+    )
 
 
 @cache
@@ -84,7 +114,10 @@ def ours(names: set[str]) -> set[str]:
     found = set()
     for name in names:
         package, *parts = name.split(".")
-        while parts and not (PACKAGE.joinpath(*parts).with_suffix(".py").exists() or PACKAGE.joinpath(*parts).is_dir()):
+        while parts and not (
+            PACKAGE.joinpath(*parts).with_suffix(".py").exists()
+            or PACKAGE.joinpath(*parts).is_dir()
+        ):
             parts.pop()
         found |= {".".join(parts)} if package == "lightning_hybrid" else set()
     return found
@@ -119,7 +152,8 @@ def test_no_imports_go_round_in_a_circle():
 
 def test_the_library_knows_no_configuration_system_and_no_tracker():
     found = {
-        part_of(path): {name.split(".")[0] for name in imports_of(path)} & NEVER_IN_THE_LIBRARY for path in MODULES
+        part_of(path): {name.split(".")[0] for name in imports_of(path)} & NEVER_IN_THE_LIBRARY
+        for path in MODULES
     }
     assert not {source: names for source, names in found.items() if names}
 
@@ -155,7 +189,9 @@ def test_the_planner_imports_no_strategy_no_lightning_and_matplotlib_for_picture
 def test_no_test_looks_at_what_git_does_not_track():
     """An environment, outputs and drafts may lie in the checkout; `.ci/run` plants such files and runs all tests."""
     constant = r"\b(?:[A-Z][A-Z_]{2,}|__file__)\b"
-    walk = re.compile(rf"{constant}[^{{}}\n]*\.(?:r?glob|iterdir)\(|\b(?:walk|listdir|scandir)\([^)\n]*{constant}")
+    walk = re.compile(
+        rf"{constant}[^{{}}\n]*\.(?:r?glob|iterdir)\(|\b(?:walk|listdir|scandir)\([^)\n]*{constant}"
+    )
     tests = set(tracked_files("tests/*.py")) - {Path(__file__), ROOT / "tests" / "checkout.py"}
     assert not [str(path) for path in tests if walk.search(path.read_text())]
 
@@ -171,7 +207,12 @@ def test_every_folder_says_what_it_is_for_and_has_few_modules():
 def test_no_two_modules_of_a_folder_differ_by_a_plural_or_ing():
     for folder in {path.parent for path in [*MODULES, *PROGRAMS]}:
         names = {path.stem for path in tracked_in(folder, "*.py")}
-        twins = {(a, b) for a in names for b in names if b in (f"{a}s", f"{a}es", f"{a}ing", f"{a.rstrip('e')}ing")}
+        twins = {
+            (a, b)
+            for a in names
+            for b in names
+            if b in (f"{a}s", f"{a}es", f"{a}ing", f"{a.rstrip('e')}ing")
+        }
         assert not twins, f"{folder}: {twins}"
 
 
@@ -195,9 +236,18 @@ def test_every_public_definition_is_used_outside_of_its_own_tests():
     """In code, configuration or a README. A method of torch's or Lightning's is theirs to call."""
     texts = [path for kind in ("py", "yaml", "md") for path in tracked_files(f"*.{kind}")]
     tests = ROOT / "tests"
-    used = [p for p in texts if not p.is_relative_to(tests) or p in PROGRAMS or p.is_relative_to(tests / "netlab")]
+    used = [
+        p
+        for p in texts
+        if not p.is_relative_to(tests) or p in PROGRAMS or p.is_relative_to(tests / "netlab")
+    ]
     words = Counter(word for path in used for word in re.findall(r"\w+", path.read_text()))
-    unused = [f"{part_of(path)}.{name}" for path in MODULES for name in public_definitions(path) if words[name] < 2]
+    unused = [
+        f"{part_of(path)}.{name}"
+        for path in MODULES
+        for name in public_definitions(path)
+        if words[name] < 2
+    ]
     assert not unused
 
 
@@ -206,9 +256,17 @@ def prose_of(path: Path) -> list[tuple[int, str]]:
     source = path.read_text()
     found = []
     for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             found += enumerate(node.value.value.splitlines(), node.lineno)
-    found += [(i, line.partition("# ")[2]) for i, line in enumerate(source.splitlines(), 1) if "# " in line]
+    found += [
+        (i, line.partition("# ")[2])
+        for i, line in enumerate(source.splitlines(), 1)
+        if "# " in line
+    ]
     return [(number, re.sub(r"`[^`]*`|\"[^\"]*\"|'[^']*'", "", line)) for number, line in found]
 
 

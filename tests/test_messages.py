@@ -27,7 +27,11 @@ def keys_of_files() -> set[str]:
         if path.parent.parent != ROOT / "conf":
             continue
         content = yaml.safe_load(path.read_text()) or {}
-        keys |= {f"{path.parent.name}.{name}" for name in content if isinstance(name, str) and name != "defaults"}
+        keys |= {
+            f"{path.parent.name}.{name}"
+            for name in content
+            if isinstance(name, str) and name != "defaults"
+        }
     return keys
 
 
@@ -42,7 +46,9 @@ KEY = re.compile(
 def text_of(node: ast.AST) -> str | None:
     """The text of a literal, with `x` for each value that is filled in."""
     if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values)
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values
+        )
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     return None
@@ -52,7 +58,9 @@ def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and text of every literal of several words that is no docstring."""
     skipped = set()
     for node in ast.walk(tree):
-        for statement in getattr(node, "body", []) if isinstance(getattr(node, "body", []), list) else []:
+        for statement in (
+            getattr(node, "body", []) if isinstance(getattr(node, "body", []), list) else []
+        ):
             if isinstance(statement, ast.Expr):
                 skipped.add(statement.value)
         if isinstance(node, ast.JoinedStr):
@@ -71,14 +79,17 @@ def keys_in(path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("message", ["Set strategy.comm.algorithm=flat.", "with ~callbacks.replicas", "Set optim.lr=1"])
+@pytest.mark.parametrize(
+    "message", ["Set strategy.comm.algorithm=flat.", "with ~callbacks.replicas", "Set optim.lr=1"]
+)
 def test_a_message_with_a_key_of_a_recipe_is_found(tmp_path, message):
     source = f'def check():\n    """Set strategy.comm."""\n    raise ValueError(f"`x` (={{0}}) is wrong. {message}")\n'
     assert [bool(KEY.search(text)) for _, text in messages(ast.parse(source))] == [True]
 
 
 @pytest.mark.parametrize(
-    "message", ["Call `trainer.fit(module)`.", "Write comm=Comm(algorithm='flat').", "see self.strategy.x"]
+    "message",
+    ["Call `trainer.fit(module)`.", "Write comm=Comm(algorithm='flat').", "see self.strategy.x"],
 )
 def test_a_message_with_an_argument_or_an_attribute_of_python_is_none(message):
     assert KEY.search(message) is None
@@ -87,7 +98,10 @@ def test_a_message_with_an_argument_or_an_attribute_of_python_is_none(message):
 def test_no_message_of_the_package_names_a_key_of_a_recipe():
     """The package is called from Python; `recipes.cli.key_note` adds the keys where a recipe raised the error."""
     # The console, and settings that `simulate` and `tune` propose: who reads them types keys.
-    skipped = {ROOT / "lightning_hybrid" / "__main__.py", *tracked_files("lightning_hybrid/planning/report/*.py")}
+    skipped = {
+        ROOT / "lightning_hybrid" / "__main__.py",
+        *tracked_files("lightning_hybrid/planning/report/*.py"),
+    }
     skipped.add(ROOT / "lightning_hybrid" / "planning" / "estimates" / "memory.py")
     found = [line for path in MODULES if path not in skipped for line in keys_in(path)]
     assert not found, "\n".join(found)

@@ -80,7 +80,9 @@ def one_step(algorithm):
         module.at["averaged"] = future.value().detach().clone().view(3, 8)
         return future.value()
 
-    strategy = HybridAllReduceStrategy(comm=Comm(algorithm=algorithm), loss_scale=SCALE, ranks_per_node=2)
+    strategy = HybridAllReduceStrategy(
+        comm=Comm(algorithm=algorithm), loss_scale=SCALE, ranks_per_node=2
+    )
     strategy._comm.bucket_hook = watched
     trainer = toy.trainer(strategy=strategy, precision="16-true", max_steps=1)
     trainer.fit(module, DataLoader(Indexed(), batch_size=8))
@@ -114,7 +116,9 @@ def test_3_forward_is_fp16_with_fp32_sums_and_the_loss_is_fp32(step):
         assert rank["y"].dtype is torch.float16
         assert relative(rank["y"], exact) < HALF_ULP
         assert rank["loss"].dtype is torch.float32
-        assert rank["loss"].item() == pytest.approx((rank["y"].double() ** 2).sum(1).mean().item() / 2, rel=1e-6)
+        assert rank["loss"].item() == pytest.approx(
+            (rank["y"].double() ** 2).sum(1).mean().item() / 2, rel=1e-6
+        )
 
 
 def test_4_scaling_is_exact(step):
@@ -153,10 +157,13 @@ def test_9b_lars_steps_the_fp32_weight_which_started_exact(step):
         assert torch.equal(rank["master_before"], rank["initial"])
         options = {"momentum": 0.9, "weight_decay": WEIGHT_DECAY, "trust_coefficient": TRUST}
         exact = paper(rank["initial"].double(), [rank["unscaled"].double()], [LR], **options)
-        moved, should = rank["master"].double() - rank["initial"].double(), exact - rank["initial"].double()
+        moved, should = (
+            rank["master"].double() - rank["initial"].double(),
+            exact - rank["initial"].double(),
+        )
         assert (
-            moved - should
-        ).norm() / should.norm() < 1e-4  # fp32 weights of size 1 move by 1e-2: 2**-24 / 1e-2, and margin
+            (moved - should).norm() / should.norm() < 1e-4
+        )  # fp32 weights of size 1 move by 1e-2: 2**-24 / 1e-2, and margin
         assert relative(rank["master"], exact) < 1e-6
 
 

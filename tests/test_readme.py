@@ -39,7 +39,10 @@ def anchors(page: Path) -> set[str]:
     for heading in re.findall(r"^#+ +(.+?) *#*$", FENCE.sub("", page.read_text()), re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
         names.append(re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-"))
-    return {f"{name}-{names[:i].count(name)}" if name in names[:i] else name for i, name in enumerate(names)}
+    return {
+        f"{name}-{names[:i].count(name)}" if name in names[:i] else name
+        for i, name in enumerate(names)
+    }
 
 
 def relative_links(page: Path) -> list[str]:
@@ -65,7 +68,11 @@ def absent_sources(page: Path) -> list[str]:
 
 
 def python_blocks(page: Path) -> list[str]:
-    return [textwrap.dedent(body) for _, language, body in FENCE.findall(page.read_text()) if language == "python"]
+    return [
+        textwrap.dedent(body)
+        for _, language, body in FENCE.findall(page.read_text())
+        if language == "python"
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -121,7 +128,10 @@ def train_one_step(source):
 
 @pytest.mark.parametrize(
     "strategy",
-    ['"hybrid_allreduce"', "lightning_hybrid.HybridPipelineStrategy(num_stages=2, num_microbatches=2)"],
+    [
+        '"hybrid_allreduce"',
+        "lightning_hybrid.HybridPipelineStrategy(num_stages=2, num_microbatches=2)",
+    ],
     ids=["as it stands", "in two stages of a pipeline"],
 )
 def test_user_code_of_the_first_page_trains_on_two_ranks(strategy, two_ranks):
@@ -139,7 +149,10 @@ def train_two_steps(source, folder):
     class TwoSteps(pl.Trainer):
         def __init__(self, **settings):
             quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-            super().__init__(**settings | quiet | {"accelerator": "cpu", "devices": 2, "num_nodes": 1}, max_steps=2)
+            super().__init__(
+                **settings | quiet | {"accelerator": "cpu", "devices": 2, "num_nodes": 1},
+                max_steps=2,
+            )
 
         def fit(self, module, *data, **more):
             super().fit(module, *data, **more)
@@ -150,8 +163,14 @@ def train_two_steps(source, folder):
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
     given["loader"] = DataLoader(data, batch_size=64)
-    with mock.patch.object(pl, "Trainer", TwoSteps), contextlib.chdir(folder), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Found . module.s. in eval mode")  # the page says so
+    with (
+        mock.patch.object(pl, "Trainer", TwoSteps),
+        contextlib.chdir(folder),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings(
+            "ignore", message="Found . module.s. in eval mode"
+        )  # the page says so
         exec(compile(source, "page", "exec"), given)
     return seen
 
@@ -161,5 +180,7 @@ def test_the_code_of_a_page_runs_on_two_ranks_as_it_stands(page, two_ranks, tmp_
     blocks = python_blocks(page)
     if blocks:
         one, other = two_ranks.run(train_two_steps, "\n".join(blocks), str(tmp_path))
-        assert all(toy.same_bits(ours, theirs) for (ours, _), (theirs, _) in zip(one, other, strict=True))
+        assert all(
+            toy.same_bits(ours, theirs) for (ours, _), (theirs, _) in zip(one, other, strict=True)
+        )
         assert [num_steps for _, num_steps in one] == [2] * ("tutorials" in str(page))

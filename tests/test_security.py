@@ -30,7 +30,9 @@ def test_no_file_that_is_loaded_can_bring_code():
         for call in ast.walk(ast.parse(text if "torch.load(" in text else "")):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.load":
                 given = {each.arg: ast.unparse(each.value) for each in call.keywords}
-                assert given["weights_only"] in ("True", "weights_only"), path  # the caller's, as its default above
+                assert given["weights_only"] in ("True", "weights_only"), (
+                    path
+                )  # the caller's, as its default above
 
 
 @pytest.fixture
@@ -41,7 +43,9 @@ def answers(tmp_path):
     folder.mkdir(mode=0o700)
     for value, file in enumerate(sources, start=1):
         file.write_text(f'extern "C" void answer(double* place) {{ *place = {value}; }}')
-    source = cpp_library.CppSource(files=(sources[0],), functions={"answer": (cpp_library.ADDRESS,)})
+    source = cpp_library.CppSource(
+        files=(sources[0],), functions={"answer": (cpp_library.ADDRESS,)}
+    )
     planted = folder / f"{source.fingerprint(compiler, flags)}.so"
     subprocess.run([*compiler, *flags, "-o", planted, sources[1]], check=True)
     planted.chmod(0o700)
@@ -74,7 +78,9 @@ def test_a_library_that_others_may_write_is_built_again(answers):
     planted, answer = answers
     planted.chmod(0o777)
     assert answer() == 1
-    assert stat.S_IMODE(planted.stat().st_mode) == 0o700, "with an open umask it would be built at each start"
+    assert stat.S_IMODE(planted.stat().st_mode) == 0o700, (
+        "with an open umask it would be built at each start"
+    )
 
 
 @pytest.mark.parametrize("whose", ["folder", "file"])

@@ -21,7 +21,9 @@ class Blobs(Dataset):
         generator = torch.Generator().manual_seed(7)
         self.targets = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
         centres = torch.randn(NUM_CLASSES, NUM_FEATURES, generator=generator)
-        self.images = centres[self.targets] + 0.5 * torch.randn(num_samples, NUM_FEATURES, generator=generator)
+        self.images = centres[self.targets] + 0.5 * torch.randn(
+            num_samples, NUM_FEATURES, generator=generator
+        )
 
     def __len__(self) -> int:
         return len(self.targets)

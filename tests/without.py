@@ -35,6 +35,8 @@ def block(names: Sequence[str] = OPTIONAL) -> None:
 
 def environment_without(folder: Path, names: Sequence[str] = OPTIONAL) -> dict[str, str]:
     """For programs that shall not find them: Python imports `sitecustomize` before anything else."""
-    (folder / "sitecustomize.py").write_text(f"from tests.without import block\n\nblock({sorted(names)!r})\n")
+    (folder / "sitecustomize.py").write_text(
+        f"from tests.without import block\n\nblock({sorted(names)!r})\n"
+    )
     # pytest's plugins of these packages would not be there either
     return os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

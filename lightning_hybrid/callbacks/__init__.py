@@ -8,7 +8,11 @@ if TYPE_CHECKING:
     from lightning_hybrid.callbacks.fp16_range import HalfPrecisionReport, half_precision_report
     from lightning_hybrid.callbacks.numerics import NonFiniteLossError, NumericsMonitor
     from lightning_hybrid.callbacks.recalibrate_bn import RecalibrateBatchNorm
-    from lightning_hybrid.callbacks.replica_check import DataOrderError, ReplicaCheck, ReplicaDriftError
+    from lightning_hybrid.callbacks.replica_check import (
+        DataOrderError,
+        ReplicaCheck,
+        ReplicaDriftError,
+    )
     from lightning_hybrid.callbacks.run_report.callback import RunReport
     from lightning_hybrid.callbacks.stop_on_signal import StopOnSignal
     from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy

@@ -12,7 +12,10 @@ def byte_metrics(comm: CommSummary) -> dict[str, float]:
     """Return bytes per step, those between nodes only where there are several; and what a codec there lost."""
     if not comm.num_steps:
         return {}
-    values = {m.COMM_BYTES: comm.num_bytes / comm.num_steps, m.COMM_NODE_BYTES: comm.bytes_inside / comm.num_steps}
+    values = {
+        m.COMM_BYTES: comm.num_bytes / comm.num_steps,
+        m.COMM_NODE_BYTES: comm.bytes_inside / comm.num_steps,
+    }
     if comm.least_bytes_across:
         values[m.COMM_LINK_BYTES] = comm.bytes_across / comm.num_steps
         values[m.COMM_LEAST_LINK_BYTES] = comm.least_bytes_across / comm.num_steps
@@ -21,7 +24,9 @@ def byte_metrics(comm: CommSummary) -> dict[str, float]:
     return values
 
 
-def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: float | None) -> dict[str, float]:
+def clock_metrics(
+    comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: float | None
+) -> dict[str, float]:
     """Return seconds per step and the achieved rate of the link; nothing where no time was measured.
 
     `elapsed_s`: time of these steps in all; `link_bytes_per_s`: rate of a node's link, None: not known.
@@ -45,7 +50,15 @@ def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: floa
 
 def as_json(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, Any]:
     """Return the section of `summary.json` on all steps; None where a time was not measured, or with one node only."""
-    same = ("num_steps", "num_buckets", "num_bytes", "quantisation_nmse", "busy_s", "exposed_s", "achieved_bytes_per_s")
+    same = (
+        "num_steps",
+        "num_buckets",
+        "num_bytes",
+        "quantisation_nmse",
+        "busy_s",
+        "exposed_s",
+        "achieved_bytes_per_s",
+    )
     return {
         **{name: getattr(comm, name) for name in same},
         "link_bytes": comm.bytes_across,
@@ -105,11 +118,19 @@ def describe(
         exposed_s = _ratio(comm.exposed_s, comm.num_steps)
     achieved = comm.achieved_bytes_per_s
     share = "" if exposed_share is None else f" ({100 * exposed_share:.1f} %)"
-    parts = ["time not measured" if exposed_s is None else f"{1e3 * exposed_s:.3g} ms exposed per {steps}{share}"]
+    parts = [
+        "time not measured"
+        if exposed_s is None
+        else f"{1e3 * exposed_s:.3g} ms exposed per {steps}{share}"
+    ]
     across = comm.bytes_across / comm.num_steps
     parts.append(f"{across / 1e6:.3g} MB per node and step" if across else "none between nodes")
     if achieved is not None:
-        of_link = "" if link_bytes_per_s is None else f" = {100 * achieved / link_bytes_per_s:.3g} % of the link"
+        of_link = (
+            ""
+            if link_bytes_per_s is None
+            else f" = {100 * achieved / link_bytes_per_s:.3g} % of the link"
+        )
         parts.append(f"{achieved / 1e6:.3g} MB/s{of_link}")
     return ", ".join(parts)
 

@@ -23,7 +23,9 @@ class HostCountedAverage(AveragedModel):
     """
 
     def __init__(self, averaged: AveragedModel) -> None:
-        nn.Module.__init__(self)  # and not torch's constructor, which would copy the module once more
+        nn.Module.__init__(
+            self
+        )  # and not torch's constructor, which would copy the module once more
         self.module = averaged.module
         self.avg_fn = averaged.avg_fn
         self.multi_avg_fn = averaged.multi_avg_fn
@@ -35,7 +37,9 @@ class HostCountedAverage(AveragedModel):
         """Take the weights of `model` in; nothing waits for the device."""
         assert self.avg_fn is not None
         is_first = int(self.n_averaged) == 0
-        for average, current in zip(self._tensors_of(self.module), self._tensors_of(model), strict=True):
+        for average, current in zip(
+            self._tensors_of(self.module), self._tensors_of(model), strict=True
+        ):
             weight = current.detach().to(average.device)
             if is_first:
                 average.copy_(weight)
@@ -75,7 +79,9 @@ class MasterWeightAveraging(EMAWeightAveraging):
                 "0.999 remembers about a thousand steps."
             )
         every = plain_value(kwargs.pop("update_every_n_steps", 1))
-        require_whole("update_every_n_steps", every, "steps are counted. Write update_every_n_steps=1")
+        require_whole(
+            "update_every_n_steps", every, "steps are counted. Write update_every_n_steps=1"
+        )
         super().__init__(decay=decay, update_every_n_steps=every, **kwargs)
         self._is_handed_over = False
 

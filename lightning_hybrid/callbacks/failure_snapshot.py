@@ -24,7 +24,9 @@ class LayerProbes:
 
     def __init__(self, module: nn.Module) -> None:
         self._found: list[tuple[str, Tensor]] = []
-        leaves = [(name, one) for name, one in module.named_modules() if name and not any(one.children())]
+        leaves = [
+            (name, one) for name, one in module.named_modules() if name and not any(one.children())
+        ]
         self._hooks = [one.register_forward_hook(partial(self._note, name)) for name, one in leaves]
 
     def _note(self, name: str, layer: nn.Module, _: Any, output: Any) -> None:
@@ -41,8 +43,17 @@ class LayerProbes:
         """Return the first layer, in the order they ran, whose output had inf or nan. Wait for the device."""
         if not self._found:
             return None
-        finite = torch.isfinite(torch.stack([largest.float() for _, largest in self._found])).tolist()
-        return next((name for (name, _), is_finite in zip(self._found, finite, strict=True) if not is_finite), None)
+        finite = torch.isfinite(
+            torch.stack([largest.float() for _, largest in self._found])
+        ).tolist()
+        return next(
+            (
+                name
+                for (name, _), is_finite in zip(self._found, finite, strict=True)
+                if not is_finite
+            ),
+            None,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -56,9 +67,14 @@ def largest_gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
     Of a DTensor it is that of this rank's shard.
     """
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
     grads = {name: local_shard(parameter.grad) for name, parameter in trained.items()}
-    return {name: None if grad is None or not grad.numel() else _largest(grad) for name, grad in grads.items()}
+    return {
+        name: None if grad is None or not grad.numel() else _largest(grad)
+        for name, grad in grads.items()
+    }
 
 
 def describe_batch(batch: Any) -> tuple[str, bool]:
@@ -77,21 +93,35 @@ def describe_batch(batch: Any) -> tuple[str, bool]:
         bad = ~torch.isfinite(leaf)
         if bool(bad.any()):
             is_bad = True
-            samples = bad.reshape(len(leaf) if leaf.dim() else 1, -1).any(1).nonzero().view(-1).tolist()
-            some = ", ".join(map(str, samples[:MOST_PLACES])) + (", ..." if len(samples) > MOST_PLACES else "")
-            parts.append(f"{name}: {int(bad.sum())} of {leaf.numel()} values not finite, in samples {some}")
+            samples = (
+                bad.reshape(len(leaf) if leaf.dim() else 1, -1).any(1).nonzero().view(-1).tolist()
+            )
+            some = ", ".join(map(str, samples[:MOST_PLACES])) + (
+                ", ..." if len(samples) > MOST_PLACES else ""
+            )
+            parts.append(
+                f"{name}: {int(bad.sum())} of {leaf.numel()} values not finite, in samples {some}"
+            )
         else:
             parts.append(f"{name}: from {leaf.min().item():g} to {leaf.max().item():g}")
     return "; ".join(parts), is_bad
 
 
 def save_state(
-    folder: Path, trainer: pl.Trainer, *, batch: Any, batch_idx: int, error: str, history: list[tuple[int, float]]
+    folder: Path,
+    trainer: pl.Trainer,
+    *,
+    batch: Any,
+    batch_idx: int,
+    error: str,
+    history: list[tuple[int, float]],
 ) -> Path | None:
     """Save the state at the moment of failure as `step<s>_rank<r>.pt`; return None where there is one already."""
     # It loads with `torch.load(..., weights_only=True)`. fp32 weights are the same on all ranks: rank zero saves them.
     path = folder / f"step{trainer.global_step}_rank{trainer.global_rank}.pt"
-    if run_status(trainer).num_shards is not None:  # ranks of several hosts have this number in an elastic run
+    if (
+        run_status(trainer).num_shards is not None
+    ):  # ranks of several hosts have this number in an elastic run
         path = path.with_name(f"{path.stem}_{host_identity()[0]}.pt")
     if path.exists():
         return None

@@ -21,8 +21,16 @@ from lightning_hybrid.callbacks.recalibrate_bn import generators_kept, new_train
 from lightning_hybrid.checks import plain_value, require_whole
 from lightning_hybrid.precision.window import NORMALISATION_TYPES, is_reparametrised
 
-SUBNORMAL, NORMAL, END = -24, -14, 16  # the smallest values are 2^-24, of 11 bits 2^-14; from 2^16 on they are inf
-LEAST, MOST, LARGEST_SCALE = -50, 40, 24  # exponents of the counts, and that of the largest loss scale
+SUBNORMAL, NORMAL, END = (
+    -24,
+    -14,
+    16,
+)  # the smallest values are 2^-24, of 11 bits 2^-14; from 2^16 on they are inf
+LEAST, MOST, LARGEST_SCALE = (
+    -50,
+    40,
+    24,
+)  # exponents of the counts, and that of the largest loss scale
 # Shares that need no remedy; our choice: of normally distributed weights of 0.02 they are 2e-6 and 0.002.
 MOST_LOST = 0.01
 MOST_SUBNORMAL = 0.1
@@ -70,7 +78,9 @@ class RangeReport(NamedTuple):
         return text
 
 
-def half_precision_report(module: pl.LightningModule, batches: Iterable[Any], *, num_batches: int = 2) -> RangeReport:
+def half_precision_report(
+    module: pl.LightningModule, batches: Iterable[Any], *, num_batches: int = 2
+) -> RangeReport:
     """Measure what fp16 cannot hold in forward and backward of some batches, by a copy of the module.
 
     `training_step` runs in the module's own precision, where it is; module, its buffers and gradients, random numbers
@@ -83,7 +93,11 @@ def half_precision_report(module: pl.LightningModule, batches: Iterable[Any], *,
     num_batches = plain_value(num_batches)
     require_whole("num_batches", num_batches, "so many batches are run. Write num_batches=2")
     if not module.automatic_optimization or not any(True for _ in module.parameters()):
-        what = "`automatic_optimization` (=False)" if not module.automatic_optimization else "`parameters()` (=none)"
+        what = (
+            "`automatic_optimization` (=False)"
+            if not module.automatic_optimization
+            else "`parameters()` (=none)"
+        )
         raise ValueError(
             f"{what} leaves the report on half precision nothing to see: it runs `training_step` of layers that exist, "
             "and backward of the loss that comes back. Leave `HalfPrecisionReport` out."
@@ -94,8 +108,12 @@ def half_precision_report(module: pl.LightningModule, batches: Iterable[Any], *,
         values = tensor.detach().float()
         values = values[values != 0]
         # x = m 2^e with m in [1/2, 1): below 2^k is e <= k.
-        exponents = torch.where(values.isfinite(), torch.frexp(values).exponent, MOST).clamp(LEAST, MOST)
-        counts[kind, name] = counts.get((kind, name), 0) + torch.bincount(exponents - LEAST, minlength=MOST - LEAST + 1)
+        exponents = torch.where(values.isfinite(), torch.frexp(values).exponent, MOST).clamp(
+            LEAST, MOST
+        )
+        counts[kind, name] = counts.get((kind, name), 0) + torch.bincount(
+            exponents - LEAST, minlength=MOST - LEAST + 1
+        )
 
     def take_gradient(name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -132,7 +150,9 @@ def half_precision_report(module: pl.LightningModule, batches: Iterable[Any], *,
             if loss is not None:  # of a batch that is left out
                 loss.backward()
     largest = [
-        LEAST + int(each.nonzero().max()) for (kind, _), each in counts.items() if kind == "gradient" and each.any()
+        LEAST + int(each.nonzero().max())
+        for (kind, _), each in counts.items()
+        if kind == "gradient" and each.any()
     ]
     scale = min(max(END - 1 - max(largest, default=0), 0), LARGEST_SCALE)
     return RangeReport([_range_of(*key, each, scale) for key, each in counts.items()], 2.0**scale)

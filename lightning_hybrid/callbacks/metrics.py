@@ -37,58 +37,106 @@ def _metric(name: str, unit: str, meaning: str, **more: Any) -> str:
 
 _timed = partial(_metric, from_clock=True)
 
-TRAIN_LOSS = _metric("train/loss", "1", "Mean over ranks of the loss of the batch just trained on.", best="min")
-TRAIN_LR = _metric("train/lr", "1", "Learning rate of the step just made, of the first parameter group.")
-TRAIN_MOMENTUM = _metric("train/momentum", "1", "Momentum (Adam, LAMB: beta1) of that step, of the first group.")
-TRAIN_LOSS_SCALE = _metric("train/loss_scale", "1", "Factor on the loss for the next step; none without fp16.")
-TRAIN_SKIPPED_STEPS = _metric("train/skipped_steps", "1", "Steps skipped so far because a gradient was not finite.")
-TRUST_RATIO_MIN = _metric("train/trust_ratio_min", "1", "Least trust ratio of a layer, for the gradients just used.")
-TRUST_RATIO_MEDIAN = _metric("train/trust_ratio_median", "1", "Median trust ratio of the layers; of two, the smaller.")
+TRAIN_LOSS = _metric(
+    "train/loss", "1", "Mean over ranks of the loss of the batch just trained on.", best="min"
+)
+TRAIN_LR = _metric(
+    "train/lr", "1", "Learning rate of the step just made, of the first parameter group."
+)
+TRAIN_MOMENTUM = _metric(
+    "train/momentum", "1", "Momentum (Adam, LAMB: beta1) of that step, of the first group."
+)
+TRAIN_LOSS_SCALE = _metric(
+    "train/loss_scale", "1", "Factor on the loss for the next step; none without fp16."
+)
+TRAIN_SKIPPED_STEPS = _metric(
+    "train/skipped_steps", "1", "Steps skipped so far because a gradient was not finite."
+)
+TRUST_RATIO_MIN = _metric(
+    "train/trust_ratio_min", "1", "Least trust ratio of a layer, for the gradients just used."
+)
+TRUST_RATIO_MEDIAN = _metric(
+    "train/trust_ratio_median", "1", "Median trust ratio of the layers; of two, the smaller."
+)
 TRUST_RATIO_MAX = _metric("train/trust_ratio_max", "1", "Largest trust ratio of a layer.")
 DATA_WAIT_S = _timed("data/wait_s", "s", "Time per step in which rank zero waited for its loader.")
-COMM_BYTES = _metric("comm/bytes", "B", "Gradients per step that rank zero gave to the sum, as on the wire.")
+COMM_BYTES = _metric(
+    "comm/bytes", "B", "Gradients per step that rank zero gave to the sum, as on the wire."
+)
 COMM_LINK_BYTES = _metric(
-    "comm/link_bytes", "B", "Bytes that the busiest node sends to others per step, by the formulas of the algorithms."
+    "comm/link_bytes",
+    "B",
+    "Bytes that the busiest node sends to others per step, by the formulas of the algorithms.",
 )
 COMM_LEAST_LINK_BYTES = _metric(
-    "comm/least_link_bytes", "B", "Least bytes per step from each of N nodes to others: 2 (N - 1) / N of the sums."
+    "comm/least_link_bytes",
+    "B",
+    "Least bytes per step from each of N nodes to others: 2 (N - 1) / N of the sums.",
 )
 COMM_NODE_BYTES = _metric(
-    "comm/node_bytes", "B", "Bytes that ranks of the busiest node send one another per step, by the same formulas."
+    "comm/node_bytes",
+    "B",
+    "Bytes that ranks of the busiest node send one another per step, by the same formulas.",
 )
 COMM_QUANTISATION_NMSE = _metric(
-    "comm/quantisation_nmse", "1", "Mean squared error of what rank zero rounded for other nodes, by its mean square."
+    "comm/quantisation_nmse",
+    "1",
+    "Mean squared error of what rank zero rounded for other nodes, by its mean square.",
 )
 COMM_BUSY_S = _timed(
-    "comm/busy_s", "s", "Time per step with at least one bucket of rank zero in flight, hidden by backward or not."
+    "comm/busy_s",
+    "s",
+    "Time per step with at least one bucket of rank zero in flight, hidden by backward or not.",
 )
 COMM_EXPOSED_S = _timed(
-    "comm/exposed_s", "s", "Time per step in which rank zero had nothing to do but wait for gradients of other ranks."
+    "comm/exposed_s",
+    "s",
+    "Time per step in which rank zero had nothing to do but wait for gradients of other ranks.",
 )
-COMM_EXPOSED_SHARE = _timed("comm/exposed_share", "1", "Exposed communication as a part of the time of a step, 0 to 1.")
+COMM_EXPOSED_SHARE = _timed(
+    "comm/exposed_share", "1", "Exposed communication as a part of the time of a step, 0 to 1."
+)
 COMM_ACHIEVED_BYTES_PER_S = _timed(
-    "comm/achieved_bytes_per_s", "B/s", "Least bytes between nodes by the time in flight: the rate reached on a link."
+    "comm/achieved_bytes_per_s",
+    "B/s",
+    "Least bytes between nodes by the time in flight: the rate reached on a link.",
 )
 COMM_ACHIEVED_SHARE = _timed(
-    "comm/achieved_share", "1", "The achieved rate as a part of the link's, the strategy's `report.link_bytes_per_s`."
+    "comm/achieved_share",
+    "1",
+    "The achieved rate as a part of the link's, the strategy's `report.link_bytes_per_s`.",
 )
 IMAGES_PER_S = _timed(
-    "throughput/images_per_s", "1/s", "Training images per second of all ranks since the last value, less validation."
+    "throughput/images_per_s",
+    "1/s",
+    "Training images per second of all ranks since the last value, less validation.",
 )
 FLOPS_PER_S = _timed(
-    "throughput/flops_per_s", "1/s", "Floating-point operations per second: the model's per image by images per second."
+    "throughput/flops_per_s",
+    "1/s",
+    "Floating-point operations per second: the model's per image by images per second.",
 )
 MFU = _timed(
-    "throughput/mfu", "1", "Model FLOP utilisation: these operations as a part of what all devices do at their peak."
+    "throughput/mfu",
+    "1",
+    "Model FLOP utilisation: these operations as a part of what all devices do at their peak.",
 )
 PEAK_MEMORY_BYTES = _timed(
-    "memory/peak_bytes", "B", "Peak memory of rank zero so far: tensors on CUDA; on a CPU the whole process."
+    "memory/peak_bytes",
+    "B",
+    "Peak memory of rank zero so far: tensors on CUDA; on a CPU the whole process.",
 )
 VAL_LOSS = _metric("val/loss", "1", "Mean loss over the validation set.", best="min")
-VAL_ACC = _metric("val/acc", "1", "Part of the validation set whose most likely class is right.", best="max")
-_TOP5 = "Part of the {} set whose class is among the five most likely; not with five classes or fewer."
+VAL_ACC = _metric(
+    "val/acc", "1", "Part of the validation set whose most likely class is right.", best="max"
+)
+_TOP5 = (
+    "Part of the {} set whose class is among the five most likely; not with five classes or fewer."
+)
 VAL_ACC_TOP5 = _metric("val/acc_top5", "1", _TOP5.format("validation"), best="max")
-TEST_ACC = _metric("test/acc", "1", "Part of the test set whose most likely class is right.", best="max")
+TEST_ACC = _metric(
+    "test/acc", "1", "Part of the test set whose most likely class is right.", best="max"
+)
 TEST_ACC_TOP5 = _metric("test/acc_top5", "1", _TOP5.format("test"), best="max")
 ELAPSED_S = _timed(
     "time/elapsed_s",
@@ -100,10 +148,16 @@ RECALIBRATION_S = _timed(
     "time/recalibration_s", "s", "Time to compute BatchNorm's statistics again before a validation."
 )
 TIME_TO_ACCURACY_TRAIN_S = _timed(
-    "time_to_accuracy/train_s", "s", "Time of training until a validation found the target reached, without validation."
+    "time_to_accuracy/train_s",
+    "s",
+    "Time of training until a validation found the target reached, without validation.",
 )
-TIME_TO_ACCURACY_TOTAL_S = _timed("time_to_accuracy/total_s", "s", "The same with validation, that one included.")
-TIME_TO_ACCURACY_STEP = _metric("time_to_accuracy/step", "1", "Steps until a validation found the target reached.")
+TIME_TO_ACCURACY_TOTAL_S = _timed(
+    "time_to_accuracy/total_s", "s", "The same with validation, that one included."
+)
+TIME_TO_ACCURACY_STEP = _metric(
+    "time_to_accuracy/step", "1", "Steps until a validation found the target reached."
+)
 
 TRUST_RATIOS = (TRUST_RATIO_MIN, TRUST_RATIO_MEDIAN, TRUST_RATIO_MAX)
 
@@ -116,10 +170,15 @@ def _indexed(name: str, of: str, meaning: str) -> Metric:
 # parameter group with trust ratios. The first optimizer and group have no index.
 INDEXED = {
     COMM_EXPOSED_S: _indexed(
-        COMM_EXPOSED_S, "bucket", "Exposed time per step from the end of the bucket before until this one was done."
+        COMM_EXPOSED_S,
+        "bucket",
+        "Exposed time per step from the end of the bucket before until this one was done.",
     ),
     TRAIN_LOSS_SCALE: _indexed(TRAIN_LOSS_SCALE, "optimizer", "The same for a further optimizer."),
-    **{name: _indexed(name, "group", "The same of a further parameter group.") for name in TRUST_RATIOS},
+    **{
+        name: _indexed(name, "group", "The same of a further parameter group.")
+        for name in TRUST_RATIOS
+    },
 }
 
 
@@ -129,7 +188,11 @@ def with_index(name: str, index: int) -> str:
     >>> with_index(COMM_EXPOSED_S, 0), with_index(TRAIN_LOSS_SCALE, 0), with_index(TRUST_RATIO_MIN, 2)
     ('comm/exposed_s/bucket_0', 'train/loss_scale', 'train/trust_ratio_min/group_2')
     """
-    return INDEXED[name].name.replace("<index>", str(index)) if index or name == COMM_EXPOSED_S else name
+    return (
+        INDEXED[name].name.replace("<index>", str(index))
+        if index or name == COMM_EXPOSED_S
+        else name
+    )
 
 
 def metric_of(name: str) -> Metric | None:

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_hybrid.callbacks.failure_snapshot import LayerProbes, describe_batch, largest_gradients, save_state
+from lightning_hybrid.callbacks.failure_snapshot import (
+    LayerProbes,
+    describe_batch,
+    largest_gradients,
+    save_state,
+)
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.checks import plain_value, require_whole
 from lightning_hybrid.comm.health.watchdog import failed_wait
@@ -111,7 +116,12 @@ class NumericsMonitor(Callback):
             self._probes = LayerProbes(pl_module)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Count losses that are not finite, on the device; look at a logged step."""
         if isinstance(outputs, dict) and isinstance(loss := outputs.get("loss"), Tensor):
@@ -141,7 +151,9 @@ class NumericsMonitor(Callback):
 
     # ---- at logged steps ---------------------------------------------------------------------------------------------
 
-    def _look(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def _look(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._note_scale(trainer)
         if _num_in_a_row(trainer) == 0:
             self._on_others = ""
@@ -156,7 +168,9 @@ class NumericsMonitor(Callback):
     def _raise_if_not_finite(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
         # On every rank what any rank has seen first: (step, rank) in one number, so the minimum is one of 8 bytes.
         world = trainer.world_size
-        key = torch.where(self._first_bad == NEVER, NEVER, self._first_bad * world + trainer.global_rank)
+        key = torch.where(
+            self._first_bad == NEVER, NEVER, self._first_bad * world + trainer.global_rank
+        )
         if world > 1:
             dist.all_reduce(key, dist.ReduceOp.MIN)
         if (found := int(key)) == NEVER:
@@ -168,7 +182,9 @@ class NumericsMonitor(Callback):
             "Look at the learning rate, at the data of that batch, and for a log or division of 0 in the loss; resume "
             f"from a checkpoint written before step {step}."
         )
-        raise NonFiniteLossError(error + self._save(trainer, error, batch, batch_idx, is_concerned=True))
+        raise NonFiniteLossError(
+            error + self._save(trainer, error, batch, batch_idx, is_concerned=True)
+        )
 
     def _warn_of_skipped(self, trainer: pl.Trainer) -> None:
         num_bad = int(self._num_bad)
@@ -181,7 +197,10 @@ class NumericsMonitor(Callback):
         self._num_reported = num_bad
 
     def _warn_at_floor(self, trainer: pl.Trainer) -> None:
-        scales = [(scale.value, getattr(scale, "min_scale", None)) for scale in run_status(trainer).loss_scales]
+        scales = [
+            (scale.value, getattr(scale, "min_scale", None))
+            for scale in run_status(trainer).loss_scales
+        ]
         # A fixed scale has no floor.
         if not any(floor is not None and value <= floor for value, floor in scales):
             self._floor_since = -1
@@ -200,14 +219,22 @@ class NumericsMonitor(Callback):
 
     def _warn_of_zeros(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Gradients are the same on every rank, so rank zero warns; but of shards it asks the others.
-        elsewhere = {name for name, parameter in pl_module.named_parameters() if parameter.is_meta}  # other stages
-        found = {name: one for name, one in largest_gradients(pl_module).items() if name not in elsewhere}
+        elsewhere = {
+            name for name, parameter in pl_module.named_parameters() if parameter.is_meta
+        }  # other stages
+        found = {
+            name: one for name, one in largest_gradients(pl_module).items() if name not in elsewhere
+        }
         are_shards = any(map(is_dtensor, pl_module.parameters()))
-        if not are_shards and (not trainer.is_global_zero or all(one is None for one in found.values())):
+        if not are_shards and (
+            not trainer.is_global_zero or all(one is None for one in found.values())
+        ):
             return  # manual loops may have removed them
         device = pl_module.device
         nothing = torch.zeros((), device=device)
-        values = torch.stack([nothing, *(nothing if one is None else one.float() for one in found.values())])
+        values = torch.stack(
+            [nothing, *(nothing if one is None else one.float() for one in found.values())]
+        )
         if are_shards:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         _, *largest = values.tolist()
@@ -219,7 +246,9 @@ class NumericsMonitor(Callback):
         dead = [name for name, num in self._num_zero.items() if num == self.patience]
         if dead:
             whole = len(dead) == len(found)
-            few = ", ".join(f"`{name}`" for name in dead[:MOST_NAMES]) + (", ..." if len(dead) > MOST_NAMES else "")
+            few = ", ".join(f"`{name}`" for name in dead[:MOST_NAMES]) + (
+                ", ..." if len(dead) > MOST_NAMES else ""
+            )
             cause = (
                 "nothing is learned: is the loss detached, or the loss scale so small that all gradients underflow?"
                 if whole
@@ -234,7 +263,9 @@ class NumericsMonitor(Callback):
 
     # ---- at the end of a run that fails ------------------------------------------------------------------------------
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         """Add what is known of the batch, and save the state; not for errors of communication."""
         if self._batch is None or not isinstance(exception, Exception):
             self._forget()
@@ -250,7 +281,9 @@ class NumericsMonitor(Callback):
             if isinstance(exception, EndlessOverflowError):
                 why = f"{self._on_others}{self._of_layers(probes)} The scale: {self._scales()}."
                 exception.args = (f"{exception} {why}",)
-            own = is_bad or not isinstance(exception, EndlessOverflowError) or int(self._num_bad) > 0
+            own = (
+                is_bad or not isinstance(exception, EndlessOverflowError) or int(self._num_bad) > 0
+            )
             saved = self._save(trainer, str(exception), batch, batch_idx, is_concerned=own)
             exception.add_note(f"On {_here(trainer)}, in batch {batch_idx}: {words}.{saved}")
         except Exception as error:  # such as a device that answers nothing any more
@@ -264,14 +297,24 @@ class NumericsMonitor(Callback):
             return f" The outputs of all {probes.num_layers} layers were finite: it is in the loss, or in backward."
         return f" The first layer to put out inf or nan was {first}."
 
-    def _save(self, trainer: pl.Trainer, error: str, batch: Any, batch_idx: int, *, is_concerned: bool) -> str:
+    def _save(
+        self, trainer: pl.Trainer, error: str, batch: Any, batch_idx: int, *, is_concerned: bool
+    ) -> str:
         if self.folder is None or self._has_saved or not (is_concerned or trainer.is_global_zero):
             return ""
         self._has_saved = True
-        state: dict[str, Any] = {"batch": batch, "batch_idx": batch_idx, "error": error, "history": self._history}
+        state: dict[str, Any] = {
+            "batch": batch,
+            "batch_idx": batch_idx,
+            "error": error,
+            "history": self._history,
+        }
         try:
             path = save_state(self.folder, trainer, **state)
-        except (OSError, RuntimeError) as trouble:  # such as a full disk: it must not hide what went wrong before
+        except (
+            OSError,
+            RuntimeError,
+        ) as trouble:  # such as a full disk: it must not hide what went wrong before
             return f" The state was not saved for a look: {str(trouble).partition(chr(10))[0]}."
         return "" if path is None else f" Saved for a look: {path}."
 
@@ -279,7 +322,11 @@ class NumericsMonitor(Callback):
 
     def _ask_others(self, trainer: pl.Trainer, group: dist.ProcessGroup | None = None) -> str:
         # Collective; the same text on all ranks of the group (None: WORLD).
-        own = (trainer.global_rank, host_identity()[0], self._recent(since=trainer.global_step - PROBE_AFTER))
+        own = (
+            trainer.global_rank,
+            host_identity()[0],
+            self._recent(since=trainer.global_step - PROBE_AFTER),
+        )
         ranks = [own]
         if trainer.world_size > 1:
             ranks *= dist.get_world_size(group)
@@ -291,7 +338,11 @@ class NumericsMonitor(Callback):
         return f"The loss was inf or nan on {len(bad)} of {len(ranks)} ranks: {few}{'; ...' if len(bad) > 4 else ''}."
 
     def _recent(self, since: int = 0) -> str:
-        places = [f"batch {batch} (step {step})" for step, batch in sorted(self._bad.tolist()) if step >= max(since, 0)]
+        places = [
+            f"batch {batch} (step {step})"
+            for step, batch in sorted(self._bad.tolist())
+            if step >= max(since, 0)
+        ]
         return ", ".join(places[-3:])
 
     def _note_scale(self, trainer: pl.Trainer) -> None:

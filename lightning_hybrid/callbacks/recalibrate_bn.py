@@ -61,7 +61,11 @@ class RecalibrateBatchNorm(Callback):
     Source: Wu & Johnson 2021 (arXiv:2105.07576), "precise BatchNorm".
     """
 
-    def __init__(self, num_images: int = 2048, forward: Callable[[pl.LightningModule, Any], Any] | None = None) -> None:
+    def __init__(
+        self,
+        num_images: int = 2048,
+        forward: Callable[[pl.LightningModule, Any], Any] | None = None,
+    ) -> None:
         num_images = plain_value(num_images)
         require_whole("num_images", num_images, "statistics need images. Write num_images=2048")
         self.num_images = num_images
@@ -69,7 +73,12 @@ class RecalibrateBatchNorm(Callback):
         self._has_warned = False
 
     def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Recalibrate before the first batch: by then an average of weights has taken its place in the module."""
         if batch_idx == dataloader_idx == 0 and not trainer.sanity_checking:
@@ -90,7 +99,9 @@ class RecalibrateBatchNorm(Callback):
             if isinstance(layer, _BatchNorm) and layer.track_running_stats
         }
         if not layers:
-            rank_zero_warn("`RecalibrateBatchNorm`: the module has no BatchNorm with running statistics.")
+            rank_zero_warn(
+                "`RecalibrateBatchNorm`: the module has no BatchNorm with running statistics."
+            )
             return
         begin = time.perf_counter()
         with isolate_rng(), _normalizing_by_batch(trainer, pl_module, layers) as statistics:
@@ -101,17 +112,29 @@ class RecalibrateBatchNorm(Callback):
         statistics.write()
         if statistics.frozen and not self._has_warned:
             self._has_warned = True
-            names = ", ".join(f"`{name}`" for name, layer in layers.items() if layer in statistics.frozen)
+            names = ", ".join(
+                f"`{name}`" for name, layer in layers.items() if layer in statistics.frozen
+            )
             rank_zero_warn(
                 f"`RecalibrateBatchNorm`: {names} keep their statistics, as they are in evaluation mode while the "
                 "module trains."
             )
         for callback in trainer.callbacks:
             # During a validation the module shows the average's values: these statistics are the average's.
-            average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
+            average = (
+                getattr(callback, "_average_model", None)
+                if isinstance(callback, WeightAveraging)
+                else None
+            )
             if average is not None and trainer.state.fn == "fit":
                 _copy_statistics(pl_module, average.module)
-        pl_module.log(m.RECALIBRATION_S, time.perf_counter() - begin, on_epoch=True, sync_dist=True, reduce_fx="max")
+        pl_module.log(
+            m.RECALIBRATION_S,
+            time.perf_counter() - begin,
+            on_epoch=True,
+            sync_dist=True,
+            reduce_fx="max",
+        )
 
     def _batches(self, trainer: pl.Trainer) -> Iterator[Any]:
         loader: Any = new_train_loader(trainer, asked_by="RecalibrateBatchNorm")
@@ -122,7 +145,9 @@ class RecalibrateBatchNorm(Callback):
             loader = trainer.strategy.process_dataloader(loader)
             batches = iter(loader)
             first = next(batches)
-            num_batches = max(1, self.num_images // (extract_batch_size(first) * trainer.world_size))
+            num_batches = max(
+                1, self.num_images // (extract_batch_size(first) * trainer.world_size)
+            )
             try:
                 yield _on_device(trainer, first)
                 for batch in islice(batches, num_batches - 1):
@@ -136,28 +161,39 @@ class _Statistics:
     """Count, mean and sum of squared deviations of the inputs of layers, `[3, channels of all layers]` for a batch."""
 
     def __init__(self, layers: Sequence[_BatchNorm], frozen: Sequence[_BatchNorm] = ()) -> None:
-        self.layers, self.frozen = layers, frozen  # all are noted: ranks gather as much, whatever each has frozen
+        self.layers, self.frozen = (
+            layers,
+            frozen,
+        )  # all are noted: ranks gather as much, whatever each has frozen
         self._of_batches: list[Tensor] = []
         self._now: dict[_BatchNorm, Tensor] = {}
 
     def note(self, layer: _BatchNorm, inputs: tuple[Tensor, ...]) -> None:
         """Take what a layer is about to normalise."""
         x = inputs[0].detach().float()
-        variance, mean = torch.var_mean(x, dim=[dim for dim in range(x.dim()) if dim != 1], correction=0)
+        variance, mean = torch.var_mean(
+            x, dim=[dim for dim in range(x.dim()) if dim != 1], correction=0
+        )
         count = torch.full_like(mean, x.numel() // x.shape[1])
         found = torch.stack([count, mean, variance * count]).double()
-        self._now[layer] = _merged(self._now[layer], found) if layer in self._now else found  # called twice: shared
+        self._now[layer] = (
+            _merged(self._now[layer], found) if layer in self._now else found
+        )  # called twice: shared
 
     def end_batch(self) -> None:
         """Close a batch; a layer that was not called counts nothing."""
         assert self.layers[0].running_mean is not None
-        device = self.layers[0].running_mean.device  # also where no layer was called: ranks send it to one another
+        device = self.layers[
+            0
+        ].running_mean.device  # also where no layer was called: ranks send it to one another
         of_layers = []
         for layer in self.layers:
             if layer in self._now:
                 of_layers.append(self._now[layer].to(device))
             else:
-                of_layers.append(torch.zeros(3, layer.num_features, dtype=torch.float64, device=device))
+                of_layers.append(
+                    torch.zeros(3, layer.num_features, dtype=torch.float64, device=device)
+                )
         self._of_batches.append(torch.cat(of_layers, dim=1))
         self._now = {}
 
@@ -177,7 +213,9 @@ class _Statistics:
         for of_batch in torch.stack(of_ranks, dim=1).flatten(0, 1):
             total = _merged(total, of_batch)
         sizes = [layer.num_features for layer in self.layers]
-        for layer, (count, mean, squares) in zip(self.layers, total.split(sizes, dim=1), strict=True):
+        for layer, (count, mean, squares) in zip(
+            self.layers, total.split(sizes, dim=1), strict=True
+        ):
             assert layer.running_mean is not None
             assert layer.running_var is not None
             if layer not in self.frozen and bool(count[0] > 0):
@@ -190,7 +228,9 @@ def _merged(one: Tensor, other: Tensor) -> Tensor:
     count = one[0] + other[0]
     share = other[0] / count.clamp(min=1)
     delta = other[1] - one[1]
-    return torch.stack([count, one[1] + delta * share, one[2] + other[2] + delta.square() * one[0] * share])
+    return torch.stack(
+        [count, one[1] + delta * share, one[2] + other[2] + delta.square() * one[0] * share]
+    )
 
 
 @contextmanager
@@ -198,10 +238,14 @@ def generators_kept(loader: Any) -> Iterator[None]:
     """Put the states of generators that a loader and its samplers hold back at the end."""
     samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     samplers.append(getattr(samplers[1], "sampler", None))
-    held = [value for each in (loader, *samplers) for value in getattr(each, "__dict__", {}).values()]
+    held = [
+        value for each in (loader, *samplers) for value in getattr(each, "__dict__", {}).values()
+    ]
     of_torch = [(each, each.get_state()) for each in held if isinstance(each, torch.Generator)]
     of_numpy = [
-        (each.bit_generator, each.bit_generator.state) for each in held if isinstance(each, np.random.Generator)
+        (each.bit_generator, each.bit_generator.state)
+        for each in held
+        if isinstance(each, np.random.Generator)
     ]
     try:
         yield
@@ -225,7 +269,11 @@ def _normalizing_by_batch(
         module.train()  # it may never have trained: its own `train` says which layers do not
         frozen += [layer for layer in layers.values() if not layer.training]
     statistics = _Statistics(list(layers.values()), frozen)
-    tracked = [layer.num_batches_tracked for layer in layers.values() if layer.num_batches_tracked is not None]
+    tracked = [
+        layer.num_batches_tracked
+        for layer in layers.values()
+        if layer.num_batches_tracked is not None
+    ]
     counts = [each.clone() for each in tracked]
     handles = [layer.register_forward_pre_hook(statistics.note) for layer in layers.values()]
     module.eval()
@@ -248,14 +296,20 @@ def new_train_loader(trainer: Any, *, asked_by: str) -> Any:
     source = trainer.datamodule or (given.instance if given.is_defined() else None)
     is_module = isinstance(source, pl.LightningModule | pl.LightningDataModule)
     if source is None or (hasattr(source, "state_dict") and not is_module):
-        found = "none" if source is None else f"a `{type(source).__name__}`, whose place in the epoch would be lost"
+        found = (
+            "none"
+            if source is None
+            else f"a `{type(source).__name__}`, whose place in the epoch would be lost"
+        )
         raise RuntimeError(
             f"`{asked_by}` needs training data of which it can make a loader, and found {found}. Give "
             "`trainer.fit` and `trainer.test` a data module."
         )
     loader = source.train_dataloader() if is_module else source
     # With a DistributedSampler where Lightning would put one.
-    return trainer._data_connector._prepare_dataloader(loader, shuffle=True, mode=RunningStage.TRAINING)
+    return trainer._data_connector._prepare_dataloader(
+        loader, shuffle=True, mode=RunningStage.TRAINING
+    )
 
 
 def _on_device(trainer: pl.Trainer, batch: Any) -> Any:

@@ -25,7 +25,14 @@ from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.run_status import run_status, tensors_of_replica
 
 _ORDER_SETTINGS = (
-    *("seed", "epoch", "shuffle", "drop_last", "num_replicas", "total_size"),  # torch's DistributedSampler
+    *(
+        "seed",
+        "epoch",
+        "shuffle",
+        "drop_last",
+        "num_replicas",
+        "total_size",
+    ),  # torch's DistributedSampler
     *("world_size", "global_batch_size", "num_images", "accumulate_grad_batches"),  # our EpochOrder
     "batch_size",
 )
@@ -81,10 +88,18 @@ class ReplicaCheck(Callback):
         self._check(trainer)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Check after every so many steps, once each."""
-        if trainer.global_step % self.every_n_steps == 0 and trainer.global_step != self._checked_step:
+        if (
+            trainer.global_step % self.every_n_steps == 0
+            and trainer.global_step != self._checked_step
+        ):
             self._check(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -105,8 +120,12 @@ class ReplicaCheck(Callback):
         group = status.replica_group or status.node_group
         (place, num_places) = status.place_in_node
         found = {name: self._fingerprint.of(one) for name, one in tensors_of_replica(trainer)}
-        parts = {name: one for name, one in found.items() if name.startswith(PART)}  # of those of one local rank
-        own = {name: one for name, one in found.items() if name not in parts}  # of what all ranks have
+        parts = {
+            name: one for name, one in found.items() if name.startswith(PART)
+        }  # of those of one local rank
+        own = {
+            name: one for name, one in found.items() if name not in parts
+        }  # of what all ranks have
         order = order_of(trainer.train_dataloader)
         # Names are part of the fingerprint: ranks with other tensors, or in another order, must not seem equal.
         words = "\n".join([*own, *(f"{name}: {value}" for name, value in order.items())])
@@ -115,14 +134,21 @@ class ReplicaCheck(Callback):
         # One collective for minimum and maximum of all fingerprints: of complements the minimum is the maximum's.
         least = torch.stack([combined, ~combined])
         if parts:  # of other local ranks' parts this rank says nothing: the largest number there is
-            of_places = torch.full((num_places, 2), torch.iinfo(torch.int64).max, device=least.device)
+            of_places = torch.full(
+                (num_places, 2), torch.iinfo(torch.int64).max, device=least.device
+            )
             combined = self._fingerprint.combine(list(parts.values()))
             of_places[place] = torch.stack([combined, ~combined])
             least = torch.cat([least, of_places.flatten()])
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
         both = least.tolist()
-        if any(smallest != ~not_largest for smallest, not_largest in zip(both[::2], both[1::2], strict=True)):
-            raise self._explain(own | parts, order, step=trainer.global_step, equal_at=before, group=group)
+        if any(
+            smallest != ~not_largest
+            for smallest, not_largest in zip(both[::2], both[1::2], strict=True)
+        ):
+            raise self._explain(
+                own | parts, order, step=trainer.global_step, equal_at=before, group=group
+            )
 
     def _check_over_hosts(
         self, trainer: pl.Trainer, gather: Callable[[Any], list[Any] | None], *, equal_at: int
@@ -132,7 +158,9 @@ class ReplicaCheck(Callback):
         A check that a change of hosts interrupts is left out: hosts are compared as they train together again.
         """
         assert self._fingerprint is not None
-        own = {name: int(self._fingerprint.of(tensor)) for name, tensor in tensors_of_replica(trainer)}
+        own = {
+            name: int(self._fingerprint.of(tensor)) for name, tensor in tensors_of_replica(trainer)
+        }
         of_ranks = gather((host_identity()[0], own, order_of(trainer.train_dataloader)))
         if of_ranks is None:
             return
@@ -141,7 +169,9 @@ class ReplicaCheck(Callback):
         orders = [order for _, _, order in of_ranks]
         has_other_orders = any(order != orders[0] for order in orders)
         if names_that_differ(values) or has_other_orders:
-            raise self._error_of(values, orders, hosts, step=trainer.global_step, equal_at=equal_at, numbers="")
+            raise self._error_of(
+                values, orders, hosts, step=trainer.global_step, equal_at=equal_at, numbers=""
+            )
 
     def _explain(
         self,
@@ -153,14 +183,24 @@ class ReplicaCheck(Callback):
         group: dist.ProcessGroup | None,
     ) -> RuntimeError:
         # Collective: every rank has seen the difference, and makes the same error of it.
-        ranks: list[tuple[str, dict[str, int], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size(group)
-        values = dict(zip(own, torch.stack([one.cpu() for one in own.values()]).tolist(), strict=True))
+        ranks: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+            ("", {}, {})
+        ] * dist.get_world_size(group)
+        values = dict(
+            zip(own, torch.stack([one.cpu() for one in own.values()]).tolist(), strict=True)
+        )
         dist.all_gather_object(ranks, (host_identity()[0], values, order), group=group)
         hosts = [host for host, _, _ in ranks]
         values_of = [values for _, values, _ in ranks]
         orders = [order for _, _, order in ranks]
-        numbers = "" if group is None else f" Here ranks {dist.get_process_group_ranks(group)} are numbered from 0."
-        return self._error_of(values_of, orders, hosts, step=step, equal_at=equal_at, numbers=numbers)
+        numbers = (
+            ""
+            if group is None
+            else f" Here ranks {dist.get_process_group_ranks(group)} are numbered from 0."
+        )
+        return self._error_of(
+            values_of, orders, hosts, step=step, equal_at=equal_at, numbers=numbers
+        )
 
     def _error_of(
         self,

@@ -80,7 +80,9 @@ class StopOnSignal(Callback):
         self._num_steps = 0  # begun, since the last question and with it
         self._asked = self._agreed = NO
         self._interrupted_s: float | None = None  # when Ctrl-C came first
-        self._steps_of_loggers: int | None = None  # at the checkpoint that is written, or resumed from
+        self._steps_of_loggers: int | None = (
+            None  # at the checkpoint that is written, or resumed from
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step that loggers were at, in the checkpoint of a run that was stopped."""
@@ -98,8 +100,12 @@ class StopOnSignal(Callback):
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Queue the job again at SLURM's signal at once: nothing is left to save, and the test has to be repeated."""
-        if (number := requeue_signal_of(trainer)) is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(number, lambda *_: rank_zero_info(queue_again()) if trainer.is_global_zero else None)
+        if (
+            number := requeue_signal_of(trainer)
+        ) is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(
+                number, lambda *_: rank_zero_info(queue_again()) if trainer.is_global_zero else None
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the handlers."""
@@ -128,7 +134,12 @@ class StopOnSignal(Callback):
             self._steps_of_loggers = None
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Stop now that the step under way at the signal is made."""
         if self._asked:
@@ -138,22 +149,30 @@ class StopOnSignal(Callback):
         """Stop here, if a signal came since the last step. Collective."""
         self._stop_if_asked(trainer)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         """Write the checkpoint. Collective."""
-        asked = self._agreed if trainer.world_size > 1 else max(self._asked, self._agreed)  # all save, or none
+        asked = (
+            self._agreed if trainer.world_size > 1 else max(self._asked, self._agreed)
+        )  # all save, or none
         if not isinstance(exception, SIGTERMException) or not asked:
             return
         path = self._folder(trainer) / CHECKPOINT_NAME
         loop = trainer.fit_loop.epoch_loop
         # One rank alone stops in the middle of a validation, before Lightning counts the step that it follows.
-        self._steps_of_loggers = loop._batches_that_stepped + (trainer.validating and not loop._should_accumulate())
+        self._steps_of_loggers = loop._batches_that_stepped + (
+            trainer.validating and not loop._should_accumulate()
+        )
         _forget_batches_of_a_whole_epoch(trainer)
         trainer.save_checkpoint(path, weights_only=False)
         by = signal.Signals(asked % REQUEUE)
         code = 128 + (signal.SIGINT if by == signal.SIGINT else signal.SIGTERM)
         # If a rank that Lightning started ends with another code than 0, it kills rank zero, which may still write.
         environment = getattr(trainer.strategy, "cluster_environment", None)
-        exception.code = 0 if isinstance(environment, LightningEnvironment) and trainer.local_rank > 0 else code
+        exception.code = (
+            0 if isinstance(environment, LightningEnvironment) and trainer.local_rank > 0 else code
+        )
         rank_zero_info(
             f"stopped by {'Ctrl-C' if by == signal.SIGINT else by.name} in epoch {trainer.current_epoch} after step "
             f"{trainer.global_step}; `fit(..., ckpt_path={str(path)!r})` goes on from there; exit code {code}"
@@ -166,7 +185,9 @@ class StopOnSignal(Callback):
         """Give Lightning its own broadcast back."""
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
-    def _on_signal(self, trainer: pl.Trainer, requeue: int, number: int, frame: FrameType | None) -> None:
+    def _on_signal(
+        self, trainer: pl.Trainer, requeue: int, number: int, frame: FrameType | None
+    ) -> None:
         # This runs in the middle of anything: no collective, no file, no lock.
         if number == signal.SIGINT:
             now_s = monotonic()
@@ -174,7 +195,10 @@ class StopOnSignal(Callback):
                 raise KeyboardInterrupt
             if self._interrupted_s is None and trainer.is_global_zero:
                 # Not `print`: the code that was interrupted may be in the middle of one.
-                os.write(2, b"\nCtrl-C: the run stops after this step, with a checkpoint; once more: at once\n")
+                os.write(
+                    2,
+                    b"\nCtrl-C: the run stops after this step, with a checkpoint; once more: at once\n",
+                )
             self._interrupted_s = now_s if self._interrupted_s is None else self._interrupted_s
         self._asked = max(self._asked, requeue + number)
         self._stop_single_rank(trainer)
@@ -195,7 +219,9 @@ class StopOnSignal(Callback):
         asked = torch.tensor([self._asked], device=trainer.strategy.root_device)
         if trainer.world_size > 1 and dist.is_initialized():
             dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        self._agreed = int(asked.item())  # not what was asked meanwhile: other ranks have not heard of that
+        self._agreed = int(
+            asked.item()
+        )  # not what was asked meanwhile: other ranks have not heard of that
         if self._agreed:
             raise SIGTERMException
 
@@ -212,7 +238,11 @@ def _forget_batches_of_a_whole_epoch(trainer: pl.Trainer) -> None:
     epochs = trainer.fit_loop.epoch_progress.total
     loop = trainer.fit_loop.epoch_loop
     if epochs.ready == epochs.completed:
-        for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+        for progress in (
+            loop.batch_progress,
+            loop.scheduler_progress,
+            loop.automatic_optimization.optim_progress,
+        ):
             progress.reset_on_run()
 
 
@@ -251,7 +281,9 @@ def queue_again() -> str:
     job_id = job_id_of(os.environ)
     command = ["scontrol", "requeue", job_id]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=REQUEUE_LIMIT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=REQUEUE_LIMIT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     else:

@@ -36,7 +36,11 @@ class TimeToAccuracy(Callback):
     """
 
     def __init__(
-        self, target: float, monitor: str = m.VAL_ACC, mode: Literal["max", "min"] = "max", stop: bool = False
+        self,
+        target: float,
+        monitor: str = m.VAL_ACC,
+        mode: Literal["max", "min"] = "max",
+        stop: bool = False,
     ) -> None:
         target = plain_value(target)
         why = f"whether `{monitor}` reaches {target} from below, as accuracy does, or from above, as loss does"
@@ -51,12 +55,18 @@ class TimeToAccuracy(Callback):
         self.mode = mode
         self.stop = stop
         self.reached: dict[str, float] | None = None
-        self._before_s = self._validation_s = 0.0  # of fits that were interrupted; of validation in all
+        self._before_s = self._validation_s = (
+            0.0  # of fits that were interrupted; of validation in all
+        )
         self._began_s: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clock, and whether the target was reached."""
-        return {"elapsed_s": self.elapsed_s, "validation_s": self._validation_s, "reached": self.reached}
+        return {
+            "elapsed_s": self.elapsed_s,
+            "validation_s": self._validation_s,
+            "reached": self.reached,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the clock of the interrupted run."""

@@ -54,10 +54,17 @@ class TrainingMetrics(Callback):
         skip_steps = plain_value(skip_steps)
         flops_per_image = plain_value(flops_per_image)
         peak_flops_per_s = plain_value(peak_flops_per_s)
-        require_whole("skip_steps", skip_steps, "steps are counted; 0 leaves none out of the clock", least=0)
-        for name, value in (("flops_per_image", flops_per_image), ("peak_flops_per_s", peak_flops_per_s)):
+        require_whole(
+            "skip_steps", skip_steps, "steps are counted; 0 leaves none out of the clock", least=0
+        )
+        for name, value in (
+            ("flops_per_image", flops_per_image),
+            ("peak_flops_per_s", peak_flops_per_s),
+        ):
             if value is not None:
-                require_positive(name, value, "utilisation is a quotient. Leave it out where it is not known")
+                require_positive(
+                    name, value, "utilisation is a quotient. Leave it out where it is not known"
+                )
         if peak_flops_per_s is not None and flops_per_image is None:
             raise ValueError(
                 f"`peak_flops_per_s` (={peak_flops_per_s:g}) needs `flops_per_image`: utilisation is operations per "
@@ -99,7 +106,12 @@ class TrainingMetrics(Callback):
         self._momentum = momentum_of(group)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Count; at a logged step, read and log."""
         # The ranks of a pipeline read the same batch.
@@ -117,7 +129,9 @@ class TrainingMetrics(Callback):
         status = run_status(trainer)
         # Also where it is not logged: each window has its own.
         comm = CommSummary() if status.comm_trace is None else status.comm_trace.drain()
-        clock = self._clock_metrics(trainer, comm, status.link_bytes_per_s)  # first: what follows takes time
+        clock = self._clock_metrics(
+            trainer, comm, status.link_bytes_per_s
+        )  # first: what follows takes time
         values = self._train_metrics(trainer, outputs, status) | comm_report.byte_metrics(comm)
         if self.with_trust_ratios and pl_module.automatic_optimization:
             values |= trust_ratio_metrics(trainer.optimizers[0], status)
@@ -134,7 +148,9 @@ class TrainingMetrics(Callback):
         self._window_began_s = perf_counter()
         self._window_is_warm = self._num_steps >= self.skip_steps
 
-    def _train_metrics(self, trainer: pl.Trainer, outputs: Any, status: RunStatus) -> dict[str, float]:
+    def _train_metrics(
+        self, trainer: pl.Trainer, outputs: Any, status: RunStatus
+    ) -> dict[str, float]:
         values = {m.TRAIN_LR: float(self._lr)}
         if self._momentum is not None:
             values[m.TRAIN_MOMENTUM] = float(self._momentum)
@@ -168,7 +184,9 @@ class TrainingMetrics(Callback):
             if self.peak_flops_per_s is not None:
                 num_ranks = run_status(trainer).num_ranks or trainer.world_size
                 values[m.MFU] = values[m.FLOPS_PER_S] / (self.peak_flops_per_s * num_ranks)
-        return values | comm_report.clock_metrics(comm, elapsed_s=elapsed_s, link_bytes_per_s=link_bytes_per_s)
+        return values | comm_report.clock_metrics(
+            comm, elapsed_s=elapsed_s, link_bytes_per_s=link_bytes_per_s
+        )
 
 
 def is_logged_step(trainer: Any, *, is_next: bool = False) -> bool:
@@ -229,7 +247,10 @@ def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, fl
         found = torch.stack([ratios.min(), ratios.median(), ratios.max()]).tolist()
         # After a skipped step the gradients, and so the ratios, are not finite.
         if all(map(math.isfinite, found)):
-            values |= {m.with_index(name, index): one for name, one in zip(m.TRUST_RATIOS, found, strict=True)}
+            values |= {
+                m.with_index(name, index): one
+                for name, one in zip(m.TRUST_RATIOS, found, strict=True)
+            }
     return values
 
 

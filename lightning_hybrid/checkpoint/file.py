@@ -172,9 +172,14 @@ def _write_error_text(path: Path, cause: OSError) -> str:
     }
     number = cause.errno or 0
     cure = cures.get(number, "write elsewhere")
-    rest = "the checkpoint that is there is the old one, whole" if path.exists() else "no file was left there"
+    rest = (
+        "the checkpoint that is there is the old one, whole"
+        if path.exists()
+        else "no file was left there"
+    )
     return (
-        f"`{path}` was not written ({cause.strerror}): {cure} (`dirpath` of ModelCheckpoint). As to that name, {rest}."
+        f"`{path}` was not written ({cause.strerror}): {cure} (`dirpath` of ModelCheckpoint). "
+        f"As to that name, {rest}."
     )
 
 
@@ -199,12 +204,18 @@ def load_unchecked(
         FileNotFoundError: There is no such file.
     """
     try:
-        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap or None)
+        return torch.load(
+            path, map_location=map_location, weights_only=weights_only, mmap=mmap or None
+        )
     except FileNotFoundError:
         raise
     except Exception as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError, OSError
         # torch raises UnpicklingError for a refused class as well as for damage: the list of classes in the file tells.
-        found = _objects_in(path) if isinstance(error, UnpicklingError) and weights_only is not False else []
+        found = (
+            _objects_in(path)
+            if isinstance(error, UnpicklingError) and weights_only is not False
+            else []
+        )
         if not found:
             raise DamagedCheckpointError(_damaged(path, first_line(error))) from error
         raise RefusedCheckpointError(
@@ -230,7 +241,9 @@ def check_whole(path: Path) -> bool:
         if not comment.startswith(_MAGIC):
             end = _end_of(file, num_bytes, _ZIP_END_BYTES)
             file.seek(0)
-            if file.read(4) == b"PK\x03\x04" and not (end.startswith(_ZIP_END) and end.endswith(b"\0\0")):
+            if file.read(4) == b"PK\x03\x04" and not (
+                end.startswith(_ZIP_END) and end.endswith(b"\0\0")
+            ):
                 raise DamagedCheckpointError(_damaged(path, "its end is missing or hurt"))
             return False
         crc32 = 0

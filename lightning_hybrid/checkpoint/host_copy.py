@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_Key = tuple[torch.device, int, torch.dtype, torch.Size, tuple[int, ...], bool, bool]  # of tensors that are one
+_Key = tuple[
+    torch.device, int, torch.dtype, torch.Size, tuple[int, ...], bool, bool
+]  # of tensors that are one
 
 _ALIGNED_BYTES = 64  # where torch's own allocations begin
 
@@ -38,7 +40,11 @@ class _CopiesOfTensors(TorchFunctionMode):
         self.of_tensor = of_tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.of_tensor(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+        return (
+            self.of_tensor(args[0])
+            if func is Tensor.__deepcopy__
+            else func(*args, **(kwargs or {}))
+        )
 
 
 class HostCopies:
@@ -77,7 +83,9 @@ class HostCopies:
         frame = deep_copied(checkpoint, of_tensor=noted)
         copies: dict[_Key, Tensor] = {}
         for is_locked in (False, True):
-            copies |= self._copied({key: tensor for key, tensor in found.items() if tensor.is_cuda is is_locked})
+            copies |= self._copied(
+                {key: tensor for key, tensor in found.items() if tensor.is_cuda is is_locked}
+            )
         devices = {each.device for each in found.values() if each.is_cuda}
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
@@ -85,7 +93,9 @@ class HostCopies:
             value = copies.get(_key_of(tensor)) if _has_place(tensor) else None
             if value is None:  # also what an object makes only while it is copied
                 value = tensor.detach().clone()
-            return value.detach().requires_grad_() if tensor.requires_grad else value  # a file holds that too
+            return (
+                value.detach().requires_grad_() if tensor.requires_grad else value
+            )  # a file holds that too
 
         return deep_copied(frame, of_tensor=copied)
 
@@ -98,7 +108,10 @@ class HostCopies:
         """Copy tensors that are all on the CPU, or all on CUDA."""
         if not tensors:
             return {}
-        aligned = (-(-each.numel() * each.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES for each in tensors.values())
+        aligned = (
+            -(-each.numel() * each.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
+            for each in tensors.values()
+        )
         ends = list(itertools.accumulate(aligned))
         block = self._block_of(ends[-1], is_locked=next(iter(tensors.values())).is_cuda)
         return {

@@ -72,7 +72,9 @@ class DurableCheckpointIOMixin(_Base):
         max_in_memory = plain_value(max_in_memory)
         timeout_s = plain_value(timeout_s)
         require_whole("max_in_memory", max_in_memory, why, unit="checkpoints")
-        require_positive("timeout_s", timeout_s, "it is how long to wait for the disk, in seconds. 900 is usual")
+        require_positive(
+            "timeout_s", timeout_s, "it is how long to wait for the disk, in seconds. 900 is usual"
+        )
         why = "raise ends the run when a checkpoint is not written, warn lets it continue with the old one"
         require_choice("on_error", on_error, ("raise", "warn"), why)
         self.in_background = in_background
@@ -83,7 +85,9 @@ class DurableCheckpointIOMixin(_Base):
         self._copies: list[HostCopies] = []
         self._is_inspected = False
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
         """Save under `path`; with `in_background`, return once the tensors are copied.
 
         Raises:
@@ -105,20 +109,26 @@ class DurableCheckpointIOMixin(_Base):
         copies = self._copies.pop() if self._copies else HostCopies()
         self._thread.put(partial(self._write_copy, copies, copies.take(checkpoint), Path(path)))
 
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Load a whole checkpoint, after all pending ones are written.
 
         Raises:
             FileNotFoundError, DamagedCheckpointError, RefusedCheckpointError: See `checkpoint.file.load_unchecked`.
         """
         if not _is_local(path):
-            only = weights_only is None or weights_only  # Lightning builds all objects of a file behind http(s)
+            only = (
+                weights_only is None or weights_only
+            )  # Lightning builds all objects of a file behind http(s)
             return super().load_checkpoint(path, map_location, only)
         self._wait()
         if not Path(path).is_file():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         if not check_whole(Path(path)):
-            rank_zero_info(f"{path} has no checksum: whether it is whole is not known beyond that it loads.")
+            rank_zero_info(
+                f"{path} has no checksum: whether it is whole is not known beyond that it loads."
+            )
         return load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -157,7 +167,9 @@ class DurableCheckpointIOMixin(_Base):
             copies.wait()
             self._write(checkpoint, path)
         finally:
-            if not self._copies:  # one stays for the next checkpoint; a second was needed for two in a row
+            if (
+                not self._copies
+            ):  # one stays for the next checkpoint; a second was needed for two in a row
                 self._copies.append(copies)
 
     def _wait(self) -> None:
@@ -180,7 +192,9 @@ class DurableCheckpointIOMixin(_Base):
     def _raise(self, error: BaseException) -> None:
         # In `teardown` after a failed step: the error of the step must be the one that the user sees.
         would_hide_another = sys.exc_info()[1] not in (None, error)
-        if isinstance(error, CheckpointWriteError) and (self.on_error == "warn" or would_hide_another):
+        if isinstance(error, CheckpointWriteError) and (
+            self.on_error == "warn" or would_hide_another
+        ):
             rank_zero_warn(f"{error} The run goes on without a newer checkpoint.")
             return
         raise error
@@ -211,4 +225,6 @@ def _user_io_or_durable(strategy: Any) -> Any:
 
 
 # Of a strategy: the plugin of the user, or else one of its `_checkpoint_io_type`, which also goes into a wrapper.
-durable_by_default = property(_user_io_or_durable, lambda strategy, io: setattr(strategy, "_checkpoint_io", io))
+durable_by_default = property(
+    _user_io_or_durable, lambda strategy, io: setattr(strategy, "_checkpoint_io", io)
+)

@@ -9,7 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 
-def state_by_name(state_dict: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+def state_by_name(
+    state_dict: dict[str, Any], optimizer: Optimizer, module: nn.Module
+) -> dict[str, Any]:
     """Return an optimizer's `state_dict` with the names of parameters in place of their numbers.
 
     Numbers count the parameters of the groups, one group after the other. Lightning's `ModelParallelStrategy` takes

@@ -36,7 +36,9 @@ class WriterThread:
     def put(self, job: Callable[[], None], *, needs_success: bool = False) -> None:
         """Put a job into the queue; with `needs_success` it is left out if the latest other one failed."""
         # Python waits for its thread at exit, so what was put is written.
-        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint writer")
+        self._executor = self._executor or ThreadPoolExecutor(
+            1, thread_name_prefix="checkpoint writer"
+        )
         self._jobs.append(self._executor.submit(self._do, job, needs_success))
 
     def wait_for_place(self, *, limit_s: float) -> bool:

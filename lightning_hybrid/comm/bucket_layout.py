@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 # Names of what ranks that share the update exchange in it, those of a node or all, in engine/node_exchange.py.
-Exchange = Literal["node_sum", "node_gather", "node_collect", "world_sum", "world_gather", "world_collect"]
+Exchange = Literal[
+    "node_sum", "node_gather", "node_collect", "world_sum", "world_gather", "world_collect"
+]
 _EXCHANGES = get_args(Exchange)  # once: it is asked for each bucket
 
 KIB = 1024
@@ -58,7 +60,9 @@ def chunk_numels(numel: int, num_chunks: int, *, alignment: int = ALIGNMENT) -> 
         return [0]
     # Short ends: while the first chunk is in its first stage, and the last in its last, no other stage has work.
     has_short_ends = num_chunks >= 4
-    num_units = 4 * num_chunks - 6 if has_short_ends else num_chunks  # ends are one unit long, others four
+    num_units = (
+        4 * num_chunks - 6 if has_short_ends else num_chunks
+    )  # ends are one unit long, others four
     end = middle = _rounded_up(-(-numel // num_units), alignment)
     if has_short_ends:
         middle = max(_rounded_up(-(-(numel - 2 * end) // (num_chunks - 2)), alignment), alignment)

@@ -61,7 +61,9 @@ class HookState:
         self.blocks = BlockNumbers(parameters)
         self.feedback = self._new_feedback()
         self.num_buckets = 0  # that DDP has handed over
-        self._padded: dict[int, tuple[list[int], PaddedBucket]] = {}  # by index of the bucket, with what it is made for
+        self._padded: dict[
+            int, tuple[list[int], PaddedBucket]
+        ] = {}  # by index of the bucket, with what it is made for
 
     def _new_feedback(self) -> ErrorFeedback | None:
         engine = self.engine
@@ -83,7 +85,9 @@ class HookState:
         """Return the memory in which a codec carries this bucket."""
         parameters = bucket.parameters()
         made_for = [id(parameter) for parameter in parameters]
-        if (found := self._padded.get(bucket.index())) is None or found[0] != made_for:  # DDP makes its buckets again
+        if (found := self._padded.get(bucket.index())) is None or found[
+            0
+        ] != made_for:  # DDP makes its buckets again
             numels = [num_reals(parameter) for parameter in parameters]
             firsts = [self.blocks.first_of(parameter) for parameter in parameters]
             dtype = self.comm_dtype or bucket.buffer().dtype
@@ -95,7 +99,13 @@ class HookState:
     def __getstate__(self) -> dict:
         # Threads and process groups cannot be pickled. DDP does not register hooks again after unpickling, so the
         # caller must do it, with a state that has an engine.
-        return {"engine": None, "comm_dtype": self.comm_dtype, "scatter": None, "feedback": None, "num_buckets": 0}
+        return {
+            "engine": None,
+            "comm_dtype": self.comm_dtype,
+            "scatter": None,
+            "feedback": None,
+            "num_buckets": 0,
+        }
 
 
 def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEngine, Tensor]:
@@ -176,7 +186,9 @@ def feedback_of(
     """Return the residuals of a bucket. Collective in a node where others encode its blocks than before."""
     plan = engine.planned(bucket.index(), wire.numel(), wire.dtype)
     cut = plan.algorithm, plan.num_chunks
-    return feedback.bucket(bucket.index(), padded, cut=cut, divisor=before, is_last=bucket.is_last())
+    return feedback.bucket(
+        bucket.index(), padded, cut=cut, divisor=before, is_last=bucket.is_last()
+    )
 
 
 def split_divisor(world_size: int, *, is_fp16: bool) -> tuple[int, float]:

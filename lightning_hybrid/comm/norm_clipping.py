@@ -38,8 +38,12 @@ def clip_by_norm_over_ranks(
     parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     own = iter(torch._foreach_norm(gradients) if gradients else ())
-    is_double = any(parameter.dtype is torch.float64 for parameter in parameters)  # on all ranks then
-    both = torch.zeros(2, len(parameters), dtype=torch.float64 if is_double else torch.float32, device=device)
+    is_double = any(
+        parameter.dtype is torch.float64 for parameter in parameters
+    )  # on all ranks then
+    both = torch.zeros(
+        2, len(parameters), dtype=torch.float64 if is_double else torch.float32, device=device
+    )
     norms, has = both.unbind()
     # Numbers are written one by one: to copy a table from the host would wait for the device.
     is_slice = torch.zeros(len(parameters), dtype=torch.bool, device=device)

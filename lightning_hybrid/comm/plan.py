@@ -116,18 +116,39 @@ class CommPlan:
     check_order: bool = True
 
     def __post_init__(self) -> None:
-        make_plain(self, "bucket_bytes", "num_buckets", "last_bucket_bytes", "hierarchical_below_bytes")
+        make_plain(
+            self, "bucket_bytes", "num_buckets", "last_bucket_bytes", "hierarchical_below_bytes"
+        )
         make_plain(self, "chunk_bytes", "num_parallel_groups")
         why = "it names the all-reduce. Write algorithm='auto' to have it chosen by bucket size and topology"
         require_choice("algorithm", self.algorithm, ("auto", *get_args(Algorithm)), why)
-        _require_bytes("bucket_bytes", self.bucket_bytes, least=1, cure="DistributedDataParallel's own is 26214400")
-        _require_bytes("last_bucket_bytes", self.last_bucket_bytes, least=1, cure="`bucket_bytes` makes it like others")
-        _require_bytes("hierarchical_below_bytes", self.hierarchical_below_bytes, least=0, cure="0 means never")
-        _require_bytes("chunk_bytes", self.chunk_bytes, least=1, cure="more than `bucket_bytes` means one chunk")
+        _require_bytes(
+            "bucket_bytes",
+            self.bucket_bytes,
+            least=1,
+            cure="DistributedDataParallel's own is 26214400",
+        )
+        _require_bytes(
+            "last_bucket_bytes",
+            self.last_bucket_bytes,
+            least=1,
+            cure="`bucket_bytes` makes it like others",
+        )
+        _require_bytes(
+            "hierarchical_below_bytes", self.hierarchical_below_bytes, least=0, cure="0 means never"
+        )
+        _require_bytes(
+            "chunk_bytes",
+            self.chunk_bytes,
+            least=1,
+            cure="more than `bucket_bytes` means one chunk",
+        )
         if self.num_buckets is not None:
             why = "how many buckets to aim at. 1 fills them up to `bucket_bytes`, None chooses by the number of nodes"
             require_whole("num_buckets", self.num_buckets, why)
-        require_choice("check_order", self.check_order, (True, False), "whether orders of buckets are compared")
+        require_choice(
+            "check_order", self.check_order, (True, False), "whether orders of buckets are compared"
+        )
         if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
             raise ValueError(
                 f"`num_parallel_groups` (={self.num_parallel_groups!r}) must be a whole number from 1 to 16: each "
@@ -135,7 +156,14 @@ class CommPlan:
             )
 
     def bucket(
-        self, *, index: int, numel: int, dtype: str, num_bytes: int, topology: NodeShape, on_cuda: bool = False
+        self,
+        *,
+        index: int,
+        numel: int,
+        dtype: str,
+        num_bytes: int,
+        topology: NodeShape,
+        on_cuda: bool = False,
     ) -> BucketPlan:
         """Decide the plan of a bucket by its contents.
 
@@ -148,17 +176,26 @@ class CommPlan:
         algorithm = self.algorithm_for(num_bytes, topology, on_cuda=on_cuda, is_half=is_half)
         num_chunks = self.num_chunks_for(num_bytes, algorithm, topology, on_cuda=on_cuda)
         return BucketPlan(
-            index=index, numel=numel, num_bytes=num_bytes, dtype=dtype, algorithm=algorithm, num_chunks=num_chunks
+            index=index,
+            numel=numel,
+            num_bytes=num_bytes,
+            dtype=dtype,
+            algorithm=algorithm,
+            num_chunks=num_chunks,
         )
 
-    def num_chunks_for(self, num_bytes: int, algorithm: Algorithm, topology: NodeShape, on_cuda: bool = False) -> int:
+    def num_chunks_for(
+        self, num_bytes: int, algorithm: Algorithm, topology: NodeShape, on_cuda: bool = False
+    ) -> int:
         """Return into how many chunks a bucket is cut: one where there are no two stages to overlap."""
         if algorithm == "flat" or topology.world_size == 1:
             return 1
         most = max(1, num_bytes // LEAST_CHUNK_BYTES)
         if algorithm == "parallel_flat":
             return 1 if on_cuda else min(most, self.num_parallel_groups)
-        if topology.num_nodes == 1 or topology.ranks_per_node == 1:  # one level: no other stage to overlap with
+        if (
+            topology.num_nodes == 1 or topology.ranks_per_node == 1
+        ):  # one level: no other stage to overlap with
             return 1
         chunk_bytes = self.chunk_bytes * topology.num_nodes
         if on_cuda:
@@ -176,10 +213,18 @@ class CommPlan:
         if algorithm == "flat":
             return 1
         if algorithm == "two_level" and topology.ranks_per_node is not None:
-            return max(1, min(self.num_parallel_groups, 2 * self.num_parallel_groups // topology.ranks_per_node))
+            return max(
+                1,
+                min(
+                    self.num_parallel_groups,
+                    2 * self.num_parallel_groups // topology.ranks_per_node,
+                ),
+            )
         return self.num_parallel_groups
 
-    def bucket_caps(self, tensor_bytes: Sequence[int], *, num_nodes: int, on_cuda: bool = False) -> list[int]:
+    def bucket_caps(
+        self, tensor_bytes: Sequence[int], *, num_nodes: int, on_cuda: bool = False
+    ) -> list[int]:
         """Return the bytes of each bucket, for tensors in the order in which their gradients get ready.
 
         Small tensors are fused until the next would pass `bucket_bytes`, or less (see `num_buckets`); a larger one
@@ -191,9 +236,16 @@ class CommPlan:
         is_left_whole = self.num_buckets is None and num_nodes == 1
         num_buckets = self.num_buckets or (1 if is_left_whole else NUM_BUCKETS_ACROSS_NODES)
         # More buckets hide more of the communication, smaller ones cost more starts: never below LEAST_FUSED_BYTES.
-        fused_bytes = min(self.bucket_bytes, max(sum(tensor_bytes) // num_buckets, LEAST_FUSED_BYTES))
-        last_bytes = fused_bytes if is_left_whole else min(self.last_bucket_bytes, fused_bytes)  # exposed in any case
-        num_last, last = 0, 0  # from the end: the bucket that is ready last, of which backward hides nothing
+        fused_bytes = min(
+            self.bucket_bytes, max(sum(tensor_bytes) // num_buckets, LEAST_FUSED_BYTES)
+        )
+        last_bytes = (
+            fused_bytes if is_left_whole else min(self.last_bucket_bytes, fused_bytes)
+        )  # exposed in any case
+        num_last, last = (
+            0,
+            0,
+        )  # from the end: the bucket that is ready last, of which backward hides nothing
         for size in reversed(tensor_bytes):
             if num_last and last + size > last_bytes:  # at least one tensor, however large
                 break
@@ -221,7 +273,9 @@ class CommPlan:
             return "flat"
         if self.algorithm != "auto":
             return self.algorithm
-        if on_cuda or topology.world_size == 1:  # NCCL has its own hierarchy; alone there is nothing to sum
+        if (
+            on_cuda or topology.world_size == 1
+        ):  # NCCL has its own hierarchy; alone there is nothing to sum
             return "flat"
         if topology.num_nodes == 1 and not is_half and num_bytes >= self.hierarchical_below_bytes:
             return "flat"
@@ -233,7 +287,10 @@ class CommPlan:
 
     def algorithms(self, topology: NodeShape, *, on_cuda: bool = False) -> tuple[Algorithm, ...]:
         """List every algorithm that some bucket may get, the one for small buckets first."""
-        found = (self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half) for size, is_half in self._cases)
+        found = (
+            self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half)
+            for size, is_half in self._cases
+        )
         return tuple(dict.fromkeys(found))
 
     def columns(self, topology: NodeShape, *, on_cuda: bool = False) -> dict[Algorithm, int]:
@@ -244,7 +301,11 @@ class CommPlan:
     @property
     def _cases(self) -> tuple[tuple[int, bool], ...]:
         # Bytes, and whether of 16 bits: one case of each kind between which `algorithm_for` distinguishes.
-        return (0, True), (self.hierarchical_below_bytes, True), (self.hierarchical_below_bytes, False)
+        return (
+            (0, True),
+            (self.hierarchical_below_bytes, True),
+            (self.hierarchical_below_bytes, False),
+        )
 
     def fallback(self, topology: NodeShape) -> str | None:
         """Write a sentence for the user where this plan cannot be followed to the letter; None where it can."""
@@ -266,7 +327,11 @@ class CommPlan:
 plan 5e97'
         """
         nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
-        per_node = "of different size" if topology.ranks_per_node is None else f"x {topology.ranks_per_node}"
+        per_node = (
+            "of different size"
+            if topology.ranks_per_node is None
+            else f"x {topology.ranks_per_node}"
+        )
         ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks"
         small, large, single = (
             self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half).replace("_", "-")
@@ -286,7 +351,9 @@ plan 5e97'
     @property
     def plan_hash(self) -> str:
         """16 hexadecimal digits (64 bits) that differ where plans differ."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]  # keys are sorted, so equal plans hash equally
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[
+            :16
+        ]  # keys are sorted, so equal plans hash equally
 
     def to_json(self) -> str:
         """Write the plan as JSON; keys are the constructor's arguments."""
@@ -306,11 +373,15 @@ plan 5e97'
                 "a plan must be a JSON object of numbers and words: this one is nested without end"
             ) from None
         if not isinstance(values, dict):
-            raise ValueError(f"a plan (={text[:80]!r}) must be a JSON object whose keys are the arguments of CommPlan")
+            raise ValueError(
+                f"a plan (={text[:80]!r}) must be a JSON object whose keys are the arguments of CommPlan"
+            )
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
-            raise ValueError(f"`{unknown[0]}` (={values[unknown[0]]!r}) is no key of a plan: keys are {known}")
+            raise ValueError(
+                f"`{unknown[0]}` (={values[unknown[0]]!r}) is no key of a plan: keys are {known}"
+            )
         return cls(**values)
 
 
@@ -319,7 +390,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for name in found if sum(name == other for other, _ in pairs) > 1)
-        raise ValueError(f"`{twice}` must stand in a plan once, and is there twice: take one of the values out")
+        raise ValueError(
+            f"`{twice}` must stand in a plan once, and is there twice: take one of the values out"
+        )
     return found
 
 
@@ -330,7 +403,9 @@ def _no_constant(name: str) -> None:
 def _require_bytes(name: str, value: int, *, least: int, cure: str) -> None:
     require_whole(name, value, cure, least=least, unit="bytes")
     if value > MAX_BYTES:
-        raise ValueError(f"`{name}` (={value}) must be at most {MAX_BYTES} (1 PiB), as no memory is larger: {cure}.")
+        raise ValueError(
+            f"`{name}` (={value}) must be at most {MAX_BYTES} (1 PiB), as no memory is larger: {cure}."
+        )
 
 
 def _bytes(count: int) -> str:

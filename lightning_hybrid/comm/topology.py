@@ -45,13 +45,17 @@ class Topology:
             raise ValueError(
                 f"`nodes` (={self.nodes}) must hold every rank from 0 to world_size - 1 exactly once and no empty node"
             )
-        if any(list(node) != sorted(node) for node in self.nodes) or list(self.nodes) != sorted(self.nodes):
+        if any(list(node) != sorted(node) for node in self.nodes) or list(self.nodes) != sorted(
+            self.nodes
+        ):
             raise ValueError(
                 f"`nodes` (={self.nodes}) must be in ascending order, inside each node and from node to node: "
                 "every rank has to number nodes and leaders in the same way"
             )
         if not 0 <= self.rank < len(ranks):
-            raise ValueError(f"`rank` (={self.rank}) must be one of the {len(ranks)} ranks in `nodes`")
+            raise ValueError(
+                f"`rank` (={self.rank}) must be one of the {len(ranks)} ranks in `nodes`"
+            )
 
     @cached_property
     def world_size(self) -> int:
@@ -97,7 +101,9 @@ class Topology:
         if scope == "leaders":
             return (tuple(node[0] for node in self.nodes),)
         if self.ranks_per_node is None:
-            raise ValueError(f"`nodes` (={self.nodes}) must be of equal size for groups of equal local rank")
+            raise ValueError(
+                f"`nodes` (={self.nodes}) must be of equal size for groups of equal local rank"
+            )
         # The transpose: local rank by node; in ascending order, as torch numbers the ranks of a group.
         return tuple(tuple(sorted(ranks)) for ranks in zip(*self.nodes, strict=True))
 
@@ -107,7 +113,11 @@ class Topology:
         >>> Topology(rank=0, nodes=((0, 1), (2, 3))).sharers("world")
         (0, 2, 1, 3)
         """
-        return self.node if scope == "node" else tuple(rank for ranks in self.partition("across") for rank in ranks)
+        return (
+            self.node
+            if scope == "node"
+            else tuple(rank for ranks in self.partition("across") for rank in ranks)
+        )
 
     @classmethod
     def from_ranks_per_node(cls, *, rank: int, world_size: int, ranks_per_node: int) -> Topology:
@@ -118,7 +128,9 @@ class Topology:
         """
         validate_ranks_per_node(world_size=world_size, ranks_per_node=ranks_per_node)
         starts = range(0, world_size, ranks_per_node)
-        return cls(rank=rank, nodes=tuple(tuple(range(start, start + ranks_per_node)) for start in starts))
+        return cls(
+            rank=rank, nodes=tuple(tuple(range(start, start + ranks_per_node)) for start in starts)
+        )
 
     @classmethod
     def from_identities(cls, *, rank: int, identities: Sequence[Hashable]) -> Topology:
@@ -160,8 +172,12 @@ class ReplicaSets:
     sets: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        if sorted(rank for ranks in self.sets for rank in ranks) != list(range(self.world.world_size)):
-            raise ValueError(f"`sets` (={self.sets}) must hold every rank of the world exactly once")
+        if sorted(rank for ranks in self.sets for rank in ranks) != list(
+            range(self.world.world_size)
+        ):
+            raise ValueError(
+                f"`sets` (={self.sets}) must hold every rank of the world exactly once"
+            )
         if len({(each.num_nodes, each.ranks_per_node) for each in map(self._of, self.sets)}) > 1:
             # Plans choose stages by the topology, and every rank takes part in making the groups of all sets.
             raise ValueError(
@@ -209,14 +225,19 @@ class ReplicaSets:
         return self.own.sharers(scope)
 
     def _of(self, ranks: tuple[int, ...]) -> Topology:
-        nodes = (tuple(index for index, rank in enumerate(ranks) if rank in node) for node in self.world.nodes)
+        nodes = (
+            tuple(index for index, rank in enumerate(ranks) if rank in node)
+            for node in self.world.nodes
+        )
         rank = ranks.index(self.rank) if self.rank in ranks else 0
         return Topology(rank=rank, nodes=tuple(sorted(node for node in nodes if node)))
 
     def partition(self, scope: Scope) -> tuple[tuple[int, ...], ...]:
         """Return the sets of ranks of the world that talk among themselves in this scope."""
         return tuple(
-            tuple(ranks[index] for index in part) for ranks in self.sets for part in self._of(ranks).partition(scope)
+            tuple(ranks[index] for index in part)
+            for ranks in self.sets
+            for part in self._of(ranks).partition(scope)
         )
 
 

@@ -22,7 +22,9 @@ class Embedding:
     """
 
     def __init__(self, function: Callable[[Any], Any], chunk: int) -> None:
-        module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+        module = (
+            function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+        )
         if not isinstance(module, nn.Module):
             raise ValueError(
                 f"`embed` (={function!r}) must be a module, or a method of one: its parameters get the gradients. "

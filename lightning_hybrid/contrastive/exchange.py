@@ -107,7 +107,9 @@ class Peers:
         dist.all_gather(sizes_by_rank, sizes_here, group=self._group)
         if all(torch.equal(sizes_there, sizes_here) for sizes_there in sizes_by_rank):
             return
-        shapes = ", ".join("x".join(map(str, sizes_there.tolist())) for sizes_there in sizes_by_rank)
+        shapes = ", ".join(
+            "x".join(map(str, sizes_there.tolist())) for sizes_there in sizes_by_rank
+        )
         raise ValueError(
             f"the embeddings of all ranks must have one shape, and have {shapes}: the global batch is made of equal "
             "shares. Set drop_last=True in the loader."

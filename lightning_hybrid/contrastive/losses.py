@@ -48,7 +48,9 @@ class PairLoss(nn.Module):
             other ranks.
     """
 
-    couples_the_batch: bool = True  # gradients of losses of its parts do not add up to that of the batch
+    couples_the_batch: bool = (
+        True  # gradients of losses of its parts do not add up to that of the batch
+    )
     spans_all_ranks: bool = True
 
     def __init__(self, *, block: int = 256) -> None:
@@ -113,7 +115,9 @@ class InfoNCE(PairLoss):
     True
     """
 
-    def __init__(self, temperature: float | None = 0.1, *, both_views: bool = False, block: int = 256) -> None:
+    def __init__(
+        self, temperature: float | None = 0.1, *, both_views: bool = False, block: int = 256
+    ) -> None:
         super().__init__(block=block)
         temperature = plain_value(temperature)
         if temperature is None:

@@ -17,13 +17,21 @@ from torch import nn
 
 from lightning_hybrid.data.random_streams import restore_stream, state_of_stream
 
-_STREAM_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+_STREAM_TYPES = (
+    torch.Generator,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    random.Random,
+)
 _LEAF_TYPES = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, nn.Parameter})
 _MAX_ENTRIES = 1000
 """Entries of a container up to which generators and modules are looked for in it. A memory bank has more."""
 _MAX_DEPTH = 3
 """Steps from a module's attribute to attributes of that object, and so on."""
-_FOREIGN_PACKAGES = frozenset({"torch", "lightning", "lightning_fabric", "pytorch_lightning", "numpy", "builtins"})
+_FOREIGN_PACKAGES = frozenset(
+    {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "numpy", "builtins"}
+)
 """Packages whose objects are not searched: a Trainer leads to everything in a run."""
 
 
@@ -59,7 +67,9 @@ class ModuleContents:
                 contents.modules.append(value)
                 depth = 0
             for neighbour in reversed(_neighbours(value, depth)):
-                is_empty = type(neighbour) in (dict, OrderedDict) and not neighbour  # most attributes of modules
+                is_empty = (
+                    type(neighbour) in (dict, OrderedDict) and not neighbour
+                )  # most attributes of modules
                 if not is_empty and type(neighbour) not in _LEAF_TYPES:
                     stack.append((neighbour, depth + 1))
         return contents
@@ -77,8 +87,14 @@ def _neighbours(value: Any, depth: int) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType):
         return [value.__self__]
-    is_plain_object = hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | types.FunctionType)
-    if is_plain_object and depth <= _MAX_DEPTH and type(value).__module__.split(".")[0] not in _FOREIGN_PACKAGES:
+    is_plain_object = hasattr(value, "__dict__") and not isinstance(
+        value, type | types.ModuleType | types.FunctionType
+    )
+    if (
+        is_plain_object
+        and depth <= _MAX_DEPTH
+        and type(value).__module__.split(".")[0] not in _FOREIGN_PACKAGES
+    ):
         return list(vars(value).values())
     return []
 

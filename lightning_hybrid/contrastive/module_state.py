@@ -71,7 +71,11 @@ class Buffers:
 
 
 def _is_equal(first: Tensor, second: Tensor) -> bool:
-    is_same_kind = first.dtype is second.dtype and first.device == second.device and first.shape == second.shape
+    is_same_kind = (
+        first.dtype is second.dtype
+        and first.device == second.device
+        and first.shape == second.shape
+    )
     return is_same_kind and torch.equal(first, second)
 
 
@@ -110,7 +114,9 @@ class ParameterValue:
             return False
         if self.value._version != self._version:
             return True
-        return self._fingerprint is not None and not torch.equal(self._fingerprint, _fingerprint(self.value))
+        return self._fingerprint is not None and not torch.equal(
+            self._fingerprint, _fingerprint(self.value)
+        )
 
     def is_replaced(self) -> bool:
         """Return whether the module has another parameter now."""
@@ -140,7 +146,9 @@ class Parameters:
         ValueError: a parameter is a tensor of a kind that cannot be shown as another one.
     """
 
-    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], *, takes_fingerprints: bool = False) -> None:
+    def __init__(
+        self, root: nn.Module, modules: Iterable[nn.Module], *, takes_fingerprints: bool = False
+    ) -> None:
         names = {id(parameter): name for name, parameter in root.named_parameters()}
         self._values: dict[int, ParameterValue] = {}
         for module in modules:
@@ -158,11 +166,17 @@ class Parameters:
 
     def names_of_changed(self) -> list[str]:
         """Return the names of parameters that have changed in any way."""
-        return [value.name for value in self._values.values() if value.is_written() or value.is_moved()]
+        return [
+            value.name for value in self._values.values() if value.is_written() or value.is_moved()
+        ]
 
     def names_of_lost(self) -> list[str]:
         """Return the names of parameters whose values are gone, so that they cannot be shown."""
-        return [value.name for value in self._values.values() if value.is_written() or value.is_replaced()]
+        return [
+            value.name
+            for value in self._values.values()
+            if value.is_written() or value.is_replaced()
+        ]
 
     @contextmanager
     def as_leaves(self) -> Iterator[None]:
@@ -268,7 +282,9 @@ def without_logging(modules: Iterable[nn.Module]) -> Iterator[None]:
         elif isinstance(module, metric_type):
             names = ("update", "forward")
         attributes = vars(module)
-        replaced.append((attributes, {name: attributes[name] for name in names if name in attributes}))
+        replaced.append(
+            (attributes, {name: attributes[name] for name in names if name in attributes})
+        )
         attributes.update(dict.fromkeys(names, _do_nothing))
     try:
         yield

@@ -88,7 +88,9 @@ class InfoNCEOfBlocks(torch.autograd.Function):
     """The loss of `InfoNCE`, given normalised views and the inverse temperature."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, scale: Tensor, peers: Peers, block: int, both_views: bool) -> Tensor:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, scale: Tensor, peers: Peers, block: int, both_views: bool
+    ) -> Tensor:
         """Return the loss. Collective."""
         views = [view.split(block) for view in (a, b)]
         num_blocks = len(views[0])
@@ -166,7 +168,9 @@ class SigLIPOfBlocks(torch.autograd.Function):
     """The loss of `SigLIP`, given normalised views, scale and bias."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor, peers: Peers, block: int) -> Tensor:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor, peers: Peers, block: int
+    ) -> Tensor:
         """Return the loss. Collective."""
         rows = a.split(block)
         trees = tree_sums(len(rows))
@@ -224,7 +228,9 @@ class Standardised(torch.autograd.Function):
         num_rows = len(x) * peers.size
         mean = peers.sum(tree_sum(rows.sum(0) for rows in x.split(block))) / num_rows
         centred = x - mean
-        variance = peers.sum(tree_sum(rows.square().sum(0) for rows in centred.split(block))) / num_rows
+        variance = (
+            peers.sum(tree_sum(rows.square().sum(0) for rows in centred.split(block))) / num_rows
+        )
         inverse_deviation = (variance + eps).rsqrt()
         y = centred * inverse_deviation
         ctx.save_for_backward(y, inverse_deviation)
@@ -239,7 +245,9 @@ class Standardised(torch.autograd.Function):
         y, inverse_deviation = ctx.saved_tensors
         num_rows = len(y) * ctx.peers.size
         both = torch.stack([grad, grad * y])
-        means = ctx.peers.sum(tree_sum(rows.sum(1) for rows in both.split(ctx.block, dim=1))) / num_rows
+        means = (
+            ctx.peers.sum(tree_sum(rows.sum(1) for rows in both.split(ctx.block, dim=1))) / num_rows
+        )
         return inverse_deviation * (grad - means[0] - y * means[1]), None, None, None
 
 

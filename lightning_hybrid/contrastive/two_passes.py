@@ -17,7 +17,13 @@ from lightning_hybrid.batch_rows import BatchPart, requires_grad
 from lightning_hybrid.contrastive.embedding import Embedding
 from lightning_hybrid.contrastive.exchange import tree_sums
 from lightning_hybrid.contrastive.module_contents import ModuleContents, RandomStreams
-from lightning_hybrid.contrastive.module_state import Buffers, BufferValue, Environment, Parameters, without_logging
+from lightning_hybrid.contrastive.module_state import (
+    Buffers,
+    BufferValue,
+    Environment,
+    Parameters,
+    without_logging,
+)
 from lightning_hybrid.contrastive.pair_functions import refuse_second_derivatives
 
 _TOLERANCE_ON_CPU = 1e-6
@@ -48,18 +54,26 @@ class TwoPasses:
         ValueError: the module has parameters of a kind that cannot be trained in this way.
     """
 
-    def __init__(self, embedding: Embedding, *, loss_parameters: Iterable[Tensor], is_checked: bool) -> None:
+    def __init__(
+        self, embedding: Embedding, *, loss_parameters: Iterable[Tensor], is_checked: bool
+    ) -> None:
         contents = ModuleContents.of(embedding.module)
         self._embedding = embedding
         self._module_name = type(embedding.module).__name__
         self._modules = contents.modules
         self._is_checked = is_checked
-        self._parameters = Parameters(embedding.module, contents.modules, takes_fingerprints=is_checked)
+        self._parameters = Parameters(
+            embedding.module, contents.modules, takes_fingerprints=is_checked
+        )
         loss_ids = {id(parameter) for parameter in loss_parameters}
-        self._trains_network = any(id(parameter) not in loss_ids for parameter in self._parameters.trained)
+        self._trains_network = any(
+            id(parameter) not in loss_ids for parameter in self._parameters.trained
+        )
         self._buffers = Buffers(contents.modules)
         self._environment = Environment(contents.modules)
-        self._streams = RandomStreams(contents, {parameter.device for parameter in embedding.module.parameters()})
+        self._streams = RandomStreams(
+            contents, {parameter.device for parameter in embedding.module.parameters()}
+        )
         self._first_passes: list[_FirstPass] = []
         self.is_differentiable: list[bool] = []
         """For each embedding: does it depend on a trained parameter?"""
@@ -139,7 +153,11 @@ class TwoPasses:
         sums = tree_sums(len(self.trained))
         distances = []
         begin = 0
-        with self._parameters.as_leaves(), self._environment.of_modules(), without_logging(self._modules):
+        with (
+            self._parameters.as_leaves(),
+            self._environment.of_modules(),
+            without_logging(self._modules),
+        ):
             for first in self._first_passes:
                 end = begin + first.part.num_rows
                 grads_of_part = [None if grad is None else grad[begin:end] for grad in grads]
@@ -238,7 +256,9 @@ class SecondPass(torch.autograd.Function):
     """Embeddings of a first pass, whose backward is the second one."""
 
     @staticmethod
-    def forward(ctx: Any, passes: TwoPasses, embeddings: tuple[Tensor, ...], *trained: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, passes: TwoPasses, embeddings: tuple[Tensor, ...], *trained: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return the embeddings, as functions of the trained parameters."""
         ctx.passes = passes
         ctx.set_materialize_grads(False)

@@ -20,7 +20,15 @@ from pathlib import Path
 from lightning_hybrid.atomic_file import atomic_path
 
 # No -ffast-math: inf and nan must be seen. The last two only say that roots set no errno and comparisons do not trap.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-Wno-psabi",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
 _NATIVE = "-march=native"
 FLOAT_BITS = Path(__file__).with_name("float_bits.h")  # that all sources include
 ADDRESS, COUNT = ctypes.c_void_p, ctypes.c_int64  # of arguments
@@ -90,7 +98,13 @@ class CppSource:
         """Hash source, command, compiler and processor."""
         # `-march=native` code of one machine may crash another that shares the home folder.
         version = _run([*compiler, "--version"])
-        parts = [*(file.read_text() for file in self.files), *compiler, *flags, version, platform.machine()]
+        parts = [
+            *(file.read_text() for file in self.files),
+            *compiler,
+            *flags,
+            version,
+            platform.machine(),
+        ]
         return hashlib.sha256("\0".join([*parts, _processor()]).encode()).hexdigest()[:16]
 
     def _build(self, compiler: tuple[str, ...], flags: tuple[str, ...], place: Path) -> None:
@@ -117,13 +131,17 @@ def find_compiler() -> tuple[str, ...]:
     for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
         if shutil.which(command[0]):
             return tuple(command)
-    raise CannotBuildError(f"there is no {named[0]}, which $CXX names" if named else "there is no c++, g++ or clang++")
+    raise CannotBuildError(
+        f"there is no {named[0]}, which $CXX names" if named else "there is no c++, g++ or clang++"
+    )
 
 
 def cache_dir() -> Path:
     """Return our folder in the user's cache: of `$XDG_CACHE_HOME` or `~/.cache`; on macOS of `~/Library/Caches`."""
     default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lightning_hybrid" / "cpp"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lightning_hybrid" / "cpp"
+    )
 
 
 def _is_users_own(place: Path) -> bool:

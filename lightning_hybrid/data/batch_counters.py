@@ -33,7 +33,9 @@ def uncount_cut_epoch(trainer: pl.Trainer) -> None:
         return
     loops = trainer._checkpoint_connector._loaded_checkpoint.get("loops")
     if loops:
-        _uncount(loops["fit_loop"]["epoch_progress"], loops["fit_loop"]["epoch_loop.batch_progress"])
+        _uncount(
+            loops["fit_loop"]["epoch_progress"], loops["fit_loop"]["epoch_loop.batch_progress"]
+        )
 
 
 def _uncount(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
@@ -105,10 +107,14 @@ def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before
     batches = loop.batch_progress
     num_done = _num_done(batches.state_dict())
     num_over = num_done % accumulate_grad_batches_before
-    if _is_epoch_done(batches.state_dict()) or (num_over == 0 and batches.current.ready == num_done):
+    if _is_epoch_done(batches.state_dict()) or (
+        num_over == 0 and batches.current.ready == num_done
+    ):
         return num_done
 
-    _set_all(batches.total, batches.total.completed + num_done - batches.current.completed - num_over)
+    _set_all(
+        batches.total, batches.total.completed + num_done - batches.current.completed - num_over
+    )
     num_done -= num_over
     _set_all(batches.current, num_done)
     batches.is_last_batch = False

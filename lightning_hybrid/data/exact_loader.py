@@ -29,13 +29,17 @@ def can_be_exact(loader: object) -> bool:
     torchdata's loader qualifies. Under a distributed sampler its own state is lost, and with it a batch of a stream.
     """
     is_torchdata = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
-    return isinstance(loader, DataLoader) and (is_torchdata or not hasattr(loader, "load_state_dict"))
+    return isinstance(loader, DataLoader) and (
+        is_torchdata or not hasattr(loader, "load_state_dict")
+    )
 
 
 def exact(loader: DataLoader[Any], reader: Reader) -> Any:
     """Return a copy of `loader`, of its class, that resumes exactly. The user's own object stays as it is."""
     copied = copy_of_loader(loader)
-    copied.__class__ = type(type(loader).__name__, (ExactLoader, type(loader)), {"__module__": __name__})
+    copied.__class__ = type(
+        type(loader).__name__, (ExactLoader, type(loader)), {"__module__": __name__}
+    )
     copied.exact_resume = ExactResume(copied, loader, reader)
     return copied
 

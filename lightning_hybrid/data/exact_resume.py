@@ -25,7 +25,12 @@ from lightning_hybrid.data.index_lists import (
 )
 from lightning_hybrid.data.place import Place
 from lightning_hybrid.data.plain_pass import copy_of_loader, is_bound_to, plain_pass
-from lightning_hybrid.data.random_streams import SeededStreams, restore_stream, state_of_stream, stream_names
+from lightning_hybrid.data.random_streams import (
+    SeededStreams,
+    restore_stream,
+    state_of_stream,
+    stream_names,
+)
 from lightning_hybrid.data.step_layout import StepLayout
 from lightning_hybrid.data.training_pass import TrainingPass
 from lightning_hybrid.lightning_names import lightning_function
@@ -200,7 +205,14 @@ class ExactResume:
     def words(self, purpose: int, batch_number: int = 0) -> tuple[int, ...]:
         """Return the numbers that seed the global streams for a purpose."""
         place = self.current.place
-        words = (self.reader.seed % 2**64, self.number, place.epoch, place.cycle, batch_number, purpose)
+        words = (
+            self.reader.seed % 2**64,
+            self.number,
+            place.epoch,
+            place.cycle,
+            batch_number,
+            purpose,
+        )
         return (*words, self.reader.rank) if purpose == CONTENT else words
 
     def seeded_for(self, purpose: int, batch_number: int = 0) -> AbstractContextManager[None]:
@@ -276,7 +288,9 @@ class ExactResume:
     def _iterator_after_place(self, stream_states: Mapping[int, Any]) -> Iterator[Any]:
         """Return the user's iterator, moved to the place of the pass."""
         place = self.current.place
-        num_restored = max((number for number in stream_states if number <= place.batches), default=0)
+        num_restored = max(
+            (number for number in stream_states if number <= place.batches), default=0
+        )
         if num_restored:
             self._keeper.load_state_dict(stream_states[num_restored])
 
@@ -318,14 +332,19 @@ class ExactResume:
         """Warn if the order cannot be the interrupted run's from the next epoch on."""
         own = state.get("own") or {}
         if state and not own and self.traits.own_streams and not self.traits.follows_from_epoch:
-            warnings.warn(f"The training loader's order may be another one: {_LACKS_SAMPLER_STATE}.", stacklevel=2)
+            warnings.warn(
+                f"The training loader's order may be another one: {_LACKS_SAMPLER_STATE}.",
+                stacklevel=2,
+            )
         if self.is_stream or self.traits.follows_from_epoch or own.get("checksum") is None:
             return
         is_saved_pass = place[:2] == (state["epoch"], state["cycle"])
         if state["batches"] and not is_saved_pass:
             self._replay_index_lists(place, state, own)
 
-    def _replay_index_lists(self, place: Place, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def _replay_index_lists(
+        self, place: Place, state: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> None:
         """Draw the index lists of the epoch before again, because there are none of the next one to compare with."""
         epochs = self.traits.epochs()
         self._restore_streams(own.get("streams", ()))
@@ -342,7 +361,11 @@ class ExactResume:
     def read(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, and count it."""
         current = self.current
-        with nullcontext() if self.loader.num_workers else self.seeded_for(CONTENT, current.batches_done):
+        with (
+            nullcontext()
+            if self.loader.num_workers
+            else self.seeded_for(CONTENT, current.batches_done)
+        ):
             batch = next(batches, END)
         if batch is END:
             current.is_exhausted = True
@@ -409,13 +432,17 @@ class ExactResume:
             return batches_done
         saved = StepLayout.from_state(self.loaded)
         try:
-            return self.layout.batches_after(batches_done, saved, is_dealt=self._is_dealt_as(self.loaded))
+            return self.layout.batches_after(
+                batches_done, saved, is_dealt=self._is_dealt_as(self.loaded)
+            )
         except ValueError as error:
             raise self.error(str(error)) from None
 
     def has_other_batches(self) -> bool:
         """Return whether the batches of the loaded state's run hold other images than the batches of this run."""
-        return self.loaded is not None and not self.layout.has_batches_of(StepLayout.from_state(self.loaded))
+        return self.loaded is not None and not self.layout.has_batches_of(
+            StepLayout.from_state(self.loaded)
+        )
 
     def refuse_second_reader(self) -> None:
         """Refuse a second iteration of the training loop while the first one has batches left.
@@ -423,7 +450,9 @@ class ExactResume:
         A user who iterates over the `CombinedLoader` of a fit puts other iterators in the place of training's.
         """
         length = self.length
-        is_over = self.current.is_exhausted or (length is not None and self.current.batches_done >= length)
+        is_over = self.current.is_exhausted or (
+            length is not None and self.current.batches_done >= length
+        )
         if not is_over:
             raise RuntimeError(
                 f"The training loader (={type(self.loader).__name__}) must be read by one training loop at a time, and "
@@ -434,7 +463,9 @@ class ExactResume:
     def _is_dealt_as(self, state: Mapping[str, Any]) -> bool:
         return self.traits.dealt is not None and self.traits.dealt == state["dealt"]
 
-    def _refuse_unless_exact(self, state: Mapping[str, Any], place: Place, is_saved_pass: bool) -> None:
+    def _refuse_unless_exact(
+        self, state: Mapping[str, Any], place: Place, is_saved_pass: bool
+    ) -> None:
         """Refuse a place in mid-epoch after which batches would be others. A checkpoint of `ddp` says nothing."""
         if self.loader.num_workers and not self.loader.in_order:
             raise self.error(_OUT_OF_ORDER)

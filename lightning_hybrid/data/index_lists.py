@@ -23,7 +23,12 @@ END = object()
 
 _ORDER_FROM_EPOCH = (DistributedSampler, data.SequentialSampler)
 # These samplers draw from the global streams before their first index, and not again.
-_DRAW_AT_ONCE = (*_ORDER_FROM_EPOCH, data.RandomSampler, data.WeightedRandomSampler, data.SubsetRandomSampler)
+_DRAW_AT_ONCE = (
+    *_ORDER_FROM_EPOCH,
+    data.RandomSampler,
+    data.WeightedRandomSampler,
+    data.SubsetRandomSampler,
+)
 
 
 class SamplerTraits:
@@ -47,11 +52,21 @@ class SamplerTraits:
 
         # The order that Lightning deals to any number of ranks, so that a step's images do not depend on the ranks.
         self.dealt: tuple[Any, ...] | None = None
-        is_dealt = type(image_sampler) is DistributedSampler and not draws_by_batch and loader.batch_size is not None
+        is_dealt = (
+            type(image_sampler) is DistributedSampler
+            and not draws_by_batch
+            and loader.batch_size is not None
+        )
         if is_dealt and (image_sampler.num_replicas, image_sampler.rank) == (world_size, rank):
             num_images = len(image_sampler.dataset)
             is_cut = image_sampler.drop_last
-            self.dealt = (num_images, image_sampler.seed, image_sampler.shuffle, is_cut, loader.drop_last)
+            self.dealt = (
+                num_images,
+                image_sampler.seed,
+                image_sampler.shuffle,
+                is_cut,
+                loader.drop_last,
+            )
 
     def epochs(self) -> list[int | None]:
         """Return the epochs to which the samplers are set, None where one does not say."""

@@ -27,7 +27,9 @@ Batch = tuple[Any, Any]  # inputs and targets
 Indices = NDArray[np.int64]
 
 
-def batch_size_per_rank(*, global_batch_size: int, world_size: int, accumulate_grad_batches: int = 1) -> int:
+def batch_size_per_rank(
+    *, global_batch_size: int, world_size: int, accumulate_grad_batches: int = 1
+) -> int:
     """Divide the global batch: `global_batch_size / (world_size * accumulate_grad_batches)`.
 
     Raises:
@@ -46,7 +48,9 @@ def batch_size_per_rank(*, global_batch_size: int, world_size: int, accumulate_g
     return global_batch_size // num_parts
 
 
-def largest_global_batch_size(num_images: int, *, world_size: int, accumulate_grad_batches: int = 1) -> int:
+def largest_global_batch_size(
+    num_images: int, *, world_size: int, accumulate_grad_batches: int = 1
+) -> int:
     """Return the largest batch that divides, of no more images than there are; one image a part at least.
 
     >>> largest_global_batch_size(41, world_size=2, accumulate_grad_batches=4)
@@ -87,18 +91,30 @@ class EpochOrder:
     accumulate_grad_batches: int = 1
 
     def __post_init__(self) -> None:
-        make_plain(self, "num_images", "global_batch_size", "seed", "world_size", "rank", "accumulate_grad_batches")
+        make_plain(
+            self,
+            "num_images",
+            "global_batch_size",
+            "seed",
+            "world_size",
+            "rank",
+            "accumulate_grad_batches",
+        )
         _ = self.batch_size_per_rank
         if self.global_batch_size > self.num_images:
             most = largest_global_batch_size(
-                self.num_images, world_size=self.world_size, accumulate_grad_batches=self.accumulate_grad_batches
+                self.num_images,
+                world_size=self.world_size,
+                accumulate_grad_batches=self.accumulate_grad_batches,
             )
             raise ValueError(
                 f"`global_batch_size` (={self.global_batch_size}) must be at most the number of training images "
                 f"(={self.num_images}): an epoch would have no step. Set global_batch_size={most} or less."
             )
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"`rank` (={self.rank}) must be from 0 to `world_size - 1` (={self.world_size - 1}).")
+            raise ValueError(
+                f"`rank` (={self.rank}) must be from 0 to `world_size - 1` (={self.world_size - 1})."
+            )
 
     @property
     def batch_size_per_rank(self) -> int:
@@ -147,7 +163,11 @@ class ResumableLoader(ABC):
             none; with another strategy a run with `max_steps` cannot go on exactly from the end of an epoch without it.
     """
 
-    _SAME: ClassVar[tuple[str, ...]] = ("seed", "global_batch_size", "num_images")  # or the order is another one
+    _SAME: ClassVar[tuple[str, ...]] = (
+        "seed",
+        "global_batch_size",
+        "num_images",
+    )  # or the order is another one
     _SAME_IN_STEP: ClassVar[tuple[str, ...]] = ("world_size", "accumulate_grad_batches")
 
     def __init__(self, order: EpochOrder, *, trainer: pl.Trainer | None = None) -> None:
@@ -187,7 +207,11 @@ class ResumableLoader(ABC):
             self._resume_by_counters(trainer)
         # Lightning sets the epoch after a resume too: that must not lose the place within it.
         elif epoch != self.epoch:
-            if self._is_resumed and trainer is None and (epoch, len(self)) != (self.epoch + 1, self.batches_done):
+            if (
+                self._is_resumed
+                and trainer is None
+                and (epoch, len(self)) != (self.epoch + 1, self.batches_done)
+            ):
                 raise RuntimeError(
                     f"`epoch` (={epoch}) must follow the place that was resumed, {self.batches_done} of {len(self)} "
                     f"batches of epoch {self.epoch}: images would be left out. With `max_steps` Lightning counts an "
@@ -203,7 +227,9 @@ class ResumableLoader(ABC):
         self.batches_done = 0
         if goes_on:
             accumulated_before = self._accumulated_before
-            num_before = rewind_to_whole_steps(trainer, accumulate_grad_batches_before=accumulated_before)
+            num_before = rewind_to_whole_steps(
+                trainer, accumulate_grad_batches_before=accumulated_before
+            )
             num_steps = num_before // accumulated_before
             num_more_in_step = trainer.accumulate_grad_batches - accumulated_before
             self.batches_done = num_before + num_steps * num_more_in_step
@@ -223,7 +249,11 @@ class ResumableLoader(ABC):
     def state_dict(self) -> dict[str, int]:
         """Return the place of this loader; the same on every rank."""
         steps_done, batches_done = divmod(self.batches_done, self.order.accumulate_grad_batches)
-        place = {"epoch": self.epoch, "steps_done": steps_done, "batches_done_of_step": batches_done}
+        place = {
+            "epoch": self.epoch,
+            "steps_done": steps_done,
+            "batches_done_of_step": batches_done,
+        }
         return place | {name: getattr(self.order, name) for name in self._SAME + self._SAME_IN_STEP}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -237,7 +267,9 @@ class ResumableLoader(ABC):
                 f"`{missing[0]}` must be in the checkpoint's state of the training loader, which has {sorted(state)}: "
                 "another loader or version wrote it. Train with the data of the interrupted run."
             )
-        self._refuse_other(state, self._SAME, "the resumed epoch would repeat some images and miss others")
+        self._refuse_other(
+            state, self._SAME, "the resumed epoch would repeat some images and miss others"
+        )
         # Between two steps nothing depends on how many ranks and batches shared them. A trainer begins the step again.
         if state["batches_done_of_step"] and self._trainer is None:
             why = (
@@ -293,7 +325,9 @@ class ResumableLoader(ABC):
             self.epoch += 1
             self.batches_done = 0
         permutation = self.order.permutation(self.epoch)
-        shares = (self.order.share(permutation, batch) for batch in range(self.batches_done, len(self)))
+        shares = (
+            self.order.share(permutation, batch) for batch in range(self.batches_done, len(self))
+        )
         with closing(self._batches(self.epoch, shares)) as batches:  # type: ignore[type-var]
             for batch in batches:
                 # Before the yield: nothing after the last one would run.
@@ -302,7 +336,9 @@ class ResumableLoader(ABC):
                 yield batch
 
 
-def eval_shares(*, num_images: int, world_size: int, rank: int, batch_size_per_rank: int) -> list[Indices]:
+def eval_shares(
+    *, num_images: int, world_size: int, rank: int, batch_size_per_rank: int
+) -> list[Indices]:
     """Divide images into batches of one rank such that every image comes exactly once over all ranks.
 
     Rank r takes images r, r + world_size, ...; none is repeated, so that shares differ by up to one image. All ranks

@@ -128,7 +128,9 @@ class DevicePrefetcher:
         # The device waits, not the host.
         stream.wait_stream(self._stream)
         # The allocator must not reuse this memory for the side stream while the consumer still reads it.
-        apply_to_collection(batch, dtype=Tensor, function=lambda tensor: tensor.record_stream(stream))
+        apply_to_collection(
+            batch, dtype=Tensor, function=lambda tensor: tensor.record_stream(stream)
+        )
 
     def __getattr__(self, name: str) -> Any:
         # Copying and unpickling ask for attributes before there is a loader: without this they would recurse.
@@ -203,7 +205,9 @@ class _Batches(Iterator[Any]):
 
 
 def _reads_ahead(loader: object) -> bool:
-    return (isinstance(loader, DataLoader) and loader.num_workers > 0) or bool(getattr(loader, "reads_ahead", False))
+    return (isinstance(loader, DataLoader) and loader.num_workers > 0) or bool(
+        getattr(loader, "reads_ahead", False)
+    )
 
 
 class StatefulDevicePrefetcher(DevicePrefetcher):

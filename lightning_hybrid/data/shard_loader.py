@@ -136,7 +136,9 @@ class ShardLoader:
 
     def _drop(self, shards: Sequence[int]) -> None:
         for shard in shards:
-            del self._streams[shard]  # a generator ends its threads, and a `DataLoader`'s iterator its workers
+            del self._streams[
+                shard
+            ]  # a generator ends its threads, and a `DataLoader`'s iterator its workers
             self._batches.pop(shard, None)
 
     def description(self) -> str:
@@ -179,7 +181,9 @@ class _SourceOfData(_Source):
     # A loader of `lightning_hybrid.data`, which has a place of its own.
 
     def __init__(self, loader: ResumableLoader, reader: Any) -> None:
-        loader.order = replace(loader.order, world_size=reader.world_size, rank=0, accumulate_grad_batches=1)
+        loader.order = replace(
+            loader.order, world_size=reader.world_size, rank=0, accumulate_grad_batches=1
+        )
         self._loader = loader
 
     def of_shard(self, shard: int, batches_done: int) -> Any:
@@ -211,7 +215,9 @@ class _SourceOfData(_Source):
 
     def description(self) -> str:
         order = self._loader.order
-        return f"{order.num_images} images, seed {order.seed}, {order.global_batch_size} images a step"
+        return (
+            f"{order.num_images} images, seed {order.seed}, {order.global_batch_size} images a step"
+        )
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -242,7 +248,9 @@ class _SourceOfUser(_Source):
         return bool(self._reader.is_reading(holder))
 
     def state_dict(self, shard: int) -> dict[str, Any]:
-        return self._place.state_after(_loader_of_shard(self._loader, shard, self._reader.world_size))
+        return self._place.state_after(
+            _loader_of_shard(self._loader, shard, self._reader.world_size)
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._place.load_state_dict(state)

@@ -48,7 +48,11 @@ class ShardedPlace(ExactResume):
         self.has_begun = True
         self.current = TrainingPass(place)
         dataset = self.user_loader.dataset
-        if state is not None and state["epoch"] == place.epoch and state["dataset_epoch"] is not None:
+        if (
+            state is not None
+            and state["epoch"] == place.epoch
+            and state["dataset_epoch"] is not None
+        ):
             # The user's hooks have set it in the interrupted run, and do not run again in mid-epoch.
             dataset.set_epoch(state["dataset_epoch"])  # type: ignore[attr-defined]
         return place

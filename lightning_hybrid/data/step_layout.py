@@ -38,7 +38,9 @@ class StepLayout:
     def images_per_step(self) -> int:
         """Images of a step over all ranks."""
         if self.batch_size is None:
-            raise ValueError("`batch_size` (=None) has no number of images: the user's batch sampler decides.")
+            raise ValueError(
+                "`batch_size` (=None) has no number of images: the user's batch sampler decides."
+            )
         return self.world_size * self.batch_size * self.accumulate_grad_batches
 
     def batches_after(self, batches_done: int, saved: StepLayout, *, is_dealt: bool) -> int:
@@ -79,7 +81,9 @@ class StepLayout:
             value = getattr(self, name)
             saved_value = getattr(saved, name)
             if value != saved_value:
-                raise ValueError(f"`{name}` (={value}) must be that of the checkpoint: set {name}={saved_value}")
+                raise ValueError(
+                    f"`{name}` (={value}) must be that of the checkpoint: set {name}={saved_value}"
+                )
 
     def _of_same_step(self, saved: StepLayout) -> str:
         num_parts = self.world_size * self.accumulate_grad_batches

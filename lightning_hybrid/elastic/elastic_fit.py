@@ -52,7 +52,15 @@ class ElasticFit:
         timeout: of every wait for others.
     """
 
-    def __init__(self, options: ElasticOptions, strategy: Any, *, comm: Any, failures: Any, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        options: ElasticOptions,
+        strategy: Any,
+        *,
+        comm: Any,
+        failures: Any,
+        timeout: timedelta,
+    ) -> None:
         self._failures = failures
         self._options = options
         self._strategy = strategy
@@ -77,7 +85,9 @@ class ElasticFit:
 
     # ---- what a strategy asks for ------------------------------------------------------------------------------------
 
-    def hook(self, average: Callable[[HookState, Any], Future[Tensor]]) -> Callable[[HookState, Any], Future[Tensor]]:
+    def hook(
+        self, average: Callable[[HookState, Any], Future[Tensor]]
+    ) -> Callable[[HookState, Any], Future[Tensor]]:
         """Return DDP's hook: `average`, which gives the local bucket back where the view has ended.
 
         An error would leave DDP's reducer unusable.
@@ -122,8 +132,16 @@ class ElasticFit:
 
     def status(self) -> dict[str, Any]:
         """Return fields of the strategy's `RunStatus`: numbers of the run, where the trainer has those of a launch."""
-        num_ranks = len(self._comm.topology.node) if self._views is None else self._views.topology.world_size
-        return {"num_shards": self._num_shards, "num_ranks": num_ranks, "gather_over_hosts": self.gather}
+        num_ranks = (
+            len(self._comm.topology.node)
+            if self._views is None
+            else self._views.topology.world_size
+        )
+        return {
+            "num_shards": self._num_shards,
+            "num_ranks": num_ranks,
+            "gather_over_hosts": self.gather,
+        }
 
     def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Note optimizers as the user made them, before a checkpoint changes their rates: hosts compare them."""
@@ -158,7 +176,9 @@ class ElasticFit:
     def meet_hosts(self) -> None:
         """Meet the other hosts, or join their run. Collective among the ranks of this host, right before the loop."""
         trainer = self._module.trainer
-        parameters = [parameter for parameter in self._strategy.model.parameters() if parameter.requires_grad]
+        parameters = [
+            parameter for parameter in self._strategy.model.parameters() if parameter.requires_grad
+        ]
         window = self._strategy.run_status.window
         with nullcontext() if window is None else window.opened():
             self._buckets = flat_buckets(parameters, self._comm.plan.bucket_bytes)
@@ -177,7 +197,9 @@ class ElasticFit:
             token=self._token(parameters),
         )
         self._stop_callback = _callback_at_end(trainer, self._stop_with_others)
-        trainer.callbacks.insert(0, self._stop_callback)  # before those that exchange weights at the end
+        trainer.callbacks.insert(
+            0, self._stop_callback
+        )  # before those that exchange weights at the end
         self._views.enter(self._use)
         trainer.should_stop = trainer.should_stop or self._views.stops
         self._strategy._loaders.seed = self._views.seed
@@ -191,7 +213,12 @@ class ElasticFit:
         views = self._views
         trainer = self._module.trainer
         # At `max_steps` or `max_epochs` all hosts end by themselves, and may have left.
-        if views is not None and trainer.should_stop and not views.stops and not _has_reached_its_end(trainer):
+        if (
+            views is not None
+            and trainer.should_stop
+            and not views.stops
+            and not _has_reached_its_end(trainer)
+        ):
             views.stop(self._use)
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -225,7 +252,9 @@ class ElasticFit:
         }
         return "; ".join(f"{name}={value}" for name, value in parts.items())
 
-    def optimizer_step(self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
+    def optimizer_step(
+        self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]
+    ) -> Any:
         """Step once, after as many attempts at the closure as the hosts need for a whole sum.
 
         Args:
@@ -264,7 +293,12 @@ class ElasticFit:
         """
         self._rest = args
         loader = self._loader
-        if not self._runs_shard and loader is not None and self._shards and loader.first != self._shards[0]:
+        if (
+            not self._runs_shard
+            and loader is not None
+            and self._shards
+            and loader.first != self._shards[0]
+        ):
             batch = self._batch_of(self._shards[0])
         output = step(batch, *args)
         if output is None:  # without a backward the others would wait for this rank
@@ -294,7 +328,9 @@ class ElasticFit:
         if (feedback := self._comm.hook_state.feedback) is not None:
             feedback.load(None)  # also what an attempt that failed has left
         self._shards = shards_of(topology.rank, topology.world_size, self._num_shards)
-        self._strategy._loaders.rank = self._shards[0]  # whose order a checkpoint has the checksum of
+        self._strategy._loaders.rank = self._shards[
+            0
+        ]  # whose order a checkpoint has the checksum of
         if self._loader is not None:
             self._loader.use(self._shards)
 
@@ -309,7 +345,9 @@ class ElasticFit:
                     made = self._attempt(views, run_first, logs)
                     outputs = made if run_first is closure else outputs
                     run_first = self._run_first
-                if self._is_whole(views):  # also without an attempt: other ranks of this host may not know yet
+                if self._is_whole(
+                    views
+                ):  # also without an attempt: other ranks of this host may not know yet
                     return outputs
                 self._before.put_back()
                 logs.restore()
@@ -319,7 +357,9 @@ class ElasticFit:
                     raise _HostsStop
         finally:
             self._logs = None
-        raise RuntimeError(f"elastic: step {views.committed} failed in {MOST_VIEWS} views: {views.ended}")
+        raise RuntimeError(
+            f"elastic: step {views.committed} failed in {MOST_VIEWS} views: {views.ended}"
+        )
 
     def _is_whole(self, views: Views) -> bool:
         # All ranks of a host make a step or none: Lightning has them wait for each other before the next batch, and
@@ -333,7 +373,9 @@ class ElasticFit:
         if (coder := self._comm.engine.coder) is not None:
             coder.turn = 0  # an attempt that failed has drawn noise, too
         if self._loader is not None:
-            self._loader.batch_of(shards[0])  # before random numbers are the shard's: a loader may draw as it starts
+            self._loader.batch_of(
+                shards[0]
+            )  # before random numbers are the shard's: a loader may draw as it starts
         self._seed_for(views, shards[0])
         outputs = run_first()
         logs.end_shard()
@@ -375,7 +417,9 @@ class ElasticFit:
         try:
             for bucket in self._buckets:
                 bucket.fill()
-            for future in [self._average(self._comm.hook_state, bucket) for bucket in self._buckets]:
+            for future in [
+                self._average(self._comm.hook_state, bucket) for bucket in self._buckets
+            ]:
                 future.wait()
             for bucket in self._buckets:
                 bucket.give_back()
@@ -387,7 +431,11 @@ class ElasticFit:
         if groups.world is not None:  # as under `ddp`, those of rank zero
             self._of_first_rank.share(groups.broadcast, is_source=views.topology.rank == 0)
         self._epoch_logs.warn_of(logs.not_added_up())
-        logs.share(groups.add_up, num_shards=self._num_shards, is_first_of_host=views.topology.local_rank == 0)
+        logs.share(
+            groups.add_up,
+            num_shards=self._num_shards,
+            is_first_of_host=views.topology.local_rank == 0,
+        )
         self._comm.engine.wait()
         self._sums_apart = False
 
@@ -430,7 +478,9 @@ def _has_reached_its_end(trainer: Any) -> bool:
     """Return whether a fit has made all its steps or epochs."""
     fit = trainer.fit_loop
     has_all_steps = 0 <= fit.max_steps <= trainer.global_step
-    has_all_epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
+    has_all_epochs = (
+        fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
+    )
     return has_all_steps or has_all_epochs
 
 
@@ -440,9 +490,15 @@ def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
     for optimizer in optimizers:
         options = []
         for group in optimizer.param_groups:
-            options.append({name: _in_words(value) for name, value in group.items() if name != "params"})
-        rates = sorted({f"{float(group['lr']):g}" for group in optimizer.param_groups if "lr" in group})
-        texts.append(f"{type(optimizer).__name__}(lr={' and '.join(rates)}, options {hash_of(options)})")
+            options.append(
+                {name: _in_words(value) for name, value in group.items() if name != "params"}
+            )
+        rates = sorted(
+            {f"{float(group['lr']):g}" for group in optimizer.param_groups if "lr" in group}
+        )
+        texts.append(
+            f"{type(optimizer).__name__}(lr={' and '.join(rates)}, options {hash_of(options)})"
+        )
     return ", ".join(texts)
 
 

@@ -9,20 +9,46 @@ from lightning_hybrid.strategy.compatibility import CURES, Exclusion, in_callbac
 
 EXCLUDED_BY_ELASTIC = (
     Exclusion("adasum", "elastic", "it needs an even number of hosts, and one may be lost"),
-    Exclusion("local steps", "elastic", "hosts that train by themselves have no common weights to go back to"),
-    Exclusion("unused parameters", "elastic", "DDP asks its own ranks alone, which are those of one host"),
+    Exclusion(
+        "local steps",
+        "elastic",
+        "hosts that train by themselves have no common weights to go back to",
+    ),
+    Exclusion(
+        "unused parameters", "elastic", "DDP asks its own ranks alone, which are those of one host"
+    ),
     Exclusion("node slices", "elastic", "slices are exchanged by groups that end with a lost host"),
-    Exclusion("world update", "elastic", "a lost host takes its parts of masters and optimizer state with it"),
+    Exclusion(
+        "world update",
+        "elastic",
+        "a lost host takes its parts of masters and optimizer state with it",
+    ),
     Exclusion("extensions", "elastic", "they are given groups and ranks that stay"),
     Exclusion("ranks per node", "elastic", "a node is a host, which has the ranks of its launch"),
-    Exclusion("inexact resume", "elastic", "a host that joins takes its place in the data from the others"),
     Exclusion(
-        "several nodes", "elastic", "each host is a launch of its own, and a launch over several is lost as a whole"
+        "inexact resume", "elastic", "a host that joins takes its place in the data from the others"
     ),
-    Exclusion("reloaded loaders", "elastic", "a host that joins in mid-epoch could not load what the others have"),
+    Exclusion(
+        "several nodes",
+        "elastic",
+        "each host is a launch of its own, and a launch over several is lost as a whole",
+    ),
+    Exclusion(
+        "reloaded loaders",
+        "elastic",
+        "a host that joins in mid-epoch could not load what the others have",
+    ),
     Exclusion("manual optimization", "elastic", "the closure of a step is what is run again"),
-    Exclusion("accumulation", "elastic", "a step has max_hosts x devices batches, whatever hosts there are"),
-    Exclusion("global batch", "elastic", "it compares the pairs of all ranks that were launched, and these change"),
+    Exclusion(
+        "accumulation",
+        "elastic",
+        "a step has max_hosts x devices batches, whatever hosts there are",
+    ),
+    Exclusion(
+        "global batch",
+        "elastic",
+        "it compares the pairs of all ranks that were launched, and these change",
+    ),
     Exclusion("SyncBatchNorm", "elastic", "it waits for ranks in the middle of a forward"),
     Exclusion("GradientAccumulationScheduler", "elastic", "a step has max_hosts x devices batches"),
 )

@@ -62,7 +62,9 @@ class BufferCopy:
     """A copy of a module's buffers, of any dtype, in one tensor of bytes: another one where their layout changes."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners = [one._buffers for one in module.modules() if one._buffers]  # to walk takes long
+        self._owners = [
+            one._buffers for one in module.modules() if one._buffers
+        ]  # to walk takes long
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._views: list[Tensor] = []
         self.flat = torch.empty(0, dtype=torch.uint8)
@@ -91,7 +93,9 @@ class BufferCopy:
         if (layout := [(each.shape, each.dtype) for each in found]) != self._layout:
             self._layout = layout
             sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in found]
-            self.flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=found[0].device if found else None)
+            self.flat = torch.zeros(
+                sum(sizes), dtype=torch.uint8, device=found[0].device if found else None
+            )
             self._views = [
                 part[: each.nbytes].view(each.dtype).view(each.shape)
                 for part, each in zip(self.flat.split(sizes), found, strict=True)
@@ -114,7 +118,10 @@ def flat_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
             place = open_ones[one.dtype] = len(groups)
             groups.append([])
         groups[place].append(one)
-    return [FlatBucket(index, group, is_last=index == len(groups) - 1) for index, group in enumerate(groups)]
+    return [
+        FlatBucket(index, group, is_last=index == len(groups) - 1)
+        for index, group in enumerate(groups)
+    ]
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -39,12 +39,16 @@ class HeldLoggers:
         self._has_met = False
         self._is_first = False
         self._is_due = False
-        self._was_another_first = False  # whose rows stand in files that the loggers of this rank open
+        self._was_another_first = (
+            False  # whose rows stand in files that the loggers of this rank open
+        )
         for one in self._loggers:
             for name in _CALLS:
                 setattr(one, name, partial(self._hold, name, getattr(one, name)))
         self._rank: int = vars(rank_zero_only)["rank"]
-        vars(rank_zero_only)["rank"] = self._rank + 1  # by which Lightning opens none, until its next barrier
+        vars(rank_zero_only)["rank"] = (
+            self._rank + 1
+        )  # by which Lightning opens none, until its next barrier
         self._is_closed = True
 
     def let_lightning_open(self) -> None:
@@ -105,5 +109,7 @@ def keep_rows_of_csv(logger: Any) -> None:
     path.rename(kept)
     writer = logger.experiment
     with kept.open(newline="") as file:
-        writer.metrics_keys = list(csv.DictReader(file).fieldnames or [])  # the header to which rows are added
+        writer.metrics_keys = list(
+            csv.DictReader(file).fieldnames or []
+        )  # the header to which rows are added
     kept.rename(path)

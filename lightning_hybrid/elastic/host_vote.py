@@ -26,7 +26,11 @@ class HostVote:
         with Listener(family="AF_UNIX", backlog=num_others) as listener:  # the first rank's is used
             address: list[str] = [str(listener.address)]
             dist.broadcast_object_list(address, src=0)
-            self._others = [listener.accept() for _ in range(num_others)] if self._is_first else [Client(address[0])]
+            self._others = (
+                [listener.accept() for _ in range(num_others)]
+                if self._is_first
+                else [Client(address[0])]
+            )
 
     def __call__(self, is_so: bool) -> bool:
         """Return whether it is so on all. Collective among them."""

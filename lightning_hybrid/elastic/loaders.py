@@ -25,7 +25,9 @@ class ElasticLoaders(TrainingLoaders):
     def _resumes_by_counters(self) -> bool:
         return False
 
-    def _wrap_training_loader(self, loader: Any, trainer: Any, with_prefetcher: Callable[..., Any]) -> Any:
+    def _wrap_training_loader(
+        self, loader: Any, trainer: Any, with_prefetcher: Callable[..., Any]
+    ) -> Any:
         """Return a loader of this rank's shards. Loaders that are made later in the fit are those of callbacks."""
         from lightning_hybrid.data.batch_counters import uncount_cut_epoch
 

@@ -36,13 +36,17 @@ class ElasticOptions(OptionValue):
     def __post_init__(self) -> None:
         """Check each."""
         require_whole(
-            "max_hosts", self.max_hosts, "it counts hosts. Write max_hosts=2, or set HYBRID_ELASTIC_MAX_HOSTS"
+            "max_hosts",
+            self.max_hosts,
+            "it counts hosts. Write max_hosts=2, or set HYBRID_ELASTIC_MAX_HOSTS",
         )
         why = f"it counts hosts, of which there are at most {self.max_hosts}. Leave it out for 1"
         require_whole("min_hosts", self.min_hosts, why)
         if self.min_hosts > self.max_hosts:
             raise ValueError(f"`min_hosts` (={self.min_hosts}) must be at most `max_hosts`: {why}.")
-        require_number("silent_s", self.silent_s, "it counts seconds. Leave it out for 2", above=True)
+        require_number(
+            "silent_s", self.silent_s, "it counts seconds. Leave it out for 2", above=True
+        )
         refuse_meeting_points(self.meet)
 
     @property

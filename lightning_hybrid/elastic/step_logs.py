@@ -60,13 +60,22 @@ class EpochLogs:
         self._warned_of: set[str] = set()  # metrics that hosts do not add up
         self._trainer = module.trainer
         self._is_first = is_first
-        self._unseen: tuple[int, dict[str, Any]] = -1, {}  # epoch, and values in it that this host has yet to log
-        self._at_end: list[dict[str, Any]] = []  # of the epoch before, until a step of the next is made
+        self._unseen: tuple[int, dict[str, Any]] = (
+            -1,
+            {},
+        )  # epoch, and values in it that this host has yet to log
+        self._at_end: list[
+            dict[str, Any]
+        ] = []  # of the epoch before, until a step of the next is made
 
     def step(self) -> StepLogs:
         """Return the logs of a step that begins."""
         epoch, unseen = self._unseen
-        return StepLogs(self._trainer._results, self._metrics, unseen if epoch == self._trainer.current_epoch else {})
+        return StepLogs(
+            self._trainer._results,
+            self._metrics,
+            unseen if epoch == self._trainer.current_epoch else {},
+        )
 
     def warn_of(self, names: Sequence[str]) -> None:
         """Warn, once for each, of metrics of a step with states that are no sums."""
@@ -90,7 +99,11 @@ class EpochLogs:
 
     def _now(self) -> dict[str, Any]:
         values = {
-            key: {name: now for name in (*_SUMS, "_forward_cache") if isinstance(now := vars(one).get(name), Tensor)}
+            key: {
+                name: now
+                for name in (*_SUMS, "_forward_cache")
+                if isinstance(now := vars(one).get(name), Tensor)
+            }
             | {"has_reset": one.has_reset}
             for key, one in self._trainer._results.items()
         }
@@ -102,12 +115,16 @@ class EpochLogs:
 
     def take(self, several: Sequence[dict[str, Any]]) -> None:
         """Take what another host has collected in place of the own."""
-        found = next((one for one in several if one["epoch"] == self._trainer.current_epoch), several[0])
+        found = next(
+            (one for one in several if one["epoch"] == self._trainer.current_epoch), several[0]
+        )
         for key, one in self._trainer._results.items():
             values = found["values"].get(key, {})
             if not self._is_first:  # the step's own is the same on all ranks
                 values = {
-                    name: values[name] for name in ("_forward_cache", "has_reset") if _is_shared(one) and name in values
+                    name: values[name]
+                    for name in ("_forward_cache", "has_reset")
+                    if _is_shared(one) and name in values
                 }
             value = vars(one).get("value")
             # Lightning moves values, and leaves `device` of what it logs as it was.
@@ -119,7 +136,9 @@ class EpochLogs:
         for part, (states, count) in zip(self._metrics, found["metrics"], strict=True):
             metric = part.metric
             # They come by way of the CPU, and the metric adds what its device has.
-            metric.__dict__.update(_on_device(states, metric.device), _update_count=count, _computed=None)
+            metric.__dict__.update(
+                _on_device(states, metric.device), _update_count=count, _computed=None
+            )
 
 
 class StepLogs:
@@ -130,7 +149,10 @@ class StepLogs:
     """
 
     def __init__(
-        self, results: dict[str, Any], metrics: Sequence[StepMetric], unseen: Mapping[str, dict[str, Tensor]]
+        self,
+        results: dict[str, Any],
+        metrics: Sequence[StepMetric],
+        unseen: Mapping[str, dict[str, Tensor]],
     ) -> None:
         self._results = results
         self._metrics = metrics
@@ -141,7 +163,9 @@ class StepLogs:
             states = {name: _copy(getattr(part.metric, name)) for name in part.metric._defaults}
             self._states.append((states, part.metric._update_count))
         self._first: dict[str, dict[str, Any]] = {}
-        self._of_shards: dict[str, list[Tensor]] = {}  # what is logged of the step, not of the epoch
+        self._of_shards: dict[
+            str, list[Tensor]
+        ] = {}  # what is logged of the step, not of the epoch
 
     def restore(self) -> None:
         """Go back to before the step."""
@@ -177,21 +201,37 @@ class StepLogs:
                 names.append(part.name)
         return names
 
-    def share(self, add_up: Callable[[Tensor], None], *, num_shards: int, is_first_of_host: bool) -> None:
+    def share(
+        self, add_up: Callable[[Tensor], None], *, num_shards: int, is_first_of_host: bool
+    ) -> None:
         """Add up over all ranks of a view by `add_up`, in place. Collective where something is logged or counted so."""
         added: list[tuple[Any, str, Any, Any, float]] = []  # owner, name, before, change, divisor
         for key, one in self._results.items():
             unseen = self._unseen.get(key, {})
             if not _is_shared(one):
                 if one.meta.on_epoch and _is_sum(one):
-                    vars(one).update({name: getattr(one, name) + unseen[name] for name in _SUMS if name in unseen})
+                    vars(one).update(
+                        {
+                            name: getattr(one, name) + unseen[name]
+                            for name in _SUMS
+                            if name in unseen
+                        }
+                    )
                 continue
             is_mean = one.meta.is_mean_reduction
             if not _is_sum(one):
                 continue  # the largest and the smallest stay those of a host
             if shards := self._of_shards.get(key):
                 total = torch.stack(shards).sum(0)
-                added.append((one, "_forward_cache", torch.zeros_like(total), total, num_shards if is_mean else 1))
+                added.append(
+                    (
+                        one,
+                        "_forward_cache",
+                        torch.zeros_like(total),
+                        total,
+                        num_shards if is_mean else 1,
+                    )
+                )
             for name in _SUMS if one.meta.on_epoch else ():
                 if (now := getattr(one, name, None)) is not None:
                     before = self._before.get(key, {}).get(name, torch.zeros_like(now))
@@ -208,7 +248,9 @@ class StepLogs:
         for part, (owner, name, before, change, divisor) in zip(parts, added, strict=True):
             is_of_step = name == "_forward_cache"
             total = (part / divisor).view_as(change).to(change.dtype)
-            setattr(owner, name, before + total if is_of_step or is_first_of_host else before.clone())
+            setattr(
+                owner, name, before + total if is_of_step or is_first_of_host else before.clone()
+            )
 
 
 def _is_shared(one: Any) -> bool:
@@ -227,4 +269,6 @@ def _on_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any
 
 
 def _copy(state: Any) -> Any:
-    return state.clone() if isinstance(state, Tensor) else list(state)  # of what a metric appends to
+    return (
+        state.clone() if isinstance(state, Tensor) else list(state)
+    )  # of what a metric appends to

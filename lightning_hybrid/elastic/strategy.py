@@ -23,7 +23,11 @@ from lightning_hybrid.checks import plain_value
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
 from lightning_hybrid.elastic.elastic_fit import ElasticFit
-from lightning_hybrid.elastic.exclusions import CURES_OF_ELASTIC, EXCLUDED_BY_ELASTIC, features_of_run
+from lightning_hybrid.elastic.exclusions import (
+    CURES_OF_ELASTIC,
+    EXCLUDED_BY_ELASTIC,
+    features_of_run,
+)
 from lightning_hybrid.elastic.held_loggers import HeldLoggers
 from lightning_hybrid.elastic.loaders import ElasticLoaders
 from lightning_hybrid.elastic.options import ElasticOptions
@@ -114,7 +118,9 @@ class HybridElastic(HybridAllReduce):
         self._comm.begin(topology, self.root_device, self._timeout)
         self._comm.engine_type = ViewEngine
         assert self._timeout is not None
-        self._fit = ElasticFit(self._elastic, self, comm=self._comm, failures=self._failures, timeout=self._timeout)
+        self._fit = ElasticFit(
+            self._elastic, self, comm=self._comm, failures=self._failures, timeout=self._timeout
+        )
         self._comm.wrap_hook = self._fit.hook
         self._loaders.fit = self._fit
         self._is_first = self._comm.topology.local_rank == 0  # until hosts have met
@@ -125,7 +131,9 @@ class HybridElastic(HybridAllReduce):
         Raises:
             ValueError: it has. The error names it.
         """
-        features = self._options.features() | features_of_run(self._module, has_exact_resume=self._loaders.is_on)
+        features = self._options.features() | features_of_run(
+            self._module, has_exact_resume=self._loaders.is_on
+        )
         refuse_excluded(features, rows=EXCLUDED_BY_ELASTIC, cures=CURES_OF_ELASTIC)
         device = self.root_device
         if device.type == "cpu":
@@ -154,7 +162,9 @@ class HybridElastic(HybridAllReduce):
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
         """Run the closure until one attempt has succeeded on all hosts, then step once."""
         if self._fit is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)

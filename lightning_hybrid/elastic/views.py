@@ -21,7 +21,11 @@ from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
 from lightning_hybrid.comm.engine.view_groups import STORE_LIMIT, ViewGroups
 from lightning_hybrid.comm.health.consensus import OrderError
-from lightning_hybrid.comm.health.replica_difference import ReplicaDriftError, first_difference, names_that_differ
+from lightning_hybrid.comm.health.replica_difference import (
+    ReplicaDriftError,
+    first_difference,
+    names_that_differ,
+)
 from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.comm.health.watchdog import comes_from_others
 from lightning_hybrid.elastic.host_vote import HostVote
@@ -112,7 +116,13 @@ class Views:
         self.close()
         return self._meet(self._membership.next_view, on_view, is_in_step=True)
 
-    def _meet(self, next_view: Callable[..., View], on_view: Callable[[Topology], None], *, is_in_step: bool) -> bool:
+    def _meet(
+        self,
+        next_view: Callable[..., View],
+        on_view: Callable[[Topology], None],
+        *,
+        is_in_step: bool,
+    ) -> bool:
         for _ in range(MOST_VIEWS):
             with self._lock:
                 self._left = self.groups.number if self.groups else -1
@@ -204,7 +214,9 @@ class Views:
         world_size = len(view.members)
         ranks_per_node = len(self.topology.node)
         self._server = self._next_server
-        self.topology = Topology.from_ranks_per_node(rank=rank, world_size=world_size, ranks_per_node=ranks_per_node)
+        self.topology = Topology.from_ranks_per_node(
+            rank=rank, world_size=world_size, ranks_per_node=ranks_per_node
+        )
         groups = ViewGroups(
             topology=self.topology,
             store=view.store,
@@ -229,7 +241,12 @@ class Views:
         listener = socket.create_server((ip, 0))  # by hand: torch's would listen on all addresses
         port = listener.getsockname()[1]
         self._next_server = dist.TCPStore(
-            ip, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=STORE_LIMIT
+            ip,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=STORE_LIMIT,
         )
         return f"{ip}:{port}"
 
@@ -241,7 +258,9 @@ class Views:
             self.ended = self.ended or reason
             may_cut = self.may_cut
             groups = self.groups
-        if may_cut and groups is not None and groups.number == number:  # else they are yet to be made
+        if (
+            may_cut and groups is not None and groups.number == number
+        ):  # else they are yet to be made
             self._cut(groups)
 
     def note(self, error: BaseException) -> None:
@@ -268,7 +287,9 @@ class Views:
         """Return whether all ranks of this host agree. If one does not, the view ends. Collective among them."""
         if not is_so:
             # Another rank of this host may wait for this one, in a sum or for groups of which there is nothing to cut.
-            self._membership.end_view(f"a sum broke on host {self._membership.me.host}: {self.ended}")
+            self._membership.end_view(
+                f"a sum broke on host {self._membership.me.host}: {self.ended}"
+            )
             self._cut(self.groups)
         # By what ends with no view: else one would wait here for another that has gone on.
         is_so_on_all = self._vote(is_so)
@@ -286,15 +307,21 @@ class Views:
         self._cut(self.groups)
         stuck = self._engine.close()
         if self.groups is not None:
-            if stuck and self._engine.device.type == "cuda":  # Gloo's write nothing more: their connections are closed
-                raise RuntimeError(f"elastic: stages {stuck} of the former view do not end: gradients may change")
+            if (
+                stuck and self._engine.device.type == "cuda"
+            ):  # Gloo's write nothing more: their connections are closed
+                raise RuntimeError(
+                    f"elastic: stages {stuck} of the former view do not end: gradients may change"
+                )
             self.groups.is_stuck |= bool(stuck)
             self.groups.destroy()
 
     def leave(self, error: BaseException | None) -> None:
         """Leave the run. After an error the others take this host for lost."""
         if error is None:
-            with suppress(RuntimeError):  # together with the ranks of this host, which may still need each other
+            with suppress(
+                RuntimeError
+            ):  # together with the ranks of this host, which may still need each other
                 dist.barrier()
             self._membership.say_goodbye()
         self._membership.close()
@@ -308,7 +335,11 @@ class Views:
         me = self._membership.me
         source = next(one for one in view.members if one.id == view.donors[0])
         is_first_view = not (is_in_step or view.behind)
-        behind = [one.id for one in view.members if one.host != source.host] if is_first_view else view.behind
+        behind = (
+            [one.id for one in view.members if one.host != source.host]
+            if is_first_view
+            else view.behind
+        )
         if not behind or self.groups.world is None:
             return False
         joins = me.id in view.behind and not is_in_step
@@ -316,7 +347,9 @@ class Views:
         data = b""
         if me.host == source.host and me.id not in behind:
             # By all ranks of the host: with `shard_update` each has a part.
-            checkpoint = self._strategy.lightning_module.trainer._checkpoint_connector.dump_checkpoint()
+            checkpoint = (
+                self._strategy.lightning_module.trainer._checkpoint_connector.dump_checkpoint()
+            )
             self._strategy._loaders.save(checkpoint, is_alone=True)
             if me.id == source.id:
                 torch.save((self.seed, checkpoint, self._logs.collected()), file := io.BytesIO())
@@ -350,12 +383,17 @@ class Views:
                 connector.restore_training_state()
                 return
             # Lightning's `WeightAveraging` puts the average in their place; its own is at the step before.
-            checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
+            checkpoint["state_dict"] = checkpoint.get(
+                "current_model_state", checkpoint["state_dict"]
+            )
             connector.restore_model()
             skipped = [int(state.num_skipped) for state in steps]
             connector.restore_precision_plugin_state()
             # Rates are those of this rank's schedules, which are at the step itself, and not behind it.
-            rates = [[{**group, "params": None} for group in one.param_groups] for one in strategy.optimizers]
+            rates = [
+                [{**group, "params": None} for group in one.param_groups]
+                for one in strategy.optimizers
+            ]
             connector.restore_optimizers()
             for optimizer, groups in zip(strategy.optimizers, rates, strict=True):
                 for group, values in zip(optimizer.param_groups, groups, strict=True):
@@ -373,7 +411,9 @@ class Views:
         gathered: list[Any] = [(own, self.wants_stop)] * len(view.members)
         if self.groups.world is not None:
             # A rank that stops early says it here: no step needs a vote of its own.
-            self.groups.run(partial(dist.all_gather_object, gathered, gathered[0], group=self.groups.world))
+            self.groups.run(
+                partial(dist.all_gather_object, gathered, gathered[0], group=self.groups.world)
+            )
         values: list[dict[str, int]] = []
         for values_of_rank, wants_stop in gathered:
             values.append(values_of_rank)

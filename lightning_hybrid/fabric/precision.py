@@ -51,7 +51,9 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         # all, by what can be pickled for `hybrid_allreduce_spawn`.
         self.averages: Callable[[Tensor], bool] = torch.is_tensor
         self._num_steps = 0
-        self._waits_for_backward = False  # a forward has built a graph, and no backward has run since
+        self._waits_for_backward = (
+            False  # a forward has built a graph, and no backward has run since
+        )
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
@@ -148,7 +150,11 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         )
 
     def _step_on_closure(
-        self, optimizer: Optimizer, state: OptimizerStepState, closure: Callable[[], Any], **kwargs: Any
+        self,
+        optimizer: Optimizer,
+        state: OptimizerStepState,
+        closure: Callable[[], Any],
+        **kwargs: Any,
     ) -> Any:
         assert self.window is not None
 
@@ -171,11 +177,17 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     def _is_automatic(self) -> bool:
         return False
 
-    def _stop_if_stuck(self, state: OptimizerStepState, model: nn.Module, *, is_end: bool = False) -> None:
+    def _stop_if_stuck(
+        self, state: OptimizerStepState, model: nn.Module, *, is_end: bool = False
+    ) -> None:
         self._num_steps += 1
         flag = state.skip_flag
-        if self._num_steps % _ASK_EVERY == 0 or (flag is not None and flag.is_known and flag.was_skipped()):
-            self._raise_if_stuck(state, model, step=f"optimizer step {self._num_steps} of this process")
+        if self._num_steps % _ASK_EVERY == 0 or (
+            flag is not None and flag.is_known and flag.was_skipped()
+        ):
+            self._raise_if_stuck(
+                state, model, step=f"optimizer step {self._num_steps} of this process"
+            )
 
     def teardown(self) -> None:
         """Leave the modules with their fp32 parameters."""

@@ -30,7 +30,12 @@ from lightning_hybrid.strategy.exact_resume.loop_loaders import LoopLoaders
 from lightning_hybrid.strategy.failures import FailureReports, reason_of
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
-from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
+from lightning_hybrid.strategy.rendezvous import (
+    connect_ranks,
+    refuse_launch,
+    start_method_from,
+    timeout_from,
+)
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
@@ -116,7 +121,9 @@ class FabricHybridAllReduce(_Base):
         self._loaders = LoopLoaders(exact_resume)
         self._engines: list[CommEngine] = []
         self._modules = nn.ModuleList()  # those that were set up
-        self._wrapper_of: dict[int, DistributedDataParallel] = {}  # by `id` of a parameter that DDP averages
+        self._wrapper_of: dict[
+            int, DistributedDataParallel
+        ] = {}  # by `id` of a parameter that DDP averages
         self._error_before: BaseException | None = None
         super().__init__(
             accelerator=accelerator,
@@ -170,7 +177,9 @@ class FabricHybridAllReduce(_Base):
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        connect_ranks(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
+        connect_ranks(
+            self.cluster_environment, self._process_group_backend, self.root_device, self._timeout
+        )
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap in DDP with an engine of its own, and give every rank rank zero's weights. Collective."""
@@ -188,14 +197,18 @@ class FabricHybridAllReduce(_Base):
         # DDP and the plan of its buckets are for the parameters of forward and backward.
         with nullcontext() if half is None or half.window is None else half.window.opened():
             self._comm.find_plan(module)
-            wrapped = self._comm.wrap(module, device_ids=device_ids, is_half=half is not None, **self._ddp_kwargs)
+            wrapped = self._comm.wrap(
+                module, device_ids=device_ids, is_half=half is not None, **self._ddp_kwargs
+            )
         engine = self._comm.new_engine(self.precision)
         self._comm.average_by(engine, wrapped, module.parameters())
         if not self._engines:
             self._failures.end_setup()  # the engine's watchdog names missing ranks from here on
             # A Fabric has no end but the process's, in a child of `launch(function)` as well.
             Finalize(None, self._close_engines, exitpriority=1)
-            self._error_before = getattr(sys, "last_value", None)  # a fork of a notebook has the notebook's
+            self._error_before = getattr(
+                sys, "last_value", None
+            )  # a fork of a notebook has the notebook's
         self._engines.append(engine)
         self._failures.engine = engine
         self._modules.append(module)
@@ -211,7 +224,9 @@ class FabricHybridAllReduce(_Base):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return the loader, as one that `save_checkpoint` and `load_checkpoint` take."""
-        return self._loaders.process(super().process_dataloader(dataloader), self.global_rank, self.world_size)
+        return self._loaders.process(
+            super().process_dataloader(dataloader), self.global_rank, self.world_size
+        )
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -244,7 +259,9 @@ class FabricHybridAllReduce(_Base):
             state = {**state, _key(half): own}
         super().save_checkpoint(path, state, *args, **kwargs)
 
-    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, state: Any = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """Load as DDP, and the loss scales with the state of an optimizer."""
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         half = self._half
@@ -256,7 +273,8 @@ class FabricHybridAllReduce(_Base):
 
     # As DDP; a rank that does not come is named.
     backward, barrier, broadcast, all_reduce, all_gather = (
-        _explaining(name) for name in ("backward", "barrier", "broadcast", "all_reduce", "all_gather")
+        _explaining(name)
+        for name in ("backward", "barrier", "broadcast", "all_reduce", "all_gather")
     )
 
     def _close_engines(self) -> None:

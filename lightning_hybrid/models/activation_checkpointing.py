@@ -13,7 +13,9 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import checkpoint
 
 
-def checkpointed(stage: Callable[..., Any], *xs: Tensor, norms: nn.Module, preserve_rng_state: bool = False) -> Any:
+def checkpointed(
+    stage: Callable[..., Any], *xs: Tensor, norms: nn.Module, preserve_rng_state: bool = False
+) -> Any:
     """Compute `stage(*xs)` without storing its activations for backward, which computes them again.
 
     Values and gradients are those of `stage(*xs)` bit for bit, if its kernels are deterministic and draw no random
@@ -24,7 +26,10 @@ def checkpointed(stage: Callable[..., Any], *xs: Tensor, norms: nn.Module, prese
     Source: Chen et al. 2016, arXiv:1604.06174.
     """
     # Without reentry, the only way that takes a `context_fn`.
-    options: Any = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), second_pass(norms))}
+    options: Any = {
+        "use_reentrant": False,
+        "context_fn": lambda: (nullcontext(), second_pass(norms)),
+    }
     return checkpoint(stage, *xs, preserve_rng_state=preserve_rng_state, **options)
 
 
@@ -47,7 +52,9 @@ def current_function_modes() -> list[Any]:
     """Return the modes that change the results of torch's functions now, to be entered again for a second pass."""
     # Such as the emulated fp16 of precision="16-true" on a CPU: backward must see the numbers of forward. torch's
     # checkpoint restores only the innermost DeviceContext.
-    return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    return [
+        mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)
+    ]
 
 
 @contextmanager

@@ -64,11 +64,19 @@ def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int
     >>> correct_momentum_(norm, accumulate_grad_batches=2), round(norm.momentum, 12)
     (1, 0.1)
     """
-    corrected_momentum(0.0, accumulate_grad_batches=accumulate_grad_batches)  # checks the argument without layers too
+    corrected_momentum(
+        0.0, accumulate_grad_batches=accumulate_grad_batches
+    )  # checks the argument without layers too
     corrected = 0
     for layer in module.modules():
-        if isinstance(layer, _NormBase) and layer.track_running_stats and layer.momentum is not None:
+        if (
+            isinstance(layer, _NormBase)
+            and layer.track_running_stats
+            and layer.momentum is not None
+        ):
             # The momentum is no part of a checkpoint: a resumed network is corrected when it is built.
-            layer.momentum = corrected_momentum(layer.momentum, accumulate_grad_batches=accumulate_grad_batches)
+            layer.momentum = corrected_momentum(
+                layer.momentum, accumulate_grad_batches=accumulate_grad_batches
+            )
             corrected += accumulate_grad_batches > 1
     return corrected

@@ -13,11 +13,18 @@ from lightning_hybrid.optim.gradients import GradScaling, dense_gradients
 from lightning_hybrid.optim.lamb import LAMB, lamb_updates, lamb_vectors
 from lightning_hybrid.optim.lars import LARS, lars_ratios, lars_vectors
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
-from lightning_hybrid.optim.trust_ratio import ShardedVector, norms_over_ranks, tensor_norms, trust_ratio
+from lightning_hybrid.optim.trust_ratio import (
+    ShardedVector,
+    norms_over_ranks,
+    tensor_norms,
+    trust_ratio,
+)
 
 
 @torch.no_grad()
-def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> list[dict[Tensor, Tensor]]:
+def trust_ratios(
+    optimizer: Optimizer, *, grad_scale: Tensor | None = None
+) -> list[dict[Tensor, Tensor]]:
     """Compute the trust ratio q of every tensor that has one, for each parameter group: `{parameter: q}`, q 0-dim.
 
     q is that of the optimizer's docstring, before any bound on it, for weights, gradients and moments as they are now:
@@ -63,10 +70,18 @@ def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor
                 of_one = None if norms is None else [norm.view(1) for norm in norms]
                 sums = optimizer.shard_sums
                 ratios[param] = lars_ratios(
-                    [param], [grad], group=options, lr=1.0, scaling=here, norms=of_one, shard_sums=sums
+                    [param],
+                    [grad],
+                    group=options,
+                    lr=1.0,
+                    scaling=here,
+                    norms=of_one,
+                    shard_sums=sums,
                 )[0]
             elif type(optimizer) is LAMB and "step" in optimizer.state.get(param, {}):
-                ratios[param] = _lamb_ratio(optimizer, group, param) if norms is None else trust_ratio(*norms)
+                ratios[param] = (
+                    _lamb_ratio(optimizer, group, param) if norms is None else trust_ratio(*norms)
+                )
         found.append(ratios)
     return found
 
@@ -80,10 +95,14 @@ def _norms_of_parts(optimizer: Optimizer, scaling: GradScaling) -> dict[Tensor, 
             if (part := optimizer.parts.get(param)) is None:
                 continue
             if isinstance(optimizer, LARS):
-                vectors[param] = lars_vectors(param, grad, part, group=group, scaling=scaling.to(param.device))
+                vectors[param] = lars_vectors(
+                    param, grad, part, group=group, scaling=scaling.to(param.device)
+                )
             elif "step" in (state := optimizer.state.get(param, {})):
                 moments = state["exp_avg"], state["exp_avg_sq"]
-                vectors[param] = lamb_vectors(param, moments, part, group=group, step=_step_of(state))
+                vectors[param] = lamb_vectors(
+                    param, moments, part, group=group, step=_step_of(state)
+                )
     device = next(iter(optimizer.parts)).device
     return norms_over_ranks(vectors, torch.zeros((), device=device), optimizer.add_up_)[0]
 

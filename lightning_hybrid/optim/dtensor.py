@@ -89,7 +89,11 @@ class ShardSums:
         for local, param in params.items():
             if is_dtensor(param):
                 mesh = param.device_mesh
-                sharding = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
+                sharding = [
+                    dim
+                    for dim, placement in enumerate(param.placements)
+                    if not placement.is_replicate()
+                ]
                 # The type of device too: the mesh of parameters that are offloaded to the host is the accelerator's.
                 self._groups[local] = [(mesh.get_group(dim), mesh.device_type) for dim in sharding]
         self._columns: dict[Any, list[tuple[_Group, Tensor | None]]] = {}
@@ -101,7 +105,11 @@ class ShardSums:
         their bits. `table` is float64, (any, tensors), changed in place.
         """
         for (group, device_type), columns in self._columns_of(locals_, table.device):
-            part = (table if columns is None else table.index_select(1, columns)).to(device_type).contiguous()
+            part = (
+                (table if columns is None else table.index_select(1, columns))
+                .to(device_type)
+                .contiguous()
+            )
             dist.all_reduce(part, group=group)
             if columns is not None:
                 table.index_copy_(1, columns, part.to(table.device))
@@ -116,13 +124,17 @@ class ShardSums:
 
     def largest(self, value: Tensor) -> Tensor:
         """Return the largest `value` (0-dim) of all ranks that hold shards of any tensor; collective, as `add_up_`."""
-        for group, device_type in dict.fromkeys(pair for some in self._groups.values() for pair in some):
+        for group, device_type in dict.fromkeys(
+            pair for some in self._groups.values() for pair in some
+        ):
             there = value.to(device_type, copy=True)
             dist.all_reduce(there, dist.ReduceOp.MAX, group=group)
             value = there.to(value.device)
         return value
 
-    def _columns_of(self, locals_: Sequence[Tensor], device: torch.device) -> list[tuple[_Group, Tensor | None]]:
+    def _columns_of(
+        self, locals_: Sequence[Tensor], device: torch.device
+    ) -> list[tuple[_Group, Tensor | None]]:
         # For each group the columns to add up, None for all. Kept: to send indices to a GPU makes the host wait.
         key = (tuple(map(id, locals_)), device)
         if key not in self._columns:
@@ -131,7 +143,10 @@ class ShardSums:
                 for group in self._groups.get(local, ()):
                     found.setdefault(group, []).append(column)
             self._columns[key] = [
-                (group, None if len(columns) == len(locals_) else torch.tensor(columns, device=device))
+                (
+                    group,
+                    None if len(columns) == len(locals_) else torch.tensor(columns, device=device),
+                )
                 for group, columns in found.items()
             ]
         return self._columns[key]
@@ -152,7 +167,11 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
         # Kept from step to step, since the fused step holds addresses. Never saved: torch saves groups and state only.
         view = optimizer._local_view = object.__new__(type(optimizer))
         view.__dict__.update(
-            defaults=optimizer.defaults, param_groups=[], state=defaultdict(dict), wholes={}, shard_sums=None
+            defaults=optimizer.defaults,
+            param_groups=[],
+            state=defaultdict(dict),
+            wholes={},
+            shard_sums=None,
         )
         view.state_lists = lambda params, *keys: _state_lists(optimizer, view, params, *keys)
     _refresh(optimizer, view)
@@ -170,14 +189,21 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
             if "step" in view.state[local]:
                 optimizer.state[param]["step"] = view.state[local]["step"]
     # A DTensor does not see what is written to its shard: without this, backward would use a changed weight.
-    written = [param for (local, param), old in zip(sharded.items(), versions, strict=True) if local._version != old]
+    written = [
+        param
+        for (local, param), old in zip(sharded.items(), versions, strict=True)
+        if local._version != old
+    ]
     torch.autograd.graph.increment_version(written)
 
 
 def _refresh(optimizer: Any, view: Any) -> None:
     """Bring the groups, parameters and state of the view up to date; what has not changed stays as it is."""
     known = {id(param): local for local, param in view.wholes.items()}
-    locals_ = [[_known_or_new(known, param) for param in group["params"]] for group in optimizer.param_groups]
+    locals_ = [
+        [_known_or_new(known, param) for param in group["params"]]
+        for group in optimizer.param_groups
+    ]
     wholes = {
         local: param
         for some, group in zip(locals_, optimizer.param_groups, strict=True)
@@ -196,7 +222,9 @@ def _refresh(optimizer: Any, view: Any) -> None:
         mine.update(group | {"params": some, "foreach": foreach, "fused": bool(group["fused"])})
     view.work_group = getattr(optimizer, "work_group", None)
     for local, param in wholes.items():
-        view.state[local] = {key: local_shard(value) for key, value in optimizer.state.get(param, {}).items()}
+        view.state[local] = {
+            key: local_shard(value) for key, value in optimizer.state.get(param, {}).items()
+        }
 
 
 def _known_or_new(known: dict[int, Tensor], param: Tensor) -> Tensor:
@@ -204,8 +232,15 @@ def _known_or_new(known: dict[int, Tensor], param: Tensor) -> Tensor:
         return param
     shard = local_shard(param)
     local = known.get(id(param))
-    is_same = local is not None and local.data_ptr() == shard.data_ptr() and local.dtype == shard.dtype
-    if local is not None and is_same and local.shape == shard.shape and local.stride() == shard.stride():
+    is_same = (
+        local is not None and local.data_ptr() == shard.data_ptr() and local.dtype == shard.dtype
+    )
+    if (
+        local is not None
+        and is_same
+        and local.shape == shard.shape
+        and local.stride() == shard.stride()
+    ):
         return local
     local = shard.detach()
     local.grad_dtype = None  # gradients may have another dtype than their parameter

@@ -28,7 +28,9 @@ class GradScaling:
 
     def to(self, device: torch.device) -> GradScaling:
         """Copy to another device, without `found_inf_out`: each device has its own."""
-        inverse_scale = None if self.inverse_scale is None else self.inverse_scale.to(device, non_blocking=True)
+        inverse_scale = (
+            None if self.inverse_scale is None else self.inverse_scale.to(device, non_blocking=True)
+        )
         found_inf = None if self.found_inf is None else self.found_inf.to(device, non_blocking=True)
         return GradScaling(inverse_scale=inverse_scale, found_inf=found_inf)
 
@@ -66,9 +68,13 @@ def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
     extremes: list[Tensor]
     if tensors[0].device.type == "cpu":
         # One pass: torch's norm by inf takes 20 times as long there. nan survives both minimum and maximum.
-        extremes = [extreme for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
+        extremes = [
+            extreme for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)
+        ]
     else:
-        extremes = list(torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], torch.inf))
+        extremes = list(
+            torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], torch.inf)
+        )
     # Stacked, so that there is one test and one result on the device for all of them.
     if not extremes:
         return torch.zeros((), device=tensors[0].device)
@@ -116,13 +122,21 @@ def lr_of(group: dict[str, Any], device: torch.device) -> float | Tensor:
     if isinstance(lr, Tensor):
         lr = lr.detach()
         # To read a CPU tensor waits for nothing; but a number would be frozen into the graph of torch.compile or CUDA.
-        may_be_read = lr.device.type == "cpu" and not torch.compiler.is_compiling() and not group["capturable"]
+        may_be_read = (
+            lr.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not group["capturable"]
+        )
         lr = lr.item() if may_be_read else lr.to(device)
     return lr if group["trust_ratio"] else lr * group["excluded_lr_mult"]
 
 
 def decayed_gradients(
-    params: list[Tensor], grads: list[Tensor], *, group: dict[str, Any], scaling: GradScaling = UNSCALED
+    params: list[Tensor],
+    grads: list[Tensor],
+    *,
+    group: dict[str, Any],
+    scaling: GradScaling = UNSCALED,
 ) -> list[Tensor]:
     """Unscale, negate (to climb) and decay gradients, at least in float32; the very `grads` if nothing changes."""
     dtype = state_dtype(params[0].dtype)
@@ -131,5 +145,7 @@ def decayed_gradients(
     if group["maximize"]:
         directions = list(torch._foreach_neg(directions))
     if group["weight_decay"] != 0:
-        directions = list(torch._foreach_add(directions, as_dtype(params, dtype), alpha=group["weight_decay"]))
+        directions = list(
+            torch._foreach_add(directions, as_dtype(params, dtype), alpha=group["weight_decay"])
+        )
     return directions

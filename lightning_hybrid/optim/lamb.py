@@ -11,7 +11,13 @@ from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks
 from lightning_hybrid.optim.fused.step import FusedLamb
 from lightning_hybrid.optim.gradients import UNSCALED, GradScaling, is_together, lr_of
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, options_of
-from lightning_hybrid.optim.trust_ratio import ShardedVector, combined_norms, require_bounds, tensor_norms, trust_ratio
+from lightning_hybrid.optim.trust_ratio import (
+    ShardedVector,
+    combined_norms,
+    require_bounds,
+    tensor_norms,
+    trust_ratio,
+)
 from lightning_hybrid.placement import Part
 
 
@@ -95,12 +101,23 @@ class LAMB(LayerwiseOptimizer):
                 "(0.9, 0.999) is usual."
             )
         for index, beta in enumerate(betas):
-            require_number(f"betas[{index}]", beta, "at 1 the moment would never see a gradient", high=1)
-        require_number("eps", group["eps"], "it is added to the root of the second moment; 1e-6 is usual")
-        require_choice("bias_correction", group["bias_correction"], (True, False), "see the LAMB docstring")
+            require_number(
+                f"betas[{index}]", beta, "at 1 the moment would never see a gradient", high=1
+            )
+        require_number(
+            "eps", group["eps"], "it is added to the root of the second moment; 1e-6 is usual"
+        )
+        require_choice(
+            "bias_correction", group["bias_correction"], (True, False), "see the LAMB docstring"
+        )
         require_bounds(group["weight_norm_bounds"])
         if (bound := group["max_grad_norm"]) is not None:
-            require_number("max_grad_norm", bound, "it bounds all gradients together; None is no bound", above=True)
+            require_number(
+                "max_grad_norm",
+                bound,
+                "it bounds all gradients together; None is no bound",
+                above=True,
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; raises as the base does, and for a `max_grad_norm` that is not the optimizer's."""
@@ -130,7 +147,9 @@ class LAMB(LayerwiseOptimizer):
         norms = [torch.stack(some) for some in of_parts.values()]
         for params in by_dtype.values():
             of_grads = tensor_norms([param.grad for param in params if param.grad is not None])
-            norms += [of_grads] if self.shard_sums is None else self.shard_sums.norms(params, of_grads)
+            norms += (
+                [of_grads] if self.shard_sums is None else self.shard_sums.norms(params, of_grads)
+            )
         if not norms:
             return None
         # The bound is on unscaled gradients: it must not move with the loss scale.
@@ -138,23 +157,33 @@ class LAMB(LayerwiseOptimizer):
         (norm,) = self._scaling.to(norm.device).unscale([norm], keep=[])
         return (bound / norm).clamp(max=1.0)
 
-    def _bounded_gradients(self, group: dict[str, Any], _: Tensor, grad: Tensor, part: Part) -> list[ShardedVector]:
+    def _bounded_gradients(
+        self, group: dict[str, Any], _: Tensor, grad: Tensor, part: Part
+    ) -> list[ShardedVector]:
         return [] if group["max_grad_norm"] is None else [ShardedVector(part=part, pieces=[grad])]
 
-    def _taken_gradients(self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part) -> list[ShardedVector]:
+    def _taken_gradients(
+        self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part
+    ) -> list[ShardedVector]:
         # All parts' moments before the first update: the norms of their updates take one sum over ranks.
         (self._part_steps[param],) = self._take(group, [param], [grad])
         moments = [self.state[param][key] for key in ("exp_avg", "exp_avg_sq")]
         return lamb_vectors(param, moments, part, group=group, step=self._part_steps[param])
 
-    def _take(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[float | Tensor]:
+    def _take(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[float | Tensor]:
         """Count the step, and take the gradients into both moments."""
         scaling = self._scaling.to(params[0].device)
         clip_factor = self._clip_factor
         if clip_factor is not None:
             clip_factor = clip_factor.to(params[0].device)
-        for some_grads, means, squares in in_blocks(grads, *self.state_lists(params, "exp_avg", "exp_avg_sq")):
-            moments_(some_grads, means, squares, group=group, clip_factor=clip_factor, scaling=scaling)
+        for some_grads, means, squares in in_blocks(
+            grads, *self.state_lists(params, "exp_avg", "exp_avg_sq")
+        ):
+            moments_(
+                some_grads, means, squares, group=group, clip_factor=clip_factor, scaling=scaling
+            )
         return self._next_steps(params, group["capturable"])
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
@@ -181,7 +210,9 @@ class LAMB(LayerwiseOptimizer):
             weight_norms = tensor_norms(params)
             update_norms = combined_norms(norms_of_blocks)
             if self.shard_sums is not None:
-                weight_norms, update_norms = self.shard_sums.norms(params, weight_norms, update_norms)
+                weight_norms, update_norms = self.shard_sums.norms(
+                    params, weight_norms, update_norms
+                )
         else:
             weight_norms, update_norms = part_norms
         ratios = lamb_ratios(weight_norms, update_norms, group=group)
@@ -201,12 +232,16 @@ class LAMB(LayerwiseOptimizer):
         for state in (states := [self.state[param] for param in params]):
             if "step" not in state:
                 # Where it is read: on the CPU, wherever the parameter is, that waits for nothing.
-                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu" if reads_on_host else device)
+                state["step"] = torch.zeros(
+                    (), dtype=torch.float32, device="cpu" if reads_on_host else device
+                )
             elif not reads_on_host and state["step"].device != device:
                 # The host does not know whether this step is skipped, so the count moves to where `found_inf` is read.
                 state["step"] = state["step"].to(device, non_blocking=True)
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1 if found_inf is None else [(found_inf <= 0).to(steps[0])] * len(steps))
+        torch._foreach_add_(
+            steps, 1 if found_inf is None else [(found_inf <= 0).to(steps[0])] * len(steps)
+        )
         if reads_on_host:
             return [_count(step, device) for step in steps]
         # A skipped first step divides by 1 - beta ** 0; nothing comes of it, and nothing is written.
@@ -243,26 +278,43 @@ def moments_(
 
 
 def lamb_updates(
-    params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], steps: list[Any], *, group: dict[str, Any]
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Any],
+    *,
+    group: dict[str, Any],
 ) -> list[Tensor]:
     """Compute the u of `LAMB` for tensors of one device and dtype; `steps` counts the present step, 1 at the first."""
     updates = list(torch._foreach_div(exp_avgs, _denominators(exp_avg_sqs, steps, group)))
     if group["bias_correction"]:
         torch._foreach_div_(updates, _corrections(steps, group))
     if group["weight_decay"] != 0:
-        torch._foreach_add_(updates, as_dtype(params, updates[0].dtype), alpha=group["weight_decay"])
+        torch._foreach_add_(
+            updates, as_dtype(params, updates[0].dtype), alpha=group["weight_decay"]
+        )
     return updates
 
 
 def lamb_vectors(
-    param: Tensor, moments: Sequence[Tensor], part: Part, *, group: dict[str, Any], step: float | Tensor
+    param: Tensor,
+    moments: Sequence[Tensor],
+    part: Part,
+    *,
+    group: dict[str, Any],
+    step: float | Tensor,
 ) -> list[ShardedVector]:
     """Return the vectors w and u of a part, whose norms make its trust ratio; none where that is off."""
     if not group["trust_ratio"]:
         return []
     blocks = in_blocks([param], *([moment] for moment in moments))
-    updates = (lamb_updates(some, means, squares, [step], group=group)[0] for some, means, squares in blocks)
-    of_updates = ShardedVector(part=part, pieces=updates, is_in_blocks=not is_together(group, param))
+    updates = (
+        lamb_updates(some, means, squares, [step], group=group)[0]
+        for some, means, squares in blocks
+    )
+    of_updates = ShardedVector(
+        part=part, pieces=updates, is_in_blocks=not is_together(group, param)
+    )
     return [ShardedVector(part=part, pieces=[param]), of_updates]
 
 
@@ -277,7 +329,12 @@ def lamb_ratios(weight_norms: Tensor, update_norms: Tensor, *, group: dict[str, 
 
 
 def lamb_(
-    params: list[Tensor], updates: list[Tensor], *, lr: float | Tensor, ratios: Tensor, scaling: GradScaling = UNSCALED
+    params: list[Tensor],
+    updates: list[Tensor],
+    *,
+    lr: float | Tensor,
+    ratios: Tensor,
+    scaling: GradScaling = UNSCALED,
 ) -> None:
     """Move `params` by -lr * ratio * u, in place; `updates` hold u and are overwritten."""
     weights = scaling.scratch(params, updates[0].dtype)
@@ -307,7 +364,9 @@ def adamw_(
         torch._foreach_mul_(denominators, corrections)
         add_scaled_(weights, list(torch._foreach_div(exp_avgs, denominators)), -lr)
     else:
-        torch._foreach_addcdiv_(weights, exp_avgs, denominators, [-(lr / correction) for correction in corrections])
+        torch._foreach_addcdiv_(
+            weights, exp_avgs, denominators, [-(lr / correction) for correction in corrections]
+        )
     scaling.commit_(params, weights)
 
 
@@ -317,7 +376,11 @@ def _count(step: Tensor, device: torch.device) -> float | Tensor:
 
 
 def _corrections(steps: list[Any], group: dict[str, Any]) -> list[Any]:
-    return _one_minus_powers(group["betas"][0], steps) if group["bias_correction"] else [1.0] * len(steps)
+    return (
+        _one_minus_powers(group["betas"][0], steps)
+        if group["bias_correction"]
+        else [1.0] * len(steps)
+    )
 
 
 def _one_minus_powers(beta: float, steps: list[Any]) -> list[Any]:
@@ -329,12 +392,18 @@ def _one_minus_powers(beta: float, steps: list[Any]) -> list[Any]:
     return list(powers)
 
 
-def _denominators(exp_avg_sqs: list[Tensor], steps: list[Any], group: dict[str, Any]) -> list[Tensor]:
+def _denominators(
+    exp_avg_sqs: list[Tensor], steps: list[Any], group: dict[str, Any]
+) -> list[Tensor]:
     # sqrt(V) + eps. The correction is divided out after the root, as in torch.optim.AdamW, for the same bits.
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
     if group["bias_correction"]:
         squares = _one_minus_powers(group["betas"][1], steps)
-        roots = torch._foreach_sqrt(squares) if isinstance(steps[0], Tensor) else [square**0.5 for square in squares]
+        roots = (
+            torch._foreach_sqrt(squares)
+            if isinstance(steps[0], Tensor)
+            else [square**0.5 for square in squares]
+        )
         torch._foreach_div_(denominators, roots)
     torch._foreach_add_(denominators, group["eps"])
     return denominators

@@ -10,10 +10,22 @@ from lightning_hybrid.checks import require_choice, require_number
 from lightning_hybrid.optim.dtensor import ShardSums
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks, scaled
 from lightning_hybrid.optim.fused.step import FusedLars
-from lightning_hybrid.optim.gradients import UNSCALED, GradScaling, decayed_gradients, is_together, lr_of, state_dtype
+from lightning_hybrid.optim.gradients import (
+    UNSCALED,
+    GradScaling,
+    decayed_gradients,
+    is_together,
+    lr_of,
+    state_dtype,
+)
 from lightning_hybrid.optim.layerwise import options_of
 from lightning_hybrid.optim.orthogonal import OrthogonalStep, refuse_part
-from lightning_hybrid.optim.trust_ratio import ShardedVector, combined_norms, tensor_norms, trust_ratio
+from lightning_hybrid.optim.trust_ratio import (
+    ShardedVector,
+    combined_norms,
+    tensor_norms,
+    trust_ratio,
+)
 from lightning_hybrid.placement import Part
 
 MomentumForm = Literal["lr_inside", "lr_outside", "ratio_outside"]
@@ -136,7 +148,9 @@ class LARS(OrthogonalStep):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        require_number("momentum", group["momentum"], "at 1 past gradients would never fade; 0 is off", high=1)
+        require_number(
+            "momentum", group["momentum"], "at 1 past gradients would never fade; 0 is off", high=1
+        )
         require_number(
             "trust_coefficient",
             group["trust_coefficient"],
@@ -144,14 +158,29 @@ class LARS(OrthogonalStep):
             above=True,
         )
         require_number("eps", group["eps"], "it is added to a norm; 0 is the paper's rule")
-        require_choice("nesterov", group["nesterov"], (True, False), "True looks one momentum step ahead")
-        require_choice("momentum_form", group["momentum_form"], get_args(MomentumForm), "see the LARS docstring")
-        require_choice("denominator", group["denominator"], get_args(Denominator), "see the LARS docstring")
-        require_choice("direction", group["direction"], get_args(Direction), "see the LARS docstring")
+        require_choice(
+            "nesterov", group["nesterov"], (True, False), "True looks one momentum step ahead"
+        )
+        require_choice(
+            "momentum_form",
+            group["momentum_form"],
+            get_args(MomentumForm),
+            "see the LARS docstring",
+        )
+        require_choice(
+            "denominator", group["denominator"], get_args(Denominator), "see the LARS docstring"
+        )
+        require_choice(
+            "direction", group["direction"], get_args(Direction), "see the LARS docstring"
+        )
         if group["direction"] == "orthogonal":
             for option, none, why in (
                 ("fused", (None, False), "there are no kernels for it: it works on lists"),
-                ("trust_clip", (None,), "no ratio enters its step, whose size is lr * trust_coefficient * |w|"),
+                (
+                    "trust_clip",
+                    (None,),
+                    "no ratio enters its step, whose size is lr * trust_coefficient * |w|",
+                ),
             ):
                 if group[option] not in none:
                     raise ValueError(
@@ -165,13 +194,17 @@ class LARS(OrthogonalStep):
             )
 
     def _asks_for_fused(self) -> bool:
-        return super()._asks_for_fused() and all(group["direction"] == "momentum" for group in self.param_groups)
+        return super()._asks_for_fused() and all(
+            group["direction"] == "momentum" for group in self.param_groups
+        )
 
     def _before_updates(self) -> None:
         self._part_norms = self._norms_over_ranks(self._vectors) if self.parts else {}
         self._orthogonalize()
 
-    def _vectors(self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part) -> list[ShardedVector]:
+    def _vectors(
+        self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part
+    ) -> list[ShardedVector]:
         if group["direction"] == "orthogonal":
             refuse_part(part)
         return lars_vectors(param, grad, part, group=group, scaling=self._scaling.to(param.device))
@@ -187,7 +220,9 @@ class LARS(OrthogonalStep):
         if group["trust_ratio"]:
             norms = self._whole_norms(params)
             sums = self.shard_sums
-            ratios = lars_ratios(params, grads, group=group, lr=lr, scaling=scaling, norms=norms, shard_sums=sums)
+            ratios = lars_ratios(
+                params, grads, group=group, lr=lr, scaling=scaling, norms=norms, shard_sums=sums
+            )
 
         lists = [params, grads]
         if group["momentum"] != 0:
@@ -197,7 +232,12 @@ class LARS(OrthogonalStep):
 
 
 def lars_vectors(
-    param: Tensor, grad: Tensor, part: Part, *, group: dict[str, Any], scaling: GradScaling = UNSCALED
+    param: Tensor,
+    grad: Tensor,
+    part: Part,
+    *,
+    group: dict[str, Any],
+    scaling: GradScaling = UNSCALED,
 ) -> list[ShardedVector]:
     """Return the vectors whose norms `lars_ratios` takes for a part; none where the trust ratio is off."""
     if not group["trust_ratio"]:
@@ -205,8 +245,14 @@ def lars_vectors(
     weight = ShardedVector(part=part, pieces=[param])
     if group["denominator"] == "sum":
         return [weight, ShardedVector(part=part, pieces=[grad])]
-    directions = (decayed_gradients(*block, group=group, scaling=scaling)[0] for block in in_blocks([param], [grad]))
-    return [weight, ShardedVector(part=part, pieces=directions, is_in_blocks=not is_together(group, param))]
+    directions = (
+        decayed_gradients(*block, group=group, scaling=scaling)[0]
+        for block in in_blocks([param], [grad])
+    )
+    return [
+        weight,
+        ShardedVector(part=part, pieces=directions, is_in_blocks=not is_together(group, param)),
+    ]
 
 
 def lars_ratios(
@@ -232,7 +278,10 @@ def lars_ratios(
         options["weight_decay"] = group["weight_decay"]
     elif norms is None:
         blocks = in_blocks(params, grads)
-        parts = [tensor_norms(decayed_gradients(*block, group=group, scaling=scaling)) for block in blocks]
+        parts = [
+            tensor_norms(decayed_gradients(*block, group=group, scaling=scaling))
+            for block in blocks
+        ]
         weight_norms = tensor_norms(params)
         update_norms = combined_norms(parts)
     else:

@@ -26,7 +26,9 @@ from lightning_hybrid.optim.trust_ratio import ShardedVector, norms_over_ranks
 from lightning_hybrid.placement import Part
 
 # Group keys that are not our options: torch's own, and those that schedulers and loggers add.
-_FOREIGN_KEYS = frozenset("params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr".split())
+_FOREIGN_KEYS = frozenset(
+    "params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr".split()
+)
 
 _TYPO_SIMILARITY = 0.7
 """Similarity (`difflib`, our choice) from which a group key is taken for a misspelt option: `trust_ration` has 0.96,
@@ -67,10 +69,14 @@ class LayerwiseOptimizer(Optimizer):
     parts: Mapping[Tensor, Part] | None = None
     add_up_: Callable[[Tensor], None]
     last_found_inf: Tensor | None = None
-    shard_sums: ShardSums | None = None  # of a step on shards of DTensors, see `dtensor.local_shards`
+    shard_sums: ShardSums | None = (
+        None  # of a step on shards of DTensors, see `dtensor.local_shards`
+    )
     _fused_step_type: type[FusedStep]
     _scaling = GradScaling()  # of the step in progress
-    _part_norms: Mapping[Tensor, list[Tensor]] = {}  # in it, of whole tensors, of which a parameter is a part
+    _part_norms: Mapping[
+        Tensor, list[Tensor]
+    ] = {}  # in it, of whole tensors, of which a parameter is a part
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._check_group({**defaults})
@@ -86,14 +92,20 @@ class LayerwiseOptimizer(Optimizer):
                 )
             lr = lr.item()
         require_number("lr", lr, "a negative rate would climb; to climb, use `maximize=True`")
-        require_number("weight_decay", group["weight_decay"], "a negative decay would grow the weights; 0 is off")
+        require_number(
+            "weight_decay",
+            group["weight_decay"],
+            "a negative decay would grow the weights; 0 is off",
+        )
         require_number(
             "excluded_lr_mult",
             group["excluded_lr_mult"],
             "it scales the learning rate of groups with trust_ratio=False; 1 leaves it, 0 freezes them",
         )
         if (clip := group["trust_clip"]) is not None:
-            require_number("trust_clip", clip, "it bounds the trust ratio; None is no bound", above=True)
+            require_number(
+                "trust_clip", clip, "it bounds the trust ratio; None is no bound", above=True
+            )
         require_choice(
             "differentiable",
             group.get("differentiable", False),  # torch leaves False there by itself
@@ -102,14 +114,20 @@ class LayerwiseOptimizer(Optimizer):
             "AdamW, whose rule is that of groups with trust_ratio=False",
         )
         for name, why in (
-            ("capturable", "True reads nothing on the host in a step, so that a CUDA graph may capture it"),
+            (
+                "capturable",
+                "True reads nothing on the host in a step, so that a CUDA graph may capture it",
+            ),
             ("trust_ratio", "False excludes the group from layer scaling"),
             ("maximize", "True climbs the objective"),
         ):
             require_choice(name, group[name], (True, False), why)
         for name, why in (
             ("foreach", "None is one tensor at a time on the CPU, else lists"),
-            ("fused", "True is few passes over memory for the whole model; None and False work on lists of tensors"),
+            (
+                "fused",
+                "True is few passes over memory for the whole model; None and False work on lists of tensors",
+            ),
         ):
             require_choice(name, group[name], (None, True, False), why)
         if group["fused"] and group["foreach"]:
@@ -119,7 +137,9 @@ class LayerwiseOptimizer(Optimizer):
 
     def _refuse_misspelt(self, key: str, value: Any) -> None:
         """Raise `ValueError` for a group key that is similar to an option; schedules may read all other keys."""
-        for option in difflib.get_close_matches(key, list(self.defaults), n=1, cutoff=_TYPO_SIMILARITY):
+        for option in difflib.get_close_matches(
+            key, list(self.defaults), n=1, cutoff=_TYPO_SIMILARITY
+        ):
             # `weight_decay_scale` is a key of a schedule's own, and no misspelt `weight_decay`.
             if not key.startswith(f"{option}_") and not key.endswith(f"_{option}"):
                 raise ValueError(
@@ -141,7 +161,9 @@ class LayerwiseOptimizer(Optimizer):
             ValueError: An option breaks its rule, a key is a misspelt option, or a parameter is complex or integer.
         """
         if not isinstance(param_group, dict):
-            raise TypeError(f"`param_group` (={param_group!r:.80}) must be a dict: a group is its params and options.")
+            raise TypeError(
+                f"`param_group` (={param_group!r:.80}) must be a dict: a group is its params and options."
+            )
         # A copy: values become plain, torch fills in the defaults, and the caller's dict stays as it was.
         param_group = dict(param_group)
         for key, value in param_group.items():
@@ -191,7 +213,9 @@ class LayerwiseOptimizer(Optimizer):
         loaded: list[dict[str, Any]] = []
         # Hooks of the user may replace the dict, so that our hooks run right before and right after torch's own work.
         before = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(final))
-        after = self.register_load_state_dict_post_hook(lambda _: self._restore_float32(loaded[-1]), prepend=True)
+        after = self.register_load_state_dict_post_hook(
+            lambda _: self._restore_float32(loaded[-1]), prepend=True
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -262,7 +286,9 @@ class LayerwiseOptimizer(Optimizer):
             # One launch gives both 1 / scale and a fresh 0 / scale = 0 that the kernels may set; (1, 0) is made once.
             pair: Tensor | None = self.__dict__.get("_pair")
             if pair is None or pair.device != scale.device:
-                self._pair = pair = torch.arange(1.0, -1.0, -1.0, dtype=torch.float32, device=scale.device)
+                self._pair = pair = torch.arange(
+                    1.0, -1.0, -1.0, dtype=torch.float32, device=scale.device
+                )
             inverse_scale, found_inf_out = (pair / scale).unbind()
             return GradScaling(inverse_scale=inverse_scale, found_inf_out=found_inf_out), True
         return GradScaling(inverse_scale=scale.reciprocal(), found_inf=found_inf), found_inf is None
@@ -287,7 +313,9 @@ class LayerwiseOptimizer(Optimizer):
         found = [any_not_finite(grads) for grads in by_device.values()]
         if not found:
             return scaling
-        self.last_found_inf = torch.stack([one.to(found[0].device, non_blocking=True) for one in found]).amax()
+        self.last_found_inf = torch.stack(
+            [one.to(found[0].device, non_blocking=True) for one in found]
+        ).amax()
         if self.shard_sums is not None:
             self.last_found_inf = self.shard_sums.largest(self.last_found_inf)
         return GradScaling(inverse_scale=scaling.inverse_scale, found_inf=self.last_found_inf)
@@ -303,7 +331,9 @@ class LayerwiseOptimizer(Optimizer):
             if self.parts and param in self.parts
         }
         given = self._scaling.found_inf
-        flag = torch.zeros((), device=next(iter(self.parts or ())).device) if given is None else given
+        flag = (
+            torch.zeros((), device=next(iter(self.parts or ())).device) if given is None else given
+        )
         norms, found_inf = norms_over_ranks(vectors, flag, self.add_up_)
         if given is not None:
             self._scaling = replace(self._scaling, found_inf=found_inf)
@@ -314,13 +344,20 @@ class LayerwiseOptimizer(Optimizer):
         # `_batches` puts parts and whole tensors apart: all of these are parts, or none is.
         if params[0] not in self._part_norms:
             return None
-        return [torch.stack(norms) for norms in zip(*(self._part_norms[param] for param in params), strict=True)]
+        return [
+            torch.stack(norms)
+            for norms in zip(*(self._part_norms[param] for param in params), strict=True)
+        ]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # The name that GradScaler and Lightning read; True: the step itself unscales and skips.
         params = [param for group in self.param_groups for param in group["params"]]
-        return bool(params) and bool(self.param_groups[0]["fused"]) and self._fused_step_type.has_engines(params)
+        return (
+            bool(params)
+            and bool(self.param_groups[0]["fused"])
+            and self._fused_step_type.has_engines(params)
+        )
 
     def _asks_for_fused(self) -> bool:
         return bool(self.param_groups) and bool(self.param_groups[0]["fused"])
@@ -355,7 +392,9 @@ def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _batches(group: dict[str, Any], parts: Mapping[Tensor, Part]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def _batches(
+    group: dict[str, Any], parts: Mapping[Tensor, Part]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield lists of parameters and of their gradients, as the group's updates take them together.
 
     A list has one device and one pair of dtypes. Parts are in other lists than whole tensors, whose norms the update

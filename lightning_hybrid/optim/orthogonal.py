@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype
-from lightning_hybrid.optim.gradients import decayed_gradients, dense_gradients, is_together, lr_of, state_dtype
+from lightning_hybrid.optim.gradients import (
+    decayed_gradients,
+    dense_gradients,
+    is_together,
+    lr_of,
+    state_dtype,
+)
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
 from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
 from lightning_hybrid.placement import Part
@@ -75,9 +81,13 @@ class OrthogonalStep(LayerwiseOptimizer):
         torch._foreach_add_(new_buffers, directions)
         if not group["nesterov"]:
             return new_buffers, new_buffers
-        return list(torch._foreach_add(directions, new_buffers, alpha=group["momentum"])), new_buffers
+        return list(
+            torch._foreach_add(directions, new_buffers, alpha=group["momentum"])
+        ), new_buffers
 
-    def _orthogonal_update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+    def _orthogonal_update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> None:
         lr = lr_of(group, params[0].device)
         scaling = self._scaling
         moments, new_buffers = self._moments(group, params, grads)
@@ -90,7 +100,9 @@ class OrthogonalStep(LayerwiseOptimizer):
             scaling.commit_(buffers, new_buffers)
         scaling.commit_(params, weights)
 
-    def _sized_steps(self, group: dict[str, Any], params: list[Tensor], moments: list[Tensor]) -> list[Tensor]:
+    def _sized_steps(
+        self, group: dict[str, Any], params: list[Tensor], moments: list[Tensor]
+    ) -> list[Tensor]:
         """Return the steps at a learning rate of 1."""
         directions = []
         for param, moment in zip(params, moments, strict=True):
@@ -102,7 +114,9 @@ class OrthogonalStep(LayerwiseOptimizer):
 
         if group["trust_ratio"]:
             weight_norms = tensor_norms(params)
-            ratios = trust_ratio(weight_norms, tensor_norms(directions), trust_coefficient=group["trust_coefficient"])
+            ratios = trust_ratio(
+                weight_norms, tensor_norms(directions), trust_coefficient=group["trust_coefficient"]
+            )
             # If a norm is zero the ratio is 1, and the step is the momentum itself, as with direction="momentum".
             is_nonzero = (weight_norms > 0).unbind()
             directions = list(map(torch.where, is_nonzero, directions, moments))
@@ -230,7 +244,9 @@ def orthogonalized_all(
             flat = torch.empty(sum(sizes), dtype=result_dtype(dtype), device=device)
             for index, piece in zip(indices, flat.split(sizes), strict=True):
                 results[index] = piece.view(shapes[index])
-        works.append(dist.broadcast(flat, src=dist.get_global_rank(group, owner), group=group, async_op=True))
+        works.append(
+            dist.broadcast(flat, src=dist.get_global_rank(group, owner), group=group, async_op=True)
+        )
     for work in works:
         work.wait()
     return results
@@ -252,7 +268,9 @@ def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
     return owners
 
 
-def _batches(shapes: Sequence[torch.Size], indices: Sequence[int], *, together: bool) -> list[list[int]]:
+def _batches(
+    shapes: Sequence[torch.Size], indices: Sequence[int], *, together: bool
+) -> list[list[int]]:
     if not together:
         return [[index] for index in indices]
     open_batches: dict[torch.Size, list[int]] = {}

@@ -49,13 +49,25 @@ class ParamGroups(list[dict[str, Any]]):
         rows = [("parameters", "tensors", "elements", "example")]
         by_label: dict[str, list[ParamChoice]] = {}
         for choice in sorted(self.choices, key=lambda choice: choice.reason != ""):
-            by_label.setdefault(f"excluded: {choice.reason}" if choice.reason else "adapted", []).append(choice)
+            by_label.setdefault(
+                f"excluded: {choice.reason}" if choice.reason else "adapted", []
+            ).append(choice)
         for label, choices in by_label.items():
             names = [choice.name for choice in choices]
             example = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
-            rows.append((label, f"{len(choices):,}", f"{sum(choice.param.numel() for choice in choices):,}", example))
+            rows.append(
+                (
+                    label,
+                    f"{len(choices):,}",
+                    f"{sum(choice.param.numel() for choice in choices):,}",
+                    example,
+                )
+            )
         width = max(26, *(len(row[0]) for row in rows))
-        return "\n".join(f"{label:<{width}}  {count:>7}  {size:>8}  {example}" for label, count, size, example in rows)
+        return "\n".join(
+            f"{label:<{width}}  {count:>7}  {size:>8}  {example}"
+            for label, count, size, example in rows
+        )
 
 
 def param_groups(
@@ -107,7 +119,9 @@ def param_groups(
             "param_groups(net.parameters(), ...)."
         )
     weight_decay = plain_value(weight_decay)
-    require_number("weight_decay", weight_decay, "a negative decay would grow the weights; 0 is off")
+    require_number(
+        "weight_decay", weight_decay, "a negative decay would grow the weights; 0 is off"
+    )
     exclusions = _checked_exclusions(exclude)
     for rule in rules:
         if rule not in get_args(Rule):
@@ -127,7 +141,9 @@ def param_groups(
         # A shared parameter comes several times: the first name stays, and any place may exclude it.
         names.setdefault(param, name)
         # All exclusions are tried even where a rule excludes already: one that matches nothing is an error below.
-        applying = [index for index, one in enumerate(exclusions) if _applies(one, name, param, ancestors)]
+        applying = [
+            index for index, one in enumerate(exclusions) if _applies(one, name, param, ancestors)
+        ]
         matched.update(applying)
         reason = _rule_reason(name, param, ancestors, rules)
         if not reason and applying:
@@ -153,7 +169,9 @@ def param_groups(
         group: dict[str, Any] = {"params": [choice.param for choice in mine]}
         if named:
             group["param_names"] = [choice.name for choice in mine]
-        groups.append(group | {"weight_decay": 0.0 if excluded else weight_decay, "trust_ratio": not excluded})
+        groups.append(
+            group | {"weight_decay": 0.0 if excluded else weight_decay, "trust_ratio": not excluded}
+        )
     return ParamGroups(groups, choices)
 
 
@@ -166,13 +184,17 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, tuple[nn.Modu
             if param is not None:
                 yield prefix + name, param, around
         for name, child in module._modules.items():
-            if child is not None and child not in around:  # a module that contains itself would be walked without end
+            if (
+                child is not None and child not in around
+            ):  # a module that contains itself would be walked without end
                 yield from walk(child, f"{prefix}{name}.", around)
 
     return walk(model, "", ())
 
 
-def _rule_reason(name: str, param: nn.Parameter, ancestors: tuple[nn.Module, ...], rules: Collection[Rule]) -> str:
+def _rule_reason(
+    name: str, param: nn.Parameter, ancestors: tuple[nn.Module, ...], rules: Collection[Rule]
+) -> str:
     if "normalisation" in rules:
         # All ancestors, not only the holder: a parametrized weight is held by a module inside the normalisation.
         for module in ancestors:
@@ -189,7 +211,9 @@ def _rule_reason(name: str, param: nn.Parameter, ancestors: tuple[nn.Module, ...
     return ""
 
 
-def _applies(exclusion: Exclusion, name: str, param: nn.Parameter, ancestors: tuple[nn.Module, ...]) -> bool:
+def _applies(
+    exclusion: Exclusion, name: str, param: nn.Parameter, ancestors: tuple[nn.Module, ...]
+) -> bool:
     if isinstance(exclusion, str):
         return fnmatchcase(name, exclusion)
     if isinstance(exclusion, type):
@@ -222,7 +246,9 @@ def _checked_exclusions(exclude: Any) -> tuple[Exclusion, ...]:
     return exclusions
 
 
-def _check_all_matched(exclusions: tuple[Exclusion, ...], matched: set[int], names: list[str]) -> None:
+def _check_all_matched(
+    exclusions: tuple[Exclusion, ...], matched: set[int], names: list[str]
+) -> None:
     for index, exclusion in enumerate(exclusions):
         if index in matched or not names:
             continue

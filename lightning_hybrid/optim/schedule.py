@@ -8,7 +8,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_hybrid.checks import plain_value, require_choice, require_number, require_positive, require_whole
+from lightning_hybrid.checks import (
+    plain_value,
+    require_choice,
+    require_number,
+    require_positive,
+    require_whole,
+)
 
 DecayFrom = Literal["warmup_end", "start"]
 
@@ -83,7 +89,9 @@ class WarmupPolynomialDecay(LRScheduler):
                 f"`warmup_steps` (={warmup_steps}) must be less than `total_steps` (={total_steps}): the peak would "
                 "come after the end. Count both in optimizer steps, and let `total_steps` include the warm-up."
             )
-        require_number("power", power, "2 is MLPerf's, 1 is linear; 0 would never decay", above=True)
+        require_number(
+            "power", power, "2 is MLPerf's, 1 is linear; 0 would never decay", above=True
+        )
         require_number("end_lr", end_lr, "it is a learning rate; 1e-4 is MLPerf's")
         require_number("warmup_start_lr", warmup_start_lr, "it is a learning rate; 0 is usual")
         require_choice("decay_from", decay_from, get_args(DecayFrom), "start is Caffe's rule")
@@ -123,7 +131,11 @@ MLPERF_LARS = {4096: 10.0, 8192: 17.0, 32768: 21.2, 65536: 24.699}
 
 
 def starting_rate(
-    optimizer: Literal["sgd", "lars", "lamb"], *, batch_size: int, sgd_lr: float = 0.1, sgd_batch_size: int = 256
+    optimizer: Literal["sgd", "lars", "lamb"],
+    *,
+    batch_size: int,
+    sgd_lr: float = 0.1,
+    sgd_batch_size: int = 256,
 ) -> float:
     """Return a peak learning rate for `batch_size` samples a step; a point to search from, by factors of two.
 
@@ -145,7 +157,11 @@ def starting_rate(
     0.02
     """
     require_choice("optimizer", optimizer, ("sgd", "lars", "lamb"), "whose rate is asked for")
-    for name, value in (("batch_size", batch_size), ("sgd_lr", sgd_lr), ("sgd_batch_size", sgd_batch_size)):
+    for name, value in (
+        ("batch_size", batch_size),
+        ("sgd_lr", sgd_lr),
+        ("sgd_batch_size", sgd_batch_size),
+    ):
         require_positive(name, value, "it is a rate, or counts samples")
     scale = sgd_lr * 256 / sgd_batch_size / 0.1
     if optimizer == "sgd":
@@ -160,5 +176,7 @@ def starting_rate(
         )
     if batch_size <= points[0][0]:
         return scale * points[0][1] * batch_size / points[0][0]
-    (below, low), (above, high) = next(pair for pair in pairwise(points) if batch_size <= pair[1][0])
+    (below, low), (above, high) = next(
+        pair for pair in pairwise(points) if batch_size <= pair[1][0]
+    )
     return scale * low * (high / low) ** (math.log(batch_size / below) / math.log(above / below))

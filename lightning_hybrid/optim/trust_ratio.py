@@ -52,7 +52,9 @@ def trust_ratio(
 def require_bounds(bounds: Any) -> None:
     """Raise `ValueError` unless `weight_norm_bounds` is None, or two numbers that bound a norm."""
     pair: Any = bounds if isinstance(bounds, tuple | list) and len(bounds) == 2 else ()
-    are_numbers = bool(pair) and all(isinstance(one, int | float) and not isinstance(one, bool) for one in pair)
+    are_numbers = bool(pair) and all(
+        isinstance(one, int | float) and not isinstance(one, bool) for one in pair
+    )
     if bounds is not None and not (are_numbers and 0 <= pair[0] <= pair[1] and pair[1] > 0):
         raise ValueError(
             f"`weight_norm_bounds` (={bounds!r:.60}) must be (low, high), two numbers, low <= high, neither negative, "
@@ -133,7 +135,9 @@ class ShardedVector:
 
 
 def norms_over_ranks(
-    vectors: Mapping[Tensor, Sequence[ShardedVector]], found_inf: Tensor, add_up_: Callable[[Tensor], None]
+    vectors: Mapping[Tensor, Sequence[ShardedVector]],
+    found_inf: Tensor,
+    add_up_: Callable[[Tensor], None],
 ) -> tuple[dict[Tensor, list[Tensor]], Tensor]:
     """Compute the norms of whole vectors, and whether any rank has found an inf or nan, in one call of `add_up_`.
 
@@ -151,11 +155,15 @@ def norms_over_ranks(
     """
     own = [found_inf.double()]
     each = [vector for some in vectors.values() for vector in some]
-    own += [_sum_of_squares(vector).to(found_inf.device) / vector.part.num_holders for vector in each]
+    own += [
+        _sum_of_squares(vector).to(found_inf.device) / vector.part.num_holders for vector in each
+    ]
     message = torch.stack(own)
     add_up_(message)
     norms = iter(message[1:].sqrt().unbind())
-    of_params = {param: [next(norms).to(param.device) for _ in some] for param, some in vectors.items()}
+    of_params = {
+        param: [next(norms).to(param.device) for _ in some] for param, some in vectors.items()
+    }
     return of_params, (message[0] > 0).float()
 
 

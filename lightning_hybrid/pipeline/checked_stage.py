@@ -30,7 +30,9 @@ class StageBody(nn.Module):
         checkpoint_activations: store only the input of each block, and compute its inside again in backward.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], *, checkpoint_activations: bool = False) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], *, checkpoint_activations: bool = False
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.checkpoint_activations = checkpoint_activations
@@ -42,7 +44,9 @@ class StageBody(nn.Module):
         for block in self.blocks:
             if self.checkpoint_activations and torch.is_grad_enabled():
                 # A block may draw random numbers, as dropout does: the second pass has to draw the same.
-                value = checkpointed(block, *as_arguments(value), norms=block, preserve_rng_state=True)
+                value = checkpointed(
+                    block, *as_arguments(value), norms=block, preserve_rng_state=True
+                )
             else:
                 value = block(*as_arguments(value))
         return value
@@ -77,7 +81,9 @@ class StageSetting:
     # Around each backward, with the parameters that get gradients: `MicrobatchMixin.backward_of_microbatch`.
     around_backward: Callable[..., AbstractContextManager[None]] = plain_backward
     note: Callable[..., None]  # `PipelineWatchdog.note`
-    note_last: Callable[[bool], object] = bool  # gets, before each backward, whether it is the stage's last of a step
+    note_last: Callable[[bool], object] = (
+        bool  # gets, before each backward, whether it is the stage's last of a step
+    )
 
 
 class CheckedStage(PipelineStage):
@@ -123,7 +129,11 @@ class CheckedStage(PipelineStage):
         )
 
     def forward_one_chunk(
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: Any = None, save_forward_output: bool = True
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: Any = None,
+        save_forward_output: bool = True,
     ) -> Any:
         """Compute one micro-batch; on the first stage, of the user's input."""
         self._note("in forward", fwd_chunk_id)
@@ -132,7 +142,9 @@ class CheckedStage(PipelineStage):
             check(self._given, args, f"the input of micro-batch {fwd_chunk_id}")
         self._number = fwd_chunk_id
         try:
-            with self._draws(fwd_chunk_id):  # activation checkpoints keep the state inside for their second pass
+            with self._draws(
+                fwd_chunk_id
+            ):  # activation checkpoints keep the state inside for their second pass
                 output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         except RuntimeError as error:
             if error.__cause__ is None or "failed to run forward" not in str(error):
@@ -159,7 +171,9 @@ class CheckedStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Compute one micro-batch's gradients."""
         self._note("in backward", bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)  # autograd gives the input's shape and dtype
+        super().backward_one_chunk(
+            bwd_chunk_id, *args, **kwargs
+        )  # autograd gives the input's shape and dtype
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what receives the input of a micro-batch."""
@@ -192,7 +206,9 @@ class CheckedStage(PipelineStage):
         """Return what sends the gradient of a micro-batch's input."""
         return _flat(super().get_bwd_send_ops(bwd_chunk_id), _known(self._given))
 
-    def _ops(self, op: Any, tensors: Sequence[Tensor], boundaries: Sequence[Boundary], stage: int) -> list[dist.P2POp]:
+    def _ops(
+        self, op: Any, tensors: Sequence[Tensor], boundaries: Sequence[Boundary], stage: int
+    ) -> list[dist.P2POp]:
         group = self._setting.group
         peer = dist.get_global_rank(group, self.stage_index_to_group_rank[stage])
         messages = [one.message(tensor) for one, tensor in zip(boundaries, tensors, strict=True)]
@@ -205,7 +221,9 @@ class CheckedStage(PipelineStage):
             if buffer is not None and not boundary.has_layout_of(buffer):
                 info.buffer = boundary.empty(self.device, requires_grad=buffer.requires_grad)
 
-    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
+    ) -> Any:
         """Run backward; with half precision its gradients are added to those of earlier micro-batches in fp32."""
         setting = self._setting
         setting.note_last(last_backward)
@@ -214,21 +232,28 @@ class CheckedStage(PipelineStage):
             # Gradients of the parameters come later, in the "weight" part.
             parameters = []
         around = setting.around_backward(parameters, is_last=last_backward)
-        with around, torch.autocast(setting.device.type, enabled=False):  # as Lightning runs backward
+        with (
+            around,
+            torch.autocast(setting.device.type, enabled=False),
+        ):  # as Lightning runs backward
             gradients, *rest = super().backward_maybe_with_nosync(
                 backward_type, bwd_kwargs, last_backward=last_backward
             )
         if not self.is_first and backward_type != "weight":
             # One that the loss does not depend on has none, which torch 2.13 and before do not send.
             pairs = zip(bwd_kwargs["input_values"], gradients, strict=True)
-            gradients = tuple(torch.zeros_like(value) if each is None else each for value, each in pairs)
+            gradients = tuple(
+                torch.zeros_like(value) if each is None else each for value, each in pairs
+            )
         return gradients, *rest
 
     def _note(self, what: str, microbatch: int, *, is_waiting: bool = False) -> None:
         self._setting.note(self._place(what, microbatch), is_waiting=is_waiting)
 
     def _place(self, what: str, microbatch: int) -> str:
-        return f"{what} of micro-batch {microbatch} on stage {self.stage_index} of {self.num_stages}"
+        return (
+            f"{what} of micro-batch {microbatch} on stage {self.stage_index} of {self.num_stages}"
+        )
 
 
 def _known(boundaries: Sequence[Boundary]) -> list[Boundary]:
@@ -242,7 +267,11 @@ def _flat(ops: list[dist.P2POp], boundaries: Sequence[Boundary]) -> list[dist.P2
 
 
 def schedule_of(
-    name: str, stages: Sequence[CheckedStage], *, num_microbatches: int, loss_of: Callable[[Tensor, int], Tensor]
+    name: str,
+    stages: Sequence[CheckedStage],
+    *,
+    num_microbatches: int,
+    loss_of: Callable[[Tensor, int], Tensor],
 ) -> Callable[[], Tensor | None]:
     """Make a schedule of torch's; call it for one step. It returns the outputs of all micro-batches on the last stage.
 
@@ -253,13 +282,22 @@ def schedule_of(
         return loss_of(output, int(number))
 
     # `scale_grads` would divide after the sum, where accumulation divides each loss.
-    options: dict[str, Any] = {"n_microbatches": num_microbatches, "loss_fn": loss, "scale_grads": False}
+    options: dict[str, Any] = {
+        "n_microbatches": num_microbatches,
+        "loss_fn": loss,
+        "scale_grads": False,
+    }
     schedule: Any
     if name in ("gpipe", "1f1b"):
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name](stages[0], **options)
     else:
-        kinds = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+        kinds = {
+            "interleaved": ScheduleInterleaved1F1B,
+            "zero_bubble": ScheduleInterleavedZeroBubble,
+        }
         schedule = kinds[name](list(stages), **options)
     # The target of a micro-batch is its number.
     numbers = torch.arange(num_microbatches)
-    return lambda: schedule.step(target=numbers) if any(stage.is_last for stage in stages) else schedule.step()
+    return lambda: (
+        schedule.step(target=numbers) if any(stage.is_last for stage in stages) else schedule.step()
+    )

@@ -29,7 +29,13 @@ class CutModel:
     """
 
     def __init__(
-        self, module: Any, of: str, *, places: Sequence[int], ranks: PipelineRanks, device: torch.device
+        self,
+        module: Any,
+        of: str,
+        *,
+        places: Sequence[int],
+        ranks: PipelineRanks,
+        device: torch.device,
     ) -> None:
         self._module = module
         self._of = of
@@ -49,7 +55,9 @@ class CutModel:
             own = [block for block, owner in self._owned(some) if owner == mine]
             modules = [each for block in others for each in block.modules()]
             tied = [parameter for block in own for parameter in block.parameters()]
-            self._others.append(OtherStages(modules, needed=[*_buffers_of(root, own, others), *tied]))
+            self._others.append(
+                OtherStages(modules, needed=[*_buffers_of(root, own, others), *tied])
+            )
             if root is module:
                 self.guard = StateDictGuard(modules)
 
@@ -100,7 +108,9 @@ class CutModel:
     def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
         """Give every rank all values, in host memory. Collective: every rank of WORLD."""
         for others in self._others:
-            others.restore([torch.empty_like(meta, device="cpu") for meta in others.tensors], optimizers)
+            others.restore(
+                [torch.empty_like(meta, device="cpu") for meta in others.tensors], optimizers
+            )
         for blocks in (self.blocks, *(blocks for _, blocks in self._averages())):
             for block, owner in self._owned(blocks):
                 share_(_tensors([block]), owner=owner, device=self._device)
@@ -110,7 +120,11 @@ class CutModel:
         """Keep Lightning from giving every rank rank zero's values: each has other blocks."""
         module = self._module
         own = set(map(id, _tensors(self.blocks)))
-        names = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if id(tensor) in own]
+        names = [
+            name
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+            if id(tensor) in own
+        ]
         return ignored_by_ddp(module, names)
 
 
@@ -130,7 +144,9 @@ _NOTES = {
 def add_cause(error: BaseException, *, stages: str) -> None:
     """Add to torch's errors why a tensor or a graph is not here. `stages`: of this rank, in words."""
     for pattern, note in _NOTES.items():
-        if isinstance(error, RuntimeError) and re.search(pattern, str(error), re.IGNORECASE | re.DOTALL):
+        if isinstance(error, RuntimeError) and re.search(
+            pattern, str(error), re.IGNORECASE | re.DOTALL
+        ):
             error.add_note(note.format(stages=stages))
 
 
@@ -164,7 +180,9 @@ def example_hidden(module: Any) -> Iterator[None]:
             del module.example_input_array
 
 
-def _buffers_of(root: nn.Module, own: Sequence[nn.Module], others: Sequence[nn.Module]) -> list[Tensor]:
+def _buffers_of(
+    root: nn.Module, own: Sequence[nn.Module], others: Sequence[nn.Module]
+) -> list[Tensor]:
     """Return the buffers that a rank computes with: of its own blocks, and of what is outside of all blocks."""
     seen = set(map(id, (*own, *others)))
     waiting = [root]

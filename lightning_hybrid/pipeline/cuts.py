@@ -56,7 +56,8 @@ class BlockProfile:
                 saved.clear()
                 # A block may change what it is given in place.
                 given = [
-                    each.detach().requires_grad_(index > 0 and each.is_floating_point()).clone() for each in values
+                    each.detach().requires_grad_(index > 0 and each.is_floating_point()).clone()
+                    for each in values
                 ]
                 begin_s = _clock_s(given[0])
                 with saved_tensors_hooks(note, lambda tensor: tensor):
@@ -130,10 +131,19 @@ def balanced_cuts(
         ("num_alive", alive, num_stages, "stages"),
     ):
         if len(values) != length:
-            raise ValueError(f"`{name}` (={len(values)} numbers) must have one for each of {length} {of}.")
-    for name, values in (("seconds", seconds), ("bytes_", bytes_), ("activation_bytes", kept), ("num_alive", alive)):
+            raise ValueError(
+                f"`{name}` (={len(values)} numbers) must have one for each of {length} {of}."
+            )
+    for name, values in (
+        ("seconds", seconds),
+        ("bytes_", bytes_),
+        ("activation_bytes", kept),
+        ("num_alive", alive),
+    ):
         if not all(0 <= value < math.inf for value in values):
-            raise ValueError(f"`{name}` (={list(values)!r:.80}) must hold finite numbers, none negative.")
+            raise ValueError(
+                f"`{name}` (={list(values)!r:.80}) must hold finite numbers, none negative."
+            )
     if num_blocks < num_stages:
         raise ValueError(
             f"`num_stages` (={num_stages}) must not exceed the number of blocks ({num_blocks}): a stage "

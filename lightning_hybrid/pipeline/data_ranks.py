@@ -40,7 +40,10 @@ class DataRanksMixin(HybridAllReduce):
         """Set ranks and world size, and refuse a world that does not divide into pipelines."""
         super().set_world_ranks()
         if self.cluster_environment is not None:
-            given: dict[str, Any] = {"schedule": self.schedule, "checkpoints": self.checkpoint_activations}
+            given: dict[str, Any] = {
+                "schedule": self.schedule,
+                "checkpoints": self.checkpoint_activations,
+            }
             check_ranks(num_stages=self.num_stages, world_size=self.world_size, **given)
 
     @property
@@ -48,7 +51,10 @@ class DataRanksMixin(HybridAllReduce):
         """The place of this rank."""
         per_rank = STAGES_PER_RANK[self.schedule]
         return PipelineRanks(
-            rank=self.global_rank, world_size=self.world_size, num_ranks=self.num_stages, stages_per_rank=per_rank
+            rank=self.global_rank,
+            world_size=self.world_size,
+            num_ranks=self.num_stages,
+            stages_per_rank=per_rank,
         )
 
     @property
@@ -71,7 +77,10 @@ class DataRanksMixin(HybridAllReduce):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """All ranks of a pipeline read the same batches."""
-        return {"num_replicas": self.pipeline_ranks.num_data_ranks, "rank": self.pipeline_ranks.data_rank}
+        return {
+            "num_replicas": self.pipeline_ranks.num_data_ranks,
+            "rank": self.pipeline_ranks.data_rank,
+        }
 
     @property
     def run_status(self) -> RunStatus:
@@ -104,7 +113,9 @@ class DataRanksMixin(HybridAllReduce):
         """Reduce over the data ranks: those of a pipeline hold the same values."""
         return super().reduce(tensor, self._data_group if group is None else group, reduce_op)
 
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
         """Gather from the data ranks: those of a pipeline hold the same values."""
         return super().all_gather(tensor, self._data_group if group is None else group, sync_grads)
 

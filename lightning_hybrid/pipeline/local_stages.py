@@ -26,15 +26,21 @@ class Stages:
     module: Any  # the LightningModule
     net: nn.Module
     bodies: Mapping[int, Any]  # `StageBody` by number of stage
-    wrapped: Mapping[int, nn.Module]  # the same in DistributedDataParallel, where other ranks have replicas
+    wrapped: Mapping[
+        int, nn.Module
+    ]  # the same in DistributedDataParallel, where other ranks have replicas
     ranks: PipelineRanks
     groups: PipelineGroups
     tied: TiedWeights
     watchdog: PipelineWatchdog
     device: torch.device
     num_microbatches: int
-    whole: Callable[[], AbstractContextManager[None]]  # inside, layers that are cut over ranks are whole. Collective
-    require_backward_grad_sync = False  # whether the backward under way is a stage's last of its step, as DDP names it
+    whole: Callable[
+        [], AbstractContextManager[None]
+    ]  # inside, layers that are cut over ranks are whole. Collective
+    require_backward_grad_sync = (
+        False  # whether the backward under way is a stage's last of its step, as DDP names it
+    )
 
     def __post_init__(self) -> None:
         self._boundaries: dict[Any, list[tuple[Boundary, ...]]] = {}
@@ -51,7 +57,9 @@ class Stages:
         if len({int(each) for each in found}) > 1:
             peers = self.ranks.pipelines[self.ranks.data_rank]
             words = self.told(described())
-            all_words = "; ".join(f"rank {rank}: {each}" for rank, each in zip(peers, words, strict=True))
+            all_words = "; ".join(
+                f"rank {rank}: {each}" for rank, each in zip(peers, words, strict=True)
+            )
             raise ValueError(
                 f"{what} must be the same on all ranks of a pipeline ({all_words}): the first stage takes the images "
                 "and the last one the labels. Shuffle by a sampler that Lightning may replace, or give each rank the "
@@ -66,7 +74,11 @@ class Stages:
             ValueError: on every rank, they differ.
         """
         digest = digest_of(batch, with_values=with_values)
-        self.agree("The batch", digest, lambda: f"{count_rows(batch)} samples, labels and shapes {digest:x}")
+        self.agree(
+            "The batch",
+            digest,
+            lambda: f"{count_rows(batch)} samples, labels and shapes {digest:x}",
+        )
 
     def told(self, own: Any) -> list[Any]:
         """Return what each rank of the pipeline gives here. Collective."""
@@ -76,10 +88,14 @@ class Stages:
 
     def largest(self, found_inf: Tensor) -> Tensor:
         """Return the largest of all stages' verdicts on overflow; in place. Collective."""
-        self.watchdog.wait_for(lambda: dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.groups.pipe))
+        self.watchdog.wait_for(
+            lambda: dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.groups.pipe)
+        )
         return found_inf
 
-    def boundaries(self, key: Any, given: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Boundary, ...]]:
+    def boundaries(
+        self, key: Any, given: Callable[[], tuple[Tensor, ...]]
+    ) -> list[tuple[Boundary, ...]]:
         """Return the inputs of every stage and the output of the last. Collective where the key is new.
 
         `given` is asked on the first stage only. What one rank cannot find out is an error on all of them.
@@ -89,7 +105,9 @@ class Stages:
                 self._boundaries[key] = self._new_boundaries(given)
         return self._boundaries[key]
 
-    def _new_boundaries(self, given: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Boundary, ...]]:
+    def _new_boundaries(
+        self, given: Callable[[], tuple[Tensor, ...]]
+    ) -> list[tuple[Boundary, ...]]:
         peers = self.ranks.pipelines[self.ranks.data_rank]
         found = list[tuple[Boundary, ...]]()
         for stage in range(-1, self.ranks.num_stages):
@@ -102,28 +120,40 @@ class Stages:
                     else:
                         answer = [output_of(self.bodies[stage].blocks, found[-1], self.device)]
                     if stage + 1 == self.ranks.num_stages and len(answer[0]) != 1:
-                        answer = [f"the last block must return one tensor (returned {len(answer[0])})"]
+                        answer = [
+                            f"the last block must return one tensor (returned {len(answer[0])})"
+                        ]
                 except Exception as error:
                     answer = [f"{type(error).__name__}: {error}"]
             dist.broadcast_object_list(answer, src=owner, group=self.groups.agree)
             if isinstance(answer[0], str):
-                raise ValueError(f"On rank {owner}, {f'stage {stage}' if stage >= 0 else 'its input'}: {answer[0]}")
+                raise ValueError(
+                    f"On rank {owner}, {f'stage {stage}' if stage >= 0 else 'its input'}: {answer[0]}"
+                )
             found.append(answer[0])
         return found
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the network's output, for `net.forward`, on every rank of the pipeline. Collective."""
         xs = only_tensors(args, kwargs)
-        given = tuple((tuple(x.shape), x.dtype) for x in xs)  # not their layout: the first stage's is taken
+        given = tuple(
+            (tuple(x.shape), x.dtype) for x in xs
+        )  # not their layout: the first stage's is taken
         digest = digest_of(xs, with_values=False)
-        self.agree("The input of the network", digest, lambda: ", ".join("{} of {}".format(*one) for one in given))
+        self.agree(
+            "The input of the network",
+            digest,
+            lambda: ", ".join("{} of {}".format(*one) for one in given),
+        )
         # Several parts keep all stages busy; where a rank has two stages, NCCL would need another order of messages.
         divides = count_rows(xs) % self.num_microbatches == 0
         num = self.num_microbatches if self.ranks.stages_per_rank == 1 and divides else 1
         parts = microbatches(xs, num)
         boundaries = self.boundaries((given, num), lambda: parts[0])
         with self.watchdog.in_schedule():
-            return self.shared_output(self._forward(parts, boundaries), len(parts), boundaries[-1][0])
+            return self.shared_output(
+                self._forward(parts, boundaries), len(parts), boundaries[-1][0]
+            )
 
     def _forward(
         self, parts: Sequence[tuple[Tensor, ...]], boundaries: Sequence[tuple[Boundary, ...]]
@@ -136,11 +166,15 @@ class Stages:
         for stage in self.ranks.stages:
             for number, part in enumerate(parts):
                 if stage > 0:
-                    self.watchdog.note(f"waiting for part {number} of the batch on stage {stage}", is_waiting=True)
+                    self.watchdog.note(
+                        f"waiting for part {number} of the batch on stage {stage}", is_waiting=True
+                    )
                     part = tuple(one.empty(self.device) for one in boundaries[stage])
                     source = peers[(stage - 1) % num_ranks]
                     for one, tensor in zip(boundaries[stage], part, strict=True):
-                        receive = partial(dist.recv, one.message(tensor), src=source, group=self.groups.pipe)
+                        receive = partial(
+                            dist.recv, one.message(tensor), src=source, group=self.groups.pipe
+                        )
                         self.watchdog.wait_for(receive)
                 self.watchdog.note(f"in forward of part {number} of the batch on stage {stage}")
                 output = self.bodies[stage](*part)

@@ -25,7 +25,12 @@ def free_bytes(device: torch.device) -> float:
 
 
 def loss_of_whole(
-    module: nn.Module, net: nn.Module, whole: AbstractContextManager[None], run: Callable[[], Tensor], *, eps: float
+    module: nn.Module,
+    net: nn.Module,
+    whole: AbstractContextManager[None],
+    run: Callable[[], Tensor],
+    *,
+    eps: float,
 ) -> float | str:
     """Return the loss that `run` returns, with what it moves put back; or why it is not known.
 
@@ -33,7 +38,10 @@ def loss_of_whole(
     """
     try:
         with whole:
-            if any(getattr(each, "_compiled_call_impl", None) or hasattr(each, "_orig_mod") for each in net.modules()):
+            if any(
+                getattr(each, "_compiled_call_impl", None) or hasattr(each, "_orig_mod")
+                for each in net.modules()
+            ):
                 return "its blocks are compiled"
             with put_back(module):
                 with put_back(net):
@@ -45,7 +53,11 @@ def loss_of_whole(
                 again = float(run())
     except Exception as error:  # as for want of memory, or of what another rank has
         return short(error)
-    return math.nan if is_close(loss, again, eps) else f"it is {loss:g} and {again:g} for the same micro-batch"
+    return (
+        math.nan
+        if is_close(loss, again, eps)
+        else f"it is {loss:g} and {again:g} for the same micro-batch"
+    )
 
 
 def check_loss(whole: float, in_stages: float, *, net: nn.Module, eps: float) -> None:
@@ -61,7 +73,11 @@ def check_loss(whole: float, in_stages: float, *, net: nn.Module, eps: float) ->
             "Move that in `on_train_batch_end`, and draw random numbers from the default generators."
         )
     if not is_close(whole, in_stages, eps):
-        hooked = [name for name, each in net.named_modules() if each._forward_hooks or each._forward_pre_hooks]
+        hooked = [
+            name
+            for name, each in net.named_modules()
+            if each._forward_hooks or each._forward_pre_hooks
+        ]
         raise ValueError(
             f"The loss of the first micro-batch in stages (={in_stages:g}) must be that of `training_step` with the "
             f"whole network (={whole:g}): what it needs besides does not go from stage to stage. Does `forward` do "
@@ -80,7 +96,9 @@ def is_close(one: float, other: float, eps: float) -> bool:
     """
     tolerance = max(1e-4, 8 * eps)
     are_finite = {math.isfinite(one), math.isfinite(other)}
-    return are_finite == {False} or math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance / 100)
+    return are_finite == {False} or math.isclose(
+        one, other, rel_tol=tolerance, abs_tol=tolerance / 100
+    )
 
 
 @contextmanager

@@ -124,11 +124,19 @@ def digest_of(batch: Any, *, with_values: bool) -> int:
     False
     """
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
-    digest = hashlib.blake2b(repr([(tuple(leaf.shape), leaf.dtype) for leaf in tensors]).encode(), digest_size=8)
+    digest = hashlib.blake2b(
+        repr([(tuple(leaf.shape), leaf.dtype) for leaf in tensors]).encode(), digest_size=8
+    )
     if with_values:
-        labels = [leaf for leaf in tensors if not leaf.is_floating_point() and leaf.dtype is not torch.uint8]
+        labels = [
+            leaf
+            for leaf in tensors
+            if not leaf.is_floating_point() and leaf.dtype is not torch.uint8
+        ]
         for leaf in labels or tensors:
-            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(
+                leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
         if not tensors:
             digest.update(_text_of(batch).encode())
     return int.from_bytes(digest.digest(), "little") >> 1
@@ -140,7 +148,9 @@ def _text_of(batch: Any) -> str:
 
 
 @contextmanager
-def random_state(numbers: int | tuple[int, ...], device: torch.device) -> Iterator[Callable[[], bool]]:
+def random_state(
+    numbers: int | tuple[int, ...], device: torch.device
+) -> Iterator[Callable[[], bool]]:
     """Draw the random numbers of `numbers` inside: torch's, Python's and numpy's; those outside go on undisturbed.
 
     It gives a function that says whether any were drawn since.
@@ -151,7 +161,9 @@ def random_state(numbers: int | tuple[int, ...], device: torch.device) -> Iterat
     """
     # Mixed: torch's generator on a CPU and numpy's take 32 bits, in which an epoch or a data rank would have no part.
     seed = int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little")
-    generators = [torch.default_generator]  # by hand: `torch.manual_seed` and `fork_rng` take a hundred times as long
+    generators = [
+        torch.default_generator
+    ]  # by hand: `torch.manual_seed` and `fork_rng` take a hundred times as long
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
@@ -160,13 +172,22 @@ def random_state(numbers: int | tuple[int, ...], device: torch.device) -> Iterat
     of_numpy = np.random.get_state()
 
     def has_drawn() -> bool:
-        fresh = [torch.Generator(generator.device).manual_seed(seed).get_state() for generator in generators]
-        same = all(torch.equal(each.get_state(), state) for each, state in zip(generators, fresh, strict=True))
+        fresh = [
+            torch.Generator(generator.device).manual_seed(seed).get_state()
+            for generator in generators
+        ]
+        same = all(
+            torch.equal(each.get_state(), state)
+            for each, state in zip(generators, fresh, strict=True)
+        )
         of_seed = np.random.RandomState(seed).get_state()
         return not (
             same
             and random.getstate() == random.Random(seed).getstate()
-            and all(np.array_equal(one, other) for one, other in zip(np.random.get_state(), of_seed, strict=True))
+            and all(
+                np.array_equal(one, other)
+                for one, other in zip(np.random.get_state(), of_seed, strict=True)
+            )
         )
 
     try:
@@ -193,12 +214,16 @@ class Muting:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._copies = [(parent, name, metric, _copy_of(metric)) for parent, name, metric in metrics_in(module)]
+        self._copies = [
+            (parent, name, metric, _copy_of(metric)) for parent, name, metric in metrics_in(module)
+        ]
 
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Mute `log`, `log_dict` and the metrics inside; refuse `all_gather`, which only one stage would call."""
-        muted = temporary_attributes(self._module, log=_nothing, log_dict=_nothing, all_gather=_refuse_gather)
+        muted = temporary_attributes(
+            self._module, log=_nothing, log_dict=_nothing, all_gather=_refuse_gather
+        )
         with muted, ExitStack() as stack:
             for parent, name, metric, scratch in self._copies:
                 parent._modules[name] = scratch

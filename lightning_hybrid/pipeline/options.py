@@ -29,7 +29,9 @@ _ASYNCHRONOUS = (
 )
 
 
-def check_options(*, num_stages: int, num_microbatches: int, schedule: str, cuts: Cuts, of: str = "net") -> None:
+def check_options(
+    *, num_stages: int, num_microbatches: int, schedule: str, cuts: Cuts, of: str = "net"
+) -> None:
     """Check the options of a pipeline that need no module.
 
     Raises:
@@ -45,10 +47,14 @@ num_microbatches=16: with four times as many, 16 % of a step are waiting.
         why = 'Use schedule="1f1b", which needs the least memory.'
         why = 'Use schedule="zero_bubble".' if re.search("zb|zero|dualpipe", name) else why
         why = _ASYNCHRONOUS if "dream" in name else why
-        raise ValueError(f"`schedule` (={schedule!r}) must be one of {', '.join(get_args(Schedule))}: {why}")
+        raise ValueError(
+            f"`schedule` (={schedule!r}) must be one of {', '.join(get_args(Schedule))}: {why}"
+        )
     why = "one stage is no pipeline, and needs no more than strategy='hybrid_allreduce'. Write num_stages=2"
     require_whole("num_stages", num_stages, why, least=2)
-    require_whole("num_microbatches", num_microbatches, "they are counted. Write num_microbatches=8")
+    require_whole(
+        "num_microbatches", num_microbatches, "they are counted. Write num_microbatches=8"
+    )
     if num_microbatches < num_stages:
         most = 4 * num_stages
         waiting = (num_stages - 1) / (most + num_stages - 1)
@@ -65,7 +71,9 @@ num_microbatches=16: with four times as many, 16 % of a step are waiting.
             f"equal size. Write num_microbatches={num_stages * rounds}."
         )
     if not isinstance(of, str):
-        raise ValueError(f"`of` (={of!r}) must be the name of the network in the module: write of='net'.")
+        raise ValueError(
+            f"`of` (={of!r}) must be the name of the network in the module: write of='net'."
+        )
     if isinstance(cuts, BlockProfile):
         if STAGES_PER_RANK[schedule] == 1 or cuts.most_bytes == math.inf:
             return
@@ -75,7 +83,9 @@ num_microbatches=16: with four times as many, 16 % of a step are waiting.
         )
     total = num_stages * STAGES_PER_RANK[schedule]
     numbers: Sequence[Any] = cuts if isinstance(cuts, Sequence) else ["none"]
-    is_right = all(isinstance(one, int) and one >= 1 for one in numbers) and list(numbers) == sorted(set(numbers))
+    is_right = all(isinstance(one, int) and one >= 1 for one in numbers) and list(
+        numbers
+    ) == sorted(set(numbers))
     if cuts is not None and not (is_right and len(cuts) == total - 1):
         raise ValueError(
             f"`cuts` (={cuts!r}) must be {total - 1} ascending places, the first block of each stage after the "
@@ -83,7 +93,9 @@ num_microbatches=16: with four times as many, 16 % of a step are waiting.
         )
 
 
-def check_ranks(*, num_stages: int, world_size: int, schedule: str = "1f1b", checkpoints: bool = False) -> None:
+def check_ranks(
+    *, num_stages: int, world_size: int, schedule: str = "1f1b", checkpoints: bool = False
+) -> None:
     """Check that the ranks divide into pipelines, and what a schedule asks of them; `checkpoints`: of activations.
 
     Raises:
@@ -103,22 +115,32 @@ def check_ranks(*, num_stages: int, world_size: int, schedule: str = "1f1b", che
         )
 
 
-def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, *, is_setup: bool = False) -> None:
+def refuse_in_pipeline(
+    trainer: Any, module: Any, precision: Any, *, is_setup: bool = False
+) -> None:
     """Check what a pipeline cannot carry out: how a step is made, precision; in the setup callbacks and losses.
 
     Raises:
         MisconfigurationException: names the option.
     """
-    found = {"pipeline": "a pipeline"} | in_precision(precision) | in_callbacks(trainer.callbacks if is_setup else ())
+    found = (
+        {"pipeline": "a pipeline"}
+        | in_precision(precision)
+        | in_callbacks(trainer.callbacks if is_setup else ())
+    )
     if (num := trainer.accumulate_grad_batches) != 1:
         found["accumulation"] = f"`accumulate_grad_batches` (={num})"
     if not module.automatic_optimization:
         found["manual optimization"] = "`automatic_optimization` (=False)"
-    if bounds := {group.get("max_grad_norm") for each in trainer.optimizers for group in each.param_groups} - {None}:
+    if bounds := {
+        group.get("max_grad_norm") for each in trainer.optimizers for group in each.param_groups
+    } - {None}:
         found["norm of all"] = f"`max_grad_norm` (={min(bounds)})"
     if trainer.strategy._layer_sync is not None:
         found["SyncBatchNorm"] = "`sync_batchnorm` (=True)"
-    if is_setup and (losses := [one for one in module.modules() if hasattr(one, "couples_the_batch")]):
+    if is_setup and (
+        losses := [one for one in module.modules() if hasattr(one, "couples_the_batch")]
+    ):
         found["global batch"] = f"`{type(losses[0]).__name__}`"
     refuse_excluded(found, error=misconfiguration)
 
@@ -129,7 +151,10 @@ def compare_stages(blocks: Sequence[nn.Module], **own: Any) -> None:
     Raises:
         ValueError: on every rank, with what differs.
     """
-    shapes = [[(name, tuple(p.shape), str(p.dtype)) for name, p in block.named_parameters()] for block in blocks]
+    shapes = [
+        [(name, tuple(p.shape), str(p.dtype)) for name, p in block.named_parameters()]
+        for block in blocks
+    ]
     own["blocks"] = f"{len(blocks)} of {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
@@ -149,7 +174,9 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
     try:
         net: Any = module.get_submodule(of)
     except AttributeError:
-        children = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+        children = [
+            name for name, child in module.named_children() if any(True for _ in child.parameters())
+        ]
         raise ValueError(
             f"`of` (={of!r}) must name the network that is cut into stages, and {type(module).__name__} has no such "
             f"attribute: those with parameters are {', '.join(children) or 'none'}. Set `of` to one of them."
@@ -179,7 +206,11 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
 
 
 def cut_places(
-    costs: Sequence[float], cuts: Cuts, num_stages: int, num_microbatches: int = 1, schedule: str = "1f1b"
+    costs: Sequence[float],
+    cuts: Cuts,
+    num_stages: int,
+    num_microbatches: int = 1,
+    schedule: str = "1f1b",
 ) -> list[int]:
     """Return where each stage begins, and the end: `num_stages + 1` ascending block numbers; `costs`: of the blocks.
 
@@ -204,8 +235,15 @@ def cut_places(
             )
         gpipe = schedule == "gpipe"
         held = cuts.held_bytes or [0.0] * num_blocks
-        alive = [num_microbatches if gpipe else min(num_microbatches, num_stages - j) for j in range(num_stages)]
-        limits: Any = {"most_bytes": cuts.most_bytes, "activation_bytes": cuts.activation_bytes, "num_alive": alive}
+        alive = [
+            num_microbatches if gpipe else min(num_microbatches, num_stages - j)
+            for j in range(num_stages)
+        ]
+        limits: Any = {
+            "most_bytes": cuts.most_bytes,
+            "activation_bytes": cuts.activation_bytes,
+            "num_alive": alive,
+        }
         return [0, *balanced_cuts(cuts.seconds, held, num_stages, **limits), num_blocks]
     if cuts and cuts[-1] >= num_blocks:
         raise ValueError(

@@ -40,13 +40,17 @@ class PipelineWatchdog(SetupWatchdog):
     gives_up_on_cpu = True
 
     def __init__(self, *, device: torch.device, timeout: timedelta | None = None) -> None:
-        self.engine: CommEngine | None = None  # of the data ranks, which a failure of the pipeline ends as well
+        self.engine: CommEngine | None = (
+            None  # of the data ranks, which a failure of the pipeline ends as well
+        )
         self._device = device
         self._place: str | None = None  # None: in no schedule
         self._is_waiting = False
         self._began_s: float | None = None
         self._error = ""
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
         super().__init__(device=device, timeout=timeout)
 
@@ -69,7 +73,9 @@ class PipelineWatchdog(SetupWatchdog):
         """Return where this rank stands, for the diagnosis of a failure."""
         if self._place is None:
             return super().status()
-        is_inside = self._is_waiting or place_of(self._caller)[1]  # in backward, it waits for averages over data ranks
+        is_inside = (
+            self._is_waiting or place_of(self._caller)[1]
+        )  # in backward, it waits for averages over data ranks
         return RankStatus(num_submitted=0, order="", place=self._place, is_inside=is_inside)
 
     def _where(self) -> str:

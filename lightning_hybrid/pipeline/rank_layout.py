@@ -60,12 +60,17 @@ class PipelineRanks:
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each pipeline, in the order of stages."""
-        return tuple(tuple(range(d * self.num_ranks, (d + 1) * self.num_ranks)) for d in range(self.num_data_ranks))
+        return tuple(
+            tuple(range(d * self.num_ranks, (d + 1) * self.num_ranks))
+            for d in range(self.num_data_ranks)
+        )
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold the same stages, by position."""
-        return tuple(tuple(range(p, self.world_size, self.num_ranks)) for p in range(self.num_ranks))
+        return tuple(
+            tuple(range(p, self.world_size, self.num_ranks)) for p in range(self.num_ranks)
+        )
 
     @property
     def is_first(self) -> bool:
@@ -96,7 +101,9 @@ class PipelineGroups:
     def destroy(self, *, are_aborted: bool = False) -> None:
         """Free the groups; ranks that still wait in one learn of it by an error. Aborted ones are not waited for."""
         for group in self._made:
-            end_group(group, is_aborted=are_aborted and group is not self.agree)  # which is over host memory
+            end_group(
+                group, is_aborted=are_aborted and group is not self.agree
+            )  # which is over host memory
 
 
 class TiedWeights:
@@ -118,7 +125,9 @@ class TiedWeights:
         ValueError: a rank has two stages with the same parameter.
     """
 
-    def __init__(self, stages: Sequence[Sequence[nn.Module]], ranks: PipelineRanks, groups: PipelineGroups) -> None:
+    def __init__(
+        self, stages: Sequence[Sequence[nn.Module]], ranks: PipelineRanks, groups: PipelineGroups
+    ) -> None:
         names = dict[Tensor, str]()
         places = dict[Tensor, list[int]]()
         for stage, blocks in enumerate(stages):
@@ -141,7 +150,11 @@ class TiedWeights:
                 continue
             if positions not in made:
                 alone = [p for p in range(ranks.num_ranks) if p not in positions]
-                sets = [tuple(peers[p] for p in some) for peers in ranks.pipelines for some in (positions, *zip(alone))]
+                sets = [
+                    tuple(peers[p] for p in some)
+                    for peers in ranks.pipelines
+                    for some in (positions, *zip(alone))
+                ]
                 made[positions] = groups.new(sets, "pipeline tied weights")
             if ranks.position in positions:
                 self._own.append((parameter, made[positions]))
@@ -196,7 +209,11 @@ class OtherStages:
         for meta in self.tensors:
             if id(meta) in values:
                 value = values[id(meta)].to(device)
-                made[id(meta)] = nn.Parameter(value, meta.requires_grad) if isinstance(meta, nn.Parameter) else value
+                made[id(meta)] = (
+                    nn.Parameter(value, meta.requires_grad)
+                    if isinstance(meta, nn.Parameter)
+                    else value
+                )
         with self._replaced(lambda meta: made.get(id(meta), meta)):
             yield
 
@@ -221,7 +238,9 @@ class OtherStages:
             table[name] = own[id(meta)] = tensor
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [own.get(id(parameter), parameter) for parameter in group["params"]]
+                group["params"] = [
+                    own.get(id(parameter), parameter) for parameter in group["params"]
+                ]
         self._kept.clear()
 
     @property
@@ -236,4 +255,8 @@ class OtherStages:
 
 def _on_meta(tensor: Tensor) -> Tensor:
     meta = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+    return (
+        nn.Parameter(meta, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else meta
+    )

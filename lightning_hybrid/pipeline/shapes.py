@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.func import functional_call
 
 
@@ -39,7 +43,8 @@ class Boundary:
         if self.stride is None:
             return tensor.is_contiguous()
         return all(
-            size == 1 or own == other for size, own, other in zip(self.shape, self.stride, tensor.stride(), strict=True)
+            size == 1 or own == other
+            for size, own, other in zip(self.shape, self.stride, tensor.stride(), strict=True)
         )
 
     def message(self, tensor: Tensor) -> Tensor:
@@ -61,7 +66,9 @@ class Boundary:
 def check(boundaries: Sequence[Boundary], value: object, what: str) -> None:
     """Raise `RuntimeError` unless `what`, a tensor or a tuple, is tensors of these shapes and dtypes."""
     agreed = [(one.shape, one.dtype) for one in boundaries]
-    found = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in as_arguments(value)]
+    found = [
+        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in as_arguments(value)
+    ]
     if found != agreed:
         raise RuntimeError(
             f"Shapes and dtypes of {what} (={found}) must be those of the fake tensors that ran before (={agreed}): "
@@ -80,11 +87,15 @@ def boundary_of(tensor: Tensor) -> Boundary:
     >>> boundary_of(torch.ones(2, 3).t()).stride, boundary_of(torch.ones(2, 3)).stride
     ((1, 3), None)
     """
-    stride = None if tensor.is_contiguous() else tuple(torch.empty_like(tensor, device="meta").stride())
+    stride = (
+        None if tensor.is_contiguous() else tuple(torch.empty_like(tensor, device="meta").stride())
+    )
     return Boundary(tuple(tensor.shape), tensor.dtype, stride, tensor.requires_grad)
 
 
-def output_of(blocks: Sequence[nn.Module], given: Sequence[Boundary], device: torch.device) -> tuple[Boundary, ...]:
+def output_of(
+    blocks: Sequence[nn.Module], given: Sequence[Boundary], device: torch.device
+) -> tuple[Boundary, ...]:
     """Return what `blocks` make of `given`, in the modes of the moment (autocast, gradients); blocks stay as they are.
 
     Raises:
@@ -116,7 +127,9 @@ def output_of(blocks: Sequence[nn.Module], given: Sequence[Boundary], device: to
                     f"The output of block {type(block).__name__} must have a shape that does not depend on values: "
                     "stages agree on shapes before they compute. Move what depends on values out of the network."
                 ) from error
-            if not all(isinstance(one, Tensor) for one in value) or not any(map(torch.is_floating_point, value)):
+            if not all(isinstance(one, Tensor) for one in value) or not any(
+                map(torch.is_floating_point, value)
+            ):
                 kinds = ", ".join(type(one).__name__ for one in value)
                 raise ValueError(
                     f"Block {type(block).__name__} (returned {kinds}) must return a floating-point tensor or a tuple "
@@ -132,7 +145,11 @@ def output_of(blocks: Sequence[nn.Module], given: Sequence[Boundary], device: to
 def _double_of(block: nn.Module) -> nn.Module:
     """Copy a block without its tensors: one that keeps a table from its first forward must not keep a fake one."""
     attributes = [item for module in block.modules() for item in vars(module).items()]
-    tensors = [*block.parameters(), *block.buffers(), *(value for _, value in attributes if isinstance(value, Tensor))]
+    tensors = [
+        *block.parameters(),
+        *block.buffers(),
+        *(value for _, value in attributes if isinstance(value, Tensor)),
+    ]
     # A hook may belong to anything, as the trainer.
     hooks = [value for name, value in attributes if name.endswith("_hooks")]
     try:
@@ -151,8 +168,12 @@ def costs_of(blocks: Sequence[nn.Module], example: object) -> list[float]:
     """
     arguments = as_arguments(example)
     if not all(isinstance(one, Tensor) for one in arguments):
-        return [float(sum(parameter.numel() for parameter in block.parameters())) for block in blocks]
-    from torch.utils.flop_counter import FlopCounterMode  # here: it imports Triton, which takes half a second
+        return [
+            float(sum(parameter.numel() for parameter in block.parameters())) for block in blocks
+        ]
+    from torch.utils.flop_counter import (
+        FlopCounterMode,
+    )  # here: it imports Triton, which takes half a second
 
     costs = list[float]()
     given = tuple(map(boundary_of, arguments))

@@ -85,7 +85,8 @@ class HybridPipeline(DataRanksMixin):
         self,
         num_stages: int = 2,
         num_microbatches: int = 8,
-        schedule: Schedule | str = "1f1b",  # any text: what is refused gets its reason, by `check_options`
+        schedule: Schedule
+        | str = "1f1b",  # any text: what is refused gets its reason, by `check_options`
         of: str = "net",
         cuts: Cuts = None,
         checkpoint_activations: bool = False,
@@ -94,8 +95,16 @@ class HybridPipeline(DataRanksMixin):
         num_stages = plain_value(num_stages)
         num_microbatches = plain_value(num_microbatches)
         cuts = plain_value(cuts)
-        require_choice("checkpoint_activations", checkpoint_activations, (True, False), "it is a switch")
-        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, of=of)
+        require_choice(
+            "checkpoint_activations", checkpoint_activations, (True, False), "it is a switch"
+        )
+        check_options(
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            cuts=cuts,
+            of=of,
+        )
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
         self.schedule = schedule
@@ -123,7 +132,9 @@ class HybridPipeline(DataRanksMixin):
         ranks = self.pipeline_ranks
         blocks = blocks_of(module, self.of)
         costs = costs_of(blocks, module.example_input_array)
-        places = cut_places(costs, self.cuts, ranks.num_stages, self.num_microbatches, self.schedule)
+        places = cut_places(
+            costs, self.cuts, ranks.num_stages, self.num_microbatches, self.schedule
+        )
         compare_stages(
             blocks,
             num_stages=self.num_stages,
@@ -159,10 +170,19 @@ class HybridPipeline(DataRanksMixin):
         if is_fit:
             if self._extensions is not None:
                 self._extensions.begin(self._comm, self._stages)
-            clip = vars(self.precision_plugin).get("clip_grad_by_norm", clip_by_norm_over_ranks)  # of slices
-            stages_of_norm = {"stage_group": self._groups.pipe, "counted_elsewhere": tied.counted_elsewhere}
-            vars(self.precision_plugin)["clip_grad_by_norm"] = partial(clip, device=self.root_device, **stages_of_norm)
-            if is_overridden(name := "configure_gradient_clipping", module, "pytorch.LightningModule"):
+            clip = vars(self.precision_plugin).get(
+                "clip_grad_by_norm", clip_by_norm_over_ranks
+            )  # of slices
+            stages_of_norm = {
+                "stage_group": self._groups.pipe,
+                "counted_elsewhere": tied.counted_elsewhere,
+            }
+            vars(self.precision_plugin)["clip_grad_by_norm"] = partial(
+                clip, device=self.root_device, **stages_of_norm
+            )
+            if is_overridden(
+                name := "configure_gradient_clipping", module, "pytorch.LightningModule"
+            ):
                 clipped = {name: partial(clip_as_user, module, getattr(module, name))}
                 self._until_teardown.enter_context(temporary_attributes(module, **clipped))
         self._until_teardown.enter_context(example_hidden(module))
@@ -172,14 +192,18 @@ class HybridPipeline(DataRanksMixin):
         )
 
     def _body_of(self, blocks: Sequence[nn.Module]) -> nn.Module:
-        from lightning_hybrid.pipeline.checked_stage import StageBody  # here: it imports torch's schedules
+        from lightning_hybrid.pipeline.checked_stage import (
+            StageBody,
+        )  # here: it imports torch's schedules
 
         return StageBody(blocks, checkpoint_activations=self.checkpoint_activations)
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
         cut = self._cut
-        if self._stages is None:  # the end: after a failure blocks of others stay on the meta device
+        if (
+            self._stages is None
+        ):  # the end: after a failure blocks of others stay on the meta device
             self._cut = None
         with nullcontext() if cut is None else cut.hidden():
             yield
@@ -193,28 +217,43 @@ class HybridPipeline(DataRanksMixin):
         if here.ranks.num_data_ranks > 1:
             if self._extensions is not None:
                 self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
-            new = self._comm.new_engine(self.precision_plugin, replicas=self.replicas, group=self._data_group)
+            new = self._comm.new_engine(
+                self.precision_plugin, replicas=self.replicas, group=self._data_group
+            )
             here.watchdog.engine = self._comm.engine = new
             self._comm.hook_state = self._comm.average_by(new, None)  # all of a stage may be cut
             with nullcontext() if self._window is None else self._window.opened():
-                here.wrapped = {index: self._wrapped(body, new, ignored_ids) for index, body in here.bodies.items()}
+                here.wrapped = {
+                    index: self._wrapped(body, new, ignored_ids)
+                    for index, body in here.bodies.items()
+                }
         if self._half is not None:
             self._half.connect_stages(here.largest)
         seed = [int(torch.initial_seed()) % 2**32]
         dist.broadcast_object_list(seed, src=0)
         assert self._cut is not None
         self._training = TrainingStep(
-            here, schedule=self.schedule, precision=self.precision_plugin, seed=seed[0], cut=self._cut
+            here,
+            schedule=self.schedule,
+            precision=self.precision_plugin,
+            seed=seed[0],
+            cut=self._cut,
         )
 
     def _wrapped(self, body: nn.Module, engine: CommEngine, ignored: set[int]) -> nn.Module:
-        if not any(parameter.requires_grad and id(parameter) not in ignored for parameter in body.parameters()):
+        if not any(
+            parameter.requires_grad and id(parameter) not in ignored
+            for parameter in body.parameters()
+        ):
             return body
         options = self._ddp_kwargs | {"process_group": self._data_group, "init_sync": False}
         named = body.named_parameters(remove_duplicate=False)
         with ignored_by_ddp(body, [name for name, one in named if id(one) in ignored]):
             wrapped = self._comm.wrap(
-                body, device_ids=self.determine_ddp_device_ids(), is_half=self._half is not None, **options
+                body,
+                device_ids=self.determine_ddp_device_ids(),
+                is_half=self._half is not None,
+                **options,
             )
         self._comm.hook_state = self._comm.average_by(engine, wrapped)
         return wrapped
@@ -242,17 +281,23 @@ class HybridPipeline(DataRanksMixin):
             self._half.end_microbatches(result["loss"] if isinstance(result, Mapping) else result)
         return result
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Call the hooks around backward, which the schedule has run; give the parameters their gradients."""
         assert self._training is not None
         plain = self.precision_plugin
         half = self._half
         module = self._here.module
-        closure_loss = (plain.pre_backward if half is None else half.call_before_backward)(closure_loss, module)
+        closure_loss = (plain.pre_backward if half is None else half.call_before_backward)(
+            closure_loss, module
+        )
         for parameter, gradient in zip(self._training.parameters, self._gradients, strict=True):
             parameter.grad = gradient
         self._gradients = []
-        return (plain.post_backward if half is None else half.call_after_backward)(closure_loss, module)
+        return (plain.post_backward if half is None else half.call_after_backward)(
+            closure_loss, module
+        )
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step as `hybrid_allreduce`; look at what hooks have logged."""
@@ -303,7 +348,9 @@ class HybridPipeline(DataRanksMixin):
         """Load the state of this rank's parameters."""
         states = [
             without_others(state, optimizer)
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+            for optimizer, state in zip(
+                self.optimizers, checkpoint["optimizer_states"], strict=True
+            )
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 

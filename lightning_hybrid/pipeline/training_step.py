@@ -43,7 +43,9 @@ class TrainingStep:
     pipeline; `cut` has the network, for its loss in one piece.
     """
 
-    def __init__(self, stages: Stages, *, schedule: str, precision: Any, seed: int, cut: CutModel) -> None:
+    def __init__(
+        self, stages: Stages, *, schedule: str, precision: Any, seed: int, cut: CutModel
+    ) -> None:
         self._stages = stages
         self._schedule = schedule
         self._seed = seed
@@ -63,14 +65,18 @@ class TrainingStep:
         self._is_first_step = True
         self._has_compared_logs = False
         self._loss_in_stages = math.nan
-        fits = torch.tensor(float(free_bytes(stages.device) > 2 * cut.bytes_elsewhere), device=stages.device)
+        fits = torch.tensor(
+            float(free_bytes(stages.device) > 2 * cut.bytes_elsewhere), device=stages.device
+        )
         stages.watchdog.wait_for(lambda: dist.all_reduce(fits, dist.ReduceOp.MIN))
         self._fits = bool(fits)
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of this rank's stages."""
-        return [parameter for body in self._stages.bodies.values() for parameter in body.parameters()]
+        return [
+            parameter for body in self._stages.bodies.values() for parameter in body.parameters()
+        ]
 
     def run(self, batch: Any, rest: tuple[Any, ...], *, place: tuple[int, int]) -> Tensor:
         """Run forward and backward of all micro-batches; return the outputs of the whole batch. Collective.
@@ -119,9 +125,13 @@ class TrainingStep:
             return "there is no memory for the whole network on one rank"
 
         def run() -> Tensor:
-            apart = in_stages(stages.net, cut.blocks, cut.places, lambda stage: self.draws(0, stage=stage))
+            apart = in_stages(
+                stages.net, cut.blocks, cut.places, lambda stage: self.draws(0, stage=stage)
+            )
             with self.draws(0), self._muting.muted(), apart:
-                return loss_in(stages.module.training_step(copy_batch(self._parts[0]), *self._rest)).detach()
+                return loss_in(
+                    stages.module.training_step(copy_batch(self._parts[0]), *self._rest)
+                ).detach()
 
         with stages.whole():
             whole = cut.whole_on_first(stages.ranks, stages.groups.agree)
@@ -134,7 +144,9 @@ class TrainingStep:
         self._is_first_step = False
         (whole, _), *_, (_, in_stages) = self._stages.told((whole, self._loss_in_stages))
         if isinstance(whole, str):
-            rank_zero_info(f"pipeline: the loss in stages was not compared with that of the whole network: {whole}")
+            rank_zero_info(
+                f"pipeline: the loss in stages was not compared with that of the whole network: {whole}"
+            )
         else:
             check_loss(whole, in_stages, net=self._stages.net, eps=self._eps)
 
@@ -143,9 +155,13 @@ class TrainingStep:
         if self._has_compared_logs:
             return
         self._has_compared_logs = True
-        found = self._stages.told({each.meta.name: f"{each.value:.4g}" for each in results.values() if each.is_tensor})
+        found = self._stages.told(
+            {each.meta.name: f"{each.value:.4g}" for each in results.values() if each.is_tensor}
+        )
         values = {name: [each[name] for each in found if name in each] for name in found[0]}
-        if apart := [f"{name} (= {', '.join(each)})" for name, each in values.items() if len(set(each)) > 1]:
+        if apart := [
+            f"{name} (= {', '.join(each)})" for name, each in values.items() if len(set(each)) > 1
+        ]:
             rank_zero_warn(
                 f"Logged values differ among the stages of a pipeline: {'; '.join(apart)}. Outside of `training_step` "
                 "a hook sees gradients and weights of its own stages alone, and loggers write those of rank zero: a "
@@ -201,11 +217,20 @@ class TrainingStep:
         named = self._stages.module.named_buffers()
         return {name: (each, each._version) for name, each in named if id(each) not in inside}
 
-    def _new_schedule(self, boundaries: Sequence[tuple[Boundary, ...]]) -> Callable[[], Tensor | None]:
+    def _new_schedule(
+        self, boundaries: Sequence[tuple[Boundary, ...]]
+    ) -> Callable[[], Tensor | None]:
         # Here: it takes a second.
-        from lightning_hybrid.pipeline.checked_stage import CheckedStage, StageSetting, plain_backward, schedule_of
+        from lightning_hybrid.pipeline.checked_stage import (
+            CheckedStage,
+            StageSetting,
+            plain_backward,
+            schedule_of,
+        )
 
-        around_backward = plain_backward if self._half is None else self._half.backward_of_microbatch
+        around_backward = (
+            plain_backward if self._half is None else self._half.backward_of_microbatch
+        )
         mine = self._stages
         made = []
         for index in mine.ranks.stages:
@@ -220,10 +245,18 @@ class TrainingStep:
             )
             ends = {"given": boundaries[index], "returned": boundaries[index + 1]}
             draws = partial(self.draws, stage=index)
-            made.append(CheckedStage(mine.wrapped[index], setting, input_of=self._input_of, draws=draws, **ends))
-        return schedule_of(self._schedule, made, num_microbatches=mine.num_microbatches, loss_of=self._loss_of)
+            made.append(
+                CheckedStage(
+                    mine.wrapped[index], setting, input_of=self._input_of, draws=draws, **ends
+                )
+            )
+        return schedule_of(
+            self._schedule, made, num_microbatches=mine.num_microbatches, loss_of=self._loss_of
+        )
 
-    def draws(self, number: int | None, *, stage: int | None = None) -> AbstractContextManager[Callable[[], bool]]:
+    def draws(
+        self, number: int | None, *, stage: int | None = None
+    ) -> AbstractContextManager[Callable[[], bool]]:
         """Draw a micro-batch's random numbers inside: those of a stage, which are its own, or those outside of all.
 
         Of the whole batch where `number` is None.
@@ -263,5 +296,9 @@ class TrainingStep:
                 )
             return output
 
-        with self.draws(number), self._muting.muted(), temporary_attributes(self._stages.net, forward=forward):
+        with (
+            self.draws(number),
+            self._muting.muted(),
+            temporary_attributes(self._stages.net, forward=forward),
+        ):
             return loss_in(module.training_step(part, *self._rest))

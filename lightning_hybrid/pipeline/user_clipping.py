@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 from lightning_hybrid.precision.optimizer_protocol import parameters_of, temporary_attributes
 
 
-def clip_as_user(module: Any, hook: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+def clip_as_user(
+    module: Any, hook: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
+) -> None:
     """Call the module's own `configure_gradient_clipping`, `hook`.
 
     Raises:

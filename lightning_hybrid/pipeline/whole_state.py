@@ -24,7 +24,11 @@ _NOT_WHOLE = (
 
 @torch.no_grad()
 def share_(
-    tensors: Iterable[Tensor], *, owner: int, device: torch.device, group: dist.ProcessGroup | None = None
+    tensors: Iterable[Tensor],
+    *,
+    owner: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Give every rank of `group` (None: WORLD) the values of rank `owner`, in place.
 
@@ -42,7 +46,11 @@ def parts_of(checkpoint: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
     """Return what a rank contributes to a checkpoint: `{path: value}` of module states and optimizer states."""
     parts: dict[tuple[Any, ...], Any] = {}
     for key in _module_states(checkpoint):
-        parts |= {(key, name): value for name, value in checkpoint[key].items() if not _is_elsewhere(value)}
+        parts |= {
+            (key, name): value
+            for name, value in checkpoint[key].items()
+            if not _is_elsewhere(value)
+        }
     for index, state in enumerate(checkpoint.get("optimizer_states", ())):
         for number, value in _own_state(state).items():
             parts["optimizer_states", index, number] = value
@@ -87,7 +95,9 @@ def gather_checkpoint(
 
 def without_others(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's state for the parameters that are here."""
-    return with_entries(state, optimizer, lambda parameter, entry: None if parameter.is_meta else entry)
+    return with_entries(
+        state, optimizer, lambda parameter, entry: None if parameter.is_meta else entry
+    )
 
 
 class StateDictGuard:
@@ -126,7 +136,11 @@ class StateDictGuard:
 def _module_states(checkpoint: Mapping[str, Any]) -> list[str]:
     # The module's, and those of averages of it, which callbacks save under keys of their own.
     names = set(checkpoint.get("state_dict", ()))
-    found = [key for key, value in checkpoint.items() if isinstance(value, Mapping) and names and set(value) == names]
+    found = [
+        key
+        for key, value in checkpoint.items()
+        if isinstance(value, Mapping) and names and set(value) == names
+    ]
     return found or [key for key in ("state_dict",) if key in checkpoint]
 
 
@@ -134,7 +148,9 @@ def _own_state(state: Mapping[str, Any]) -> dict[int, Any]:
     return {
         number: value
         for number, value in state["state"].items()
-        if not any(_is_elsewhere(each) for each in (value.values() if isinstance(value, Mapping) else ()))
+        if not any(
+            _is_elsewhere(each) for each in (value.values() if isinstance(value, Mapping) else ())
+        )
     }
 
 
@@ -144,4 +160,7 @@ def _is_elsewhere(value: Any) -> bool:
 
 def _on_host(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     keys = {*_module_states(checkpoint), "optimizer_states"} & set(checkpoint)
-    return {key: tree_map_only(Tensor, lambda one: one if one.is_meta else one.cpu(), checkpoint[key]) for key in keys}
+    return {
+        key: tree_map_only(Tensor, lambda one: one if one.is_meta else one.cpu(), checkpoint[key])
+        for key in keys
+    }

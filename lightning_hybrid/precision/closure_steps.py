@@ -7,7 +7,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_hybrid.precision.skipped_steps import MAX_SKIPPED_STEPS_IN_A_ROW, EndlessOverflowError
+from lightning_hybrid.precision.skipped_steps import (
+    MAX_SKIPPED_STEPS_IN_A_ROW,
+    EndlessOverflowError,
+)
 from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 
@@ -29,7 +32,11 @@ class ClosureStep:
     """
 
     def __init__(
-        self, window: HalfPrecisionWindow, *, evaluate: Callable[[], Any], has_overflowed: Callable[[], bool]
+        self,
+        window: HalfPrecisionWindow,
+        *,
+        evaluate: Callable[[], Any],
+        has_overflowed: Callable[[], bool],
     ) -> None:
         self._window = window
         self._evaluate = evaluate

@@ -20,11 +20,14 @@ _HALF_DTYPE = re.compile(
     r"|(torch\.|array type |dtype\(')(b?float16|b?complex32)"
     r"|computing in half precision"
 )
-_FULL_DTYPE = re.compile(r"\b((Complex)?(Float|Double)|float|double|torch\.(float|complex)(32|64|128))\b")
+_FULL_DTYPE = re.compile(
+    r"\b((Complex)?(Float|Double)|float|double|torch\.(float|complex)(32|64|128))\b"
+)
 _INTEGER_DTYPE = re.compile(r"\b(Long|Int|Short|Char|Byte|Bool|torch\.(u?int\d+|bool))\b")
 
 _REFUSAL = re.compile(
-    r"\b(expect\w*|must|should|only|not|but|same|different|unsupported|unrecognized)\b|match|n't", re.IGNORECASE
+    r"\b(expect\w*|must|should|only|not|but|same|different|unsupported|unrecognized)\b|match|n't",
+    re.IGNORECASE,
 )
 
 # Some operations name no dtype ("both inputs should have same dtype"), and some only those that they accept.
@@ -80,7 +83,9 @@ def add_cure(error: BaseException, precision: object) -> None:
     >>> error.__notes__[0].partition(",")[0]
     "`precision` (='16-true') keeps trained parameters in half precision"
     """
-    if precision not in _MIXED_PRECISION or not isinstance(error, RuntimeError | TypeError | ValueError):
+    if precision not in _MIXED_PRECISION or not isinstance(
+        error, RuntimeError | TypeError | ValueError
+    ):
         return
     message = str(error)
     if not is_about_half_precision(message):
@@ -96,13 +101,17 @@ def _innermost_owner_of_parameters(error: BaseException) -> nn.Module | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         candidate = frame.f_locals.get("self")
-        if isinstance(candidate, nn.Module) and any(_is_trained_in_half(p) for p in candidate.parameters()):
+        if isinstance(candidate, nn.Module) and any(
+            _is_trained_in_half(p) for p in candidate.parameters()
+        ):
             return candidate
     return None
 
 
 def _is_trained_in_half(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and parameter.is_floating_point() and parameter.dtype.itemsize == 2
+    return (
+        parameter.requires_grad and parameter.is_floating_point() and parameter.dtype.itemsize == 2
+    )
 
 
 def _note_for_module(module: nn.Module | None, precision: str) -> str:
@@ -121,7 +130,11 @@ def _types_to_keep(module: nn.Module | None) -> list[str]:
     """Return the names of the module types that hold a module's own trained half-precision parameters."""
     if module is None:
         return []
-    lists = [child for child in module.children() if isinstance(child, nn.ParameterList | nn.ParameterDict)]
+    lists = [
+        child
+        for child in module.children()
+        if isinstance(child, nn.ParameterList | nn.ParameterDict)
+    ]
     names = []
     for holder in [module, *lists]:
         if any(_is_trained_in_half(parameter) for parameter in holder.parameters(recurse=False)):

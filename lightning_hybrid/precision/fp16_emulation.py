@@ -51,7 +51,11 @@ class Fp16MatmulEmulation(TorchFunctionMode):
         self._with_products = with_products
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward:
@@ -68,7 +72,9 @@ class Fp16MatmulEmulation(TorchFunctionMode):
         is_autocast = torch.is_autocast_enabled("cpu")
         if not is_autocast and dtypes == {torch.float16, torch.float32}:
             return func(*args, **kwargs)  # refused, as on a GPU
-        if torch.float16 not in dtypes and not (is_autocast and torch.float32 in dtypes and name not in _NOT_CAST):
+        if torch.float16 not in dtypes and not (
+            is_autocast and torch.float32 in dtypes and name not in _NOT_CAST
+        ):
             return func(*args, **kwargs)
         # fp16 operands in fp32 arithmetic: products of two fp16 numbers are exact in fp32, as in tensor cores.
         args, kwargs = _map_tensors(_operand, (args, kwargs))
@@ -78,14 +84,24 @@ class Fp16MatmulEmulation(TorchFunctionMode):
 
 
 def _backward(
-    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    tensor: Tensor,
+    gradient: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    inputs: Any = None,
 ) -> None:
     # `Tensor.backward` by the engine's own entry: each Python layer of torch's would leave the mode.
     gradient = torch.ones_like(tensor) if gradient is None else gradient
     retain_graph = create_graph if retain_graph is None else retain_graph
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
     _engine_run_backward(
-        (tensor,), (gradient,), retain_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
+        (tensor,),
+        (gradient,),
+        retain_graph,
+        create_graph,
+        inputs,
+        allow_unreachable=True,
+        accumulate_grad=True,
     )
 
 
@@ -110,7 +126,9 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if kind in _WITHOUT_TENSORS:
         return value
     if kind is dict:
-        return {key: _map_tensors(function, each) for key, each in value.items()} if value else value
+        return (
+            {key: _map_tensors(function, each) for key, each in value.items()} if value else value
+        )
     return function(value) if isinstance(value, Tensor) else tree_map_only(Tensor, function, value)
 
 

@@ -48,7 +48,11 @@ def runs_code_before_backward(module: LightningModule) -> bool:
         return True
     trainer: Any = module.trainer
     callbacks = trainer.callbacks
-    return any(is_overridden(hook, callback, "pytorch.callbacks.Callback") for callback in callbacks for hook in hooks)
+    return any(
+        is_overridden(hook, callback, "pytorch.callbacks.Callback")
+        for callback in callbacks
+        for hook in hooks
+    )
 
 
 def _observes(callback: object, trainer: Any) -> bool:
@@ -60,7 +64,9 @@ def _observes(callback: object, trainer: Any) -> bool:
     library = type(callback).__module__.partition(".")[0]
     if library == "lightning_hybrid" and reads_gradients is not None:
         return reads_gradients(trainer)
-    return library not in _LIBRARIES and is_overridden("on_train_batch_end", callback, "pytorch.callbacks.Callback")
+    return library not in _LIBRARIES and is_overridden(
+        "on_train_batch_end", callback, "pytorch.callbacks.Callback"
+    )
 
 
 def _has_step_hooks(optimizer: Optimizer) -> bool:

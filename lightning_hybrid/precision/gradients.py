@@ -28,7 +28,9 @@ _BLOCK_NUMEL = 1 << 26
 class GradientRecord:
     """Facts about a gradient that we made, kept on the tensor itself: they go where it goes."""
 
-    found_inf: Tensor | None  # above 0 if it, or one that was checked with it, is inf or nan; None: not known
+    found_inf: (
+        Tensor | None
+    )  # above 0 if it, or one that was checked with it, is inf or nan; None: not known
     is_local: bool  # of this rank alone: a backward under `no_sync` made it
 
 
@@ -85,7 +87,10 @@ class BackwardGradients:
 
     @torch.no_grad()
     def begin(
-        self, parameters: Iterable[nn.Parameter], scale: Tensor | None, averages: Callable[[Tensor], bool]
+        self,
+        parameters: Iterable[nn.Parameter],
+        scale: Tensor | None,
+        averages: Callable[[Tensor], bool],
     ) -> None:
         """Set the gradients aside that a backward must not touch. The window is open.
 
@@ -114,11 +119,16 @@ class BackwardGradients:
         if returning:
             self._return_sums(returning, sums, scale)
 
-    def _return_sums(self, parameters: list[nn.Parameter], sums: list[Tensor], scale: Tensor | None) -> None:
+    def _return_sums(
+        self, parameters: list[nn.Parameter], sums: list[Tensor], scale: Tensor | None
+    ) -> None:
         """Put sums of this rank, scaled and rounded, where autograd adds to them: DDP averages the result."""
         if scale is not None:
             sums = list(torch._foreach_mul(sums, scale))
-        rounded = [torch.empty_like(total, dtype=p.dtype) for p, total in zip(parameters, sums, strict=True)]
+        rounded = [
+            torch.empty_like(total, dtype=p.dtype)
+            for p, total in zip(parameters, sums, strict=True)
+        ]
         torch._foreach_copy_(rounded, sums)
         for parameter, gradient in zip(parameters, rounded, strict=True):
             parameter.grad = gradient
@@ -131,7 +141,9 @@ class BackwardGradients:
         nothing. A backward to these tensors alone comes first, and what it brings joins the gradients in DDP's buckets.
         It visits only the nodes between them and the loss: most often none.
         """
-        pairs = [pair for pair in self._window.pairs.values() if pair.is_open and pair.fp32.requires_grad]
+        pairs = [
+            pair for pair in self._window.pairs.values() if pair.is_open and pair.fp32.requires_grad
+        ]
         leaves = [pair.fp32 for pair in pairs]
         if not leaves or loss.grad_fn is None:
             return
@@ -151,7 +163,10 @@ class BackwardGradients:
 
     @torch.no_grad()
     def finish(
-        self, groups: Sequence[Sequence[nn.Parameter]], scale: Tensor | None, averages: Callable[[Tensor], bool]
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        scale: Tensor | None,
+        averages: Callable[[Tensor], bool],
     ) -> None:
         """Put fp32 gradients, divided by the scale, into `p.grad`, with what was set aside. The window is open.
 
@@ -213,7 +228,10 @@ class BackwardGradients:
         yield block
 
     def _unscale_group(
-        self, parameters: Sequence[nn.Parameter], scale: Tensor | None, averages: Callable[[Tensor], bool]
+        self,
+        parameters: Sequence[nn.Parameter],
+        scale: Tensor | None,
+        averages: Callable[[Tensor], bool],
     ) -> None:
         gradients = self._converted(parameters)
         found_inf = None

@@ -141,10 +141,16 @@ class DynamicLossScale(LossScale):
         max_scale = plain_value(max_scale)
         hysteresis = plain_value(hysteresis)
         scales = {"init_scale": init_scale, "min_scale": min_scale, "max_scale": max_scale}
-        for name, value in {**scales, "growth_factor": growth_factor, "backoff_factor": backoff_factor}.items():
+        for name, value in {
+            **scales,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+        }.items():
             _check_power_of_two(name, value)
         super().__init__(init_scale)
-        require_number("growth_factor", growth_factor, "a clean step never lowers the scale. 2 is usual", low=1)
+        require_number(
+            "growth_factor", growth_factor, "a clean step never lowers the scale. 2 is usual", low=1
+        )
         why = "after an overflow the scale has to fall, or every later step overflows too. 0.5 is usual"
         require_number("backoff_factor", backoff_factor, why, high=1, above=True)
         why = "it counts clean steps before the scale grows. 2000 is usual"
@@ -212,7 +218,9 @@ class DynamicLossScale(LossScale):
         fits = (exponent.to(torch.int32) << 23).view(torch.float32).clamp(max=self._most)
         self._is_starting = self._is_starting & found_inf
         self._has_fallen = falls
-        is_over = scale.device.type == "cpu" and not self._is_starting  # there the answer is at hand
+        is_over = (
+            scale.device.type == "cpu" and not self._is_starting
+        )  # there the answer is at hand
         self._num_looks = 0 if is_over else self._num_looks - 1
         return torch.where(leaps, fits, scale.masked_fill(falls, self.min_scale))
 
@@ -231,7 +239,9 @@ class DynamicLossScale(LossScale):
         scale = min(max(float(state["scale"]), self.min_scale), self.max_scale)
         _check_power_of_two("scale", scale)
         self.scale = torch.full_like(self.scale, scale)
-        clean = min(int(state.get("num_clean_steps", 0)), self.growth_interval - 1)  # the next one is then enough
+        clean = min(
+            int(state.get("num_clean_steps", 0)), self.growth_interval - 1
+        )  # the next one is then enough
         self.num_clean_steps = torch.full_like(self.num_clean_steps, clean)
         left = min(int(state.get("hysteresis_left", self.hysteresis)), self.hysteresis)
         self.hysteresis_left = torch.full_like(self.hysteresis_left, left)

@@ -44,7 +44,9 @@ class MicrobatchMixin(_Base):
     _agree_on_overflow: tuple[Callable[[Tensor], Tensor], ...] = ()
     _has_stages = False
 
-    def connect_stages(self, agree: Callable[[Tensor], Tensor] | None, *, is_of_slices: bool = False) -> None:
+    def connect_stages(
+        self, agree: Callable[[Tensor], Tensor] | None, *, is_of_slices: bool = False
+    ) -> None:
         """Take a function that makes the verdicts of all stages one, or None if this stage decides alone.
 
         The function takes a 0-dim fp32 tensor and returns the largest of all stages. Several are called one after the
@@ -71,7 +73,9 @@ class MicrobatchMixin(_Base):
             yield self._scale
 
     @contextmanager
-    def backward_of_microbatch(self, parameters: Iterable[nn.Parameter], *, is_last: bool) -> Iterator[None]:
+    def backward_of_microbatch(
+        self, parameters: Iterable[nn.Parameter], *, is_last: bool
+    ) -> Iterator[None]:
         """Run one backward inside, and add what it brings to `p.grad`, in fp32 and unscaled.
 
         Args:
@@ -91,7 +95,9 @@ class MicrobatchMixin(_Base):
         reached = {id(parameter): parameter for parameter in parameters}
         groups = []
         for group in self.optimizer_steps.parameters_by_optimizer(parameters):
-            groups.append([reached[id(parameter)] for parameter in group if id(parameter) in reached])
+            groups.append(
+                [reached[id(parameter)] for parameter in group if id(parameter) in reached]
+            )
         return groups
 
     def end_microbatches(self, loss: Tensor) -> None:

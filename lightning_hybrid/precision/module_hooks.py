@@ -79,7 +79,9 @@ class ModuleHooks:
                 layer.register_forward_hook(ModuleHook(self._outputs_to_half)),
             ]
         for module in self._checked_modules:
-            self._attached.append(module.register_forward_pre_hook(ModuleHook(self._check_thread), prepend=True))
+            self._attached.append(
+                module.register_forward_pre_hook(ModuleHook(self._check_thread), prepend=True)
+            )
 
     def detach(self) -> None:
         """Take the hooks of forward off again."""
@@ -124,7 +126,9 @@ class ModuleHooks:
             "the module between steps."
         )
 
-    def _give_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def _give_fp32(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
         if not self._window.is_open:
             return
         for name, parameter in module._parameters.items():

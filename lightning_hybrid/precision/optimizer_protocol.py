@@ -25,7 +25,9 @@ def takes_scaled_gradients(optimizer: Optimizer, device: torch.device) -> bool:
 def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
     """Return whether `step` can leave everything as it is where `optimizer.found_inf` is 1, without asking the host."""
     # Only the first step of torch's fused SGD leaves dampening out, and where that is skipped no later one does.
-    if isinstance(optimizer, SGD) and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
+    if isinstance(optimizer, SGD) and any(
+        group["momentum"] and group["dampening"] for group in optimizer.param_groups
+    ):
         return False
     # An eager step without the answer needs a second place for every new value until it is known to be wanted: on a CPU
     # 39 ms instead of 24 for LARS on 8 million parameters. There the answer is free, so the host asks.
@@ -41,7 +43,9 @@ def evaluates_closure(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, LBFGS):
         return True
     is_of_torch = type(optimizer).__module__.startswith("torch.")
-    is_declared = hasattr(optimizer, "last_found_inf") or getattr(optimizer, "_step_supports_amp_scaling", False)
+    is_declared = hasattr(optimizer, "last_found_inf") or getattr(
+        optimizer, "_step_supports_amp_scaling", False
+    )
     return not is_of_torch and not is_declared
 
 
@@ -51,7 +55,10 @@ def prepare_to_skip_(optimizer: Optimizer) -> None:
     if isinstance(optimizer, SGD):
         for group in optimizer.param_groups:
             for parameter in group["params"] if group["momentum"] else ():
-                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                if (
+                    parameter.grad is not None
+                    and optimizer.state[parameter].get("momentum_buffer") is None
+                ):
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 

@@ -89,7 +89,9 @@ class ParameterPair:
         self.hide_gradient()
         self._exchange()
         if gradient is not None:
-            self.parameter.grad = gradient if gradient.dtype is self.parameter.dtype else gradient.float()
+            self.parameter.grad = (
+                gradient if gradient.dtype is self.parameter.dtype else gradient.float()
+            )
 
     def show_gradient(self, gradient: Tensor | None) -> None:
         """Put an fp32 gradient into `parameter.grad` while the half-precision copy is shown, as user code may too."""

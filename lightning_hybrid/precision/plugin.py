@@ -19,7 +19,10 @@ from lightning_hybrid.lightning_names import lightning_types, misconfiguration
 from lightning_hybrid.precision.closure_steps import ClosureStep
 from lightning_hybrid.precision.dtype_errors import add_cure
 from lightning_hybrid.precision.full_accumulation import FullAccumulation
-from lightning_hybrid.precision.gradient_observers import grads_are_observed, runs_code_before_backward
+from lightning_hybrid.precision.gradient_observers import (
+    grads_are_observed,
+    runs_code_before_backward,
+)
 from lightning_hybrid.precision.gradients import BackwardGradients, record_of
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.microbatches import MicrobatchMixin
@@ -32,7 +35,12 @@ from lightning_hybrid.precision.optimizer_protocol import (
     temporary_attributes,
 )
 from lightning_hybrid.precision.schedule_guard import ScheduleGuard
-from lightning_hybrid.precision.skipped_steps import OptimizerStepState, OptimizerStepStates, SkipFlag, raise_if_stuck
+from lightning_hybrid.precision.skipped_steps import (
+    OptimizerStepState,
+    OptimizerStepStates,
+    SkipFlag,
+    raise_if_stuck,
+)
 from lightning_hybrid.precision.user_steps import UserSteps
 from lightning_hybrid.precision.window import HalfPrecisionWindow
 
@@ -92,7 +100,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         keep_fp32: tuple[type[nn.Module], ...] = (),
     ) -> None:
         if precision not in ("16-true", "bf16-true"):
-            raise ValueError(f'`precision` (={precision!r}) must be "16-true" or "bf16-true" for master weights.')
+            raise ValueError(
+                f'`precision` (={precision!r}) must be "16-true" or "bf16-true" for master weights.'
+            )
         if precision == "bf16-true" and loss_scale is not None:
             raise ValueError(
                 f'`loss_scale` (={loss_scale!r}) has no meaning with precision="bf16-true": bf16 has the range of fp32 '
@@ -109,7 +119,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self._module: Any = None
         self._device = torch.device("cpu")
         self._compute_device = torch.device("cpu")
-        self._schedules = ScheduleGuard(self.optimizer_steps.skip_flags_of, self._may_put_off_schedules)
+        self._schedules = ScheduleGuard(
+            self.optimizer_steps.skip_flags_of, self._may_put_off_schedules
+        )
         self._num_schedules = 0
         self._has_strategy = False  # one that knows the window, see `connect_strategy`
         # `partial(bool, True)` can be pickled, for `hybrid_allreduce_spawn`.
@@ -160,7 +172,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @property
     def _is_fit(self) -> bool:
-        return self._lightning_module is not None and self._lightning_module.trainer.state.fn == "fit"
+        return (
+            self._lightning_module is not None and self._lightning_module.trainer.state.fn == "fit"
+        )
 
     @property
     def _lightning_module(self) -> LightningModule | None:
@@ -248,7 +262,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             with self._half_arithmetic():
                 yield
             module = self._lightning_module
-            stays_open = self._is_automatic and module is not None and not runs_code_before_backward(module)
+            stays_open = (
+                self._is_automatic and module is not None and not runs_code_before_backward(module)
+            )
         finally:
             if not stays_open:
                 self.window.close()
@@ -262,7 +278,11 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _half_arithmetic(self) -> Iterator[None]:
         # The default dtype stays fp32: what is logged or accumulated in a step is not rounded to fp16. Batches keep
         # their dtypes too: operands are cast where they are used, targets are not.
-        with torch.autocast(self._compute_device.type, dtype=self.dtype), self._emulation(), self._with_cure():
+        with (
+            torch.autocast(self._compute_device.type, dtype=self.dtype),
+            self._emulation(),
+            self._with_cure(),
+        ):
             yield
 
     @contextmanager
@@ -278,7 +298,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _emulation(self) -> Iterator[None]:
         with ExitStack() as stack:
             if not self._is_arithmetic_on and self._compute_device.type == "cpu":
-                from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation  # here: not on CUDA
+                from lightning_hybrid.precision.fp16_emulation import (
+                    Fp16MatmulEmulation,
+                )  # here: not on CUDA
 
                 stack.enter_context(Fp16MatmulEmulation(with_products=self.dtype is torch.float16))
                 self._is_arithmetic_on = True
@@ -361,14 +383,21 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         if not module.automatic_optimization:
             return False
         optimizers = module.trainer.strategy.optimizers
-        if not all(takes_scaled_gradients(one, self._device) and self._decides_alone(one) for one in optimizers):
+        if not all(
+            takes_scaled_gradients(one, self._device) and self._decides_alone(one)
+            for one in optimizers
+        ):
             return False
         return not grads_are_observed(optimizers, module)
 
     # ---- optimizer step --------------------------------------------------------------------------------------------
 
     def optimizer_step(  # type: ignore[override]
-        self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+        self,
+        optimizer: Steppable,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
     ) -> Any:
         """Run the closure, call hooks and clip, then step or skip the step whole."""
         # Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks take the
@@ -392,11 +421,15 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             self._update(optimizer, state, model, **kwargs)
         return closure_result
 
-    def _update(self, optimizer: Optimizer, state: OptimizerStepState, model: Any, **kwargs: Any) -> None:
+    def _update(
+        self, optimizer: Optimizer, state: OptimizerStepState, model: Any, **kwargs: Any
+    ) -> None:
         assert self.gradients is not None
         largest = self._largest_gradient(optimizer, state)
         if any(id(parameter) in self.gradients.scaled for parameter in parameters_of(optimizer)):
-            self._after_closure(model, optimizer)  # calls the hooks; none of them looks at gradients
+            self._after_closure(
+                model, optimizer
+            )  # calls the hooks; none of them looks at gradients
             found_inf = self._step_on_scaled(optimizer, state, **kwargs)
         else:
             found_inf = self._verdict(optimizer, state)
@@ -412,7 +445,12 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         # Where all ranks have the same gradients; for the first steps of a dynamic scale.
         assert self.gradients is not None
         is_alone = self._is_automatic and not self._agree_on_overflow
-        if state.loss_scale is None or not state.loss_scale.wants_largest or state.grad_scale is None or not is_alone:
+        if (
+            state.loss_scale is None
+            or not state.loss_scale.wants_largest
+            or state.grad_scale is None
+            or not is_alone
+        ):
             return None
         scaled = self.gradients.scaled
         divisor = state.grad_scale if scaled else torch.ones_like(state.grad_scale)
@@ -441,12 +479,17 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         assert self._user_steps is not None
         self._user_steps.are_ignored = True
         try:
-            with torch.autocast(self._compute_device.type, enabled=False), self.update_context(optimizer):
+            with (
+                torch.autocast(self._compute_device.type, enabled=False),
+                self.update_context(optimizer),
+            ):
                 yield
         finally:
             self._user_steps.are_ignored = False
 
-    def _step_on_scaled(self, optimizer: Optimizer, state: OptimizerStepState, **kwargs: Any) -> Tensor | None:
+    def _step_on_scaled(
+        self, optimizer: Optimizer, state: OptimizerStepState, **kwargs: Any
+    ) -> Tensor | None:
         assert self.gradients is not None
         given = self.gradients.given_scaled(list(parameters_of(optimizer)))
         scaling = temporary_attributes(optimizer, grad_scale=state.grad_scale, found_inf=None)
@@ -459,7 +502,11 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return torch.zeros((), device=self._device) if found_inf is None else found_inf
 
     def _step_or_skip(
-        self, optimizer: Optimizer, state: OptimizerStepState, found_inf: Tensor | None, **kwargs: Any
+        self,
+        optimizer: Optimizer,
+        state: OptimizerStepState,
+        found_inf: Tensor | None,
+        **kwargs: Any,
     ) -> None:
         if found_inf is None:
             with self._running_step(optimizer):
@@ -478,7 +525,12 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
                 optimizer.step(**kwargs)
 
     def _step_with_closure(
-        self, optimizer: Optimizer, state: OptimizerStepState, model: Any, closure: Callable[[], Any], **kwargs: Any
+        self,
+        optimizer: Optimizer,
+        state: OptimizerStepState,
+        model: Any,
+        closure: Callable[[], Any],
+        **kwargs: Any,
     ) -> Any:
         """Let the optimizer evaluate the loss itself, as under `ddp`: it may do so at several weights."""
         assert self.window is not None
@@ -534,7 +586,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return self.optimizer_steps.of(optimizer)
 
     def _has_overflowed_for_user(self, optimizer: Optimizer) -> bool:
-        gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None
+        ]
         if all(record_of(gradient) is None for gradient in gradients):
             return False  # user code has made them: no loss scale was in them, and none of ours counts this step
         state = self._state_for_user(optimizer)
@@ -549,7 +603,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         with torch.enable_grad(), self.window.opened(), self._half_arithmetic():
             return closure()
 
-    def _stop_if_stuck(self, state: OptimizerStepState, model: Any, *, is_end: bool = False) -> None:
+    def _stop_if_stuck(
+        self, state: OptimizerStepState, model: Any, *, is_end: bool = False
+    ) -> None:
         # Only where the host knows of a skip, and at logged steps: else it would wait for the device in each step.
         flag = state.skip_flag
         every = model.trainer.log_every_n_steps
@@ -569,7 +625,12 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         every = trainer.log_every_n_steps
         next_is_logged = every > 0 and (trainer.global_step + 1) % every == 0
         all_by_steps = len(self._schedules) == self._num_schedules
-        return self._device.type == "cuda" and all_by_steps and not next_is_logged and not trainer.is_last_batch
+        return (
+            self._device.type == "cuda"
+            and all_by_steps
+            and not next_is_logged
+            and not trainer.is_last_batch
+        )
 
     def run_deferred_schedules(self) -> None:
         """Make the schedules' steps that wait for an optimizer step's flag: before a checkpoint, and at the end."""

@@ -55,15 +55,23 @@ class ScheduleGuard:
         # One that counts epochs has to move however its last step ended. The object stays itself and an instance of its
         # class; the check is in the namespace of a subclass, not of the instance, so `state_dict()` is unchanged.
         scheduler = config.scheduler
-        if config.interval != "step" or isinstance(scheduler, ReduceLROnPlateau) or is_guarded(scheduler):
+        if (
+            config.interval != "step"
+            or isinstance(scheduler, ReduceLROnPlateau)
+            or is_guarded(scheduler)
+        ):
             return
         original = type(scheduler)
         advance_when_known = self._advance_when_known
 
         def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-            advance_when_known(getattr(self, "optimizer", None), lambda: original.step(self, *args, **kwargs))
+            advance_when_known(
+                getattr(self, "optimizer", None), lambda: original.step(self, *args, **kwargs)
+            )
 
-        scheduler.__class__ = type(original.__name__, (original,), {"step": step, "_unguarded": original})
+        scheduler.__class__ = type(
+            original.__name__, (original,), {"step": step, "_unguarded": original}
+        )
         self._guarded.append(config)
 
     def _advance_when_known(self, optimizer: Optimizer | None, advance: Callable[[], None]) -> None:

@@ -125,11 +125,17 @@ class ShardedHalfMixin(MasterWeightMixin):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         kept = (*NORMALISATION_TYPES, *self.keep_fp32)
-        fp32 = [one for one in network.modules() if isinstance(one, kept) and list(one.parameters(recurse=False))]
+        fp32 = [
+            one
+            for one in network.modules()
+            if isinstance(one, kept) and list(one.parameters(recurse=False))
+        ]
         if fp32:  # as one group: they are small, and stay gathered from forward to backward
             fully_shard(fp32, **options | {"reshard_after_forward": False})
         # Autocast casts what is computed in half precision: inputs keep their dtype.
-        options["mp_policy"] = MixedPrecisionPolicy(self.dtype, self.reduce_dtype, cast_forward_inputs=False)
+        options["mp_policy"] = MixedPrecisionPolicy(
+            self.dtype, self.reduce_dtype, cast_forward_inputs=False
+        )
         for block in blocks:
             if block not in fp32 and list(block.parameters()):
                 fully_shard(block, **options)
@@ -147,9 +153,9 @@ class ShardedHalfMixin(MasterWeightMixin):
 
         trainer: Any = getattr(module, "trainer", None)
         strategy = trainer and trainer.strategy
-        if not isinstance(strategy, lightning_types("pytorch.strategies.ModelParallelStrategy")) or not any(
-            isinstance(one, FSDPModule) for one in module.modules()
-        ):
+        if not isinstance(
+            strategy, lightning_types("pytorch.strategies.ModelParallelStrategy")
+        ) or not any(isinstance(one, FSDPModule) for one in module.modules()):
             raise misconfiguration(
                 f"`strategy` (={type(strategy).__name__}) must be ModelParallelStrategy, and the module sharded by "
                 f"{type(self).__name__}: it has no masters but the shards. Call `self.trainer.precision_plugin.shard_("

@@ -66,7 +66,9 @@ class OptimizerStepState:
 
     loss_scale: LossScale | None  # of the next backward; None with bf16
     optimizer: Optimizer | None = None
-    grad_scale: Tensor | None = None  # what the gradients waiting for the next step were multiplied by
+    grad_scale: Tensor | None = (
+        None  # what the gradients waiting for the next step were multiplied by
+    )
     skip_flag: SkipFlag | None = None  # of the last step; None: it was not skipped
     num_skipped: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     num_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
@@ -143,7 +145,9 @@ class OptimizerStepStates(list[OptimizerStepState]):
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the states be those of a trainer's optimizers. One that replaces another takes over its state."""
         current = list(optimizers)
-        is_same = len(current) == len(self._followed) and all(map(operator.is_, current, self._followed))
+        is_same = len(current) == len(self._followed) and all(
+            map(operator.is_, current, self._followed)
+        )
         if is_same:
             return
         for state in self:
@@ -175,9 +179,15 @@ class OptimizerStepStates(list[OptimizerStepState]):
         # One backward has one loss, so one scale: gradients of all that it reaches are multiplied by the same number.
         reached = list(self)
         if len(reached) > 1:
-            reached = [one for one in self if any(p.requires_grad for p in parameters_of(one.optimizer))] or reached
+            reached = [
+                one for one in self if any(p.requires_grad for p in parameters_of(one.optimizer))
+            ] or reached
         scales = [state.loss_scale for state in reached if state.loss_scale is not None]
-        scale = scales[0].scale if len(scales) == 1 else torch.stack([one.scale for one in scales]).amin()
+        scale = (
+            scales[0].scale
+            if len(scales) == 1
+            else torch.stack([one.scale for one in scales]).amin()
+        )
         for state, loss_scale in zip(reached, scales, strict=True):
             loss_scale.scale = state.grad_scale = scale
         return scale
@@ -222,7 +232,11 @@ def raise_if_stuck(
         EndlessOverflowError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can
             see it here. The callback `NumericsMonitor` adds layer, batch and rank.
     """
-    if state.loss_scale is None or last_loss is None or int(state.num_in_a_row) < MAX_SKIPPED_STEPS_IN_A_ROW:
+    if (
+        state.loss_scale is None
+        or last_loss is None
+        or int(state.num_in_a_row) < MAX_SKIPPED_STEPS_IN_A_ROW
+    ):
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     bad = []

@@ -11,7 +11,10 @@ from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_hybrid.precision.optimizer_protocol import closure_in, parameters_of
 from lightning_hybrid.precision.window import HalfPrecisionWindow
@@ -52,7 +55,9 @@ class UserSteps:
             register_optimizer_step_post_hook(self._after_step),
         ]
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self.are_ignored or not self._owns(optimizer):
             return None
         # A wrapped optimizer steps within its wrapper's step. One that steps twice has raised an error the first time.
@@ -74,7 +79,10 @@ class UserSteps:
         self._enter()
         if closure is None:
             return None
-        return (args[0],), {**kwargs, "closure": partial(self._evaluate_outside, closure, self._reopens)}
+        return (args[0],), {
+            **kwargs,
+            "closure": partial(self._evaluate_outside, closure, self._reopens),
+        }
 
     def _enter(self) -> None:
         assert self._stepping is not None
@@ -93,7 +101,9 @@ class UserSteps:
         self._enter()
         return result
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self._stepping is not optimizer:
             return
         self._stepping = None

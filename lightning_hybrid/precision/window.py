@@ -24,9 +24,19 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.precision.module_hooks import ModuleHooks
-from lightning_hybrid.precision.parameter_pair import ParameterPair, cast_, check_exchange, take_writes_
+from lightning_hybrid.precision.parameter_pair import (
+    ParameterPair,
+    cast_,
+    check_exchange,
+    take_writes_,
+)
 
-NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (
+    _NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -99,7 +109,9 @@ class HalfPrecisionWindow:
         self._modules.extend(modules)
 
     def _keeps_dtype(self, module: nn.Module) -> bool:
-        is_kept_type = isinstance(module, (*NORMALISATION_TYPES, torch.jit.ScriptModule, *self._keep_fp32))
+        is_kept_type = isinstance(
+            module, (*NORMALISATION_TYPES, torch.jit.ScriptModule, *self._keep_fp32)
+        )
         # `max_norm`: the forward writes the weight, by torch's own code.
         is_written_in_forward = getattr(module, "max_norm", None) is not None
         return is_kept_type or is_written_in_forward or is_reparametrised(module)

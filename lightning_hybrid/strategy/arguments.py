@@ -48,7 +48,9 @@ def ask_planner(
     dtype = comm_dtype or max(gradients, key=torch.Tensor.numel).dtype
     numels = [parameter.numel() for parameter in gradients]
     # Only planners that are asked about a codec need to know one.
-    more: dict[str, Any] = {"codec_bits": across_nodes.bits} if isinstance(across_nodes, Codec) else {}
+    more: dict[str, Any] = (
+        {"codec_bits": across_nodes.bits} if isinstance(across_nodes, Codec) else {}
+    )
     return planner.plan_for(numels, topology, itemsize=dtype.itemsize, on_cuda=on_cuda, **more)
 
 
@@ -69,14 +71,20 @@ def bucket_caps_for_ddp(
     ):
         return {}
     # Without what DDP is to ignore.
-    trained = [one for one in module.parameters() if one.requires_grad and not getattr(one, "_ddp_ignored", False)]
+    trained = [
+        one
+        for one in module.parameters()
+        if one.requires_grad and not getattr(one, "_ddp_ignored", False)
+    ]
     if plan.has_ddp_buckets(on_cuda=any(parameter.is_cuda for parameter in trained)):
         return {"bucket_cap_mb_list": [limit / 2**20 for limit in ddp_limits(plan.bucket_bytes)]}
     # DDP puts gradients of each dtype into buckets of their own, and one list must do for all: it is made for the dtype
     # with most bytes. The others, normalisation in fp32 next to half-precision weights, fill no bucket and come last.
     by_dtype: dict[torch.dtype, list[int]] = {}
     for parameter in reversed(trained):
-        by_dtype.setdefault(parameter.dtype, []).append(parameter.numel() * parameter.element_size())
+        by_dtype.setdefault(parameter.dtype, []).append(
+            parameter.numel() * parameter.element_size()
+        )
     caps = plan.bucket_caps(max(by_dtype.values(), key=sum, default=[]), num_nodes=num_nodes)
     caps = [cap for cap in caps if cap]
     if len(caps) < 2:
@@ -112,14 +120,19 @@ def user_moves_batches(module: pl.LightningModule | None) -> bool:
     datamodule = trainer.datamodule
     return any(
         is_overridden(hook, module, "pytorch.LightningModule")
-        or (datamodule is not None and is_overridden(hook, datamodule, "pytorch.LightningDataModule"))
+        or (
+            datamodule is not None
+            and is_overridden(hook, datamodule, "pytorch.LightningDataModule")
+        )
         for hook in hooks
     )
 
 
 def with_own_names(advice: str, strategy_type: str) -> str:
     """Return Lightning's advice on unused parameters with the names of this strategy."""
-    advice = advice.replace("ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true")
+    advice = advice.replace(
+        "ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true"
+    )
     return advice.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
 
 
@@ -156,7 +169,11 @@ def refuse_nothing_to_train(module: nn.Module) -> None:
         )
 
 
-_SHORT_NAMES = {"16-true": "fp16 on fp32 masters", "bf16-true": "bf16 on fp32 masters", "32-true": "fp32"}
+_SHORT_NAMES = {
+    "16-true": "fp16 on fp32 masters",
+    "bf16-true": "bf16 on fp32 masters",
+    "32-true": "fp32",
+}
 
 
 def describe_options(options: StrategyOptions, plugin: Any, *, num_nodes: int) -> str:
@@ -219,7 +236,9 @@ def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
     """Warn of optimizers that divide by the size of a gradient: of Adasum they keep the direction alone."""
     for optimizer in optimizers:
         # Groups may say `trust_ratio` to an optimizer that has none: those of `optim.param_groups` do.
-        if "trust_ratio" in optimizer.defaults and any(group["trust_ratio"] for group in optimizer.param_groups):
+        if "trust_ratio" in optimizer.defaults and any(
+            group["trust_ratio"] for group in optimizer.param_groups
+        ):
             name = type(optimizer).__name__
             rank_zero_warn(
                 f"`between_nodes` (=Adasum()) with {name}: its trust ratio divides by the size of each parameter's "
@@ -228,7 +247,9 @@ def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
-def with_masters(plugin: Any, kind: type[Masters], loss_scale: str | float | LossScale | None) -> Any:
+def with_masters(
+    plugin: Any, kind: type[Masters], loss_scale: str | float | LossScale | None
+) -> Any:
     """Return a plugin of this `kind` in the place of Lightning's plain half precision, and any other as it is."""
     plain = ("pytorch.plugins.precision.HalfPrecision", "fabric.plugins.precision.HalfPrecision")
     if not any(isinstance(plugin, lightning_types(name)) for name in plain):
@@ -289,7 +310,9 @@ def depends_on_parameter(loss: Tensor) -> bool:
     return False
 
 
-def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: Any) -> None:
+def refuse_what_is_not_averaged(
+    optimizer: Optimizer, averaged: Collection[int], module: Any
+) -> None:
     """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
 
     Raises:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
+from lightning_hybrid.comm import (
+    CommEngine,
+    CommPlan,
+    CommTrace,
+    HookState,
+    Topology,
+    average_bucket,
+)
 from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.adasum.hook import adasum_bucket
 from lightning_hybrid.comm.codec.codec import Codec
@@ -74,10 +81,16 @@ class CommSetup:
         """Return whether groups other than the default one may be in use at the same time, such as those of stages."""
         if self.options.features().keys() - _WITHOUT_GROUPS:
             return True
-        if self.options.plan.algorithm not in ("auto", "flat") or self.options.dtype_across_nodes is not None:
+        if (
+            self.options.plan.algorithm not in ("auto", "flat")
+            or self.options.dtype_across_nodes is not None
+        ):
             return True
         layers = () if module is None else module.modules()
-        return any(getattr(layer, "node_slices", ()) or getattr(layer, "spans_all_ranks", False) for layer in layers)
+        return any(
+            getattr(layer, "node_slices", ()) or getattr(layer, "spans_all_ranks", False)
+            for layer in layers
+        )
 
     def check_ranks(self, *, rank: int, world_size: int) -> None:
         """Check `ranks_per_node` where ranks and world size are known first, before any process group."""
@@ -142,7 +155,9 @@ class CommSetup:
             ddp_kwargs.setdefault("gradient_as_bucket_view", True)
         return DistributedDataParallel(module, device_ids=device_ids, **(ddp_kwargs | caps))
 
-    def new_engine(self, precision: Any, *, replicas: ReplicaSets | None = None, group: Any = None) -> CommEngine:
+    def new_engine(
+        self, precision: Any, *, replicas: ReplicaSets | None = None, group: Any = None
+    ) -> CommEngine:
         """Make the engine that averages gradients over all ranks or `replicas`, and log the options. Collective."""
         assert self._timeout is not None
         self.topology = self.topology if replicas is None else replicas.own
@@ -163,7 +178,10 @@ class CommSetup:
         return engine
 
     def average_by(
-        self, engine: CommEngine, wrapped: DistributedDataParallel | None, parameters: Iterable[Tensor] = ()
+        self,
+        engine: CommEngine,
+        wrapped: DistributedDataParallel | None,
+        parameters: Iterable[Tensor] = (),
     ) -> HookState:
         """Register the hook by which an engine averages the buckets of DDP, and return the hook's state.
 
@@ -172,7 +190,9 @@ class CommSetup:
             wrapped: The wrapped module, or None if something else hands over the buckets.
             parameters: As in `HookState`.
         """
-        state = HookState(engine=engine, comm_dtype=self.options.comm.on_wire, parameters=parameters)
+        state = HookState(
+            engine=engine, comm_dtype=self.options.comm.on_wire, parameters=parameters
+        )
         if wrapped is not None:
             wrapped.register_comm_hook(state, self.wrap_hook(self.bucket_hook))
         return state
@@ -184,9 +204,15 @@ class CommSetup:
 
     def share_work(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the ranks of a node share the work of `LARS(direction="orthogonal")`. Collective."""
-        sharing = [one for one in optimizers if any(g.get("direction") == "orthogonal" for g in one.param_groups)]
+        sharing = [
+            one
+            for one in optimizers
+            if any(g.get("direction") == "orthogonal" for g in one.param_groups)
+        ]
         if sharing and self.topology.world_size > self.topology.num_nodes:
-            self._work_group = new_node_group(self.topology, timeout=self._timeout, desc="orthogonal work")
+            self._work_group = new_node_group(
+                self.topology, timeout=self._timeout, desc="orthogonal work"
+            )
             for one in sharing:
                 vars(one)["work_group"] = self._work_group
 
@@ -222,9 +248,14 @@ class CommSetup:
         self.communication_plan = plan.describe(self.topology, on_cuda=on_cuda)
         if self.bucket_hook is adasum_bucket:
             self.communication_plan += "; Adasum between nodes"
-        is_flat = plan.algorithms(self.topology, on_cuda=True) == ("flat",) and self.options.dtype_across_nodes is None
+        is_flat = (
+            plan.algorithms(self.topology, on_cuda=True) == ("flat",)
+            and self.options.dtype_across_nodes is None
+        )
         if on_cuda and (self.engine_options.get("shares_update") or not is_flat):
-            self.communication_plan += "; no record shows these stages on a GPU yet, where the default is flat"
+            self.communication_plan += (
+                "; no record shows these stages on a GPU yet, where the default is flat"
+            )
 
 
 def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:

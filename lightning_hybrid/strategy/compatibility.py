@@ -70,21 +70,38 @@ class Exclusion(NamedTuple):
     why: str
 
 
-_RULES = "rules with norms, factors or line searches need whole tensors, and each rank would have a part"
-_RULE_OF_SCALE = (
-    "residuals follow the loss scale and its skipped steps, which Lightning's gradient scaler keeps to itself"
+_RULES = (
+    "rules with norms, factors or line searches need whole tensors, and each rank would have a part"
 )
-_SEVERAL = "a sum may be used by several optimizers, of which some skip their step, and has one residual"
+_RULE_OF_SCALE = (
+    "residuals follow the loss scale and its skipped steps, "
+    "which Lightning's gradient scaler keeps to itself"
+)
+_SEVERAL = (
+    "a sum may be used by several optimizers, of which some skip their step, and has one residual"
+)
 _PROVED = ", ".join(PRECISIONS)
 
 EXCLUDED = tuple(
     Exclusion(*row)
     for row in (
-        ("algorithm", "adasum", "the leaders of the nodes combine whole parameters, which is hierarchical"),
+        (
+            "algorithm",
+            "adasum",
+            "the leaders of the nodes combine whole parameters, which is hierarchical",
+        ),
         ("planner", "adasum", "a planner compares ways to sum, and this is no sum"),
         ("shard update", "local steps", "an average needs whole masters"),
-        ("unused parameters", "local steps", "DDP asks all ranks in every step which parameters each has used"),
-        ("codec", "pipeline", "a codec numbers the blocks of a whole network, and a rank has that of its stages"),
+        (
+            "unused parameters",
+            "local steps",
+            "DDP asks all ranks in every step which parameters each has used",
+        ),
+        (
+            "codec",
+            "pipeline",
+            "a codec numbers the blocks of a whole network, and a rank has that of its stages",
+        ),
         ("planner", "pipeline", "a planner is asked about the gradients of a whole network"),
         ("adasum", "pipeline", "data ranks average the gradients of their stages"),
         ("local steps", "pipeline", "its stages may be on several nodes"),
@@ -94,7 +111,11 @@ EXCLUDED = tuple(
             "a loss over all pairs of a step needs all embeddings, and a stage has a micro-batch's",
         ),
         ("extensions", "pipeline", "they are given the engine and the wrapper of a whole network"),
-        ("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
+        (
+            "local steps",
+            "Fabric",
+            "it counts no optimizer steps, and validates and saves where the user says",
+        ),
         ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
         ("local steps", "node slices", "it averages weights that every rank has whole"),
         # with what the run has
@@ -107,10 +128,18 @@ EXCLUDED = tuple(
         ("gradient scaler", "local steps", "Lightning's loss scale would part between nodes"),
         ("gradient scaler", "error feedback", _RULE_OF_SCALE),
         ("manual steps", "error feedback", _SEVERAL),
-        ("manual optimization", "pipeline", "the schedule runs forward and backward of all micro-batches together"),
+        (
+            "manual optimization",
+            "pipeline",
+            "the schedule runs forward and backward of all micro-batches together",
+        ),
         ("accumulation", "pipeline", "micro-batches are its accumulation, bit for bit"),
         ("norm of all", "pipeline", "an optimizer has the gradients of its rank's stages"),
-        ("SyncBatchNorm", "pipeline", "each micro-batch has its statistics, as batches of an accumulation have"),
+        (
+            "SyncBatchNorm",
+            "pipeline",
+            "each micro-batch has its statistics, as batches of an accumulation have",
+        ),
         (
             "SyncBatchNorm",
             "local steps",
@@ -154,7 +183,11 @@ to sum, and this is no sum. Leave `comm.plan` out, or write between_nodes=Mean()
 def in_nodes(topology: Topology) -> dict[str, str]:
     """Return what of the nodes excludes options."""
     sizes = ", ".join(str(len(node)) for node in topology.nodes)
-    return {} if topology.ranks_per_node else {"unequal nodes": f"Nodes of different size (={sizes} ranks)"}
+    return (
+        {}
+        if topology.ranks_per_node
+        else {"unequal nodes": f"Nodes of different size (={sizes} ranks)"}
+    )
 
 
 def in_precision(plugin: Any) -> dict[str, str]:
@@ -181,17 +214,28 @@ def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
     found = {}
     for callback in callbacks:
         text = f"`callbacks` (={type(callback).__name__})"
-        for name in ("ModelPruning", "StochasticWeightAveraging", "BaseFinetuning", "GradientAccumulationScheduler"):
+        for name in (
+            "ModelPruning",
+            "StochasticWeightAveraging",
+            "BaseFinetuning",
+            "GradientAccumulationScheduler",
+        ):
             if isinstance(callback, lightning_types(f"pytorch.callbacks.{name}")):
                 found[name] = text
     return found
 
 
-def in_optimizers(optimizers: Iterable[Optimizer], *, of: Container[int] | None = None) -> dict[str, str]:
+def in_optimizers(
+    optimizers: Iterable[Optimizer], *, of: Container[int] | None = None
+) -> dict[str, str]:
     """Return what of optimizers excludes options; `of`: parameters by `id`, None for all."""
     found, owners = dict[str, str](), dict[int, int]()
     for place, optimizer in enumerate(optimizers):
-        groups = [group for group in optimizer.param_groups if of is None or any(id(p) in of for p in group["params"])]
+        groups = [
+            group
+            for group in optimizer.param_groups
+            if of is None or any(id(p) in of for p in group["params"])
+        ]
         # By the exact type: a subclass may look at norms.
         if groups and type(optimizer) not in ELEMENTWISE and not hasattr(optimizer, "parts"):
             found.setdefault("whole tensors", f"`optimizer` (={type(optimizer).__name__})")
@@ -200,12 +244,16 @@ def in_optimizers(optimizers: Iterable[Optimizer], *, of: Container[int] | None 
         for parameter in (one for group in groups for one in group["params"]):
             if (first := owners.setdefault(id(parameter), place)) != place:
                 shape = tuple(parameter.shape)
-                found["two owners"] = f"A parameter (of shape {shape}) in the optimizers {first} and {place}"
+                found["two owners"] = (
+                    f"A parameter (of shape {shape}) in the optimizers {first} and {place}"
+                )
     return found
 
 
 # Of lightly, open_clip and pytorch-metric-learning; those of `contrastive` say it themselves.
-COUPLED = "BarlowTwinsLoss ClipLoss DCLLoss DCLWLoss NTXentLoss SigLipLoss SupConLoss VICRegLoss".split()
+COUPLED = (
+    "BarlowTwinsLoss ClipLoss DCLLoss DCLWLoss NTXentLoss SigLipLoss SupConLoss VICRegLoss".split()
+)
 
 
 def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> None:

@@ -14,7 +14,8 @@ RULE = "-" * 80
 _FRAME = re.compile(r'^ +File "([^"]+)", line \d+, in .+$', re.MULTILINE)
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 _SHARED_MEMORY_IS_FULL = re.compile(
-    r"(shared memory|/dev/shm|/torch_\d).*No space left|out of shared memory|signal(: | SIG)bus", re.IGNORECASE
+    r"(shared memory|/dev/shm|/torch_\d).*No space left|out of shared memory|signal(: | SIG)bus",
+    re.IGNORECASE,
 )
 
 
@@ -24,7 +25,11 @@ def summary_of(error: BaseException) -> str:
     Of an error that a worker of a DataLoader has had, or a rank of Lightning's spawn or fork: those of that error.
     """
     said, text = str(error), "".join(traceback.format_exception(error))
-    own = [each for each in _FRAME.finditer(text) if not each[1].startswith(_LIBRARIES) and "-packages" not in each[1]]
+    own = [
+        each
+        for each in _FRAME.finditer(text)
+        if not each[1].startswith(_LIBRARIES) and "-packages" not in each[1]
+    ]
     first = f"{type(error).__name__}: {said}".partition("\n")[0]
     if inner := list(_FRAME.finditer(said)):
         first = next(iter(re.findall(r"^\S.*", said[inner[-1].end() :], re.MULTILINE)), first)

@@ -73,7 +73,9 @@ class RunningFit(FitContext):
     plan: CommPlan
     engine: CommEngine
     hook_state: HookState
-    wrapped: DistributedDataParallel  # in a pipeline its stages, with the same flag of the last backward
+    wrapped: (
+        DistributedDataParallel  # in a pipeline its stages, with the same flag of the last backward
+    )
 
 
 class FitExtension:
@@ -105,7 +107,9 @@ class FitExtension:
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
         """Prepare a batch of training, after hooks of callbacks and module. May be collective."""
 
-    def before_training_step(self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def before_training_step(
+        self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Prepare `training_step(*args, **kwargs)`, whose parameters are fp32 until then. May be collective."""
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
@@ -117,7 +121,12 @@ class FitExtension:
         return run()
 
     def update(
-        self, fit: RunningFit, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[], Any], **options: Any
+        self,
+        fit: RunningFit,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        run: Callable[[], Any],
+        **options: Any,
     ) -> Any:
         """Run the closure and update, in place of `run()`, inside of every `step`; `options`: of `optimizer.step`."""
         return run()
@@ -142,7 +151,9 @@ class FitExtension:
         """Return a context in which the module's state is read. Collective, unless this rank is failing."""
         return nullcontext()
 
-    def optimizer_state(self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def optimizer_state(
+        self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the whole of an optimizer's state. May be collective."""
         return state
 
@@ -192,7 +203,12 @@ class Extensions:
 
     def begin(self, comm: Any, wrapped: Any) -> None:
         """Begin all; `comm`: the strategy's `CommSetup`. Collective. Where one raises, `end` ends it too."""
-        known = {**vars(self.fit), "plan": comm.plan, "engine": comm.engine, "hook_state": comm.hook_state}
+        known = {
+            **vars(self.fit),
+            "plan": comm.plan,
+            "engine": comm.engine,
+            "hook_state": comm.hook_state,
+        }
         self._running = fit = RunningFit(**known, wrapped=wrapped)
         for one in self.made:
             self._begun.append(one)
@@ -214,7 +230,13 @@ class Extensions:
         for one, fit in self._each():
             getattr(one, hook)(fit, *args)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[], Any], **options: Any) -> Any:
+    def step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        run: Callable[[], Any],
+        **options: Any,
+    ) -> Any:
         """Run an optimizer's step inside of all, the first outermost."""
         for one, fit in reversed(self._each()):
             run = partial(one.update, fit, optimizer, closure, run, **options)
@@ -242,7 +264,9 @@ class Extensions:
             one.save(self.fit, checkpoint)
 
     @contextmanager
-    def loading(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    def loading(
+        self, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> Iterator[Mapping[str, Any]]:
         """Enter the contexts of all in which an optimizer loads this rank's part of `state`, which it yields."""
         with ExitStack() as stack:
             for one, fit in self._each():
@@ -298,11 +322,14 @@ def _call_all(calls: Sequence[partial[None]], error: BaseException | None) -> No
         raise raised[0]
     for one in raised:
         warnings.warn(
-            f"After {type(error).__name__} this could not be ended: {type(one).__name__}: {one}", stacklevel=2
+            f"After {type(error).__name__} this could not be ended: {type(one).__name__}: {one}",
+            stacklevel=2,
         )
 
 
 def _callback(**hooks: Callable[[], None]) -> Any:
     # Of whichever Lightning runs.
-    methods = {name: lambda self, trainer, module, call=call: call() for name, call in hooks.items()}
+    methods = {
+        name: lambda self, trainer, module, call=call: call() for name, call in hooks.items()
+    }
     return type("ExtensionHooks", lightning_types("pytorch.callbacks.Callback"), methods)()

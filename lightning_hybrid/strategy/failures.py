@@ -65,9 +65,13 @@ class SigtermOnAnyRank:
         # its run, of which the others learn within seconds.
         installed = signal.getsignal(signal.SIGTERM)
         if isinstance(installed, lightning_types(f"{_SIGNALS}._HandlersCompose")):
-            notifiers = [kind._sigterm_notifier_fn for kind in lightning_types(f"{_SIGNALS}._SignalConnector")]
+            notifiers = [
+                kind._sigterm_notifier_fn
+                for kind in lightning_types(f"{_SIGNALS}._SignalConnector")
+            ]
             installed.signal_handlers = [
-                self._note if getattr(one, "__func__", None) in notifiers else one for one in installed.signal_handlers
+                self._note if getattr(one, "__func__", None) in notifiers else one
+                for one in installed.signal_handlers
             ]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -111,7 +115,9 @@ class FailureReports:
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
-    def begin(self, devices: Iterable[torch.device], *, has_several_communicators: bool = False) -> None:
+    def begin(
+        self, devices: Iterable[torch.device], *, has_several_communicators: bool = False
+    ) -> None:
         """Note what the caller is handling, and set what torch and NCCL read when the process group is made.
 
         `has_several_communicators`: whether more than the default group's are in use at the same time.
@@ -126,7 +132,9 @@ class FailureReports:
         self._has_set = tuple(name for name in variables if name not in os.environ)
         os.environ.update({name: variables[name] for name in self._has_set})
 
-    def watch_setup(self, kind: type[SetupWatchdog], device: torch.device, timeout: timedelta | None) -> None:
+    def watch_setup(
+        self, kind: type[SetupWatchdog], device: torch.device, timeout: timedelta | None
+    ) -> None:
         """Name missing ranks from here on. Collective, where there are several."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.setup_watchdog = kind(device=device, timeout=timeout)
@@ -143,7 +151,11 @@ class FailureReports:
     def ending_error(self) -> BaseException | None:
         """What ends this rank alone; a signal is obeyed by all ranks together, which may save then."""
         error = sys.exc_info()[1]
-        return None if error is self._handled_before or isinstance(error, lightning_types(_SIGTERM)) else error
+        return (
+            None
+            if error is self._handled_before or isinstance(error, lightning_types(_SIGTERM))
+            else error
+        )
 
     def is_failing(self) -> bool:
         """Return whether an error ends this rank: others do not come to collectives any more."""
@@ -181,12 +193,17 @@ class FailureReports:
         if watchdog is not None and is_of_a_collective(exception):
             # Of DDP or Lightning, such as the broadcast of buffers: it stays itself, with more words.
             exception.args = (watchdog.explain(exception),)
-        elif watchdog is not None and wait not in (None, exception):  # torch's pipelining raises its own
+        elif watchdog is not None and wait not in (
+            None,
+            exception,
+        ):  # torch's pipelining raises its own
             exception.add_note(watchdog.explain(wait))
         elif watchdog is not None:
             watchdog.abort(reason_of(exception))
             here = f"On rank {rank} (host {host_identity()[0]})"
-            has_place = "comm: " in str(exception) or any(here in note for note in getattr(exception, "__notes__", ()))
+            has_place = "comm: " in str(exception) or any(
+                here in note for note in getattr(exception, "__notes__", ())
+            )
             if not has_place:
                 exception.add_note(f"{RULE}\n{here}: {summary_of(exception)}")
             # The error may be only a consequence, such as the device's own after its communicators were aborted.

@@ -40,7 +40,9 @@ def refuse_unknown_outcomes(precision: Any, module: Any, *, may_skip: bool) -> N
     """
     found = in_precision(precision) | {"error feedback": "`between_nodes.error_feedback` (=True)"}
     if may_skip and not module.automatic_optimization:
-        found["manual steps"] = f"`automatic_optimization` (=False) with precision {precision.precision!r}"
+        found["manual steps"] = (
+            f"`automatic_optimization` (=False) with precision {precision.precision!r}"
+        )
     refuse_excluded(found)
 
 
@@ -68,7 +70,9 @@ class ErrorFeedbackExtension(FitExtension):
     def __init__(self, fit: FitContext, *, saves: bool = True) -> None:
         self._saves = saves
         refuse_unknown_outcomes(fit.precision, fit.module, may_skip=_step_state(fit) is not None)
-        self._feedback: ErrorFeedback | None = None  # kept after a fit: its checkpoint may be saved later
+        self._feedback: ErrorFeedback | None = (
+            None  # kept after a fit: its checkpoint may be saved later
+        )
         self._blocks: BlockNumbers  # outlives the hook's state, as the residuals do
 
     def after_setup(self, fit: RunningFit) -> None:
@@ -81,7 +85,9 @@ class ErrorFeedbackExtension(FitExtension):
         """Note the loss scale of the batch's gradients."""
         if self._feedback is not None:
             state = _step_state(fit)
-            self._feedback.begin_step(None if state is None or state.loss_scale is None else state.loss_scale.scale)
+            self._feedback.begin_step(
+                None if state is None or state.loss_scale is None else state.loss_scale.scale
+            )
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """Note whether the step was skipped."""
@@ -125,7 +131,9 @@ class ErrorFeedbackExtension(FitExtension):
         nodes, own = fit.topology.nodes, fit.topology.node
         for slab in self._slabs(fit.module):
             begin, last = slab[0][2], slab[-1]
-            share = self._feedback.share(begin, last[2] + num_blocks_of(num_reals(last[1])), fit.device)
+            share = self._feedback.share(
+                begin, last[2] + num_blocks_of(num_reals(last[1])), fit.device
+            )
             for index, node in enumerate(nodes):
                 values = share if node == own else torch.zeros_like(share)
                 dist.reduce(values, dst=0)  # over all ranks: ranks of a node have different blocks
@@ -148,7 +156,9 @@ class ErrorFeedbackExtension(FitExtension):
         for name, parameter, first in self._trained(fit.module):
             if name in saved["residuals"]:
                 rows = saved["residuals"][name].cpu()
-                own = share_of_node(rows, growth=fit.topology.world_size / saved["world_size"], **place)
+                own = share_of_node(
+                    rows, growth=fit.topology.world_size / saved["world_size"], **place
+                )
                 row = values[first * BLOCK :][: num_reals(parameter)]
                 _in_shape(row, parameter).copy_(own)
         self._feedback.load(values)
@@ -178,7 +188,11 @@ def _real(parameter: Tensor) -> Tensor:
 def _in_shape(row: Tensor, parameter: Tensor) -> Tensor:
     # A view of a gradient's elements, which are in the order of the parameter's memory, in the parameter's shape.
     like = _real(parameter)
-    return row.view(like.shape) if has_gaps(like) else row.as_strided(like.shape, like.stride(), row.storage_offset())
+    return (
+        row.view(like.shape)
+        if has_gaps(like)
+        else row.as_strided(like.shape, like.stride(), row.storage_offset())
+    )
 
 
 def _step_state(fit: FitContext) -> OptimizerStepState | None:

@@ -44,7 +44,12 @@ from lightning_hybrid.strategy.failures import (
 from lightning_hybrid.strategy.loaders import TrainingLoaders
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
-from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
+from lightning_hybrid.strategy.rendezvous import (
+    connect_ranks,
+    refuse_launch,
+    start_method_from,
+    timeout_from,
+)
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
@@ -138,7 +143,9 @@ class HybridAllReduce(_Base):
         self._comm = CommSetup(self._options)
         self._failures = FailureReports()
         self._loaders: TrainingLoaders = self._loaders_type(exact_resume)
-        self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
+        self._extensions: Extensions | None = (
+            None  # of this fit, or of the last one, which may yet be saved
+        )
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_rebuilt_buckets = False
         super().__init__(
@@ -189,7 +196,9 @@ class HybridAllReduce(_Base):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         """Replace Lightning's plain half precision by ours on fp32 weights, and leave everything else."""
-        self._precision_plugin = with_masters(plugin, self._precision_type, self._options.loss_scale)
+        self._precision_plugin = with_masters(
+            plugin, self._precision_type, self._options.loss_scale
+        )
 
     @property
     def _module(self) -> Any:
@@ -197,7 +206,9 @@ class HybridAllReduce(_Base):
 
     @property
     def _half(self) -> MasterWeightMixin | None:
-        return self.precision_plugin if isinstance(self.precision_plugin, MasterWeightMixin) else None
+        return (
+            self.precision_plugin if isinstance(self.precision_plugin, MasterWeightMixin) else None
+        )
 
     @property
     def _window(self) -> HalfPrecisionWindow | None:
@@ -210,7 +221,9 @@ class HybridAllReduce(_Base):
             refuse_two_precisions(model.trainer, self._half)
             # DDP's own flag: False between the batches of one step, whose gradients it does not average.
             self._half.connect_strategy(
-                is_last_backward_of_step=lambda: getattr(self.model, "require_backward_grad_sync", True),
+                is_last_backward_of_step=lambda: getattr(
+                    self.model, "require_backward_grad_sync", True
+                ),
                 flush_backward=self._flush_backward,
             )
         super().connect(model)
@@ -237,7 +250,9 @@ class HybridAllReduce(_Base):
         lightning_function("fabric.utilities.seed.reset_seed")()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        connect_ranks(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
+        connect_ranks(
+            self.cluster_environment, self._process_group_backend, self.root_device, self._timeout
+        )
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
@@ -259,7 +274,11 @@ class HybridAllReduce(_Base):
 
     def _begin_communication(self) -> None:
         """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
-        self._comm.begin(self._comm.topology_of(self.global_rank, self.world_size), self.root_device, self._timeout)
+        self._comm.begin(
+            self._comm.topology_of(self.global_rank, self.world_size),
+            self.root_device,
+            self._timeout,
+        )
 
     def _share_of_data(self) -> dict[str, Any]:
         """Return how many ranks read different data, and the number of this one."""
@@ -289,7 +308,11 @@ class HybridAllReduce(_Base):
         assert isinstance(self.model, nn.Module)
         self._has_rebuilt_buckets = False
         self._averaged_parameters, ignored = trained_parameters(self.model)
-        if self._window is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
+        if (
+            self._window is not None
+            and self.world_size > 1
+            and self._ddp_kwargs.get("init_sync", True)
+        ):
             self._window.broadcast_(self._module, ignored)
         # DDP and the plan of its buckets are for the parameters of forward and backward.
         with nullcontext() if self._window is None else self._window.opened():
@@ -301,12 +324,16 @@ class HybridAllReduce(_Base):
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         # On the current stream, where Lightning makes one of its own for this: gradients would cross streams.
         is_half = self._half is not None
-        return self._comm.wrap(model, device_ids=self.determine_ddp_device_ids(), is_half=is_half, **self._ddp_kwargs)
+        return self._comm.wrap(
+            model, device_ids=self.determine_ddp_device_ids(), is_half=is_half, **self._ddp_kwargs
+        )
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
-        self._comm.engine = self._failures.engine = engine = self._comm.new_engine(self.precision_plugin)
+        self._comm.engine = self._failures.engine = engine = self._comm.new_engine(
+            self.precision_plugin
+        )
         self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -350,7 +377,9 @@ class HybridAllReduce(_Base):
 
     def _rebuild_buckets(self) -> None:
         """Let DDP make its buckets again, which it does once, while it finds no gradients that it would round."""
-        is_due = self._window is not None and not self._has_rebuilt_buckets and torch.is_grad_enabled()
+        is_due = (
+            self._window is not None and not self._has_rebuilt_buckets and torch.is_grad_enabled()
+        )
         if is_due and isinstance(self.model, DistributedDataParallel):
             assert self._half is not None
             assert self._half.gradients is not None
@@ -359,7 +388,9 @@ class HybridAllReduce(_Base):
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward as DDP, and check that the loss has gradients: other ranks wait for them."""
-        refuse_loss_without_gradient(closure_loss, rank=self.global_rank, world_size=self.world_size)
+        refuse_loss_without_gradient(
+            closure_loss, rank=self.global_rank, world_size=self.world_size
+        )
         state = self._comm.hook_state
         num_buckets_before = 0
         if state is not None:
@@ -380,11 +411,18 @@ class HybridAllReduce(_Base):
 
     def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
         """Check that no other rank waits for the gradients of a backward that has handed over no bucket."""
-        is_averaged = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+        is_averaged = (
+            isinstance(self.model, DistributedDataParallel)
+            and self.model.require_backward_grad_sync
+        )
         if is_averaged and self.world_size > 1:
-            refuse_loss_without_parameters(closure_loss, rank=self.global_rank, world_size=self.world_size)
+            refuse_loss_without_parameters(
+                closure_loss, rank=self.global_rank, world_size=self.world_size
+            )
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
         if self._sums_over_ranks and self._averaged_parameters is not None:
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
@@ -446,7 +484,11 @@ class HybridAllReduce(_Base):
         if self._half is not None:
             self._half.run_deferred_schedules()
         state = super().optimizer_state(optimizer)
-        return state if self._extensions is None else self._extensions.optimizer_state(optimizer, state)
+        return (
+            state
+            if self._extensions is None
+            else self._extensions.optimizer_state(optimizer, state)
+        )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load as DDP, or this rank's part of the state if extensions share it."""
@@ -454,7 +496,11 @@ class HybridAllReduce(_Base):
             self._extensions.call("load", checkpoint)
         to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            loading = nullcontext(state) if self._extensions is None else self._extensions.loading(optimizer, state)
+            loading = (
+                nullcontext(state)
+                if self._extensions is None
+                else self._extensions.loading(optimizer, state)
+            )
             with loading as own_state:
                 optimizer.load_state_dict(dict(own_state))
                 to_device(optimizer, self.root_device)
@@ -470,7 +516,9 @@ class HybridAllReduce(_Base):
         # First of all DDP's advice takes the place of torch's message: the report below the traceback repeats it.
         super().on_exception(exception)
         use_own_names(exception, strategy=type(self).__name__)
-        self._failures.report(exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes)
+        self._failures.report(
+            exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes
+        )
         if self.lightning_module is not None:
             self._failures.ended_by = exception
 
@@ -516,7 +564,9 @@ def _argument_names(strategy_type: type[HybridAllReduce]) -> list[str]:
         if not issubclass(base, HybridAllReduce) or "__init__" not in vars(base):
             continue
         for parameter in inspect.signature(vars(base)["__init__"]).parameters.values():
-            is_named = parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name != "self"
+            is_named = (
+                parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name != "self"
+            )
             if is_named and parameter.name not in names:
                 names.append(parameter.name)
     return names

@@ -71,7 +71,9 @@ class TrainingLoaders:
         Lightning keeps the iterators of training in it, and iterating over it replaces them.
         """
         source = self._trainer.fit_loop._data_source
-        if isinstance(source.instance, lightning_types("pytorch.utilities.combined_loader.CombinedLoader")):
+        if isinstance(
+            source.instance, lightning_types("pytorch.utilities.combined_loader.CombinedLoader")
+        ):
             source.instance = copy.copy(source.instance)
 
     def after_optimizers(self, trainer: Any) -> None:
@@ -82,7 +84,9 @@ class TrainingLoaders:
         if trainer.ckpt_path is not None:
             trainer.fit_loop._combined_loader = None
 
-    def process(self, loader: Any, module: Any, device: torch.device, compute_dtype: torch.dtype | None) -> Any:
+    def process(
+        self, loader: Any, module: Any, device: torch.device, compute_dtype: torch.dtype | None
+    ) -> Any:
         """Return the loader that Lightning iterates over in place of a user's.
 
         A training loader resumes exactly in mid-epoch. All loaders put batches on the device in time.
@@ -101,11 +105,15 @@ class TrainingLoaders:
 
         if is_of_training:
             loader = unwrapped(loader)
-        if hasattr(loader, "bind_trainer"):  # one of `data`, which resumes where the trainer's counters are
+        if hasattr(
+            loader, "bind_trainer"
+        ):  # one of `data`, which resumes where the trainer's counters are
             loader.bind_trainer(trainer)
             self._has_loader_of_data = is_of_training and self._resumes_by_counters()
         # Lightning looks for a DataLoader, which the prefetcher hides.
-        lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(loader, trainer.global_rank)
+        lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(
+            loader, trainer.global_rank
+        )
         if not is_of_training:
             return with_prefetcher(loader)
         return self._wrap_training_loader(loader, trainer, with_prefetcher)
@@ -114,7 +122,9 @@ class TrainingLoaders:
         """Return whether a loader of `data` takes its place from the trainer's counters."""
         return True
 
-    def _wrap_training_loader(self, loader: Any, trainer: Any, with_prefetcher: Callable[..., Any]) -> Any:
+    def _wrap_training_loader(
+        self, loader: Any, trainer: Any, with_prefetcher: Callable[..., Any]
+    ) -> Any:
         """Return a training loader that resumes exactly if it can, with a prefetcher around it."""
         from lightning_hybrid.data.batch_counters import uncount_cut_epoch
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
@@ -150,7 +160,9 @@ class TrainingLoaders:
         combined = self._trainer.fit_loop._combined_loader
         if combined is None:
             return []
-        return [loader.exact_resume for loader in combined.flattened if hasattr(loader, "exact_resume")]
+        return [
+            loader.exact_resume for loader in combined.flattened if hasattr(loader, "exact_resume")
+        ]
 
     # ---- where a fit continues -------------------------------------------------------------------------------------
 
@@ -217,7 +229,9 @@ class TrainingLoaders:
             for resume in self._resumes:
                 if resume.loaded is not None:
                     self._accumulated_before = int(resume.loaded["accumulate_grad_batches"])
-            resumed = resumed_place(self._trainer, accumulate_grad_batches_before=self._accumulated_before)
+            resumed = resumed_place(
+                self._trainer, accumulate_grad_batches_before=self._accumulated_before
+            )
             self._set_accumulation_of(resumed.epoch)
             self._start = Place(resumed.epoch, batches=self._batches_after(resumed))
         return self._start
@@ -225,7 +239,9 @@ class TrainingLoaders:
     def _set_accumulation_of(self, epoch: int) -> None:
         """Let `GradientAccumulationScheduler` act, which it does when an epoch starts: this one may have started."""
         for callback in self._trainer.callbacks:
-            if isinstance(callback, lightning_types("pytorch.callbacks.GradientAccumulationScheduler")):
+            if isinstance(
+                callback, lightning_types("pytorch.callbacks.GradientAccumulationScheduler")
+            ):
                 self._trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epoch)
 
     def _batches_after(self, resumed: ResumedPlace) -> int:
@@ -252,7 +268,11 @@ class TrainingLoaders:
 
     def on_train_start(self) -> None:
         """Correct the counters of a resumed fit, as loaders of `data` do, and warn of what is not exact."""
-        from lightning_hybrid.data.batch_counters import count_batches_as, goes_on_in_epoch, rewind_to_whole_steps
+        from lightning_hybrid.data.batch_counters import (
+            count_batches_as,
+            goes_on_in_epoch,
+            rewind_to_whole_steps,
+        )
 
         trainer = self._trainer
         fit = trainer.fit_loop
@@ -267,7 +287,9 @@ class TrainingLoaders:
         if self._resumes:
             start = self._resumed_start()
             if goes_on_in_epoch(trainer):
-                num_before = rewind_to_whole_steps(trainer, accumulate_grad_batches_before=self._accumulated_before)
+                num_before = rewind_to_whole_steps(
+                    trainer, accumulate_grad_batches_before=self._accumulated_before
+                )
                 count_batches_as(trainer, num_before, start.batches)
             every = trainer.reload_dataloaders_every_n_epochs
             if every > 1:  # Lightning counts from the epoch in which a fit begins
@@ -317,7 +339,9 @@ class TrainingLoaders:
         for resume in self._resumes:
             caveat = resume.caveat()
             if caveat:
-                rank_zero_warn(f"The training loader is not resumed exactly, or not at once: {caveat}.")
+                rank_zero_warn(
+                    f"The training loader is not resumed exactly, or not at once: {caveat}."
+                )
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -328,7 +352,9 @@ class TrainingLoaders:
         loop = checkpoint["loops"]["fit_loop"]["state_dict"]
         states = loop.pop("combined_loader", [])
         gathered = states_of_all_ranks(states, self.rank, is_alone=is_alone)
-        states_of_others = [state for state, ours in zip(states, gathered, strict=True) if ours is None]
+        states_of_others = [
+            state for state, ours in zip(states, gathered, strict=True) if ours is None
+        ]
         if states_of_others:
             loop["combined_loader"] = states_of_others
         if any(gathered):
@@ -341,4 +367,6 @@ class TrainingLoaders:
         loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if self._states and "combined_loader" in loop:
             others = iter(loop["combined_loader"])
-            loop["combined_loader"] = [next(others) if state is None else state for state in self._states]
+            loop["combined_loader"] = [
+                next(others) if state is None else state for state in self._states
+            ]

@@ -23,7 +23,9 @@ _DTYPES = {name: getattr(torch, full) for short, full in _NAMES.items() for name
 class Planner(Protocol):
     """Object that chooses a plan when training starts, such as `planning.model.cluster.Cluster`."""
 
-    def plan_for(self, numels: Sequence[int], topology: Topology, *, itemsize: int, on_cuda: bool) -> CommPlan:
+    def plan_for(
+        self, numels: Sequence[int], topology: Topology, *, itemsize: int, on_cuda: bool
+    ) -> CommPlan:
         """Choose, equally on every rank, the plan for gradients of `numels` elements in the order they get ready.
 
         Sums that go through a codec between nodes have `codec_bits=8` or `4` besides.
@@ -35,7 +37,10 @@ class OptionValue:
 
     def __repr__(self) -> str:
         known: Any = self  # a dataclass
-        given = [(each.name, getattr(self, each.name), each.default) for each in dataclasses.fields(known)]
+        given = [
+            (each.name, getattr(self, each.name), each.default)
+            for each in dataclasses.fields(known)
+        ]
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value, off in given if value != off)})"
 
 
@@ -87,7 +92,11 @@ class Mean(BetweenNodes):
     def on_wire(self) -> torch.dtype | Codec | None:
         """The dtype or codec of sums between nodes."""
         dtype = _on_wire(self.dtype)
-        return replace(dtype, error_feedback=self.error_feedback) if isinstance(dtype, Codec) else dtype
+        return (
+            replace(dtype, error_feedback=self.error_feedback)
+            if isinstance(dtype, Codec)
+            else dtype
+        )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -295,7 +304,9 @@ def _object_meant_by(value: Any, kinds: tuple[type, ...]) -> str | None:
         if value is kind or str(value).lower().replace("_", "") == kind.__name__.lower():
             return _EXAMPLES.get(kind, f"{kind.__name__}()")
     for kind in kinds:
-        candidates: list[Mapping[str, Any]] = [{option.name: value} for option in dataclasses.fields(kind)]
+        candidates: list[Mapping[str, Any]] = [
+            {option.name: value} for option in dataclasses.fields(kind)
+        ]
         if isinstance(value, Mapping):
             candidates = [value]
         for fields in candidates:
@@ -310,7 +321,9 @@ _EXAMPLES: dict[type, str] = {LocalSteps: "LocalSteps(every=8)"}
 """Objects to suggest for classes that have no default for every field."""
 
 
-def dtype_from(setting: str | torch.dtype | None, *, name: str, more: tuple[str, ...] = ()) -> torch.dtype | None:
+def dtype_from(
+    setting: str | torch.dtype | None, *, name: str, more: tuple[str, ...] = ()
+) -> torch.dtype | None:
     """Return the dtype that an option names.
 
     Args:
@@ -332,7 +345,9 @@ def dtype_from(setting: str | torch.dtype | None, *, name: str, more: tuple[str,
     name_of_bits = str(setting).removeprefix("torch.")
     if name_of_bits in ("int8", "int4"):
         cure = f" Sums have to hold them as they are: 8 and 4 bits are for between_nodes=Mean(dtype={name_of_bits!r})."
-    raise ValueError(f"`{name}` (={setting!r}) must be None or one of {', '.join([*_DTYPES, *more])}.{cure}")
+    raise ValueError(
+        f"`{name}` (={setting!r}) must be None or one of {', '.join([*_DTYPES, *more])}.{cure}"
+    )
 
 
 def _on_wire(setting: str | torch.dtype | None) -> torch.dtype | Codec | None:

@@ -25,10 +25,19 @@ _DESCRIPTIONS = {
 
 # The module that has the registry, its name there, and where our class is.
 _REGISTRIES = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_hybrid.flavours.lightning_pytorch"),
-    "pytorch_lightning.strategies": ("StrategyRegistry", "lightning_hybrid.flavours.pytorch_lightning"),
+    "lightning.pytorch.strategies": (
+        "StrategyRegistry",
+        "lightning_hybrid.flavours.lightning_pytorch",
+    ),
+    "pytorch_lightning.strategies": (
+        "StrategyRegistry",
+        "lightning_hybrid.flavours.pytorch_lightning",
+    ),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_hybrid.flavours.fabric"),
-    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_hybrid.flavours.lightning_fabric"),
+    "lightning_fabric.strategies": (
+        "STRATEGY_REGISTRY",
+        "lightning_hybrid.flavours.lightning_fabric",
+    ),
 }
 
 
@@ -42,7 +51,12 @@ def register_everywhere() -> None:
 
 def register_names(registry: Any, strategy: Any, name: str = STRATEGY_NAME) -> None:
     """Register a name and the variants that `ddp` has; `strategy`: the class, or what makes one."""
-    for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+    for suffix, start_method in (
+        ("", "popen"),
+        ("_spawn", "spawn"),
+        ("_fork", "fork"),
+        ("_notebook", "fork"),
+    ):
         full = f"{name}{suffix}"
         if full in registry:
             continue
@@ -67,11 +81,20 @@ def _register(module: ModuleType) -> None:
         # Not the class itself: Lightning is being imported, and our class needs more of it.
         register_names(registry, partial(_strategy_of, flavour, "HybridAllReduceStrategy"))
         if "pytorch" in module.__name__:  # Fabric has no `training_step` that a schedule could run
-            register_names(registry, partial(_strategy_of, flavour, "HybridPipelineStrategy"), PIPELINE_NAME)
-            register_names(registry, partial(_strategy_of, flavour, "HybridElasticStrategy"), ELASTIC_NAME)
+            register_names(
+                registry, partial(_strategy_of, flavour, "HybridPipelineStrategy"), PIPELINE_NAME
+            )
+            register_names(
+                registry, partial(_strategy_of, flavour, "HybridElasticStrategy"), ELASTIC_NAME
+            )
         _suggest_names(registry)
-    except Exception as error:  # of a version that we do not know: its import must not fail because of us
-        warnings.warn(f"{module.__name__}: strategy={STRATEGY_NAME!r} could not be registered: {error}", stacklevel=2)
+    except (
+        Exception
+    ) as error:  # of a version that we do not know: its import must not fail because of us
+        warnings.warn(
+            f"{module.__name__}: strategy={STRATEGY_NAME!r} could not be registered: {error}",
+            stacklevel=2,
+        )
 
 
 def _strategy_of(flavour: str, strategy: str, **options: Any) -> Any:
@@ -105,7 +128,9 @@ class _SuggestingNames(list[str]):
         if isinstance(strategy, str):
             suggestion = nearest_name(strategy, self)
             if suggestion is not None:
-                raise ValueError(f"`strategy` (={strategy!r}) is not a known name. Did you mean {suggestion!r}?")
+                raise ValueError(
+                    f"`strategy` (={strategy!r}) is not a known name. Did you mean {suggestion!r}?"
+                )
         return False
 
 
@@ -128,7 +153,9 @@ def nearest_name(misspelt: str, names: Collection[str]) -> str | None:
 class _RegisterWhenImported(MetaPathFinder):
     # The other finders find the module; its loader registers our names once it has run the module.
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in _REGISTRIES:
             return None
         for finder in sys.meta_path:

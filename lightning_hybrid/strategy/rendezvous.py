@@ -74,7 +74,11 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
             "Start each rank once, with torchrun or srun, which number them."
         )
     # Rank zero waits for all names and writes the result, so that every rank ends with the same words.
-    missing = _collect(calls, world_size, end_s) if rank == 0 else _await_result(calls, end_s, where, rank, timeout)
+    missing = (
+        _collect(calls, world_size, end_s)
+        if rank == 0
+        else _await_result(calls, end_s, where, rank, timeout)
+    )
     if missing:
         raise RendezvousError(
             f"`WORLD_SIZE` (={world_size}) ranks must meet at {where}, and within {timeout.total_seconds():g} s "
@@ -109,7 +113,11 @@ def timeout_from(setting: timedelta | float) -> timedelta:
     """
     seconds = setting.total_seconds() if isinstance(setting, timedelta) else plain_value(setting)
     # A year at most: what torch makes of it is counted in milliseconds and nanoseconds.
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 366 * 86400:
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float)
+        or not 0 < seconds <= 366 * 86400
+    ):
         raise ValueError(
             f"`timeout` (={setting!r}) must be a number of seconds above zero, or a timedelta: so long do ranks wait "
             "for one another, to meet and in each collective. Write timeout=1800, or leave `timeout` out."
@@ -125,14 +133,18 @@ def _serve(address: str, port: int, world_size: int, timeout: timedelta) -> dist
     # `multi_tenant`: a store that this process already has at this port, of an earlier fit, is used again.
     common: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
     descriptor = None if listener is None else listener.detach()  # the store closes it
-    return dist.TCPStore(address, port, world_size, is_master=True, master_listen_fd=descriptor, **common)
+    return dist.TCPStore(
+        address, port, world_size, is_master=True, master_listen_fd=descriptor, **common
+    )
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
     if not address:
         return None
     # torch's own listener would take every interface: any host could reach the store.
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(
+        socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM
+    )
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
@@ -169,10 +181,14 @@ def _collect(calls: dist.Store, world_size: int, end_s: float) -> str:
 
 
 def _join(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.TCPStore(
+        address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False
+    )
 
 
-def _await_result(calls: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta) -> str:
+def _await_result(
+    calls: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta
+) -> str:
     left_s = max(0.0, end_s - monotonic()) + GRACE_S
     try:
         calls.wait(["result"], timedelta(seconds=left_s))
@@ -195,7 +211,9 @@ def _no_answer(where: str, rank: int, timeout: timedelta) -> str:
 # ---- Lightning's seam ------------------------------------------------------------------------------------------------
 
 
-def connect_ranks(environment: Any, backend: str, device: torch.device, timeout: timedelta | None) -> None:
+def connect_ranks(
+    environment: Any, backend: str, device: torch.device, timeout: timedelta | None
+) -> None:
     """Make the process group by `meet`, except under torchrun, whose agents have their store. Collective.
 
     Raises:
@@ -256,13 +274,18 @@ def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -
     Raises:
         MisconfigurationException: other devices (MPS, XLA, HPU, ...), or an interactive session, with the name for it.
     """
-    for kind in {getattr(device, "type", type(device).__name__) for device in devices or ()} - {"cpu", "cuda"}:
+    for kind in {getattr(device, "type", type(device).__name__) for device in devices or ()} - {
+        "cpu",
+        "cuda",
+    }:
         raise misconfiguration(
             f"`accelerator` (=one of {kind!r} devices) must be cpu or cuda with strategy={name!r}: gradients are "
             "summed over Gloo or NCCL, which have no others. Set accelerator='cpu', or strategy='auto' for one device."
         )
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
-    if start_method == "popen" and is_interactive:  # as Lightning, whose error would name a variant of DDP
+    if (
+        start_method == "popen" and is_interactive
+    ):  # as Lightning, whose error would name a variant of DDP
         raise misconfiguration(
             f"`strategy` (={name!r}) must be started from a script: it repeats the command for each rank, and an "
             f"interactive session or a notebook has none. Write strategy='{name}_notebook' (in a strategy object "

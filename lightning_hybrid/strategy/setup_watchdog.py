@@ -50,7 +50,9 @@ class SetupWatchdog:
             watched=self,
             hosts=[host for host, _ in places],
             addresses=[addresses for _, addresses in places],
-            give_up_after_s=GIVE_UP_AT * timeout.total_seconds() if timeout is not None and may_give_up else None,
+            give_up_after_s=GIVE_UP_AT * timeout.total_seconds()
+            if timeout is not None and may_give_up
+            else None,
         )
         self._watchdog.start()
 
@@ -84,7 +86,9 @@ class SetupWatchdog:
         """Name the cause of a collective that failed here, then `error`; in the same words on every rank."""
         self._waited = place_of_error(error)
         noticed = f"rank {self._rank} failed {self._where()}: {short(error)}"
-        return f"{self._watchdog.collect_status(noticed)} Seen here as {type(error).__name__}: {error}"
+        return (
+            f"{self._watchdog.collect_status(noticed)} Seen here as {type(error).__name__}: {error}"
+        )
 
     def _where(self) -> str:
         return "in a collective that averages no gradients"

@@ -107,7 +107,9 @@ class StrategyOptions:
             ValueError: An option does not exist, has a value that cannot work, or excludes another one.
         """
         refuse_unknown_options(ddp_kwargs, argument_names, strategy_name)
-        require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), "Mean(dtype='int8')")
+        require_value(
+            "between_nodes", between_nodes, (Mean, Adasum, LocalSteps), "Mean(dtype='int8')"
+        )
         require_value("comm", comm, (Comm,), "Comm(algorithm='flat')")
         require_value("report", report, (Report,), "Report(trace_dir='traces')")
 
@@ -210,12 +212,18 @@ def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
 def _parse_ranks_per_node(ranks_per_node: Any) -> int | None:
     number: int | None = plain_value(ranks_per_node)
     if number is not None:
-        require_whole("ranks_per_node", number, "it counts ranks. Leave `ranks_per_node` out to have nodes found")
+        require_whole(
+            "ranks_per_node",
+            number,
+            "it counts ranks. Leave `ranks_per_node` out to have nodes found",
+        )
     return number
 
 
 def _parse_shard_update(shard_update: Any) -> ShardUpdate:
-    why = "which ranks share masters and optimizer state. Write shard_update='node', or leave it out"
+    why = (
+        "which ranks share masters and optimizer state. Write shard_update='node', or leave it out"
+    )
     require_choice("shard_update", shard_update, ("off", "node", "world", False), why)
     # YAML reads `off` as a boolean.
     parsed: ShardUpdate = shard_update or "off"
@@ -265,7 +273,9 @@ def refuse_unknown_options(
                 "another hook, such as PowerSGD, use strategy='ddp'."
             )
         if name in _OPTIONS_OF_THE_STRATEGY:
-            raise ValueError(f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel.")
+            raise ValueError(
+                f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel."
+            )
         if name not in ddp_names:
             suggestion = _suggestion(name, [*own_names, *ddp_names])
             raise ValueError(
@@ -277,10 +287,16 @@ def refuse_unknown_options(
 def _suggestion(name: str, names: list[str]) -> str:
     """Return a sentence with the most similar option or field of an option, or an empty string."""
     fields: dict[str, str] = {}
-    for argument, option_types in (("between_nodes", (Mean, LocalSteps)), ("comm", (Comm,)), ("report", (Report,))):
+    for argument, option_types in (
+        ("between_nodes", (Mean, LocalSteps)),
+        ("comm", (Comm,)),
+        ("report", (Report,)),
+    ):
         for option_type in option_types:
             for option_field in dataclasses.fields(option_type):
-                fields[option_field.name] = f"{argument}={option_type.__name__}({option_field.name}=...)"
+                fields[option_field.name] = (
+                    f"{argument}={option_type.__name__}({option_field.name}=...)"
+                )
     matches = difflib.get_close_matches(name, [*names, *fields], n=1)
     if not matches:
         return ""

@@ -85,7 +85,9 @@ class AllReduceBench:
                     yield from self._size(fabric, topology, arms, num_bytes, getattr(torch, dtype))
 
     @contextmanager
-    def _arms(self, fabric: Fabric, topology: Topology) -> Iterator[dict[str, Callable[[Tensor], object]]]:
+    def _arms(
+        self, fabric: Fabric, topology: Topology
+    ) -> Iterator[dict[str, Callable[[Tensor], object]]]:
         names = ["auto", *get_args(Algorithm)] if self.algorithms is None else list(self.algorithms)
         engines = {
             name: CommEngine(
@@ -97,7 +99,9 @@ class AllReduceBench:
             for name in names
         }
         try:
-            yield {BACKEND: dist.all_reduce} | {name: _through(engine) for name, engine in engines.items()}
+            yield {BACKEND: dist.all_reduce} | {
+                name: _through(engine) for name, engine in engines.items()
+            }
         finally:
             for engine in engines.values():
                 engine.close()
@@ -115,8 +119,12 @@ class AllReduceBench:
             ones = torch.ones(num_elements, dtype=dtype, device=fabric.device)
             arm(ones)
             if not torch.equal(ones, torch.full_like(ones, topology.world_size)):
-                raise RuntimeError(f"`{name}` gave a wrong sum of {num_bytes} bytes in {dtype} on rank {topology.rank}")
-        flat = torch.zeros(num_elements, dtype=dtype, device=fabric.device)  # sums of zeros never overflow
+                raise RuntimeError(
+                    f"`{name}` gave a wrong sum of {num_bytes} bytes in {dtype} on rank {topology.rank}"
+                )
+        flat = torch.zeros(
+            num_elements, dtype=dtype, device=fabric.device
+        )  # sums of zeros never overflow
         slowest_s = max(_seconds_per_call(fabric, arm, flat, 1) for arm in arms.values())
         num_calls = max(1, min(MAX_CALLS, int(self.min_sample_s / slowest_s)))
         names, times_s = list(arms), {name: list[float]() for name in arms}
@@ -139,7 +147,9 @@ def _through(engine: CommEngine) -> Callable[[Tensor], object]:
     return lambda flat: engine.submit(flat, bucket_index=0, is_last=True).wait()
 
 
-def _seconds_per_call(fabric: Fabric, arm: Callable[[Tensor], object], flat: Tensor, num_calls: int) -> float:
+def _seconds_per_call(
+    fabric: Fabric, arm: Callable[[Tensor], object], flat: Tensor, num_calls: int
+) -> float:
     """Return the seconds per call of the slowest rank; the same number on every rank."""
     fabric.barrier()
     synchronize(fabric.device)

@@ -94,7 +94,12 @@ class GradientSet(pl.LightningModule):
     """
 
     def __init__(
-        self, shapes: Shapes, *, backward_s: float = 0.0, optimizer: str = "sgd", has_arithmetic: bool = False
+        self,
+        shapes: Shapes,
+        *,
+        backward_s: float = 0.0,
+        optimizer: str = "sgd",
+        has_arithmetic: bool = False,
     ) -> None:
         super().__init__()
         self.has_arithmetic = has_arithmetic
@@ -120,7 +125,9 @@ class GradientSet(pl.LightningModule):
             return self._loss_of_rows()
         loss = torch.zeros((), device=self.device)
         for parameter in self.layers:
-            loss = _Layer.apply(loss, parameter, self._noise, self.seconds_per_element * parameter.numel())
+            loss = _Layer.apply(
+                loss, parameter, self._noise, self.seconds_per_element * parameter.numel()
+            )
         return loss
 
     def _loss_of_rows(self) -> Tensor:

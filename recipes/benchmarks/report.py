@@ -13,7 +13,14 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from lightning_hybrid.callbacks.run_report.figure import INK, MUTED, SERIES, Panel, in_units, write_svg
+from lightning_hybrid.callbacks.run_report.figure import (
+    INK,
+    MUTED,
+    SERIES,
+    Panel,
+    in_units,
+    write_svg,
+)
 from lightning_hybrid.formatting import markdown_table, size, time_text
 from recipes.cli.results import environment
 
@@ -75,7 +82,17 @@ def hidden_share(rows: Sequence[Timing]) -> float:
 
 # ---- table -----------------------------------------------------------------------------------------------------------
 
-HEADER = ("case", "bytes", "arm", "median ms", "min ms", "max ms", "samples", "x reference", "x byte bound")
+HEADER = (
+    "case",
+    "bytes",
+    "arm",
+    "median ms",
+    "min ms",
+    "max ms",
+    "samples",
+    "x reference",
+    "x byte bound",
+)
 
 
 def cells(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[list[str]]:
@@ -125,7 +142,9 @@ def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
     overlap = [row for row in rows if row.section == "overlap"]
     for of_case in (overlap[first : first + 4] for first in range(0, len(overlap), 4)):
         hidden, step, silent = hidden_share(of_case), of_case[0].median_s, of_case[1].median_s
-        text.append(f"\n{of_case[0].case}, {of_case[0].arm}: {hidden:.1%} of {1e3 * (step - silent):.4g} ms hidden")
+        text.append(
+            f"\n{of_case[0].case}, {of_case[0].arm}: {hidden:.1%} of {1e3 * (step - silent):.4g} ms hidden"
+        )
     return "\n".join(text)
 
 
@@ -142,29 +161,47 @@ def panels_of(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[Pa
             panels.append((partial(_draw_sizes, title, of_case, link_bytes_per_s), 300))
         else:
             first, best = of_case[0], min(of_case, key=lambda row: row.median_s)
-            title = (
-                f"{section}, {case}: {best.arm} takes {best.median_s / first.median_s:.2f} of the time of {first.arm}"
-            )
+            share = best.median_s / first.median_s
+            title = f"{section}, {case}: {best.arm} takes {share:.2f} of the time of {first.arm}"
             if section == "overlap" and len(of_case) == 4:
-                title = f"{section}, {case}: {hidden_share(of_case):.0%} of the communication is hidden"
+                title = (
+                    f"{section}, {case}: {hidden_share(of_case):.0%} of the communication is hidden"
+                )
             names = {row.arm: row.arm for row in of_case}
-            panels.append((partial(draw_bars, title, of_case, names, link_bytes_per_s), 90 + 42 * len(of_case)))
+            panels.append(
+                (
+                    partial(draw_bars, title, of_case, names, link_bytes_per_s),
+                    90 + 42 * len(of_case),
+                )
+            )
     return panels
 
 
-def _draw_sizes(title: str, rows: Sequence[Timing], link_bytes_per_s: float | None, axes: Axes) -> None:
+def _draw_sizes(
+    title: str, rows: Sequence[Timing], link_bytes_per_s: float | None, axes: Axes
+) -> None:
     axes.set_title(title)
     for arm in dict.fromkeys(row.arm for row in rows):
         of_arm = [row for row in rows if row.arm == arm]
-        axes.loglog([r.num_bytes for r in of_arm], [r.median_s for r in of_arm], marker="o", label=arm)
-    bounds = {row.num_bytes: bound_s for row in rows if (bound_s := row.bound_s(link_bytes_per_s)) is not None}
+        axes.loglog(
+            [r.num_bytes for r in of_arm], [r.median_s for r in of_arm], marker="o", label=arm
+        )
+    bounds = {
+        row.num_bytes: bound_s
+        for row in rows
+        if (bound_s := row.bound_s(link_bytes_per_s)) is not None
+    }
     if bounds:
         axes.loglog(list(bounds), list(bounds.values()), "--", color=MUTED, label="byte bound")
     in_units(axes, x="B", y="s")
 
 
 def draw_bars(
-    title: str, rows: Sequence[Timing], names: Mapping[str, str], link_bytes_per_s: float | None, axes: Axes
+    title: str,
+    rows: Sequence[Timing],
+    names: Mapping[str, str],
+    link_bytes_per_s: float | None,
+    axes: Axes,
 ) -> None:
     """Draw each arm's median as a bar under its name; above it a line from least to most, on it a tick at the bound."""
     axes.set_title(title)
@@ -177,21 +214,30 @@ def draw_bars(
         axes.plot([min(row.times_s), max(row.times_s)], [-place - 0.24] * 2, color=INK, linewidth=1)
         if (bound_s := row.bound_s(link_bytes_per_s)) is not None:
             axes.plot([bound_s] * 2, [-place - 0.17, -place + 0.17], color=SERIES[1])
-        axes.text(0, -place + 0.22, f"{names[row.arm]}: {time_text(row.median_s)}{times}", va="bottom")
+        axes.text(
+            0, -place + 0.22, f"{names[row.arm]}: {time_text(row.median_s)}{times}", va="bottom"
+        )
     axes.set_xlim(0, 1.02 * most_s)
     axes.set_ylim(0.6 - len(rows), 0.7)
     axes.set_yticks([])
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
     axes.set_xticks([])
-    axes.set_xlabel("median; line: least to most" + ("; orange: byte bound" if link_bytes_per_s else ""))
+    axes.set_xlabel(
+        "median; line: least to most" + ("; orange: byte bound" if link_bytes_per_s else "")
+    )
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def write_bench(
-    folder: Path, rows: Iterable[Timing], *, link_bytes_per_s: float | None, config: dict[str, Any], title: str
+    folder: Path,
+    rows: Iterable[Timing],
+    *,
+    link_bytes_per_s: float | None,
+    config: dict[str, Any],
+    title: str,
 ) -> None:
     """Write `rows.jsonl` (every sample), `table.csv`, `table.md` and `bench.svg` into `folder`."""
     rows = list(rows)

@@ -53,7 +53,11 @@ class StrategyArm:
     @property
     def precision(self) -> Any:
         """Precision for the `Trainer`."""
-        return "32-true" if self.name in (STOCK, COMPRESSED) or self.name.endswith("_fp32") else "16-true"
+        return (
+            "32-true"
+            if self.name in (STOCK, COMPRESSED) or self.name.endswith("_fp32")
+            else "16-true"
+        )
 
     @property
     def codec(self) -> str | None:
@@ -74,7 +78,9 @@ class StrategyArm:
             return DDPStrategy(timeout=timeout)
         if self.name == COMPRESSED:
             return CompressedDDPStrategy(timeout=timeout)
-        algorithm: Any = self.name.removesuffix("_fp32").removesuffix(f"_{self.codec}").removesuffix("_shared")
+        algorithm: Any = (
+            self.name.removesuffix("_fp32").removesuffix(f"_{self.codec}").removesuffix("_shared")
+        )
         ours = SilentStrategy if self.is_silent else HybridAllReduceStrategy
         comm = Comm(algorithm=algorithm, bucket_bytes=self.bucket_bytes)
         shard_update: Any = "node" if self.name.endswith("_shared") else "off"
@@ -125,14 +131,21 @@ class StepBench:
     def __post_init__(self) -> None:
         for name in self.gradients:
             if name not in GRADIENT_SETS:
-                raise ValueError(f"`gradients` (={name}) must be one of {', '.join(GRADIENT_SETS)}.")
-        for key, name in [*(("arms", arm) for arm in self.arms), ("overlap", self.overlap or STOCK)]:
+                raise ValueError(
+                    f"`gradients` (={name}) must be one of {', '.join(GRADIENT_SETS)}."
+                )
+        for key, name in [
+            *(("arms", arm) for arm in self.arms),
+            ("overlap", self.overlap or STOCK),
+        ]:
             try:
                 self._arm(name).strategy()
             except ValueError as error:
                 raise ValueError(f"`steps.{key}` (={name!r}) must be an arm: {error}") from error
         if self.overlap in (STOCK, COMPRESSED):
-            raise ValueError(f"`overlap` (={self.overlap}) must be a hybrid arm: auto or an algorithm.")
+            raise ValueError(
+                f"`overlap` (={self.overlap}) must be a hybrid arm: auto or an algorithm."
+            )
         if self.overlap is not None and (computed := WITH_ARITHMETIC.intersection(self.gradients)):
             raise ValueError(
                 f"`overlap` (={self.overlap}) must be null with `gradients` (={min(computed)}): their backward "
@@ -163,7 +176,9 @@ class StepBench:
         """Time steps with and without communication; then without arithmetic, with a backward that waits as long."""
         arm = self._arm(name)
         silent = replace(arm, is_silent=True)
-        with_s, without_s = (statistics.median(fit(gradients, each, backward_s=0.0)) for each in (arm, silent))
+        with_s, without_s = (
+            statistics.median(fit(gradients, each, backward_s=0.0)) for each in (arm, silent)
+        )
         # A backward that waits for as long as the communication takes could hide all of it.
         backward_s = max(0.0, with_s - without_s)
         cases = [(arm, 0.0), (silent, 0.0), (arm, backward_s), (silent, backward_s)]
@@ -178,7 +193,9 @@ class StepBench:
     def _arm(self, name: str) -> StrategyArm:
         return StrategyArm(name=name, bucket_bytes=self.bucket_bytes, timeout_s=self.timeout_s)
 
-    def _fit(self, fabric: Fabric, gradients: str, arm: StrategyArm, *, backward_s: float) -> list[float]:
+    def _fit(
+        self, fabric: Fabric, gradients: str, arm: StrategyArm, *, backward_s: float
+    ) -> list[float]:
         """Time each counted step; the same numbers on every rank."""
         clock = StepClock()
         module = GradientSet(

@@ -26,7 +26,13 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from recipes.cli import preflight
-from recipes.cli.usage import UsageError, command, missing_extras, missing_packages_of, refuse_missing_extras
+from recipes.cli.usage import (
+    UsageError,
+    command,
+    missing_extras,
+    missing_packages_of,
+    refuse_missing_extras,
+)
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -36,9 +42,13 @@ OPTIONS = ("config_path", "config_name", "config_dir")
 SYNONYMS = {"learning_rate": "lr", "batch_size": "global_batch_size", "epochs": "max_epochs"}
 """Last words of keys in other trainers, and the words here."""
 
-AVAILABLE = re.compile(r"Available options in '.*':\n((?:\t.*\n?)+)")  # Hydra's words for a choice that is none
+AVAILABLE = re.compile(
+    r"Available options in '.*':\n((?:\t.*\n?)+)"
+)  # Hydra's words for a choice that is none
 
-LOCAL_STEPS_KEYS = tuple(f"strategy.between_nodes.{key}" for key in ("every", "from_step", "outer_lr"))
+LOCAL_STEPS_KEYS = tuple(
+    f"strategy.between_nodes.{key}" for key in ("every", "from_step", "outer_lr")
+)
 """Keys that are there once their group is chosen."""
 
 
@@ -79,7 +89,11 @@ def read(name: str) -> None:
     given = get_args_parser().parse_args()
     if given.experimental_rerun is not None:
         return
-    options = [f"--{key.replace('_', '-')}={value}" for key in OPTIONS if (value := getattr(given, key)) is not None]
+    options = [
+        f"--{key.replace('_', '-')}={value}"
+        for key in OPTIONS
+        if (value := getattr(given, key)) is not None
+    ]
     if asked := [override[:-2] for override in given.overrides if override.endswith("=?")]:
         others = [override for override in given.overrides if not override.endswith("=?")]
         print("\n\n".join(answer(name, key, [*options, *others]) for key in asked))
@@ -88,7 +102,9 @@ def read(name: str) -> None:
     # Words that are completed are a question.
     is_answered = given.help or given.hydra_help or given.shell_completion or given.cfg
     if not given.shell_completion and (
-        lines := refusals(name, options, given.overrides, is_sweep=is_sweep, also_values=not is_answered)
+        lines := refusals(
+            name, options, given.overrides, is_sweep=is_sweep, also_values=not is_answered
+        )
     ):
         # Every rank reads the same words: one prints, the others leave it time. Launchers end all at the first end.
         if is_first_rank():
@@ -107,13 +123,25 @@ def read(name: str) -> None:
 
 def is_question(words: Sequence[str]) -> bool:
     """Return whether a command line asks for help, for the configuration, or for the choices of a key."""
-    options = ("--help", "-h", "--hydra-help", "--shell-completion", "-sc", "--cfg", "-c", "--info", "-i")
+    options = (
+        "--help",
+        "-h",
+        "--hydra-help",
+        "--shell-completion",
+        "-sc",
+        "--cfg",
+        "-c",
+        "--info",
+        "-i",
+    )
     return any(word.partition("=")[0] in options or word.endswith("=?") for word in words)
 
 
 def is_first_rank() -> bool:
     """Return whether no launcher calls this process another rank than zero."""
-    return all(os.environ.get(variable, "0") == "0" for variable in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return all(
+        os.environ.get(variable, "0") == "0" for variable in ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    )
 
 
 def program(name: str) -> Any:
@@ -139,7 +167,9 @@ def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
             program(name)()
         except SystemExit as end:
             if end.code:
-                return "", wrong.getvalue().partition("\nSet the environment variable HYDRA_FULL_ERROR")[0].strip()
+                return "", wrong.getvalue().partition(
+                    "\nSet the environment variable HYDRA_FULL_ERROR"
+                )[0].strip()
     return printed.getvalue(), ""
 
 
@@ -154,7 +184,9 @@ def answer(name: str, key: str, words: Sequence[str]) -> str:
         lines = []
         for choice in options[1].split():
             path = CONF / key / f"{choice}.yaml"
-            comments = [line for line in path.read_text().splitlines() if re.match(r"# (?!@)", line)]
+            comments = [
+                line for line in path.read_text().splitlines() if re.match(r"# (?!@)", line)
+            ]
             lines.append(f"  {choice:<24}{comments[0].lstrip('# ') if comments else ''}".rstrip())
         return "\n".join([f"{key}=", *lines])
     text = composed(name, words)[0]
@@ -184,7 +216,12 @@ def first_of_sweep(override: str) -> str:
 
 
 def refusals(
-    name: str, options: Sequence[str], overrides: Sequence[str], *, is_sweep: bool, also_values: bool = False
+    name: str,
+    options: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    is_sweep: bool,
+    also_values: bool = False,
 ) -> list[str]:
     """Return what is wrong with a command line: a line for each override that cannot be composed, or for a value."""
     one_job = {each: first_of_sweep(each) if is_sweep else each for each in overrides}
@@ -215,14 +252,26 @@ def refusals(
     return found or [f"error: {text}"]
 
 
-def wrong_numbers(name: str, options: Sequence[str], overrides: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+def wrong_numbers(
+    name: str, options: Sequence[str], overrides: Sequence[str], values: Mapping[str, Any]
+) -> list[str]:
     """Return a line for each key whose default is a number and whose value is text."""
-    given = {override.partition("=")[0].lstrip("+") for override in overrides if not override.startswith("~")}
-    is_text = {key for key in given if isinstance(value := value_at(values, key), str) and "${" not in value}
+    given = {
+        override.partition("=")[0].lstrip("+")
+        for override in overrides
+        if not override.startswith("~")
+    }
+    is_text = {
+        key
+        for key in given
+        if isinstance(value := value_at(values, key), str) and "${" not in value
+    }
     if not is_text:
         return []
     # Choices of groups stay: they decide which keys there are.
-    choices = [override for override in overrides if override.partition("=")[0].lstrip("+") not in is_text]
+    choices = [
+        override for override in overrides if override.partition("=")[0].lstrip("+") not in is_text
+    ]
     text, wrong = composed(name, [*options, *choices])
     if wrong:
         return []
@@ -232,7 +281,9 @@ def wrong_numbers(name: str, options: Sequence[str], overrides: Sequence[str], v
         default = value_at(defaults, key)
         if isinstance(default, int | float) and not isinstance(default, bool):
             value = value_at(values, key)
-            lines.append(f"error: `{key}`: expected a number, got {value!r}. Example: {key}={default}.")
+            lines.append(
+                f"error: `{key}`: expected a number, got {value!r}. Example: {key}={default}."
+            )
     return lines
 
 
@@ -267,7 +318,9 @@ def keys_of(text: str) -> list[str]:
 
 def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
     """Return what is wrong with one override, and what to write, from Hydra's words for it."""
-    mark, key, equals, value = re.fullmatch(r"(\+\+?|~)?([^=]*)(=?)(.*)", override, re.DOTALL).groups("")  # type: ignore[union-attr]
+    mark, key, equals, value = re.fullmatch(
+        r"(\+\+?|~)?([^=]*)(=?)(.*)", override, re.DOTALL
+    ).groups("")  # type: ignore[union-attr]
     if options := AVAILABLE.search(text):
         choices = options[1].split()
         near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
@@ -283,7 +336,11 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
     hint = f" Did you mean {mark}{near_key}{equals}{value}?" if near_key is not None else ""
     if key in LOCAL_STEPS_KEYS:
         hint = f" Did you mean strategy/between_nodes=local_steps {key}={value}?"
-    rest = "" if hint or mark else f" An argument that conf leaves out is added by a plus: +{key}={value}."
+    rest = (
+        ""
+        if hint or mark
+        else f" An argument that conf leaves out is added by a plus: +{key}={value}."
+    )
     return f"{rule}{hint} `{command(name)} --cfg job` prints every key.{rest}"
 
 
@@ -298,9 +355,17 @@ def nearest(key: str, keys: Sequence[str]) -> str | None:
     for meant in (word, SYNONYMS.get(word)):
         same = [each for each in keys if each.rpartition(".")[2] == meant]
         if same:  # of several the outermost: inner ones mostly refer to it
-            return min(same, key=lambda each: (each.count("."), -difflib.SequenceMatcher(None, key, each).ratio()))
+            return min(
+                same,
+                key=lambda each: (
+                    each.count("."),
+                    -difflib.SequenceMatcher(None, key, each).ratio(),
+                ),
+            )
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
     if near:
         return near[0]
     words = {each.rpartition(".")[2]: each for each in reversed(keys)}
-    return next((words[each] for each in difflib.get_close_matches(word, words, n=1, cutoff=0.75)), None)
+    return next(
+        (words[each] for each in difflib.get_close_matches(word, words, n=1, cutoff=0.75)), None
+    )

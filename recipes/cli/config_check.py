@@ -32,10 +32,15 @@ from recipes.cli.command_line import CONF
 
 T = TypeVar("T")
 
-OPEN_PACKAGES = "lightning_hybrid recipes tests lightning torch torchmetrics wandb datetime optuna".split()
+OPEN_PACKAGES = (
+    "lightning_hybrid recipes tests lightning torch torchmetrics wandb datetime optuna".split()
+)
 """Packages whose classes may stand where an argument takes anything; elsewhere the class must be of the argument's."""
 
-PASSES_ON = {"WandbLogger": "wandb.init", "DDPStrategy": "torch.nn.parallel.DistributedDataParallel.__init__"}
+PASSES_ON = {
+    "WandbLogger": "wandb.init",
+    "DDPStrategy": "torch.nn.parallel.DistributedDataParallel.__init__",
+}
 """Where the `**kwargs` of a class go, if not to a base class."""
 
 MAX_SHOWN = 80  # characters of a value, in a message
@@ -99,12 +104,16 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
             f"`{name}` (={_shown(raw[name])}) must be a key of this recipe, or one that another refers to as "
             f"${{{name}}}: nothing would read it. {hint}The keys are {', '.join(sorted(read))}."
         )
-    _check_values(raw, keys)  # first: a resolver would stumble over a wrong value in the name of another key
+    _check_values(
+        raw, keys
+    )  # first: a resolver would stumble over a wrong value in the name of another key
     try:
         _check_values(OmegaConf.to_container(cfg, resolve=True), keys)
     except WrongValueError as error:
         if isinstance(source := values.get(error.key), str) and "${" in source:
-            raise ValueError(f"{error} The key says {source}: correct what that refers to.") from None
+            raise ValueError(
+                f"{error} The key says {source}: correct what that refers to."
+            ) from None
         raise
 
 
@@ -112,12 +121,19 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
     values = dict(_walk(config))
     for key, value in values.items():
         if isinstance(value, int) and abs(value) >= 2**63:
-            raise WrongValueError(key, f"`{key}` (={value}) must fit into 64 bits. Set {key}=<number>.")
+            raise WrongValueError(
+                key, f"`{key}` (={value}) must fit into 64 bits. Set {key}=<number>."
+            )
         if isinstance(value, float) and math.isnan(value):
             raise WrongValueError(key, f"`{key}` (=nan) must be a number. Set {key}=<number>.")
     for key, node in reversed(values.items()):  # what a part holds before the part
         if isinstance(node, dict) and "_target_" in node:
-            _require(_arguments_of(target_of(node, key)), node, f"{key}.", f": it is an argument of {node['_target_']}")
+            _require(
+                _arguments_of(target_of(node, key)),
+                node,
+                f"{key}.",
+                f": it is an argument of {node['_target_']}",
+            )
     # After the values: a wrong value explains more than the missing key that it may cause.
     if missing := [key for key in keys if key not in values]:
         raise ValueError(
@@ -145,7 +161,11 @@ def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def _require(schema: TypeAdapter[Any], given: Mapping[str, Any], prefix: str, why: str) -> None:
     """Refuse the first of the given values that does not fit; those that refer to others are not resolved yet."""
-    values = {name: _with_parts(value, f"{prefix}{name}") for name, value in given.items() if "${" not in str(value)}
+    values = {
+        name: _with_parts(value, f"{prefix}{name}")
+        for name, value in given.items()
+        if "${" not in str(value)
+    }
     try:
         schema.validate_python(values)
     except ValidationError as invalid:
@@ -163,12 +183,18 @@ def made(kind: type[T], given: Any, key: str) -> T:
         return schema.validate_json(json.dumps(given), strict=True)
     except ValidationError as invalid:
         errors = invalid.errors(include_url=False)
-        raise errors[0].get("ctx", {}).get("error") or _refusal(errors, given, f"{key}.", "") from None
+        raise errors[0].get("ctx", {}).get("error") or _refusal(
+            errors, given, f"{key}.", ""
+        ) from None
 
 
-def _refusal(errors: Sequence[Mapping[str, Any]], values: Any, prefix: str, why: str) -> WrongValueError:
+def _refusal(
+    errors: Sequence[Mapping[str, Any]], values: Any, prefix: str, why: str
+) -> WrongValueError:
     """Return, of the errors of one argument, the deepest within its value, in our words."""
-    places = [_place(error["loc"], values) for error in errors if error["loc"][0] == errors[0]["loc"][0]]
+    places = [
+        _place(error["loc"], values) for error in errors if error["loc"][0] == errors[0]["loc"][0]
+    ]
     key, value = max(places, key=lambda place: len(place[0]))
     rules, choices = list[str](), list[str]()
     for error in (error for error, place in zip(errors, places, strict=False) if place[0] == key):
@@ -177,13 +203,19 @@ def _refusal(errors: Sequence[Mapping[str, Any]], values: Any, prefix: str, why:
         choices += filter(None, expected)
         context |= {"expected": " or ".join(expected), "name": error["loc"][-1]}
         own_words = re.sub("^Input should be |^Value error, ", "", error["msg"])
-        rules.append(_WORDS[error["type"]].format(**context) if error["type"] in _WORDS else own_words)
+        rules.append(
+            _WORDS[error["type"]].format(**context) if error["type"] in _WORDS else own_words
+        )
     key, rule = f"{prefix}{key}".rstrip("."), " or ".join(dict.fromkeys(rules))
     name = key
-    if not choices and (files := sorted((CONF / key.replace(".", "/")).glob("*.yaml"))):  # a group within a part
+    if not choices and (
+        files := sorted((CONF / key.replace(".", "/")).glob("*.yaml"))
+    ):  # a group within a part
         name, choices = key.replace(".", "/"), [file.stem for file in files]
     cure = [*difflib.get_close_matches(str(value), choices, n=1), *choices, "<value>"][0]
-    return WrongValueError(key, f"`{key}` (={_shown(value)}) must be {rule}{why}. Set {name}={cure}.")
+    return WrongValueError(
+        key, f"`{key}` (={_shown(value)}) must be {rule}{why}. Set {name}={cure}."
+    )
 
 
 def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:
@@ -223,7 +255,11 @@ def _with_parts(value: Any, key: str) -> Any:
         return Part(value["_target_"], made, bool(value.get("_partial_")))
     if isinstance(value, dict):
         return {name: _with_parts(child, f"{key}.{name}") for name, child in value.items()}
-    return [_with_parts(each, f"{key}[{i}]") for i, each in enumerate(value)] if isinstance(value, list) else value
+    return (
+        [_with_parts(each, f"{key}[{i}]") for i, each in enumerate(value)]
+        if isinstance(value, list)
+        else value
+    )
 
 
 def target_of(node: Mapping[str, Any], key: str) -> Any:
@@ -266,11 +302,17 @@ def _hints_of(function: Any) -> dict[str, Any]:
     parameters, hints = signature.parameters, dict[str, Any]()
     given = {name: parameter.annotation for name, parameter in parameters.items()}
     for name, hint in (given | {"return": signature.return_annotation}).items():
-        one = types.SimpleNamespace(__annotations__={} if hint is inspect.Signature.empty else {name: hint})
+        one = types.SimpleNamespace(
+            __annotations__={} if hint is inspect.Signature.empty else {name: hint}
+        )
         with suppress(Exception):  # one by one: a name may exist for type checkers only
-            hints |= typing.get_type_hints(one, inspect.unwrap(function).__globals__, include_extras=True)
+            hints |= typing.get_type_hints(
+                one, inspect.unwrap(function).__globals__, include_extras=True
+            )
     for name, parameter in parameters.items():
-        if name not in hints and isinstance(parameter.default, bool):  # torch leaves much without an annotation
+        if name not in hints and isinstance(
+            parameter.default, bool
+        ):  # torch leaves much without an annotation
             hints[name] = bool
         elif name in hints and parameter.default is None:
             hints[name] = hints[name] | None
@@ -279,7 +321,8 @@ def _hints_of(function: Any) -> dict[str, Any]:
 
 def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
     """Return the schema of a mapping with these names and others, without any conversion of its values."""
-    fields = TypedDict("fields", {name: _fillable(hint) for name, hint in hints.items()}, total=False)  # type: ignore[misc]
+    types = {name: _fillable(hint) for name, hint in hints.items()}
+    fields = TypedDict("fields", types, total=False)  # type: ignore[misc]
     fields.__pydantic_config__ = ConfigDict(strict=True)  # type: ignore[attr-defined]
     return TypeAdapter(fields)
 
@@ -317,7 +360,9 @@ def _part_or_value(kind: type) -> Any:
         else:
             fits = issubclass(value.made, kind) or (kind is abc.Callable and value.is_partial)
         if not fits:
-            raise ValueError(f"a part with a `_target_` {words.get(kind, f'that makes a {kind.__name__}')}")
+            raise ValueError(
+                f"a part with a `_target_` {words.get(kind, f'that makes a {kind.__name__}')}"
+            )
         return value
 
     return Annotated[Any, AfterValidator(check)]

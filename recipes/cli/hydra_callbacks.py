@@ -40,7 +40,9 @@ class BeforeRun(Callback):
             preflight.check_secrets(own)
             folder = config.hydra[mode].dir
             if mode == "run" and launch.is_rank_zero() and "resume" in own:
-                preflight.refuse_to_overwrite(Path(folder), resume=own["resume"], overwrite=own.get("overwrite"))
+                preflight.refuse_to_overwrite(
+                    Path(folder), resume=own["resume"], overwrite=own.get("overwrite")
+                )
             preflight.check_environment(folder if launch.is_rank_zero() else None)
 
 

@@ -45,12 +45,18 @@ def note_of(message: str, cfg: DictConfig, built_key: str = "") -> str:
         key = _key_of(argument, parts, built_key)
         choice = _choice_of_group(key, class_name)
         if field is not None:
-            keys[f"{argument}={class_name}({field}=...)"] = _key_of(f"{argument}.{field}", parts, built_key)
+            keys[f"{argument}={class_name}({field}=...)"] = _key_of(
+                f"{argument}.{field}", parts, built_key
+            )
         elif choice:
             keys[f"{argument}={class_name}()"] = choice
         else:
             keys.setdefault(f"`{argument}`", key)
-    named = [f"{argument} is {key}" for argument, key in keys.items() if key and argument.strip("`") != key]
+    named = [
+        f"{argument} is {key}"
+        for argument, key in keys.items()
+        if key and argument.strip("`") != key
+    ]
     return f"Keys of the recipe: {', '.join(named)}." if named else ""
 
 

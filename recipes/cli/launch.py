@@ -37,9 +37,16 @@ from recipes.cli import key_note
 from recipes.cli.command_line import bridge_hydra_versions
 from recipes.cli.preflight import LAUNCH_VARIABLES
 from recipes.cli.usage import UsageError, command
-from recipes.cli.world import accumulation, slurm_started_us, steps_between_questions, world_from_launcher
+from recipes.cli.world import (
+    accumulation,
+    slurm_started_us,
+    steps_between_questions,
+    world_from_launcher,
+)
 
-if TYPE_CHECKING:  # a command that does not train starts without Lightning, which takes seconds to import
+if (
+    TYPE_CHECKING
+):  # a command that does not train starts without Lightning, which takes seconds to import
     import lightning.pytorch as pl
     from lightning.fabric import Fabric
 
@@ -49,7 +56,9 @@ KNOWN_ERRORS = (ValueError, TypeError, OSError, HydraException, OmegaConfBaseExc
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 """Where launchers say a rank, in Lightning's order."""
 
-OWN_MESSAGE = re.compile(r"(\[Errno \d+\] )?`[^`]+`( and `[^`]+`)? (\(=|must|is not known|was not written)")
+OWN_MESSAGE = re.compile(
+    r"(\[Errno \d+\] )?`[^`]+`( and `[^`]+`)? (\(=|must|is not known|was not written)"
+)
 
 NOT_TOGETHER = (
     "`WORLD_SIZE` ranks must find one another at MASTER_ADDR:MASTER_PORT and stay; one did not come, or is gone: see "
@@ -72,7 +81,9 @@ def launch_id(otherwise: str) -> str:
 
 def count_classes(root: str) -> int:
     """Count the classes of the image set in `root`, see `imagenet.count_classes`."""
-    from recipes.datasets.images import imagenet  # here: most commands read no images, and start without it
+    from recipes.datasets.images import (
+        imagenet,
+    )  # here: most commands read no images, and start without it
 
     return imagenet.count_classes(root)
 
@@ -98,9 +109,15 @@ def register_resolvers() -> None:
 
 def is_rank_zero() -> bool:
     """Whether this process is rank zero, by what its launcher says; true where there is none."""
-    lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")  # knows more once a trainer is there
+    lightning = sys.modules.get(
+        "lightning.fabric.utilities.rank_zero"
+    )  # knows more once a trainer is there
     known = getattr(getattr(lightning, "rank_zero_only", None), "rank", None)
-    return (int(next((os.environ[name] for name in RANKS if name in os.environ), 0)) if known is None else known) == 0
+    return (
+        int(next((os.environ[name] for name in RANKS if name in os.environ), 0))
+        if known is None
+        else known
+    ) == 0
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -122,7 +139,9 @@ def short_errors(cfg: DictConfig | None = None) -> Iterator[None]:
         print(message, file=sys.stderr, flush=True)
         if HydraConfig.initialized() and is_rank_zero():
             runtime = HydraConfig.get().runtime
-            if not OmegaConf.is_missing(runtime, "output_dir"):  # else Hydra has made no directory yet
+            if not OmegaConf.is_missing(
+                runtime, "output_dir"
+            ):  # else Hydra has made no directory yet
                 _remove_unused(Path(runtime.output_dir))
         raise UsageError(message) from None
 
@@ -144,15 +163,23 @@ def message_of(error: Exception, cfg: DictConfig | None = None) -> str:
     # Hydra 1.3 raises an error of its own with this line; 1.4 adds a note to the error itself.
     said = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
     where = next((line for line in said if line.strip().startswith("full_key:")), "")
-    cause = error.__cause__ if error.__cause__ is not None and isinstance(error, HydraException) else error
+    cause = (
+        error.__cause__
+        if error.__cause__ is not None and isinstance(error, HydraException)
+        else error
+    )
     notes = ("full_key:", "object_type=", "reference_type=")
-    text = "\n".join(line for line in str(cause).splitlines() if not line.strip().startswith(notes)).strip()
+    text = "\n".join(
+        line for line in str(cause).splitlines() if not line.strip().startswith(notes)
+    ).strip()
     text = text.removeprefix("ValueError raised while resolving interpolation: ")
     key = where.partition(":")[2].strip()
     if isinstance(cause, DistError):
         return f"{NOT_TOGETHER}: {text.partition(chr(10))[0]}"
     if OWN_MESSAGE.match(text) is None:  # an error of torch, Lightning or the system
-        is_known = isinstance(cause, KNOWN_ERRORS) or type(cause).__name__ == "MisconfigurationException"
+        is_known = (
+            isinstance(cause, KNOWN_ERRORS) or type(cause).__name__ == "MisconfigurationException"
+        )
         text = text if is_known and text else f"{type(cause).__name__}: {text}"
         text = text.rstrip(".") + f". {_given(key)} HYDRA_FULL_ERROR=1 shows where."
     elif cfg is not None:
@@ -166,7 +193,9 @@ def _given(key: str) -> str:
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     names = {override: override.lstrip("+~").partition("=")[0] for override in overrides}
     within = [
-        one for one, name in names.items() if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+        one
+        for one, name in names.items()
+        if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
     ]
     given = within if key and within else list(names)
     return f"Given was {' '.join(given)}: correct that." if given else "Correct the files of conf/."
@@ -183,7 +212,9 @@ def device_of(name: str | None) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"`device` (={name!r}) must be a device of this machine: {reason}. Set device=cpu.") from error
+        raise ValueError(
+            f"`device` (={name!r}) must be a device of this machine: {reason}. Set device=cpu."
+        ) from error
     return device
 
 
@@ -220,22 +251,37 @@ def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
         if torch.distributed.is_initialized():
             _end_process_group()
         # The ranks that Lightning started end a little later; the next job of a sweep must find their ports free.
-        for process in (p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])):
+        for process in (
+            p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])
+        ):
             process.wait()
         exit_code = 0
     except (SIGTERMException, KeyboardInterrupt):
         if is_rank_zero():
-            print(f"to go on: the same command with hydra.run.dir={hydra.runtime.output_dir} resume=auto", flush=True)
+            print(
+                f"to go on: the same command with hydra.run.dir={hydra.runtime.output_dir} resume=auto",
+                flush=True,
+            )
         raise
     # Errors of a run that end it in one message; a ValueError if it is about what was given.
-    except (MisconfigurationException, ValueError, RendezvousError, CheckpointWriteError, DistError) as error:
+    except (
+        MisconfigurationException,
+        ValueError,
+        RendezvousError,
+        CheckpointWriteError,
+        DistError,
+    ) as error:
         is_clear = not isinstance(error, ValueError) or str(error).startswith("`")
-        if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_clear:  # not about what was given: where matters
+        if (
+            os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_clear
+        ):  # not about what was given: where matters
             raise
         raise SystemExit(f"error: {message_of(error, cfg)}") from None
     finally:
         sys.argv = argv
-        for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):  # the last is set by Lightning's logger, offline
+        for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(
+            before
+        ):  # the last is set by Lightning's logger, offline
             os.environ.pop(name, None)
         finish(exit_code)
 
@@ -261,7 +307,9 @@ def finish(exit_code: int) -> None:
     try:
         wandb.finish(exit_code=exit_code)
         if folder is not None and os.path.isdir(folder):
-            with tempfile.TemporaryFile(dir=folder) as probe:  # from 0.31 on W&B itself says nothing of a full disk
+            with tempfile.TemporaryFile(
+                dir=folder
+            ) as probe:  # from 0.31 on W&B itself says nothing of a full disk
                 probe.write(bytes(2**16))
     except OSError as error:
         from lightning.pytorch.utilities import rank_zero_warn
@@ -276,11 +324,23 @@ def command_of_this_job() -> list[str]:
     """Return the command line, without the script, that makes Hydra compose exactly this job and run it alone."""
     hydra = HydraConfig.get()
     command = [f"--config-name={hydra.job.config_name}"]
-    command += [f"--config-dir={s.path}" for s in hydra.runtime.config_sources if s.provider == "command-line"]
-    ours = ("hydra.mode=", "hydra.run.", "hydra.sweep.", "hydra/sweeper", "hydra.sweeper", "hydra/launcher")
+    command += [
+        f"--config-dir={s.path}"
+        for s in hydra.runtime.config_sources
+        if s.provider == "command-line"
+    ]
+    ours = (
+        "hydra.mode=",
+        "hydra.run.",
+        "hydra.sweep.",
+        "hydra/sweeper",
+        "hydra.sweeper",
+        "hydra/launcher",
+    )
     # As they were given: read one by one, OmegaConf would put a value in the place of ${...}.
     of_hydra, of_task = (
-        cast(list[str], OmegaConf.to_container(given)) for given in (hydra.overrides.hydra, hydra.overrides.task)
+        cast(list[str], OmegaConf.to_container(given))
+        for given in (hydra.overrides.hydra, hydra.overrides.task)
     )
     command += [override for override in of_hydra if not override.lstrip("+").startswith(ours)]
     return [*command, *of_task, "hydra.mode=RUN"]

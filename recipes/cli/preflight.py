@@ -28,7 +28,9 @@ other 54, and each further rank takes some more on all of them."""
 
 MANY_DESCRIPTORS = 1 << 16  # where there is no limit
 
-LAUNCH_VARIABLES = "LOCAL_RANK NODE_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT PL_GLOBAL_SEED PL_SEED_WORKERS".split()
+LAUNCH_VARIABLES = (
+    "LOCAL_RANK NODE_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT PL_GLOBAL_SEED PL_SEED_WORKERS".split()
+)
 """What Lightning's launcher and `seed_everything` leave in the environment of the process that starts the others."""
 
 # Names of dtypes, which are no names of Lightning's, and the precision that is meant here.
@@ -42,10 +44,20 @@ SECRETS = ("api_key", "apikey", "password", "secret", "access_token")
 """Ends of names of keys that hold secrets."""
 
 _OF_SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-_COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
+_COUNTS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "NODE_RANK",
+)
 
 
-def check_environment(run_dir: str | Path | None, variables: Mapping[str, str] = os.environ) -> None:
+def check_environment(
+    run_dir: str | Path | None, variables: Mapping[str, str] = os.environ
+) -> None:
     """Refuse an environment in which the job cannot run.
 
     Args:
@@ -117,7 +129,9 @@ sets both, or unset both.
             "launcher started this rank, which then waits for the others. `unset LOCAL_RANK`, or start the job with "
             "torchrun."
         )
-    known = {name: whole_number(name, variables) for name in (*_COUNTS, *_OF_SLURM) if name in variables}
+    known = {
+        name: whole_number(name, variables) for name in (*_COUNTS, *_OF_SLURM) if name in variables
+    }
     for rank, size in (
         ("RANK", "WORLD_SIZE"),
         ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -139,7 +153,10 @@ sets both, or unset both.
 
 def _slurm_starts(variables: Mapping[str, str]) -> bool:
     """Return whether the ranks are tasks of SLURM, as Lightning sees it: not in an interactive shell."""
-    return "SLURM_NTASKS" in variables and variables.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    return "SLURM_NTASKS" in variables and variables.get("SLURM_JOB_NAME") not in (
+        "bash",
+        "interactive",
+    )
 
 
 def check_place(*, local_rank: int, num_devices: int, node_rank: int, num_nodes: int) -> None:
@@ -205,7 +222,9 @@ def raise_descriptors() -> None:
         )
     if soft != unlimited and (hard == unlimited or soft < hard):
         with suppress(OSError, ValueError):  # a system may refuse; then it stays
-            resource.setrlimit(resource.RLIMIT_NOFILE, (MANY_DESCRIPTORS if hard == unlimited else hard, hard))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (MANY_DESCRIPTORS if hard == unlimited else hard, hard)
+            )
 
 
 def check_rendezvous(variables: Mapping[str, str]) -> None:
@@ -221,7 +240,9 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
             f"`MASTER_PORT` (={port}) must be a port, from 1 to 65535. Set another, or `unset MASTER_PORT`."
         )
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(address, port or 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            address, port or 9, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(where)  # asks for a route, sends nothing
     except OSError as error:
@@ -238,7 +259,11 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
         if variable == "NCCL_SOCKET_IFNAME" and (names[:1] in ("^", "=") or not names):
             continue
         for name in filter(None, names.split(",")):
-            is_there = any(each.startswith(name) for each in there) if variable.startswith("NCCL") else name in there
+            is_there = (
+                any(each.startswith(name) for each in there)
+                if variable.startswith("NCCL")
+                else name in there
+            )
             if not is_there:
                 raise ValueError(
                     f"`{variable}` (={names}) must name interfaces of this host: {name} is none of {', '.join(there)}. "
@@ -250,12 +275,17 @@ def _is_ours_to_open(variables: Mapping[str, str]) -> bool:
     """Return whether this process will listen at `MASTER_PORT`: rank zero, unless torchrun's agent does already."""
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False
-    return all(variables.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"))
+    return all(
+        variables.get(name, "0") == "0"
+        for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")
+    )
 
 
 def _check_free(port: int) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store: what lingers is no listener
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as torch's store: what lingers is no listener
         try:
             probe.bind(("", port))
             probe.listen(1)
@@ -316,7 +346,9 @@ def check_required(config: Mapping[str, Any]) -> None:
     nodes: list[tuple[str, Any]] = [("", config)]
     for key, value in nodes:  # grows
         if isinstance(value, Mapping):
-            nodes += [(f"{key}.{name}" if key else str(name), child) for name, child in value.items()]
+            nodes += [
+                (f"{key}.{name}" if key else str(name), child) for name, child in value.items()
+            ]
         elif value == "???":
             missing.append(key)
     if missing:
@@ -339,7 +371,11 @@ def check_values(config: Mapping[str, Any]) -> None:
     ValueError: `precision` (='fp16') must be a name of Lightning's, such as 16-true (half-precision model on fp32 \
 masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
     """
-    precision, data, trainer = str(config.get("precision")), config.get("data"), config.get("trainer")
+    precision, data, trainer = (
+        str(config.get("precision")),
+        config.get("data"),
+        config.get("trainer"),
+    )
     if (name := DTYPE_NAMES.get(precision)) is not None:
         raise ValueError(
             f"`precision` (='{precision}') must be a name of Lightning's, such as 16-true (half-precision model on "
@@ -347,8 +383,12 @@ masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
         )
     batch = config.get("global_batch_size")
     if isinstance(batch, int) and batch < 1:
-        raise ValueError(f"`global_batch_size` (={batch}) must be above 0: it is the number of images of a step.")
-    is_launched = any(name in os.environ for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"))
+        raise ValueError(
+            f"`global_batch_size` (={batch}) must be above 0: it is the number of images of a step."
+        )
+    is_launched = any(
+        name in os.environ for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS")
+    )
     if isinstance(batch, int) and isinstance(trainer, Mapping) and not is_launched:
         num_nodes = trainer.get("num_nodes")
         if isinstance(num_nodes, str):  # conf asks the launcher, and there is none
@@ -376,7 +416,12 @@ def _check_folder(key: str, root: Any, content: str) -> None:
 
 def _check_shares(batch: int, devices: Any, num_nodes: Any) -> None:
     """Refuse a batch that does not divide among the ranks that the trainer would start."""
-    if not isinstance(devices, int) or not isinstance(num_nodes, int) or devices < 1 or num_nodes < 1:
+    if (
+        not isinstance(devices, int)
+        or not isinstance(num_nodes, int)
+        or devices < 1
+        or num_nodes < 1
+    ):
         return  # all devices of the machine, or a value that is refused later
     num_ranks = devices * num_nodes
     if batch % num_ranks:
@@ -408,7 +453,9 @@ change it if it was there before.
     nodes: list[tuple[str, Any]] = [("", config)]
     for key, value in nodes:  # grows
         if isinstance(value, Mapping):
-            nodes += [(f"{key}.{name}" if key else str(name), child) for name, child in value.items()]
+            nodes += [
+                (f"{key}.{name}" if key else str(name), child) for name, child in value.items()
+            ]
         elif isinstance(value, list):
             nodes += [(f"{key}[{index}]", child) for index, child in enumerate(value)]
         elif value is not None and key.lower().endswith(SECRETS):

@@ -45,7 +45,11 @@ class BrokenPipeSafeStream:
         os.close(nothing)
         if self._other is not None:
             rest = "nothing is printed there from here on; the run goes on"
-            print(f"{self._name} takes no more ({error.strerror}): {rest}", file=self._other, flush=True)
+            print(
+                f"{self._name} takes no more ({error.strerror}): {rest}",
+                file=self._other,
+                flush=True,
+            )
 
 
 def outlive_streams() -> None:
@@ -54,7 +58,10 @@ def outlive_streams() -> None:
     Nor does Python's `logging` print a traceback for every line that a log file does not take: W&B would log those.
     """
     logging.raiseExceptions = False
-    for name, words, other in (("stdout", "standard output", "stderr"), ("stderr", "standard error", None)):
+    for name, words, other in (
+        ("stdout", "standard output", "stderr"),
+        ("stderr", "standard error", None),
+    ):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, BrokenPipeSafeStream):
             where = getattr(sys, other) if other else None

@@ -63,7 +63,9 @@ def missing_line(who: str, extras: Sequence[str], packages: Sequence[str]) -> st
 def missing_extras(name: str) -> str:
     """Return the line about packages that a command needs and that are not installed; empty if all are."""
     extras = EXTRAS_OF.get(name, ("recipes", "report"))
-    return missing_line(f"`{command(name)}`", extras, [package for extra in extras for package in EXTRAS[extra]])
+    return missing_line(
+        f"`{command(name)}`", extras, [package for extra in extras for package in EXTRAS[extra]]
+    )
 
 
 def refuse_missing_extras(name: str) -> None:
@@ -107,7 +109,9 @@ def missing_packages_of(config: Any) -> str:
 
 def command(name: str) -> str:
     """Return what a user types for a command, as this one was started: by `lightning-hybrid` or by its file."""
-    started_as = getattr(sys.modules["__main__"], "STARTED_AS", None)  # see lightning_hybrid/__main__.py
+    started_as = getattr(
+        sys.modules["__main__"], "STARTED_AS", None
+    )  # see lightning_hybrid/__main__.py
     if started_as is not None:
         return f"{started_as} {name.replace('_', '-')}"
     path = RECIPES / f"{name}.py"

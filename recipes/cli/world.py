@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 def slurm_started_us() -> bool:
     """Return whether this process is a task of a SLURM job, as Lightning sees it: not in an interactive shell."""
-    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in (
+        "bash",
+        "interactive",
+    )
 
 
 def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
@@ -68,7 +71,9 @@ def steps_between_questions(accelerator: str, accumulate_grad_batches: int) -> i
     >>> steps_between_questions("gpu", 1), steps_between_questions("gpu", 64), steps_between_questions("cpu", 1)
     (20, 1, 1)
     """
-    has_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+    has_gpu = accelerator in ("gpu", "cuda") or (
+        accelerator == "auto" and torch.cuda.is_available()
+    )
     return 20 if has_gpu and accumulate_grad_batches == 1 else 1
 
 
@@ -115,11 +120,15 @@ def accumulation(
     if batch_size_per_rank is None:
         if max_batch_size_per_rank is None:
             return 1
-        _check_batch("max_batch_size_per_rank", max_batch_size_per_rank, share, why="null for no limit")
+        _check_batch(
+            "max_batch_size_per_rank", max_batch_size_per_rank, share, why="null for no limit"
+        )
         if share % 1 or share <= max_batch_size_per_rank:
             return 1  # what does not divide by the ranks is refused when the data is built
         return _fewest_rounds(int(share), max_batch_size_per_rank, world_size)
-    _check_batch("batch_size_per_rank", batch_size_per_rank, share, why="null for a rank's whole share")
+    _check_batch(
+        "batch_size_per_rank", batch_size_per_rank, share, why="null for a rank's whole share"
+    )
     together = world_size * batch_size_per_rank
     if global_batch_size < 1 or global_batch_size % together:
         nearest = _nearest(global_batch_size, together)
@@ -131,7 +140,9 @@ def accumulation(
     return global_batch_size // together
 
 
-def batch_line(global_batch_size: int, world_size: int, accumulate_grad_batches: int, *, unit: str = "images") -> str:
+def batch_line(
+    global_batch_size: int, world_size: int, accumulate_grad_batches: int, *, unit: str = "images"
+) -> str:
     """Format the shares of a step's images, or of what else `unit` says, in one line.
 
     Raises:
@@ -142,7 +153,9 @@ def batch_line(global_batch_size: int, world_size: int, accumulate_grad_batches:
     >>> batch_line(20, 2, 1, unit="sequences")
     'Global batch size 20: 2 ranks x 10 sequences, no gradient accumulation.'
     """
-    from lightning_hybrid.data import batch_size_per_rank  # here: it imports Lightning, and not every command needs it
+    from lightning_hybrid.data import (
+        batch_size_per_rank,
+    )  # here: it imports Lightning, and not every command needs it
 
     parts = {"world_size": world_size, "accumulate_grad_batches": accumulate_grad_batches}
     share = batch_size_per_rank(global_batch_size=global_batch_size, **parts)

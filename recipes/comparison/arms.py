@@ -120,10 +120,14 @@ class StudyPlan:
     margin: float = 0.3
 
     def __post_init__(self) -> None:
-        require_whole("study.micro_batch", self.micro_batch, "it counts images. Set study.micro_batch=128")
+        require_whole(
+            "study.micro_batch", self.micro_batch, "it counts images. Set study.micro_batch=128"
+        )
         why = "each arm needs a point. Set study.tuning.num_trials=6"
         require_whole("study.tuning.num_trials", self.tuning.num_trials, why)
-        require_positive("study.margin", self.margin, "within it two arms count as equal. Set study.margin=0.3")
+        require_positive(
+            "study.margin", self.margin, "within it two arms count as equal. Set study.margin=0.3"
+        )
         self._check_names()
         for arm_name, arm in self.arms.items():
             _check_arm(f"study.arms.{arm_name}", arm)
@@ -148,7 +152,9 @@ class StudyPlan:
         for key, name in names:
             if name not in self.arms:
                 arm_names = ", ".join(self.arms)
-                raise ValueError(f"`{key}` (={name}) must be one of the arms: {arm_names}. Set {key} to one of them.")
+                raise ValueError(
+                    f"`{key}` (={name}) must be one of the arms: {arm_names}. Set {key} to one of them."
+                )
         shares = self.arms[self.base].shares
         if len(shares) != 1:
             raise ValueError(
@@ -186,7 +192,11 @@ class StudyPlan:
     def points(self, cell: Cell) -> list[Point]:
         """Return the points at which a cell is tuned, values to four digits."""
         axes = self.arms[cell.arm].axes
-        unit_points = SobolEngine(max(1, len(axes)), scramble=True, seed=0).draw(self.tuning.num_trials).tolist()
+        unit_points = (
+            SobolEngine(max(1, len(axes)), scramble=True, seed=0)
+            .draw(self.tuning.num_trials)
+            .tolist()
+        )
         points = []
         for unit_point in unit_points:
             point = {}
@@ -202,7 +212,11 @@ class StudyPlan:
 
     def testing_overrides(self, cell: Cell, point: Point) -> tuple[str, ...]:
         """Return the overrides that all test fits of a cell share."""
-        return (*self._overrides(cell, self.testing.num_images), *self.testing.overrides, *point_overrides(point))
+        return (
+            *self._overrides(cell, self.testing.num_images),
+            *self.testing.overrides,
+            *point_overrides(point),
+        )
 
     def _overrides(self, cell: Cell, num_images: int) -> tuple[str, ...]:
         batch = (

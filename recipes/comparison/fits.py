@@ -115,7 +115,9 @@ def _composed(request: FitRequest) -> Any:
     launch.register_resolvers()
     launch.ignore_lightning_warnings()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=[*request.overrides, f"run_dir='{request.run_dir}'", "resume=auto"])
+        return compose(
+            "train", overrides=[*request.overrides, f"run_dir='{request.run_dir}'", "resume=auto"]
+        )
 
 
 class FitPool:
@@ -136,11 +138,16 @@ class FitPool:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._is_stopped = True
         for process in list(self._processes):
-            if kind is not None and not issubclass(kind, KeyboardInterrupt):  # Ctrl-C has reached them too
+            if kind is not None and not issubclass(
+                kind, KeyboardInterrupt
+            ):  # Ctrl-C has reached them too
                 process.terminate()
         self.executor.shutdown(cancel_futures=True)
 
@@ -152,7 +159,9 @@ class FitPool:
         """
         if self._is_stopped:
             raise FitError("the pool is stopped")
-        context = multiprocessing.get_context("spawn")  # a fork would inherit threads in an unknown state
+        context = multiprocessing.get_context(
+            "spawn"
+        )  # a fork would inherit threads in an unknown state
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_work, args=(function, argument, sender))
         process.start()
@@ -167,7 +176,9 @@ class FitPool:
         process.join()
         self._processes.discard(process)
         if error:
-            self._is_stopped = True  # before this thread takes the next task: the error ends the study
+            self._is_stopped = (
+                True  # before this thread takes the next task: the error ends the study
+            )
             raise FitError(error)
         return result
 

@@ -19,7 +19,13 @@ from optuna.trial import FrozenTrial, TrialState
 from recipes.comparison.arms import Cell, Point, StudyPlan, point_overrides
 from recipes.comparison.fits import FitPool, FitRequest, FitResult, Stage, fit
 
-INDEX, CORE_S, NUM_STEPS, DIVERGENCE, SETTINGS = "index", "core_s", "num_steps", "divergence", "settings"
+INDEX, CORE_S, NUM_STEPS, DIVERGENCE, SETTINGS = (
+    "index",
+    "core_s",
+    "num_steps",
+    "divergence",
+    "settings",
+)
 """Names of attributes in the journal: of a trial, and of a study."""
 
 
@@ -33,7 +39,9 @@ def only_user_of(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when the process ends, however it does
+            fcntl.flock(
+                file, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # freed when the process ends, however it does
         except BlockingIOError:
             raise ValueError(
                 f"`hydra.run.dir` (={folder}) must not be in use by another study. Wait for that one, or set another "
@@ -97,7 +105,11 @@ class StudyJournal:
     def tune(self, cell: Cell) -> Point:
         """Run the tuning fits of a cell that are missing, and return the point with the best accuracy."""
         overrides = self.plan.tuning_overrides(cell)
-        study = self._study(cell, "tuning", {"overrides": list(overrides), "axes": dict(self.plan.arms[cell.arm].axes)})
+        study = self._study(
+            cell,
+            "tuning",
+            {"overrides": list(overrides), "axes": dict(self.plan.arms[cell.arm].axes)},
+        )
         _enqueue(study, dict(enumerate(self.plan.points(cell))))
 
         def request(trial: optuna.Trial) -> FitRequest:
@@ -141,7 +153,9 @@ class StudyJournal:
 
     def _study(self, cell: Cell, phase: str, settings: Mapping[str, Any]) -> optuna.Study:
         name = f"{cell.name}/{phase}"
-        study = optuna.create_study(study_name=name, storage=self.storage, direction="maximize", load_if_exists=True)
+        study = optuna.create_study(
+            study_name=name, storage=self.storage, direction="maximize", load_if_exists=True
+        )
         known = study.user_attrs.get(SETTINGS)
         now = {key: _plain(value) for key, value in settings.items()}
         if known is None:
@@ -153,11 +167,15 @@ class StudyJournal:
             )
         return study
 
-    def _request(self, cell: Cell, trial: optuna.Trial, overrides: tuple[str, ...], stage: Stage) -> FitRequest:
+    def _request(
+        self, cell: Cell, trial: optuna.Trial, overrides: tuple[str, ...], stage: Stage
+    ) -> FitRequest:
         run_dir = self.folder / "fits" / cell.name / f"{stage}_{trial.user_attrs[INDEX]}"
         return FitRequest(overrides=overrides, run_dir=str(run_dir), stage=stage)
 
-    def _run_waiting(self, study: optuna.Study, request: Callable[[optuna.Trial], FitRequest]) -> None:
+    def _run_waiting(
+        self, study: optuna.Study, request: Callable[[optuna.Trial], FitRequest]
+    ) -> None:
         """Run all trials that are enqueued, as many at a time as there are workers."""
         trials: dict[Future[FitResult], optuna.Trial] = {}
         for _ in study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
@@ -181,7 +199,9 @@ def _enqueue(study: optuna.Study, trials: Mapping[int, Mapping[str, Any]]) -> No
     """Enqueue the trials that have neither ended nor wait; those that a kill interrupted are enqueued again."""
     indices = set()
     for trial in study.get_trials(deepcopy=False):
-        if trial.state == TrialState.RUNNING:  # of a process that was killed: this one has the folder for itself
+        if (
+            trial.state == TrialState.RUNNING
+        ):  # of a process that was killed: this one has the folder for itself
             study.tell(trial.number, state=TrialState.FAIL)
         elif trial.state in (TrialState.COMPLETE, TrialState.WAITING):
             indices.add(trial.user_attrs[INDEX])

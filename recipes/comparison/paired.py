@@ -44,11 +44,17 @@ def interval_of(values: Sequence[float]) -> Interval:
     """
     half = float("inf")
     if len(values) > 1:
-        half = float(student_t.ppf(0.95, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+        half = (
+            float(student_t.ppf(0.95, len(values) - 1))
+            * statistics.stdev(values)
+            / len(values) ** 0.5
+        )
     return Interval(mean=statistics.mean(values), half=half)
 
 
-def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval | None:
+def paired_difference(
+    values: Mapping[int, float], reference: Mapping[int, float]
+) -> Interval | None:
     """Return the interval of the differences to a reference over the seeds that both have; None without any."""
     differences = [values[seed] - reference[seed] for seed in sorted(values) if seed in reference]
     return interval_of(differences) if differences else None

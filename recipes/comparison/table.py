@@ -10,7 +10,15 @@ from recipes.comparison.arms import Cell, StudyPlan
 from recipes.comparison.journal import CellResult
 from recipes.comparison.paired import Interval, paired_difference, verdict
 
-HEADER = ["arm", "images an update", "updates", "chosen", "test accuracy, %", "to base", "to `like`"]
+HEADER = [
+    "arm",
+    "images an update",
+    "updates",
+    "chosen",
+    "test accuracy, %",
+    "to base",
+    "to `like`",
+]
 
 
 def table_of(plan: StudyPlan, tested: Mapping[Cell, CellResult]) -> str:
@@ -48,7 +56,9 @@ def _accuracy(result: CellResult) -> str:
     return text
 
 
-def _difference(plan: StudyPlan, tested: Mapping[Cell, CellResult], cell: Cell, reference: Cell) -> str:
+def _difference(
+    plan: StudyPlan, tested: Mapping[Cell, CellResult], cell: Cell, reference: Cell
+) -> str:
     if cell == reference or reference not in tested:
         return ""
     difference = paired_difference(tested[cell].accuracies, tested[reference].accuracies)

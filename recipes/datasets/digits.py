@@ -40,11 +40,19 @@ def digits_split(fold: int | None = None) -> dict[str, ImageSet]:
     digits = load_digits()
     grey = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
     grey = F.interpolate(grey, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
-    whole = ImageSet(images=grey.round().to(torch.uint8), labels=torch.from_numpy(digits.target).long())
+    whole = ImageSet(
+        images=grey.round().to(torch.uint8), labels=torch.from_numpy(digits.target).long()
+    )
 
-    def split(indices: NDArray[np.int64], num_second: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def split(
+        indices: NDArray[np.int64], num_second: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         return train_test_split(
-            indices, test_size=num_second, stratify=digits.target[indices], random_state=SPLIT_SEED, shuffle=True
+            indices,
+            test_size=num_second,
+            stratify=digits.target[indices],
+            random_state=SPLIT_SEED,
+            shuffle=True,
         )
 
     indices = np.arange(len(whole.labels))
@@ -55,7 +63,10 @@ def digits_split(fold: int | None = None) -> dict[str, ImageSet]:
         rest, test = list(folds.split(indices, digits.target))[fold]
     train, val = split(rest, NUM_VAL)
     parts = {"train": train, "val": val, "test": test}
-    return {name: ImageSet(whole.images[indices], whole.labels[indices]) for name, indices in parts.items()}
+    return {
+        name: ImageSet(whole.images[indices], whole.labels[indices])
+        for name, indices in parts.items()
+    }
 
 
 class DigitsDataModule(InMemoryDataModule):
@@ -90,7 +101,10 @@ class DigitsDataModule(InMemoryDataModule):
         )
         if fold is not None:
             require_choice(
-                "fold", fold, tuple(range(NUM_FOLDS)), "it is the fifth that is tested; null is a fixed split"
+                "fold",
+                fold,
+                tuple(range(NUM_FOLDS)),
+                "it is the fifth that is tested; null is a fixed split",
             )
         self.fold = fold
 

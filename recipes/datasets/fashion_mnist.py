@@ -91,7 +91,9 @@ class FashionMNISTDataModule(InMemoryDataModule):
         eval_batch_size_per_rank: int = 500,
         num_held_out: int = 0,
     ) -> None:
-        require_whole("num_held_out", num_held_out, "it counts images. Set data.num_held_out=10000", least=0)
+        require_whole(
+            "num_held_out", num_held_out, "it counts images. Set data.num_held_out=10000", least=0
+        )
         if num_held_out >= NUM_TRAIN:
             raise ValueError(
                 f"`num_held_out` (={num_held_out}) must be below the number of training images (={NUM_TRAIN}). Set "

@@ -57,7 +57,9 @@ def content_of(root: str | Path, file_name: str) -> bytes:
         raise ValueError(_damaged(path, f"cannot be unpacked ({error})")) from None
     checksum = hashlib.sha256(content).hexdigest()
     if checksum != SHA256[file_name]:
-        raise ValueError(_damaged(path, f"has a content with the SHA-256 {checksum}, not {SHA256[file_name]}"))
+        raise ValueError(
+            _damaged(path, f"has a content with the SHA-256 {checksum}, not {SHA256[file_name]}")
+        )
     return content
 
 

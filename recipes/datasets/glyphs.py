@@ -50,7 +50,9 @@ def _mask(font_name: str, character: str) -> Tensor:
     # fp32: 0 = paper, 1 = ink.
     font = FT2Font(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font_name}.ttf"))
     if font.get_char_index(ord(character)) == 0:
-        raise ValueError(f"`font` (={font_name}) must hold {character!r}: its images would be blank. Take it out.")
+        raise ValueError(
+            f"`font` (={font_name}) must hold {character!r}: its images would be blank. Take it out."
+        )
     font.set_size(_MASK_POINTS, 72)
     font.set_text(character)
     font.draw_glyphs_to_bitmap()
@@ -79,7 +81,9 @@ def _placed(masks: Tensor, generator: torch.Generator) -> Tensor:
     # affine_grid maps places of the result to places of the mask, -1 to 1: zoom and shift are those of the way back.
     shift = _uniform((num, 2, 1), -2 * _SHIFT, 2 * _SHIFT, generator)
     places = F.affine_grid(
-        torch.cat([matrix, matrix @ shift], 2), [num, 1, IMAGE_SIZE, IMAGE_SIZE], align_corners=False
+        torch.cat([matrix, matrix @ shift], 2),
+        [num, 1, IMAGE_SIZE, IMAGE_SIZE],
+        align_corners=False,
     )
     return F.grid_sample(masks[:, None], places, align_corners=False)
 
@@ -102,14 +106,19 @@ def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
     size = (num_images, 1, 1, 1)
     ink, paper = _uniform(size, *_INK, generator), _uniform(size, *_PAPER, generator)
     grey = paper + (ink - paper) * drawn + _NOISE * torch.randn(drawn.shape, generator=generator)
-    return ImageSet(images=(grey.clamp(0, 1) * 255).round().to(torch.uint8), labels=which % NUM_CLASSES)
+    return ImageSet(
+        images=(grey.clamp(0, 1) * 255).round().to(torch.uint8), labels=which % NUM_CLASSES
+    )
 
 
 @lru_cache(maxsize=1)
 def glyphs_split(num_train: int = NUM_TRAIN) -> dict[str, ImageSet]:
     """Make the image sets `train`, `val` and `test`, once per process: about 25 MB."""
     sizes = {"train": num_train, "val": NUM_VAL, "test": NUM_TEST}
-    return {name: rendered(name, num_images=num, seed=seed) for seed, (name, num) in enumerate(sizes.items())}
+    return {
+        name: rendered(name, num_images=num, seed=seed)
+        for seed, (name, num) in enumerate(sizes.items())
+    }
 
 
 class GlyphsDataModule(InMemoryDataModule):

@@ -25,7 +25,12 @@ from lightning_hybrid.atomic_file import atomic_path, sync
 from recipes.cli.ranges import CountOrZero, Seed
 from recipes.datasets.images.crops import resized, short_side_resized
 from recipes.datasets.images.datamodule import share_of_cores
-from recipes.datasets.images.decode import CorruptImageError, decode_rgb, default_decoder, encode_jpeg
+from recipes.datasets.images.decode import (
+    CorruptImageError,
+    decode_rgb,
+    default_decoder,
+    encode_jpeg,
+)
 from recipes.datasets.images.folder import ImageFolder, check_root
 from recipes.datasets.images.shards import (
     INDEX_NAME,
@@ -63,7 +68,11 @@ class Packed:
         counts = [f"{self.num_images:,} image{'s' * (self.num_images != 1)}"]
         counts += [f"{self.num_shards:,} shard{'s' * (self.num_shards != 1)}"]
         left_out = [f"{self.num_corrupt:,} left out as corrupt"] if self.num_corrupt else []
-        took = [f"{self.num_bytes / unit:.3g} {name}", *left_out, f"{self.seconds:.{1 if self.seconds < 10 else 0}f} s"]
+        took = [
+            f"{self.num_bytes / unit:.3g} {name}",
+            *left_out,
+            f"{self.seconds:.{1 if self.seconds < 10 else 0}f} s",
+        ]
         return f"{self.split}: {', '.join([*counts, *took])}"
 
 
@@ -104,9 +113,13 @@ class Packing:
             )
         for name, least, most in (("shard_bytes", 1, 2**40), ("quality", 1, 100)):
             if not least <= getattr(self, name) <= most:
-                raise ValueError(f"`{name}` (={getattr(self, name)}) must be from {least} to {most}. Set {name}=...")
+                raise ValueError(
+                    f"`{name}` (={getattr(self, name)}) must be from {least} to {most}. Set {name}=..."
+                )
         if self.short_side is not None and self.short_side < 1:
-            raise ValueError(f"`short_side` (={self.short_side}) must be pixels above zero, or null to resize nothing.")
+            raise ValueError(
+                f"`short_side` (={self.short_side}) must be pixels above zero, or null to resize nothing."
+            )
 
     def run(self) -> list[Packed]:
         """Pack every split.
@@ -116,7 +129,9 @@ class Packing:
         """
         check_root(Path(self.root), self.splits, key="root")
         sources = {split: ImageFolder(Path(self.root) / split) for split in self.splits}
-        return [_Split(self, source, Path(self.out) / split).run() for split, source in sources.items()]
+        return [
+            _Split(self, source, Path(self.out) / split).run() for split, source in sources.items()
+        ]
 
     def check(self) -> None:
         """Read every byte of what was packed.
@@ -213,9 +228,13 @@ class _Split:
             len(self.source), size=min(NUM_SAMPLES, len(self.source)), replace=False
         )
         sizes = [len(data) for data in map(self._prepared, samples) if isinstance(data, bytes)]
-        num_per_shard = max(1, round(self.packing.shard_bytes / max(1.0, float(np.mean(sizes or [1])))))
+        num_per_shard = max(
+            1, round(self.packing.shard_bytes / max(1.0, float(np.mean(sizes or [1]))))
+        )
         with atomic_path(path) as unfinished:
-            unfinished.write_text(json.dumps(plan | {"num_per_shard": num_per_shard}, indent=1) + "\n")
+            unfinished.write_text(
+                json.dumps(plan | {"num_per_shard": num_per_shard}, indent=1) + "\n"
+            )
         return num_per_shard
 
     def _name(self, image: int) -> bytes:
@@ -245,7 +264,9 @@ class _Split:
         stored, sizes, crc32s, corrupt, shard_crc32 = [], [], [], [], 0
         with atomic_path(path) as unfinished, unfinished.open("wb") as file:
             num_threads = self.packing.num_threads or share_of_cores(1)
-            for image, data in zip(images, mapped_ahead(self._prepared, images, num_threads), strict=True):
+            for image, data in zip(
+                images, mapped_ahead(self._prepared, images, num_threads), strict=True
+            ):
                 bar.update()
                 if isinstance(data, str):
                     corrupt.append((self.source.name(int(image)), data))
@@ -260,7 +281,9 @@ class _Split:
         # The shard is in place before its index: an index always describes a whole shard.
         part = ShardIndex(
             shards=np.full(len(stored), shard, dtype=np.int32),
-            offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[: len(stored)].astype(np.int64),
+            offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[: len(stored)].astype(
+                np.int64
+            ),
             num_bytes=np.array(sizes, dtype=np.int32),
             crc32s=np.array(crc32s, dtype=np.uint32),
             labels=self.source.labels[stored],

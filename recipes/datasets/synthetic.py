@@ -27,13 +27,17 @@ class StoredRows(RowSource):
     [0, 1, 2, 0, 0, 1, 2, 0]
     """
 
-    def __init__(self, *, num_images: int, num_stored: int, num_classes: int, image_size: int, seed: int) -> None:
+    def __init__(
+        self, *, num_images: int, num_stored: int, num_classes: int, image_size: int, seed: int
+    ) -> None:
         for name, value in (
             ("num_stored_images", num_stored),
             ("num_classes", num_classes),
             ("num_images", num_images),
         ):
-            require_whole(name, value, f"there must be something to read. Set data.{name}=1 or more")
+            require_whole(
+                name, value, f"there must be something to read. Set data.{name}=1 or more"
+            )
         self.num_images, self.num_classes, self.image_size = num_images, num_classes, image_size
         levels = np.random.default_rng([seed, 0]).integers(
             0, 256, size=(min(num_stored, num_images), image_size, image_size, 3), dtype=np.uint8

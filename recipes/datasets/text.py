@@ -23,7 +23,15 @@ from torch import Tensor
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.batch_counters import share_of
 from lightning_hybrid.data.order import EpochOrder, Indices, ResumableLoader, eval_shares
-from recipes.datasets.text_packing import CLS, MASK, SEP, SPECIAL_TOKENS, PackedText, TextPacking, shard_path
+from recipes.datasets.text_packing import (
+    CLS,
+    MASK,
+    SEP,
+    SPECIAL_TOKENS,
+    PackedText,
+    TextPacking,
+    shard_path,
+)
 
 MASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
 VALIDATION_SEED = 0  # of the masks there: the same in every run and epoch
@@ -70,12 +78,16 @@ class Sequences:
         positions, targets = [], []
         for row, index in enumerate(indices):
             own = self[int(index)].astype(np.int64)
-            masked, shown = mask_tokens(own, np.random.default_rng([seed, epoch, 1, int(index)]), self.vocab_size)
+            masked, shown = mask_tokens(
+                own, np.random.default_rng([seed, epoch, 1, int(index)]), self.vocab_size
+            )
             targets.append(own[masked])
             own[masked] = shown
             tokens[row, 1:-1] = own
             positions.append(1 + masked)
-        all_positions, all_targets = (torch.from_numpy(np.stack(each)) for each in (positions, targets))
+        all_positions, all_targets = (
+            torch.from_numpy(np.stack(each)) for each in (positions, targets)
+        )
         return (torch.from_numpy(tokens), all_positions), all_targets
 
 
@@ -97,7 +109,11 @@ def mask_tokens(
     masked = np.sort(generator.permutation(len(tokens))[:number])
     chance = generator.random(number)
     others = generator.integers(len(SPECIAL_TOKENS), vocab_size, number)
-    shown = np.where(chance < MASK_SHARE, MASK, np.where(chance < MASK_SHARE + RANDOM_SHARE, others, tokens[masked]))
+    shown = np.where(
+        chance < MASK_SHARE,
+        MASK,
+        np.where(chance < MASK_SHARE + RANDOM_SHARE, others, tokens[masked]),
+    )
     return masked, shown
 
 
@@ -111,7 +127,9 @@ class TextLoader(ResumableLoader):
 
     reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 
-    def __init__(self, sequences: Sequences, order: EpochOrder, *, trainer: pl.Trainer | None = None) -> None:
+    def __init__(
+        self, sequences: Sequences, order: EpochOrder, *, trainer: pl.Trainer | None = None
+    ) -> None:
         super().__init__(order, trainer=trainer)
         self.sequences = sequences
 
@@ -170,11 +188,19 @@ class TextDataModule(pl.LightningDataModule):
         least |= {"sequence_length": 3, "seed": 0}
         values = locals()
         for name, lowest in least.items():
-            require_whole(name, values[name], f"it is counted. Set data.{name}=<number>", least=lowest)
+            require_whole(
+                name, values[name], f"it is counted. Set data.{name}=<number>", least=lowest
+            )
         if root is None and packing is None:
-            raise ValueError("`data.root` (=null) must be a folder of packed text where there is no data.packing.")
+            raise ValueError(
+                "`data.root` (=null) must be a folder of packed text where there is no data.packing."
+            )
         self.root, self.packing = root, packing
-        self.sequence_length, self.vocab_size, self.max_sequences = sequence_length, vocab_size, max_sequences
+        self.sequence_length, self.vocab_size, self.max_sequences = (
+            sequence_length,
+            vocab_size,
+            max_sequences,
+        )
         self.global_batch_size, self.seed = global_batch_size, seed
         self.eval_batch_size_per_rank = eval_batch_size_per_rank
         if root is not None:
@@ -202,7 +228,10 @@ class TextDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Open the shards, on every rank."""
         self._check(PackedText.load(self.folder))
-        self.splits = {name: Sequences(self.folder, name, self.sequence_length) for name in ("train", "val", "test")}
+        self.splits = {
+            name: Sequences(self.folder, name, self.sequence_length)
+            for name in ("train", "val", "test")
+        }
 
     def train_dataloader(self) -> TextLoader:
         """Make the loader of this rank; Lightning sets its epoch."""
@@ -218,7 +247,9 @@ class TextDataModule(pl.LightningDataModule):
 
     def _eval_loader(self, name: str) -> TextEvalLoader:
         size, sequences = self.eval_batch_size_per_rank, self.splits[name]
-        shares = eval_shares(num_images=len(sequences), batch_size_per_rank=size, **share_of(self.trainer))
+        shares = eval_shares(
+            num_images=len(sequences), batch_size_per_rank=size, **share_of(self.trainer)
+        )
         return TextEvalLoader(sequences, shares)
 
     def val_dataloader(self) -> TextEvalLoader:

@@ -22,7 +22,9 @@ from lightning_hybrid.checks import require_whole
 INDEX_NAME, TOKENIZER_NAME = "text.json", "tokenizer.json"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNK, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
-PIECE_CHARS = 1 << 14  # our choice: a longer file is cut at ends of lines, so that one file can be a whole set
+PIECE_CHARS = (
+    1 << 14
+)  # our choice: a longer file is cut at ends of lines, so that one file can be a whole set
 NUM_LETTERS = 1000  # that are tokens, the most frequent, as usual
 NUM_TOGETHER = 64  # pieces that are tokenised at a time
 SPLITS = ("train", "val", "test")
@@ -62,7 +64,9 @@ class PackedText:
         return cls(**json.loads(path.read_text()))
 
     def __str__(self) -> str:
-        left_out = f", {self.num_left_out:,} files left out that are no UTF-8" if self.num_left_out else ""
+        left_out = (
+            f", {self.num_left_out:,} files left out that are no UTF-8" if self.num_left_out else ""
+        )
         sizes = ", ".join(f"{name} {number:,}" for name, number in self.num_tokens.items())
         return f"tokens: {sizes}; vocabulary {self.vocab_size:,}{left_out}"
 
@@ -96,14 +100,23 @@ class TextPacking:
     max_training_chars: int = 1 << 30
 
     def __post_init__(self) -> None:
-        require_whole("vocab_size", self.vocab_size, "it counts tokens. Set packing.vocab_size=30522", least=300)
+        require_whole(
+            "vocab_size",
+            self.vocab_size,
+            "it counts tokens. Set packing.vocab_size=30522",
+            least=300,
+        )
         if self.vocab_size > 65535:
-            raise ValueError(f"`vocab_size` (={self.vocab_size}) must be at most 65535: a token takes two bytes.")
+            raise ValueError(
+                f"`vocab_size` (={self.vocab_size}) must be at most 65535: a token takes two bytes."
+            )
         for name in ("shard_tokens", "max_chars", "max_training_chars"):
             if (value := getattr(self, name)) is not None:
                 require_whole(name, value, f"it is counted. Set packing.{name}=<number>")
         if self.root is not None and Path(self.root).resolve() == Path(self.out).resolve():
-            raise ValueError(f"`out` (={self.out}) must not be `root`: shards would be taken for text. Set out=...")
+            raise ValueError(
+                f"`out` (={self.out}) must not be `root`: shards would be taken for text. Set out=..."
+            )
 
     def run(self) -> list[str]:
         """Pack, unless `out` has it already; return what there is.
@@ -158,7 +171,9 @@ class TextPacking:
             for shard, crc32 in enumerate(crc32s):
                 path = shard_path(Path(self.out), name, shard)
                 if not path.is_file() or zlib.crc32(path.read_bytes()) != crc32:
-                    raise ValueError(f"`out` (={self.out}) is damaged: {path.name} is not what was packed. Pack again.")
+                    raise ValueError(
+                        f"`out` (={self.out}) is damaged: {path.name} is not what was packed. Pack again."
+                    )
 
     def _pieces(self, left_out: list[str], max_chars: int | None) -> Iterator[str]:
         num_chars = 0
@@ -195,7 +210,9 @@ class _Shards:
     def _write(self, number: int) -> None:
         held = np.concatenate(self._held)
         data = held[:number].tobytes()
-        with atomic_path(shard_path(self.folder, self.name, len(self.crc32s)), has_rivals=True) as part:
+        with atomic_path(
+            shard_path(self.folder, self.name, len(self.crc32s)), has_rivals=True
+        ) as part:
             part.write_bytes(data)
         self._held, self._num_held = [held[number:]], len(held) - number
         self.num_tokens += number
@@ -219,7 +236,9 @@ def files_of(root: str | None) -> list[Path]:
         return [path for path in [*first, *sorted(library.glob("*.py"))] if path.is_file()]
     found = sorted(path for path in Path(root).rglob("*") if path.is_file())
     if not found:
-        raise ValueError(f"`root` (={root}) must be a folder with text, and has no file. Set root=<folder>.")
+        raise ValueError(
+            f"`root` (={root}) must be a folder with text, and has no file. Set root=<folder>."
+        )
     return found
 
 
@@ -253,7 +272,11 @@ def trained(pieces: Iterable[str], vocab_size: int) -> Any:
     held = list(pieces)
     tokenizer = make({})
     counts = sum((Counter(tokenizer.normalizer.normalize_str(text)) for text in held), Counter())
-    letters = [letter for letter in sorted(counts, key=lambda one: (-counts[one], one)) if not letter.isspace()]
+    letters = [
+        letter
+        for letter in sorted(counts, key=lambda one: (-counts[one], one))
+        if not letter.isspace()
+    ]
     letters = letters[: min(NUM_LETTERS, vocab_size // 4)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,

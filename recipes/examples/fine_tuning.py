@@ -14,11 +14,15 @@ import lightning_hybrid  # registers the strategies
 class FineTuned(pl.LightningModule):
     def __init__(self, backbone, num_classes):
         super().__init__()
-        self.backbone = backbone.requires_grad_(False).eval()  # Lightning leaves modes as they are: statistics stay
+        self.backbone = backbone.requires_grad_(
+            False
+        ).eval()  # Lightning leaves modes as they are: statistics stay
         self.head = torch.nn.Linear(128, num_classes)
 
     def training_step(self, batch, batch_idx):
-        loss = torch.nn.functional.cross_entropy(self.head(self.backbone(batch[0])).float(), batch[1])
+        loss = torch.nn.functional.cross_entropy(
+            self.head(self.backbone(batch[0])).float(), batch[1]
+        )
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -31,12 +35,16 @@ if __name__ == "__main__":
     images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
     data = TensorDataset(images.float() / 16, labels)
     # In place of one that you load: load_state_dict(torch.load(..., weights_only=True)).
-    backbone = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.BatchNorm1d(128), torch.nn.ReLU())
+    backbone = torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.BatchNorm1d(128), torch.nn.ReLU()
+    )
     backbone(data.tensors[0])  # moves the statistics
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
     module = FineTuned(backbone, num_classes=10)
     two = {"accelerator": "cpu", "devices": 2}
-    trainer = pl.Trainer(strategy="hybrid_allreduce", precision="16-true", max_epochs=4, logger=False, **two)
+    trainer = pl.Trainer(
+        strategy="hybrid_allreduce", precision="16-true", max_epochs=4, logger=False, **two
+    )
     trainer.fit(module, DataLoader(data, batch_size=64, shuffle=True))
     after = module.backbone.state_dict()
     print("backbone unchanged:", all(torch.equal(before[name], after[name]) for name in before))

@@ -9,14 +9,18 @@ import lightning_hybrid  # registers the strategies
 from lightning_hybrid.optim import LARS, param_groups
 
 if __name__ == "__main__":
-    fabric = L.Fabric(strategy="hybrid_allreduce", precision="16-true", accelerator="cpu", devices=2)
+    fabric = L.Fabric(
+        strategy="hybrid_allreduce", precision="16-true", accelerator="cpu", devices=2
+    )
     fabric.launch()
     fabric.seed_everything(0)
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
     loader = fabric.setup_dataloaders(DataLoader(data, batch_size=64, shuffle=True))
     net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-    model, optimizer = fabric.setup(net, LARS(param_groups(net, weight_decay=1e-4), lr=2.0, momentum=0.9))
+    model, optimizer = fabric.setup(
+        net, LARS(param_groups(net, weight_decay=1e-4), lr=2.0, momentum=0.9)
+    )
     for epoch in range(5):
         loader.sampler.set_epoch(epoch)
         for image, label in loader:
@@ -25,4 +29,6 @@ if __name__ == "__main__":
             fabric.backward(loss)
             optimizer.step()  # skipped on all ranks where a gradient is inf or nan
         fabric.print(f"epoch {epoch}: loss {fabric.all_reduce(loss.detach()).item():.3f}")
-    fabric.save("own_loop.ckpt", {"model": model, "optimizer": optimizer})  # fp32 masters, and the loss scale
+    fabric.save(
+        "own_loop.ckpt", {"model": model, "optimizer": optimizer}
+    )  # fp32 masters, and the loss scale

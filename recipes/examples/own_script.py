@@ -19,7 +19,9 @@ from lightning_hybrid.callbacks import StopOnSignal  # 1: this import also regis
 class Classifier(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)
+        )
         self.accuracy = MulticlassAccuracy(10)
 
     def training_step(self, batch, batch_idx):
@@ -35,7 +37,10 @@ class Classifier(pl.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         steps = self.trainer.estimated_stepping_batches
         return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps), "interval": "step"}
+            {
+                "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
+                "interval": "step",
+            }
         ]
 
 
@@ -53,7 +58,9 @@ if __name__ == "__main__":
         max_epochs=6,
         logger=CSVLogger(folder),
         callbacks=[
-            ModelCheckpoint(f"{folder}/checkpoints", monitor="val/accuracy", mode="max", save_last=True),
+            ModelCheckpoint(
+                f"{folder}/checkpoints", monitor="val/accuracy", mode="max", save_last=True
+            ),
             LearningRateMonitor(),
             StopOnSignal(f"{folder}/checkpoints"),
         ],

@@ -24,7 +24,9 @@ def view(images):
 class SimCLR(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.encoder = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU())
+        self.encoder = torch.nn.Sequential(
+            torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU()
+        )
         self.projector = torch.nn.Linear(256, 64)
         self.global_batch = GlobalBatch(InfoNCE(temperature=0.2, both_views=True), chunk=125)
 
@@ -54,8 +56,13 @@ if __name__ == "__main__":
     images = images.float() / 16
     loader = DataLoader(TensorDataset(images[:1500]), batch_size=250, shuffle=True, drop_last=True)
     two = {"accelerator": "cpu", "devices": 2}
-    trainer = pl.Trainer(strategy="hybrid_allreduce", precision="16-true", max_epochs=20, logger=False, **two)
+    trainer = pl.Trainer(
+        strategy="hybrid_allreduce", precision="16-true", max_epochs=20, logger=False, **two
+    )
     module = SimCLR()
     trainer.fit(module, loader)
     if trainer.is_global_zero:
-        print("nearest neighbour has the same label:", f"{neighbours(module.encoder, images, labels):.3f}")
+        print(
+            "nearest neighbour has the same label:",
+            f"{neighbours(module.encoder, images, labels):.3f}",
+        )

@@ -14,7 +14,9 @@ from lightning_hybrid import HybridAllReduceStrategy, Mean
 class Classifier(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+        )
 
     def training_step(self, batch, batch_idx):
         loss = torch.nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1])
@@ -26,7 +28,9 @@ class Classifier(pl.LightningModule):
 
     def on_train_end(self):
         sent = self.trainer.strategy.comm_trace.total()
-        self.print(f"bytes over the link of a node, a step: {sent.bytes_across / self.global_step:,.0f}")
+        self.print(
+            f"bytes over the link of a node, a step: {sent.bytes_across / self.global_step:,.0f}"
+        )
 
 
 if __name__ == "__main__":
@@ -34,7 +38,11 @@ if __name__ == "__main__":
     data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
     for between_nodes in (Mean(), Mean(dtype="int8", error_feedback=True)):
         pl.seed_everything(0)
-        strategy = HybridAllReduceStrategy(between_nodes, ranks_per_node=1, start_method="fork")  # fits twice
+        strategy = HybridAllReduceStrategy(
+            between_nodes, ranks_per_node=1, start_method="fork"
+        )  # fits twice
         two = {"accelerator": "cpu", "devices": 2}
-        trainer = pl.Trainer(strategy=strategy, precision="16-true", max_epochs=3, logger=False, **two)
+        trainer = pl.Trainer(
+            strategy=strategy, precision="16-true", max_epochs=3, logger=False, **two
+        )
         trainer.fit(Classifier(), DataLoader(data, batch_size=64, shuffle=True))

@@ -56,7 +56,9 @@ def _check_close(found: list[Tensor], expected: list[Tensor], what: str) -> floa
     for value, reference in zip(found, expected, strict=True):
         distance = (value - reference).norm() / reference.norm().clamp(min=1e-6)
         largest = max(largest, float(distance))
-    assert largest < 2e-2, f"{what} must give the weights of plain steps to 2e-2, and they are {largest:.2g} apart"
+    assert largest < 2e-2, (
+        f"{what} must give the weights of plain steps to 2e-2, and they are {largest:.2g} apart"
+    )
     return largest
 
 
@@ -77,13 +79,19 @@ def values(given: Given) -> Details:
             weight.mul_(1 + 2**-12)
         exact = weight.detach().clone()
         with trained.window.opened():
-            assert torch.equal(weight.detach(), exact.to(torch.bfloat16)), "opening must round the fp32 values"
+            assert torch.equal(weight.detach(), exact.to(torch.bfloat16)), (
+                "opening must round the fp32 values"
+            )
             weight.data[0, 0] = 0.5
         assert weight[0, 0].item() == 0.5, "closing must take over what was written inside"
-        assert torch.equal(weight.detach()[1:], exact[1:]), "closing must keep all bits of what was not written"
+        assert torch.equal(weight.detach()[1:], exact[1:]), (
+            "closing must keep all bits of what was not written"
+        )
         trained.step()
         results.append(trained.weights())
-    return {"message": f"as on the CPU to {_check_close(results[0], results[1], 'this device'):.1e}"}
+    return {
+        "message": f"as on the CPU to {_check_close(results[0], results[1], 'this device'):.1e}"
+    }
 
 
 def reducer(given: Given) -> Details:
@@ -100,7 +108,9 @@ def reducer(given: Given) -> Details:
         found = trained.weights()
     finally:
         dist.destroy_process_group()
-    return {"message": f"{backend}: {_check_close(found, _plain_weights(given), 'DDP'):.1e} from plain steps"}
+    return {
+        "message": f"{backend}: {_check_close(found, _plain_weights(given), 'DDP'):.1e} from plain steps"
+    }
 
 
 def stream(given: Given) -> Details:
@@ -114,16 +124,22 @@ def stream(given: Given) -> Details:
         for _ in range(NUM_STEPS):
             trained.step()
     torch.cuda.current_stream().wait_stream(side)
-    return {"message": f"{_check_close(trained.weights(), _plain_weights(given), 'a stream'):.1e} from plain steps"}
+    return {
+        "message": f"{_check_close(trained.weights(), _plain_weights(given), 'a stream'):.1e} from plain steps"
+    }
 
 
 def compiled(given: Given) -> Details:
     """Check a compiled network, whose graph reads the copies: it must see each new cast."""
     trained = Trained(given.device)
-    trained.forward = torch.compile(trained.net, backend="inductor" if given.on_cuda else "aot_eager")
+    trained.forward = torch.compile(
+        trained.net, backend="inductor" if given.on_cuda else "aot_eager"
+    )
     for _ in range(NUM_STEPS):
         trained.step()
-    return {"message": f"{_check_close(trained.weights(), _plain_weights(given), 'compilation'):.1e} from plain steps"}
+    return {
+        "message": f"{_check_close(trained.weights(), _plain_weights(given), 'compilation'):.1e} from plain steps"
+    }
 
 
 def graph(given: Given) -> Details:
@@ -131,7 +147,11 @@ def graph(given: Given) -> Details:
     if not given.on_cuda:
         raise NotHere("a CPU has no CUDA graphs")
     trained = Trained(given.device)
-    with trained.window.opened(), torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
+    with (
+        trained.window.opened(),
+        torch.no_grad(),
+        torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False),
+    ):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -19,7 +19,14 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
+from lightning_hybrid import (
+    Adasum,
+    Comm,
+    HybridAllReduceStrategy,
+    HybridPipelineStrategy,
+    LocalSteps,
+    Mean,
+)
 from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricStrategy
 from lightning_hybrid.precision.sharded import HostShards
 from recipes.gpu.fits import Small, apart, loader, trainer_for
@@ -60,7 +67,11 @@ class Sharded(Plain):
         """Shard the network over all ranks."""
         self.net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
-        policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if self.offloads else OffloadPolicy()
+        policy = (
+            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+            if self.offloads
+            else OffloadPolicy()
+        )
         fully_shard(self.net, mesh=mesh, offload_policy=policy)
 
     def on_train_end(self) -> None:
@@ -110,28 +121,47 @@ FEATURES: dict[str, Feature] = {
     "hierarchical": _SUMS(comm={"algorithm": "hierarchical"}),
     "two_level": _SUMS(comm={"algorithm": "two_level"}),
     # 5 times 3.0e-2, by images that differ by 2**-11 of themselves, an eighth of a rounding.
-    "bf16": Feature(promise="bf16-true on several ranks", precision="bf16-true", bound=0.15, by_gloo=True),
+    "bf16": Feature(
+        promise="bf16-true on several ranks", precision="bf16-true", bound=0.15, by_gloo=True
+    ),
     "lamb": Feature(promise="LAMB on several ranks", optimizer="lamb", by_gloo=True),
-    "accumulation": Feature(promise="accumulation", settings={"accumulate_grad_batches": 2}, by_gloo=True),
+    "accumulation": Feature(
+        promise="accumulation", settings={"accumulate_grad_batches": 2}, by_gloo=True
+    ),
     "clipping": Feature(promise="clipping", settings={"gradient_clip_val": 0.5}, by_gloo=True),
-    "fp16_wire": Feature(promise="fp16 wire", comm={"dtype": "float16"}, precision="32-true", by_gloo=True),
+    "fp16_wire": Feature(
+        promise="fp16 wire", comm={"dtype": "float16"}, precision="32-true", by_gloo=True
+    ),
     "int8": _CODEC(options={"between_nodes": Mean(dtype="int8")}),
     "int8_feedback": _CODEC(options={"between_nodes": Mean(dtype="int8", error_feedback=True)}),
     "int4": _CODEC(options={"between_nodes": Mean(dtype="int4")}),
     "int4_feedback": _CODEC(options={"between_nodes": Mean(dtype="int4", error_feedback=True)}),
     # 3.6 times 2.8e-2, by other kernels: the same fit on a CPU without oneDNN.
-    "adasum": Feature(promise="Adasum", options={"between_nodes": Adasum()}, optimizer="sgd", bound=0.1),
-    "local_steps": Feature(promise="steps between nodes", options={"between_nodes": LocalSteps(every=2)}, by_gloo=True),
-    "shard_update": Feature(promise="the update shared within a node", options={"shard_update": "node"}, num_nodes=1),
-    "shard_update_world": Feature(promise="the update shared by all ranks", options={"shard_update": "world"}),
+    "adasum": Feature(
+        promise="Adasum", options={"between_nodes": Adasum()}, optimizer="sgd", bound=0.1
+    ),
+    "local_steps": Feature(
+        promise="steps between nodes", options={"between_nodes": LocalSteps(every=2)}, by_gloo=True
+    ),
+    "shard_update": Feature(
+        promise="the update shared within a node", options={"shard_update": "node"}, num_nodes=1
+    ),
+    "shard_update_world": Feature(
+        promise="the update shared by all ranks", options={"shard_update": "world"}
+    ),
     "node_slices": Feature(promise="layers cut over a node", module=Sliced, num_nodes=1),
     "orthogonal": Feature(promise="orthogonal updates", optimizer="orthogonal"),
     "pipeline_gpipe": _STAGES(options={**_STAGED, "schedule": "gpipe"}),
     "pipeline_1f1b": _STAGES(options={**_STAGED, "schedule": "1f1b"}),
     "pipeline_interleaved": _STAGES(options={**_STAGED, "schedule": "interleaved"}),
-    "fsdp2": Feature(promise="FSDP2", strategy=ModelParallelStrategy, module=Sharded, precision="32-true"),
+    "fsdp2": Feature(
+        promise="FSDP2", strategy=ModelParallelStrategy, module=Sharded, precision="32-true"
+    ),
     "fsdp2_offload": Feature(
-        promise="FSDP2 on the host's memory", strategy=Offloading, module=Offloaded, precision="32-true"
+        promise="FSDP2 on the host's memory",
+        strategy=Offloading,
+        module=Offloaded,
+        precision="32-true",
     ),
     "fabric": Feature(promise="Fabric", strategy=FabricStrategy, by_gloo=True),
 }
@@ -151,15 +181,21 @@ def fits_as_on_cpu(name: str, given: Given, *, is_other_class: bool = False) -> 
     weights = []
     for where, carrier, of_host in worlds:
         run = partial(_trained, feature, carrier, of_host)
-        answers = run_world(where, run, num_ranks=num_ranks, limit_s=0.45 * given.limit_s, per_host=of_host)
-        assert len({answer["bits"] for answer in answers}) == 1, f"over {carrier} ranks must end with the same bits"
+        answers = run_world(
+            where, run, num_ranks=num_ranks, limit_s=0.45 * given.limit_s, per_host=of_host
+        )
+        assert len({answer["bits"] for answer in answers}) == 1, (
+            f"over {carrier} ranks must end with the same bits"
+        )
         weights.append(torch.load(given.folder / f"{where.device}.pt", weights_only=True))
     assert all(weight.isfinite().all() for weight in weights[0].values()), "weights must be finite"
     message = f"{num_ranks} ranks over {backend}: the same bits"
     if not given.on_cuda:
         return {"message": message, "carrier": backend}
     distance = max(apart(weights[0][key], weights[1][key]) for key in weights[1])
-    assert distance < feature.bound, f"it must agree with the CPU to {feature.bound}, and is {distance:.2g} apart"
+    assert distance < feature.bound, (
+        f"it must agree with the CPU to {feature.bound}, and is {distance:.2g} apart"
+    )
     message = f"{message}, {distance:.1e} of a norm from those of the CPU"
     return {"message": message, "apart": distance, "carrier": backend}
 
@@ -169,7 +205,13 @@ def _timeout(given: Given) -> timedelta:
 
 
 def _trained(
-    feature: Feature, backend: str, per_host: int, given: Given, rank: int, num_ranks: int, on_hidden: Any = None
+    feature: Feature,
+    backend: str,
+    per_host: int,
+    given: Given,
+    rank: int,
+    num_ranks: int,
+    on_hidden: Any = None,
 ) -> Details:
     """Fit on each rank with other images; all stages of a pipeline read the same."""
     options = {**feature.options, "process_group_backend": backend, "timeout": _timeout(given)}
@@ -178,14 +220,28 @@ def _trained(
     else:
         options["ranks_per_node"] = num_ranks // feature.num_nodes
         options["loss_scale"] = 2.0**10 if feature.precision == "16-true" else None
-        options["comm"] = Comm(bucket_bytes=2048, **feature.comm)  # several buckets, that may overtake one another
-    strategy, module = feature.strategy(**options), feature.module(feature.optimizer, on_hidden=on_hidden)
-    batches = loader(seed=rank // NUM_STAGES if feature.strategy is HybridPipelineStrategy else rank)
+        options["comm"] = Comm(
+            bucket_bytes=2048, **feature.comm
+        )  # several buckets, that may overtake one another
+    strategy, module = (
+        feature.strategy(**options),
+        feature.module(feature.optimizer, on_hidden=on_hidden),
+    )
+    batches = loader(
+        seed=rank // NUM_STAGES if feature.strategy is HybridPipelineStrategy else rank
+    )
     of_ranks = {"devices": per_host, "num_nodes": num_ranks // per_host}
     if isinstance(strategy, Strategy):
         callbacks = [KnownSums(feature.comm["algorithm"])] if "algorithm" in feature.comm else []
-        fit: dict[str, Any] = {"strategy": strategy, "max_epochs": 1, "callbacks": callbacks, **feature.settings}
-        trainer = trainer_for(given, feature.precision, use_distributed_sampler=False, **of_ranks, **fit)
+        fit: dict[str, Any] = {
+            "strategy": strategy,
+            "max_epochs": 1,
+            "callbacks": callbacks,
+            **feature.settings,
+        }
+        trainer = trainer_for(
+            given, feature.precision, use_distributed_sampler=False, **of_ranks, **fit
+        )
         trainer.fit(module, batches)
     else:
         _loop(given, feature, module, batches, strategy=strategy, **of_ranks)
@@ -193,7 +249,10 @@ def _trained(
     weights = {name: weight.detach().cpu().float() for name, weight in found.items()}
     if rank == 0:
         torch.save(weights, given.folder / f"{given.device}.pt")
-    parts = (weight.double().flatten() @ torch.arange(1.0, weight.numel() + 1).double() for weight in weights.values())
+    parts = (
+        weight.double().flatten() @ torch.arange(1.0, weight.numel() + 1).double()
+        for weight in weights.values()
+    )
     return {"bits": " ".join(float(part).hex() for part in parts)}
 
 
@@ -223,7 +282,9 @@ def lost_rank(how: str, given: Given, *, is_other_class: bool = False) -> Detail
     backend, num_ranks, per_host = layout(given, is_other_class=is_other_class)
     lost, limit_s = given.folder / "lost_s", 0.9 * given.limit_s
     run = partial(_loses_a_rank, how, lost, backend, per_host)
-    answers = run_world(given, run, num_ranks=num_ranks, limit_s=limit_s, per_host=per_host, may_die=(LOST_RANK,))
+    answers = run_world(
+        given, run, num_ranks=num_ranks, limit_s=limit_s, per_host=per_host, may_die=(LOST_RANK,)
+    )
     answers.pop(LOST_RANK)
     for answer in answers:
         assert f"rank {LOST_RANK}" in answer["error"], (
@@ -250,7 +311,9 @@ def _loses_a_rank(
     error = "no error at all"
     try:
         on_hidden = lose if rank == LOST_RANK else None
-        _trained(FEATURES["hierarchical"], backend, per_host, given, rank, num_ranks, on_hidden=on_hidden)
+        _trained(
+            FEATURES["hierarchical"], backend, per_host, given, rank, num_ranks, on_hidden=on_hidden
+        )
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
     return {"noticed_s": time.monotonic(), "error": error}

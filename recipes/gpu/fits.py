@@ -20,7 +20,9 @@ from recipes.gpu.runner import Details, Given
 BATCH_SIZE, NUM_BATCHES, NUM_EPOCHS = 16, 8, 3
 ONE_STEP = 2.0**-12  # added to 1 it is lost in fp16 and in bf16
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "lars": lambda params, fused: LARS(params, lr=0.5, trust_coefficient=0.02, weight_decay=1e-4, fused=fused),
+    "lars": lambda params, fused: LARS(
+        params, lr=0.5, trust_coefficient=0.02, weight_decay=1e-4, fused=fused
+    ),
     "lamb": lambda params, fused: LAMB(params, lr=0.01, weight_decay=1e-4, foreach=fused),
     "orthogonal": lambda params, fused: LARS(params, lr=0.05, direction="orthogonal"),
     "sgd": lambda params, fused: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=fused),
@@ -34,14 +36,30 @@ class Small(pl.LightningModule):
     num_steps: Tensor
 
     def __init__(
-        self, optimizer: str = "sgd", *, fused: bool = True, on_hidden: Callable[[Tensor], Any] | None = None
+        self,
+        optimizer: str = "sgd",
+        *,
+        fused: bool = True,
+        on_hidden: Callable[[Tensor], Any] | None = None,
     ) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            convolutions = (nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 13, 3, stride=2))
+            convolutions = (
+                nn.Conv2d(3, 8, 3, bias=False),
+                nn.BatchNorm2d(8),
+                nn.ReLU(),
+                nn.Conv2d(8, 13, 3, stride=2),
+            )
             features = [*convolutions, nn.GroupNorm(1, 13), _Mean()]
-            head = [nn.Linear(13, 37), nn.LayerNorm(37), nn.ReLU(), nn.Linear(37, 24), nn.ReLU(), nn.Linear(24, 10)]
+            head = [
+                nn.Linear(13, 37),
+                nn.LayerNorm(37),
+                nn.ReLU(),
+                nn.Linear(37, 24),
+                nn.ReLU(),
+                nn.Linear(24, 10),
+            ]
             self.net = nn.Sequential(*features, *head).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
         self.register_buffer("third", torch.full((5,), 1 / 3))
         self.register_buffer("num_steps", torch.ones(()))
@@ -81,7 +99,9 @@ def loader(seed: int = 0) -> DataLoader:
     images = 0.3 * torch.randn(len(labels), 3, 17, 17, generator=generator)
     images[:, 0] += labels[:, None, None] / 5
     images[:, 1] -= labels[:, None, None] % 3
-    return DataLoader(TensorDataset(images, labels), batch_size=BATCH_SIZE, pin_memory=torch.cuda.is_available())
+    return DataLoader(
+        TensorDataset(images, labels), batch_size=BATCH_SIZE, pin_memory=torch.cuda.is_available()
+    )
 
 
 def trainer_for(given: Given, precision: Any, **settings: Any) -> pl.Trainer:
@@ -128,19 +148,27 @@ def ends(precision: str, optimizer: str, given: Given) -> Details:
     distance = max(apart(weights[0][name], weights[1][name]) for name in weights[0])
     # Both round equally to 2e-6 of a weight's norm; half precision rounds the next gradient at 2**-11 or 2**-8.
     bound = {"32-true": 1e-3, "16-true": 2e-2, "bf16-true": 1e-1}[precision]
-    assert distance < bound, f"both ways of the step must agree to {bound}, and are {distance:.2g} of a norm apart"
+    assert distance < bound, (
+        f"both ways of the step must agree to {bound}, and are {distance:.2g} of a norm apart"
+    )
     return {"message": f"both ways {distance:.1e} apart", "warnings": list(dict.fromkeys(warned))}
 
 
 def _is_as_before(module: Small) -> None:
     for name, tensor in module.state_dict().items():
         if tensor.is_floating_point():
-            assert tensor.dtype is torch.float32, f"{name} must be fp32 again, and is {tensor.dtype}"
+            assert tensor.dtype is torch.float32, (
+                f"{name} must be fp32 again, and is {tensor.dtype}"
+            )
             assert tensor.isfinite().all(), f"{name} must be finite"
-    assert (module.third == 1 / 3).all(), f"`third` must keep its bits, and is {module.third[0].item()!r}"
+    assert (module.third == 1 / 3).all(), (
+        f"`third` must keep its bits, and is {module.third[0].item()!r}"
+    )
     expected = 1 + ONE_STEP * NUM_BATCHES * NUM_EPOCHS
     found = module.num_steps.item()
-    assert found == expected, f"a buffer that is written must be exact: {expected}, and is {found!r}"
+    assert found == expected, (
+        f"a buffer that is written must be exact: {expected}, and is {found!r}"
+    )
 
 
 def apart(one: Tensor, other: Tensor) -> float:
@@ -198,13 +226,19 @@ def resumes_within_epoch(given: Given) -> Details:
     path = given.folder / "within.ckpt"
     pl.seed_everything(7)
     saves = _SavesAt(path, NUM_BATCHES + 3)
-    whole = short_fit(given, Small("lars"), "16-true", data=_shuffled_and_noisy(), callbacks=[saves], max_epochs=2)
+    whole = short_fit(
+        given, Small("lars"), "16-true", data=_shuffled_and_noisy(), callbacks=[saves], max_epochs=2
+    )
     pl.seed_everything(7)
-    resumed = short_fit(given, Small("lars"), "16-true", data=_shuffled_and_noisy(), max_epochs=2, ckpt_path=path)
+    resumed = short_fit(
+        given, Small("lars"), "16-true", data=_shuffled_and_noisy(), max_epochs=2, ckpt_path=path
+    )
     same_bits(resumed, whole, "resumed within an epoch")
     return {"message": f"after {NUM_BATCHES + 3} of {2 * NUM_BATCHES} steps: the same bits"}
 
 
 def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
     other = [name for name in expected if not torch.equal(found[name], expected[name])]
-    assert not other, f"{what}: {len(other)} of {len(expected)} tensors have other bits, the first is {other[0]}"
+    assert not other, (
+        f"{what}: {len(other)} of {len(expected)} tensors have other bits, the first is {other[0]}"
+    )

@@ -24,7 +24,9 @@ def lost_host(given: Given, *, is_other_class: bool = False) -> Details:
     """Check that a run which loses one of two hosts ends with the weights of one that loses none, bit for bit."""
     if is_other_class:
         use_other_class(given)
-    backend = "nccl" if given.on_cuda and given.num_gpus > 1 else "gloo"  # NCCL takes one rank on a GPU
+    backend = (
+        "nccl" if given.on_cuda and given.num_gpus > 1 else "gloo"
+    )  # NCCL takes one rank on a GPU
     weights = []
     for may_die in ((), (LOST,)):
         run = partial(_be_host, backend, _free_addresses(), bool(may_die))
@@ -36,12 +38,16 @@ def lost_host(given: Given, *, is_other_class: bool = False) -> Details:
     return {"message": message, "carrier": backend}
 
 
-def _be_host(backend: str, meet: str, is_lost: bool, given: Given, rank: int, num_ranks: int) -> Details:
+def _be_host(
+    backend: str, meet: str, is_lost: bool, given: Given, rank: int, num_ranks: int
+) -> Details:
     alone = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     alone |= {"MASTER_PORT": int(os.environ["MASTER_PORT"]) + rank}  # a launch of its own
     os.environ |= {name: str(value) for name, value in alone.items()}
     if backend == "nccl":
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu(rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu(
+            rank, os.environ.get("CUDA_VISIBLE_DEVICES")
+        )
     count = [0]
 
     def lose(grad: Tensor) -> None:
@@ -50,7 +56,9 @@ def _be_host(backend: str, meet: str, is_lost: bool, given: Given, rank: int, nu
             os.kill(os.getpid(), signal.SIGKILL)
 
     min_hosts = 1 if is_lost else 2
-    strategy: Any = HybridElasticStrategy(max_hosts=2, min_hosts=min_hosts, meet=meet, process_group_backend=backend)
+    strategy: Any = HybridElasticStrategy(
+        max_hosts=2, min_hosts=min_hosts, meet=meet, process_group_backend=backend
+    )
     module = Small(on_hidden=lose if is_lost and rank == LOST else None)
     weights = short_fit(given, module, "32-true", strategy=strategy, data=loader())
     if rank != LOST:

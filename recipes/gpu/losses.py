@@ -28,19 +28,29 @@ def contrastive(given: Given) -> Details:
     for name, make in LOSSES.items():
         loss = make().to(given.device)
         plain = _loss_and_gradients(loss, *pair)
-        exact = _loss_and_gradients(make().to(given.device, torch.float64), *(view.double() for view in pair))
+        exact = _loss_and_gradients(
+            make().to(given.device, torch.float64), *(view.double() for view in pair)
+        )
         for dtype in (torch.float16, torch.bfloat16):
             with torch.autocast(given.device, dtype=dtype):
                 inside = loss(*_leaves(*pair))
-            assert inside.dtype is torch.float32, f"{name} must be fp32 inside of autocast, and is {inside.dtype}"
+            assert inside.dtype is torch.float32, (
+                f"{name} must be fp32 inside of autocast, and is {inside.dtype}"
+            )
             found = _loss_and_gradients(loss, *pair, autocast=dtype)
             for tensor, expected in zip(found, plain, strict=True):
-                assert torch.equal(tensor, expected), f"{name} must have the same bits inside of autocast to {dtype}"
+                assert torch.equal(tensor, expected), (
+                    f"{name} must have the same bits inside of autocast to {dtype}"
+                )
         for tensor, expected in zip(plain, exact, strict=True):
             distance = float((tensor.double() - expected).norm() / expected.norm())
             farthest = max(farthest, distance)
-            assert distance < 1e-4, f"{name} must agree with fp64 to 1e-4, and is {distance:.1e} of a norm apart"
-    return {"message": f"{', '.join(LOSSES)}: fp32 inside of autocast, {farthest:.0e} of a norm from fp64"}
+            assert distance < 1e-4, (
+                f"{name} must agree with fp64 to 1e-4, and is {distance:.1e} of a norm apart"
+            )
+    return {
+        "message": f"{', '.join(LOSSES)}: fp32 inside of autocast, {farthest:.0e} of a norm from fp64"
+    }
 
 
 def _leaves(*views: Tensor) -> list[Tensor]:
@@ -51,7 +61,9 @@ def _loss_and_gradients(
     loss: nn.Module, first: Tensor, second: Tensor, *, autocast: torch.dtype | None = None
 ) -> list[Tensor]:
     a, b = _leaves(first, second)
-    with torch.autocast(a.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+    with torch.autocast(
+        a.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None
+    ):
         value = loss(a, b)
     value.backward()
     assert a.grad is not None

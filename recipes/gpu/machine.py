@@ -46,7 +46,11 @@ def gpu_environment(root: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
     found |= {package: _version(package) for package in PACKAGES} | {"torch": torch.__version__}
     code = code_state(root) or {}
-    found |= {"cuda": torch.version.cuda, "commit": code.get("commit"), "has_changes": code.get("is_dirty")}
+    found |= {
+        "cuda": torch.version.cuda,
+        "commit": code.get("commit"),
+        "has_changes": code.get("is_dirty"),
+    }
     found["nccl_made_by"] = nccl_made_by()
     if torch.cuda.is_available():
         found |= _gpus()

@@ -59,7 +59,9 @@ def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[
     return [f"{words}: {'; '.join(names) or 'nothing'}." for words, names in lines.items()]
 
 
-def write(out: Path, checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Details) -> None:
+def write(
+    out: Path, checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Details
+) -> None:
     """Write `report.html`, and `gpu_report.zip` with it, `report.json`, ends of all logs and NCCL's first lines."""
     (out / "report.html").write_text(_page(checks, outcomes, environment))
     logs = sorted(path for path in out.glob("*/*") if path.name == "log" or path.suffix == ".log")
@@ -72,7 +74,9 @@ def write(out: Path, checks: Sequence[Check], outcomes: Sequence[CheckOutcome], 
             is_nccl = path.name.startswith("nccl.")
             with path.open("rb") as file:
                 file.seek(0 if is_nccl else max(0, path.stat().st_size - share))
-                archive.writestr(str(path.relative_to(out)), file.read(min(share, 8192) if is_nccl else share))
+                archive.writestr(
+                    str(path.relative_to(out)), file.read(min(share, 8192) if is_nccl else share)
+                )
     unfinished.rename(out / ARCHIVE)
 
 
@@ -92,12 +96,17 @@ def _page(checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment
 # ---- records ---------------------------------------------------------------------------------------------------------
 
 
-def rows(checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Details) -> list[str]:
+def rows(
+    checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Details
+) -> list[str]:
     """Return rows of the records' table of results: what holds, then each check of speed that gave a number."""
     gpus = environment.get("gpus") or ["a CPU"]
     said = [" ".join(promises(checks, outcomes)[:2])]
     said += [one.message.replace("|", "/") for one in outcomes if one.status in ("FAST", "SLOW")]
-    where, commit = f"{len(gpus)} x {gpus[0]}, torch {environment['torch']}", environment.get("commit") or "a wheel"
+    where, commit = (
+        f"{len(gpus)} x {gpus[0]}, torch {environment['torch']}",
+        environment.get("commit") or "a wheel",
+    )
     return [f"| {COMMAND} | {where}: {words} | {ARCHIVE} of {commit[:8]} |" for words in said]
 
 
@@ -108,10 +117,14 @@ def write_rows(page: Path, new: Sequence[str]) -> None:
         ValueError: there is no such table.
     """
     lines = page.read_text().splitlines() if page.is_file() else []
-    heading = next((at for at, line in enumerate(lines) if line.startswith("## Results")), len(lines))
+    heading = next(
+        (at for at, line in enumerate(lines) if line.startswith("## Results")), len(lines)
+    )
     start = next((at for at in range(heading, len(lines)) if lines[at].startswith("|")), None)
     if start is None:
-        raise ValueError(f"`readme` (={page}) must have a table under `## Results`: readme={RECORDS}.")
+        raise ValueError(
+            f"`readme` (={page}) must have a table under `## Results`: readme={RECORDS}."
+        )
     end = next((at for at in range(start, len(lines)) if not lines[at].startswith("|")), len(lines))
     kept = [line for line in lines[start:end] if not line.startswith(f"| {COMMAND} |")]
     page.write_text("\n".join([*lines[:start], *kept, *new, *lines[end:], ""]))

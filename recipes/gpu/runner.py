@@ -152,14 +152,19 @@ def run_one(check: Check, given: Given) -> CheckOutcome:
     if code is None and given.is_cut:
         result: Details = {"status": "SKIP", "message": NO_TIME}
     elif code is None:
-        result = {"status": "FAIL", "message": f"not done after {limit_s:.0f} s; see {folder / 'log'}"}
+        result = {
+            "status": "FAIL",
+            "message": f"not done after {limit_s:.0f} s; see {folder / 'log'}",
+        }
     elif not answer.exists():
         died = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         result = {"status": "FAIL", "message": f"its process ended {died}; see {folder / 'log'}"}
     else:
         result = json.loads(answer.read_text())
     if result["status"] == "FAIL":
-        result["details"] = result.get("details", {}) | {"log": (folder / "log").read_text(errors="replace")[-4000:]}
+        result["details"] = result.get("details", {}) | {
+            "log": (folder / "log").read_text(errors="replace")[-4000:]
+        }
     return CheckOutcome(name=check.name, seconds=seconds, **result)
 
 
@@ -176,7 +181,9 @@ def _be(run: Run, given: Given) -> None:
     """Be the process of a check, and the leader of a group of processes, so that all of them can be ended."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    threading.Thread(
+        target=_end_with, args=(multiprocessing.parent_process(),), daemon=True
+    ).start()
     # NCCL's first lines, a file for each process.
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(given.folder / "nccl.%p.log")}
     with (given.folder / "log").open("wb", buffering=0) as log:
@@ -190,13 +197,21 @@ def _be(run: Run, given: Given) -> None:
         result = {"status": "SKIP", "message": str(reason)}
     except NotInTimeError as error:
         traceback.print_exc()
-        result = {"status": "FAIL", "message": f"{error}"[:300], "details": {"error": traceback.format_exc()[-4000:]}}
+        result = {
+            "status": "FAIL",
+            "message": f"{error}"[:300],
+            "details": {"error": traceback.format_exc()[-4000:]},
+        }
         if given.is_cut:
             result = {"status": "SKIP", "message": f"{NO_TIME} ({error})"[:300]}
     except BaseException as error:
         traceback.print_exc()
         lines = f"{type(error).__name__}: {error}".splitlines()
-        result = {"status": "FAIL", "message": lines[0][:300], "details": {"error": traceback.format_exc()[-4000:]}}
+        result = {
+            "status": "FAIL",
+            "message": lines[0][:300],
+            "details": {"error": traceback.format_exc()[-4000:]},
+        }
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -254,7 +269,9 @@ def write_outcomes(path: Path, outcomes: Sequence[CheckOutcome], environment: De
     path.parent.mkdir(parents=True, exist_ok=True)
     checks = [asdict(outcome) for outcome in outcomes]
     unfinished = path.with_suffix(".tmp")  # a machine may be taken back at any time
-    unfinished.write_text(json.dumps({"environment": environment, "checks": checks}, indent=1) + "\n")
+    unfinished.write_text(
+        json.dumps({"environment": environment, "checks": checks}, indent=1) + "\n"
+    )
     unfinished.rename(path)
 
 
@@ -268,7 +285,9 @@ def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
         content = json.loads(path.read_text())
         return [CheckOutcome(**each) for each in content["checks"]], content["environment"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"`out` (={path.parent}) must hold the report.json of a check: {error}.") from error
+        raise ValueError(
+            f"`out` (={path.parent}) must hold the report.json of a check: {error}."
+        ) from error
 
 
 def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
@@ -284,7 +303,10 @@ def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
 def tables(outcomes: Sequence[CheckOutcome]) -> str:
     """Format all `table`s that checks returned, lists of rows of one form, in Markdown."""
     found = [(one.name, rows) for one in outcomes if (rows := one.details.get("table"))]
-    cells = [(name, list(rows[0]), [[str(cell) for cell in row.values()] for row in rows]) for name, rows in found]
+    cells = [
+        (name, list(rows[0]), [[str(cell) for cell in row.values()] for row in rows])
+        for name, rows in found
+    ]
     return "\n\n".join(f"{name}\n\n{markdown_table(header, body)}" for name, header, body in cells)
 
 
@@ -294,7 +316,10 @@ def summary(outcomes: Sequence[CheckOutcome]) -> str:
     >>> summary([CheckOutcome(name="x", status="PASS", seconds=0.0, message="")])
     '1 passed, 0 failed, 0 skipped; of speed 0 fast, 0 slow.'
     """
-    counts = [sum(each.status == status for each in outcomes) for status in ("PASS", "FAIL", "SKIP", "FAST", "SLOW")]
+    counts = [
+        sum(each.status == status for each in outcomes)
+        for status in ("PASS", "FAIL", "SKIP", "FAST", "SLOW")
+    ]
     return "{} passed, {} failed, {} skipped; of speed {} fast, {} slow.".format(*counts)
 
 
@@ -312,5 +337,7 @@ def limit_s_from(minutes: str) -> float:
     except ValueError:
         limit_s = 0.0
     if not 0 < limit_s < 86_400:
-        raise ValueError(f"`minutes` (={minutes}) must be a number above zero, of a day at most: minutes=8.")
+        raise ValueError(
+            f"`minutes` (={minutes}) must be a number above zero, of a day at most: minutes=8."
+        )
     return limit_s

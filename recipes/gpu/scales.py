@@ -24,7 +24,10 @@ class Scheduled(Small):
     def configure_optimizers(self) -> Any:
         """Make the optimizer, and the schedule of its rate and momentum."""
         optimizer = super().configure_optimizers()
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": one_cycle(optimizer), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": one_cycle(optimizer), "interval": "step"},
+        }
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
@@ -67,8 +70,17 @@ def dynamic_scale(given: Given) -> Details:
         module = Scheduled(optimizer, fused=fused)
         scale = DynamicLossScale(init_scale=2.0**24)
         strategy = HybridAllReduceStrategy(loss_scale=scale)
-        short_fit(given, module, "16-true", strategy=strategy, callbacks=[read], log_every_n_steps=LOG_EVERY)
-        assert list(read.rates) == list(range(LOG_EVERY, NUM_STEPS + 1, LOG_EVERY)), "each logged step is read once"
+        short_fit(
+            given,
+            module,
+            "16-true",
+            strategy=strategy,
+            callbacks=[read],
+            log_every_n_steps=LOG_EVERY,
+        )
+        assert list(read.rates) == list(range(LOG_EVERY, NUM_STEPS + 1, LOG_EVERY)), (
+            "each logged step is read once"
+        )
         for step, rate in read.rates.items():
             expected = by_hand[step - read.num_skipped[step]]
             assert rate == expected, (
@@ -77,7 +89,14 @@ def dynamic_scale(given: Given) -> Details:
             )
         num_skipped[optimizer] = read.num_skipped[NUM_STEPS]
         # One step at a scale of 2**24, and none after the largest gradient of the next is known.
-        assert num_skipped[optimizer] == 1, f"{optimizer}: one step must be skipped, and {num_skipped[optimizer]} were"
+        assert num_skipped[optimizer] == 1, (
+            f"{optimizer}: one step must be skipped, and {num_skipped[optimizer]} were"
+        )
         losses = torch.stack(module.losses)
-        assert losses[-4:].mean() < losses[:4].mean(), f"{optimizer}: the loss must fall, and {losses.tolist()}"
-    return {"message": f"rates of a schedule by steps; of {NUM_STEPS} steps 1 skipped", "num_skipped": num_skipped}
+        assert losses[-4:].mean() < losses[:4].mean(), (
+            f"{optimizer}: the loss must fall, and {losses.tolist()}"
+        )
+    return {
+        "message": f"rates of a schedule by steps; of {NUM_STEPS} steps 1 skipped",
+        "num_skipped": num_skipped,
+    }

@@ -77,7 +77,9 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float,
         work()
     num_in_a_row = calls_in_a_row(work)
     samples = [time_one(work, device, num_in_a_row=num_in_a_row) for _ in range(NUM_SAMPLES)]
-    return statistics.median(one for one, _ in samples), statistics.median(host_s for _, host_s in samples)
+    return statistics.median(one for one, _ in samples), statistics.median(
+        host_s for _, host_s in samples
+    )
 
 
 # ---- ResNet-50 -------------------------------------------------------------------------------------------------------
@@ -92,7 +94,9 @@ class ShardedNet(TrainedNet):
         self.net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other
         norms = [module for module in self.net.modules() if isinstance(module, nn.BatchNorm2d)]
         fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # type: ignore[arg-type]
-        fully_shard(self.net, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        fully_shard(
+            self.net, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Make SGD by lists: torch's fused one takes no DTensors."""
@@ -112,8 +116,14 @@ RESNET_ARMS: dict[str, tuple[Any, Callable[[int], Any]]] = {
     "ours, bf16-true": ("bf16-true", lambda _: HybridAllReduceStrategy()),
     "16-mixed": ("16-mixed", lambda _: "auto"),
     "bf16-mixed": ("bf16-mixed", lambda _: "auto"),
-    "bf16-mixed, bf16_compress_hook": ("bf16-mixed", lambda _: DDPStrategy(ddp_comm_hook=bf16_compress_hook)),
-    "fully_shard, bf16 and fp32 sums": ("32-true", lambda num_ranks: ModelParallelStrategy(num_ranks, 1)),
+    "bf16-mixed, bf16_compress_hook": (
+        "bf16-mixed",
+        lambda _: DDPStrategy(ddp_comm_hook=bf16_compress_hook),
+    ),
+    "fully_shard, bf16 and fp32 sums": (
+        "32-true",
+        lambda num_ranks: ModelParallelStrategy(num_ranks, 1),
+    ),
 }
 
 
@@ -122,10 +132,23 @@ def images_per_s(arm: str, given: Given, rank: int, num_ranks: int) -> Details:
     size, (precision, strategy) = _size(given), RESNET_ARMS[arm]
     device = torch.device("cuda", rank) if given.on_cuda else torch.device("cpu")
     images = torch.randn(size["batch"], 3, size["pixels"], size["pixels"], device=device)
-    batch = images.contiguous(memory_format=torch.channels_last), torch.randint(1000, (size["batch"],), device=device)
+    batch = (
+        images.contiguous(memory_format=torch.channels_last),
+        torch.randint(1000, (size["batch"],), device=device),
+    )
     clock = FitClock(begin=size["num_warmup"], end=size["num_warmup"] + size["num_steps"])
-    settings = {"strategy": strategy(num_ranks), "max_steps": clock.end, "max_epochs": -1, "deterministic": False}
-    settings |= {"devices": num_ranks, "use_distributed_sampler": False, "benchmark": True, "callbacks": [clock]}
+    settings = {
+        "strategy": strategy(num_ranks),
+        "max_steps": clock.end,
+        "max_epochs": -1,
+        "deterministic": False,
+    }
+    settings |= {
+        "devices": num_ranks,
+        "use_distributed_sampler": False,
+        "benchmark": True,
+        "callbacks": [clock],
+    }
     net = ResNet(depth=50, width=size["width"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
     kind = ShardedNet if arm.startswith("fully_shard") else TrainedNet
     module = kind(net, fused_lars if arm.startswith("ours") else fused_sgd)
@@ -140,7 +163,9 @@ def resnet50(given: Given) -> Details:
     """
     num_gpus = given.num_gpus if given.on_cuda else 1
     num_rounds = 2 if given.on_cuda else 1
-    worlds = {(arm, num_gpus): list[float]() for arm in RESNET_ARMS} | {("ours, 16-true", 1): list[float]()}
+    worlds = {(arm, num_gpus): list[float]() for arm in RESNET_ARMS} | {
+        ("ours, 16-true", 1): list[float]()
+    }
     errors: dict[tuple[str, int], AssertionError] = {}
     for (arm, num_ranks), samples in [*worlds.items()] * num_rounds:
         try:
@@ -152,14 +177,18 @@ def resnet50(given: Given) -> Details:
     table: list[Details] = []
     for (arm, num_ranks), samples in worlds.items():
         row: Details = {"arm": arm, "GPUs" if given.on_cuda else "processes": num_ranks}
-        row["images/s"] = round(statistics.median(samples), 1) if samples else str(errors[arm, num_ranks])[:200]
+        row["images/s"] = (
+            round(statistics.median(samples), 1) if samples else str(errors[arm, num_ranks])[:200]
+        )
         table.append(row | {"rounds": [round(sample, 1) for sample in samples]})
     if not worlds["ours, 16-true", num_gpus]:
         raise errors["ours, 16-true", num_gpus]
     ours = statistics.median(worlds["ours, 16-true", num_gpus])
     rates = {arm: statistics.median(found) for (arm, _), found in worlds.items() if found}
     theirs = {arm: rate for arm, rate in rates.items() if not arm.startswith("ours")}
-    message = ", ".join(f"{ours / rate:.2f} times {arm} ({rate:.0f})" for arm, rate in theirs.items())
+    message = ", ".join(
+        f"{ours / rate:.2f} times {arm} ({rate:.0f})" for arm, rate in theirs.items()
+    )
     message = f"ResNet-50, {num_gpus} ranks: {ours:.0f} images/s in 16-true with LARS: {message}"
     return {
         "status": verdict(given, is_fast=ours > max(theirs.values(), default=0.0)),
@@ -177,21 +206,43 @@ def sums(given: Given) -> Details:
     backend, num_ranks, _ = layout(given)
     if given.on_cuda and backend == "gloo":
         raise NotHere("needs two GPUs, or two MIG instances")
-    of_ranks = run_world(given, partial(_timed_sums, backend), num_ranks=num_ranks, limit_s=0.9 * given.limit_s)
+    of_ranks = run_world(
+        given, partial(_timed_sums, backend), num_ranks=num_ranks, limit_s=0.9 * given.limit_s
+    )
     cluster = cluster_of(torch.cuda.get_device_name() if given.on_cuda else "", num_ranks)
     table: list[Details] = []
     for key in of_ranks[0]:
-        num_bytes, (sum_s, engine_s) = int(key) * 2**20, (max(each[key][way] for each in of_ranks) for way in (0, 1))
-        row: Details = {"MiB": int(key), "backend ms": round(1e3 * sum_s, 3), "engine ms": round(1e3 * engine_s, 3)}
+        num_bytes, (sum_s, engine_s) = (
+            int(key) * 2**20,
+            (max(each[key][way] for each in of_ranks) for way in (0, 1)),
+        )
+        row: Details = {
+            "MiB": int(key),
+            "backend ms": round(1e3 * sum_s, 3),
+            "engine ms": round(1e3 * engine_s, 3),
+        }
         row["bus GB/s"] = round(2 * (num_ranks - 1) / num_ranks * num_bytes / sum_s / 1e9, 2)
         predicted_s = None if cluster is None else cluster.alone_s("flat", num_bytes)
         row["predicted ms"] = None if predicted_s is None else round(1e3 * predicted_s, 3)
-        table.append(row | {"x predicted": None if predicted_s is None else round(sum_s / predicted_s, 2)})
+        table.append(
+            row | {"x predicted": None if predicted_s is None else round(sum_s / predicted_s, 2)}
+        )
     slowest = max((row["x predicted"] for row in table if row["x predicted"]), default=None)
-    said = ", ".join(f"{row['MiB']} MiB {row['engine ms']} ms ({row['backend ms']} by {backend})" for row in table)
-    words = "no prediction for this machine" if slowest is None else f"at most {slowest} times the planner's"
+    said = ", ".join(
+        f"{row['MiB']} MiB {row['engine ms']} ms ({row['backend ms']} by {backend})"
+        for row in table
+    )
+    words = (
+        "no prediction for this machine"
+        if slowest is None
+        else f"at most {slowest} times the planner's"
+    )
     status = "PASS" if slowest is None else verdict(given, is_fast=slowest <= PREDICTION_BOUND)
-    return {"status": status, "message": f"sums of {num_ranks} ranks: {said}; {words}", "table": table}
+    return {
+        "status": status,
+        "message": f"sums of {num_ranks} ranks: {said}; {words}",
+        "table": table,
+    }
 
 
 def _timed_sums(backend: str, given: Given, rank: int, num_ranks: int) -> Details:
@@ -200,12 +251,19 @@ def _timed_sums(backend: str, given: Given, rank: int, num_ranks: int) -> Detail
     if given.on_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=limit, device_id=device if given.on_cuda else None)
-    topology = Topology.from_ranks_per_node(rank=rank, world_size=num_ranks, ranks_per_node=num_ranks)
-    engine = CommEngine(topology=topology, plan=CommPlan(algorithm="flat"), timeout=limit, device=device)
+    topology = Topology.from_ranks_per_node(
+        rank=rank, world_size=num_ranks, ranks_per_node=num_ranks
+    )
+    engine = CommEngine(
+        topology=topology, plan=CommPlan(algorithm="flat"), timeout=limit, device=device
+    )
     found = {}
     for mib in (1, 25, 100) if given.on_cuda else (1, 4):
         flat = torch.zeros(mib << 19, dtype=torch.float16, device=device)
-        ways = (lambda: dist.all_reduce(flat), lambda: engine.submit(flat, bucket_index=0, is_last=True).wait())  # noqa: B023
+        ways = (
+            lambda: dist.all_reduce(flat),  # noqa: B023
+            lambda: engine.submit(flat, bucket_index=0, is_last=True).wait(),  # noqa: B023
+        )
         found[str(mib)] = [seconds_of(way, device)[0] for way in ways]
     engine.close()
     return found
@@ -223,6 +281,11 @@ def cluster_of(gpu: str, num_ranks: int) -> Cluster | None:
         return None
     links = yaml.safe_load((ROOT / "conf" / "cluster" / f"{name}.yaml").read_text())["links"]
     values = {key: value for key, value in links["transport"].items() if not key.startswith("_")}
-    ends = [Link(latency_s=links[at]["latency_s"], bytes_per_s=links[at]["bytes_per_s"]) for at in ("inside", "across")]
+    ends = [
+        Link(latency_s=links[at]["latency_s"], bytes_per_s=links[at]["bytes_per_s"])
+        for at in ("inside", "across")
+    ]
     transport = Nccl(**values)
-    return Cluster(num_nodes=1, ranks_per_node=num_ranks, inside=ends[0], across=ends[1], transport=transport)
+    return Cluster(
+        num_nodes=1, ranks_per_node=num_ranks, inside=ends[0], across=ends[1], transport=transport
+    )

@@ -9,7 +9,9 @@ from importlib.util import find_spec
 
 from recipes.gpu.runner import ROOT, Details, Given, NotHere
 
-MARK = re.compile(r"^pytestmark = .*mark\.gpu|^@pytest\.mark\.gpu|marks=pytest\.mark\.gpu", re.MULTILINE)
+MARK = re.compile(
+    r"^pytestmark = .*mark\.gpu|^@pytest\.mark\.gpu|marks=pytest\.mark\.gpu", re.MULTILINE
+)
 
 
 def files_with_gpu_tests() -> list[str]:
@@ -23,11 +25,25 @@ def gpu_tests(given: Given) -> Details:
     if not given.on_cuda:
         raise NotHere("the tests of `-m gpu` need one")
     if not (ROOT / "tests").is_dir():
-        raise NotHere("the tests are not in an installed package: run this in a checkout of the repository")
+        raise NotHere(
+            "the tests are not in an installed package: run this in a checkout of the repository"
+        )
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
     assert not missing, f"the tests need {' and '.join(missing)}: `pip install {' '.join(missing)}`"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *files_with_gpu_tests()], capture_output=True, text=True, cwd=ROOT, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(
+        [*command, *files_with_gpu_tests()], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     print(done.stdout, done.stderr, sep="\n")
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]

@@ -65,13 +65,20 @@ class FitClock(Callback):
         self.begin, self.end = begin, end
         self.seconds = 0.0
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Start the clock before the first step that counts."""
         if batch_idx == self.begin:
             self.seconds = -self._now(module)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Stop the clock after the last step."""
         if batch_idx == self.end - 1:

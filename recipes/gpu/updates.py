@@ -48,7 +48,11 @@ def ours(
     for param in params:
         param.grad_dtype = None
     many = [param for param in params if param.dim() > 1]
-    few = {"params": [param for param in params if param.dim() <= 1], "trust_ratio": False, "weight_decay": 0.0}
+    few = {
+        "params": [param for param in params if param.dim() <= 1],
+        "trust_ratio": False,
+        "weight_decay": 0.0,
+    }
     options = {name: value for name, value in OPTIONS.items() if rule is LARS or name != "momentum"}
     optimizer: Any = rule([{"params": many}, few], **options, fused=fused)
     scale = torch.tensor(LOSS_SCALE, device=device)
@@ -102,7 +106,9 @@ MAX_CYCLES_PER_S = 2e9  # clock rate of a GPU
 MAX_SLEEP_S = 0.2
 
 
-def time_one(step: Callable[[], object], device: torch.device, *, num_in_a_row: int = 1) -> tuple[float, float]:
+def time_one(
+    step: Callable[[], object], device: torch.device, *, num_in_a_row: int = 1
+) -> tuple[float, float]:
     """Time one step of the device and of the host.
 
     On CUDA `num_in_a_row` steps are queued behind a kernel that only waits, for longer than the host takes: the device
@@ -143,10 +149,16 @@ def copy_rate(device: torch.device, *, num_bytes: int = 2**28, num_samples: int 
     """Measure the bytes per second, read and written, of copying a tensor."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.zeros_like(source)
-    times_s = [time_one(lambda: target.copy_(source), device, num_in_a_row=10)[0] for _ in range(num_samples)]
+    times_s = [
+        time_one(lambda: target.copy_(source), device, num_in_a_row=10)[0]
+        for _ in range(num_samples)
+    ]
     return 2 * num_bytes / statistics.median(times_s)
 
 
 def _weights(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[nn.Parameter]:
     generator = torch.Generator(device).manual_seed(0)
-    return [nn.Parameter(0.05 * torch.randn(shape, generator=generator, device=device)) for shape in shapes]
+    return [
+        nn.Parameter(0.05 * torch.randn(shape, generator=generator, device=device))
+        for shape in shapes
+    ]

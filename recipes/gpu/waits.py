@@ -60,7 +60,9 @@ def waits(given: Given) -> Details:
     copied = host.take({"weight": weight.add_(1)})["weight"]
     weight.add_(1)
     host.wait()
-    assert (copied == 2).all(), f"a checkpoint must hold what was there, 2, and holds {copied.unique().tolist()}"
+    assert (copied == 2).all(), (
+        f"a checkpoint must hold what was there, 2, and holds {copied.unique().tolist()}"
+    )
     if not given.on_cuda:
         raise NotHere("there are no streams on a CPU: the arithmetic alone was tried, and is right")
     return {"message": "sum, backward, prefetcher and checkpoint wait"}
@@ -142,7 +144,11 @@ class _Watches(pl.Callback):
     def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
         """Note a wait that torch warns of, by the innermost line outside torch and `warnings`."""
         if "synchroniz" in str(message):
-            frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename not in _OWN]
+            frames = [
+                f
+                for f in traceback.extract_stack()
+                if "/torch/" not in f.filename and f.filename not in _OWN
+            ]
             path = frames[-1].filename.rpartition("site-packages/")[2].removeprefix(f"{ROOT}/")
             self.places[f"{path}:{frames[-1].lineno}"] += 1
 
@@ -152,10 +158,24 @@ def who_waits(given: Given) -> Details:
     table: list[Details] = []
     for optimizer in ("lars", "lamb", "sgd"):
         watch = _Watches(given)
-        short_fit(given, Small(optimizer), "16-true", max_epochs=1, callbacks=[watch], deterministic=False)
-        table += [{"optimizer": optimizer, "where": place, "times": times} for place, times in watch.places.items()]
-    ours = [f"{row['where']} ({row['optimizer']})" for row in table if row["where"].startswith("lightning_hybrid/")]
+        short_fit(
+            given, Small(optimizer), "16-true", max_epochs=1, callbacks=[watch], deterministic=False
+        )
+        table += [
+            {"optimizer": optimizer, "where": place, "times": times}
+            for place, times in watch.places.items()
+        ]
+    ours = [
+        f"{row['where']} ({row['optimizer']})"
+        for row in table
+        if row["where"].startswith("lightning_hybrid/")
+    ]
     if not given.on_cuda:
         raise NotHere("no step waits for a CPU: it was tried that these fits end")
-    assert not ours, f"no line of the library's may wait for the device in a step: {', '.join(ours)}"
-    return {"message": f"{len(ours)} lines of ours, {len(table) - len(ours)} of others", "table": table}
+    assert not ours, (
+        f"no line of the library's may wait for the device in a step: {', '.join(ours)}"
+    )
+    return {
+        "message": f"{len(ours)} lines of ours, {len(table) - len(ours)} of others",
+        "table": table,
+    }

@@ -35,7 +35,9 @@ def one_rank(given: Given, *, is_other_class: bool = False) -> Details:
     if is_other_class:
         use_other_class(given)
     backend = "nccl" if given.on_cuda else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+    )
     topology, on_cuda = Topology(rank=0, nodes=((0,),)), given.on_cuda
     for algorithm, stages in STAGES.items():
         for dtype in DTYPES:
@@ -43,9 +45,13 @@ def one_rank(given: Given, *, is_other_class: bool = False) -> Details:
                 flat = _integers(0, numel, dtype, torch.device(given.device))
                 expected = flat.clone()
                 job = Job(flat=flat, topology=topology, by_backend=on_cuda)
-                for stage in stages:  # an engine of one rank runs none: here each has the world's group
+                for (
+                    stage
+                ) in stages:  # an engine of one rank runs none: here each has the world's group
                     run_stage(stage, job, dist.group.WORLD)
-                assert torch.equal(flat, expected), f"{algorithm} of {numel} {dtype} on one rank changed the tensor"
+                assert torch.equal(flat, expected), (
+                    f"{algorithm} of {numel} {dtype} on one rank changed the tensor"
+                )
     dist.destroy_process_group()
     return {"message": f"{', '.join(STAGES)} over {backend}"}
 
@@ -100,18 +106,32 @@ class KnownSums(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sum small integers by an engine of its own."""
-        rank, world_size, device = trainer.global_rank, trainer.world_size, trainer.strategy.root_device
-        topology = Topology.from_ranks_per_node(rank=rank, world_size=world_size, ranks_per_node=world_size // 2)
+        rank, world_size, device = (
+            trainer.global_rank,
+            trainer.world_size,
+            trainer.strategy.root_device,
+        )
+        topology = Topology.from_ranks_per_node(
+            rank=rank, world_size=world_size, ranks_per_node=world_size // 2
+        )
         plan = CommPlan(algorithm=self.algorithm)
-        engine = CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=30), device=device)
+        engine = CommEngine(
+            topology=topology, plan=plan, timeout=timedelta(seconds=30), device=device
+        )
         cases = [(dtype, numel) for dtype in DTYPES for numel in NUMELS]
         mine = [_integers(rank, numel, dtype, device) for dtype, numel in cases]
         last = len(cases) - 1
-        sums = [engine.submit(flat, bucket_index=i, is_last=i == last) for i, flat in enumerate(mine)]
+        sums = [
+            engine.submit(flat, bucket_index=i, is_last=i == last) for i, flat in enumerate(mine)
+        ]
         for (dtype, numel), future in zip(cases, sums, strict=True):
-            addends = [_integers(other, numel, torch.float32, device) for other in range(world_size)]
+            addends = [
+                _integers(other, numel, torch.float32, device) for other in range(world_size)
+            ]
             expected = torch.stack(addends).sum(0).to(dtype)
-            assert torch.equal(future.wait(), expected), f"{self.algorithm}: the sum of {numel} {dtype} is wrong"
+            assert torch.equal(future.wait(), expected), (
+                f"{self.algorithm}: the sum of {numel} {dtype} is wrong"
+            )
         engine.close()
 
 
@@ -137,12 +157,17 @@ def run_world(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")  # all is imported, and this process has no context of CUDA's
+    context = multiprocessing.get_context(
+        "fork"
+    )  # all is imported, and this process has no context of CUDA's
     paths = [given.folder / f"rank{rank}.json" for rank in range(num_ranks)]
     for path in paths:
         path.unlink(missing_ok=True)
     processes = [
-        context.Process(target=_be_rank, args=(run, given, rank, num_ranks, per_host or num_ranks, port, os.getpgrp()))
+        context.Process(
+            target=_be_rank,
+            args=(run, given, rank, num_ranks, per_host or num_ranks, port, os.getpgrp()),
+        )
         for rank in range(num_ranks)
     ]
     try:
@@ -157,7 +182,9 @@ def run_world(
         for process in processes:
             process.kill()
             process.join()
-    answers: list[Details] = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+    answers: list[Details] = [
+        json.loads(path.read_text()) if path.exists() else {} for path in paths
+    ]
     for rank, (answer, code) in enumerate(zip(answers, codes, strict=True)):
         if rank in may_die:
             continue
@@ -178,17 +205,28 @@ def is_of_time(error: BaseException) -> bool:
     (True, False)
     """
     text = str(error).lower()
-    return isinstance(error, TimeoutError | RendezvousError) or "timeout" in text or "timed out" in text
+    return (
+        isinstance(error, TimeoutError | RendezvousError)
+        or "timeout" in text
+        or "timed out" in text
+    )
 
 
-def _be_rank(run: RunOfRank, given: Given, rank: int, num_ranks: int, per_host: int, port: int, group: int) -> None:
+def _be_rank(
+    run: RunOfRank, given: Given, rank: int, num_ranks: int, per_host: int, port: int, group: int
+) -> None:
     """Be a rank's process in its check's group, with torchrun's variables: one host, or one per rank."""
     os.setpgid(0, group)
     with (given.folder / f"rank{rank}.log").open("ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
-    variables = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank % per_host, "LOCAL_WORLD_SIZE": per_host}
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_RANK": rank % per_host,
+        "LOCAL_WORLD_SIZE": per_host,
+    }
     variables |= {"GROUP_RANK": rank // per_host, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="gpu_check")
@@ -196,6 +234,9 @@ def _be_rank(run: RunOfRank, given: Given, rank: int, num_ranks: int, per_host: 
     try:
         answer = run(given, rank, num_ranks)
     except BaseException as error:
-        answer = {"failed": f"{type(error).__name__}: {error}"[:1000], "is_of_time": is_of_time(error)}
+        answer = {
+            "failed": f"{type(error).__name__}: {error}"[:1000],
+            "is_of_time": is_of_time(error),
+        }
     (given.folder / f"rank{rank}.json").write_text(json.dumps(answer))
     os._exit(0)

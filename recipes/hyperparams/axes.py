@@ -101,13 +101,17 @@ def axes_from(config: Mapping[str, Any], *, parent: str = "") -> list[Axis]:
     for name, value in config.items():
         key = f"{parent}{name}"
         if not isinstance(value, Mapping):
-            raise ValueError(f"`axes.{key}` (={value}) must be an axis, such as {{low: 0.1, high: 10.0, num: 3}}.")
+            raise ValueError(
+                f"`axes.{key}` (={value}) must be an axis, such as {{low: 0.1, high: 10.0, num: 3}}."
+            )
         if "low" in value or "high" in value:
             axes.append(_axis(key, value))
         else:
             axes.extend(axes_from(value, parent=f"{key}."))
     if not axes and not parent:
-        raise ValueError("`axes` (={}) must name what to search, such as +axes.optim.lr={low:0.1,high:10.0,num:3}.")
+        raise ValueError(
+            "`axes` (={}) must name what to search, such as +axes.optim.lr={low:0.1,high:10.0,num:3}."
+        )
     return axes
 
 
@@ -116,7 +120,9 @@ def _axis(key: str, options: Mapping[str, Any]) -> Axis:
     unknown = set(options) - {"low", "high", "num", "scale"}
     wrong = sorted(missing) + sorted(unknown)
     if wrong:
-        raise ValueError(f"`axes.{key}` (={options}) must have low, high and num, may have scale; see {wrong[0]}.")
+        raise ValueError(
+            f"`axes.{key}` (={options}) must have low, high and num, may have scale; see {wrong[0]}."
+        )
     return Axis(key=key, **options)
 
 

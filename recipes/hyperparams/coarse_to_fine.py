@@ -37,7 +37,9 @@ class CoarseToFine(BaseSampler):
     def __init__(self, axes: Sequence[Axis], *, num_rounds: int = 3, zoom: int = 2) -> None:
         for name, value, least in (("num_rounds", num_rounds, 1), ("zoom", zoom, 2)):
             if not isinstance(value, int) or value < least:
-                raise ValueError(f"`sampler.{name}` (={value}) must be a whole number, at least {least}.")
+                raise ValueError(
+                    f"`sampler.{name}` (={value}) must be a whole number, at least {least}."
+                )
         self.axes = axes
         self.num_rounds = num_rounds
         self.zoom = zoom
@@ -54,7 +56,9 @@ class CoarseToFine(BaseSampler):
         """Return whether a point of the last round has no trial yet."""
         return bool(self._free_points(study))
 
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+    def infer_relative_search_space(
+        self, study: Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
         """Return all keys: a point is chosen as a whole."""
         return {axis.key: axis.distribution() for axis in self.axes}
 
@@ -75,7 +79,9 @@ class CoarseToFine(BaseSampler):
         param_distribution: BaseDistribution,
     ) -> Any:
         """Refuse a key that is no axis."""
-        raise ValueError(f"`{param_name}` must be one of the axes {[axis.key for axis in self.axes]}.")
+        raise ValueError(
+            f"`{param_name}` must be one of the axes {[axis.key for axis in self.axes]}."
+        )
 
     def _free_points(self, study: Study) -> list[Point]:
         points = self._rounds_of_points(study)[-1]

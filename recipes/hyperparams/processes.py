@@ -60,17 +60,26 @@ class TrialProcesses:
     """
 
     def __init__(
-        self, run_trial: RunTrial, overrides: tuple[str, ...], *, num_ranks: int = 1, log: Path | None = None
+        self,
+        run_trial: RunTrial,
+        overrides: tuple[str, ...],
+        *,
+        num_ranks: int = 1,
+        log: Path | None = None,
     ) -> None:
         self.connections: list[Connection] = []
         self._ranks: dict[Connection, int] = {}
         self._processes: list[ForkServerProcess] = []
-        context = multiprocessing.get_context("forkserver")  # a fork would inherit the threads of this process
+        context = multiprocessing.get_context(
+            "forkserver"
+        )  # a fork would inherit the threads of this process
         context.set_forkserver_preload(PRELOADED)
         _make_importable()
         for rank, environment in enumerate(_environments(num_ranks)):
             connection, child_connection = context.Pipe()
-            process = context.Process(target=_run_rank, args=(run_trial, overrides, environment, log, child_connection))
+            process = context.Process(
+                target=_run_rank, args=(run_trial, overrides, environment, log, child_connection)
+            )
             process.start()
             # Only the child holds its end, so that `recv` raises EOFError when the child dies.
             child_connection.close()
@@ -125,7 +134,12 @@ def _environments(num_ranks: int) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {"NODE_RANK": "0", "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     return [{"LOCAL_RANK": str(rank), **shared} for rank in range(num_ranks)]
 
 

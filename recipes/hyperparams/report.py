@@ -59,7 +59,9 @@ class SearchReport:
         rows = []
         for rank, trial in enumerate(self._sorted(rounds), start=1):
             rows.append([str(rank), str(round_of[trial.number]), *self._cells(trial)])
-        return markdown_table(["rank", "round", *self._keys(), self.objective, "status", "seconds", "reason"], rows)
+        return markdown_table(
+            ["rank", "round", *self._keys(), self.objective, "status", "seconds", "reason"], rows
+        )
 
     def best(self, rounds: Rounds) -> FrozenTrial | None:
         """Return the best trial that is done, or None."""
@@ -98,5 +100,7 @@ class SearchReport:
 
     def _line(self, cells: Sequence[str]) -> str:
         names = ["trial", *self._keys(), self.objective, "status", "seconds", "reason"]
-        padded = [cell.ljust(max(WIDTH, len(name))) for cell, name in zip(cells, names, strict=True)]
+        padded = [
+            cell.ljust(max(WIDTH, len(name))) for cell, name in zip(cells, names, strict=True)
+        ]
         return "  ".join(padded).rstrip()

@@ -76,8 +76,12 @@ class Search:
         if isinstance(sampler, CoarseToFine):
             self._coarse_to_fine = sampler
             self.num_trials = sampler.num_trials
-            axes = [axis.widened() for axis in axes]  # a round around an end of the grid goes beyond it
-        self._distributions: dict[str, BaseDistribution] = {axis.key: axis.distribution() for axis in axes}
+            axes = [
+                axis.widened() for axis in axes
+            ]  # a round around an end of the grid goes beyond it
+        self._distributions: dict[str, BaseDistribution] = {
+            axis.key: axis.distribution() for axis in axes
+        }
         if self.study.trials:
             sampler.reseed_rng()  # with the same seed it would propose the points of the first trials again
 

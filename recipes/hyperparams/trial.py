@@ -107,7 +107,12 @@ class Watch(Callback):
         self.reason = reason
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Check the loss, as often as a log would."""
         is_last = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
@@ -123,7 +128,11 @@ class Watch(Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Report the objective, and stop where it is not finite or the pruner says so."""
         is_in_training = trainer.state.fn is TrainerFn.FITTING and not trainer.sanity_checking
-        if not is_in_training or self.status != "done" or self.objective not in trainer.callback_metrics:
+        if (
+            not is_in_training
+            or self.status != "done"
+            or self.objective not in trainer.callback_metrics
+        ):
             return
 
         value = float(trainer.callback_metrics[self.objective])
@@ -135,7 +144,8 @@ class Watch(Callback):
             should_stop = trainer.is_global_zero and self.ask_pruner(self.last_report)
             if trainer.strategy.broadcast(should_stop) and percent < 100:
                 self.end(
-                    "stopped", f"{self.objective} {value:.4g} was behind other trials after {percent} % of the run"
+                    "stopped",
+                    f"{self.objective} {value:.4g} was behind other trials after {percent} % of the run",
                 )
         trainer.should_stop = trainer.should_stop or self.status != "done"
 
@@ -178,10 +188,14 @@ class TrainTrial:
         metrics.update(_numbers(validated))
         if self.objective not in metrics:
             known = ", ".join(sorted(metrics))
-            raise ValueError(f"`objective` (={self.objective}) must be something that validation logs: {known}.")
+            raise ValueError(
+                f"`objective` (={self.objective}) must be something that validation logs: {known}."
+            )
         value = metrics[self.objective]
         if not math.isfinite(value):
-            return Outcome(status="diverged", reason=f"{self.objective} is {value} at the end", metrics=metrics)
+            return Outcome(
+                status="diverged", reason=f"{self.objective} is {value} at the end", metrics=metrics
+            )
         accuracy = metrics.get(m.VAL_ACC)
         if accuracy is not None and is_at_chance(accuracy, 1 / cfg.model.num_classes):
             reason = (

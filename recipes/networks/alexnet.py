@@ -120,10 +120,21 @@ class AlexNetBN(nn.Module):
             ("stem_stride", stem_stride),
         ):
             require_whole(name, value, f"it is counted. Set model.{name}")
-        require_whole("stem_padding", stem_padding or 0, "it is counted. Set model.stem_padding", least=0)
-        require_number("bn_eps", bn_eps, "BatchNorm divides by its root. Set model.bn_eps=1.0e-5", above=True)
+        require_whole(
+            "stem_padding", stem_padding or 0, "it is counted. Set model.stem_padding", least=0
+        )
+        require_number(
+            "bn_eps", bn_eps, "BatchNorm divides by its root. Set model.bn_eps=1.0e-5", above=True
+        )
         channels = [round(width * c) for c in CONV_CHANNELS]
-        _check(width, channels, bn_position, pool_padding, stem_kernel=stem_kernel, conv2_kernel=conv2_kernel)
+        _check(
+            width,
+            channels,
+            bn_position,
+            pool_padding,
+            stem_kernel=stem_kernel,
+            conv2_kernel=conv2_kernel,
+        )
         kernels = (stem_kernel, conv2_kernel, 3, 3, 3)
         strides = (stem_stride, 1, 1, 1, 1)
         paddings = [kernel // 2 for kernel in kernels]
@@ -137,9 +148,18 @@ class AlexNetBN(nn.Module):
         # ungrouped network; grouped it would be 60,965,224.
         layers: list[nn.Module] = []
         size, last = image_size, in_channels
-        for index, (kernel, stride, padding) in enumerate(zip(kernels, strides, paddings, strict=True)):
-            layers.append(nn.Conv2d(last, channels[index], kernel, stride=stride, padding=padding, bias=conv_bias))
-            size, last = _out_size(size, kernel=kernel, stride=stride, padding=padding), channels[index]
+        for index, (kernel, stride, padding) in enumerate(
+            zip(kernels, strides, paddings, strict=True)
+        ):
+            layers.append(
+                nn.Conv2d(
+                    last, channels[index], kernel, stride=stride, padding=padding, bias=conv_bias
+                )
+            )
+            size, last = (
+                _out_size(size, kernel=kernel, stride=stride, padding=padding),
+                channels[index],
+            )
             if bn_position == "before_relu":
                 layers.append(bn(last))
             layers.append(nn.ReLU(inplace=True))
@@ -186,7 +206,9 @@ class AlexNetBN(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute the logits of a batch of normalised images."""
-        x = run_stages(self.features, images, checkpoint_activations=self.checkpoint_activations).flatten(1)
+        x = run_stages(
+            self.features, images, checkpoint_activations=self.checkpoint_activations
+        ).flatten(1)
         x = self.dropout(self.relu(self.fc6(x)))
         x = self.dropout(self.relu(self.fc7(x)))
         return self.fc8(x)
@@ -232,7 +254,9 @@ class AlexNet(nn.Module):
         require_whole("num_classes", num_classes, "classes are counted. Set model.num_classes")
         require_whole("in_channels", in_channels, "channels are counted. Set model.in_channels=3")
         self.checkpoint_activations = checkpoint_activations
-        self.node_slices = _node_slices(slice_fc, ("classifier.1", "classifier.4"), ("classifier.6",))
+        self.node_slices = _node_slices(
+            slice_fc, ("classifier.1", "classifier.4"), ("classifier.6",)
+        )
         # Names, order and initialisation (torch's default) are torchvision's.
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
@@ -279,7 +303,9 @@ def _out_size(size: int, *, kernel: int, stride: int, padding: int) -> int:
     return (size + 2 * padding - kernel) // stride + 1
 
 
-def _check(width: float, channels: list[int], bn_position: str, pool_padding: int, **kernels: int) -> None:
+def _check(
+    width: float, channels: list[int], bn_position: str, pool_padding: int, **kernels: int
+) -> None:
     if min(channels) < 1:
         raise ValueError(
             f"`width` (={width}) must leave every layer at least one channel: conv1 would have {channels[0]}. "

@@ -59,7 +59,10 @@ class Bert(nn.Module):
         self.network: Any = BertForMaskedLM(config)
         bert = self.network.bert
         beside = [_Beside(layer) for layer in (bert.embeddings, *bert.encoder.layer)]
-        self._blocks = [*beside, _Head(self.network.cls)]  # in a list: their names are those of `transformers`
+        self._blocks = [
+            *beside,
+            _Head(self.network.cls),
+        ]  # in a list: their names are those of `transformers`
         self.checkpoint_activations = checkpoint_activations
 
     @property
@@ -70,7 +73,9 @@ class Bert(nn.Module):
     @checkpoint_activations.setter
     def checkpoint_activations(self, is_on: bool) -> None:
         if is_on:
-            self.network.activation_checkpointing_enable({"use_reentrant": False, "context_fn": _contexts})
+            self.network.activation_checkpointing_enable(
+                {"use_reentrant": False, "context_fn": _contexts}
+            )
         elif self.checkpoint_activations:
             self.network.activation_checkpointing_disable()
 
@@ -86,7 +91,9 @@ class Bert(nn.Module):
         """Return embeddings, layers and head: the stages of a pipeline are cut between them."""
         return self._blocks
 
-    def example(self, num_sequences: int, *shape: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    def example(
+        self, num_sequences: int, *shape: int, device: torch.device | str
+    ) -> tuple[Tensor, Tensor]:
         """Return an input for the planner: of `(length,)`, or of the longest sequences for the shape of an image."""
         length = shape[0] if len(shape) == 1 else self.network.config.max_position_embeddings
         num_masked = max(1, round(0.15 * (length - 2)))

@@ -8,7 +8,9 @@ from lightning_hybrid.models.activation_checkpointing import checkpointed
 def stages_of(features: nn.Sequential) -> list[nn.Module]:
     """Cut layers before each convolution but the first."""
     starts = [index for index, layer in enumerate(features) if isinstance(layer, nn.Conv2d)]
-    return [features[start:end] for start, end in zip(starts, [*starts[1:], len(features)], strict=True)]
+    return [
+        features[start:end] for start, end in zip(starts, [*starts[1:], len(features)], strict=True)
+    ]
 
 
 def run_stages(features: nn.Sequential, x: Tensor, *, checkpoint_activations: bool) -> Tensor:

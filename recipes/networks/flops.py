@@ -55,13 +55,19 @@ def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> i
             f"`image_shape` (={tuple(image_shape)}) must hold positive whole numbers: it is channels, height and "
             "width of one image, without the batch."
         )
-    from torch.utils.flop_counter import FlopCounterMode  # here: every network imports this module, and that Triton
+    from torch.utils.flop_counter import (
+        FlopCounterMode,
+    )  # here: every network imports this module, and that Triton
 
     tensors = {name: _shadow(tensor) for name, tensor in model.named_parameters()}
     tensors |= {name: _shadow(tensor) for name, tensor in model.named_buffers()}
     images = torch.empty(_BATCH, *image_shape, device="meta")
     # functional_call puts the shadows in place of the model's own tensors, which stay where and what they are.
-    with torch.enable_grad(), _without_recomputation(model), FlopCounterMode(display=False) as counter:
+    with (
+        torch.enable_grad(),
+        _without_recomputation(model),
+        FlopCounterMode(display=False) as counter,
+    ):
         logits = functional_call(model, tensors, (images,))
         if backward:
             logits.sum().backward()
@@ -81,7 +87,9 @@ def _shadow(tensor: Tensor) -> Tensor:
 @contextmanager
 def _without_recomputation(model: nn.Module) -> Iterator[None]:
     # So that utilisation compares with and without checkpointing: the second forward is no useful work.
-    asked: list[Any] = [module for module in model.modules() if getattr(module, "checkpoint_activations", False)]
+    asked: list[Any] = [
+        module for module in model.modules() if getattr(module, "checkpoint_activations", False)
+    ]
     for module in asked:
         module.checkpoint_activations = False
     try:

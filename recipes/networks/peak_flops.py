@@ -58,7 +58,9 @@ PEAKS = tuple(
 # fmt: on
 
 
-def peak_flops_per_s(device_name: str, dtype: torch.dtype, *, allow_tf32: bool = False) -> float | None:
+def peak_flops_per_s(
+    device_name: str, dtype: torch.dtype, *, allow_tf32: bool = False
+) -> float | None:
     """Look up the peak of dense matrix products of `dtype` on one whole device, in FLOP/s; None if not known.
 
     Args:
@@ -76,6 +78,10 @@ def peak_flops_per_s(device_name: str, dtype: torch.dtype, *, allow_tf32: bool =
             # Before Ampere there are no TF32 units, and torch's switch has no effect.
             if dtype is torch.float32 and allow_tf32 and peaks.tfloat32 is not None:
                 return peaks.tfloat32
-            rates = {torch.float32: peaks.float32, torch.float16: peaks.float16, torch.bfloat16: peaks.bfloat16}
+            rates = {
+                torch.float32: peaks.float32,
+                torch.float16: peaks.float16,
+                torch.bfloat16: peaks.bfloat16,
+            }
             return rates.get(dtype)
     return None

@@ -30,7 +30,9 @@ class BasicBlock(nn.Module):
 
     expansion = 1
 
-    def __init__(self, in_channels: int, channels: int, *, stride: int, variant: Variant, bn: BatchNorm) -> None:
+    def __init__(
+        self, in_channels: int, channels: int, *, stride: int, variant: Variant, bn: BatchNorm
+    ) -> None:
         super().__init__()
         self.conv1 = _conv(in_channels, channels, kernel=3, stride=stride)
         self.bn1 = bn(channels)
@@ -62,7 +64,9 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, in_channels: int, channels: int, *, stride: int, variant: Variant, bn: BatchNorm) -> None:
+    def __init__(
+        self, in_channels: int, channels: int, *, stride: int, variant: Variant, bn: BatchNorm
+    ) -> None:
         super().__init__()
         # Names and order of the modules are torchvision's, so that checkpoints go both ways.
         stride_1x1, stride_3x3 = (1, stride) if variant == "v1.5" else (stride, 1)
@@ -169,7 +173,9 @@ class ResNet(nn.Module):
         super().__init__()
         require_whole("num_classes", num_classes, "classes are counted. Set model.num_classes")
         require_whole("in_channels", in_channels, "channels are counted. Set model.in_channels=3")
-        require_number("bn_eps", bn_eps, "BatchNorm divides by its root. Set model.bn_eps=1.0e-5", above=True)
+        require_number(
+            "bn_eps", bn_eps, "BatchNorm divides by its root. Set model.bn_eps=1.0e-5", above=True
+        )
         _check(depth=depth, variant=variant, stem=stem, zero_gamma=zero_gamma, width=width)
         self.checkpoint_activations = checkpoint_activations
         bn = partial(nn.BatchNorm2d, eps=bn_eps, momentum=bn_momentum)
@@ -216,7 +222,11 @@ class ResNet(nn.Module):
     def pipeline_blocks(self) -> list[nn.Module]:
         """Return the network as a sequence, for a pipeline: the stem, each residual block, the classifier."""
         stem = nn.Sequential(self.conv1, self.bn1, self.relu, self.maxpool)
-        blocks = [block for layer in (self.layer1, self.layer2, self.layer3, self.layer4) for block in layer]
+        blocks = [
+            block
+            for layer in (self.layer1, self.layer2, self.layer3, self.layer4)
+            for block in layer
+        ]
         return [stem, *blocks, nn.Sequential(self.avgpool, nn.Flatten(1), self.fc)]
 
     def forward(self, images: Tensor) -> Tensor:
@@ -233,13 +243,19 @@ class ResNet(nn.Module):
 
 def _conv(in_channels: int, out_channels: int, *, kernel: int, stride: int = 1) -> nn.Conv2d:
     # Without bias: the normalisation that follows would subtract it.
-    return nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return nn.Conv2d(
+        in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False
+    )
 
 
-def _shortcut(in_channels: int, out_channels: int, *, stride: int, bn: BatchNorm) -> nn.Sequential | None:
+def _shortcut(
+    in_channels: int, out_channels: int, *, stride: int, bn: BatchNorm
+) -> nn.Sequential | None:
     if stride == 1 and in_channels == out_channels:
         return None
-    return nn.Sequential(_conv(in_channels, out_channels, kernel=1, stride=stride), bn(out_channels))
+    return nn.Sequential(
+        _conv(in_channels, out_channels, kernel=1, stride=stride), bn(out_channels)
+    )
 
 
 def _check(*, depth: int, variant: str, stem: str, zero_gamma: str, width: float) -> None:
@@ -251,7 +267,9 @@ def _check(*, depth: int, variant: str, stem: str, zero_gamma: str, width: float
     ):
         if value not in known:
             choices = ", ".join(map(str, known))
-            raise ValueError(f"`{name}` (={value}) must be one of {choices}: no other is known. Set model.{name}.")
+            raise ValueError(
+                f"`{name}` (={value}) must be one of {choices}: no other is known. Set model.{name}."
+            )
     if round(width * STAGE_CHANNELS[0]) < 1:
         raise ValueError(
             f"`width` (={width}) must leave every layer at least one channel: conv1 would have none. "

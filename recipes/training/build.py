@@ -24,7 +24,9 @@ launch.register_resolvers()  # here, since programs and tests that compose `trai
 OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded channels_last compile".split()
 
 
-def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
+def build(
+    cfg: DictConfig, ckpt_path: str | None = None
+) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
     """Build everything a run needs, checked as far as possible before any process is started."""
     keys.check_precision(cfg)
     config_check.check(cfg, keys.TRAIN_KEYS)
@@ -32,16 +34,23 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
     # Data first: a missing folder shows before a large network is made.
     data: pl.LightningDataModule = instantiate(cfg.data)
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
-    schedule(optimizer([nn.Parameter(torch.zeros(1))]), total_steps=2, warmup_steps=1)  # a wrong argument shows here
+    schedule(
+        optimizer([nn.Parameter(torch.zeros(1))]), total_steps=2, warmup_steps=1
+    )  # a wrong argument shows here
     trainer: pl.Trainer = instantiate(
         cfg.trainer,
         strategy=instantiate(cfg.strategy),
-        callbacks=[resume.SameCheckpoint(ckpt_path), *filter(None, map(instantiate, cfg.callbacks.values()))],
+        callbacks=[
+            resume.SameCheckpoint(ckpt_path),
+            *filter(None, map(instantiate, cfg.callbacks.values())),
+        ],
         logger=tracking.logger_of(cfg, ckpt_path=ckpt_path) or False,
     )
     check_world(trainer)
     unit = "images" if hasattr(data, "image_shape") else "sequences"
-    line = batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches, unit=unit)
+    line = batch_line(
+        cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches, unit=unit
+    )
     model = keys.model_for(data, cfg, trainer)
     if any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         share = cfg.global_batch_size // (trainer.world_size * trainer.accumulate_grad_batches)

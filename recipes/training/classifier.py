@@ -22,7 +22,10 @@ from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.optim import param_groups
 
 log = logging.getLogger(__name__)
-FEW_STEPS, MANY_STEPS = 10, 200  # of an epoch, of a run: our choice; the default recipe has 9 and 270
+FEW_STEPS, MANY_STEPS = (
+    10,
+    200,
+)  # of an epoch, of a run: our choice; the default recipe has 9 and 270
 
 Batch = tuple[Tensor, Tensor]
 
@@ -70,9 +73,13 @@ class Classifier(pl.LightningModule):
         _check_warmup(warmup_epochs, warmup_steps)
         _check_label_smoothing(label_smoothing)
         switches = {"trust_ratio": trust_ratio, "decay_excluded": decay_excluded}
-        for name, value in (switches | {"channels_last": channels_last, "compile": compile}).items():
+        for name, value in (
+            switches | {"channels_last": channels_last, "compile": compile}
+        ).items():
             if not isinstance(value, bool):
-                raise ValueError(f"`{name}` (={value}) must be true or false: it is a switch. Set {name}=true.")
+                raise ValueError(
+                    f"`{name}` (={value}) must be true or false: it is a switch. Set {name}=true."
+                )
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.model: nn.Module = model.to(memory_format=self.memory_format)  # type: ignore[call-overload,unused-ignore]
         if compile:
@@ -83,13 +90,19 @@ class Classifier(pl.LightningModule):
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
         self.label_smoothing = label_smoothing
         self.trust_ratio, self.decay_excluded = trust_ratio, decay_excluded
-        self.val_loss = MeanMetric(nan_strategy="disable")  # by default a nan would be left out of the mean
+        self.val_loss = MeanMetric(
+            nan_strategy="disable"
+        )  # by default a nan would be left out of the mean
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
         self.test_acc = MulticlassAccuracy(num_classes, average="micro")
         self._planned_steps: dict[str, int] = {}  # of the schedule
         has_top5 = num_classes > 5  # else it is 1
-        self.val_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
-        self.test_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
+        self.val_acc_top5 = (
+            MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
+        )
+        self.test_acc_top5 = (
+            MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
+        )
 
     def forward(self, images: Any) -> Tensor:
         """Return logits, fp32 at least whatever the network computes in: the loss is fp32 before any mean."""
@@ -134,7 +147,11 @@ class Classifier(pl.LightningModule):
         excluded["weight_decay"] = self.weight_decay if self.decay_excluded else 0.0
         optimizer = self.optimizer(groups)
         steps_per_epoch, total_steps = self._num_steps()
-        asked = self.warmup_steps if self.warmup_epochs is None else round(self.warmup_epochs * steps_per_epoch)
+        asked = (
+            self.warmup_steps
+            if self.warmup_epochs is None
+            else round(self.warmup_epochs * steps_per_epoch)
+        )
         if asked and asked >= total_steps and self.trainer.is_global_zero:
             name = "warmup_steps" if self.warmup_epochs is None else "warmup_epochs"
             log.warning(
@@ -189,7 +206,9 @@ class Classifier(pl.LightningModule):
         trainer = self.trainer
         num_batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
         limit = trainer.limit_train_batches
-        num_batches = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
+        num_batches = (
+            min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
+        )
         steps_per_epoch = max(1, math.ceil(num_batches / trainer.accumulate_grad_batches))
         bounds = [steps_per_epoch * (trainer.max_epochs or 0), trainer.max_steps]
         return steps_per_epoch, max(1, min((bound for bound in bounds if bound > 0), default=1))
@@ -197,7 +216,11 @@ class Classifier(pl.LightningModule):
 
 def _check_warmup(epochs: Any, steps: Any) -> None:
     if (epochs is None) == (steps is None):
-        problem = "both say how long the warm-up is" if steps is not None else "nothing says how long the warm-up is"
+        problem = (
+            "both say how long the warm-up is"
+            if steps is not None
+            else "nothing says how long the warm-up is"
+        )
         raise ValueError(
             f"`warmup_epochs` (={epochs}) and `warmup_steps` (={steps}) must be one number and one null: {problem}. "
             "Set warmup_epochs=null or warmup_steps=null, and the other to a number, 0 for none."
@@ -207,7 +230,9 @@ def _check_warmup(epochs: Any, steps: Any) -> None:
         name, value, kind = "warmup_epochs", epochs, "number"
     fits = isinstance(value, int) or (isinstance(value, float) and steps is None)
     if not fits or isinstance(value, bool) or value < 0:
-        raise ValueError(f"`{name}` (={value}) must be a {kind}, at least 0: it is a length of time. Set {name}=0.")
+        raise ValueError(
+            f"`{name}` (={value}) must be a {kind}, at least 0: it is a length of time. Set {name}=0."
+        )
 
 
 def _check_label_smoothing(value: float) -> None:

@@ -70,7 +70,11 @@ class Run:
         if not known:
             return []
         steps, times_s = zip(*known, strict=True)
-        points = [(step, value) for step, value in self.curves.get(name, ()) if steps[0] <= step <= steps[-1]]
+        points = [
+            (step, value)
+            for step, value in self.curves.get(name, ())
+            if steps[0] <= step <= steps[-1]
+        ]
         return [(float(np.interp(step, steps, times_s)), value) for step, value in points]
 
 
@@ -91,7 +95,9 @@ def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) ->
     places = [folder.resolve() for folder in folders]
     for place in places:
         if places.count(place) > 1:
-            raise ValueError(f"`runs` (={place}) must name each run once: it would be compared with itself.")
+            raise ValueError(
+                f"`runs` (={place}) must name each run once: it would be compared with itself."
+            )
     if names is not None and len(set(names)) != len(folders):
         raise ValueError(
             f"`names` (={list(names)}) must hold one name of its own for each of {len(folders)} runs, in the order of "
@@ -126,9 +132,15 @@ def read_run(folder: Path, *, name: str) -> Run:
         found.append(content)
     summary, curves = found
     if not isinstance(summary, dict) or not isinstance(curves, dict) or "metrics" not in summary:
-        raise ValueError(f"`runs` (={folder}) must hold a run's summary: {FILES[0]} has no `metrics`. Leave it out.")
-    points = {name: [(int(step), float(value)) for step, value in curve] for name, curve in curves.items()}
-    return Run(name=name, folder=folder, summary={"config": None, "best": {}} | summary, curves=points)
+        raise ValueError(
+            f"`runs` (={folder}) must hold a run's summary: {FILES[0]} has no `metrics`. Leave it out."
+        )
+    points = {
+        name: [(int(step), float(value)) for step, value in curve] for name, curve in curves.items()
+    }
+    return Run(
+        name=name, folder=folder, summary={"config": None, "best": {}} | summary, curves=points
+    )
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -170,7 +182,9 @@ def final_metrics(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 def text_table(runs: Sequence[Run]) -> str:
     """Format final accuracy, throughput and time for the terminal."""
-    rows: list[tuple[str, ...]] = [("run", "steps", "val/acc best", "test/acc", "images/s", "time s")]
+    rows: list[tuple[str, ...]] = [
+        ("run", "steps", "val/acc best", "test/acc", "images/s", "time s")
+    ]
     for run in runs:
         best, metrics = run.summary["best"], run.summary["metrics"]
         values = [best.get(m.VAL_ACC), metrics.get(m.TEST_ACC), run.summary.get("images_per_s")]
@@ -183,7 +197,10 @@ def text_table(runs: Sequence[Run]) -> str:
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -202,12 +219,19 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
             panels.append((partial(_draw, title, "step", "", unit, by_step), 220))
             by_time = {run.name: run.over_time(name) for run in runs} if is_timed else {}
             if any(by_time.values()):
-                panels.append((partial(_draw, title, "training and validation", "s", unit, by_time), 220))
+                panels.append(
+                    (partial(_draw, title, "training and validation", "s", unit, by_time), 220)
+                )
     return panels
 
 
 def _draw(
-    title: str, label: str, x: str, y: str, curves: Mapping[str, Sequence[tuple[float, float]]], axes: Axes
+    title: str,
+    label: str,
+    x: str,
+    y: str,
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    axes: Axes,
 ) -> None:
     axes.set_title(title)
     axes.set_xlabel(label)
@@ -215,7 +239,9 @@ def _draw(
     for name, points in curves.items():
         size = -(-len(points) // MOST_POINTS)
         groups = [points[at : at + size] for at in range(0, len(points), size or 1)]
-        means = [[statistics.fmean(values) for values in zip(*group, strict=True)] for group in groups]
+        means = [
+            [statistics.fmean(values) for values in zip(*group, strict=True)] for group in groups
+        ]
         places, values = ([mean[i] for mean in means] for i in (0, 1))
         axes.plot(places, values, marker="o" if len(means) < 40 else "", label=name)
 
@@ -227,11 +253,16 @@ def marked_metrics(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         known = m.metric_of(name.removesuffix(", best"))
         best = {None: None, "max": max, "min": min}[None if known is None else known.best]
         there = [value for value in values if value is not None]
-        cells = [html_page.format_value(value, "1" if known is None else known.unit) for value in values]
+        cells = [
+            html_page.format_value(value, "1" if known is None else known.unit) for value in values
+        ]
         if best is not None and len(set(there)) > 1:
             winner = best(there)
             pairs = zip(cells, values, strict=True)
-            cells = [html_page.Good(f"{cell} (best)") if value == winner else cell for cell, value in pairs]
+            cells = [
+                html_page.Good(f"{cell} (best)") if value == winner else cell
+                for cell, value in pairs
+            ]
         group = name.partition("/")[0]
         order = RESULTS.index(group) if group in RESULTS else len(RESULTS)
         rows.append((best is None, order, (name, *cells)))
@@ -249,7 +280,9 @@ def html(runs: Sequence[Run], panels: Sequence[Panel], *, title: str) -> str:
         pictures=html_page.pictures(panels),
         differing=[(key, *values) for key, values in differing_keys(runs).items()],
         has_configs=all(run.config for run in runs),
-        folders=[(run.name, run.summary.get("environment", {}).get("commit"), run.folder) for run in runs],
+        folders=[
+            (run.name, run.summary.get("environment", {}).get("commit"), run.folder) for run in runs
+        ],
     )
 
 

@@ -82,7 +82,9 @@ class CSVRows(CSVLogger):
                 )
             columns = sorted({name for row in known for name in row})
             if known:
-                write_rows(part, known, columns)  # moved below: Lightning's writer first deletes the file itself
+                write_rows(
+                    part, known, columns
+                )  # moved below: Lightning's writer first deletes the file itself
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Experiment logs directory")
                 self._experiment = _Writer(log_dir=self.log_dir)
@@ -104,7 +106,10 @@ class CSVRows(CSVLogger):
         self.save()
         path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
         if path.is_file():
-            with suppress(OSError), path.open("rb") as file:  # the checkpoint itself says what its disk does not do
+            with (
+                suppress(OSError),
+                path.open("rb") as file,
+            ):  # the checkpoint itself says what its disk does not do
                 os.fsync(file.fileno())
 
     @rank_zero_only
@@ -169,10 +174,16 @@ def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
     is_between = trainer.training and progress.processed > progress.completed
     if not is_between or loop._should_accumulate() or not connector.should_update_logs:
         return None
-    values = {name: float(value) for name, value in cast(dict[str, Any], connector.metrics["log"]).items()}
+    values = {
+        name: float(value) for name, value in cast(dict[str, Any], connector.metrics["log"]).items()
+    }
     step = values.pop("step", None)
     values.setdefault("epoch", trainer.current_epoch)
-    return {"step": loop._batches_that_stepped if step is None else int(step), "metrics": values} if values else None
+    return (
+        {"step": loop._batches_that_stepped if step is None else int(step), "metrics": values}
+        if values
+        else None
+    )
 
 
 def go_on(logger: Any, num_rows: int | None, row: dict[str, Any] | None) -> None:

@@ -116,18 +116,24 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
             fully_shard(block, **options)
         fully_shard(network, **options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Load a whole file into the shards, also one of `ddp` and `hybrid_allreduce`; every rank reads it."""
         checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         assert self.model is not None
         assert self.lightning_module is not None
-        options = StateDictOptions(full_state_dict=True, strict=self.lightning_module.strict_loading)
+        options = StateDictOptions(
+            full_state_dict=True, strict=self.lightning_module.strict_loading
+        )
         # Cut here, with no word to others: torch does not where shards are on the host and buffers on the device.
         own, weights = get_model_state_dict(self.model), checkpoint["state_dict"]
         cut = {name: _cut(whole, like=own.get(name)) for name, whole in weights.items()}
         set_model_state_dict(self.model, cut, options=StateDictOptions(strict=options.strict))
         # No optimizers: to validate or to test.
-        for optimizer, saved in zip(self.optimizers, checkpoint.get("optimizer_states", ()), strict=False):
+        for optimizer, saved in zip(
+            self.optimizers, checkpoint.get("optimizer_states", ()), strict=False
+        ):
             state = state_by_name(saved, optimizer, self.model)
             set_optimizer_state_dict(self.model, optimizer, state, options=options)
         return checkpoint
@@ -154,4 +160,6 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
 def _cut(whole: Any, *, like: Any) -> Any:
     if not isinstance(like, DTensor):
         return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(
+        like.device
+    )

@@ -68,7 +68,13 @@ def check_precision(cfg: DictConfig) -> None:
     """Raise `ValueError` where `precision` is none of Lightning's, or none that the strategy computes in."""
     preflight.check_values({"precision": cfg.precision})
     is_sharded = str(cfg.strategy.get("_target_")).endswith("FullyShardedStrategy")
-    if is_sharded and str(cfg.precision) not in ("32-true", "32", "bf16-mixed", "16-true", "bf16-true"):
+    if is_sharded and str(cfg.precision) not in (
+        "32-true",
+        "32",
+        "bf16-mixed",
+        "16-true",
+        "bf16-true",
+    ):
         raise ValueError(
             f"`precision` (='{cfg.precision}') and strategy=fsdp2 exclude each other: its shards are fp32 masters, and "
             "nothing of Lightning's scales the loss there. Set precision=16-true, bf16-true, bf16-mixed or 32-true."
@@ -83,7 +89,9 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
             takes. The message says all that has to be set.
     """
     model: nn.Module = instantiate(cfg.model)
-    if getattr(model, "node_slices", ()) and not isinstance(trainer.strategy, HybridAllReduceStrategy):
+    if getattr(model, "node_slices", ()) and not isinstance(
+        trainer.strategy, HybridAllReduceStrategy
+    ):
         raise ValueError(
             f"`model.slice_fc` (=node) and `strategy` (={type(trainer.strategy).__name__}) exclude each other: this "
             "strategy does not cut layers over ranks. Set strategy=hybrid, or model.slice_fc=off."
@@ -91,7 +99,10 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
     num_classes, shape = getattr(data, "num_classes", 0), getattr(data, "image_shape", None)
     count, batch = getattr(data, "num_train_images_up_to", None), cfg.global_batch_size
     num_images = batch if count is None else count(batch)
-    parts = {"world_size": trainer.world_size, "accumulate_grad_batches": trainer.accumulate_grad_batches}
+    parts = {
+        "world_size": trainer.world_size,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+    }
     also = [] if cfg.model.num_classes >= num_classes else [f"model.num_classes={num_classes}"]
     if num_images < batch:
         also.append(f"global_batch_size={largest_global_batch_size(num_images, **parts)}")
@@ -109,7 +120,9 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
             f"`model.num_classes` (={cfg.model.num_classes}) must be at least the number of classes of "
             f"{type(data).__name__} (={num_classes}): the others would have no logit. Set {' '.join(also)}."
         )
-    EpochOrder(num_images=num_images, global_batch_size=batch, seed=0, **parts)  # refuses more than there are
+    EpochOrder(
+        num_images=num_images, global_batch_size=batch, seed=0, **parts
+    )  # refuses more than there are
     return model
 
 

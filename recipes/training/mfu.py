@@ -19,12 +19,22 @@ def fill_in(trainer: pl.Trainer, model: nn.Module, cfg: DictConfig) -> None:
     a fork does not survive.
     """
     device = trainer.strategy.root_device
-    may_ask = device.type == "cuda" and getattr(trainer.strategy, "_start_method", None) in (None, "popen")
+    may_ask = device.type == "cuda" and getattr(trainer.strategy, "_start_method", None) in (
+        None,
+        "popen",
+    )
     name = torch.cuda.get_device_name(device) if may_ask else ""
-    peak = peak_flops_per_s(name, _operands(cfg.precision), allow_tf32=torch.backends.cuda.matmul.allow_tf32)
+    peak = peak_flops_per_s(
+        name, _operands(cfg.precision), allow_tf32=torch.backends.cuda.matmul.allow_tf32
+    )
     shape = image_shape(cfg)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, TrainingMetrics) and callback.flops_per_image is None and peak and shape:
+        if (
+            isinstance(callback, TrainingMetrics)
+            and callback.flops_per_image is None
+            and peak
+            and shape
+        ):
             callback.flops_per_image = training_flops_per_image(model, shape)
             callback.peak_flops_per_s = peak
 

@@ -78,7 +78,9 @@ def newest_whole(folder: Path) -> Path | None:
     """
     paths = {path.resolve() for path in folder.glob("*.ckpt") if path.is_file()}
     refused: list[str] = []
-    found = [candidate for path in sorted(paths) if (candidate := _look_at(path, refused)) is not None]
+    found = [
+        candidate for path in sorted(paths) if (candidate := _look_at(path, refused)) is not None
+    ]
     # Checksums read whole files: therefore the newest first, and no further than the first whole one.
     for candidate in sorted(found, key=lambda each: each.age, reverse=True):
         try:
@@ -130,7 +132,11 @@ class Configuration(Callback):
 def saved_configuration(cfg: DictConfig) -> dict[str, Any] | None:
     """Return what `Configuration` would save of this run; None where it is taken out."""
     node = (cfg.callbacks or {}).get("configuration")
-    return None if node is None else cast(dict[str, Any], OmegaConf.to_container(node.kept, resolve=True))
+    return (
+        None
+        if node is None
+        else cast(dict[str, Any], OmegaConf.to_container(node.kept, resolve=True))
+    )
 
 
 def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
@@ -146,7 +152,9 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
     differing = [key for key in differences(before, now) if key not in NO_INFLUENCE]
     if differing:
         (key, *more), old, new = differing, dict(_leaves(before)), dict(_leaves(now))
-        also = f" So must {', '.join(f'{each} (={old.get(each)})' for each in more)}." if more else ""
+        also = (
+            f" So must {', '.join(f'{each} (={old.get(each)})' for each in more)}." if more else ""
+        )
         raise ValueError(
             f"`{key}` (={new.get(key)}) must be that of the checkpoint (={old.get(key)}): {path} is of another run, "
             f"and its weights, optimizer state and schedule would not be what this configuration leads to.{also} Set "
@@ -161,7 +169,11 @@ def differences(before: Any, now: Any) -> list[str]:
     ['a.c', 'd', 'e']
     """
     old, new = dict(_leaves(before)), dict(_leaves(now))
-    return [key for key in {**old, **new} if (key in old) != (key in new) or old.get(key) != new.get(key)]
+    return [
+        key
+        for key in {**old, **new}
+        if (key in old) != (key in new) or old.get(key) != new.get(key)
+    ]
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
@@ -197,9 +209,13 @@ class SameCheckpoint(Callback):
         if stage != "fit" or trainer.world_size < 2 or not dist.is_initialized():
             return
         found: list[str | None] = [None] * trainer.world_size
-        dist.all_gather_object(found, None if self.ckpt_path is None else mark_of(Path(self.ckpt_path)))
+        dist.all_gather_object(
+            found, None if self.ckpt_path is None else mark_of(Path(self.ckpt_path))
+        )
         if len(set(found)) > 1:
-            marks = "; ".join(f"rank {rank}: {mark or 'no checkpoint'}" for rank, mark in enumerate(found[:8]))
+            marks = "; ".join(
+                f"rank {rank}: {mark or 'no checkpoint'}" for rank, mark in enumerate(found[:8])
+            )
             raise ValueError(
                 f"`resume` (={self.ckpt_path}) must be the same checkpoint on every rank, and is not: {marks}. Let "
                 "hydra.run.dir be a directory that all nodes share, or give each the same file by resume=<path>."

@@ -58,11 +58,21 @@ class SimCLR(Classifier):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        require_number("least_area", least_area, "it is a part of the image. Set module.least_area=0.08", above=True)
+        require_number(
+            "least_area",
+            least_area,
+            "it is a part of the image. Set module.least_area=0.08",
+            above=True,
+        )
         require_number("jitter", jitter, "it is a part of the contrast. Set module.jitter=0.4")
-        for name, value in (("num_neighbours", num_neighbours), ("max_probe_images", max_probe_images)):
+        for name, value in (
+            ("num_neighbours", num_neighbours),
+            ("max_probe_images", max_probe_images),
+        ):
             require_whole(name, value, f"it is counted. Set module.{name}")
-        name, last = [(name, part) for name, part in self.model.named_modules() if isinstance(part, nn.Linear)][-1]
+        name, last = [
+            (name, part) for name, part in self.model.named_modules() if isinstance(part, nn.Linear)
+        ][-1]
         self.model.set_submodule(name, nn.Identity())
         width = last.in_features
         hidden = (nn.Linear(width, width, bias=False), nn.BatchNorm1d(width), nn.ReLU())
@@ -116,7 +126,9 @@ class SimCLR(Classifier):
         for batch in loader.every_image():
             images, labels = trainer.strategy.batch_to_device(batch)
             with trainer.precision_plugin.forward_context():
-                found.append((self(images).clone(), labels.clone()))  # the loader may fill its memory again
+                found.append(
+                    (self(images).clone(), labels.clone())
+                )  # the loader may fill its memory again
             if sum(map(len, next(zip(*found, strict=True)))) >= num_images:
                 break
         h, labels = (torch.cat(parts)[:num_images] for parts in zip(*found, strict=True))
@@ -163,14 +175,18 @@ def knn(h: Tensor, bank: Tensor, labels: Tensor, num_neighbours: int, num_classe
     return torch.zeros(len(h), num_classes, device=h.device).scatter_add_(1, labels[nearest], votes)
 
 
-def linear_probe(bank: Tensor, labels: Tensor, num_classes: int, *, decay: float = 1e-4) -> nn.Module:
+def linear_probe(
+    bank: Tensor, labels: Tensor, num_classes: int, *, decay: float = 1e-4
+) -> nn.Module:
     """Fit a logistic regression on standardised features; every rank gets the same."""
     with torch.inference_mode(False), torch.enable_grad():
         bank, labels = bank.clone(), labels.clone()
         scale = nn.BatchNorm1d(bank.shape[1], affine=False, momentum=None).to(bank.device)
         x, layer = scale(bank), nn.Linear(bank.shape[1], num_classes, device=bank.device)
         nn.init.zeros_(layer.weight), nn.init.zeros_(layer.bias)
-        optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS(
+            layer.parameters(), max_iter=200, line_search_fn="strong_wolfe"
+        )
 
         def closure() -> Tensor:
             optimizer.zero_grad()

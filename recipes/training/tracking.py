@@ -61,7 +61,8 @@ class TrackerRun(Callback):
             state["row_to_come"] = csv_logger.row_to_come(trainer)
             if trainer.is_global_zero:
                 state["num_rows"] = {
-                    type(logger).__name__: csv_logger.num_rows_of(logger) for logger in trainer.loggers
+                    type(logger).__name__: csv_logger.num_rows_of(logger)
+                    for logger in trainer.loggers
                 }
         return state
 
@@ -90,9 +91,13 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
         # Mapped, so that only the small callback state is read; weights only, so that no code runs.
         checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
         found: dict[str, Any] = checkpoint.get("callbacks", {}).get(TrackerRun.__name__, {})
-    except Exception as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError
+    except (
+        Exception
+    ) as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError
         if "weights_only" in str(error):  # whole, but with objects of the user's own
-            rank_zero_warn(f"the tracker's run id in {ckpt_path} cannot be read: the tracker begins a new run")
+            rank_zero_warn(
+                f"the tracker's run id in {ckpt_path} cannot be read: the tracker begins a new run"
+            )
             return {}
         reason = first_line(error)
         raise ValueError(
@@ -111,7 +116,9 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
         ValueError: TensorBoard was asked for and is not installed; the checkpoint cannot be read.
     """
     target = str((cfg.logger or {}).get("_target_", ""))
-    if target.endswith("TensorBoardLogger") and not any(map(_is_installed, ("tensorboard", "tensorboardX"))):
+    if target.endswith("TensorBoardLogger") and not any(
+        map(_is_installed, ("tensorboard", "tensorboardX"))
+    ):
         raise ValueError(
             "`logger` (=tensorboard) needs the package tensorboard or tensorboardX, and neither is installed: nothing "
             "would be logged. Run `pip install -e '.[tensorboard]'`, or choose logger=csv or logger=wandb."
@@ -122,7 +129,9 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
     if not target.endswith("WandbLogger"):
         return cast(Logger | None, instantiate(cfg.logger) or None)
     if not _is_installed("wandb"):
-        rank_zero_warn("wandb is not installed: metrics go to csv/metrics.csv of the run directory, as with logger=csv")
+        rank_zero_warn(
+            "wandb is not installed: metrics go to csv/metrics.csv of the run directory, as with logger=csv"
+        )
         num_rows = saved_state(ckpt_path).get("num_rows", {}).get("CSVRows")
         return CSVRows(save_dir=cfg.run_dir, name="", version="csv", num_rows_kept=num_rows or 0)
     run_id = None if cfg.logger.get("id") else saved_run_id(ckpt_path)
@@ -157,7 +166,9 @@ def _begin_wandb(trainer: pl.Trainer, logger: Any) -> None:
         return
     for metric in m.METRICS.values():
         if metric.best is not None:
-            run.define_metric(metric.name, step_metric=STEP_METRIC, step_sync=True, summary=metric.best)
+            run.define_metric(
+                metric.name, step_metric=STEP_METRIC, step_sync=True, summary=metric.best
+            )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, TrackerRun):
             callback.run_id = run.id

@@ -82,19 +82,25 @@ class Row(pl.LightningModule):
     find_unused = False  # DDP's `find_unused_parameters`
     ignored_warnings: tuple[str, ...] = ()  # that `ddp` gives as well
     worlds: tuple[int, ...] = (1, 2)
-    falls_to = 0.7  # the loss under `ddp`, from the mean of its first three to that of its last three
+    falls_to = (
+        0.7  # the loss under `ddp`, from the mean of its first three to that of its last three
+    )
     roundings = ROUNDINGS
     refused: dict[str, str] = {}  # precision -> words of the error with which it is refused
     different: dict[str, str] = {}  # precision -> words of what is, on purpose, not as under `ddp`
     parts: dict[str, Callable[[], Any]] = {
-        "net": lambda: nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Linear(16, NUM_CLASSES))
+        "net": lambda: nn.Sequential(
+            nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Linear(16, NUM_CLASSES)
+        )
     }
     adds: dict[str, Callable[[], Any]] = {}  # beside `parts`; a plain tensor becomes a buffer
 
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[float] = []
-        self.facts: dict[str, Any] = {}  # what must be as under `ddp` in every precision, to the bit
+        self.facts: dict[
+            str, Any
+        ] = {}  # what must be as under `ddp` in every precision, to the bit
         self.build()
 
     def build(self) -> None:
@@ -149,9 +155,17 @@ def rows() -> dict[str, type[Row]]:
     found = {}
     for table in ORDINARY:
         module = importlib.import_module(f"tests.battery.ordinary.{table}")
-        own = {n: kind for n, kind in vars(module).items() if getattr(kind, "__module__", "") == module.__name__}
-        classes = {n: kind for n, kind in own.items() if isinstance(kind, type) and issubclass(kind, Row)}
-        of_table = module.ROWS | {name: kind for name, kind in classes.items() if not name.startswith("_")}
+        own = {
+            n: kind
+            for n, kind in vars(module).items()
+            if getattr(kind, "__module__", "") == module.__name__
+        }
+        classes = {
+            n: kind for n, kind in own.items() if isinstance(kind, type) and issubclass(kind, Row)
+        }
+        of_table = module.ROWS | {
+            name: kind for name, kind in classes.items() if not name.startswith("_")
+        }
         found |= {f"{table}.{name}": kind for name, kind in of_table.items()}
     return found
 
@@ -159,7 +173,10 @@ def rows() -> dict[str, type[Row]]:
 def train(name: str, strategy: str, precision: str) -> judge.Result:
     """Train a row; on every rank. An error is part of the result: the ranks of the pool live on."""
     kind, result = rows()[name], judge.Result()
-    ignored = (*kind.ignored_warnings, *["find_unused_parameters=True was specified"] * kind.find_unused)
+    ignored = (
+        *kind.ignored_warnings,
+        *["find_unused_parameters=True was specified"] * kind.find_unused,
+    )
     with warnings.catch_warnings():
         for message in ignored:
             warnings.filterwarnings("ignore", message)
@@ -169,13 +186,23 @@ def train(name: str, strategy: str, precision: str) -> judge.Result:
             result.start = toy.weights(module)
             result.trained = [n for n, p in module.named_parameters() if p.requires_grad]
             settings = {"max_epochs": kind.epochs, "precision": precision, **kind.settings}
-            trainer = toy.trainer(strategy=strategy_of(strategy, precision, kind.find_unused), **settings)
+            trainer = toy.trainer(
+                strategy=strategy_of(strategy, precision, kind.find_unused), **settings
+            )
             torch.manual_seed(1 + dist.get_rank())
             trainer.fit(module)
             module.after_fit()
-            result.losses, result.facts, result.state = module.losses, module.facts, toy.weights(module)
+            result.losses, result.facts, result.state = (
+                module.losses,
+                module.facts,
+                toy.weights(module),
+            )
         except Exception as error:
-            own = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+            own = [
+                f
+                for f in traceback.extract_tb(error.__traceback__)
+                if "site-packages" not in f.filename
+            ]
             place = f"{own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno}"
             result.error = f"{type(error).__name__}: {error} [{place}] {' '.join(getattr(error, '__notes__', []))}"
             leave()
@@ -200,11 +227,21 @@ class Run:
 
     def trainer(self, **settings: Any) -> pl.Trainer:
         """As `toy.trainer`; what it writes is under `folder`."""
-        known = {"strategy": self.strategy, "precision": self.precision, "default_root_dir": self.folder}
+        known = {
+            "strategy": self.strategy,
+            "precision": self.precision,
+            "default_root_dir": self.folder,
+        }
         known |= {"max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
         return toy.trainer(**{**known, **settings})
 
-    def fit(self, module: Any = None, *loaders: Any, start: dict[str, Any] | None = None, **settings: Any) -> Any:
+    def fit(
+        self,
+        module: Any = None,
+        *loaders: Any,
+        start: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Any:
         """A trainer that has fitted `module`, and the module; `start`: arguments of `Trainer.fit`."""
         trainer, module = self.trainer(**settings), module or Plain()
         trainer.fit(module, *(loaders or (loader(),)), **(start or {}))
@@ -219,7 +256,11 @@ class Run:
     def files(self) -> list[str]:
         """Names of all files under `folder`, once every rank is done."""
         barrier()
-        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if not path.is_dir())
+        return sorted(
+            str(path.relative_to(self.folder))
+            for path in self.folder.rglob("*")
+            if not path.is_dir()
+        )
 
 
 class Plain(pl.LightningModule):
@@ -300,7 +341,9 @@ def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
         seed(3)
     loud = logging.getLogger("lightning.pytorch").level
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    unheard = mock.patch.object(WarningCache, "__contains__", return_value=False)  # of what Lightning said before
+    unheard = mock.patch.object(
+        WarningCache, "__contains__", return_value=False
+    )  # of what Lightning said before
     with unheard, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -312,6 +355,10 @@ def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
             logging.getLogger("lightning.pytorch").setLevel(loud)
     comparable = functools.partial(judge.plain, folder=run.folder, is_exact=precision == "32-true")
     # Those of torch and Python come once in a process, or when the collector runs.
-    caught = [one for one in caught if issubclass(one.category, UserWarning) and "lightning" in one.filename]
+    caught = [
+        one
+        for one in caught
+        if issubclass(one.category, UserWarning) and "lightning" in one.filename
+    ]
     known = {comparable(f"{one.category.__name__}: {one.message}") for one in caught}
     return {"seen": comparable(seen), "warnings": sorted(known)}

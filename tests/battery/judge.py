@@ -37,17 +37,33 @@ class Result:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def judge(kind: Any, precision: str, reference: list[Result], ours: list[Result]) -> tuple[str, list[str]]:
+def judge(
+    kind: Any, precision: str, reference: list[Result], ours: list[Result]
+) -> tuple[str, list[str]]:
     """How a row went (bit-equal, close, refused in words, deliberately different, fails), and what is wrong."""
     refused, different = kind.refused.get(precision), kind.different.get(precision)
     if refused is not None:
-        is_said = any(refused in result.error for result in ours) and all(result.error for result in ours)
+        is_said = any(refused in result.error for result in ours) and all(
+            result.error for result in ours
+        )
         said = errors_of(ours) or ["nothing: it trains"]
-        return ("refused in words", []) if is_said else ("fails", [f"must be refused with {refused!r}, not {said}"])
+        return (
+            ("refused in words", [])
+            if is_said
+            else ("fails", [f"must be refused with {refused!r}, not {said}"])
+        )
     bits = bits_that_differ(reference, ours)
-    faults = bits if precision == "32-true" or not bits else what_is_not_close(kind, precision, reference, ours)
+    faults = (
+        bits
+        if precision == "32-true" or not bits
+        else what_is_not_close(kind, precision, reference, ours)
+    )
     if different is not None:
-        others = [fault for fault in faults if different not in fault] if faults else [f"nothing has {different!r}"]
+        others = (
+            [fault for fault in faults if different not in fault]
+            if faults
+            else [f"nothing has {different!r}"]
+        )
         return ("fails", others) if others else ("deliberately different", [])
     return ("fails", faults) if faults else ("close" if bits else "bit-equal", [])
 
@@ -59,7 +75,9 @@ def fault_of_reference(kind: Any, reference: list[Result]) -> str:
             return f"ddp does not train it: {result.error}"
         first, last = mean(result.losses[:3]), mean(result.losses[-3:])
         if not last < kind.falls_to * first:
-            return f"ddp learns nothing on rank {rank}: the loss goes from {first:.4g} to {last:.4g}"
+            return (
+                f"ddp learns nothing on rank {rank}: the loss goes from {first:.4g} to {last:.4g}"
+            )
     is_one = len(reference) > 1 and reference[0].losses == reference[1].losses
     return "ranks must see different data" if is_one else ""
 
@@ -72,14 +90,18 @@ def bits_that_differ(reference: list[Result], ours: list[Result]) -> list[str]:
             return errors_of(ours)
         if one.losses != other.losses:
             found.append(f"rank {rank}: losses {shown(other.losses)} for {shown(one.losses)}")
-        names = [n for n in one.state if n not in other.state or not same(one.state[n], other.state[n])]
+        names = [
+            n for n in one.state if n not in other.state or not same(one.state[n], other.state[n])
+        ]
         if names or one.state.keys() != other.state.keys():
             found.append(f"rank {rank}: state of {names or one.state.keys() ^ other.state.keys()}")
         found += facts_that_differ(rank, one, other)
     return found
 
 
-def what_is_not_close(kind: Any, precision: str, reference: list[Result], ours: list[Result]) -> list[str]:
+def what_is_not_close(
+    kind: Any, precision: str, reference: list[Result], ours: list[Result]
+) -> list[str]:
     """What is farther from `ddp` in fp32 than rounding explains, or of another dtype, or differs between ranks."""
     found, allowed = [], kind.roundings * UNIT[precision]
     for rank, (one, other) in enumerate(zip(reference, ours, strict=True)):
@@ -87,18 +109,33 @@ def what_is_not_close(kind: Any, precision: str, reference: list[Result], ours: 
             return errors_of(ours)
         bound = allowed * max(map(abs, one.losses))
         if not (gap := gap_of(one, other)) <= bound:  # also where it is nan
-            found.append(f"rank {rank}: gap {gap:.3g} > {bound:.3g}: {shown(other.losses)} for {shown(one.losses)}")
+            found.append(
+                f"rank {rank}: gap {gap:.3g} > {bound:.3g}: {shown(other.losses)} for {shown(one.losses)}"
+            )
         if one.state.keys() != other.state.keys():
             found.append(f"rank {rank}: state of {one.state.keys() ^ other.state.keys()}")
             continue
-        dtypes = {n: other.state[n].dtype for n in one.state if one.state[n].dtype is not other.state[n].dtype}
+        dtypes = {
+            n: other.state[n].dtype
+            for n in one.state
+            if one.state[n].dtype is not other.state[n].dtype
+        }
         if dtypes:
             found.append(f"rank {rank}: {dtypes}")
-        others = [[n] for n in one.start.keys() & one.state.keys() - set(one.trained) if has_digits(one.state[n])]
+        others = [
+            [n]
+            for n in one.start.keys() & one.state.keys() - set(one.trained)
+            if has_digits(one.state[n])
+        ]
         for names in [[n for n in one.trained if n in one.start and n in one.state], *others]:
-            way, gap = way_between(one.start, one.state, names), way_between(one.state, other.state, names)
+            way, gap = (
+                way_between(one.start, one.state, names),
+                way_between(one.state, other.state, names),
+            )
             if not gap <= WAY * allowed * way + 1e-6:
-                found.append(f"rank {rank}: weights {names[:4]}: {gap:.3g} from those of ddp, which went {way:.3g}")
+                found.append(
+                    f"rank {rank}: weights {names[:4]}: {gap:.3g} from those of ddp, which went {way:.3g}"
+                )
         found += facts_that_differ(rank, one, other)
     if not found and len(ours) > 1:
         names = [n for n in ours[0].trained if parts(ours, n) and not parts(reference, n)]
@@ -108,7 +145,9 @@ def what_is_not_close(kind: Any, precision: str, reference: list[Result], ours: 
 
 def errors_of(results: list[Result]) -> list[str]:
     """Each once; those of ranks that only lost the others come last."""
-    errors = {result.error: "onnection closed" in result.error for result in results if result.error}
+    errors = {
+        result.error: "onnection closed" in result.error for result in results if result.error
+    }
     return sorted(errors, key=lambda error: errors[error])
 
 
@@ -128,7 +167,11 @@ def gap_of(one: Result, other: Result) -> float:
 def facts_that_differ(rank: int, one: Result, other: Result) -> list[str]:
     keys = sorted(one.facts.keys() | other.facts.keys())
     pairs = [(key, other.facts.get(key), one.facts.get(key)) for key in keys]
-    return [f"rank {rank}: {key} is {ours!r}, not {theirs!r}" for key, ours, theirs in pairs if ours != theirs]
+    return [
+        f"rank {rank}: {key} is {ours!r}, not {theirs!r}"
+        for key, ours, theirs in pairs
+        if ours != theirs
+    ]
 
 
 def way_between(start: dict[str, Tensor], end: dict[str, Tensor], names: list[str]) -> float:
@@ -178,7 +221,11 @@ def plain(value: Any, *, folder: Path, is_exact: bool) -> Any:
     if isinstance(value, Mapping):
         return type(value).__name__, [(again(key), again(each)) for key, each in value.items()]
     if isinstance(value, list | tuple | set | frozenset):
-        each = sorted(map(again, value), key=repr) if isinstance(value, set | frozenset) else map(again, value)
+        each = (
+            sorted(map(again, value), key=repr)
+            if isinstance(value, set | frozenset)
+            else map(again, value)
+        )
         return type(value).__name__, list(each)
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return again(value.__qualname__)
@@ -190,7 +237,10 @@ def differences(one: Any, other: Any, place: str = "") -> list[str]:
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         parts = [(name, one[name], other[name]) for name in one]
     elif type(one) is type(other) and isinstance(one, list | tuple) and len(one) == len(other):
-        parts = [(_name_of(a, number), a, b) for number, (a, b) in enumerate(zip(one, other, strict=True))]
+        parts = [
+            (_name_of(a, number), a, b)
+            for number, (a, b) in enumerate(zip(one, other, strict=True))
+        ]
     else:
         return [] if one == other else [f"{place}: ddp {_shortened(one)}, ours {_shortened(other)}"]
     return [found for name, a, b in parts for found in differences(a, b, f"{place}.{name}")]

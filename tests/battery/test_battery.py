@@ -21,8 +21,14 @@ def rows():
     for world, (place, (name, kind)) in itertools.product((1, 2), enumerate(case.rows().items())):
         for precision in PRECISIONS if world in kind.worlds else ():
             is_first = precision == "16-true" and world == min(kind.worlds) and place % 2 == 0
-            marks = [] if is_first or (name in QUICK and world == 2) else [pytest.mark.long, pytest.mark.battery]
-            yield pytest.param(name, world, precision, id=f"{name}-{world}-{precision}", marks=marks)
+            marks = (
+                []
+                if is_first or (name in QUICK and world == 2)
+                else [pytest.mark.long, pytest.mark.battery]
+            )
+            yield pytest.param(
+                name, world, precision, id=f"{name}-{world}-{precision}", marks=marks
+            )
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +38,9 @@ def references(rank_pool):
 
     def reference(name, world):
         if (name, world) not in known:
-            known[name, world] = case.on_ranks(rank_pool.ranks(world), case.train, name, "ddp", "32-true")
+            known[name, world] = case.on_ranks(
+                rank_pool.ranks(world), case.train, name, "ddp", "32-true"
+            )
         return known[name, world]
 
     return reference
@@ -49,7 +57,9 @@ def test_what_trains_under_ddp_trains_the_same_here(rank_pool, references, name,
 
 
 def deliberate():
-    table = [line.split(" | ") for line in README.read_text().splitlines() if line.startswith("| `")]
+    table = [
+        line.split(" | ") for line in README.read_text().splitlines() if line.startswith("| `")
+    ]
     found = {}
     for names, where, *_ in table:
         precisions = tuple(re.findall(r"`([\w-]+)`", where)) or PRECISIONS
@@ -70,18 +80,29 @@ def observations():
 
 def differs(rank_pool, folder, name, world, precision):
     one, other = (
-        rank_pool.ranks(world).run(case.observe, name, strategy, precision, str(folder)) for strategy in case.STRATEGIES
+        rank_pool.ranks(world).run(case.observe, name, strategy, precision, str(folder))
+        for strategy in case.STRATEGIES
     )
-    fails = [seen["seen"] for seen in one if isinstance(seen["seen"], str) and seen["seen"].startswith("raises ")]
+    fails = [
+        seen["seen"]
+        for seen in one
+        if isinstance(seen["seen"], str) and seen["seen"].startswith("raises ")
+    ]
     if fails and precision != "32-true" and one != other:
         return None  # `ddp` cannot do it in this precision
     assert not fails or "not supported with distributed" in fails[0], fails
-    return [found for theirs, ours in zip(one, other, strict=True) for found in judge.differences(theirs, ours)]
+    return [
+        found
+        for theirs, ours in zip(one, other, strict=True)
+        for found in judge.differences(theirs, ours)
+    ]
 
 
 @pytest.mark.sampled(72)
 @pytest.mark.parametrize(("name", "world", "precision"), list(observations()))
-def test_what_differs_from_ddp_is_what_the_readme_names(rank_pool, tmp_path, name, world, precision):
+def test_what_differs_from_ddp_is_what_the_readme_names(
+    rank_pool, tmp_path, name, world, precision
+):
     found = differs(rank_pool, tmp_path, name, world, precision)
     assert found is None or bool(found) == (precision in DELIBERATE.get(name, ())), "\n".join(found)
 

@@ -37,11 +37,22 @@ class Module(toy.Toy):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fit(validate=True, skip_steps=4, more=(), ckpt_path=None, module=Module, train=None, metrics=None, **settings):
+def fit(
+    validate=True,
+    skip_steps=4,
+    more=(),
+    ckpt_path=None,
+    module=Module,
+    train=None,
+    metrics=None,
+    **settings,
+):
     """Two epochs; with two ranks each has four steps of 2 * 8 images. `metrics`: more arguments of the callback."""
     logger, module = Keeps(), made(module)
     settings = {"log_every_n_steps": 2, "precision": "16-true", "logger": logger} | settings
-    trainer = toy.trainer(callbacks=[TrainingMetrics(skip_steps, **(metrics or {})), *map(made, more)], **settings)
+    trainer = toy.trainer(
+        callbacks=[TrainingMetrics(skip_steps, **(metrics or {})), *map(made, more)], **settings
+    )
     train = toy.loader() if train is None else train
     clocked = (training_metrics, callback, time_to_accuracy)
     for each in clocked:
@@ -104,7 +115,9 @@ TWO_STEPS = CommSummary(
 )
 WINDOWS = {
     "one node": dataclasses.replace(TWO_STEPS, least_bytes_across=0.0, bytes_across=0.0),
-    "cuda": dataclasses.replace(TWO_STEPS, busy_s=None, exposed_s=None, buckets=(bucket(0, 2, None, None),)),
+    "cuda": dataclasses.replace(
+        TWO_STEPS, busy_s=None, exposed_s=None, buckets=(bucket(0, 2, None, None),)
+    ),
 }
 
 

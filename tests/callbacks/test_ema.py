@@ -42,7 +42,11 @@ class ByHand(pl.Callback):
 def averaged(precision):
     by_hand = ByHand()
     module = fit(more=[by_hand, MasterWeightAveraging(decay=DECAY)], precision=precision)[1]
-    return by_hand.average, by_hand.validated, [tensor.detach().clone() for tensor in tensors_of(module)]
+    return (
+        by_hand.average,
+        by_hand.validated,
+        [tensor.detach().clone() for tensor in tensors_of(module)],
+    )
 
 
 @pytest.mark.sampled(2)
@@ -53,14 +57,21 @@ def test_the_average_is_that_of_the_fp32_weights_to_the_bit(two_ranks, precision
     statistics = ranks[0][0][NUM_PARAMETERS:]
     for average, validated, left in ranks:
         expected = average[:NUM_PARAMETERS] + statistics
-        assert any(not torch.equal(tensor, tensor.half().float()) for tensor in average if tensor.is_floating_point())
+        assert any(
+            not torch.equal(tensor, tensor.half().float())
+            for tensor in average
+            if tensor.is_floating_point()
+        )
         for tensor, validation, end in zip(expected, validated[-1], left, strict=True):
             assert torch.equal(end, tensor)
             assert torch.equal(validation, tensor)
 
 
 def test_training_is_not_moved_by_it(two_ranks):
-    with_average, without = seen(two_ranks, more=[partial(MasterWeightAveraging, decay=DECAY)])[0], seen(two_ranks)[0]
+    with_average, without = (
+        seen(two_ranks, more=[partial(MasterWeightAveraging, decay=DECAY)])[0],
+        seen(two_ranks)[0],
+    )
     assert with_average.losses == without.losses
 
 
@@ -102,9 +113,13 @@ def test_nothing_of_the_average_is_on_another_device_than_the_module(precision):
     ema.setup(SimpleNamespace(strategy=SimpleNamespace(root_device=meta)), module, "fit")
     for _ in range(2):
         ema._average_model.update_parameters(module)
-    assert int(ema._average_model.n_averaged) == 2, "the count is on the host, where nobody waits for it"
+    assert int(ema._average_model.n_averaged) == 2, (
+        "the count is on the host, where nobody waits for it"
+    )
     ema._swap_models(module)
     assert {tensor.device for tensor in tensors_of(module)} == {meta}
     ema._swap_models(module)
     ema._copy_average_to_current(module)
-    assert {tensor.device for tensor in (*module.parameters(), *ema._average_model.parameters())} == {meta}
+    assert {
+        tensor.device for tensor in (*module.parameters(), *ema._average_model.parameters())
+    } == {meta}

@@ -15,7 +15,11 @@ class Known(pl.LightningModule):
 
     def __init__(self, factor=1e-7):
         super().__init__()
-        self.small, self.large, self.norm = nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.small, self.large, self.norm = (
+            nn.Linear(4, 4, bias=False),
+            nn.Linear(4, 4),
+            nn.LayerNorm(4),
+        )
         self.dropout, self.factor, self.num_calls = nn.Dropout(0.5), factor, 0
         self.register_buffer("seen", torch.zeros(()))
         nn.init.constant_(self.small.weight, 1e-9)
@@ -71,10 +75,15 @@ def test_edges_are_those_of_fp16():
         def training_step(self, batch, batch_idx):
             return self.small(batch).sum()
 
-    module, edges = Edges(), [2.0**-25, 2.0**-24, 2.0**-15, 2.0**-14, 65504.0, 65536.0, float("inf"), 0.0]
+    module, edges = (
+        Edges(),
+        [2.0**-25, 2.0**-24, 2.0**-15, 2.0**-14, 65504.0, 65536.0, float("inf"), 0.0],
+    )
     module.small.weight = nn.Parameter(torch.tensor(edges)[:, None].expand(8, 4).contiguous())
     weight = found_in(module)[1]["weight", "small.weight"]
-    assert (weight.below_subnormal, weight.below_normal, weight.above) == pytest.approx((1 / 7, 3 / 7, 2 / 7))
+    assert (weight.below_subnormal, weight.below_normal, weight.above) == pytest.approx(
+        (1 / 7, 3 / 7, 2 / 7)
+    )
     half = torch.tensor(edges).half()  # what fp16 makes of them
     assert (half == 0).sum() == 2
     assert half.isinf().sum() == 2
@@ -83,7 +92,10 @@ def test_edges_are_those_of_fp16():
 def test_module_buffers_gradients_random_numbers_and_metrics_stay():
     module = Known()
     module.large.weight.grad = torch.ones(4, 4)
-    before, state = {name: one.clone() for name, one in module.state_dict().items()}, torch.get_rng_state()
+    before, state = (
+        {name: one.clone() for name, one in module.state_dict().items()},
+        torch.get_rng_state(),
+    )
     half_precision_report(module, batches())
     assert same(dict(module.state_dict()), before)
     assert torch.equal(module.large.weight.grad, torch.ones(4, 4))

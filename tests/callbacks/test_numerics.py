@@ -23,11 +23,28 @@ NAN = {"factor": float("nan")}
 ENDLESS = partial(Spoiled, steps=range(2, 1000), rank=1, **NAN)
 
 
-def fit(module, ranks=None, folder=None, *, patience=3, precision="16-true", max_epochs=20, every=10, **scene):
+def fit(
+    module,
+    ranks=None,
+    folder=None,
+    *,
+    patience=3,
+    precision="16-true",
+    max_epochs=20,
+    every=10,
+    **scene,
+):
     scene = {"log_every_n_steps": every, "max_epochs": max_epochs, "precision": precision, **scene}
-    scene |= {"callbacks": [NumericsMonitor(folder, patience=patience)], "raises": True, "warns": True}
+    scene |= {
+        "callbacks": [NumericsMonitor(folder, patience=patience)],
+        "raises": True,
+        "warns": True,
+    }
     found = scenes.fit(ranks, module, **scene)
-    found = [(one.error, [w for w in one.warnings if OWN.search(w)]) for one in ([found] if ranks is None else found)]
+    found = [
+        (one.error, [w for w in one.warnings if OWN.search(w)])
+        for one in ([found] if ranks is None else found)
+    ]
     return found[0] if ranks is None else found
 
 
@@ -36,14 +53,21 @@ OWN = re.compile("was inf|zero, at|do not learn|at its floor")
 
 def test_overflow_without_end_names_rank_host_batch_and_scale_on_every_rank(two_ranks, tmp_path):
     for rank, (error, _) in enumerate(fit(ENDLESS, two_ranks, str(tmp_path))):
-        assert error.startswith("EndlessOverflowError: Gradients were inf or nan for 40 steps in a row, up to global")
+        assert error.startswith(
+            "EndlessOverflowError: Gradients were inf or nan for 40 steps in a row, up to global"
+        )
         assert f" The loss was inf or nan on 1 of 2 ranks: rank 1 (host {HOST}) in batch " in error
-        assert "The outputs of all 9 layers were finite: it is in the loss, or in backward." in error
+        assert (
+            "The outputs of all 9 layers were finite: it is in the loss, or in backward." in error
+        )
         assert "The scale: " in error
         assert "1 at step " in error
         assert f"On rank {rank} (host {HOST}), in batch " in error
         assert f"Saved for a look: {tmp_path}/numbers/step" in error
-    zero, one = (torch.load(next(Path(tmp_path, "numbers").glob(f"*rank{r}.pt")), weights_only=True) for r in (0, 1))
+    zero, one = (
+        torch.load(next(Path(tmp_path, "numbers").glob(f"*rank{r}.pt")), weights_only=True)
+        for r in (0, 1)
+    )
     assert zero["state_dict"].keys() == toy.Toy().state_dict().keys()
     assert zero["state_dict"]["net.8.weight"].dtype is torch.float32
     assert "state_dict" not in one  # the same as on rank zero
@@ -69,7 +93,9 @@ def test_the_first_layer_that_puts_out_inf_is_named():
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_where_no_step_is_skipped_the_first_rank_and_step_are_told(two_ranks, precision):
     for error, _ in fit(partial(Spoiled, steps=[3], **NAN), two_ranks, precision=precision):
-        assert error.startswith("NonFiniteLossError: The loss is not finite since step 4, on rank 1 first, and precis")
+        assert error.startswith(
+            "NonFiniteLossError: The loss is not finite since step 4, on rank 1 first, and precis"
+        )
         assert f"rank 1 (host {HOST}) in batch " in error
         assert "resume from a checkpoint written before step 4." in error
 
@@ -100,9 +126,13 @@ def test_a_layer_that_died_is_a_warning_after_three_logged_steps_and_once():
 
 
 def test_gradients_that_are_all_zero_are_told_apart_and_those_now_and_then_are_nothing_to_speak_of():
-    error, (warning,) = fit(Spoiled(steps=range(99), factor=0.0, rank=None), max_epochs=3, patience=2)
+    error, (warning,) = fit(
+        Spoiled(steps=range(99), factor=0.0, rank=None), max_epochs=3, patience=2
+    )
     assert error == ""
-    assert warning.startswith("All gradients are zero, at 2 logged steps in a row up to step 20: nothing is learned")
+    assert warning.startswith(
+        "All gradients are zero, at 2 logged steps in a row up to step 20: nothing is learned"
+    )
     pauses = Spoiled(steps=range(3, 99, 4), factor=0.0, rank=None)  # at every second logged step
     assert fit(pauses, max_epochs=2, every=2, patience=2) == ("", [])
 
@@ -132,7 +162,9 @@ def gives_up(*_):
 def test_errors_of_communication_are_left_alone(tmp_path):
     callbacks = [NumericsMonitor(str(tmp_path)), at(on_train_batch_start=gives_up)]
     error = scenes.fit(callbacks=callbacks, raises=True).error
-    assert error.splitlines()[0] == "RuntimeError: comm: rank 1 does not answer", "what follows says where, not what"
+    assert error.splitlines()[0] == "RuntimeError: comm: rank 1 does not answer", (
+        "what follows says where, not what"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -141,18 +173,31 @@ def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
     counted = []
     for free in (False, True):
         monkeypatch.setattr(numbers_module, "_reads_are_free", lambda device, free=free: free)
-        mode = HostReads()  # by file, from the second step to the ninth, the last before one that is logged
+        mode = (
+            HostReads()
+        )  # by file, from the second step to the ninth, the last before one that is logged
         reads = at(
-            on_train_batch_start=lambda trainer, *_, mode=mode: trainer.global_step == 1 and mode.__enter__(),
-            on_train_batch_end=lambda trainer, *_, mode=mode: trainer.global_step == 9 and mode.__exit__(*[None] * 3),
+            on_train_batch_start=lambda trainer, *_, mode=mode: (
+                trainer.global_step == 1 and mode.__enter__()
+            ),
+            on_train_batch_end=lambda trainer, *_, mode=mode: (
+                trainer.global_step == 9 and mode.__exit__(*[None] * 3)
+            ),
         )
         callbacks = [reads, ReplicaCheck(every_n_steps=10), NumericsMonitor()]
-        scene = {"train": toy.loader(128), "max_epochs": 1, "precision": "16-true", "log_every_n_steps": 10}
+        scene = {
+            "train": toy.loader(128),
+            "max_epochs": 1,
+            "precision": "16-true",
+            "log_every_n_steps": 10,
+        }
         scenes.fit(None, Quiet, callbacks=callbacks, **scene)
         counted.append(dict(mode.by_file))
     of_the_monitor = {name for name in counted[1] if name.startswith("callbacks/")}
     assert of_the_monitor == {"callbacks/numerics.py"}
-    assert counted[0] == {name: num for name, num in counted[1].items() if name not in of_the_monitor}
+    assert counted[0] == {
+        name: num for name, num in counted[1].items() if name not in of_the_monitor
+    }
 
 
 class Quiet(toy.Toy):

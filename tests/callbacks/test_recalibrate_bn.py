@@ -23,8 +23,16 @@ class Digits(pl.LightningModule):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(dropout), nn.Conv2d(4, 8, 3)]
-            self.net = nn.Sequential(*layers, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
+            layers = [
+                nn.Conv2d(1, 4, 3),
+                nn.BatchNorm2d(4),
+                nn.ReLU(),
+                nn.Dropout(dropout),
+                nn.Conv2d(4, 8, 3),
+            ]
+            self.net = nn.Sequential(
+                *layers, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10)
+            )
             self.net(torch.zeros(2, 1, 16, 16))
             self.net[1].reset_running_stats(), self.net[5].reset_running_stats()
         self.seen = []
@@ -49,7 +57,11 @@ def run(callbacks, accumulate=1, epochs=2, ckpt_path=None, dropout=0.5):
     module = Digits(dropout)
     torch.manual_seed(1)
     data = DigitsDataModule(global_batch_size=64, seed=3)
-    settings = {"use_distributed_sampler": False, "num_sanity_val_steps": 1, "limit_train_batches": 4}
+    settings = {
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 1,
+        "limit_train_batches": 4,
+    }
     settings |= {"max_epochs": epochs, "accumulate_grad_batches": accumulate}
     trainer = toy.trainer(callbacks=callbacks, **settings)
     trainer.fit(module, data, ckpt_path=ckpt_path)
@@ -60,7 +72,11 @@ def seen_by_validation(accumulate, averages=False):
     callbacks = [*[MasterWeightAveraging(decay=0.5)] * averages, RecalibrateBatchNorm(NUM_IMAGES)]
     trainer, module, _ = run(callbacks, accumulate=accumulate, epochs=1 if averages else 2)
     end = {name: value.clone() for name, value in module.net.state_dict().items()}
-    return module.seen, end, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return (
+        module.seen,
+        end,
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+    )
 
 
 def assert_statistics_are_of_ghost_batches(seen, ghost):
@@ -74,7 +90,9 @@ def assert_statistics_are_of_ghost_batches(seen, ghost):
     inputs = {1: [], 5: []}
     for index in inputs:
         net[index].train()
-        net[index].register_forward_pre_hook(lambda _, args, index=index: inputs[index].append(args[0]))
+        net[index].register_forward_pre_hook(
+            lambda _, args, index=index: inputs[index].append(args[0])
+        )
     loader = iter(prefetch(data.train_dataloader(), torch.device("cpu"), None))
     with torch.no_grad():
         for _ in range(NUM_IMAGES // ghost):
@@ -82,12 +100,18 @@ def assert_statistics_are_of_ghost_batches(seen, ghost):
             assert len(images) == ghost
             net(images.double())
     for index, own in inputs.items():
-        for name, value in zip(("var", "mean"), torch.var_mean(torch.cat(own), dim=(0, 2, 3)), strict=True):
-            torch.testing.assert_close(seen[f"{index}.running_{name}"].double(), value, rtol=1e-4, atol=1e-5)
+        for name, value in zip(
+            ("var", "mean"), torch.var_mean(torch.cat(own), dim=(0, 2, 3)), strict=True
+        ):
+            torch.testing.assert_close(
+                seen[f"{index}.running_{name}"].double(), value, rtol=1e-4, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize(("accumulate", "ghost"), [(1, 64), (4, 16)])
-def test_validation_sees_the_statistics_of_one_pass_over_the_images_in_ghost_batches(one_rank, accumulate, ghost):
+def test_validation_sees_the_statistics_of_one_pass_over_the_images_in_ghost_batches(
+    one_rank, accumulate, ghost
+):
     ((seen, _, measured),) = one_rank.run(seen_by_validation, accumulate)
     assert len(seen) == 3
     for one in seen[1:]:  # the first is Lightning's look before training, which costs no pass
@@ -98,7 +122,9 @@ def test_validation_sees_the_statistics_of_one_pass_over_the_images_in_ghost_bat
 def test_an_average_of_weights_gets_statistics_of_its_own(one_rank):
     ((seen, end, _),) = one_rank.run(seen_by_validation, 1, True)
     assert_statistics_are_of_ghost_batches(seen[-1], 64)
-    assert all(torch.equal(end[name], value) for name, value in seen[-1].items())  # in the end the module has both
+    assert all(
+        torch.equal(end[name], value) for name, value in seen[-1].items()
+    )  # in the end the module has both
 
 
 def test_they_are_the_same_on_any_number_of_ranks(one_rank, two_ranks):
@@ -111,7 +137,9 @@ def untrained(accumulate):
     callback = RecalibrateBatchNorm(256)
     module = Digits()
     data = DigitsDataModule(global_batch_size=64, seed=3)
-    trainer = toy.trainer(callbacks=callback, accumulate_grad_batches=accumulate, use_distributed_sampler=False)
+    trainer = toy.trainer(
+        callbacks=callback, accumulate_grad_batches=accumulate, use_distributed_sampler=False
+    )
     trainer.test(module, data, verbose=False)
     return module.seen[0]
 
@@ -124,7 +152,12 @@ class FineTuned(toy.Toy):
         self.freezes = freezes
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            layers = [nn.Linear(toy.NUM_FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)]
+            layers = [
+                nn.Linear(toy.NUM_FEATURES, 8),
+                nn.BatchNorm1d(8),
+                nn.Linear(8, 8),
+                nn.BatchNorm1d(8),
+            ]
             self.net = nn.Sequential(*layers, nn.Dropout(0.5), nn.Linear(8, toy.NUM_CLASSES))
         self.net[1].running_mean.fill_(3.0)
 
@@ -160,16 +193,28 @@ def test_layers_in_evaluation_mode_while_the_module_trains_keep_their_statistics
 
 
 def with_and_without(num_workers, precision, has_generator=True):
-    more = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"} if num_workers else {}
+    more = (
+        {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+        if num_workers
+        else {}
+    )
     ends = []
     for callbacks in ([RecalibrateBatchNorm(32)], []):
         module = FineTuned(False)
         own = torch.Generator().manual_seed(7) if has_generator else None
         loader = DataLoader(toy.Blobs(64), 8, shuffle=True, generator=own, **more)
         torch.manual_seed(1)
-        settings = {"use_distributed_sampler": False, "val_check_interval": 3, "num_sanity_val_steps": 0}
-        toy.trainer(callbacks=callbacks, precision=precision, **settings).fit(module, loader, toy.loader())
-        state = {name: value for name, value in toy.weights(module).items() if "running" not in name}
+        settings = {
+            "use_distributed_sampler": False,
+            "val_check_interval": 3,
+            "num_sanity_val_steps": 0,
+        }
+        toy.trainer(callbacks=callbacks, precision=precision, **settings).fit(
+            module, loader, toy.loader()
+        )
+        state = {
+            name: value for name, value in toy.weights(module).items() if "running" not in name
+        }
         ends.append([state, module.losses])
     return same(*ends)
 
@@ -198,7 +243,12 @@ class WithoutForward(Digits):
 def test_a_module_without_forward_is_told_what_to_give():
     data = DigitsDataModule(global_batch_size=64, seed=3)
     words = r"`WithoutForward.forward` is not defined: .*RecalibrateBatchNorm.forward=lambda module"
-    short = {"max_epochs": 1, "limit_train_batches": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    short = {
+        "max_epochs": 1,
+        "limit_train_batches": 1,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+    }
     with pytest.raises(Exception, match=words):
         toy.trainer(callbacks=RecalibrateBatchNorm(64), **short).fit(WithoutForward(), data)
     given = RecalibrateBatchNorm(64, forward=lambda module, batch: module.net(batch[0]))

@@ -53,16 +53,24 @@ def spoiled(ranks, what, precision, every_n_steps, rank=1, step=2):
 @pytest.mark.parametrize(
     ("what", "precision", "named"),
     [
-        ("weight", "16-true", f": `{LAST}`"),  # there alone: the gradients of all others are averages
+        (
+            "weight",
+            "16-true",
+            f": `{LAST}`",
+        ),  # there alone: the gradients of all others are averages
         ("below_half", "16-true", f": `{LAST}`"),
         ("momentum", "bf16-true", f": `{LAST}`"),
         ("skipped", "16-true", ": number of skipped steps 0"),
         ("loss_scale", "16-true", ""),  # and with it the gradients' rounding, on both ranks
     ],
 )
-def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(two_ranks, what, precision, named):
+def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(
+    two_ranks, what, precision, named
+):
     for error, last_step in spoiled(two_ranks, what, precision, 4):
-        assert error.startswith("ReplicaDriftError: The ranks no longer hold the same model; they parted between steps")
+        assert error.startswith(
+            "ReplicaDriftError: The ranks no longer hold the same model; they parted between steps"
+        )
         assert "between steps 0 and 4 (`every_n_steps` (=4)): " in error
         assert f"{named} on rank 1 (host " in error
         assert "is not that of rank 0 (host " in error
@@ -79,9 +87,14 @@ def test_the_first_difference_is_named_right_after_the_change(three_ranks):
 
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
-def test_a_sound_run_is_bit_for_bit_what_it_is_without_this_check_and_that_of_numbers(two_ranks, precision):
+def test_a_sound_run_is_bit_for_bit_what_it_is_without_this_check_and_that_of_numbers(
+    two_ranks, precision
+):
     scene = {"max_epochs": 1, "precision": precision, "log_every_n_steps": 2}
-    ends = [fit(two_ranks, callbacks=each, **scene) for each in ([ReplicaCheck(3), NumericsMonitor()], [])]
+    ends = [
+        fit(two_ranks, callbacks=each, **scene)
+        for each in ([ReplicaCheck(3), NumericsMonitor()], [])
+    ]
     assert all(same(one.weights, other.weights) for one, other in zip(*ends, strict=True))
 
 
@@ -107,7 +120,10 @@ def test_what_differs_between_checkpoints_is_found_before_the_first_step_and_of_
     scene |= {"ckpt_path": path, "callbacks": [ReplicaCheck(100)], "raises": True}
     assert [seen.error for seen in fit(two_ranks, partial(Differs, "weights"), **scene)] == ["", ""]
     for seen in fit(two_ranks, partial(Differs, "momentum"), **scene):
-        assert "they parted when training started (`every_n_steps` (=100)): `momentum_buffer` of the op" in seen.error
+        assert (
+            "they parted when training started (`every_n_steps` (=100)): `momentum_buffer` of the op"
+            in seen.error
+        )
         assert "Give every rank the same checkpoint" in seen.error
 
 
@@ -124,7 +140,9 @@ def num_collectives(every_n_steps):
         fit(max_epochs=1, callbacks=[ReplicaCheck(every_n_steps)])
     finally:
         dist.all_reduce = original
-    return [num_bytes for num_bytes, dtype in calls if dtype is torch.int64 and num_bytes > 8]  # Lightning's are of 8
+    return [
+        num_bytes for num_bytes, dtype in calls if dtype is torch.int64 and num_bytes > 8
+    ]  # Lightning's are of 8
 
 
 def test_a_sound_check_sends_16_bytes_and_there_is_none_between(two_ranks):
@@ -135,7 +153,9 @@ def test_a_sound_check_sends_16_bytes_and_there_is_none_between(two_ranks):
 
 def test_a_tensor_that_one_rank_lacks_is_named():
     error = first_difference([{"`a`": 1}, {"`a`": 1, "`b`": 3}], ["x", "y"])
-    assert error.startswith("`b`, which some do not have, on rank 1 (host y) is not that of rank 0 (host x)")
+    assert error.startswith(
+        "`b`, which some do not have, on rank 1 (host y) is not that of rank 0 (host x)"
+    )
 
 
 class Loader(ResumableLoader):
@@ -154,12 +174,16 @@ def test_of_our_loaders_the_order_and_the_epoch_are_told():
 
 
 def with_a_seed_of_its_own():
-    sampler = DistributedSampler(toy.Blobs(), num_replicas=2, rank=dist.get_rank(), seed=2 + 7 * dist.get_rank())
+    sampler = DistributedSampler(
+        toy.Blobs(), num_replicas=2, rank=dist.get_rank(), seed=2 + 7 * dist.get_rank()
+    )
     return DataLoader(toy.Blobs(), batch_size=8, sampler=sampler)
 
 
 def test_another_seed_of_the_data_on_one_rank_is_an_error_on_both_before_the_first_step(two_ranks):
-    for seen in fit(two_ranks, train=with_a_seed_of_its_own, callbacks=[ReplicaCheck(100)], raises=True):
+    for seen in fit(
+        two_ranks, train=with_a_seed_of_its_own, callbacks=[ReplicaCheck(100)], raises=True
+    ):
         words = "DataOrderError: The ranks read the data in different orders; seen when training started"
         assert seen.error.startswith(words)
         assert "`seed` is 2 on rank 0 and 9 on rank 1. Samples are read twice" in seen.error

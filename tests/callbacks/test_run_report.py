@@ -31,15 +31,35 @@ def test_a_report_has_a_picture_a_summary_and_a_table(written):
     assert (summary["num_steps"], summary["world_size"], summary["precision"]) == (8, 2, "16-true")
     communication = summary["communication"]
     buckets = communication.pop("per_bucket")
-    of_all = {"num_steps": 8, "num_buckets": 16, "num_bytes": 16000, "node_bytes": 32000.0, "quantisation_nmse": None}
+    of_all = {
+        "num_steps": 8,
+        "num_buckets": 16,
+        "num_bytes": 16000,
+        "node_bytes": 32000.0,
+        "quantisation_nmse": None,
+    }
     of_all |= {"link_bytes": 24000.0, "least_link_bytes": 16000.0, "link_bytes_per_s": 32000.0}
     of_all |= {"busy_s": 1.0, "exposed_s": 0.4, "exposed_s_per_step": 0.05}
-    assert communication == pytest.approx(of_all | {"achieved_bytes_per_s": 16000.0, "achieved_share": 0.5})
-    of_one = {"numel": 500, "dtype": "float16", "num_bytes": 1000, "algorithm": "flat", "num_chunks": 2, "num_times": 8}
+    assert communication == pytest.approx(
+        of_all | {"achieved_bytes_per_s": 16000.0, "achieved_share": 0.5}
+    )
+    of_one = {
+        "numel": 500,
+        "dtype": "float16",
+        "num_bytes": 1000,
+        "algorithm": "flat",
+        "num_chunks": 2,
+        "num_times": 8,
+    }
     of_one |= {"link_bytes": 1500.0, "least_link_bytes": 1000.0, "node_bytes": 2000.0}
-    for index, (bucket, exposed_s, in_flight_s) in enumerate(zip(buckets, (0.0, 0.05), (0.1, 0.2), strict=True)):
+    for index, (bucket, exposed_s, in_flight_s) in enumerate(
+        zip(buckets, (0.0, 0.05), (0.1, 0.2), strict=True)
+    ):
         times = {"mean_exposed_s": exposed_s, "mean_in_flight_s": in_flight_s}
-        rate = {"achieved_bytes_per_s": 1000 / in_flight_s, "achieved_share": 1000 / in_flight_s / 32000}
+        rate = {
+            "achieved_bytes_per_s": 1000 / in_flight_s,
+            "achieved_share": 1000 / in_flight_s / 32000,
+        }
         assert bucket == pytest.approx({"index": index, **of_one, **times, **rate})
     assert table.splitlines() == [
         "test accuracy  75.00% of the last weights",
@@ -76,13 +96,18 @@ def table_of_the_best(run_dir):
     place = {"dirpath": f"{run_dir}/checkpoints", "enable_version_counter": False}
     best = ModelCheckpoint(filename="best", monitor=m.VAL_ACC, mode="max", **place)
     other = ModelCheckpoint(filename="other", monitor=m.VAL_LOSS, **place)
-    _, module, trainer = fit(more=[report := RunReport(run_dir), other, best], enable_checkpointing=True)
+    _, module, trainer = fit(
+        more=[report := RunReport(run_dir), other, best], enable_checkpointing=True
+    )
     trainer.test(module, toy.loader(), ckpt_path=best.best_model_path, verbose=False)
     return report.table(trainer)
 
 
 def rows_of(content):
-    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in re.split("<tr[^>]*>", content)]
+    rows = [
+        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL)
+        for row in re.split("<tr[^>]*>", content)
+    ]
     return {row[0]: [html.unescape(cell) for cell in row[1:]] for row in rows if row}
 
 
@@ -91,7 +116,10 @@ def test_the_page_of_a_run_needs_no_other_file(written):
     content = (run_dir / "run.html").read_text()
     assert re.findall(r' (?:src|href)="([^"]*)"', content) == []
     rows = rows_of(content)
-    assert '<td>✓</td><td>test accuracy</td><td class="good">75.00% of the last weights</td>' in content
+    assert (
+        '<td>✓</td><td>test accuracy</td><td class="good">75.00% of the last weights</td>'
+        in content
+    )
     assert "Accuracy: 50.00% at best" in content
     assert rows[m.VAL_ACC][:2] == ["0.5", "0.5"]
     assert rows[m.COMM_LINK_BYTES][0] == "3 kB"
@@ -122,8 +150,12 @@ def test_the_summary_keeps_best_values_configuration_and_environment(written):
     assert curves[m.ELAPSED_S] == [[2, 1.0], [4, 2.0], [6, 4003.0], [8, 4004.0]]
 
 
-@pytest.mark.parametrize("settings", [{"validate": False, "precision": "32-true"}, {"max_epochs": 0}], ids=str)
-def test_a_report_is_written_whatever_was_not_measured_and_not_of_a_dry_run(two_ranks, tmp_path, settings):
+@pytest.mark.parametrize(
+    "settings", [{"validate": False, "precision": "32-true"}, {"max_epochs": 0}], ids=str
+)
+def test_a_report_is_written_whatever_was_not_measured_and_not_of_a_dry_run(
+    two_ranks, tmp_path, settings
+):
     table = two_ranks.run(report_of, str(tmp_path), {"fast_dev_run": True})[0]
     assert list(tmp_path.iterdir()) == []
     assert "skipped steps  0 of 1\n" in table
@@ -139,15 +171,23 @@ def report_of(run_dir, settings):
     return report.table(fit(more=[report], **settings)[2])
 
 
-def test_the_report_of_a_resumed_run_shows_all_of_it_and_the_communication_of_all_steps(two_ranks, tmp_path):
-    (curves, communication), (again, resumed) = two_ranks.run(whole_and_resumed, f"{tmp_path}/some.ckpt")[0]
+def test_the_report_of_a_resumed_run_shows_all_of_it_and_the_communication_of_all_steps(
+    two_ranks, tmp_path
+):
+    (curves, communication), (again, resumed) = two_ranks.run(
+        whole_and_resumed, f"{tmp_path}/some.ckpt"
+    )[0]
     assert [step for step, _ in curves[m.TRAIN_LOSS]] == [3, 6]
     assert [step for step, _ in curves[m.VAL_LOSS]] == [4, 8]
-    without_clocks = [{n: each[n] for n in each if not m.metric_of(n).from_clock} for each in (curves, again)]
+    without_clocks = [
+        {n: each[n] for n in each if not m.metric_of(n).from_clock} for each in (curves, again)
+    ]
     assert without_clocks[0] == without_clocks[1]
     assert communication.num_steps == resumed.num_steps == 8
     assert communication.num_bytes == resumed.num_bytes > 0
-    assert communication.bytes_across == communication.least_bytes_across == communication.num_bytes  # two nodes of one
+    assert (
+        communication.bytes_across == communication.least_bytes_across == communication.num_bytes
+    )  # two nodes of one
     assert sum(bucket.num_times for bucket in resumed.buckets) == resumed.num_buckets
     assert 0 < resumed.exposed_s <= resumed.busy_s
     assert sum(resumed.exposed_by_bucket_s.values()) == pytest.approx(resumed.exposed_s)

@@ -49,7 +49,13 @@ def signals(trainer, module, batch, batch_idx, dataloader_idx=0):
 
 def in_a_job(folder, rank, number=signal.SIGUSR1, in_test=False):
     world_size, own = dist.get_world_size(), dist.get_rank()
-    variables = {"NTASKS": world_size, "NTASKS_PER_NODE": world_size, "NNODES": 1, "NODEID": 0, "JOB_ID": 17}
+    variables = {
+        "NTASKS": world_size,
+        "NTASKS_PER_NODE": world_size,
+        "NNODES": 1,
+        "NODEID": 0,
+        "JOB_ID": 17,
+    }
     variables |= {"PROCID": own, "LOCALID": own, "JOB_NAME": "train", "NODELIST": "localhost"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
@@ -59,11 +65,17 @@ def in_a_job(folder, rank, number=signal.SIGUSR1, in_test=False):
         patch.setenv("PATH", f"{folder}/bin", prepend=":")
         strategy = HybridAllReduceStrategy(checkpoint_io=DurableCheckpointIO(in_background=True))
         write = checkpoint_io.write_checkpoint  # to a slow disk
-        patch.setattr(checkpoint_io, "write_checkpoint", lambda *args, **kw: (time.sleep(0.5), write(*args, **kw)))
+        patch.setattr(
+            checkpoint_io,
+            "write_checkpoint",
+            lambda *args, **kw: (time.sleep(0.5), write(*args, **kw)),
+        )
         trainer = toy.trainer(
             callbacks=[
                 StopOnSignal(folder),
-                at(on_test_batch_start=signals) if in_test else Signals(rank, step=5, number=number),
+                at(on_test_batch_start=signals)
+                if in_test
+                else Signals(rank, step=5, number=number),
             ],
             default_root_dir=folder,
             strategy=strategy,
@@ -85,7 +97,9 @@ def test_a_job_near_its_end_stops_between_two_steps_and_is_queued_again_once_the
 ):
     """`scontrol requeue` has SLURM kill the job some seconds later, whatever is being written."""
     assert two_ranks.run(in_a_job, str(folder), 1) == [(143, 6), (143, 6)]
-    assert requests(folder) == ["requeue 17: stopped.ckpt"]  # and Lightning's own hpc_ckpt_1.ckpt is not there
+    assert requests(folder) == [
+        "requeue 17: stopped.ckpt"
+    ]  # and Lightning's own hpc_ckpt_1.ckpt is not there
     assert check_whole(folder / "stopped.ckpt")
 
 
@@ -139,7 +153,9 @@ def test_the_signal_is_lightnings(environment, expected):
 def test_a_signal_while_all_ranks_are_asked_is_for_the_next_question(monkeypatch):
     """Other ranks go on with the next step: this one may neither leave alone nor forget."""
     callback = StopOnSignal()
-    trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace(root_device=torch.device("cpu")))
+    trainer = SimpleNamespace(
+        world_size=2, strategy=SimpleNamespace(root_device=torch.device("cpu"))
+    )
 
     def interrupted(asked, op):
         callback._on_signal(trainer, stop_on_signal.REQUEUE, signal.SIGUSR1, None)

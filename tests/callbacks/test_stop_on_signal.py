@@ -28,7 +28,11 @@ class Signals(pl.Callback):
             os.kill(os.getpid(), self.number)
 
     def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
-        if self.in_validation == trainer.global_step and dist.get_rank() == self.rank and batch_idx == 0:
+        if (
+            self.in_validation == trainer.global_step
+            and dist.get_rank() == self.rank
+            and batch_idx == 0
+        ):
             os.kill(os.getpid(), self.number)
 
 
@@ -36,7 +40,9 @@ def stopped(folder, rank, where, name="SIGTERM", every_n_steps=1, accumulate=1):
     before = signal.getsignal(signal.Signals[name])
     module, signals = toy.Toy(), Signals(rank, number=signal.Signals[name], **where)
     stop = StopOnSignal(folder, signals=["SIGUSR2", name], every_n_steps=every_n_steps)
-    trainer = toy.trainer(callbacks=[stop, signals], max_epochs=3, accumulate_grad_batches=accumulate)
+    trainer = toy.trainer(
+        callbacks=[stop, signals], max_epochs=3, accumulate_grad_batches=accumulate
+    )
     code = "went on"
     try:
         trainer.fit(module, toy.loader(), toy.loader())
@@ -57,7 +63,9 @@ STOPS = [  # which rank is signalled where, how often all are asked, after which
 
 
 @pytest.mark.parametrize(("rank", "where", "every_n_steps", "last"), STOPS, ids=str)
-def test_a_signal_to_any_rank_stops_all_after_the_same_step(two_ranks, tmp_path, rank, where, every_n_steps, last):
+def test_a_signal_to_any_rank_stops_all_after_the_same_step(
+    two_ranks, tmp_path, rank, where, every_n_steps, last
+):
     results = two_ranks.run(stopped, str(tmp_path), rank, where, "SIGTERM", every_n_steps)
     # the second rank as one that Lightning started
     assert [(code, step, is_as_before) for code, step, is_as_before, _ in results] == [
@@ -76,7 +84,9 @@ def broken(folder, error, signals):
         if trainer.global_step == 5:
             raise error
 
-    trainer = toy.trainer(callbacks=[StopOnSignal(folder), *signals, at(on_after_backward=breaks)], max_epochs=3)
+    trainer = toy.trainer(
+        callbacks=[StopOnSignal(folder), *signals, at(on_after_backward=breaks)], max_epochs=3
+    )
     try:
         trainer.fit(toy.Toy(), toy.loader())
     except BaseException as end:
@@ -97,12 +107,17 @@ def test_a_step_that_fails_leaves_no_checkpoint(one_rank, tmp_path, error, signa
 
 def folder_of(given, own):
     saves = ModelCheckpoint(own) if own else None
-    trainer = toy.trainer(callbacks=[saves] if saves else [], default_root_dir="root", enable_checkpointing=bool(own))
+    trainer = toy.trainer(
+        callbacks=[saves] if saves else [], default_root_dir="root", enable_checkpointing=bool(own)
+    )
     return str(StopOnSignal(given)._folder(trainer))
 
 
 def test_the_checkpoint_goes_where_it_is_told_or_to_the_others():
-    assert [folder_of("given", "own"), folder_of(None, "own")] == ["given", str(Path("own").absolute())]
+    assert [folder_of("given", "own"), folder_of(None, "own")] == [
+        "given",
+        str(Path("own").absolute()),
+    ]
     assert folder_of(None, None) == "root"
 
 
@@ -114,7 +129,9 @@ def fitted_again(folder):
             trainer.fit(toy.Toy(), toy.loader())
         steps.append(trainer.global_step)
         is_theirs = "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
-        assert is_theirs or trainer.global_step < 12  # after a whole fit Lightning asks by itself again
+        assert (
+            is_theirs or trainer.global_step < 12
+        )  # after a whole fit Lightning asks by itself again
     return steps
 
 
@@ -152,10 +169,17 @@ def test_a_run_that_stops_between_two_epochs_goes_on_to_the_bit_and_misses_no_ba
     """
     ranks, path = request.getfixturevalue(world), str(tmp_path / "stopped.ckpt")
     runs = [({}, None), (where, None), ({}, path)]
-    found = [ranks.run(run, str(tmp_path), each, validates, limits, ckpt_path) for each, ckpt_path in runs]
+    found = [
+        ranks.run(run, str(tmp_path), each, validates, limits, ckpt_path)
+        for each, ckpt_path in runs
+    ]
     length = 8 // ranks.world_size
     for (whole, weights), (before, _), (after, resumed) in zip(*found, strict=True):
-        assert before + after == whole == [(step // length, step % length, step) for step in range(3 * length)]
+        assert (
+            before + after
+            == whole
+            == [(step // length, step % length, step) for step in range(3 * length)]
+        )
         assert len(before) == length
         assert toy.same_bits(weights, resumed)
 

@@ -8,8 +8,13 @@ from lightning_hybrid.callbacks import metrics as m
 from tests import toy
 from tests.callbacks.support import Module, fit
 
-pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist")  # each rank has its own here
-STEP_S, VALIDATION_S = 0.5, 4 * 1000.0  # of the test's clock: a step, and a validation of four batches
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:It is recommended to use .*sync_dist"
+)  # each rank has its own here
+STEP_S, VALIDATION_S = (
+    0.5,
+    4 * 1000.0,
+)  # of the test's clock: a step, and a validation of four batches
 
 
 class Rises(Module):
@@ -25,11 +30,18 @@ def reached(options, path=None, resumed_at=None, everywhere=True):
     options, module = {"target": 0.5, "monitor": "rises"} | options, Rises()
     module.everywhere = everywhere
     if resumed_at is not None:
-        fit(more=[TimeToAccuracy(**options)], module=Rises(), max_epochs=resumed_at)[2].save_checkpoint(path)
+        fit(more=[TimeToAccuracy(**options)], module=Rises(), max_epochs=resumed_at)[
+            2
+        ].save_checkpoint(path)
     event = TimeToAccuracy(**options)
     logger, _, trainer = fit(more=[event], module=module, max_epochs=3, ckpt_path=path)
     names = (m.TIME_TO_ACCURACY_TRAIN_S, m.TIME_TO_ACCURACY_TOTAL_S, m.TIME_TO_ACCURACY_STEP)
-    return [logger.column(name) for name in names], trainer.global_step, event.describe(), event.reached
+    return (
+        [logger.column(name) for name in names],
+        trainer.global_step,
+        event.describe(),
+        event.reached,
+    )
 
 
 def test_both_times_are_logged_once_when_the_target_is_reached(two_ranks):
@@ -37,7 +49,9 @@ def test_both_times_are_logged_once_when_the_target_is_reached(two_ranks):
     for columns, num_steps, line, _ in two_ranks.run(reached, {}):
         assert columns == [{9: 8 * STEP_S}, {9: 8 * STEP_S + 2 * VALIDATION_S}, {9: 8.0}]
         assert num_steps == 12
-        assert line == "rises reached 0.5 after 8 steps: 4.0 s of training, 8004.0 s with validation"
+        assert (
+            line == "rises reached 0.5 after 8 steps: 4.0 s of training, 8004.0 s with validation"
+        )
 
 
 def test_a_loss_reaches_its_target_from_above_and_training_ends_there_if_asked(two_ranks):
@@ -65,13 +79,17 @@ def test_one_rank_alone_does_not_stop(two_ranks):
 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(two_ranks):
     error = two_ranks.run(toy.error_of, reached, {"monitor": "val/accuracy"})[0]
-    assert error.startswith("ValueError: `monitor` (='val/accuracy') must be a metric that validation logs")
+    assert error.startswith(
+        "ValueError: `monitor` (='val/accuracy') must be a metric that validation logs"
+    )
     assert "rises, " in error
     assert m.VAL_ACC in error
 
 
 @pytest.mark.parametrize("target", [75.9, 0.0, "75.9"])
 def test_a_target_in_per_cent_is_refused(target):
-    with pytest.raises(ValueError, match=r"^`target` \(=.*\) must be above 0 and at most 1: .* Write target=0.759"):
+    with pytest.raises(
+        ValueError, match=r"^`target` \(=.*\) must be above 0 and at most 1: .* Write target=0.759"
+    ):
         TimeToAccuracy(target=target)
     assert TimeToAccuracy(target=2.5, monitor="val/loss", mode="min").target == 2.5

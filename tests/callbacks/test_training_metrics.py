@@ -22,13 +22,19 @@ def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
     Of 1e9 operations each, on two devices of 1e11 per second.
     """
     metrics = {"flops_per_image": 1e9, "peak_flops_per_s": 1e11}
-    one, other = seen(two_ranks, strategy=HybridAllReduceStrategy(loss_scale=1024.0), metrics=metrics)
+    one, other = seen(
+        two_ranks, strategy=HybridAllReduceStrategy(loss_scale=1024.0), metrics=metrics
+    )
     assert list(one.column(m.TRAIN_LOSS)) == [2, 4, 6, 8]
     assert one.losses != other.losses
     for step, loss in one.column(m.TRAIN_LOSS).items():
-        assert loss == pytest.approx((one.losses[step - 1] + other.losses[step - 1]) / 2, rel=1e-6)  # fp32 mean
+        assert loss == pytest.approx(
+            (one.losses[step - 1] + other.losses[step - 1]) / 2, rel=1e-6
+        )  # fp32 mean
     # the schedule is 0.1 / (1 + steps before this one); float32 on the way to the logger
-    assert one.column(m.TRAIN_LR) == pytest.approx({2: 0.1 / 2, 4: 0.1 / 4, 6: 0.1 / 6, 8: 0.1 / 8}, rel=1e-6)
+    assert one.column(m.TRAIN_LR) == pytest.approx(
+        {2: 0.1 / 2, 4: 0.1 / 4, 6: 0.1 / 6, 8: 0.1 / 8}, rel=1e-6
+    )
     assert one.column(m.TRAIN_LOSS_SCALE) == dict.fromkeys((2, 4, 6, 8), 1024.0)
     assert one.column(m.TRAIN_SKIPPED_STEPS) == dict.fromkeys((2, 4, 6, 8), 0.0)
     assert one.column(m.IMAGES_PER_S) == {6: 32.0, 8: 32.0}
@@ -38,7 +44,12 @@ def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
 
 def test_communication_is_logged_per_step_per_bucket_and_against_its_bound(two_ranks):
     one = two_ranks.run(with_window, TWO_STEPS, {"report": Report(link_bytes_per_s=32000)})[0]
-    of_bytes = {m.COMM_BYTES: 2000, m.COMM_LINK_BYTES: 3000, m.COMM_LEAST_LINK_BYTES: 2000, m.COMM_NODE_BYTES: 4000}
+    of_bytes = {
+        m.COMM_BYTES: 2000,
+        m.COMM_LINK_BYTES: 3000,
+        m.COMM_LEAST_LINK_BYTES: 2000,
+        m.COMM_NODE_BYTES: 4000,
+    }
     of_clock = {
         m.COMM_BUSY_S: 0.125,
         m.COMM_EXPOSED_S: 0.05,
@@ -48,7 +59,9 @@ def test_communication_is_logged_per_step_per_bucket_and_against_its_bound(two_r
         m.COMM_ACHIEVED_BYTES_PER_S: 16000,
         m.COMM_ACHIEVED_SHARE: 0.5,
     }
-    assert {name for name in one.names() if name.startswith("comm/")} == of_bytes.keys() | of_clock.keys()
+    assert {
+        name for name in one.names() if name.startswith("comm/")
+    } == of_bytes.keys() | of_clock.keys()
     for name, value in of_bytes.items():
         assert one.column(name) == dict.fromkeys((2, 4, 6, 8), value), name
     for name, value in of_clock.items():
@@ -59,8 +72,15 @@ def with_window(window, options):
     return rows_of({"strategy": counting(window, **options)})
 
 
-BETWEEN_NODES = {m.COMM_LINK_BYTES, m.COMM_LEAST_LINK_BYTES, m.COMM_ACHIEVED_BYTES_PER_S, m.COMM_ACHIEVED_SHARE}
-IN_SECONDS = {name for name, metric in METRICS.items() if name.startswith("comm/") and metric.from_clock}
+BETWEEN_NODES = {
+    m.COMM_LINK_BYTES,
+    m.COMM_LEAST_LINK_BYTES,
+    m.COMM_ACHIEVED_BYTES_PER_S,
+    m.COMM_ACHIEVED_SHARE,
+}
+IN_SECONDS = {
+    name for name, metric in METRICS.items() if name.startswith("comm/") and metric.from_clock
+}
 
 
 @pytest.mark.sampled(2)
@@ -85,7 +105,9 @@ def reads_of_the_scale():
 
     def watch(trainer, module):
         scale = trainer.precision_plugin.loss_scale
-        scale.__class__ = type("Watched", (type(scale),), {"value": property(lambda s: reads.append(0) or 1.0)})
+        scale.__class__ = type(
+            "Watched", (type(scale),), {"value": property(lambda s: reads.append(0) or 1.0)}
+        )
 
     fit(more=[at(on_train_start=watch)])
     return len(reads)
@@ -98,12 +120,18 @@ def halve_momentum(trainer, *_):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "expected"), [("SGD", {2: 0.45, 4: 0.9 / 8, 6: 0.9 / 32, 8: 0.9 / 128}), ("Adagrad", {})]
+    ("optimizer", "expected"),
+    [("SGD", {2: 0.45, 4: 0.9 / 8, 6: 0.9 / 32, 8: 0.9 / 128}), ("Adagrad", {})],
 )
 def test_momentum_is_that_of_the_step(two_ranks, optimizer, expected):
     """A schedule of the momentum: 0.9 * 0.5 ** steps before this one; float32 on the way to the logger."""
-    scene = {"module": partial(Module, optimizer=optimizer), "more": [at(on_train_batch_end=halve_momentum)]}
-    assert seen(two_ranks, **scene, precision="32-true")[0].column(m.TRAIN_MOMENTUM) == pytest.approx(expected)
+    scene = {
+        "module": partial(Module, optimizer=optimizer),
+        "more": [at(on_train_batch_end=halve_momentum)],
+    }
+    assert seen(two_ranks, **scene, precision="32-true")[0].column(
+        m.TRAIN_MOMENTUM
+    ) == pytest.approx(expected)
 
 
 def test_waiting_for_data_is_per_step_and_of_its_window(two_ranks):
@@ -133,7 +161,9 @@ def waits_logged(accumulate):
     settings = {"accumulate_grad_batches": max(1, accumulate), "use_distributed_sampler": False}
     train = counts(toy.Blobs(32), batch_size=8)
     skip_steps = 4 // max(1, accumulate)
-    logger = fit(train=train, strategy=Exact(), skip_steps=skip_steps, precision="32-true", **settings)[0]
+    logger = fit(
+        train=train, strategy=Exact(), skip_steps=skip_steps, precision="32-true", **settings
+    )[0]
     return logger.column(m.DATA_WAIT_S)
 
 
@@ -191,7 +221,9 @@ def ratios_logged_and_expected(precision, looked_at):
         ratios = []
         for parameter in module.parameters():
             grad, weight = parameter.grad.double().norm(), parameter.double().norm()
-            ratios.append((0.001 * weight / (grad + 0.01 * weight)).item() if weight * grad else 1.0)
+            ratios.append(
+                (0.001 * weight / (grad + 0.01 * weight)).item() if weight * grad else 1.0
+            )
         ratios.sort()
         expected[trainer.global_step] = [ratios[0], ratios[(len(ratios) - 1) // 2], ratios[-1]]
 
@@ -200,7 +232,9 @@ def ratios_logged_and_expected(precision, looked_at):
     if looked_at:
         more.append(at(on_before_optimizer_step=lambda *_: None))
     strategy = HybridAllReduceStrategy(loss_scale=1024.0)
-    logger = fit(module=module, more=more, strategy=strategy, precision=precision, validate=False)[0]
+    logger = fit(module=module, more=more, strategy=strategy, precision=precision, validate=False)[
+        0
+    ]
     columns = [logger.column(name) for name in m.TRUST_RATIOS]
     logged = {step: [column[step] for column in columns] for step in columns[0]}
     return logged, expected, unseen

@@ -12,7 +12,11 @@ from lightning_utilities.core import rank_zero
 
 from lightning_hybrid import DurableCheckpointIO, atomic_file
 from lightning_hybrid.checkpoint import file as cf
-from lightning_hybrid.checkpoint.file import CheckpointWriteError, DamagedCheckpointError, RefusedCheckpointError
+from lightning_hybrid.checkpoint.file import (
+    CheckpointWriteError,
+    DamagedCheckpointError,
+    RefusedCheckpointError,
+)
 
 WHOLE = {"state_dict": {"w": torch.arange(5000.0)}, "global_step": 7}
 
@@ -42,7 +46,9 @@ def test_anybody_reads_the_file(tmp_path):
 
 def test_a_file_of_stock_lightning_loads_and_is_said_to_be_unverified(tmp_path):
     TorchCheckpointIO().save_checkpoint(WHOLE, tmp_path / "stock.ckpt")
-    with TestCase().assertLogs(rank_zero.log) as said:  # of Fabric or of the trainer, whichever was imported last
+    with TestCase().assertLogs(
+        rank_zero.log
+    ) as said:  # of Fabric or of the trainer, whichever was imported last
         assert DurableCheckpointIO().load_checkpoint(tmp_path / "stock.ckpt")["global_step"] == 7
     assert "stock.ckpt has no checksum" in said.output[0]
 
@@ -56,7 +62,9 @@ def test_a_truncated_file_is_named(tmp_path, length, ours):
     path = tmp_path / "torn.ckpt"
     (DurableCheckpointIO() if ours else TorchCheckpointIO()).save_checkpoint(WHOLE, path)
     path.write_bytes(path.read_bytes()[: LENGTHS[length]])
-    with pytest.raises(DamagedCheckpointError, match=r"`.*torn\.ckpt` is not the checkpoint that was written: "):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"`.*torn\.ckpt` is not the checkpoint that was written: "
+    ):
         DurableCheckpointIO().load_checkpoint(path)
 
 
@@ -85,15 +93,21 @@ class Evil:
 
 
 def test_a_file_that_would_run_code_is_refused_and_runs_none(tmp_path):
-    torch.save({"state_dict": {}, "callbacks": Evil(str(tmp_path / "was_here"))}, tmp_path / "evil.ckpt")
-    with pytest.raises(RefusedCheckpointError, match=r"holds objects \(=posix.mkdir\) .* nothing of it was run"):
+    torch.save(
+        {"state_dict": {}, "callbacks": Evil(str(tmp_path / "was_here"))}, tmp_path / "evil.ckpt"
+    )
+    with pytest.raises(
+        RefusedCheckpointError, match=r"holds objects \(=posix.mkdir\) .* nothing of it was run"
+    ):
         DurableCheckpointIO().load_checkpoint(tmp_path / "evil.ckpt")
     assert not (tmp_path / "was_here").exists()
 
 
 def test_a_checkpoint_that_will_not_load_is_reported_when_it_is_saved(tmp_path):
     with pytest.warns(UserWarning, match=r"holds objects \(=.*mkdir.*weights_only=False"):
-        DurableCheckpointIO().save_checkpoint({"hyper_parameters": {"a": Evil("a")}}, tmp_path / "own.ckpt")
+        DurableCheckpointIO().save_checkpoint(
+            {"hyper_parameters": {"a": Evil("a")}}, tmp_path / "own.ckpt"
+        )
 
 
 class Killed(BaseException):
@@ -115,7 +129,11 @@ class Witness:
         def noting(*args, **kwargs):
             if len(self.calls) == self.kill_before:
                 raise Killed
-            where = "folder" if name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}") else "file"
+            where = (
+                "folder"
+                if name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}")
+                else "file"
+            )
             self.calls.append(f"{name} {where}" if name == "fsync" else name)
             return function(*args, **kwargs)
 
@@ -126,7 +144,9 @@ class Witness:
             path.unlink(missing_ok=True)
 
 
-def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_old_one_goes(tmp_path, monkeypatch):
+def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_old_one_goes(
+    tmp_path, monkeypatch
+):
     cf.write_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
     witness = Witness(monkeypatch)
     cf.write_checkpoint(checkpoint(2), tmp_path / "last.ckpt")
@@ -169,7 +189,8 @@ def test_without_hard_links_one_of_both_names_is_always_there(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("settings", "names"), [({}, {"last.ckpt"}), ({"keep_previous": True}, {"last.ckpt", "last.previous.ckpt"})]
+    ("settings", "names"),
+    [({}, {"last.ckpt"}), ({"keep_previous": True}, {"last.ckpt", "last.previous.ckpt"})],
 )
 def test_the_old_one_is_saved_only_where_it_is_wanted(tmp_path, settings, names):
     """By default the folder holds what it holds under `ddp`."""
@@ -187,15 +208,23 @@ def fails_with(number, monkeypatch):
     monkeypatch.setattr(cf._ChecksumFile, "_put", fail)
 
 
-WORDS = {errno.ENOSPC: "disk is full", errno.EROFS: "disk is read-only", errno.EFBIG: r"that large here \(`ulimit -f`"}
+WORDS = {
+    errno.ENOSPC: "disk is full",
+    errno.EROFS: "disk is read-only",
+    errno.EFBIG: r"that large here \(`ulimit -f`",
+}
 
 
 @pytest.mark.parametrize("number", WORDS)
-def test_an_error_of_the_disk_keeps_its_own_words_and_the_old_file_stays(tmp_path, monkeypatch, number):
+def test_an_error_of_the_disk_keeps_its_own_words_and_the_old_file_stays(
+    tmp_path, monkeypatch, number
+):
     path = tmp_path / "last.ckpt"
     DurableCheckpointIO().save_checkpoint(checkpoint(1), path)
     fails_with(number, monkeypatch)
-    with pytest.raises(CheckpointWriteError, match=rf"{WORDS[number]}.*the old one, whole") as error:
+    with pytest.raises(
+        CheckpointWriteError, match=rf"{WORDS[number]}.*the old one, whole"
+    ) as error:
         DurableCheckpointIO().save_checkpoint(checkpoint(2), path)
     assert error.value.errno == number
     assert os.listdir(tmp_path) == ["last.ckpt"]

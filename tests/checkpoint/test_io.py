@@ -31,13 +31,17 @@ def test_a_run_may_go_on_when_a_checkpoint_is_not_written(tmp_path, monkeypatch)
     io = DurableCheckpointIO(on_error="warn")
     with monkeypatch.context() as patch:
         fails_with(errno.ENOSPC, patch)
-        with pytest.warns(UserWarning, match=r"the disk is full.* The run goes on without a newer checkpoint"):
+        with pytest.warns(
+            UserWarning, match=r"the disk is full.* The run goes on without a newer checkpoint"
+        ):
             io.save_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
     io.save_checkpoint(checkpoint(2), tmp_path / "last.ckpt")
     assert step_in(tmp_path / "last.ckpt") == 2
 
 
-@pytest.mark.parametrize("given", [{"max_in_memory": 0}, {"timeout_s": 0}, {"on_error": "ignore"}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"max_in_memory": 0}, {"timeout_s": 0}, {"on_error": "ignore"}], ids=str
+)
 def test_settings_that_cannot_work_are_refused(given):
     with pytest.raises(ValueError, match=rf"`{next(iter(given))}` \(="):
         DurableCheckpointIO(**given)
@@ -87,7 +91,9 @@ def hyper_parameters():
         from omegaconf import OmegaConf
     except ImportError:
         return values
-    values["DictConfig"] = OmegaConf.create({"a": {"b": 1}, "twice": "${a.b}", "path": None, "widths": [1, "${a.b}"]})
+    values["DictConfig"] = OmegaConf.create(
+        {"a": {"b": 1}, "twice": "${a.b}", "path": None, "widths": [1, "${a.b}"]}
+    )
     values["structured"] = OmegaConf.structured(Sizes([1]))
     return values
 
@@ -101,7 +107,8 @@ def test_what_is_saved_is_what_lightnings_own_plugin_loads(tmp_path, in_backgrou
     num_refused = 0
     for name, value in hyper_parameters().items():
         expected, found = [
-            _type_and_value(io, value, tmp_path / "a.ckpt", weights_only) for io in (lightnings, durable)
+            _type_and_value(io, value, tmp_path / "a.ckpt", weights_only)
+            for io in (lightnings, durable)
         ]
         assert found == expected, name
         num_refused += expected == "UnpicklingError"
@@ -149,7 +156,9 @@ def test_what_is_written_is_the_moment_of_saving(tmp_path, gate):
 def test_no_more_than_so_many_are_in_memory_and_the_memory_is_kept(tmp_path, gate):
     io = DurableCheckpointIO(in_background=True, max_in_memory=1, timeout_s=0.2)
     io.save_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
-    with pytest.raises(CheckpointWriteError, match=r"`timeout_s` \(=0.2\) is over and 1 checkpoints are not yet"):
+    with pytest.raises(
+        CheckpointWriteError, match=r"`timeout_s` \(=0.2\) is over and 1 checkpoints are not yet"
+    ):
         io.save_checkpoint(checkpoint(2), tmp_path / "last.ckpt")
     with pytest.raises(CheckpointWriteError, match=r"`timeout_s` \(=0.2\) is over"):
         io.teardown()
@@ -171,7 +180,9 @@ def test_an_error_of_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_pa
         fails_with(errno.ENOSPC, patch)
         io.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
         io._wait()
-        with pytest.raises(CheckpointWriteError, match=r"`.*a.ckpt` was not written .*the disk is full"):
+        with pytest.raises(
+            CheckpointWriteError, match=r"`.*a.ckpt` was not written .*the disk is full"
+        ):
             io.save_checkpoint(checkpoint(2), tmp_path / "b.ckpt")
         io.save_checkpoint(checkpoint(3), tmp_path / "c.ckpt")
         with pytest.raises(CheckpointWriteError, match=r"c.ckpt"):
@@ -218,7 +229,10 @@ def test_it_is_the_strategys_unless_another_is_given():
     assert isinstance(toy.trainer().strategy.checkpoint_io, DurableCheckpointIO)
     own = TorchCheckpointIO()
     assert toy.trainer(plugins=[own]).strategy.checkpoint_io is own
-    assert toy.trainer(strategy=HybridAllReduceStrategy(checkpoint_io=own)).strategy.checkpoint_io is own
+    assert (
+        toy.trainer(strategy=HybridAllReduceStrategy(checkpoint_io=own)).strategy.checkpoint_io
+        is own
+    )
     wrapped = toy.trainer(plugins=[AsyncCheckpointIO()]).strategy.checkpoint_io
     assert isinstance(wrapped, AsyncCheckpointIO)
     assert isinstance(wrapped.checkpoint_io, DurableCheckpointIO)
@@ -236,7 +250,9 @@ def of_every_kind(device):
     counted = torch.arange(24, device=device)
     return {
         "of two dimensions": counted.float().reshape(4, 6),
-        "channels last": counted.half().reshape(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+        "channels last": counted.half()
+        .reshape(2, 3, 2, 2)
+        .contiguous(memory_format=torch.channels_last),
         "transposed": counted.bfloat16().reshape(4, 6).t(),
         "a part": counted[5:7],
         "every second": counted[::2],
@@ -308,7 +324,9 @@ def test_curves_that_grow_and_metrics_that_come_take_no_memory_anew(device):
 def test_tensors_that_are_one_stay_one_in_the_file():
     weights = torch.ones(10_000)
     file = io.BytesIO()
-    torch.save(HostCopies().take({"one": weights, "other": weights.detach(), "part": weights[:10]}), file)
+    torch.save(
+        HostCopies().take({"one": weights, "other": weights.detach(), "part": weights[:10]}), file
+    )
     found = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     assert found["one"].data_ptr() == found["other"].data_ptr()
     assert 40_000 < len(file.getvalue()) < 45_000

@@ -47,7 +47,9 @@ def is_even(nodes: Nodes) -> bool:
     return len({len(node) for node in nodes}) == 1
 
 
-def engine_over(nodes: Nodes, plan: CommPlan, *, timeout_s: float = 30.0, **options: Any) -> CommEngine:
+def engine_over(
+    nodes: Nodes, plan: CommPlan, *, timeout_s: float = 30.0, **options: Any
+) -> CommEngine:
     topology = Topology(rank=dist.get_rank() if dist.is_initialized() else 0, nodes=nodes)
     options = {"device": torch.device("cpu"), **options}
     return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), **options)
@@ -100,8 +102,12 @@ def integers(rank: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> Ten
 @cache
 def sum_of_integers(world_size: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
     """Over all ranks: what many tests expect, so it is computed once. Not to be changed."""
-    return sum(integers(rank, numel, torch.float32, seed=seed) for rank in range(world_size)).to(dtype)
+    return sum(integers(rank, numel, torch.float32, seed=seed) for rank in range(world_size)).to(
+        dtype
+    )
 
 
 def reals(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64
+    ).to(dtype)

@@ -71,7 +71,9 @@ def assert_like_plain(per_rank, *, roundings, unit_roundoff):
         for step, first in zip(steps, per_rank[0][0], strict=True):
             for (name, plain, ours), (_, _, ours_on_first) in zip(step, first, strict=True):
                 assert torch.equal(ours, ours_on_first), name
-                assert (ours - plain).abs().max() <= roundings * unit_roundoff * plain.abs().max(), name
+                assert (
+                    ours - plain
+                ).abs().max() <= roundings * unit_roundoff * plain.abs().max(), name
 
 
 # Rounding: 4 addends and a division, in another order and split otherwise; gradients of different ranks cancel, so the
@@ -81,7 +83,9 @@ ROUNDINGS = 64
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("algorithm", ["auto", "flat", "parallel_flat", "hierarchical", "two_level"])
+@pytest.mark.parametrize(
+    "algorithm", ["auto", "flat", "parallel_flat", "hierarchical", "two_level"]
+)
 def test_gradients_are_those_of_plain_ddp(rank_pool, world_size, algorithm):
     if algorithm == "two_level" and world_size == 3:
         algorithm = "auto"  # uneven nodes
@@ -154,15 +158,22 @@ def test_halves_survive_2048_ranks():
 def test_the_division_is_rounded_once_in_the_wider_dtype():
     """1 / 3 rounded to fp16 and then widened would be off by 8e-5."""
     buffer = torch.zeros(1)
-    assert from_wire(torch.ones(1, dtype=torch.float16), buffer=buffer, after=3.0).item() == torch.tensor(1 / 3).item()
+    assert (
+        from_wire(torch.ones(1, dtype=torch.float16), buffer=buffer, after=3.0).item()
+        == torch.tensor(1 / 3).item()
+    )
     buffer = torch.zeros(1, dtype=torch.float16)
-    from_wire(torch.full((1,), 3 * 65504.0), buffer=buffer, after=3.0)  # fits only once it is divided
+    from_wire(
+        torch.full((1,), 3 * 65504.0), buffer=buffer, after=3.0
+    )  # fits only once it is divided
     assert buffer.item() == 65504.0
 
 
 @pytest.mark.parametrize("comm_dtype", [torch.float64, torch.int32, "float16"])
 def test_a_wire_dtype_that_is_none_is_refused(comm_dtype):
-    with pytest.raises(ValueError, match=r"^`comm_dtype` \(=.*must be None or one of float32, float16, bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"^`comm_dtype` \(=.*must be None or one of float32, float16, bfloat16"
+    ):
         HookState(engine=None, comm_dtype=comm_dtype)
 
 

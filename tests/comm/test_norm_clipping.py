@@ -22,6 +22,8 @@ def test_parameters_without_a_gradient_change_no_bit_of_a_clipped_one():
         parameters = parameters_of_which_half_have_a_gradient(seed)
         expected = parameters_of_which_half_have_a_gradient(seed)
         torch.nn.utils.clip_grad_norm_(expected, 0.7)
-        clip_by_norm_over_ranks(torch.optim.SGD(parameters, lr=0.1), 0.7, device=torch.device("cpu"))
+        clip_by_norm_over_ranks(
+            torch.optim.SGD(parameters, lr=0.1), 0.7, device=torch.device("cpu")
+        )
         for parameter, wanted in zip(parameters[::2], expected[::2], strict=True):
             assert torch.equal(parameter.grad, wanted.grad)

@@ -52,9 +52,13 @@ def test_auto_follows_its_rule(sizes, small, large):
     assert plan.fallback(topology) is None
 
 
-@given(plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41), st.booleans())
+@given(
+    plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41), st.booleans()
+)
 def test_the_algorithm_for_any_bucket_is_among_those_announced(plan, sizes, num_bytes, is_half):
-    assert plan.algorithm_for(num_bytes, spread(*sizes), is_half=is_half) in plan.algorithms(spread(*sizes))
+    assert plan.algorithm_for(num_bytes, spread(*sizes), is_half=is_half) in plan.algorithms(
+        spread(*sizes)
+    )
 
 
 @given(plans)
@@ -71,7 +75,10 @@ def test_the_hash_tells_plans_apart(one, other):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('{"bucket_size": 3}', r"`bucket_size` \(=3\) is no key of a plan"), ("[]", "must be a JSON object")],
+    [
+        ('{"bucket_size": 3}', r"`bucket_size` \(=3\) is no key of a plan"),
+        ("[]", "must be a JSON object"),
+    ],
 )
 def test_a_plan_file_with_an_error_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
@@ -90,7 +97,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD.items() for value in values]
+)
 def test_values_outside_the_rules_are_refused(name, value):
     message = rf"^`{name}` \(={value!r}\) must be"
     with pytest.raises(ValueError, match=message):
@@ -102,19 +111,28 @@ def test_values_outside_the_rules_are_refused(name, value):
 @given(plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41))
 def test_chunks_are_never_smaller_than_the_least_nor_made_for_nothing(plan, sizes, num_bytes):
     topology = spread(*sizes)
-    bucket = plan.bucket(index=0, numel=num_bytes, dtype="uint8", num_bytes=num_bytes, topology=topology)
+    bucket = plan.bucket(
+        index=0, numel=num_bytes, dtype="uint8", num_bytes=num_bytes, topology=topology
+    )
     assert bucket.num_chunks >= 1
     assert bucket.num_chunks == 1 or num_bytes // bucket.num_chunks >= LEAST_CHUNK_BYTES
     if bucket.algorithm == "flat" or topology.world_size == 1:
         assert bucket.num_chunks == 1
-    assert bucket == plan.bucket(index=0, numel=num_bytes, dtype="uint8", num_bytes=num_bytes, topology=topology)
+    assert bucket == plan.bucket(
+        index=0, numel=num_bytes, dtype="uint8", num_bytes=num_bytes, topology=topology
+    )
 
 
 def test_one_host_cuts_nothing_and_on_cuda_is_the_backends_own():
     for num_bytes in (0, 1, MIB, 2**30):
         for on_cuda in (False, True):
             bucket = CommPlan().bucket(
-                index=0, numel=1, dtype="float16", num_bytes=num_bytes, topology=spread(8), on_cuda=on_cuda
+                index=0,
+                numel=1,
+                dtype="float16",
+                num_bytes=num_bytes,
+                topology=spread(8),
+                on_cuda=on_cuda,
             )
             assert bucket.num_chunks == 1
             assert (bucket.algorithm == "flat") == on_cuda
@@ -129,11 +147,23 @@ def test_chunks_grow_with_the_nodes_that_a_ring_cuts_them_for():
         assert bucket.num_chunks == num_chunks
 
 
-@given(plans, st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 2000), st.integers(1, 500), st.integers(1, 9))
-def test_small_tensors_are_fused_and_large_ones_travel_alone(plan, sizes, bucket_bytes, last_bucket_bytes, num_nodes):
-    plan = dataclasses.replace(plan, bucket_bytes=bucket_bytes, last_bucket_bytes=last_bucket_bytes, num_buckets=1)
+@given(
+    plans,
+    st.lists(st.integers(1, 1000), max_size=40),
+    st.integers(1, 2000),
+    st.integers(1, 500),
+    st.integers(1, 9),
+)
+def test_small_tensors_are_fused_and_large_ones_travel_alone(
+    plan, sizes, bucket_bytes, last_bucket_bytes, num_nodes
+):
+    plan = dataclasses.replace(
+        plan, bucket_bytes=bucket_bytes, last_bucket_bytes=last_bucket_bytes, num_buckets=1
+    )
     rest, buckets = iter(sizes), []
-    for cap in plan.bucket_caps(sizes, num_nodes=num_nodes):  # every bucket ends where a tensor does
+    for cap in plan.bucket_caps(
+        sizes, num_nodes=num_nodes
+    ):  # every bucket ends where a tensor does
         buckets.append([])
         while sum(buckets[-1]) < cap:
             buckets[-1].append(next(rest))
@@ -169,7 +199,9 @@ def test_ranks_with_one_identity_share_a_node_whatever_their_order(four_ranks, h
 
 
 def test_real_processes_of_one_machine_share_a_node(one_rank, three_ranks):
-    assert three_ranks.run(Topology.discover) == [Topology(rank=rank, nodes=((0, 1, 2),)) for rank in range(3)]
+    assert three_ranks.run(Topology.discover) == [
+        Topology(rank=rank, nodes=((0, 1, 2),)) for rank in range(3)
+    ]
     assert one_rank.run(Topology.discover) == [Topology(rank=0, nodes=((0,),))]
 
 
@@ -193,12 +225,16 @@ def test_uneven_nodes_have_leaders_but_no_equal_local_ranks():
     topology = Topology(rank=2, nodes=((0, 1), (2,)))
     assert topology.ranks_per_node is None
     assert topology.partition("leaders") == ((0, 2),)
-    with pytest.raises(ValueError, match=r"^`nodes` \(=\(\(0, 1\), \(2,\)\)\) must be of equal size"):
+    with pytest.raises(
+        ValueError, match=r"^`nodes` \(=\(\(0, 1\), \(2,\)\)\) must be of equal size"
+    ):
         topology.partition("across")
 
 
 def test_a_node_size_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match=r"^`ranks_per_node` \(=8\) must divide `world_size` \(=12\): "):
+    with pytest.raises(
+        ValueError, match=r"^`ranks_per_node` \(=8\) must divide `world_size` \(=12\): "
+    ):
         validate_ranks_per_node(world_size=12, ranks_per_node=8)
 
 
@@ -214,7 +250,10 @@ NO_PARTITION, OUT_OF_ORDER = r"^`nodes` .*exactly once", r"^`nodes` .*ascending"
 @pytest.mark.parametrize(
     ("rank", "nodes", "message"),
     [
-        *((0, nodes, NO_PARTITION) for nodes in [(), ((),), ((0,), ()), ((0, 1), (1, 2)), ((1, 2),), ((0, 2),)]),
+        *(
+            (0, nodes, NO_PARTITION)
+            for nodes in [(), ((),), ((0,), ()), ((0, 1), (1, 2)), ((1, 2),), ((0, 2),)]
+        ),
         *((0, nodes, OUT_OF_ORDER) for nodes in [((1, 0),), ((1,), (0,))]),
         *((rank, ((0, 1),), rf"^`rank` \(={rank}\)") for rank in (-1, 2)),
     ],

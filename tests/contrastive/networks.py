@@ -99,7 +99,10 @@ class Checkpointed(Network):
         self.use_reentrant = use_reentrant
 
     def embed(self, x):
-        return tuple(checkpoint(self.net, self.stem(view), use_reentrant=self.use_reentrant) for view in (x, x.flip(1)))
+        return tuple(
+            checkpoint(self.net, self.stem(view), use_reentrant=self.use_reentrant)
+            for view in (x, x.flip(1))
+        )
 
 
 class GradientHooks(Network):
@@ -109,7 +112,9 @@ class GradientHooks(Network):
         super().__init__()
         self.calls = []
         self.net[0].weight.register_hook(lambda grad: 0.5 * grad)
-        self.net[2].weight.register_post_accumulate_grad_hook(lambda p: self.calls.append(p.grad.clone()))
+        self.net[2].weight.register_post_accumulate_grad_hook(
+            lambda p: self.calls.append(p.grad.clone())
+        )
 
 
 class Recurrent(Network):
@@ -195,7 +200,13 @@ NETWORKS = {
     "hidden teacher and queue": HiddenTeacher,
     "moving centre": MovingCentre,
 }
-DEPENDS_ON_PARTS = {"BatchNorm", "spectral norm, old", "spectral norm", "hidden teacher and queue", "moving centre"}
+DEPENDS_ON_PARTS = {
+    "BatchNorm",
+    "spectral norm, old",
+    "spectral norm",
+    "hidden teacher and queue",
+    "moving centre",
+}
 DRAWS = {
     "dropout",
     "Python's random",

@@ -101,7 +101,11 @@ class NamedRows(Network):
     def embed(self, batch):
         x, (names, extra) = batch
         signs = torch.tensor([-1.0 if name.endswith("1") else 1.0 for name in names])[:, None]
-        shifts = torch.from_numpy(extra["shift"])[:, None] * torch.tensor(extra["sign"])[:, None] * extra["scale"]
+        shifts = (
+            torch.from_numpy(extra["shift"])[:, None]
+            * torch.tensor(extra["sign"])[:, None]
+            * extra["scale"]
+        )
         return self.net(signs * x), self.net(signs * x + shifts)
 
 
@@ -109,7 +113,11 @@ def test_names_and_arrays_go_with_their_rows():
     def step(chunk):
         network = made(NamedRows)
         names = tuple(f"image {i % 3}" for i in range(PAIRS))
-        extra = {"shift": np.linspace(0, 1, PAIRS, dtype=np.float32), "sign": [1.0, -1.0] * (PAIRS // 2), "scale": 0.5}
+        extra = {
+            "shift": np.linspace(0, 1, PAIRS, dtype=np.float32),
+            "sign": [1.0, -1.0] * (PAIRS // 2),
+            "scale": 0.5,
+        }
         GlobalBatch(LOSS, chunk=chunk)(network.embed, [data(), (names, extra)]).backward()
         return state_after(network)
 
@@ -172,7 +180,10 @@ def test_weights_that_are_lost_before_backward_are_refused(change):
         with torch.no_grad():
             change(network.teacher)
 
-    with pytest.raises(RuntimeError, match=r"`teacher.weight`.* must not change between the forward of `GlobalBatch`"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"`teacher.weight`.* must not change between the forward of `GlobalBatch`",
+    ):
         with_global_batch(WithTeacher, data(), between=between)
 
 
@@ -285,7 +296,10 @@ class Named(Network):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (WithoutAutograd, "must return embeddings that depend on trained parameters of `WithoutAutograd`"),
+        (
+            WithoutAutograd,
+            "must return embeddings that depend on trained parameters of `WithoutAutograd`",
+        ),
         (CheckpointsItsInput, "with activation checkpointing set use_reentrant=False"),
         (OtherModule, r"depends on another tensor of shape \(8, 8\) that requires a gradient"),
         (Sums, r"returned a tensor of shape \(\) for 4 rows"),
@@ -306,7 +320,9 @@ class Scripted(Network):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_parameters_that_cannot_be_shown_as_leaves_are_refused():
-    with pytest.raises(ValueError, match=r"`net.0.weight` \(a parameter of TorchScript\) must be a plain parameter"):
+    with pytest.raises(
+        ValueError, match=r"`net.0.weight` \(a parameter of TorchScript\) must be a plain parameter"
+    ):
         with_global_batch(Scripted, data())
 
 
@@ -433,7 +449,9 @@ class Fitted(pl.LightningModule):
         self.losses = []
 
     def embed(self, x):
-        self.log("rows", float(len(x)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log(
+            "rows", float(len(x)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True
+        )
         self.total.update(x.sum())
         return self.network.embed(x)
 
@@ -480,7 +498,9 @@ def test_a_fit_trains_what_it_trains_with_activations_kept(name):
     seen = fit(None, partial(Fitted, NETWORKS[name]), **scene)
     assert seen.losses == pytest.approx(kept.losses, rel=1e-5)
     for parameter, value in kept.weights.items():
-        assert (seen.weights[parameter] - value).float().norm() <= 1e-5 * value.float().norm() + 1e-7, parameter
+        assert (
+            seen.weights[parameter] - value
+        ).float().norm() <= 1e-5 * value.float().norm() + 1e-7, parameter
     assert seen.metrics == pytest.approx(kept.metrics, rel=1e-6)
     assert seen.metrics["rows"] == 3 * PAIRS
 
@@ -500,7 +520,9 @@ def test_two_ranks_train_what_they_train_with_activations_kept(precision, two_ra
     ):
         assert seen.losses == pytest.approx(kept.losses, rel=10 * bound)
         for name, value in kept.parameters.items():
-            assert (seen.weights[name] - value).float().norm() <= bound * value.float().norm() + 1e-7, name
+            assert (
+                seen.weights[name] - value
+            ).float().norm() <= bound * value.float().norm() + 1e-7, name
 
 
 def test_elastic_refuses_a_loss_over_all_ranks():

@@ -39,7 +39,9 @@ def simclr(loss, a, b):
 
 
 def siglip(loss, a, b):
-    logits = loss.logit_scale.exp() * F.normalize(a, dim=1) @ F.normalize(b, dim=1).T + loss.logit_bias
+    logits = (
+        loss.logit_scale.exp() * F.normalize(a, dim=1) @ F.normalize(b, dim=1).T + loss.logit_bias
+    )
     return -F.logsigmoid(logits * (2 * torch.eye(len(a)) - 1)).sum() / len(a)
 
 
@@ -54,7 +56,10 @@ LOSSES = {
     "CLIP": (lambda: InfoNCE(0.1, block=BLOCK), clip),
     "CLIP, its temperature is learnt": (lambda: InfoNCE(None, block=BLOCK), clip),
     "SimCLR": (lambda: InfoNCE(0.1, both_views=True, block=BLOCK), simclr),
-    "SimCLR, its temperature is learnt": (lambda: InfoNCE(None, both_views=True, block=BLOCK), simclr),
+    "SimCLR, its temperature is learnt": (
+        lambda: InfoNCE(None, both_views=True, block=BLOCK),
+        simclr,
+    ),
     "SigLIP": (lambda: SigLIP(block=BLOCK), siglip),
     "Barlow Twins": (lambda: BarlowTwins(block=BLOCK), barlow_twins),
 }
@@ -82,7 +87,9 @@ def joined(shares):
     values, a, b, *own = zip(*shares, strict=True)
     assert all(torch.equal(value, values[0]) for value in values)
     while own and len(own[0]) > 1:
-        own = [[one + other for one, other in zip(each[::2], each[1::2], strict=True)] for each in own]
+        own = [
+            [one + other for one, other in zip(each[::2], each[1::2], strict=True)] for each in own
+        ]
     return [values[0], torch.cat(a), torch.cat(b), *(each[0] for each in own)]
 
 
@@ -95,7 +102,10 @@ def test_loss_and_gradients_are_those_of_all_pairs_at_once(name):
     found, *grads = of_share(0, 1, name, torch.float64)
     torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
-        grads, list(torch.autograd.grad(expected, [*inputs, *loss.parameters()])), rtol=1e-9, atol=1e-12
+        grads,
+        list(torch.autograd.grad(expected, [*inputs, *loss.parameters()])),
+        rtol=1e-9,
+        atol=1e-12,
     )
 
 
@@ -103,7 +113,10 @@ def test_loss_and_gradients_are_those_of_all_pairs_at_once(name):
 def test_two_and_four_ranks_have_the_bits_of_one(name, two_ranks, four_ranks):
     one = of_share(0, 1, name)
     for ranks in (two_ranks, four_ranks):
-        assert all(torch.equal(own, whole) for own, whole in zip(joined(ranks.run(on_rank, name)), one, strict=True))
+        assert all(
+            torch.equal(own, whole)
+            for own, whole in zip(joined(ranks.run(on_rank, name)), one, strict=True)
+        )
 
 
 def test_the_loss_of_three_ranks_is_that_of_all_pairs(three_ranks):
@@ -131,7 +144,9 @@ def short_on_the_last(missing):
 @pytest.mark.parametrize(("missing", "shapes"), [(1, "16x8, 15x8"), (PAIRS // 2, "16x8, 0x0")])
 def test_other_numbers_of_pairs_or_none_are_refused_on_every_rank(missing, shapes, two_ranks):
     for said in two_ranks.run(short_on_the_last, missing, timeout_s=30):
-        assert said.startswith(f"the embeddings of all ranks must have one shape, and have {shapes}")
+        assert said.startswith(
+            f"the embeddings of all ranks must have one shape, and have {shapes}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -139,8 +154,14 @@ def test_other_numbers_of_pairs_or_none_are_refused_on_every_rank(missing, shape
     [
         (lambda: InfoNCE(0.0), r"`temperature` \(=0.0\) must be above 0"),
         (lambda: SigLIP(block=0), r"`block` \(=0\) must be a whole number, 1 or more"),
-        (lambda: InfoNCE()(torch.ones(3, 2), torch.ones(2, 2)), "`a` and `b` .* must be two matrices of one shape"),
-        (lambda: InfoNCE()(torch.ones(0, 2), torch.ones(0, 2)), "`a` and `b` .* must be two matrices of one shape"),
+        (
+            lambda: InfoNCE()(torch.ones(3, 2), torch.ones(2, 2)),
+            "`a` and `b` .* must be two matrices of one shape",
+        ),
+        (
+            lambda: InfoNCE()(torch.ones(0, 2), torch.ones(0, 2)),
+            "`a` and `b` .* must be two matrices of one shape",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(call, said):
@@ -154,13 +175,17 @@ def test_similarities_beyond_what_exponentials_hold_are_finite():
     assert math.isclose(loss.item(), 1000, rel_tol=1e-6)
 
 
-@pytest.mark.parametrize(("value", "scale", "has_gradient"), [(math.log(100) - 0.01, 99.0, True), (10.0, 100.0, False)])
+@pytest.mark.parametrize(
+    ("value", "scale", "has_gradient"), [(math.log(100) - 0.01, 99.0, True), (10.0, 100.0, False)]
+)
 def test_a_learnt_scale_is_held_at_100(value, scale, has_gradient):
     learnt, fixed = InfoNCE(None, block=BLOCK), InfoNCE(1 / scale, block=BLOCK)
     nn.init.constant_(learnt.logit_scale, value)
     loss = learnt(*views())
     loss.backward()
-    torch.testing.assert_close(loss.detach(), fixed(*views()), rtol=1e-3 if has_gradient else 0, atol=0)
+    torch.testing.assert_close(
+        loss.detach(), fixed(*views()), rtol=1e-3 if has_gradient else 0, atol=0
+    )
     assert bool(learnt.logit_scale.grad != 0) is has_gradient
 
 
@@ -218,7 +243,9 @@ class OfEmbeddings(Toy):
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", ["CLIP, its temperature is learnt", "SigLIP", "Barlow Twins"])
 def test_a_loss_in_half_precision_is_that_of_the_same_embeddings_in_fp32(name, precision):
-    assert fit(None, partial(OfEmbeddings, name), precision=precision, max_epochs=1).global_step == 8
+    assert (
+        fit(None, partial(OfEmbeddings, name), precision=precision, max_epochs=1).global_step == 8
+    )
 
 
 def test_second_derivatives_of_losses_are_refused():
@@ -250,7 +277,9 @@ class Embedder(nn.Module):
 def gradients(module, batch, chunk):
     module.zero_grad()
     GlobalBatch(InfoNCE(0.1, block=CHUNK), chunk=chunk)(module, batch).backward()
-    return {name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None}
+    return {
+        name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None
+    }
 
 
 def test_gradients_of_chunks_are_those_of_the_whole_batch():
@@ -269,9 +298,15 @@ def test_gradients_of_chunks_are_those_of_the_whole_batch():
 def test_the_second_pass_draws_what_the_first_drew_and_moves_no_statistics():
     """As where all activations are kept; what is drawn afterwards is what would be drawn after one pass."""
     batch = {"views": list(data()[:PAIRS].split(8, dim=1))}
-    module, kept = Embedder(nn.BatchNorm1d(16), nn.Dropout()), Embedder(nn.BatchNorm1d(16), nn.Dropout())
+    module, kept = (
+        Embedder(nn.BatchNorm1d(16), nn.Dropout()),
+        Embedder(nn.BatchNorm1d(16), nn.Dropout()),
+    )
     torch.manual_seed(3)
-    chunks = [kept({"views": parts}) for parts in zip(*(view.split(CHUNK) for view in batch["views"]), strict=True)]
+    chunks = [
+        kept({"views": parts})
+        for parts in zip(*(view.split(CHUNK) for view in batch["views"]), strict=True)
+    ]
     InfoNCE(0.1, block=CHUNK)(*map(torch.cat, zip(*chunks, strict=True))).backward()
     drawn = torch.rand(1)
     torch.manual_seed(3)
@@ -317,7 +352,9 @@ SCENE = {"train": shares, "max_epochs": 1, "use_distributed_sampler": False}
 
 def test_a_fit_of_one_two_and_four_ranks_has_the_same_bits(two_ranks, four_ranks):
     one, two = fit(None, Contrastive, **SCENE), fit(two_ranks, Contrastive, **SCENE)
-    four = fit(four_ranks, Contrastive, ranks_per_node=2, comm=Comm(algorithm="hierarchical"), **SCENE)
+    four = fit(
+        four_ranks, Contrastive, ranks_per_node=2, comm=Comm(algorithm="hierarchical"), **SCENE
+    )
     assert one.global_step == 2
     for seen in [*two, *four]:
         assert same(seen.parameters, one.parameters)
@@ -326,7 +363,10 @@ def test_a_fit_of_one_two_and_four_ranks_has_the_same_bits(two_ranks, four_ranks
 def test_half_precision_and_lars_train_on_fp32_masters(two_ranks):
     """The band: a change of weights by half a unit of the dtype moves a step by some 1e-2 of its length."""
     scene = {"module": partial(Contrastive, optimizer=LARS), **SCENE}
-    wide, half = fit(two_ranks, **scene), fit(two_ranks, precision="16-true", loss_scale=256, **scene)
+    wide, half = (
+        fit(two_ranks, **scene),
+        fit(two_ranks, precision="16-true", loss_scale=256, **scene),
+    )
     assert half[0].num_skipped == 0
     assert same(half[0].parameters, half[1].parameters)
     start = copy.deepcopy(Contrastive().state_dict())
@@ -358,9 +398,13 @@ def test_a_function_without_parameters_and_a_batch_without_rows_are_refused():
 
 
 def run_page(source):
-    with mock.patch.object(pl, "Trainer", partial(pl.Trainer, max_steps=1, logger=False, enable_checkpointing=False)):
+    with mock.patch.object(
+        pl, "Trainer", partial(pl.Trainer, max_steps=1, logger=False, enable_checkpointing=False)
+    ):
         exec(compile(source, "README.md", "exec"), {})
 
 
 def test_the_example_of_the_page_runs(two_ranks):
-    two_ranks.run(run_page, python_blocks(ROOT / "lightning_hybrid" / "contrastive" / "README.md")[0])
+    two_ranks.run(
+        run_page, python_blocks(ROOT / "lightning_hybrid" / "contrastive" / "README.md")[0]
+    )

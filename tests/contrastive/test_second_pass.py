@@ -29,12 +29,18 @@ def test_a_step_is_that_with_all_activations_kept(name):
     """The last part is a smaller one, and of the batches of other chunks, a whole one."""
     for num_pairs, chunk in ((PAIRS, CHUNK), (PAIRS - 2, CHUNK), (PAIRS, PAIRS)):
         x = data(num_pairs)
-        assert_same_step(with_global_batch(NETWORKS[name], x, chunk), with_activations_kept(NETWORKS[name], x, chunk))
+        assert_same_step(
+            with_global_batch(NETWORKS[name], x, chunk),
+            with_activations_kept(NETWORKS[name], x, chunk),
+        )
 
 
 @pytest.mark.parametrize("name", sorted(NETWORKS.keys() - DEPENDS_ON_PARTS - DRAWS))
 def test_gradients_are_those_of_the_whole_batch(name):
-    assert_same_step(with_global_batch(NETWORKS[name], data()), with_activations_kept(NETWORKS[name], data(), PAIRS))
+    assert_same_step(
+        with_global_batch(NETWORKS[name], data()),
+        with_activations_kept(NETWORKS[name], data(), PAIRS),
+    )
 
 
 def test_gradients_under_spectral_norm_are_those_of_the_whole_batch_once_its_vectors_have_converged():
@@ -67,7 +73,9 @@ def test_a_step_of_several_ranks_is_that_with_all_activations_kept(world, reques
     ranks = request.getfixturevalue(world)
     by_rank = ranks.run(steps_on_rank)
     for name in NETWORKS.keys() - DEPENDS_ON_PARTS - DRAWS - {"gradient hooks"}:
-        for parameter, expected in with_activations_kept(NETWORKS[name], data(2 * PAIRS), 2 * PAIRS)[0].items():
+        for parameter, expected in with_activations_kept(
+            NETWORKS[name], data(2 * PAIRS), 2 * PAIRS
+        )[0].items():
             mean = sum(grads[name][parameter] for grads in by_rank) / len(by_rank)
             assert (mean - expected).norm() <= 2e-6 * expected.norm(), (name, parameter)
 

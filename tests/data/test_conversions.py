@@ -35,7 +35,13 @@ def layout(ranks: int, accumulate: int) -> Layout:
 
 
 LAYOUTS = [layout(ranks, accumulate) for ranks, accumulate in product((1, 2, 4), (1, 2))]
-STOPS = ("1", "3", "5", "epoch", "7")  # after so many steps; 5: the last batch of the first epoch; or its end
+STOPS = (
+    "1",
+    "3",
+    "5",
+    "epoch",
+    "7",
+)  # after so many steps; 5: the last batch of the first epoch; or its end
 STOP_WITHIN_STEP = "3, within the next step"
 
 
@@ -76,12 +82,20 @@ class SavesSteps(pl.Callback):
 
 def shuffled(batch_size: int, workers: int) -> DataLoader:
     context = "fork" if workers else None
-    return DataLoader(range(NUM_IMAGES), batch_size, shuffle=True, num_workers=workers, multiprocessing_context=context)
+    return DataLoader(
+        range(NUM_IMAGES),
+        batch_size,
+        shuffle=True,
+        num_workers=workers,
+        multiprocessing_context=context,
+    )
 
 
 def weighted(batch_size: int, workers: int) -> DataLoader:
     weights = [1.0 + image % 7 for image in range(NUM_IMAGES)]
-    return DataLoader(range(NUM_IMAGES), batch_size, sampler=WeightedRandomSampler(weights, NUM_IMAGES))
+    return DataLoader(
+        range(NUM_IMAGES), batch_size, sampler=WeightedRandomSampler(weights, NUM_IMAGES)
+    )
 
 
 def not_dealt(batch_size: int, workers: int) -> DataLoader:
@@ -89,7 +103,12 @@ def not_dealt(batch_size: int, workers: int) -> DataLoader:
 
 
 def fit(
-    of: Layout, folder: str, stop: str | None, workers: int = 0, make: Any = shuffled, **settings: Any
+    of: Layout,
+    folder: str,
+    stop: str | None,
+    workers: int = 0,
+    make: Any = shuffled,
+    **settings: Any,
 ) -> list[tuple[int, list[int]]] | str:
     """What a rank reads in a fit from its begin, which saves, or from a stop on; or the error that ended it."""
     pl.seed_everything(3, verbose=False)
@@ -122,18 +141,28 @@ def images_by_step(of_ranks: list[Any]) -> dict[int, list[int]]:
     return {step: sorted(images) for step, images in steps.items()}
 
 
-def outcomes(pool: Any, saved: Layout, resumed: Layout, folder: Path, stops: tuple[str, ...], workers: int) -> Any:
+def outcomes(
+    pool: Any, saved: Layout, resumed: Layout, folder: Path, stops: tuple[str, ...], workers: int
+) -> Any:
     """The images by step of a whole fit of one layout, and of its resumes in another one from each stop."""
-    (whole,) = zip(*pool.ranks(saved.ranks).run(fits, saved, str(folder), (None,), workers), strict=True)
-    of_ranks = pool.ranks(resumed.ranks).run(fits, resumed, str(folder), stops, workers, timeout_s=300)
-    return images_by_step(whole), [images_by_step(by_rank) for by_rank in zip(*of_ranks, strict=True)]
+    (whole,) = zip(
+        *pool.ranks(saved.ranks).run(fits, saved, str(folder), (None,), workers), strict=True
+    )
+    of_ranks = pool.ranks(resumed.ranks).run(
+        fits, resumed, str(folder), stops, workers, timeout_s=300
+    )
+    return images_by_step(whole), [
+        images_by_step(by_rank) for by_rank in zip(*of_ranks, strict=True)
+    ]
 
 
 def steps_done(stop: str) -> int:
     return 5 if stop == "epoch" else int(stop[0])
 
 
-def wrong_stops(pool: Any, saved: Layout, resumed: Layout, folder: Path, stops: tuple[str, ...], workers: int) -> Any:
+def wrong_stops(
+    pool: Any, saved: Layout, resumed: Layout, folder: Path, stops: tuple[str, ...], workers: int
+) -> Any:
     """The stops after which a step reads other images than in the undisturbed fit."""
     whole, after_stops = outcomes(pool, saved, resumed, folder, stops, workers)
     assert [len(images) for images in whole.values()] == [8, 8, 8, 8, 4] * NUM_EPOCHS
@@ -155,7 +184,9 @@ ONE_STOP = [  # of each kind of change: ranks for batches, batches for ranks, mo
 
 
 @pytest.mark.parametrize(("saved", "resumed"), ONE_STOP, ids=str)
-def test_every_step_after_a_resume_reads_what_it_reads_undisturbed(rank_pool, tmp_path, saved, resumed):
+def test_every_step_after_a_resume_reads_what_it_reads_undisturbed(
+    rank_pool, tmp_path, saved, resumed
+):
     assert wrong_stops(rank_pool, saved, resumed, tmp_path, ("3",), 0) == {}
 
 
@@ -168,7 +199,9 @@ def test_all_36_conversions_from_every_stop(rank_pool, tmp_path, saved, resumed,
     assert wrong_stops(rank_pool, saved, resumed, tmp_path, stops, workers) == {}
 
 
-def refusal(pool: Any, saved: Layout, resumed: Layout, folder: Path, make: Any = shuffled, **settings: Any) -> str:
+def refusal(
+    pool: Any, saved: Layout, resumed: Layout, folder: Path, make: Any = shuffled, **settings: Any
+) -> str:
     """The error of a resume from the third step, the same on all ranks; empty if there is none."""
     pool.ranks(saved.ranks).run(_fit_with, saved, str(folder), None, make, settings)
     errors = pool.ranks(resumed.ranks).run(_fit_with, resumed, str(folder), "3", make, settings)
@@ -177,30 +210,50 @@ def refusal(pool: Any, saved: Layout, resumed: Layout, folder: Path, make: Any =
     return texts.pop()
 
 
-def _fit_with(of: Layout, folder: str, stop: str | None, make: Any, settings: dict[str, Any]) -> Any:
+def _fit_with(
+    of: Layout, folder: str, stop: str | None, make: Any, settings: dict[str, Any]
+) -> Any:
     return fit(of, folder, stop, 0, make, **settings)
 
 
 @pytest.mark.parametrize(
     ("resumed", "cure"),
     [
-        (Layout(2, 1, 2), "must give the 8 images of a step, over 2 ranks and 1 batches: set batch_size=4."),
-        (Layout(1, 2, 8), "must give the 8 images of a step, over 1 ranks and 2 batches: set batch_size=4."),
-        (Layout(3, 1, 2), "set batch_size=4, accumulate_grad_batches=1 and train on 2 ranks, as in the checkpoint"),
-        (Layout(2, 2, 4), "`accumulate_grad_batches` (=2) must divide the 3 batches of the epoch that are done"),
+        (
+            Layout(2, 1, 2),
+            "must give the 8 images of a step, over 2 ranks and 1 batches: set batch_size=4.",
+        ),
+        (
+            Layout(1, 2, 8),
+            "must give the 8 images of a step, over 1 ranks and 2 batches: set batch_size=4.",
+        ),
+        (
+            Layout(3, 1, 2),
+            "set batch_size=4, accumulate_grad_batches=1 and train on 2 ranks, as in the checkpoint",
+        ),
+        (
+            Layout(2, 2, 4),
+            "`accumulate_grad_batches` (=2) must divide the 3 batches of the epoch that are done",
+        ),
     ],
     ids=str,
 )
-def test_other_images_of_a_step_are_refused_with_the_numbers_that_fit(rank_pool, tmp_path, resumed, cure):
+def test_other_images_of_a_step_are_refused_with_the_numbers_that_fit(
+    rank_pool, tmp_path, resumed, cure
+):
     text = refusal(rank_pool, layout(2, 1), resumed, tmp_path)
     assert text.startswith("NotExactError: The training loader (DataLoader of range)")
     assert cure in text
 
 
 @pytest.mark.parametrize(
-    ("make", "settings"), [(weighted, {}), (not_dealt, NO_SAMPLER)], ids=["weighted", "no distributed sampler"]
+    ("make", "settings"),
+    [(weighted, {}), (not_dealt, NO_SAMPLER)],
+    ids=["weighted", "no distributed sampler"],
 )
-def test_an_order_that_lightning_does_not_deal_is_refused_under_other_ranks(rank_pool, tmp_path, make, settings):
+def test_an_order_that_lightning_does_not_deal_is_refused_under_other_ranks(
+    rank_pool, tmp_path, make, settings
+):
     text = refusal(rank_pool, layout(2, 1), layout(1, 2), tmp_path, make, **settings)
     assert "`world_size` (=1) must be that of the checkpoint: set world_size=2" in text
 
@@ -217,7 +270,9 @@ def saves_after_four(folder: str) -> list[list[list[int]]]:
     for accumulate, path in ((1, None), (2, f"{folder}/4.ckpt")):
         pl.seed_everything(3, verbose=False)
         module = Steps()
-        trainer = toy.trainer(max_epochs=1, accumulate_grad_batches=accumulate, callbacks=[SavesFourth(folder)])
+        trainer = toy.trainer(
+            max_epochs=1, accumulate_grad_batches=accumulate, callbacks=[SavesFourth(folder)]
+        )
         trainer.fit(module, shuffled(4, 0), ckpt_path=path)
         images.append([batch for _, batch in module.read])
     return images
@@ -235,5 +290,7 @@ class SavesFourth(pl.Callback):
 def test_ranks_of_a_conversion_read_disjoint_images(rank_pool, tmp_path):
     rank_pool.ranks(2).run(fits, layout(2, 1), str(tmp_path), (None,))
     of_ranks = rank_pool.ranks(4).run(fits, layout(4, 1), str(tmp_path), ("1",))
-    first_epoch = [image for (read,) in of_ranks for step, images in read if step < 5 for image in images]
+    first_epoch = [
+        image for (read,) in of_ranks for step, images in read if step < 5 for image in images
+    ]
     assert len(first_epoch) == len(set(first_epoch)) == NUM_IMAGES - IMAGES_PER_STEP

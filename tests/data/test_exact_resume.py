@@ -43,7 +43,9 @@ def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_reads_what_is_left_or_is_refused_by_name(one_rank, tmp_path, name):
     """From an epoch's end, and from within the second epoch."""
-    found = one_rank.run(outcomes, name, HYBRID, KINDS[name].workers[0], str(tmp_path), (0, 11), timeout_s=120)
+    found = one_rank.run(
+        outcomes, name, HYBRID, KINDS[name].workers[0], str(tmp_path), (0, 11), timeout_s=120
+    )
     assert [wrong(cases) for cases in found] == [[]]
 
 
@@ -52,13 +54,17 @@ def test_each_kind_reads_what_is_left_or_is_refused_by_name(one_rank, tmp_path, 
 @pytest.mark.parametrize(("name", "workers", "ranks"), GRID)
 def test_what_is_left_is_read_or_refused_by_name(rank_pool, tmp_path, name, workers, ranks):
     """Five stops of each row: an epoch's end, both sides of it, and within the first, second and last epoch."""
-    found = rank_pool.ranks(ranks).run(outcomes, name, HYBRID, workers, str(tmp_path), timeout_s=300)
+    found = rank_pool.ranks(ranks).run(
+        outcomes, name, HYBRID, workers, str(tmp_path), timeout_s=300
+    )
     assert [wrong(cases) for cases in found] == [[]] * ranks
 
 
 def test_both_ranks_of_a_pipeline_read_what_is_left(two_ranks, tmp_path):
     strategy = partial(HybridPipelineStrategy, num_stages=2, num_microbatches=2)
-    one, other = two_ranks.run(outcomes, "shuffle", strategy, 0, str(tmp_path), (3, 5), timeout_s=120)
+    one, other = two_ranks.run(
+        outcomes, "shuffle", strategy, 0, str(tmp_path), (3, 5), timeout_s=120
+    )
     assert wrong(one) == []
     assert one == other
 
@@ -82,15 +88,24 @@ def shuffled(
 
 def steps(ranks: list[Any], batches_of_step: int = 1) -> list[list[int]]:
     assert not isinstance(ranks[0], str), ranks[0]
-    batches = [sorted(image for one in same for image in one[1][0]) for same in zip(*ranks, strict=True)]
-    return [sorted(chain(*batches[i : i + batches_of_step])) for i in range(0, len(batches), batches_of_step)]
+    batches = [
+        sorted(image for one in same for image in one[1][0]) for same in zip(*ranks, strict=True)
+    ]
+    return [
+        sorted(chain(*batches[i : i + batches_of_step]))
+        for i in range(0, len(batches), batches_of_step)
+    ]
 
 
 def test_another_number_of_ranks_reads_the_rest_of_each_step(rank_pool, tmp_path):
     whole = rank_pool.ranks(2).run(shuffled, str(tmp_path))
-    assert steps(rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 4)) == steps(whole)[3:]
+    assert (
+        steps(rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 4)) == steps(whole)[3:]
+    )
     (refused,) = rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 2)
-    assert "must give the 4 images of a step, over 1 ranks and 1 batches: set batch_size=4." in refused
+    assert (
+        "must give the 4 images of a step, over 1 ranks and 1 batches: set batch_size=4." in refused
+    )
 
 
 def test_other_batches_of_a_step_read_the_rest(rank_pool, tmp_path):
@@ -98,7 +113,10 @@ def test_other_batches_of_a_step_read_the_rest(rank_pool, tmp_path):
     whole = rank_pool.ranks(1).run(shuffled, str(tmp_path), None, 0, HYBRID, 2, 3)
     larger = rank_pool.ranks(1).run(shuffled, str(tmp_path), 6, 0, HYBRID, 6)
     assert steps(larger)[:3] == steps(whole, 3)[2:5]
-    assert steps(rank_pool.ranks(1).run(shuffled, str(tmp_path), 6, 0, HYBRID, 2, 2)) == steps(whole)[6:]
+    assert (
+        steps(rank_pool.ranks(1).run(shuffled, str(tmp_path), 6, 0, HYBRID, 2, 2))
+        == steps(whole)[6:]
+    )
 
 
 def test_another_number_of_workers_draws_the_same_numbers(one_rank, tmp_path):
@@ -119,7 +137,9 @@ class Fixed(Images):
 
 def test_but_for_random_transforms_an_undisturbed_fit_is_that_of_ddp(one_rank, tmp_path):
     """Dropout draws from the stream from which transforms draw."""
-    (ddp,), (ours,), (off,) = (one_rank.run(plain, str(tmp_path), one) for one in ("ddp", HYBRID, OFF))
+    (ddp,), (ours,), (off,) = (
+        one_rank.run(plain, str(tmp_path), one) for one in ("ddp", HYBRID, OFF)
+    )
     assert ours[0] == ddp[0] == off[0]
     assert off[1] == ddp[1] != ours[1]
     assert toy.same_bits(off[2], ddp[2])
@@ -144,7 +164,10 @@ def test_checkpoints_open_both_ways(one_rank, tmp_path):
     again = one_rank.run(shuffled, str(tmp_path), 3)[0]
     assert [one[:2] for one in again] == [one[:2] for one in whole[3:]]
     (said,) = one_rank.run(what_is_said, str(tmp_path))
-    assert any("which is exact with the ranks, the batch size and the accumulation of" in one for one in said)
+    assert any(
+        "which is exact with the ranks, the batch size and the accumulation of" in one
+        for one in said
+    )
     (said,) = one_rank.run(weighted, f"{tmp_path}/w", HYBRID, f"{tmp_path}/w/3.ckpt")
     assert any("The checkpoint has no state of the training loader" in one for one in said)
     one_rank.run(shuffled, f"{tmp_path}/ours")
@@ -203,7 +226,10 @@ def with_other_order(folder: str, indices: list[int]) -> str:
     orders = [list(range(32)), indices]
     paths = [None, f"{folder}/3.ckpt"]
     for order, path in zip(orders, paths, strict=True):
-        kind = Kind(make=partial(of, batch_size=4, sampler=ListSampler(order)), settings=user_loaders.NO_SAMPLER)
+        kind = Kind(
+            make=partial(of, batch_size=4, sampler=ListSampler(order)),
+            settings=user_loaders.NO_SAMPLER,
+        )
         error = toy.error_of(fit, kind, HYBRID, 0, [] if path else [Saves(folder, [3])], path)
     return error
 
@@ -236,8 +262,18 @@ def test_a_checkpoint_keeps_few_states_of_a_stream(one_rank, tmp_path):
 
 
 def own_stream(folder: str, stop: int | None, batch_size: int = 4) -> list[str]:
-    make = partial(of, batch_size=batch_size, sampler=WeightedRandomSampler([1.0] * 32, 32, generator=generator()))
-    module = fit(Kind(make=make), HYBRID, 0, [] if stop is not None else [Saves(folder, [])], _path(folder, stop))
+    make = partial(
+        of,
+        batch_size=batch_size,
+        sampler=WeightedRandomSampler([1.0] * 32, 32, generator=generator()),
+    )
+    module = fit(
+        Kind(make=make),
+        HYBRID,
+        0,
+        [] if stop is not None else [Saves(folder, [])],
+        _path(folder, stop),
+    )
     return [text for text in module.said if "may be another one" in text]
 
 
@@ -262,7 +298,9 @@ def ended(folder: str, path: str | None = None) -> Any:
     saves = ModelCheckpoint(folder, "last", every_n_train_steps=4, save_on_exception=True)
     try:
         callbacks = [saves, at(on_train_batch_start=fails)] if path is None else []
-        module = fit(KINDS["shuffle"], HYBRID, 0, callbacks, path, enable_checkpointing=path is None)
+        module = fit(
+            KINDS["shuffle"], HYBRID, 0, callbacks, path, enable_checkpointing=path is None
+        )
     except OSError:
         return None
     return list(module.read.values())
@@ -298,7 +336,9 @@ def loop(folder: str, path: str | None, stops: tuple[int, ...] = (3, 8, 11)) -> 
 def test_a_loop_of_the_users_own_goes_on_with_what_is_left(two_ranks, tmp_path):
     whole = two_ranks.run(loop, str(tmp_path), None)
     for stop in (3, 8, 11):
-        assert two_ranks.run(loop, str(tmp_path), f"{tmp_path}/{stop}.ckpt") == [one[stop:] for one in whole]
+        assert two_ranks.run(loop, str(tmp_path), f"{tmp_path}/{stop}.ckpt") == [
+            one[stop:] for one in whole
+        ]
 
 
 def continued_loop(folder: str, batch_size: int) -> list[list[int]]:

@@ -58,7 +58,8 @@ LOOKED_AT = {
     "stream with a state": KINDS["stream with a state"],
     "two loaders, max_size_cycle": KINDS["two loaders, max_size_cycle"],
     "loader of this package": Kind(
-        make=lambda **w: Numbers(EpochOrder(num_images=32, global_batch_size=4, seed=5)), settings={"max_steps": -1}
+        make=lambda **w: Numbers(EpochOrder(num_images=32, global_batch_size=4, seed=5)),
+        settings={"max_steps": -1},
     ),
 }
 
@@ -73,7 +74,13 @@ def look(trainer: pl.Trainer, *args: Any) -> None:
         iter(loader)
 
 
-HOOKS = ("on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
+HOOKS = (
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+)
 
 
 def look_now_and_then(trainer: pl.Trainer, *args: Any) -> None:
@@ -82,7 +89,9 @@ def look_now_and_then(trainer: pl.Trainer, *args: Any) -> None:
         look(trainer)
 
 
-def read(kind: Kind, folder: str, *, looks: bool, resumes: bool = False, workers: int = 0) -> list[Any]:
+def read(
+    kind: Kind, folder: str, *, looks: bool, resumes: bool = False, workers: int = 0
+) -> list[Any]:
     looking = at(**dict.fromkeys(HOOKS, look))
     if workers:
         looking = at(on_train_start=look_now_and_then, on_train_batch_end=look_now_and_then)
@@ -111,7 +120,10 @@ def _differences(name: str, folder: str, workers: int = 0) -> list[str]:
     if read(kind, f"{folder}/with", looks=True, workers=workers) != undisturbed:
         names.append("undisturbed")
     for saved_by in ("without", "with"):
-        if read(kind, f"{folder}/{saved_by}", looks=True, resumes=True, workers=workers) != undisturbed[STOP:]:
+        if (
+            read(kind, f"{folder}/{saved_by}", looks=True, resumes=True, workers=workers)
+            != undisturbed[STOP:]
+        ):
             names.append(f"resumed, saved {saved_by} looks")
     return names
 
@@ -140,7 +152,9 @@ class ReadsAll(pl.Callback):
         self.read: dict[str, list[int]] = {}
 
     def note(self, hook: str, trainer: pl.Trainer) -> None:
-        self.read[hook] = sorted(image for batch in trainer.train_dataloader for image in batch.tolist())
+        self.read[hook] = sorted(
+            image for batch in trainer.train_dataloader for image in batch.tolist()
+        )
 
     def on_train_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self.note("on_train_end", trainer)
@@ -248,8 +262,12 @@ class Generating(Sampler):
 
 def test_a_look_at_a_sampler_that_cannot_be_copied_is_refused_by_name():
     loader = DataLoader(range(100), 2, sampler=Generating())
-    trainer = toy.trainer(max_epochs=1, callbacks=[at(on_train_start=look)], use_distributed_sampler=False)
-    with pytest.raises(RuntimeError, match=r"its `sampler` \(=Generating\) cannot be copied .*loader of your own"):
+    trainer = toy.trainer(
+        max_epochs=1, callbacks=[at(on_train_start=look)], use_distributed_sampler=False
+    )
+    with pytest.raises(
+        RuntimeError, match=r"its `sampler` \(=Generating\) cannot be copied .*loader of your own"
+    ):
         trainer.fit(Module(), loader)
 
 
@@ -272,7 +290,9 @@ class Wrapping(HybridAllReduceStrategy):
 def test_a_strategy_that_wraps_the_loader_again_is_refused_by_name():
     """Its iterators are not those that the loop holds: training would read plain passes, and a resume begin anew."""
     trainer = toy.trainer(max_epochs=1, strategy=Wrapping())
-    with pytest.raises(RuntimeError, match=r"\(=Wraps\) must be the one that the strategy's `process_dataloader`"):
+    with pytest.raises(
+        RuntimeError, match=r"\(=Wraps\) must be the one that the strategy's `process_dataloader`"
+    ):
         trainer.fit(Module(), DataLoader(range(8), 2))
 
 
@@ -321,7 +341,9 @@ class Stream(IterableDataset):
 
 def test_a_look_at_a_stream_leaves_the_counts_of_the_data_set():
     stream = Stream()
-    callback = at(on_train_start=lambda trainer, *args: [None for _ in trainer.train_dataloader] and None)
+    callback = at(
+        on_train_start=lambda trainer, *args: [None for _ in trainer.train_dataloader] and None
+    )
     toy.trainer(max_epochs=2, callbacks=[callback]).fit(Module(), DataLoader(stream, 2))
     assert stream.num_given == 16
 
@@ -329,7 +351,9 @@ def test_a_look_at_a_stream_leaves_the_counts_of_the_data_set():
 class MovesBatches(Module):
     """Moves batches by a hook of its own, so that no prefetcher stands around the loader."""
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -353,7 +377,9 @@ def test_the_loader_of_a_fit_can_be_given_to_another_one(tmp_path):
     first = toy.trainer(max_epochs=1)
     first.fit(Module(), DataLoader(range(16), 2, shuffle=True))
     whole = Module()
-    toy.trainer(max_epochs=1, callbacks=[Saves(str(tmp_path), [3])]).fit(whole, first.train_dataloader)
+    toy.trainer(max_epochs=1, callbacks=[Saves(str(tmp_path), [3])]).fit(
+        whole, first.train_dataloader
+    )
     resumed = Module()
     toy.trainer(max_epochs=1).fit(resumed, first.train_dataloader, ckpt_path=f"{tmp_path}/3.ckpt")
     assert sorted(chain(*whole.images)) == list(range(16))
@@ -370,7 +396,9 @@ def test_two_looks_draw_other_numbers_and_leave_the_global_streams_as_they_were(
         assert torch.equal(torch.get_rng_state(), state)
         assert numbers() != drawn[0][0]
 
-    toy.trainer(max_epochs=1, callbacks=[at(on_train_start=look_twice)]).fit(Module(), of(Images(8), shuffle=True))
+    toy.trainer(max_epochs=1, callbacks=[at(on_train_start=look_twice)]).fit(
+        Module(), of(Images(8), shuffle=True)
+    )
     assert drawn[0] != drawn[1]
 
 
@@ -392,7 +420,9 @@ def test_a_sampler_that_shuffles_its_own_list_keeps_its_order_under_looks():
     def fit(*callbacks: pl.Callback) -> list[list[int]]:
         pl.seed_everything(0, verbose=False)
         module = Module()
-        trainer = toy.trainer(max_epochs=3, callbacks=list(callbacks), use_distributed_sampler=False)
+        trainer = toy.trainer(
+            max_epochs=3, callbacks=list(callbacks), use_distributed_sampler=False
+        )
         trainer.fit(module, make_shuffles(sampler=Shuffles()))
         return module.images
 

@@ -18,7 +18,9 @@ class Numbers(ResumableLoader):
             yield torch.from_numpy(share), torch.from_numpy(share)
 
 
-def loader(*, ranks=1, rank=0, accumulate=1, num_images=103, global_batch_size=12, seed=3, **changes) -> Numbers:
+def loader(
+    *, ranks=1, rank=0, accumulate=1, num_images=103, global_batch_size=12, seed=3, **changes
+) -> Numbers:
     order = EpochOrder(
         num_images=num_images,
         global_batch_size=global_batch_size,
@@ -59,15 +61,22 @@ def test_any_ranks_continue_what_any_other_ranks_began(world, epoch, seed, data)
     stop = data.draw(st.integers(0, num_steps))
     (ranks, accumulate), (other_ranks, other_accumulate) = shares
 
-    first = [loader(ranks=ranks, rank=rank, accumulate=accumulate, **given) for rank in range(ranks)]
+    first = [
+        loader(ranks=ranks, rank=rank, accumulate=accumulate, **given) for rank in range(ranks)
+    ]
     for own in first:
         own.set_epoch(epoch)
     before = steps_of(first, stop, accumulate)
     states = [own.state_dict() for own in first]
     assert all(state == states[0] for state in states)
-    assert json.loads(json.dumps(states[0])) == states[0]  # plain numbers, whatever reads the checkpoint
+    assert (
+        json.loads(json.dumps(states[0])) == states[0]
+    )  # plain numbers, whatever reads the checkpoint
 
-    second = [loader(ranks=other_ranks, rank=rank, accumulate=other_accumulate, **given) for rank in range(other_ranks)]
+    second = [
+        loader(ranks=other_ranks, rank=rank, accumulate=other_accumulate, **given)
+        for rank in range(other_ranks)
+    ]
     for own in second:
         own.load_state_dict(states[0])
         own.set_epoch(epoch)  # as Lightning does after a resume
@@ -84,15 +93,23 @@ def eval_share(**given):
 
 
 def batch_of_two_ranks(global_batch_size):
-    return batch_size_per_rank(global_batch_size=global_batch_size, world_size=2, accumulate_grad_batches=2)
+    return batch_size_per_rank(
+        global_batch_size=global_batch_size, world_size=2, accumulate_grad_batches=2
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: loader(ranks=2, rank=2), r"^`rank` \(=2\) must be from 0 to `world_size - 1`"),
-        (lambda: batch_of_two_ranks(0), r"whole number above zero\. Nearest that fit: global_batch_size=4\."),
-        (lambda: eval_share(world_size=4), r"^`world_size` \(=4\) must be at most the number of images to evaluate"),
+        (
+            lambda: batch_of_two_ranks(0),
+            r"whole number above zero\. Nearest that fit: global_batch_size=4\.",
+        ),
+        (
+            lambda: eval_share(world_size=4),
+            r"^`world_size` \(=4\) must be at most the number of images to evaluate",
+        ),
         (lambda: resumed_from({"seed": 4}), r"^`seed` \(=.*must be that of the checkpoint.*Set "),
         (lambda: resumed_from({"global_batch_size": 24}), r"^`global_batch_size` \(="),
         (lambda: resumed_from({"num_images": 104}), r"^`num_images` \(="),
@@ -113,7 +130,8 @@ def resumed_from(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [({"accumulate": 3}, "accumulate_grad_batches"), ({"ranks": 3}, "world_size")]
+    ("change", "name"),
+    [({"accumulate": 3}, "accumulate_grad_batches"), ({"ranks": 3}, "world_size")],
 )
 def test_the_middle_of_a_step_is_refused_to_other_ranks_and_batches(change, name):
     own = loader(ranks=2, accumulate=2)
@@ -143,13 +161,16 @@ def test_without_a_trainer_only_the_epoch_after_the_resumed_place_may_follow():
         each.set_epoch(0)
         assert each.state_dict() == state
     with pytest.raises(
-        RuntimeError, match=r"^`epoch` \(=1\) must follow .* 3 of 8 batches of epoch 0.*trainer=trainer"
+        RuntimeError,
+        match=r"^`epoch` \(=1\) must follow .* 3 of 8 batches of epoch 0.*trainer=trainer",
     ):
         resumed[0].set_epoch(1)
     next(iter(resumed[0]))
     resumed[0].set_epoch(1)  # where its caller goes on is his own business
     resumed[1].set_epoch(1)
-    with pytest.raises(RuntimeError, match=r"^`epoch` \(=2\) must follow .* 0 of 8 batches of epoch 1"):
+    with pytest.raises(
+        RuntimeError, match=r"^`epoch` \(=2\) must follow .* 0 of 8 batches of epoch 1"
+    ):
         resumed[1].set_epoch(2)
 
 
@@ -157,13 +178,26 @@ def test_without_a_trainer_only_the_epoch_after_the_resumed_place_may_follow():
 @given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 9))
 @example(31, 3, 1)  # shares of 11, 10 and 10
 @example(7, 2, 3)  # shares of 4 and 3
-def test_evaluation_takes_every_image_once_in_equally_many_batches(num_images, ranks, batch_size_per_rank):
+def test_evaluation_takes_every_image_once_in_equally_many_batches(
+    num_images, ranks, batch_size_per_rank
+):
     ranks = min(ranks, num_images)
     own = [
-        eval_shares(num_images=num_images, world_size=ranks, rank=rank, batch_size_per_rank=batch_size_per_rank)
+        eval_shares(
+            num_images=num_images,
+            world_size=ranks,
+            rank=rank,
+            batch_size_per_rank=batch_size_per_rank,
+        )
         for rank in range(ranks)
     ]
     assert len({len(shares) for shares in own}) == 1
-    has_one_each = len(own[0]) == num_images // ranks  # no further batch without one that is empty: then one more image
-    assert all(1 <= len(share) <= batch_size_per_rank + has_one_each for shares in own for share in shares)
-    assert sorted(image for shares in own for share in shares for image in share) == list(range(num_images))
+    has_one_each = (
+        len(own[0]) == num_images // ranks
+    )  # no further batch without one that is empty: then one more image
+    assert all(
+        1 <= len(share) <= batch_size_per_rank + has_one_each for shares in own for share in shares
+    )
+    assert sorted(image for shares in own for share in shares for image in share) == list(
+        range(num_images)
+    )

@@ -94,7 +94,11 @@ def test_ahead_a_batch_is_fetched_before_the_one_before_it_is_handed_out_and_the
     ahead = prefetch(loader, CPU)
     ahead._looks_ahead = True
     iterator = iter(ahead)
-    assert (int(next(iterator)), loader.num_fetched, ahead.state_dict()) == (0, 2, {"num_fetched": 1})
+    assert (int(next(iterator)), loader.num_fetched, ahead.state_dict()) == (
+        0,
+        2,
+        {"num_fetched": 1},
+    )
     resumed.load_state_dict(ahead.state_dict())
     assert [int(b) for b in iterator] == [int(b) for b in resumed] == [1, 2, 3]
 
@@ -142,7 +146,11 @@ class Images(list):
 def test_what_a_loader_leaves_to_the_device_is_done_after_moving_and_comes_in_the_compute_dtype():
     batches = Images([torch.full((2,), level, dtype=torch.uint8) for level in (0, 51, 255)])
     ahead = prefetch(batches, CPU, torch.float16)
-    assert [batch.tolist() for batch in ahead] == [[0.0] * 2, [torch.tensor(0.2).half().item()] * 2, [1.0] * 2]
+    assert [batch.tolist() for batch in ahead] == [
+        [0.0] * 2,
+        [torch.tensor(0.2).half().item()] * 2,
+        [1.0] * 2,
+    ]
     assert [batch.dtype for batch in copy.deepcopy(ahead)] == [torch.float16] * 3
 
 
@@ -163,7 +171,13 @@ def test_waiting_for_the_loader_adds_up_until_it_is_taken():
 
 @pytest.mark.gpu
 def test_images_are_normalised_on_the_gpu_to_the_bits_of_the_cpu():
-    images = torch.arange(2 * 8 * 8 * 3).remainder(256).to(torch.uint8).reshape(2, 8, 8, 3).permute(0, 3, 1, 2)
+    images = (
+        torch.arange(2 * 8 * 8 * 3)
+        .remainder(256)
+        .to(torch.uint8)
+        .reshape(2, 8, 8, 3)
+        .permute(0, 3, 1, 2)
+    )
     labels, device = torch.tensor([1, 2]), torch.device("cuda", 0)
     loader = Images([(images.pin_memory(), labels.pin_memory())] * 4)
     loader.on_device = NormalizeOnDevice()

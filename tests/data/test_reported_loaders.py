@@ -39,7 +39,9 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-4)
 
 
-def fit(module: Net, loader: Any, *callbacks: pl.Callback, folder: Any = None, **options: Any) -> list[str]:
+def fit(
+    module: Net, loader: Any, *callbacks: pl.Callback, folder: Any = None, **options: Any
+) -> list[str]:
     """Fit, and return the warnings."""
     pl.seed_everything(0, verbose=False)
     ckpt_path = options.pop("ckpt_path", None)
@@ -89,8 +91,12 @@ class WeighsByEpoch(Net):
         self.weight = 0.5**self.current_epoch
 
 
-def warnings_of_hooks(path: str | None, folder: Any, module: Net, *callbacks: pl.Callback) -> list[str]:
-    said = fit(module, DataLoader(range(32), 4, shuffle=True), *callbacks, ckpt_path=path, folder=folder)
+def warnings_of_hooks(
+    path: str | None, folder: Any, module: Net, *callbacks: pl.Callback
+) -> list[str]:
+    said = fit(
+        module, DataLoader(range(32), 4, shuffle=True), *callbacks, ckpt_path=path, folder=folder
+    )
     return [text for text in said if "on_train_epoch_start" in text]
 
 
@@ -180,7 +186,9 @@ def test_a_batch_sampler_that_follows_from_set_epoch_goes_on(tmp_path, make, cal
     def run(**options: Any) -> tuple[list[Any], list[str]]:
         module = Net()
         loader = DataLoader(range(32), batch_sampler=make())
-        said = fit(module, loader, *callbacks, use_distributed_sampler=False, max_epochs=3, **options)
+        said = fit(
+            module, loader, *callbacks, use_distributed_sampler=False, max_epochs=3, **options
+        )
         return module.read, [text for text in said if "training loader" in text]
 
     whole, _ = run(folder=tmp_path)
@@ -288,7 +296,10 @@ def closure() -> Any:
         ([Pictures(Crops())], ["Crops.rng"]),
         ([Pictures(Compose(Crops(), Compose(Crops())))], ["Crops.rng", "Crops.rng"]),
         ([Subset(Pictures(Crops()), range(8))], ["Crops.rng"]),
-        ([ConcatDataset([Pictures(), Subset(Pictures(Compose(Crops())), range(8))])], ["Crops.rng"]),
+        (
+            [ConcatDataset([Pictures(), Subset(Pictures(Compose(Crops())), range(8))])],
+            ["Crops.rng"],
+        ),
         ([Pictures(), Collates()], ["Collates.generator"]),
         ([Pictures(), Collates().method], ["Collates.generator"]),
         ([Pictures(), partial(collate_with, torch.Generator())], [""]),
@@ -326,7 +337,9 @@ class CountsEpochs(DataLoader):
 def test_a_collate_fn_of_the_loader_reads_the_counts_of_the_loader_that_is_iterated(workers):
     module = Net()
     context = "fork" if workers else None
-    loader = CountsEpochs(range(8), batch_size=4, num_workers=workers, multiprocessing_context=context)
+    loader = CountsEpochs(
+        range(8), batch_size=4, num_workers=workers, multiprocessing_context=context
+    )
     fit(module, loader, use_distributed_sampler=False)
     assert [images[0][1] for _, images in module.read] == [1, 1, 2, 2]
 
@@ -349,7 +362,12 @@ def test_every_image_of_the_first_epoch_is_read_once_over_a_stop(tmp_path):
     whole = Net()
     fit(whole, DataLoader(range(16), 2, shuffle=True), folder=tmp_path, max_epochs=1)
     resumed = Net()
-    fit(resumed, DataLoader(range(16), 2, shuffle=True), ckpt_path=f"{tmp_path}/3.ckpt", max_epochs=1)
+    fit(
+        resumed,
+        DataLoader(range(16), 2, shuffle=True),
+        ckpt_path=f"{tmp_path}/3.ckpt",
+        max_epochs=1,
+    )
     images = [images for _, images in [*whole.read[:3], *resumed.read]]
     assert sorted(chain(*images)) == list(range(16))
 
@@ -359,7 +377,12 @@ def test_a_schedule_of_the_accumulation_makes_the_steps_that_are_left(tmp_path):
 
     def run(**options: Any) -> list[Any]:
         module = Net()
-        fit(module, DataLoader(range(32), 4, shuffle=True), GradientAccumulationScheduler({0: 1, 1: 2}), **options)
+        fit(
+            module,
+            DataLoader(range(32), 4, shuffle=True),
+            GradientAccumulationScheduler({0: 1, 1: 2}),
+            **options,
+        )
         return module.read
 
     whole = run(folder=tmp_path)
@@ -383,4 +406,7 @@ def test_a_stream_resumes_after_whole_steps_of_the_interrupted_run(tmp_path):
     for accumulate in (2, 1):
         assert run(accumulate, ckpt_path=f"{tmp_path}/3.ckpt") == whole[2:]
     text = toy.error_of(run, 4, ckpt_path=f"{tmp_path}/3.ckpt")
-    assert "`accumulate_grad_batches` (=4) must divide the 2 batches of the epoch that are done" in text
+    assert (
+        "`accumulate_grad_batches` (=4) must divide the 2 batches of the epoch that are done"
+        in text
+    )

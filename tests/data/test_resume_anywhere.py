@@ -31,10 +31,14 @@ class Numbered(InMemoryDataModule):
 
     def __init__(self, num_train: int, global_batch_size: int) -> None:
         self.num_train = num_train
-        super().__init__(global_batch_size=global_batch_size, seed=5, shift_pixels=1, eval_batch_size_per_rank=2)
+        super().__init__(
+            global_batch_size=global_batch_size, seed=5, shift_pixels=1, eval_batch_size_per_rank=2
+        )
 
     def load(self) -> dict[str, ImageSet]:
-        images = torch.randint(256, (self.num_train, *self.image_shape), generator=torch.Generator().manual_seed(3))
+        images = torch.randint(
+            256, (self.num_train, *self.image_shape), generator=torch.Generator().manual_seed(3)
+        )
         images = images.to(torch.uint8)
         train = ImageSet(images, torch.arange(self.num_train))
         return {"train": train, "val": ImageSet(images[:8], torch.arange(8))}
@@ -47,12 +51,16 @@ class Reads(pl.LightningModule):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.net = nn.Sequential(nn.Flatten(), nn.Linear(SIZE * SIZE, 6), nn.Tanh(), nn.Linear(6, 3))
+            self.net = nn.Sequential(
+                nn.Flatten(), nn.Linear(SIZE * SIZE, 6), nn.Tanh(), nn.Linear(6, 3)
+            )
         self.schedule, self.asks_for_steps = schedule, asks_for_steps
         self.read: list[tuple[int, int, int, list[int]]] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.read.append((self.trainer.current_epoch, batch_idx, self.trainer.global_step, batch[1].tolist()))
+        self.read.append(
+            (self.trainer.current_epoch, batch_idx, self.trainer.global_step, batch[1].tolist())
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return F.cross_entropy(self.net(batch[0]), batch[1] % 3)
@@ -67,7 +75,10 @@ class Reads(pl.LightningModule):
         if self.schedule is None:
             return optimizer
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.schedule}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": self.schedule},
+        }
 
 
 class Killed(BaseException):
@@ -109,7 +120,9 @@ def end_here(end: End, trainer: pl.Trainer, module: Any, *_: Any) -> None:
 
 
 def saving(folder: str, end: End) -> ModelCheckpoint:
-    more: dict[str, Any] = {"every_n_train_steps": end.every} if end.saves in ("steps", "plain") else {}
+    more: dict[str, Any] = (
+        {"every_n_train_steps": end.every} if end.saves in ("steps", "plain") else {}
+    )
     if end.saves == "epochs":
         more["save_on_train_epoch_end"] = True
     more["save_on_exception"] = end.how == "error" and end.saves_at_end
@@ -125,12 +138,19 @@ def newest(folder: str) -> str | None:
     return found[0]
 
 
-def run(case: Case, strategy: str, folder: str, end: End | None, path: str | None) -> dict[str, Any]:
+def run(
+    case: Case, strategy: str, folder: str, end: End | None, path: str | None
+) -> dict[str, Any]:
     module = Reads(case.schedule, case.asks_for_steps)
     batch = 2 * case.ranks * case.accumulate
     data = Numbered(batch * NUM_STEPS + 1, batch)
     callbacks: list[pl.Callback] = []
-    settings = {"max_epochs": 3, "accumulate_grad_batches": case.accumulate, "limit_val_batches": 2, **case.settings}
+    settings = {
+        "max_epochs": 3,
+        "accumulate_grad_batches": case.accumulate,
+        "limit_val_batches": 2,
+        **case.settings,
+    }
     if end is not None:
         callbacks = [saving(folder, end), *[StopOnSignal(folder)] * (end.how == "signal")]
         if end.how == "max_steps":
@@ -138,13 +158,20 @@ def run(case: Case, strategy: str, folder: str, end: End | None, path: str | Non
         else:
             callbacks.insert(0, at(**{end.hook: partial(end_here, end)}))
     trainer = toy.trainer(
-        strategy=strategy, callbacks=callbacks, enable_checkpointing=end is not None, num_sanity_val_steps=0, **settings
+        strategy=strategy,
+        callbacks=callbacks,
+        enable_checkpointing=end is not None,
+        num_sanity_val_steps=0,
+        **settings,
     )
     given: dict[str, Any] = {"datamodule": data}
     if case.is_own_loader:  # of a user, who gives no trainer where the strategy does
         data.trainer = trainer
         data.setup("fit")
-        given = {"train_dataloaders": data.train_dataloader(), "val_dataloaders": data.val_dataloader()}
+        given = {
+            "train_dataloaders": data.train_dataloader(),
+            "val_dataloaders": data.val_dataloader(),
+        }
         if strategy != "ddp":
             given["train_dataloaders"]._trainer = None
     try:
@@ -173,7 +200,9 @@ def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
         if found["read"] != (left if end is None else left[: len(found["read"])]):
             return f"{ended}read {found['read']} of {left}"
         path = newest(f"{folder}/{number}") or path
-    counters = ("epoch", "batches", "steps of loggers") * bool(found["read"])  # else Lightning counts nothing
+    counters = ("epoch", "batches", "steps of loggers") * bool(
+        found["read"]
+    )  # else Lightning counts nothing
     for name in ("steps", "lr", *counters):
         if found[name] != whole[name]:
             return f"{ended}{name} {found[name]} of {whole[name]}"
@@ -190,10 +219,14 @@ CHOSEN = {
     "max_steps in the last epoch": Case(ends=(IN_LAST_EPOCH,), settings={"val_check_interval": 1}),
     "the same, with a user's loader": Case(ends=(IN_LAST_EPOCH,), is_own_loader=True),
     # it restores no loader that it made before it read the checkpoint
-    "a loader made early": Case(ends=(End("kill", 7, "on_train_batch_start"),), asks_for_steps=True),
+    "a loader made early": Case(
+        ends=(End("kill", 7, "on_train_batch_start"),), asks_for_steps=True
+    ),
     # it trains on with a part of the step's gradients, without the batch that met the error
     "an error within an epoch's last step": Case(
-        ends=(End("error", 12, "on_before_backward", saves="epochs", saves_at_end=True),), accumulate=3, ranks=2
+        ends=(End("error", 12, "on_before_backward", saves="epochs", saves_at_end=True),),
+        accumulate=3,
+        ranks=2,
     ),
     # it leaves counters that lose the second epoch when it is resumed
     "a last batch, then again": Case(
@@ -204,12 +237,18 @@ CHOSEN = {
     ),
     "a signal in an epoch": Case(ends=(End("signal", 6, "on_before_backward"),)),
     "a signal in validation": Case(
-        ends=(End("signal", 4, "on_validation_start", rank=1),), ranks=2, schedule="epoch", is_own_loader=True
+        ends=(End("signal", 4, "on_validation_start", rank=1),),
+        ranks=2,
+        schedule="epoch",
+        is_own_loader=True,
     ),
 }
 
 
-CASES = [*(("hybrid_allreduce", name) for name in CHOSEN), *(("ddp", name) for name in list(CHOSEN)[:3])]
+CASES = [
+    *(("hybrid_allreduce", name) for name in CHOSEN),
+    *(("ddp", name) for name in list(CHOSEN)[:3]),
+]
 
 
 @pytest.mark.parametrize(("strategy", "name"), CASES)
@@ -217,4 +256,7 @@ def test_chosen_ends_are_resumed_to_the_bit(rank_pool, tmp_path, strategy, name)
     case = CHOSEN[name]
     for number in range(len(case.ends) + 1):
         (tmp_path / str(number)).mkdir()
-    assert rank_pool.ranks(case.ranks).run(ended_and_resumed, case, strategy, str(tmp_path)) == [""] * case.ranks
+    assert (
+        rank_pool.ranks(case.ranks).run(ended_and_resumed, case, strategy, str(tmp_path))
+        == [""] * case.ranks
+    )

@@ -173,42 +173,64 @@ NO_SAMPLER: dict[str, Any] = {"use_distributed_sampler": False}
 KINDS: dict[str, Kind] = {
     "shuffle": Kind(make=lambda **w: of(shuffle=True, **w)),
     "shuffle, generator": Kind(make=lambda **w: of(shuffle=True, generator=generator(), **w)),
-    "weighted": Kind(make=lambda **w: of(sampler=WeightedRandomSampler([1 + i % 7 for i in range(32)], 32), **w)),
+    "weighted": Kind(
+        make=lambda **w: of(sampler=WeightedRandomSampler([1 + i % 7 for i in range(32)], 32), **w)
+    ),
     "batch sampler, own NumPy stream": Kind(
-        make=lambda **w: DataLoader(Images(), batch_sampler=Buckets(is_own=True), **_forked(w)), settings=NO_SAMPLER
+        make=lambda **w: DataLoader(Images(), batch_sampler=Buckets(is_own=True), **_forked(w)),
+        settings=NO_SAMPLER,
     ),
     "batch sampler, global NumPy": Kind(
-        make=lambda **w: DataLoader(Images(), batch_sampler=Buckets(is_own=False), **_forked(w)), settings=NO_SAMPLER
+        make=lambda **w: DataLoader(Images(), batch_sampler=Buckets(is_own=False), **_forked(w)),
+        settings=NO_SAMPLER,
     ),
-    "no distributed sampler": Kind(make=lambda **w: of(batch_size=4, shuffle=True, **w), settings=NO_SAMPLER),
+    "no distributed sampler": Kind(
+        make=lambda **w: of(batch_size=4, shuffle=True, **w), settings=NO_SAMPLER
+    ),
     "lazy, global torch": Kind(
-        make=lambda **w: of(batch_size=4, sampler=Lazy(lambda: int(torch.randint(32, ()))), **w), settings=NO_SAMPLER
+        make=lambda **w: of(batch_size=4, sampler=Lazy(lambda: int(torch.randint(32, ()))), **w),
+        settings=NO_SAMPLER,
     ),
-    "persistent workers": Kind(make=lambda **w: of(shuffle=True, persistent_workers=True, **w), workers=(2,)),
+    "persistent workers": Kind(
+        make=lambda **w: of(shuffle=True, persistent_workers=True, **w), workers=(2,)
+    ),
     "accumulate": Kind(make=lambda **w: of(shuffle=True, **w), accumulate=2),
-    "limit_train_batches": Kind(make=lambda **w: of(shuffle=True, **w), settings={"limit_train_batches": 5}),
+    "limit_train_batches": Kind(
+        make=lambda **w: of(shuffle=True, **w), settings={"limit_train_batches": 5}
+    ),
     "two loaders, max_size_cycle": Kind(
         make=lambda **w: CombinedLoader(
-            {"a": of(Images(12), shuffle=True, **w), "b": of(Images(32, 100), shuffle=True, **w)}, "max_size_cycle"
+            {"a": of(Images(12), shuffle=True, **w), "b": of(Images(32, 100), shuffle=True, **w)},
+            "max_size_cycle",
         )
     ),
     "two loaders, max_size": Kind(
         make=lambda **w: CombinedLoader(
-            {"a": of(Images(12), shuffle=True, **w), "b": of(Images(32, 100), shuffle=True, **w)}, "max_size"
+            {"a": of(Images(12), shuffle=True, **w), "b": of(Images(32, 100), shuffle=True, **w)},
+            "max_size",
         )
     ),
     "stream": Kind(make=lambda **w: of(Stream(), **w)),
     "stream with a state": Kind(make=lambda **w: of(StatefulStream(), **w), workers=(0,)),
     "stream with a live state": Kind(make=lambda **w: of(LiveStateStream(), **w), workers=(0,)),
     "stream in a cycle": Kind(
-        make=lambda **w: CombinedLoader({"a": of(Stream(12), **w), "b": of(Stream(), **w)}, "max_size_cycle")
+        make=lambda **w: CombinedLoader(
+            {"a": of(Stream(12), **w), "b": of(Stream(), **w)}, "max_size_cycle"
+        )
     ),
     "counts its iterations": Kind(
-        make=lambda **w: of(batch_size=4, sampler=Counting(), **w), settings=NO_SAMPLER, is_refused="counts its"
+        make=lambda **w: of(batch_size=4, sampler=Counting(), **w),
+        settings=NO_SAMPLER,
+        is_refused="counts its",
     ),
-    "gives each batch twice": Kind(make=lambda **w: _doubling(**w), is_refused="one batch for each index list"),
+    "gives each batch twice": Kind(
+        make=lambda **w: _doubling(**w), is_refused="one batch for each index list"
+    ),
     "in_order=False": Kind(
-        make=lambda **w: of(shuffle=True, in_order=False, **w), is_refused="in_order", workers=(2,), ranks=(1,)
+        make=lambda **w: of(shuffle=True, in_order=False, **w),
+        is_refused="in_order",
+        workers=(2,),
+        ranks=(1,),
     ),
 }
 
@@ -226,11 +248,15 @@ if find_spec("torchdata") is not None:
     def _stateful(data: Any = None, batch_size: int = 2, **options: Any) -> Any:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        return StatefulDataLoader(Images() if data is None else data, batch_size=batch_size, **_forked(options))
+        return StatefulDataLoader(
+            Images() if data is None else data, batch_size=batch_size, **_forked(options)
+        )
 
     KINDS |= {
         "torchdata": Kind(make=lambda **w: _stateful(shuffle=True, **w)),
-        "torchdata, stream with a state": Kind(make=lambda **w: _stateful(StatefulStream(), **w), workers=(0,)),
+        "torchdata, stream with a state": Kind(
+            make=lambda **w: _stateful(StatefulStream(), **w), workers=(0,)
+        ),
     }
 
 
@@ -252,7 +278,9 @@ class Reads(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         is_many = isinstance(batch, dict) or isinstance(batch[0], list)
         parts = (list(batch.values()) if isinstance(batch, dict) else batch) if is_many else [batch]
-        images = [None if part is None else torch.as_tensor(part[0]).flatten().tolist() for part in parts]
+        images = [
+            None if part is None else torch.as_tensor(part[0]).flatten().tolist() for part in parts
+        ]
         drawn = [None if part is None else part[1].tolist() for part in parts]
         self.read[self.trainer.fit_loop.total_batch_idx] = self.trainer.current_epoch, images, drawn
         first = next(part[0] for part in parts if part is not None)
@@ -278,7 +306,14 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(f"{self.folder}/0.ckpt")
 
 
-def fit(kind: Kind, strategy: Any, workers: int, callbacks: Any = (), path: str | None = None, **more: Any) -> Reads:
+def fit(
+    kind: Kind,
+    strategy: Any,
+    workers: int,
+    callbacks: Any = (),
+    path: str | None = None,
+    **more: Any,
+) -> Reads:
     pl.seed_everything(3, verbose=False)
     module = Reads(lambda: kind.make(num_workers=workers) if workers else kind.make())
     settings = {"max_steps": 10**6, "accumulate_grad_batches": kind.accumulate} | kind.settings
@@ -313,7 +348,13 @@ def outcomes(
         if stop < len(whole):
             first = per_epoch if stop == 0 else stop - (stop % per_epoch) % kind.accumulate
             left = [one for number, one in sorted(whole.items()) if number >= first]
-            case = {"kind": name, "workers": workers, "ranks": world, "stop": stop, "batches": len(left)}
+            case = {
+                "kind": name,
+                "workers": workers,
+                "ranks": world,
+                "stop": stop,
+                "batches": len(left),
+            }
             found.append(case | after(kind, strategy, workers, f"{folder}/{stop}.ckpt", left))
     return found
 

@@ -55,7 +55,9 @@ def random_scene(num_events: int, seed: int) -> Scene:
             living.remove(event.host)
             step += 1  # a loss soon after the step began has happened before the next event
         events.append(event)
-    return Scene("".join(hosts), events, num_steps=step + 3, precision=PRECISIONS[seed % 2], silent_s=1.0)
+    return Scene(
+        "".join(hosts), events, num_steps=step + 3, precision=PRECISIONS[seed % 2], silent_s=1.0
+    )
 
 
 def random_loss(living: list[str], step: int, draw: random.Random) -> Loss | Cut:
@@ -134,10 +136,16 @@ def steps_that_differ(outcome: Outcome, scene: Scene) -> tuple[int, set[int], li
 
 def main() -> None:
     """Run random scenes until there were enough events, or the time is over."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--events", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0, help="of the first run; each run has the next one")
-    parser.add_argument("--minutes", type=float, default=0.0, help="begin no run after so many minutes; 0: no limit")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first run; each run has the next one"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="begin no run after so many minutes; 0: no limit"
+    )
     parser.add_argument("--keep", type=Path, help="folder for the files of runs with a fault")
     options = parser.parse_args()
     began_s = time.monotonic()
@@ -164,7 +172,8 @@ def main() -> None:
         kinds.update(kind_of(event) for event in scene.events)
         seconds = time.monotonic() - run_began_s
         print(
-            f"seed {seed}: {made} steps, {len(differing)} differ, {seconds:.0f} s; {kinds.total()} events", flush=True
+            f"seed {seed}: {made} steps, {len(differing)} differ, {seconds:.0f} s; {kinds.total()} events",
+            flush=True,
         )
         if words:
             print(scene, *words[:10], sep="\n", flush=True)
@@ -173,7 +182,9 @@ def main() -> None:
         shutil.rmtree(folder)
         seed += 1
     print(f"{kinds.total()} events: {dict(sorted(kinds.items()))}")
-    print(f"{num_steps} steps against one process: {num_differing} differ; runs with a fault: {num_faults}")
+    print(
+        f"{num_steps} steps against one process: {num_differing} differ; runs with a fault: {num_faults}"
+    )
     if num_differing or num_faults or not num_steps:
         sys.exit("error: a run with losses is not the run of one process")
 

@@ -93,8 +93,12 @@ class Scene:
     ranks: int = 1  # of each host
     max_hosts: int = NUM_SHARDS
     silent_s: float = 2.0
-    widths: Mapping[str, int] = field(default_factory=dict)  # of networks that are not that of the others, by host
-    join_ends_view: bool = True  # False: who asks to join is refused, and has ended before the others begin the step
+    widths: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of networks that are not that of the others, by host
+    join_ends_view: bool = (
+        True  # False: who asks to join is refused, and has ended before the others begin the step
+    )
 
     @property
     def first_hosts(self) -> list[str]:
@@ -124,7 +128,9 @@ def integer_loss(weight: Tensor, shift: Tensor, norm: nn.Module, images: Tensor)
     turn = torch.floor(4 * weight.detach().float().sum()) % 3
     noise = torch.randint(0, 4, (width,))
     slopes = (features.sum(0) + noise) * (1 + turn)
-    return (slopes.to(weight.dtype) * weight).sum().float() + (slopes[:3].to(shift.dtype) * shift).sum().float()
+    return (slopes.to(weight.dtype) * weight).sum().float() + (
+        slopes[:3].to(shift.dtype) * shift
+    ).sum().float()
 
 
 def images_of_run() -> TensorDataset:
@@ -138,7 +144,9 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=2**-6, momentum=0.9)
 
 
-def record_of(net: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, draw: Tensor) -> dict[str, Tensor]:
+def record_of(
+    net: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, draw: Tensor
+) -> dict[str, Tensor]:
     """Return all that must be the same after a step."""
     record = {name: value.detach().clone() for name, value in net.state_dict().items()}
     for name, parameter in net.named_parameters():
@@ -160,7 +168,10 @@ def plain_run(num_steps: int, precision: str = "32-true") -> list[dict[str, Tens
         buffers_of_first_shard: dict[str, Tensor] = {}
         for shard, images in enumerate(batches):
             seed_streams(SEED, step, shard)
-            copies = [parameter.detach().to(dtype_of(precision)).requires_grad_() for parameter in net.parameters()]
+            copies = [
+                parameter.detach().to(dtype_of(precision)).requires_grad_()
+                for parameter in net.parameters()
+            ]
             weight, shift = copies
             loss = integer_loss(weight, shift, net.norm, images)
             loss.backward()
@@ -169,7 +180,9 @@ def plain_run(num_steps: int, precision: str = "32-true") -> list[dict[str, Tens
                 assert copy.grad is not None
                 gradient += copy.grad.float()
             if shard == 0:
-                buffers_of_first_shard = {name: buffer.clone() for name, buffer in net.named_buffers()}
+                buffers_of_first_shard = {
+                    name: buffer.clone() for name, buffer in net.named_buffers()
+                }
         for name, buffer in net.named_buffers():
             buffer.copy_(buffers_of_first_shard[name])
         for parameter, gradient in zip(net.parameters(), gradients, strict=True):
@@ -192,7 +205,9 @@ def all_shards() -> Iterator[list[Tensor]]:
     while True:
         loaders = []
         for shard in range(NUM_SHARDS):
-            sampler: DistributedSampler[Any] = DistributedSampler(data, NUM_SHARDS, shard, shuffle=True, seed=SEED)
+            sampler: DistributedSampler[Any] = DistributedSampler(
+                data, NUM_SHARDS, shard, shuffle=True, seed=SEED
+            )
             sampler.set_epoch(epoch)
             loaders.append(DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler))
         for batches in zip(*loaders, strict=True):
@@ -332,7 +347,9 @@ class ExactModule(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = self.trainer.global_step - 1
         optimizer = self.trainer.optimizers[0]
-        record = record_of(self.net, optimizer, self.trainer.callback_metrics["loss"].float(), torch.rand(3))
+        record = record_of(
+            self.net, optimizer, self.trainer.callback_metrics["loss"].float(), torch.rand(3)
+        )
         with self._rows.open("ab") as file:
             file.write(pickle.dumps((step, record)))
         injector = self._injector[0]
@@ -349,10 +366,22 @@ def rank_main(scene: Scene, host: str, local: int, meet: str, port: int, folder:
     """Train on one rank, as a launcher on its host starts it."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the server of forks
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{name}_{host}_{local}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+        os.dup2(
+            os.open(folder / f"{name}_{host}_{local}", os.O_CREAT | os.O_WRONLY | os.O_APPEND),
+            number,
+        )
     faulthandler.register(signal.SIGUSR1)  # a run that does not end is asked for its stacks
-    os.environ |= {"RANK": str(local), "LOCAL_RANK": str(local), "WORLD_SIZE": str(scene.ranks), "GROUP_RANK": "0"}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(scene.ranks), "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
+    os.environ |= {
+        "RANK": str(local),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(scene.ranks),
+        "GROUP_RANK": "0",
+    }
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(scene.ranks),
+        "TORCHELASTIC_RUN_ID": "x",
+        "OMP_NUM_THREADS": "1",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -422,7 +451,9 @@ class Outcome:
         ends: how each rank ended, by host and local rank; ranks that were killed have no end.
     """
 
-    records: dict[tuple[str, int], list[tuple[int, dict[str, Tensor]]]] = field(default_factory=dict)
+    records: dict[tuple[str, int], list[tuple[int, dict[str, Tensor]]]] = field(
+        default_factory=dict
+    )
     ends: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def steps_of(self, host: str, local: int = 0) -> list[int]:
@@ -458,7 +489,9 @@ def run(scene: Scene, folder: Path, *, limit_s: float = WAIT_LIMIT_S) -> Outcome
             if time.monotonic() > ends_s:
                 ask_for_stacks(processes)
                 raise TimeoutError(f"the run did not end in {limit_s:g} s; {state_of(folder)}")
-            if not joins or any(process.is_alive() for ranks in processes.values() for process in ranks):
+            if not joins or any(
+                process.is_alive() for ranks in processes.values() for process in ranks
+            ):
                 time.sleep(0.01)
             else:
                 raise AssertionError(f"all hosts ended before {joins}; {state_of(folder)}")
@@ -506,7 +539,9 @@ def state_of(folder: Path) -> str:
     """Return what ranks have said last, for an error."""
     words = [f"{path.name}: {path.read_text()[-4000:]}" for path in sorted(folder.glob("err_*"))]
     words += [f"{path.name}: {path.read_text()[-4000:]}" for path in sorted(folder.glob("end_*"))]
-    return "\n".join([", ".join(sorted(path.name for path in folder.glob("made_*")))[-300:], *words])
+    return "\n".join(
+        [", ".join(sorted(path.name for path in folder.glob("made_*")))[-300:], *words]
+    )
 
 
 def free_port() -> int:
@@ -520,18 +555,24 @@ def differences(outcome: Outcome, wanted: Sequence[Mapping[str, Tensor]]) -> lis
     for (host, local), records in outcome.records.items():
         steps = [step for step, _ in records]
         if steps != list(range(steps[0], steps[0] + len(steps)) if steps else []):
-            words.append(f"host {host}, rank {local}: steps {steps} have one twice or none of a step")
+            words.append(
+                f"host {host}, rank {local}: steps {steps} have one twice or none of a step"
+            )
         for step, record in records:
             if record.keys() != wanted[step].keys():
                 words.append(f"host {host}, rank {local}, step {step}: values {sorted(record)}")
             for name, value in record.items():
                 if name not in wanted[step] or not is_same(name, value, wanted[step][name]):
-                    words.append(f"host {host}, rank {local}, step {step}: {name} {value} != {wanted[step].get(name)}")
+                    words.append(
+                        f"host {host}, rank {local}, step {step}: {name} {value} != {wanted[step].get(name)}"
+                    )
     return words
 
 
 def is_same(name: str, value: Tensor, wanted: Tensor) -> bool:
     """Return whether a value is the same: to the bit, but for the mean of losses, which are no integers."""
     if name == "mean loss":
-        return torch.allclose(value, wanted, rtol=4 * 2**-24, atol=0.0)  # two roundings of fp32 on a rank, and a few
+        return torch.allclose(
+            value, wanted, rtol=4 * 2**-24, atol=0.0
+        )  # two roundings of fp32 on a rank, and a few
     return torch.equal(value, wanted)

@@ -8,7 +8,11 @@ from torch import nn
 
 from lightning_hybrid import Adasum, HybridElasticStrategy, LocalSteps
 from lightning_hybrid.contrastive import InfoNCE
-from lightning_hybrid.elastic.exclusions import CURES_OF_ELASTIC, EXCLUDED_BY_ELASTIC, features_of_run
+from lightning_hybrid.elastic.exclusions import (
+    CURES_OF_ELASTIC,
+    EXCLUDED_BY_ELASTIC,
+    features_of_run,
+)
 from lightning_hybrid.elastic.strategy import MAX_HOSTS_VARIABLE, MEET_VARIABLE
 from lightning_hybrid.strategy.compatibility import refuse_excluded
 from tests.checkout import ROOT
@@ -55,7 +59,9 @@ RUNS = {
     "accumulation": lambda: module(accumulate_grad_batches=4),
     "global batch": lambda: module(InfoNCE()),
     "SyncBatchNorm": lambda: module(nn.SyncBatchNorm(2)),
-    "GradientAccumulationScheduler": lambda: module(callbacks=[callbacks.GradientAccumulationScheduler({1: 2})]),
+    "GradientAccumulationScheduler": lambda: module(
+        callbacks=[callbacks.GradientAccumulationScheduler({1: 2})]
+    ),
 }
 
 
@@ -91,7 +97,9 @@ def test_buffers_of_each_ranks_own_are_refused(name):
 
 
 def test_a_misspelt_option_is_answered_with_the_strategys_own():
-    with pytest.raises(ValueError, match=r"option of strategy='hybrid_elastic' .* Did you mean `silent_s`\?"):
+    with pytest.raises(
+        ValueError, match=r"option of strategy='hybrid_elastic' .* Did you mean `silent_s`\?"
+    ):
         HybridElasticStrategy(**HOSTS, silent=3)
     with pytest.raises(ValueError, match=r"Did you mean `ranks_per_node`\?"):
         HybridElasticStrategy(**HOSTS, rank_per_node=2)

@@ -8,7 +8,16 @@ import pytest
 from tests.netlab import recovery
 from tests.rank_pool import warm_context
 
-OPTIONS = {"hosts": 2, "ranks": 1, "lost": 1, "losses": 1, "with": [], "precision": "16-true", "width": 32, "seed": 0}
+OPTIONS = {
+    "hosts": 2,
+    "ranks": 1,
+    "lost": 1,
+    "losses": 1,
+    "with": [],
+    "precision": "16-true",
+    "width": 32,
+    "seed": 0,
+}
 
 
 def lose_hosts(folder: Path, **options: Any) -> dict[str, Any]:
@@ -16,11 +25,15 @@ def lose_hosts(folder: Path, **options: Any) -> dict[str, Any]:
     warm_context()
     options = OPTIONS | {"silent_s": 2.0, "val_s": 0.02} | options
     run, losses = recovery.disturbed(options, folder / "run")
-    return recovery.report(run, losses, recovery.reference(options, folder / "reference", recovery.parts_of(run.rows)))
+    return recovery.report(
+        run, losses, recovery.reference(options, folder / "reference", recovery.parts_of(run.rows))
+    )
 
 
 def is_exact(found: dict[str, Any]) -> bool:
-    return not any(found[what] for what in ("twice_or_missing", "with_two_digests", "differ_from_reference"))
+    return not any(
+        found[what] for what in ("twice_or_missing", "with_two_digests", "differ_from_reference")
+    )
 
 
 def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again_to_the_bit(tmp_path: Path) -> None:
@@ -41,12 +54,15 @@ def test_the_first_step_of_a_view_has_the_bits_of_any_other_step(tmp_path: Path)
 def test_a_host_that_has_got_other_weights_is_named_before_a_step(tmp_path: Path) -> None:
     warm_context()
     run = recovery.Hosts(
-        OPTIONS | {"silent_s": 2.0, "val_s": 0.02}, tmp_path, {"end": 5, "min_hosts": 2, "spoilt": "ab"}
+        OPTIONS | {"silent_s": 2.0, "val_s": 0.02},
+        tmp_path,
+        {"end": 5, "min_hosts": 2, "spoilt": "ab"},
     )
     for name in "ab":
         run.start(name)
     with pytest.raises(
-        RuntimeError, match=r"ReplicaDriftError.*`head.bias` on rank 1 \(host .*\) is not that of rank 0"
+        RuntimeError,
+        match=r"ReplicaDriftError.*`head.bias` on rank 1 \(host .*\) is not that of rank 0",
     ):
         run.wait("an error", lambda: False)
     assert not any(row["event"] == "step" for row in run.rows)
@@ -57,7 +73,9 @@ def test_a_host_that_has_got_other_weights_is_named_before_a_step(tmp_path: Path
 def test_a_long_run_with_default_options_trains(tmp_path: Path) -> None:
     """`Trainer(max_steps=2000)`, with no option of the strategy but those about hosts."""
     warm_context()
-    run = recovery.Hosts(OPTIONS | {"silent_s": 2.0, "val_s": 0.02}, tmp_path, {"end": 2_000, "min_hosts": 2})
+    run = recovery.Hosts(
+        OPTIONS | {"silent_s": 2.0, "val_s": 0.02}, tmp_path, {"end": 2_000, "min_hosts": 2}
+    )
     for host in "ab":
         run.start(host)
 
@@ -80,6 +98,8 @@ def test_a_long_run_with_default_options_trains(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_losses_at_any_moment_and_under_other_options_are_exact(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_losses_at_any_moment_and_under_other_options_are_exact(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     found = lose_hosts(tmp_path, **options)
     assert is_exact(found), found

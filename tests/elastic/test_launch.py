@@ -36,17 +36,31 @@ print(f"rank {rank} ended in attempt {attempt}", flush=True)
 def test_a_worker_that_is_killed_comes_back_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [*command, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [*command, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         assert f"rank {rank} ended in attempt 1" in done.stdout
 
 
-def test_an_attempt_does_not_read_what_the_one_before_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_does_not_read_what_the_one_before_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     limit = timedelta(seconds=20)
     stores = []

@@ -33,17 +33,28 @@ NUM_SHARDS = 4
 
 def numbered_images(num: int = 40) -> ImageSet:
     labels = torch.arange(num)
-    return ImageSet(images=labels.view(-1, 1, 1, 1).expand(-1, 1, 2, 2).to(torch.uint8), labels=labels)
+    return ImageSet(
+        images=labels.view(-1, 1, 1, 1).expand(-1, 1, 2, 2).to(torch.uint8), labels=labels
+    )
 
 
 def own_loader(rank: int = 0, world_size: int = 2) -> TrainLoader:
-    sizes = {"global_batch_size": 8, "world_size": world_size, "rank": rank, "accumulate_grad_batches": 1}
-    return TrainLoader(numbered_images(), seed=3, shift_pixels=0, normalize=Normalize(0.0, 1.0), **sizes)
+    sizes = {
+        "global_batch_size": 8,
+        "world_size": world_size,
+        "rank": rank,
+        "accumulate_grad_batches": 1,
+    }
+    return TrainLoader(
+        numbered_images(), seed=3, shift_pixels=0, normalize=Normalize(0.0, 1.0), **sizes
+    )
 
 
 def user_loader(rank: int = 0, world_size: int = 2) -> DataLoader[Any]:
     data = TensorDataset(torch.zeros(40, 1), torch.arange(40))
-    return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, world_size, rank, seed=5))
+    return DataLoader(
+        data, batch_size=2, sampler=DistributedSampler(data, world_size, rank, seed=5)
+    )
 
 
 def labels_of(loader: Any) -> list[list[int]]:
@@ -78,7 +89,10 @@ def test_a_shard_has_what_a_rank_of_the_largest_world_would_read(make: Any) -> N
     of_ranks = [labels_of(make(rank, NUM_SHARDS)) for rank in range(NUM_SHARDS)]
     loader = dealt(make(), [2, 3])
     for step, first in enumerate(loader):
-        assert [first[1].tolist(), loader.batch_of(3)[1].tolist()] == [of_ranks[2][step], of_ranks[3][step]]
+        assert [first[1].tolist(), loader.batch_of(3)[1].tolist()] == [
+            of_ranks[2][step],
+            of_ranks[3][step],
+        ]
     assert step + 1 == len(loader) == len(of_ranks[0])
 
 
@@ -91,7 +105,10 @@ def test_shards_of_a_lost_host_are_read_from_the_step_on_in_which_it_was_lost(ma
             loader.use([0, 1])
         read.append([loader.batch_of(shard)[1].tolist() for shard in loader.shards])
         assert first[1].tolist() == of_ranks[1 if step <= 2 else 0][step]
-    assert read == [[of_ranks[1][step]] if step < 2 else [of_ranks[0][step], of_ranks[1][step]] for step in range(5)]
+    assert read == [
+        [of_ranks[1][step]] if step < 2 else [of_ranks[0][step], of_ranks[1][step]]
+        for step in range(5)
+    ]
 
 
 def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
@@ -106,23 +123,33 @@ def test_a_step_without_a_loss_is_refused_before_others_wait_for_it() -> None:
     fit = ElasticFit.__new__(ElasticFit)
     fit._runs_shard, fit._loader, fit._shards = False, None, []
     assert fit.training_step(lambda batch: batch, 3) == 3
-    with pytest.raises(RuntimeError, match=r"`training_step` \(returned None\) must return a loss in an elastic run"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"`training_step` \(returned None\) must return a loss in an elastic run",
+    ):
         fit.training_step(lambda batch: None, 3)
 
 
-def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_they_are_cut() -> None:
+def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_they_are_cut() -> (
+    None
+):
     from lightning_hybrid.elastic.views import Views
 
     views, cut = Views.__new__(Views), []
     views.ended, views.may_cut, views.groups, views._lock = "", True, None, threading.Lock()
     views.topology = Topology.from_ranks_per_node(rank=0, world_size=2, ranks_per_node=1)
-    views._timeout, views._engine = timedelta(seconds=9), SimpleNamespace(device=torch.device("cpu"), cut=cut.append)
+    views._timeout, views._engine = (
+        timedelta(seconds=9),
+        SimpleNamespace(device=torch.device("cpu"), cut=cut.append),
+    )
     views._membership = SimpleNamespace(me=SimpleNamespace(id="a", host="a"), end_view=cut.append)
     views._left, views._vote = 2, lambda is_so: is_so
     views._on_change(2, "a thread that comes late")
     assert not views.ended
     views._on_change(3, "a host joins")
-    view: Any = SimpleNamespace(members=[0, 1], rank_of=lambda one: 0, store="127.0.0.1:1", number=3)
+    view: Any = SimpleNamespace(
+        members=[0, 1], rank_of=lambda one: 0, store="127.0.0.1:1", number=3
+    )
     with pytest.raises(RuntimeError, match="comm: a host joins"):
         views._enter(view)
     views.groups.cut = lambda: cut.append("groups")
@@ -141,7 +168,9 @@ def test_shards_are_consecutive_and_all_are_some_ranks() -> None:
 def test_an_order_that_does_not_follow_from_the_epoch_is_refused() -> None:
     data = TensorDataset(torch.arange(8))
     with pytest.raises(ValueError, match="cannot deal the batches of the training loader"):
-        ShardLoader(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 8, 8)), Reads(), lambda one: one)
+        ShardLoader(
+            DataLoader(data, sampler=WeightedRandomSampler([1.0] * 8, 8)), Reads(), lambda one: one
+        )
 
 
 class Notes:
@@ -157,7 +186,9 @@ class Notes:
     log_graph = save = log_hyperparams
 
 
-def test_the_first_host_alone_opens_loggers_and_the_next_first_writes_again_what_may_be_missing(monkeypatch) -> None:
+def test_the_first_host_alone_opens_loggers_and_the_next_first_writes_again_what_may_be_missing(
+    monkeypatch,
+) -> None:
     logger = Notes()
     now = [0.0]
     monkeypatch.setitem(vars(rank_zero_only), "rank", 0)
@@ -214,9 +245,13 @@ def test_buffers_are_copied_whatever_their_dtypes_and_shared_in_one_message() ->
     kept = BufferCopy(other)
     kept.take()
     BufferCopy(other).share(lambda flat: flat.copy_(sent[0]), is_source=False)
-    assert all(torch.equal(one, two) for one, two in zip(first.buffers(), other.buffers(), strict=True))
+    assert all(
+        torch.equal(one, two) for one, two in zip(first.buffers(), other.buffers(), strict=True)
+    )
     kept.put_back()
-    assert all(torch.equal(one, two) for one, two in zip(module(2).buffers(), other.buffers(), strict=True))
+    assert all(
+        torch.equal(one, two) for one, two in zip(module(2).buffers(), other.buffers(), strict=True)
+    )
     other[0].mask = torch.ones(5)  # another layout
     kept.take()
     other[0].mask.zero_()
@@ -249,7 +284,9 @@ def test_flat_buckets_hold_every_gradient_once_in_its_own_layout() -> None:
 
 def test_a_step_is_of_the_view_of_who_made_it_and_not_of_who_took_it_later() -> None:
     seen = [(0.0, 0, 4, 1), (0.1, 1, 4, 1), (0.3, 1, 2, 2), (0.4, 2, 2, 2), (0.5, 3, 2, 3)]
-    rows = [dict(zip(("t", "step", "hosts", "view"), row, strict=True), event="step") for row in seen]
+    rows = [
+        dict(zip(("t", "step", "hosts", "view"), row, strict=True), event="step") for row in seen
+    ]
     assert parts_of(rows[::-1]) == [(0, 2, 4), (2, 3, 2), (3, 4, 2)]
 
 
@@ -316,8 +353,15 @@ def logged_by(
 
 
 @pytest.mark.parametrize("attempts", [1, 3])
-def test_what_is_averaged_over_ranks_counts_all_shards_and_what_is_not_the_first(attempts: int) -> None:
-    assert logged_by([1.0, 2.0, 6.0], attempts=attempts) == {"own": 2.0, "of_step": 3.0, "of_epoch": 3.0, "metric": 3.0}
+def test_what_is_averaged_over_ranks_counts_all_shards_and_what_is_not_the_first(
+    attempts: int,
+) -> None:
+    assert logged_by([1.0, 2.0, 6.0], attempts=attempts) == {
+        "own": 2.0,
+        "of_step": 3.0,
+        "of_epoch": 3.0,
+        "metric": 3.0,
+    }
 
 
 @pytest.mark.parametrize("attempts", [1, 2])
@@ -328,7 +372,9 @@ def test_a_host_that_joins_counts_what_was_logged_before(attempts: int) -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_host_that_is_behind_at_the_end_of_an_epoch_has_the_sums_that_its_end_logs(is_first: bool) -> None:
+def test_a_host_that_is_behind_at_the_end_of_an_epoch_has_the_sums_that_its_end_logs(
+    is_first: bool,
+) -> None:
     def step(module: Logging, epoch: Any, value: float) -> Any:
         logs = epoch.step()
         module.log_step(value)
@@ -376,11 +422,14 @@ def test_a_loss_scale_that_has_made_no_step_goes_on_alike_on_the_host_that_takes
             value = torch.tensor(largest) if scale.wants_largest else None
             scale.update(torch.tensor(found_inf), value)
         assert first.value == taken.value
-    assert first.value == 1024.0  # 3 needs an exponent of 2, and there are 12 below the largest of fp16
+    assert (
+        first.value == 1024.0
+    )  # 3 needs an exponent of 2, and there are 12 below the largest of fp16
 
 
 @pytest.mark.parametrize(
-    ("max_steps", "max_epochs", "is_over"), [(-1, 4, False), (-1, 2, True), (10, None, True), (11, -1, False)]
+    ("max_steps", "max_epochs", "is_over"),
+    [(-1, 4, False), (-1, 2, True), (10, None, True), (11, -1, False)],
 )
 def test_a_fit_that_is_over_asks_no_host_that_may_have_left(
     max_steps: int, max_epochs: int | None, is_over: bool
@@ -396,7 +445,9 @@ def test_a_fit_that_is_over_asks_no_host_that_may_have_left(
     assert (not asked) == is_over
 
 
-def test_within_a_step_what_is_logged_is_not_reduced_as_ranks_may_have_unequal_numbers_of_shards() -> None:
+def test_within_a_step_what_is_logged_is_not_reduced_as_ranks_may_have_unequal_numbers_of_shards() -> (
+    None
+):
     strategy = HybridElasticStrategy(max_hosts=2, meet="127.0.0.1:29400")
     strategy._fit = SimpleNamespace(is_in_step=True)
     logged = torch.ones(1)

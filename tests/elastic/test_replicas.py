@@ -20,11 +20,19 @@ SCENES = {
     "losses before a step, until one host has all shards": Scene(
         "abc", [Loss("c", 2, "before"), Loss("b", 6, "before")]
     ),
-    "the first host is lost before and within a step": Scene("abc", [Loss("a", 1, "before"), Loss("b", 3, "within")]),
-    "a host has a sum that another host has stepped by": Scene("abc", [Loss("c", 3, "after", ahead="b", late="a")]),
-    "a host joins, and another leaves": Scene("abcd", [Join("d", 2), Loss("a", 4, "within"), Join("c", 6)]),
+    "the first host is lost before and within a step": Scene(
+        "abc", [Loss("a", 1, "before"), Loss("b", 3, "within")]
+    ),
+    "a host has a sum that another host has stepped by": Scene(
+        "abc", [Loss("c", 3, "after", ahead="b", late="a")]
+    ),
+    "a host joins, and another leaves": Scene(
+        "abcd", [Join("d", 2), Loss("a", 4, "within"), Join("c", 6)]
+    ),
     "a host is cut off": Scene("abc", [Cut("c", 3)], silent_s=1.0),
-    "two hosts of two ranks, of which one is lost": Scene("ab", [Loss("b", 3, "within")], ranks=2, max_hosts=2),
+    "two hosts of two ranks, of which one is lost": Scene(
+        "ab", [Loss("b", 3, "within")], ranks=2, max_hosts=2
+    ),
 }
 
 # The sums of several shards, in fp32 and rounded once; each has another way.
@@ -46,7 +54,9 @@ def check(scene: Scene, outcome: Outcome) -> None:
             if host in lost:
                 continue
             assert outcome.ends[host, local] == "ended"
-            assert outcome.steps_of(host, local) == list(range(starts.get(host, 0), scene.num_steps))
+            assert outcome.steps_of(host, local) == list(
+                range(starts.get(host, 0), scene.num_steps)
+            )
     for event in scene.events:
         if not isinstance(event, Join):
             assert outcome.steps_of(event.host)[-1] == event.step - 1
@@ -61,16 +71,23 @@ def test_every_step_has_the_bits_of_one_plain_process(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in IN_HALF_PRECISION else pytest.param(name, marks=pytest.mark.long) for name in SCENES],
+    [
+        name if name in IN_HALF_PRECISION else pytest.param(name, marks=pytest.mark.long)
+        for name in SCENES
+    ],
 )
-def test_every_step_has_the_bits_of_one_plain_process_in_half_precision(tmp_path: Path, name: str) -> None:
+def test_every_step_has_the_bits_of_one_plain_process_in_half_precision(
+    tmp_path: Path, name: str
+) -> None:
     scene = replace(SCENES[name], precision="16-true")
     check(scene, run(scene, tmp_path))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1])
-def test_random_losses_joins_and_cuts_leave_the_bits_of_one_plain_process(tmp_path: Path, seed: int) -> None:
+def test_random_losses_joins_and_cuts_leave_the_bits_of_one_plain_process(
+    tmp_path: Path, seed: int
+) -> None:
     """More of them: `python -m tests.elastic.random_events`."""
     scene = random_events.random_scene(random_events.EVENTS_PER_RUN, seed)
     outcome = run(scene, tmp_path, limit_s=300.0)

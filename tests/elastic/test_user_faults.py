@@ -78,12 +78,21 @@ def checkpoint_of_two_hosts(tmp_path: Path) -> str:
 def test_another_number_of_hosts_is_refused_where_the_images_of_a_step_would_be_others(
     checkpoint_of_two_hosts: str,
 ) -> None:
-    seen = fit(module=Net, train=shuffled, raises=True, warns=True, ckpt_path=checkpoint_of_two_hosts, **elastic(1))
+    seen = fit(
+        module=Net,
+        train=shuffled,
+        raises=True,
+        warns=True,
+        ckpt_path=checkpoint_of_two_hosts,
+        **elastic(1),
+    )
     assert "NotExactError" in seen.error
     assert "set batch_size=4" in seen.error
 
 
-def test_half_the_hosts_with_twice_the_batch_read_what_was_left(checkpoint_of_two_hosts: str) -> None:
+def test_half_the_hosts_with_twice_the_batch_read_what_was_left(
+    checkpoint_of_two_hosts: str,
+) -> None:
     twice = partial(shuffled, batch_size=4)
     whole = images_of(fit_alone(train=shuffled, **elastic(2)))
     assert whole == list(range(32))
@@ -94,14 +103,28 @@ def test_half_the_hosts_with_twice_the_batch_read_what_was_left(checkpoint_of_tw
 
 def test_another_batch_on_the_same_hosts_is_refused(checkpoint_of_two_hosts: str) -> None:
     other = partial(shuffled, batch_size=4)
-    seen = fit(module=Net, train=other, raises=True, warns=True, ckpt_path=checkpoint_of_two_hosts, **elastic(2))
+    seen = fit(
+        module=Net,
+        train=other,
+        raises=True,
+        warns=True,
+        ckpt_path=checkpoint_of_two_hosts,
+        **elastic(2),
+    )
     assert "NotExactError" in seen.error
     assert "set batch_size=2" in seen.error
 
 
 def test_other_images_are_refused_in_mid_epoch(checkpoint_of_two_hosts: str) -> None:
     other = partial(shuffled, num_images=36)
-    seen = fit(module=Net, train=other, raises=True, warns=True, ckpt_path=checkpoint_of_two_hosts, **elastic(2))
+    seen = fit(
+        module=Net,
+        train=other,
+        raises=True,
+        warns=True,
+        ckpt_path=checkpoint_of_two_hosts,
+        **elastic(2),
+    )
     assert "NotExactError" in seen.error
     assert "data set" in seen.error
 
@@ -111,14 +134,24 @@ def test_a_plain_run_on_two_ranks_goes_on_from_two_hosts(
 ) -> None:
     path = str(tmp_path / "end.ckpt")
     plain = {"max_epochs": 1, "logger": False, "devices": 2}
-    fit(two_ranks, module=Net, train=shuffled, warns=True, ckpt_path=checkpoint_of_two_hosts, save_to=path, **plain)
+    fit(
+        two_ranks,
+        module=Net,
+        train=shuffled,
+        warns=True,
+        ckpt_path=checkpoint_of_two_hosts,
+        save_to=path,
+        **plain,
+    )
     from_two_hosts = torch.load(path, weights_only=True)["state_dict"]
     fit_alone(train=shuffled, save_to=path, **elastic(2))
     undisturbed = torch.load(path, weights_only=True)["state_dict"]
     assert all(torch.equal(from_two_hosts[name], undisturbed[name]) for name in undisturbed)
 
 
-def test_hosts_go_on_from_a_plain_run_on_two_ranks_to_the_bit(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_hosts_go_on_from_a_plain_run_on_two_ranks_to_the_bit(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
     middle = str(tmp_path / "middle.ckpt")
     plain = {"max_epochs": 1, "logger": False, "devices": 2}
     fit(two_ranks, module=Net, train=shuffled, save_to=middle, max_steps=3, **plain)
@@ -149,7 +182,9 @@ class Looks(pl.Callback):
 
 def test_a_look_at_the_training_loader_moves_nothing(checkpoint_of_two_hosts: str) -> None:
     without = list(fit_alone(train=shuffled, ckpt_path=checkpoint_of_two_hosts, **elastic(2)))
-    with_look = fit_alone(train=shuffled, ckpt_path=checkpoint_of_two_hosts, callbacks=[Looks()], **elastic(2))
+    with_look = fit_alone(
+        train=shuffled, ckpt_path=checkpoint_of_two_hosts, callbacks=[Looks()], **elastic(2)
+    )
     assert with_look == without
 
 
@@ -164,7 +199,9 @@ class PlansItsRate(KeepsImages):
 
 
 def test_a_schedule_over_the_steps_of_the_run_resumes(tmp_path: Path) -> None:
-    callback = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    callback = pl.callbacks.ModelCheckpoint(
+        tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1
+    )
     stops = {"enable_checkpointing": True, "callbacks": [callback]}
     whole = fit(module=PlansItsRate, train=shuffled, warns=True, **stops, **elastic(2))
     middle = str(tmp_path / "step=3.ckpt")
@@ -189,18 +226,27 @@ def test_two_fits_of_one_trainer_may_log_over_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"reload_dataloaders_every_n_epochs": 1}, "`reload_dataloaders_every_n_epochs` (=1) and `strategy`"),
+        (
+            {"reload_dataloaders_every_n_epochs": 1},
+            "`reload_dataloaders_every_n_epochs` (=1) and `strategy`",
+        ),
         ({"ranks_per_node": 1}, "`ranks_per_node` (=1)"),
         ({"exact_resume": False}, "`exact_resume` (=False)"),
         ({"train": lambda: {"a": shuffled(), "b": shuffled()}}, "`train_dataloaders` (=2 loaders)"),
         (
-            {"train": lambda: DataLoader(Numbered(8), batch_sampler=InPairs(SequentialSampler(range(8)), 2, False))},
+            {
+                "train": lambda: DataLoader(
+                    Numbered(8), batch_sampler=InPairs(SequentialSampler(range(8)), 2, False)
+                )
+            },
             "(=DataLoader with InPairs)",
         ),
     ],
     ids=["reload", "ranks_per_node", "exact_resume", "loaders", "batch_sampler"],
 )
-def test_what_an_elastic_run_cannot_do_is_refused_by_its_name(options: dict[str, Any], name: str) -> None:
+def test_what_an_elastic_run_cannot_do_is_refused_by_its_name(
+    options: dict[str, Any], name: str
+) -> None:
     scene = {"train": shuffled, **elastic(2), **options}
     try:
         error = fit(module=Net, raises=True, warns=True, **scene).error
@@ -238,7 +284,13 @@ class LogsAuroc(Net):
 
 
 def test_a_metric_that_hosts_do_not_add_up_is_named_once() -> None:
-    seen = fit(module=LogsAuroc, train=shuffled, val=lambda: DataLoader(Numbered(8), 4), warns=True, **elastic(2))
+    seen = fit(
+        module=LogsAuroc,
+        train=shuffled,
+        val=lambda: DataLoader(Numbered(8), 4),
+        warns=True,
+        **elastic(2),
+    )
     texts = [text for text in seen.warnings if "states are no sums" in text]
     assert len(texts) == 1
     assert "`auroc` (=BinaryAUROC)" in texts[0]
@@ -274,7 +326,9 @@ class Thaws(Net):
 
 
 def test_a_parameter_thawed_in_training_is_named_though_the_launch_has_one_rank() -> None:
-    seen = fit(module=Thaws, train=shuffled, raises=True, warns=True, **elastic(2) | {"max_epochs": 2})
+    seen = fit(
+        module=Thaws, train=shuffled, raises=True, warns=True, **elastic(2) | {"max_epochs": 2}
+    )
     assert "Parameter `net.bias`" in seen.error
     assert "trained but not averaged" in seen.error
 
@@ -295,7 +349,9 @@ def test_a_loss_over_the_pairs_of_all_ranks_is_refused() -> None:
 class ReadsAnotherLoader(pl.Callback):
     """Reads training images in the middle of an epoch, as a recalibration of statistics does."""
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 2:
             loader = trainer.strategy.process_dataloader(shuffled())
             next(iter(loader))

@@ -37,16 +37,22 @@ def test_a_host_that_joins_in_mid_epoch_reads_its_shard_from_there(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_that_max_steps_ended_in_mid_epoch_resumes_with_the_images_that_were_left(tmp_path: Path) -> None:
+def test_a_run_that_max_steps_ended_in_mid_epoch_resumes_with_the_images_that_were_left(
+    tmp_path: Path,
+) -> None:
     scene = UserScene(max_hosts=1, num_images=16, max_steps=3)
     checkpoint = str(tmp_path / "x.ckpt")
     undisturbed(tmp_path / "first", replace(scene, save_to=checkpoint))
-    resumed = undisturbed(tmp_path / "resumed", replace(scene, max_steps=-1, max_epochs=2, ckpt_path=checkpoint))
+    resumed = undisturbed(
+        tmp_path / "resumed", replace(scene, max_steps=-1, max_epochs=2, ckpt_path=checkpoint)
+    )
     whole = undisturbed(tmp_path / "whole", replace(scene, max_steps=16))
     wanted = wanted_images(scene, 16)
     assert whole.images_of_steps() == wanted
     assert resumed.images_of_steps() == {step: wanted[step] for step in range(3, 16)}
-    assert resumed.digests() == {step: digest for step, digest in whole.digests().items() if step >= 3}
+    assert resumed.digests() == {
+        step: digest for step, digest in whole.digests().items() if step >= 3
+    }
 
 
 # ---- hosts that would stop after different steps --------------------------------------------------------
@@ -204,7 +210,9 @@ def forgets_rows(folder: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_rows_of_a_csv_file_outlive_the_host_that_has_written_them(tmp_path: Path) -> None:
-    scene = UserScene(max_steps=60, loggers=csv_of_a_version, callbacks=forgets_rows, pause_s=0.1, hold_after=(3,))
+    scene = UserScene(
+        max_steps=60, loggers=csv_of_a_version, callbacks=forgets_rows, pause_s=0.1, hold_after=(3,)
+    )
     run = UserHosts(tmp_path, scene)
     run.start("a")
     run.wait("steps of a", run.has_made(3, "a"))

@@ -59,7 +59,9 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.images_read.append(batch[0].tolist())
-        self.shards_then.append(list(self.trainer.strategy._fit._shards) if self.is_elastic else [0])
+        self.shards_then.append(
+            list(self.trainer.strategy._fit._shards) if self.is_elastic else [0]
+        )
         loss = self.loss(batch)
         self.log("loss", loss, sync_dist=True)
         return loss
@@ -101,7 +103,9 @@ class UserScene:
     max_steps: int = -1
     max_epochs: int | None = None
     pause_s: float = 0.0
-    hold_after: tuple[int, ...] = ()  # steps after which a host waits for others, while some are missing
+    hold_after: tuple[
+        int, ...
+    ] = ()  # steps after which a host waits for others, while some are missing
     wait_s: float = 0.5  # of the first meeting for more hosts than `min_hosts`
     ckpt_path: str | None = None
     save_to: str | None = None
@@ -150,19 +154,35 @@ class _Notes(pl.Callback):
         self.note(event="validation", step=trainer.global_step)
 
 
-def user_main(host: str, local: int, port: int, options: dict[str, Any], folder: str, part: dict[str, Any]) -> None:
+def user_main(
+    host: str, local: int, port: int, options: dict[str, Any], folder: str, part: dict[str, Any]
+) -> None:
     """Train on one rank."""
     scene: UserScene = part["scenes"].get(host, part["scene"])
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{folder}/{name}_{host}_{local}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-    os.environ |= {"RANK": str(local), "LOCAL_RANK": str(local), "WORLD_SIZE": str(scene.devices), "GROUP_RANK": "0"}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(scene.devices), "TORCHELASTIC_RUN_ID": "x", "GLOO_SOCKET_IFNAME": "lo"}
+        os.dup2(
+            os.open(f"{folder}/{name}_{host}_{local}", os.O_CREAT | os.O_WRONLY | os.O_APPEND),
+            number,
+        )
+    os.environ |= {
+        "RANK": str(local),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(scene.devices),
+        "GROUP_RANK": "0",
+    }
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(scene.devices),
+        "TORCHELASTIC_RUN_ID": "x",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     log = open(f"{folder}/log_{host}_{local}_{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 
     def note(**values: Any) -> None:
-        log.write(json.dumps({"t": time.monotonic(), "host": host, "local": local, **values}) + "\n")
+        log.write(
+            json.dumps({"t": time.monotonic(), "host": host, "local": local, **values}) + "\n"
+        )
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -176,7 +196,9 @@ def user_main(host: str, local: int, port: int, options: dict[str, Any], folder:
     note(event="over")
 
 
-def _train(scene: UserScene, options: dict[str, Any], folder: Path, note: Callable[..., None]) -> None:
+def _train(
+    scene: UserScene, options: dict[str, Any], folder: Path, note: Callable[..., None]
+) -> None:
     from lightning_hybrid import HybridElasticStrategy
     from lightning_hybrid.elastic import views
     from lightning_hybrid.elastic.membership.view import IsolatedError
@@ -211,14 +233,22 @@ def _train(scene: UserScene, options: dict[str, Any], folder: Path, note: Callab
         if number:
             trainer.fit_loop.max_epochs *= 2
         try:
-            trainer.fit(module, scene.loader(scene), val, ckpt_path=scene.ckpt_path, weights_only=False)
+            trainer.fit(
+                module, scene.loader(scene), val, ckpt_path=scene.ckpt_path, weights_only=False
+            )
         except IsolatedError:
             sys.exit(75)  # it has joined nothing yet, and its launcher starts it again
     if scene.save_to is not None:
         trainer.save_checkpoint(scene.save_to)
     weights = {name: value.flatten().tolist() for name, value in module.state_dict().items()}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    note(event="end", step=trainer.global_step, epoch=trainer.current_epoch, weights=weights, metrics=metrics)
+    note(
+        event="end",
+        step=trainer.global_step,
+        epoch=trainer.current_epoch,
+        weights=weights,
+        metrics=metrics,
+    )
 
 
 class UserHosts(recovery.Hosts):
@@ -232,7 +262,9 @@ class UserHosts(recovery.Hosts):
 
     main: Any = staticmethod(user_main)
 
-    def __init__(self, folder: Path, scene: UserScene, scenes: dict[str, UserScene] | None = None) -> None:
+    def __init__(
+        self, folder: Path, scene: UserScene, scenes: dict[str, UserScene] | None = None
+    ) -> None:
         warm_context()
         self.scene = scene
         options = {"hosts": scene.max_hosts, "ranks": scene.devices}
@@ -249,7 +281,11 @@ class UserHosts(recovery.Hosts):
         def is_there_or_failed() -> bool:
             if is_there():
                 return True
-            errors = [f"host {row['host']}: {row['error']}" for row in self.rows if row["event"] == "error"]
+            errors = [
+                f"host {row['host']}: {row['error']}"
+                for row in self.rows
+                if row["event"] == "error"
+            ]
             if errors:
                 raise RuntimeError(f"{what}: {'; '.join(errors)}")
             return False
@@ -265,7 +301,9 @@ class UserHosts(recovery.Hosts):
 
         def is_made() -> bool:
             for host in hosts:
-                rows = [row for row in self.events("step", host) if num_hosts in (None, row["hosts"])]
+                rows = [
+                    row for row in self.events("step", host) if num_hosts in (None, row["hosts"])
+                ]
                 if not any(row["step"] >= step for row in rows):
                     return False
             return True
@@ -355,7 +393,9 @@ def wanted_images(scene: UserScene, num_steps: int) -> dict[int, list[int]]:
 
 def undisturbed(folder: Path, scene: UserScene) -> UserHosts:
     """Run a scene in one process that has all shards, and that nothing happens to."""
-    run = UserHosts(folder, replace(scene, hold_after=(), elastic={**scene.elastic, "min_hosts": 1}))
+    run = UserHosts(
+        folder, replace(scene, hold_after=(), elastic={**scene.elastic, "min_hosts": 1})
+    )
     run.start("a")
     run.finish("a")
     return run

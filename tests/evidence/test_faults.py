@@ -9,7 +9,9 @@ from tests.evidence.faults.comm_cases import cases
 from tests.evidence.faults.table import chosen_of
 from tests.evidence.faults.world import RunOutcome
 
-NAMED = FaultCase(fault="f", kind="dies", rank=1, names=("rank RANK does", "on host HOST"), no_answer=True)
+NAMED = FaultCase(
+    fault="f", kind="dies", rank=1, names=("rank RANK does", "on host HOST"), no_answer=True
+)
 BOTH = replace(NAMED, no_answer=False)
 OWN = replace(BOTH, own_names=("OutOfMemoryError", "rank RANK (host HOST)"))
 NEVER = replace(NAMED, names=("rank RANK",), never_says=("dead", "host HOST is down"))
@@ -31,7 +33,12 @@ JUDGED = [
     (NAMED, [rank(), None], {}, "rank 0 ended without an error"),
     (NAMED, [None, None], {"still_ran": [0]}, "rank 0 still ran"),
     (NAMED, [rank(ERROR), None], {"injected_s": None}, "the fault was never injected"),
-    (BOTH, [rank(ERROR, time_s=101.0), rank(ERROR, time_s=101.0 + LIMIT_S)], {}, "after 36 s, beyond 35"),
+    (
+        BOTH,
+        [rank(ERROR, time_s=101.0), rank(ERROR, time_s=101.0 + LIMIT_S)],
+        {},
+        "after 36 s, beyond 35",
+    ),
     (OWN, [rank(ERROR), NO_MEMORY], {}, None),  # the rank concerned may say it in its own words
     (OWN, [NO_MEMORY, NO_MEMORY], {}, "rank 0 does not say"),
     (NEVER, [rank("rank 1: host b is down"), None], {}, "which is not so"),
@@ -59,6 +66,9 @@ def test_a_night_runs_a_part_and_all_nights_run_all():
     parts = [chosen_of(faults, None, f"{k}/8") for k in range(8)]
     assert {id(case) for part in parts for case in part} == {id(case) for case in faults}
     assert all(part[0].kind == "nothing" for part in parts)
-    for only, part, words in ((None, "8/8", r"`part` \(=8/8\) must be k/n"), (["x"], None, r"`only` \(=x\)")):
+    for only, part, words in (
+        (None, "8/8", r"`part` \(=8/8\) must be k/n"),
+        (["x"], None, r"`only` \(=x\)"),
+    ):
         with pytest.raises(ValueError, match=words):
             chosen_of(faults, only, part)

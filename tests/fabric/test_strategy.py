@@ -94,16 +94,25 @@ def fabric_loop(precision, optimizer, accumulate, max_norm):
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "accumulate", "max_norm"), [("16-true", "AdamW", 2, 0.1), ("bf16-true", "LAMB", 1, None)]
+    ("precision", "optimizer", "accumulate", "max_norm"),
+    [("16-true", "AdamW", 2, 0.1), ("bf16-true", "LAMB", 1, None)],
 )
-def test_a_loop_of_fabric_has_the_bits_of_the_trainer(two_ranks, precision, optimizer, accumulate, max_norm):
+def test_a_loop_of_fabric_has_the_bits_of_the_trainer(
+    two_ranks, precision, optimizer, accumulate, max_norm
+):
     ours = two_ranks.run(play, fabric_loop, precision, optimizer, accumulate, max_norm)
-    scene = {"accumulate_grad_batches": accumulate, "gradient_clip_val": max_norm, "precision": precision}
+    scene = {
+        "accumulate_grad_batches": accumulate,
+        "gradient_clip_val": max_norm,
+        "precision": precision,
+    }
     scene |= {"train": loader, "max_epochs": 1, "use_distributed_sampler": False}
     of_trainer = fit(two_ranks, partial(Classifier, optimizer), **scene)
     for (losses, weights, dtypes), seen in zip(ours, of_trainer, strict=True):
         assert losses == seen.losses
-        assert toy.same_bits({f"net.{name}": value for name, value in weights.items()}, seen.weights)
+        assert toy.same_bits(
+            {f"net.{name}": value for name, value in weights.items()}, seen.weights
+        )
         assert dtypes == {torch.float32}
     assert ours[0][0] != ours[1][0], "ranks must see different data"
     assert toy.same_bits(ours[0][1], ours[1][1])
@@ -143,7 +152,9 @@ def resumed(folder):
 
     plain, stock = Net(), fabric_of("32-true", "ddp")
     model, stepper_3 = stock.setup(plain, OPTIMIZERS["AdamW"](plain.parameters()))
-    left = list(stock.load(f"{folder}/three.ckpt", {"net": model, "optimizer": stepper_3, "step": 0}))
+    left = list(
+        stock.load(f"{folder}/three.ckpt", {"net": model, "optimizer": stepper_3, "step": 0})
+    )
     is_equal = toy.same_bits(toy.weights(plain), file["net"])
     return toy.weights(net), toy.weights(net_2), scales, remainder, file, left, is_equal
 
@@ -158,7 +169,9 @@ def test_a_resumed_loop_has_the_bits_of_one_that_was_never_stopped(two_ranks, tm
         assert scales == [2.0**13] * 2  # doubled after steps 2, 4 and 6
         assert {value.dtype for value in file["net"].values()} == {torch.float32}
         state = [value for each in file["optimizer"]["state"].values() for value in each.values()]
-        assert {value.dtype for value in state if isinstance(value, torch.Tensor)} == {torch.float32}
+        assert {value.dtype for value in state if isinstance(value, torch.Tensor)} == {
+            torch.float32
+        }
 
 
 def masters_of_ranks_that_begin_apart():
@@ -204,11 +217,16 @@ def two_players(precision):
 
 
 def test_two_modules_with_an_optimizer_each_follow_fp32(two_ranks):
-    half, full = two_ranks.run(play, two_players, "16-true"), two_ranks.run(play, two_players, "32-true")
+    half, full = (
+        two_ranks.run(play, two_players, "16-true"),
+        two_ranks.run(play, two_players, "32-true"),
+    )
     assert toy.same_bits(half[0], half[1])
     for name, exact in full[0].items():
         # Eight steps; a half-precision gradient is off by some units of 2**-11 of the largest element.
-        assert torch.allclose(half[0][name], exact, atol=0.02 * float(exact.abs().max()) + 2e-3), name
+        assert torch.allclose(half[0][name], exact, atol=0.02 * float(exact.abs().max()) + 2e-3), (
+            name
+        )
 
 
 def overflow_on_one_rank():
@@ -223,7 +241,13 @@ def overflow_on_one_rank():
         optimizer.step()
         optimizer.zero_grad()
         plugin = fabric.strategy.precision
-        history.append((toy.same_bits(before, toy.weights(net)), plugin.loss_scale.value, plugin.num_skipped_steps))
+        history.append(
+            (
+                toy.same_bits(before, toy.weights(net)),
+                plugin.loss_scale.value,
+                plugin.num_skipped_steps,
+            )
+        )
     return history
 
 
@@ -233,7 +257,9 @@ def test_overflow_on_one_rank_is_a_step_that_all_ranks_skip(two_ranks):
 
 
 def one_step(between_nodes):
-    fabric = fabric_of("32-true", HybridAllReduceStrategy(between_nodes=between_nodes, ranks_per_node=1))
+    fabric = fabric_of(
+        "32-true", HybridAllReduceStrategy(between_nodes=between_nodes, ranks_per_node=1)
+    )
     net = Net()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
     steps_of(fabric, model, optimizer, 1)
@@ -245,7 +271,10 @@ def test_what_happens_between_nodes_is_as_asked(two_ranks, between_nodes):
     mean, _ = two_ranks.run(play, one_step, Mean())
     one, other = two_ranks.run(play, one_step, between_nodes)
     assert toy.same_bits(one, other)
-    moved, of_mean = (one[name] - Net().state_dict()[name] for one, name in ((one, "3.weight"), (mean, "3.weight")))
+    moved, of_mean = (
+        one[name] - Net().state_dict()[name]
+        for one, name in ((one, "3.weight"), (mean, "3.weight"))
+    )
     ratio = float(moved.norm() / of_mean.norm())
     assert 1.05 < ratio < 2 if isinstance(between_nodes, Adasum) else 0.8 < ratio < 1.2
     assert not toy.same_bits(one, mean)
@@ -282,7 +311,9 @@ def test_the_loop_of_the_page_trains_on_two_ranks_and_saves_what_it_trained(two_
 def errors():
     fabric = fabric_of()
     net = Net()
-    model, optimizer = fabric.setup(net, torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(2))], lr=0.1))
+    model, optimizer = fabric.setup(
+        net, torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
+    )
     fabric.backward(model(torch.ones(2, 12)).mean())
     return toy.error_of(optimizer.step)
 
@@ -297,7 +328,9 @@ def test_what_cannot_work_is_refused_by_name(two_ranks):
 
 def test_an_object_with_a_precision_plugin_is_taken():
     plugin = MasterWeightPrecision("16-true", loss_scale=8.0)
-    fabric = Fabric(strategy=HybridAllReduceStrategy(precision=plugin), accelerator="cpu", devices=1)
+    fabric = Fabric(
+        strategy=HybridAllReduceStrategy(precision=plugin), accelerator="cpu", devices=1
+    )
     assert fabric.strategy.precision is plugin
 
 
@@ -328,16 +361,32 @@ if __name__ == "__main__":
 """
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "hybrid_allreduce")
+TORCHRUN = (
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc_per_node=2",
+    "train.py",
+    "hybrid_allreduce",
+)
 
 
 @pytest.mark.long
 def test_every_launcher_trains_the_same_model_and_ends(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    where = {"cwd": tmp_path, "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}}
+    where = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    }
     weights = []
-    for arguments in (("train.py", "hybrid_allreduce"), ("train.py", "hybrid_allreduce_spawn"), TORCHRUN):
-        done = subprocess.run([sys.executable, *arguments], **where, capture_output=True, text=True, timeout=180)
+    for arguments in (
+        ("train.py", "hybrid_allreduce"),
+        ("train.py", "hybrid_allreduce_spawn"),
+        TORCHRUN,
+    ):
+        done = subprocess.run(
+            [sys.executable, *arguments], **where, capture_output=True, text=True, timeout=180
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         weights.append(torch.load(tmp_path / "end.ckpt", weights_only=True)["model"])
         (tmp_path / "end.ckpt").unlink()
@@ -346,7 +395,9 @@ def test_every_launcher_trains_the_same_model_and_ends(tmp_path):
 
 
 def fails(*args, **kwargs):
-    raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation")
+    raise RuntimeError(
+        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation"
+    )
 
 
 def error_beside():
@@ -370,7 +421,9 @@ def error_beside():
 
 def test_a_rank_that_does_not_come_to_a_collective_of_fabrics_is_named(two_ranks):
     for text in two_ranks.run(play, error_beside):
-        assert text.startswith("comm: rank 1 does not come to the collective in which others wait; now with no bucket")
+        assert text.startswith(
+            "comm: rank 1 does not come to the collective in which others wait; now with no bucket"
+        )
         assert "in `error_beside` (test_strategy.py:" in text
 
 

@@ -14,7 +14,9 @@ from recipes.networks.resnet import ResNet
 
 
 def norms_of(module):
-    return [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
+    return [
+        layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)
+    ]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 64])
@@ -37,7 +39,9 @@ def test_equal_micro_batches_leave_what_one_update_leaves(kind, momentum, num_mi
 
 
 def test_every_normalisation_of_a_network_is_corrected_once_and_those_without_running_averages_are_left_alone():
-    network = nn.Sequential(ResNet(depth=18, width=0.125, bn_momentum=0.19), nn.SyncBatchNorm(3, momentum=0.19))
+    network = nn.Sequential(
+        ResNet(depth=18, width=0.125, bn_momentum=0.19), nn.SyncBatchNorm(3, momentum=0.19)
+    )
     assert correct_momentum_(network, accumulate_grad_batches=1) == 0
     assert {layer.momentum for layer in norms_of(network)} == {0.19}
     assert correct_momentum_(network, accumulate_grad_batches=2) == 21
@@ -50,7 +54,9 @@ def test_every_normalisation_of_a_network_is_corrected_once_and_those_without_ru
 NETWORKS = {
     "ResNet-18": lambda **options: ResNet(depth=18, num_classes=4, width=0.125, **options),
     "ResNet-50": lambda **options: ResNet(depth=50, num_classes=4, width=0.125, **options),
-    "AlexNetBN": lambda **options: AlexNetBN(num_classes=4, in_channels=3, image_size=64, width=0.125, **options),
+    "AlexNetBN": lambda **options: AlexNetBN(
+        num_classes=4, in_channels=3, image_size=64, width=0.125, **options
+    ),
 }
 
 
@@ -62,19 +68,27 @@ def is_channels_last_only(tensor):
 @pytest.mark.parametrize("checkpoint_activations", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_layer_keeps_channels_last_forward_and_backward(name, checkpoint_activations):
-    network = NETWORKS[name](checkpoint_activations=checkpoint_activations).to(memory_format=torch.channels_last)
+    network = NETWORKS[name](checkpoint_activations=checkpoint_activations).to(
+        memory_format=torch.channels_last
+    )
     seen, wrong = 0, []
 
     def look(layer, inputs, output):
         nonlocal seen
-        before = inputs[0]  # a copy in between would not show in the output: channels-last weights bring it back
+        before = inputs[
+            0
+        ]  # a copy in between would not show in the output: channels-last weights bring it back
         if before.dim() == 4 and before.shape[2] > 1 and not is_channels_last_only(before):
             wrong.append(layer)
         if output.dim() == 4 and output.shape[2] > 1:
             seen += 1
             wrong.extend([layer] * (not is_channels_last_only(output)))
-            if isinstance(layer, nn.Conv2d):  # the head hands the last layer a gradient in a layout of its own
-                output.register_hook(lambda grad: wrong.extend([layer] * (not is_channels_last_only(grad))))
+            if isinstance(
+                layer, nn.Conv2d
+            ):  # the head hands the last layer a gradient in a layout of its own
+                output.register_hook(
+                    lambda grad: wrong.extend([layer] * (not is_channels_last_only(grad)))
+                )
 
     for layer in network.modules():
         layer.register_forward_hook(look)
@@ -90,7 +104,9 @@ def test_every_layer_keeps_channels_last_forward_and_backward(name, checkpoint_a
 SMALL = {
     "ResNet-18": lambda: ResNet(depth=18, num_classes=4, in_channels=1, width=0.125, stem="small"),
     "ResNet-50": lambda: ResNet(depth=50, num_classes=4, in_channels=1, width=0.0625, stem="small"),
-    "AlexNetBN": lambda: AlexNetBN(num_classes=4, in_channels=1, image_size=16, width=0.0625, bn_position="after_pool"),
+    "AlexNetBN": lambda: AlexNetBN(
+        num_classes=4, in_channels=1, image_size=16, width=0.0625, bn_position="after_pool"
+    ),
 }
 
 
@@ -147,7 +163,9 @@ def runs_per_convolution(network, images):
     for name, layer in network.named_modules():
         if isinstance(layer, nn.Conv2d):
             runs[name] = 0
-            layer.register_forward_hook(lambda *_, name=name: runs.__setitem__(name, runs[name] + 1))
+            layer.register_forward_hook(
+                lambda *_, name=name: runs.__setitem__(name, runs[name] + 1)
+            )
     network(images).sum().backward()
     return runs
 

@@ -17,13 +17,21 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.netlab.bench", description=__doc__.partition(":")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.netlab.bench", description=__doc__.partition(":")[0]
+    )
     parser.add_argument("--recipe", choices=["bench", "tune"], default="bench")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="of each host")
-    parser.add_argument("--mbit", default="100", help="rate of links in each direction, Mbit/s; 100,25: of each host's")
+    parser.add_argument(
+        "--mbit",
+        default="100",
+        help="rate of links in each direction, Mbit/s; 100,25: of each host's",
+    )
     parser.add_argument("--delay-us", type=float, default=200.0, help="one way")
-    parser.add_argument("--interleave", action="store_true", help="ranks go round the hosts instead of host by host")
+    parser.add_argument(
+        "--interleave", action="store_true", help="ranks go round the hosts instead of host by host"
+    )
     parser.add_argument("--limit-s", type=float, default=3600.0, help="then everything is ended")
     parser.add_argument("overrides", nargs="*", help="of the recipe's configuration")
     asked = parser.parse_args()
@@ -43,7 +51,12 @@ def main() -> None:
         interleave=asked.interleave,
     ) as cluster:
         try:
-            command = [sys.executable, str(RECIPES / f"{asked.recipe}.py"), *known, *asked.overrides]
+            command = [
+                sys.executable,
+                str(RECIPES / f"{asked.recipe}.py"),
+                *known,
+                *asked.overrides,
+            ]
             cluster.run(command, timeout_s=asked.limit_s, show_rank_zero=True)
         except ClusterError as error:
             sys.exit(f"error: {error}")

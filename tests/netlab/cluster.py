@@ -122,7 +122,9 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -142,7 +144,9 @@ class Cluster:
 
     def _start_emulator(self) -> None:
         rates = ",".join(f"{rate:g}" for rate in self.mbit_per_s)
-        with tempfile.TemporaryDirectory(prefix="netlab-") as folder:  # a program that runs needs its file no more
+        with tempfile.TemporaryDirectory(
+            prefix="netlab-"
+        ) as folder:  # a program that runs needs its file no more
             binary = Path(folder, "netemu")
             _build(binary)
             self._emulator = subprocess.Popen(
@@ -155,7 +159,9 @@ class Cluster:
         word, *descriptors = self._answer(START_LIMIT_S).split() or [""]
         if word != "ready":
             assert self._emulator.stderr is not None
-            raise ClusterError(f"the network emulator did not start: {self._emulator.stderr.read().decode().strip()}")
+            raise ClusterError(
+                f"the network emulator did not start: {self._emulator.stderr.read().decode().strip()}"
+            )
         self._hosts = [f"/proc/{self._emulator.pid}/fd/{descriptor}" for descriptor in descriptors]
 
     def _answer(self, limit_s: float) -> str:
@@ -186,10 +192,16 @@ class Cluster:
 
     def _inside(self, host: int, command: list[str], text: str) -> None:
         done = subprocess.run(
-            [*self._enter(host), *command], input=text, text=True, capture_output=True, timeout=START_LIMIT_S
+            [*self._enter(host), *command],
+            input=text,
+            text=True,
+            capture_output=True,
+            timeout=START_LIMIT_S,
         )
         if done.returncode:
-            raise ClusterError(f"`{' '.join(command)}` failed in host {host}: {done.stderr.strip()}")
+            raise ClusterError(
+                f"`{' '.join(command)}` failed in host {host}: {done.stderr.strip()}"
+            )
 
     def _enter(self, host: int) -> list[str]:
         if not self._hosts:
@@ -217,7 +229,11 @@ class Cluster:
 
         Without arguments: the link as it was built.
         """
-        rate = self.mbit_per_s[min(host, len(self.mbit_per_s) - 1)] if mbit_per_s is None else mbit_per_s
+        rate = (
+            self.mbit_per_s[min(host, len(self.mbit_per_s) - 1)]
+            if mbit_per_s is None
+            else mbit_per_s
+        )
         self._ask(f"link {host} {rate:g} {loss:g}\n")
 
     def _ask(self, line: str) -> str:
@@ -247,7 +263,9 @@ class Cluster:
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # hosts without names are no news
         }
 
-    def run(self, command: Sequence[str], *, timeout_s: float, show_rank_zero: bool = False) -> list[str]:
+    def run(
+        self, command: Sequence[str], *, timeout_s: float, show_rank_zero: bool = False
+    ) -> list[str]:
         """Run a program on every rank; what each printed, in rank order.
 
         ``show_rank_zero``: let rank 0 print to our own standard output instead.
@@ -267,12 +285,17 @@ class Cluster:
                                 [*self._enter(self.host_of(rank)), *command],
                                 stdin=subprocess.DEVNULL,
                                 stdout=None if show_rank_zero and rank == 0 else output,
-                                stderr=subprocess.STDOUT if not (show_rank_zero and rank == 0) else None,
+                                stderr=subprocess.STDOUT
+                                if not (show_rank_zero and rank == 0)
+                                else None,
                                 env=os.environ | self.environment(rank),
                                 start_new_session=True,
                             )
                         )
-                while any(process.poll() is None for process in processes) and time.monotonic() < deadline_s:
+                while (
+                    any(process.poll() is None for process in processes)
+                    and time.monotonic() < deadline_s
+                ):
                     if any(process.poll() for process in processes):
                         deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
                     time.sleep(0.05)
@@ -289,7 +312,9 @@ class Cluster:
                 for rank, (code, output) in enumerate(zip(codes, outputs, strict=True))
                 if code != 0
             ]
-            raise ClusterError(f"`{' '.join(command)}` failed (limit {timeout_s:g} s)\n" + "\n".join(report))
+            raise ClusterError(
+                f"`{' '.join(command)}` failed (limit {timeout_s:g} s)\n" + "\n".join(report)
+            )
         return outputs
 
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -307,7 +332,9 @@ class Cluster:
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe(duplex=False)
                 host = self._hosts[self.host_of(rank)]
-                process = context.Process(target=_serve, args=(host, self.environment(rank), theirs, payload))
+                process = context.Process(
+                    target=_serve, args=(host, self.environment(rank), theirs, payload)
+                )
                 process.start()
                 theirs.close()
                 pipes.append(ours)
@@ -325,7 +352,9 @@ class Cluster:
                 for rank, reply in enumerate(replies)
                 if reply is None or reply[0] == "error"
             ]
-            raise ClusterError(f"{function.__qualname__} failed (limit {timeout_s:g} s)\n" + "\n".join(report))
+            raise ClusterError(
+                f"{function.__qualname__} failed (limit {timeout_s:g} s)\n" + "\n".join(report)
+            )
         return [pickle.loads(reply[1]) for reply in replies if reply is not None]
 
 
@@ -348,7 +377,10 @@ def why_not() -> str | None:
 
 def _build(binary: Path) -> None:
     done = subprocess.run(
-        ["gcc", "-O2", "-o", str(binary), str(SOURCE)], capture_output=True, text=True, timeout=START_LIMIT_S
+        ["gcc", "-O2", "-o", str(binary), str(SOURCE)],
+        capture_output=True,
+        text=True,
+        timeout=START_LIMIT_S,
     )
     if done.returncode:
         raise ClusterError(f"gcc could not build {SOURCE.name}: {done.stderr}")

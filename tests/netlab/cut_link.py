@@ -22,7 +22,9 @@ from tests.netlab.cluster import CLONE_NEWNET, Cluster
 KINDS = {"third": "abc", "second": "ab", "neither": "ab"}
 
 
-def rank_main(host: str, local: int, port: int, options: dict[str, Any], folder: str, part: dict[str, Any]) -> None:
+def rank_main(
+    host: str, local: int, port: int, options: dict[str, Any], folder: str, part: dict[str, Any]
+) -> None:
     """Train on one rank of a host that is a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(part["namespaces"][host]) as file:
@@ -40,7 +42,9 @@ class LinkedHosts(recovery.Hosts):
 def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Cut off the last host; return when the others made a step, and when and how hosts ended."""
     names = KINDS[kind]
-    with Cluster(num_hosts=len(names) + (kind == "neither"), ranks_per_host=options["ranks"], mbit_per_s=1000) as net:
+    with Cluster(
+        num_hosts=len(names) + (kind == "neither"), ranks_per_host=options["ranks"], mbit_per_s=1000
+    ) as net:
         first = len(names) if kind == "neither" else 0
         meet = ",".join(f"{net.address(host)}:29400" for host in [first, *range(len(names))])
         meet = meet if kind == "neither" else meet.partition(",")[2]
@@ -49,7 +53,10 @@ def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
         run = LinkedHosts(options | {"hosts": len(names)}, folder, part)
         for name in names:
             run.start(name)
-        run.wait("all hosts", lambda: all(all(run.steps(name, hosts=len(names)).values()) for name in names))
+        run.wait(
+            "all hosts",
+            lambda: all(all(run.steps(name, hosts=len(names)).values()) for name in names),
+        )
         time.sleep(random.Random(str(folder)).random())
         net.spoil_link(len(names) - 1, loss=1.0)
         began_s = time.monotonic()
@@ -59,7 +66,11 @@ def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
         def is_over() -> bool:
             run.look()
             ended = {r["host"]: r for r in run.rows if r["event"] == "error"}
-            after = [rows for n in go_on for rows in run.steps(n, since_s=began_s, hosts=len(go_on)).values()]
+            after = [
+                rows
+                for n in go_on
+                for rows in run.steps(n, since_s=began_s, hosts=len(go_on)).values()
+            ]
             if not (all(after) and ended.keys() == set(names) - set(go_on)):
                 return False
             if after:
@@ -73,7 +84,8 @@ def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
             time.sleep(0.01)
         made = [r for r in run.rows if r["event"] == "step"]
         row["with_two_digests"] = sum(
-            len({r["digest"] for r in made if r["step"] == step}) > 1 for step in {r["step"] for r in made}
+            len({r["digest"] for r in made if r["step"] == step}) > 1
+            for step in {r["step"] for r in made}
         )
         for name in names:
             run.end(name)
@@ -82,7 +94,9 @@ def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Cut links, and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--each", type=int, default=3)
@@ -90,7 +104,14 @@ def main() -> None:
     multiprocessing.set_forkserver_preload(
         ["lightning.pytorch", "lightning_hybrid", "recipes.datasets.digits", "tests.preloaded"]
     )
-    options = {"ranks": given.ranks, "with": [], "precision": "16-true", "width": 256, "silent_s": 2.0, "val_s": 0.02}
+    options = {
+        "ranks": given.ranks,
+        "with": [],
+        "precision": "16-true",
+        "width": 256,
+        "silent_s": 2.0,
+        "val_s": 0.02,
+    }
     for number in range(given.each):
         for kind in KINDS:
             print(json.dumps(cut(kind, options, given.out / f"{kind}_{number}")), flush=True)

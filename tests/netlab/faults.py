@@ -27,11 +27,18 @@ class EmulatedHosts(OneHost):
     has_links = True
 
     def __init__(
-        self, num_hosts: int = 2, ranks_per_host: int = 2, mbit_per_s: float = 100.0, delay_us: float = 200.0
+        self,
+        num_hosts: int = 2,
+        ranks_per_host: int = 2,
+        mbit_per_s: float = 100.0,
+        delay_us: float = 200.0,
     ) -> None:
         self.num_hosts, self.ranks_per_host = num_hosts, ranks_per_host
         self._cluster = Cluster(
-            num_hosts=num_hosts, ranks_per_host=ranks_per_host, mbit_per_s=mbit_per_s, delay_us=delay_us
+            num_hosts=num_hosts,
+            ranks_per_host=ranks_per_host,
+            mbit_per_s=mbit_per_s,
+            delay_us=delay_us,
         )
         self._num_runs = 0
 
@@ -40,7 +47,10 @@ class EmulatedHosts(OneHost):
         return self
 
     def __exit__(
-        self, kind: type | None = None, error: BaseException | None = None, trace: TracebackType | None = None
+        self,
+        kind: type | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
     ) -> None:
         self._cluster.close()
 
@@ -56,7 +66,11 @@ class EmulatedHosts(OneHost):
         for host in range(self.num_hosts):
             self.spoil_link(host)
         port = str(29500 + self._num_runs)
-        return {"MASTER_ADDR": self._cluster.address(0), "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "eth0"}
+        return {
+            "MASTER_ADDR": self._cluster.address(0),
+            "MASTER_PORT": port,
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
 
     def spoil_link(self, host: int, *, loss: float = 0.0, mbit_per_s: float | None = None) -> None:
         self._cluster.spoil_link(host, loss=loss, mbit_per_s=mbit_per_s)
@@ -72,7 +86,9 @@ def _enter(namespace: str, name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.netlab.faults", description=__doc__.partition(",")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.netlab.faults", description=__doc__.partition(",")[0]
+    )
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="of each host")
     parser.add_argument("overrides", nargs="*", help="of conf/evidence/faults.yaml")

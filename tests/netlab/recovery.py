@@ -35,7 +35,9 @@ STEPS_BETWEEN = 25
 KINDS = ("kill", "split", "stop", "validation", "epoch", "checkpoint", "joining")
 
 
-def rank_main(host: str, local: int, port: int, options: dict[str, Any], folder: str, part: dict[str, Any]) -> None:
+def rank_main(
+    host: str, local: int, port: int, options: dict[str, Any], folder: str, part: dict[str, Any]
+) -> None:
     """Train on one rank, as a launcher with `--nnodes=1` on each host starts it."""
     import logging
     import warnings
@@ -43,11 +45,19 @@ def rank_main(host: str, local: int, port: int, options: dict[str, Any], folder:
     import torch
 
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{folder}/{name}_{host}_{local}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+        os.dup2(
+            os.open(f"{folder}/{name}_{host}_{local}", os.O_CREAT | os.O_WRONLY | os.O_APPEND),
+            number,
+        )
     num_hosts = options["hosts"] if part.get("is_plain") else 1  # of one launch
     node, port = (ord(host) - ord("a"), part["port"]) if part.get("is_plain") else (0, port)
     rank, world_size = node * options["ranks"] + local, num_hosts * options["ranks"]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world_size), "GROUP_RANK": str(node)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(world_size),
+        "GROUP_RANK": str(node),
+    }
     os.environ |= {"LOCAL_WORLD_SIZE": str(options["ranks"]), "TORCHELASTIC_RUN_ID": "x"}
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if "meet" in part else "lo"
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
@@ -57,7 +67,9 @@ def rank_main(host: str, local: int, port: int, options: dict[str, Any], folder:
     _train(host, local, options, Path(folder), part)
 
 
-def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: dict[str, Any]) -> None:
+def _train(
+    host: str, local: int, options: dict[str, Any], folder: Path, part: dict[str, Any]
+) -> None:
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -99,10 +111,20 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
             self.seen = None if "window" in part else SumMetric()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss, num = functional.cross_entropy(self.head(self.layers(batch[0])).float(), batch[1]), len(batch[1])
+            loss, num = (
+                functional.cross_entropy(self.head(self.layers(batch[0])).float(), batch[1]),
+                len(batch[1]),
+            )
             if "window" not in part:
                 self.log("images", float(num), on_step=False, on_epoch=True, reduce_fx="sum")
-                self.log("all_images", float(num), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+                self.log(
+                    "all_images",
+                    float(num),
+                    on_step=False,
+                    on_epoch=True,
+                    reduce_fx="sum",
+                    sync_dist=True,
+                )
                 self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=num)
                 self.seen(num)
                 self.log("seen", self.seen, on_step=False, on_epoch=True)
@@ -128,15 +150,23 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
                     note(event="go", step=trainer.global_step, processor_s=time.process_time())
                 return
             of_ema = averages._average_model.module.state_dict() if averages else {}
-            tensors = {**module.state_dict(), **{f"average of {name}": one for name, one in of_ema.items()}}
+            tensors = {
+                **module.state_dict(),
+                **{f"average of {name}": one for name, one in of_ema.items()},
+            }
             values = [one.detach().numpy().tobytes() for one in tensors.values()]
-            rate, loss = trainer.optimizers[0].param_groups[0]["lr"], float(trainer.callback_metrics["loss_step"])
+            rate, loss = (
+                trainer.optimizers[0].param_groups[0]["lr"],
+                float(trainer.callback_metrics["loss_step"]),
+            )
             values.append(repr((rate, loss)).encode())
             digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
             views = strategy._fit._views
             hosts, view = views.topology.num_nodes, views.groups.number
             note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts, view=view)
-            if trainer.global_step == part["end"] and "to" in part:  # at the end of the fit the module has the average
+            if (
+                trainer.global_step == part["end"] and "to" in part
+            ):  # at the end of the fit the module has the average
                 trainer.save_checkpoint(part["to"])
             time.sleep(PAUSE_S)
 
@@ -148,7 +178,11 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             logged = trainer.callback_metrics
-            counts = {name: float(logged[name]) for name in ("images", "all_images", "seen") if name in logged}
+            counts = {
+                name: float(logged[name])
+                for name in ("images", "all_images", "seen")
+                if name in logged
+            }
             note(event="epoch", epoch=trainer.current_epoch, **counts)
 
     class Rows(Logger):
@@ -170,7 +204,8 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         strategy_type = HybridElasticStrategy
     strategy = strategy_type(
         between_nodes=Mean(
-            dtype="int8" if "int8" in options["with"] else None, error_feedback="feedback" in options["with"]
+            dtype="int8" if "int8" in options["with"] else None,
+            error_feedback="feedback" in options["with"],
         ),
         shard_update="node" if "shard_update" in options["with"] else "off",
         **ways,
@@ -178,12 +213,18 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     if host in part.get("spoilt", ""):
         views.Views._load = partialmethod(_spoil, views.Views._load)  # type: ignore[assignment, method-assign]
     if (host, local) == ("a", options["ranks"] - 1):
-        elastic_fit.ElasticFit._is_whole = partialmethod(_late, elastic_fit.ElasticFit._is_whole, folder)  # type: ignore[assignment, method-assign]
+        elastic_fit.ElasticFit._is_whole = partialmethod(
+            _late, elastic_fit.ElasticFit._is_whole, folder
+        )  # type: ignore[assignment, method-assign]
     # With `shard_update` a rank averages its own part of the weights.
     has_averages = "window" not in part and "shard_update" not in options["with"]
     averages = MasterWeightAveraging(0.9) if has_averages else None
     averages_and_note = [*([averages] if averages else []), Note()]
-    wandb = [WandbLogger(id="recovery", offline=True, save_dir=folder)] if "wandb" in options["with"] else []
+    wandb = (
+        [WandbLogger(id="recovery", offline=True, save_dir=folder)]
+        if "wandb" in options["with"]
+        else []
+    )
     data = DigitsDataModule(global_batch_size=8 * options["ranks"] * num_hosts, seed=0)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -192,7 +233,10 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         strategy=strategy,
         precision=options["precision"],
         max_steps=part["end"],
-        callbacks=[*averages_and_note, ModelCheckpoint(folder / "checkpoints", every_n_train_steps=20)],
+        callbacks=[
+            *averages_and_note,
+            ModelCheckpoint(folder / "checkpoints", every_n_train_steps=20),
+        ],
         logger=False if "window" in part else [Rows(), *wandb],
         log_every_n_steps=1,
         enable_progress_bar=False,
@@ -203,7 +247,9 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     try:
         trainer.fit(module, datamodule=data, ckpt_path=part.get("from"), weights_only=False)
     except BaseException as error:
-        if isinstance(error, IsolatedError) and not trainer.global_step:  # it has joined nothing yet
+        if (
+            isinstance(error, IsolatedError) and not trainer.global_step
+        ):  # it has joined nothing yet
             sys.exit(75)
         note(event="error", error=f"{type(error).__name__}: {error}"[:2000])
         raise
@@ -246,7 +292,9 @@ class Hosts:
         port = _free_port()
         self.running[host] = [
             self._context.Process(
-                target=self.main, args=(host, local, port, self._options, str(self.folder), self._part), daemon=True
+                target=self.main,
+                args=(host, local, port, self._options, str(self.folder), self._part),
+                daemon=True,
             )
             for local in range(self._options["ranks"])
         ]
@@ -281,23 +329,33 @@ class Hosts:
         self.rows += sorted(new, key=lambda row: row["t"])
         return new
 
-    def wait(self, what: str, is_there: Any, *, limit_s: float = 120.0, restarts: bool = False) -> None:
+    def wait(
+        self, what: str, is_there: Any, *, limit_s: float = 120.0, restarts: bool = False
+    ) -> None:
         """Wait until something is in the rows; `restarts` a host that has ended itself, as its launcher does."""
         ends_s = time.monotonic() + limit_s
         while not is_there():
-            for name in [name for name in self.running if restarts and self._has_ended_itself(name)]:
+            for name in [
+                name for name in self.running if restarts and self._has_ended_itself(name)
+            ]:
                 self.num_restarts += 1
                 self.end(name)
                 self.start(name)
             if any(row["event"] == "error" for row in self.look()):
-                raise RuntimeError(f"{what}: {[row for row in self.rows if row['event'] == 'error']}")
+                raise RuntimeError(
+                    f"{what}: {[row for row in self.rows if row['event'] == 'error']}"
+                )
             if time.monotonic() > ends_s:
                 raise TimeoutError(f"{what}: not in {limit_s:g} s; {self.folder}")
             time.sleep(0.005)
 
-    def steps(self, host: str, *, since_s: float = 0.0, hosts: int | None = None) -> dict[int, list[dict[str, Any]]]:
+    def steps(
+        self, host: str, *, since_s: float = 0.0, hosts: int | None = None
+    ) -> dict[int, list[dict[str, Any]]]:
         """Return the rows of steps of a host's ranks, by local rank."""
-        found: dict[int, list[dict[str, Any]]] = {local: [] for local in range(self._options["ranks"])}
+        found: dict[int, list[dict[str, Any]]] = {
+            local: [] for local in range(self._options["ranks"])
+        }
         for row in self.rows:
             is_one = row["event"] == "step" and row["host"] == host and row["t"] > since_s
             if is_one and hosts in (None, row["hosts"]):
@@ -312,7 +370,9 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
     run = Hosts(options, folder, {"end": STEPS_BETWEEN * (options["losses"] * 3 + 4)})
     for name in names:
         run.start(name)
-        time.sleep(2.0 * (name == "a"))  # it takes the first address: where hosts are silent, its half goes on
+        time.sleep(
+            2.0 * (name == "a")
+        )  # it takes the first address: where hosts are silent, its half goes on
     num_all = options["hosts"]
     run.wait("all hosts", lambda: all(run.steps(name, hosts=num_all)[0] for name in names))
     for number in range(options["losses"]):
@@ -324,7 +384,9 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
         if kind == "split":
             (run.folder / "split").touch()
             run.wait("a late rank", (run.folder / "split_now").exists)
-            if num_all - options["lost"] > 1:  # a host that is not lost steps, and the first has not
+            if (
+                num_all - options["lost"] > 1
+            ):  # a host that is not lost steps, and the first has not
                 stays = next(name for name in names if name not in [*lost, "a"])
                 run.wait(
                     "one has stepped",
@@ -342,17 +404,23 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
         num_left = len(left)
         run.wait(
             f"loss {number} ({kind} of {lost})",
-            lambda: all(all(run.steps(name, since_s=began_s, hosts=num_left).values()) for name in left),
+            lambda: all(
+                all(run.steps(name, since_s=began_s, hosts=num_left).values()) for name in left
+            ),
         )
         after_s = max(
-            rows[0]["t"] for name in left for rows in run.steps(name, since_s=began_s, hosts=num_left).values()
+            rows[0]["t"]
+            for name in left
+            for rows in run.steps(name, since_s=began_s, hosts=num_left).values()
         )
         for name in lost:
             run.end(name)
         joins_s = time.monotonic()
         for name in sorted(lost):
             run.start(name)
-            time.sleep(2.0 * (name == "a" and "stop" in options["kinds"]))  # it takes the first address again
+            time.sleep(
+                2.0 * (name == "a" and "stop" in options["kinds"])
+            )  # it takes the first address again
         run.wait(
             "joined",
             lambda: all(all(run.steps(n, since_s=joins_s, hosts=num_all).values()) for n in names),
@@ -360,7 +428,9 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
         )
         rows = [row for row in run.steps(left[0])[0] if row["t"] > joins_s]
         pauses = [later["t"] - row["t"] for row, later in pairwise(rows)]
-        losses.append({"kind": kind, "lost": lost, "seconds": after_s - began_s, "join_wait_s": max(pauses)})
+        losses.append(
+            {"kind": kind, "lost": lost, "seconds": after_s - began_s, "join_wait_s": max(pauses)}
+        )
         seconds = f"{losses[-1]['seconds']:.2f} s; join: others wait {max(pauses):.2f} s"
         print(f"loss {number + 1:2d} {kind:5s} of {','.join(lost)}: {seconds}", flush=True)
     run.look()
@@ -372,7 +442,9 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
 def _lose_a_joiner(run: Hosts, lost: list[str], left: list[str]) -> None:
     # A host is lost, comes again, and is lost as it joins.
     began_s = min(run.signal(name, signal.SIGKILL) for name in lost)
-    run.wait("others go on", lambda: all(all(run.steps(name, since_s=began_s).values()) for name in left))
+    run.wait(
+        "others go on", lambda: all(all(run.steps(name, since_s=began_s).values()) for name in left)
+    )
     for name in lost:
         run.end(name)
         run.start(name)
@@ -383,7 +455,9 @@ def parts_of(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
     """Return (first step, end, hosts) of each view of a run."""
     made: dict[int, tuple[int, int]] = {}  # view and hosts by step
     for row in sorted(rows, key=lambda row: row["t"]):
-        if row["event"] == "step":  # who has it first has made it, and who takes it from that one is in another view
+        if (
+            row["event"] == "step"
+        ):  # who has it first has made it, and who takes it from that one is in another view
             made.setdefault(row["step"], (row["view"], row["hosts"]))
     parts = []
     for (_, hosts), steps in groupby(sorted(made), key=made.__getitem__):
@@ -392,7 +466,9 @@ def parts_of(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
     return parts
 
 
-def reference(options: dict[str, Any], folder: Path, parts: list[tuple[int, int, int]]) -> dict[int, str]:
+def reference(
+    options: dict[str, Any], folder: Path, parts: list[tuple[int, int, int]]
+) -> dict[int, str]:
     """Run each part by as many hosts, from a checkpoint of the part before; return the digest of each step."""
     digests: dict[int, str] = {}
     checkpoint = None
@@ -406,7 +482,10 @@ def reference(options: dict[str, Any], folder: Path, parts: list[tuple[int, int,
         names = [chr(ord("a") + place) for place in range(hosts)]
         for name in names:
             run.start(name)
-        run.wait(f"part {number}", lambda: sum(r["event"] == "end" for r in run.rows) == hosts * options["ranks"])
+        run.wait(
+            f"part {number}",
+            lambda: sum(r["event"] == "end" for r in run.rows) == hosts * options["ranks"],
+        )
         for name in names:
             run.end(name)
         for row in run.rows:
@@ -418,7 +497,9 @@ def reference(options: dict[str, Any], folder: Path, parts: list[tuple[int, int,
     return digests
 
 
-def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | None) -> dict[str, Any]:
+def report(
+    run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | None
+) -> dict[str, Any]:
     """Return what was measured, and what of the steps is wrong."""
     steps = [row for row in run.rows if row["event"] == "step"]
     per_process: dict[str, list[int]] = {}
@@ -430,18 +511,28 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
         "losses": len(losses),
         "ended_themselves": run.num_restarts,
         "steps": len({row["step"] for row in steps}),
-        "twice_or_missing": sum(made != list(range(made[0], made[0] + len(made))) for made in per_process.values()),
-        "with_two_digests": sum(
-            len({r["digest"] for r in steps if r["step"] == step}) > 1 for step in {r["step"] for r in steps}
+        "twice_or_missing": sum(
+            made != list(range(made[0], made[0] + len(made))) for made in per_process.values()
         ),
-        **{f"{name}_per_epoch": sorted({row[name] for row in epochs}) for name in ("images", "all_images", "seen")},
+        "with_two_digests": sum(
+            len({r["digest"] for r in steps if r["step"] == step}) > 1
+            for step in {r["step"] for r in steps}
+        ),
+        **{
+            f"{name}_per_epoch": sorted({row[name] for row in epochs})
+            for name in ("images", "all_images", "seen")
+        },
         "rows": len(logged),
-        "rows_lost": len({row["step"] for row in steps} - {steps[-1]["step"]} - {step for step, _ in logged}),
+        "rows_lost": len(
+            {row["step"] for row in steps} - {steps[-1]["step"]} - {step for step, _ in logged}
+        ),
         "rows_twice": len(logged) - len(set(logged)),
         "rows_of_two_values": len(set(logged)) - len({step for step, _ in logged}),
     }
     if wanted is not None:
-        found["differ_from_reference"] = sum(wanted.get(row["step"]) != row["digest"] for row in steps)
+        found["differ_from_reference"] = sum(
+            wanted.get(row["step"]) != row["digest"] for row in steps
+        )
     for kind in KINDS:
         if times := [one["seconds"] for one in losses if one["kind"] == kind]:
             found[kind] = {
@@ -458,18 +549,32 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
     return found
 
 
-def healthy(options: dict[str, Any], folder: Path, *, num_pairs: int, window: int = 60) -> dict[str, Any]:
+def healthy(
+    options: dict[str, Any], folder: Path, *, num_pairs: int, window: int = 60
+) -> dict[str, Any]:
     """Compare processor time of steps with `elastic` and without: two runs that stop and go in turns, as one waits."""
-    num, names = options["hosts"] * options["ranks"], [chr(ord("a") + place) for place in range(options["hosts"])]
+    num, names = (
+        options["hosts"] * options["ranks"],
+        [chr(ord("a") + place) for place in range(options["hosts"])],
+    )
     runs: dict[bool, Hosts] = {}
     for is_plain in (False, True):
-        part = {"end": window * (num_pairs + 3), "window": window, "is_plain": is_plain, "port": _free_port()}
+        part = {
+            "end": window * (num_pairs + 3),
+            "window": window,
+            "is_plain": is_plain,
+            "port": _free_port(),
+        }
         runs[is_plain] = Hosts(options, folder / f"pair_{is_plain}", part)
         for name in names:
             runs[is_plain].start(name)
 
     def at(run: Hosts, event: str, step: int) -> list[float]:
-        return [row["processor_s"] for row in run.rows if (row["event"], row.get("step")) == (event, step)]
+        return [
+            row["processor_s"]
+            for row in run.rows
+            if (row["event"], row.get("step")) == (event, step)
+        ]
 
     def go(run: Hosts, step: int) -> float:
         (run.folder / f"go_{step}").touch()
@@ -482,23 +587,39 @@ def healthy(options: dict[str, Any], folder: Path, *, num_pairs: int, window: in
     pairs, sums = [], {False: 0.0, True: 0.0}
     for pair in range(num_pairs):
         step = (pair + 2) * window
-        seconds = {is_plain: go(runs[is_plain], step) for is_plain in ((False, True) if pair % 2 else (True, False))}
+        seconds = {
+            is_plain: go(runs[is_plain], step)
+            for is_plain in ((False, True) if pair % 2 else (True, False))
+        }
         pairs.append(seconds[False] / seconds[True])
         sums = {is_plain: sums[is_plain] + each for is_plain, each in seconds.items()}
         print(
-            f"pair {pair + 1}: {seconds[False] * 1e3:.2f} ms of {seconds[True] * 1e3:.2f}: {pairs[-1]:.3f}", flush=True
+            f"pair {pair + 1}: {seconds[False] * 1e3:.2f} ms of {seconds[True] * 1e3:.2f}: {pairs[-1]:.3f}",
+            flush=True,
         )
     for run in runs.values():
         for name in names:
             run.end(name)
     low, middle, high = statistics.quantiles(pairs, n=4)
-    found = {"ratio": middle, "quartiles": [low, high], "least": min(pairs), "most": max(pairs), "pairs": num_pairs}
-    return found | {"ratio_of_sums": sums[False] / sums[True], "plain_ms": sums[True] / num_pairs * 1e3}
+    found = {
+        "ratio": middle,
+        "quartiles": [low, high],
+        "least": min(pairs),
+        "most": max(pairs),
+        "pairs": num_pairs,
+    }
+    return found | {
+        "ratio_of_sums": sums[False] / sums[True],
+        "plain_ms": sums[True] / num_pairs * 1e3,
+    }
 
 
 def _free_port() -> int:
     while True:  # below 32768: the kernel gives others to connections, before it is used
-        with suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(20000, 32768))) as one:
+        with (
+            suppress(OSError),
+            socket.create_server(("127.0.0.1", random.randrange(20000, 32768))) as one,
+        ):
             return int(one.getsockname()[1])
 
 
@@ -508,7 +629,9 @@ def _free_addresses(number: int) -> str:
 
 def main() -> None:
     """Lose hosts, compare, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
@@ -520,7 +643,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-reference", action="store_true")
-    parser.add_argument("--healthy", type=int, default=0, help="pairs of runs without losses, in place of losses")
+    parser.add_argument(
+        "--healthy", type=int, default=0, help="pairs of runs without losses, in place of losses"
+    )
     given = parser.parse_args()
     options = vars(given) | {"with": given.with_.split(","), "kinds": given.kinds.split(",")}
     options |= {"out": str(given.out), "silent_s": 2.0, "val_s": 0.02}
@@ -531,7 +656,11 @@ def main() -> None:
         print(json.dumps(healthy(options, given.out, num_pairs=given.healthy)))
         return
     run, losses = disturbed(options, given.out / "run")
-    wanted = None if given.no_reference else reference(options, given.out / "reference", parts_of(run.rows))
+    wanted = (
+        None
+        if given.no_reference
+        else reference(options, given.out / "reference", parts_of(run.rows))
+    )
     found = report(run, losses, wanted)
     (given.out / "recovery.json").write_text(
         json.dumps({"options": options, "found": found, "losses": losses}, indent=1)

@@ -8,13 +8,36 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["allreduce.max_bytes=1024", "allreduce.num_rounds=2", "allreduce.dtypes=[float32]", "steps=null"]
+SMALL = [
+    "allreduce.max_bytes=1024",
+    "allreduce.num_rounds=2",
+    "allreduce.dtypes=[float32]",
+    "steps=null",
+]
 
 
 @pytest.mark.long
 def test_one_command_benches_an_emulated_cluster(cluster_or_skip, tmp_path):
-    options = ["--hosts", "2", "--ranks", "1", "--mbit", "800", "--delay-us", "5000", "--limit-s", "100"]
-    command = [sys.executable, "-m", "tests.netlab.bench", *options, f"hydra.run.dir={tmp_path}", *SMALL]
+    options = [
+        "--hosts",
+        "2",
+        "--ranks",
+        "1",
+        "--mbit",
+        "800",
+        "--delay-us",
+        "5000",
+        "--limit-s",
+        "100",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.netlab.bench",
+        *options,
+        f"hydra.run.dir={tmp_path}",
+        *SMALL,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     head, *rows = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
@@ -29,8 +52,24 @@ def test_one_command_benches_an_emulated_cluster(cluster_or_skip, tmp_path):
 def test_tune_finds_the_links_that_were_built(cluster_or_skip, tmp_path):
     """800 Mbit/s and 5 ms one way. Half a round trip is above what was built, by what hosts and emulator take, and far
     below a whole one, or one with consent: 10 ms."""
-    options = ["--recipe", "tune", "--hosts", "2", "--ranks", "1", "--mbit", "800", "--delay-us", "5000"]
-    small = ["measure.limit_s=20", "measure.max_bytes=4194304", "model=alexnet_bn", "image_shape=[1,16,16]"]
+    options = [
+        "--recipe",
+        "tune",
+        "--hosts",
+        "2",
+        "--ranks",
+        "1",
+        "--mbit",
+        "800",
+        "--delay-us",
+        "5000",
+    ]
+    small = [
+        "measure.limit_s=20",
+        "measure.max_bytes=4194304",
+        "model=alexnet_bn",
+        "image_shape=[1,16,16]",
+    ]
     command = [sys.executable, "-m", "tests.netlab.bench", *options, "--limit-s", "150"]
     command += [f"hydra.run.dir={tmp_path}", "measure.algorithms=[parallel_flat]", *small]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)

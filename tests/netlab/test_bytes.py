@@ -20,11 +20,19 @@ from tests.netlab.cluster import Cluster
 
 NUM_BYTES = 4 * 2**20
 TOLERANCE = 0.02
-LAYOUTS = {"2x2": (2, 2, False), "4x2": (4, 2, False), "4x2 interleaved": (4, 2, True), "2x3": (2, 3, False)}
+LAYOUTS = {
+    "2x2": (2, 2, False),
+    "4x2": (4, 2, False),
+    "4x2 interleaved": (4, 2, True),
+    "2x3": (2, 3, False),
+}
 QUICK = ("2x3",)
 DTYPES = (torch.float32, torch.float16)
 CODECS = (Codec(bits=8), Codec(bits=4))
-WITH_SUMS_OF_NODES = ("hierarchical", "two_level")  # where nodes have several ranks, a codec is for these
+WITH_SUMS_OF_NODES = (
+    "hierarchical",
+    "two_level",
+)  # where nodes have several ranks, a codec is for these
 ALGORITHMS = get_args(Algorithm)
 
 
@@ -38,7 +46,11 @@ def sent():
     """Bytes that this host has sent since it exists, by its kernel: between hosts (eth0), and inside (lo)."""
     dist.barrier()  # everybody has sent
     with open("/proc/self/net/dev") as file:
-        found = {words[0]: int(words[9]) for words in map(str.split, file) if words[0] in ("eth0:", "lo:")}
+        found = {
+            words[0]: int(words[9])
+            for words in map(str.split, file)
+            if words[0] in ("eth0:", "lo:")
+        }
     dist.barrier()  # nobody goes on before everybody has read
     return found["eth0:"], found["lo:"]
 
@@ -51,7 +63,11 @@ def counted(send):
 
 def engine_of(plan, **options):
     return CommEngine(
-        topology=Topology.discover(), plan=plan, timeout=timedelta(seconds=30), device=torch.device("cpu"), **options
+        topology=Topology.discover(),
+        plan=plan,
+        timeout=timedelta(seconds=30),
+        device=torch.device("cpu"),
+        **options,
     )
 
 
@@ -71,19 +87,26 @@ def sums_and_bytes(algorithms, dtypes, codecs):
         for dtype in dtypes if codec is None else (torch.float32,):
             flat = torch.ones(NUM_BYTES // dtype.itemsize, dtype=dtype)
             more = {"adasum_numels": (1000, flat.numel() - 1000)} if is_adasum else {}
-            across, inside = counted(lambda: engine.submit(flat, bucket_index=0, is_last=True, **more).wait())
+            across, inside = counted(
+                lambda: engine.submit(flat, bucket_index=0, is_last=True, **more).wait()
+            )
             found[algorithm, codec or dtype] = (flat.unique().tolist(), across, inside)
         engine.close()
     return found
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in LAYOUTS]
+    scope="module",
+    params=[
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in LAYOUTS
+    ],
 )
 def measured(request, cluster_or_skip):
     """(layout, what the ranks found, what the emulator counted)."""
     num_hosts, ranks_per_host, interleave = LAYOUTS[request.param]
-    with Cluster(num_hosts=num_hosts, ranks_per_host=ranks_per_host, mbit_per_s=2000, interleave=interleave) as cluster:
+    with Cluster(
+        num_hosts=num_hosts, ranks_per_host=ranks_per_host, mbit_per_s=2000, interleave=interleave
+    ) as cluster:
         found = cluster.call(sums_and_bytes, ALGORITHMS, DTYPES, CODECS, timeout_s=60)
         return LAYOUTS[request.param], found, cluster.traffic()
 
@@ -98,7 +121,9 @@ def test_the_busiest_host_sends_what_the_algorithm_claims(measured, algorithm, d
     across = max(of_rank[algorithm, dtype][1] for of_rank in found)
     inside = max(of_rank[algorithm, dtype][2] for of_rank in found)
     assert claim.across <= across <= claim.across * (1 + TOLERANCE)
-    assert claim.inside <= inside <= claim.inside * (1 + TOLERANCE) + 2**16  # barriers, where nothing else is sent
+    assert (
+        claim.inside <= inside <= claim.inside * (1 + TOLERANCE) + 2**16
+    )  # barriers, where nothing else is sent
 
 
 @pytest.mark.long
@@ -109,17 +134,29 @@ def test_adasum_sends_between_hosts_what_a_hierarchical_sum_sends(cluster_or_ski
         found = cluster.call(sums_and_bytes, ["adasum"], DTYPES, [], timeout_s=60)
     claim = traffic_of("hierarchical", topology_of(num_hosts, 2, False), NUM_BYTES).across
     for dtype in DTYPES:
-        assert [of_rank["adasum", dtype][0] for of_rank in found] == [[2.0]] * len(found)  # the sum in the node
-        assert claim <= max(of_rank["adasum", dtype][1] for of_rank in found) <= claim * (1 + TOLERANCE)
+        assert [of_rank["adasum", dtype][0] for of_rank in found] == [[2.0]] * len(
+            found
+        )  # the sum in the node
+        assert (
+            claim
+            <= max(of_rank["adasum", dtype][1] for of_rank in found)
+            <= claim * (1 + TOLERANCE)
+        )
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("algorithm", WITH_SUMS_OF_NODES)
-def test_through_a_codec_the_busiest_host_sends_what_the_algorithm_claims(measured, algorithm, codec):
+def test_through_a_codec_the_busiest_host_sends_what_the_algorithm_claims(
+    measured, algorithm, codec
+):
     layout, found, _ = measured
     wire = codec.message_bytes(NUM_BYTES // 4)
-    claim = traffic_of(algorithm, topology_of(*layout), NUM_BYTES, num_bytes_across=wire, is_ring=False)
-    across, inside = (max(of_rank[algorithm, codec][place] for of_rank in found) for place in (1, 2))
+    claim = traffic_of(
+        algorithm, topology_of(*layout), NUM_BYTES, num_bytes_across=wire, is_ring=False
+    )
+    across, inside = (
+        max(of_rank[algorithm, codec][place] for of_rank in found) for place in (1, 2)
+    )
     # Of these smaller buffers barriers, the checksum of the order and headers, which go to each other host, are more
     # than the tolerance: 13 kB with two hosts, 42 kB with four, and with other work on the machine 90 kB.
     others = layout[0] - 1

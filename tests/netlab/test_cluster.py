@@ -64,7 +64,9 @@ def test_links_have_the_rate_and_the_delay(slow):
 @pytest.mark.parametrize("interleave", [False, True])
 def test_ranks_of_a_host_share_a_network_and_know_their_place(cluster_or_skip, interleave):
     with Cluster(num_hosts=2, ranks_per_host=2, mbit_per_s=1000, interleave=interleave) as cluster:
-        outputs = [line.split() for line in cluster.run([sys.executable, "-c", PROGRAM], timeout_s=30)]
+        outputs = [
+            line.split() for line in cluster.run([sys.executable, "-c", PROGRAM], timeout_s=30)
+        ]
     ranks, local_ranks, networks = zip(*outputs, strict=True)
     assert ranks == ("0", "1", "2", "3")
     assert local_ranks == (("0", "0", "1", "1") if interleave else ("0", "1", "0", "1"))

@@ -72,28 +72,44 @@ class Deep(pl.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, WIDTH), *(self.kind(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
+        self.net = nn.Sequential(
+            nn.Linear(8, WIDTH), *(self.kind(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+        )
 
     def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()
 
     def configure_optimizers(self):
-        return LARS(self.parameters(), lr=0.1, fused=True)  # which takes gradients of its own parts alone
+        return LARS(
+            self.parameters(), lr=0.1, fused=True
+        )  # which takes gradients of its own parts alone
 
 
 def fit_of_deep(module, looks, **options):
     images = DataLoader(torch.randn(NUM_BATCHES, 8), batch_size=1)
     comm = Comm(plan=CommPlan(algorithm="two_level", bucket_bytes=2 * WIDTH**2))
     options |= {"precision": "16-true", "loss_scale": 1, "comm": comm}
-    return fit(None, module, train=images, max_epochs=1, use_distributed_sampler=False, callbacks=looks, **options)
+    return fit(
+        None,
+        module,
+        train=images,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=looks,
+        **options,
+    )
 
 
 def sent_by_steps():
     """Between hosts, from the third step to the last, of each value of the option."""
     found = {}
     for scope in ("off", "world"):
-        looks = at(on_train_batch_start=lambda t, m, b, i: sent()[0] if i in (2, NUM_BATCHES - 1) else None)
-        begin, end = filter(None, fit_of_deep(Deep, looks, shard_update=scope).looks["on_train_batch_start"])
+        looks = at(
+            on_train_batch_start=lambda t, m, b, i: sent()[0] if i in (2, NUM_BATCHES - 1) else None
+        )
+        begin, end = filter(
+            None, fit_of_deep(Deep, looks, shard_update=scope).looks["on_train_batch_start"]
+        )
         found[scope] = (end - begin) / (NUM_BATCHES - 3)
     return found
 
@@ -104,8 +120,12 @@ def test_a_step_shared_by_all_sends_the_two_halves_of_an_all_reduce(cluster_or_s
         found = cluster.call(sent_by_steps, timeout_s=180)
     whole, shared = (max(of_rank[scope] for of_rank in found) for scope in ("off", "world"))
     claim = 2 * 3 / 4 * 2 * sum(one.numel() for one in Deep().parameters())
-    print(f"a step sends {shared:,.0f} bytes, {shared / claim:.4f} of the formula; not shared {whole / claim:.4f}")
-    assert claim <= shared <= claim * (1 + TOLERANCE) + 2**16  # barriers, verdicts and checksums of four ranks
+    print(
+        f"a step sends {shared:,.0f} bytes, {shared / claim:.4f} of the formula; not shared {whole / claim:.4f}"
+    )
+    assert (
+        claim <= shared <= claim * (1 + TOLERANCE) + 2**16
+    )  # barriers, verdicts and checksums of four ranks
     assert shared == pytest.approx(whole, rel=TOLERANCE)
 
 
@@ -147,8 +167,14 @@ def seconds_of_steps():
     times_s, (gathers_s, *_) = zip(*seen.looks["on_train_batch_start"], strict=True)
     steps_s = [after - before for before, after in itertools.pairwise(times_s)]
     # The gather before the first of three was of the other kind, and the first three compare what they submit.
-    at_once, late = ([i for i in range(3, NUM_BATCHES - 1) if i % 3 and i // 3 % 2 == turn] for turn in (0, 1))
-    some = ([steps_s[i] for i in at_once], [gathers_s[i] for i in at_once], [steps_s[i] for i in late])
+    at_once, late = (
+        [i for i in range(3, NUM_BATCHES - 1) if i % 3 and i // 3 % 2 == turn] for turn in (0, 1)
+    )
+    some = (
+        [steps_s[i] for i in at_once],
+        [gathers_s[i] for i in at_once],
+        [steps_s[i] for i in late],
+    )
     return [statistics.median(each) for each in some]
 
 
@@ -158,7 +184,9 @@ def test_forward_hides_the_gather_of_weights(cluster_or_skip):
     with Cluster(num_hosts=2, ranks_per_host=1, mbit_per_s=40, delay_us=200) as cluster:
         at_once_s, gather_s, late_s = cluster.call(seconds_of_steps, timeout_s=300)[0]
     hidden = (at_once_s - late_s) / gather_s
-    print(f"a step {at_once_s:.3f} s with a gather of {gather_s:.3f} s, {late_s:.3f} s with {hidden:.0%} of it hidden")
+    print(
+        f"a step {at_once_s:.3f} s with a gather of {gather_s:.3f} s, {late_s:.3f} s with {hidden:.0%} of it hidden"
+    )
     assert hidden > 0.5
 
 
@@ -191,9 +219,14 @@ def test_slices_send_their_images_and_no_gradients(cluster_or_skip):
         found = cluster.call(sent_by_slices, timeout_s=300)
     pair, cut, whole = (max(of_ranks) for of_ranks in zip(*found, strict=True))
     rows = NUM_SLICES * 2 * (NUM_SLICES - 1) * NUM_IMAGES * 2
-    claims = rows * (NUM_INPUTS + NUM_FEATURES), rows * (NUM_INPUTS + 2 * NUM_FEATURES + NUM_CLASSES // NUM_SLICES)
+    claims = (
+        rows * (NUM_INPUTS + NUM_FEATURES),
+        rows * (NUM_INPUTS + 2 * NUM_FEATURES + NUM_CLASSES // NUM_SLICES),
+    )
     for one, claim in zip((pair, cut), claims, strict=True):
-        assert claim <= one <= claim * (1 + TOLERANCE) + 2**19  # barriers and counts of images of eight ranks
+        assert (
+            claim <= one <= claim * (1 + TOLERANCE) + 2**19
+        )  # barriers and counts of images of eight ranks
     whole_fc8 = NUM_SLICES * 2 * (NUM_SLICES - 1) / NUM_SLICES * NUM_FEATURES * NUM_CLASSES * 2
     assert whole / (pair + whole_fc8) == pytest.approx(5.4, rel=0.05)
     assert whole / cut == pytest.approx(6.5, rel=0.05)
@@ -208,12 +241,20 @@ def sent_by_transformers():
     layer = nn.TransformerEncoderLayer(HIDDEN, 12, 4 * HIDDEN, batch_first=True)
     ends = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY))
     net, ranks = nn.Sequential(layer, ends), NodeRanks(dist.group.WORLD)
-    groups = [("0.self_attn", "0.self_attn.out_proj"), ("0.linear1", "0.linear2"), ("1.0",), ("1.1",)]
+    groups = [
+        ("0.self_attn", "0.self_attn.out_proj"),
+        ("0.linear1", "0.linear2"),
+        ("1.0",),
+        ("1.1",),
+    ]
     cut_(net, groups, ranks)
     x = torch.randn(8, 32, HIDDEN, requires_grad=True)
     tokens = torch.randint(VOCABULARY, (8, 32))
     logits = torch.randn(NUM_SHARING * 8, 32, -(-VOCABULARY // NUM_SHARING), requires_grad=True)
-    losses_of, whole = vars(ends[1])["sliced"].losses_of, [torch.empty_like(logits) for _ in range(NUM_SHARING)]
+    losses_of, whole = (
+        vars(ends[1])["sliced"].losses_of,
+        [torch.empty_like(logits) for _ in range(NUM_SHARING)],
+    )
     return [
         counted_again(lambda: layer._sa_block(x, None, None).sum().backward()),
         counted_again(lambda: layer._ff_block(x).sum().backward()),
@@ -223,11 +264,15 @@ def sent_by_transformers():
     ]
 
 
-def test_transformers_send_what_the_formula_of_tensor_parallelism_says_and_losses_no_logits(cluster_or_skip):
+def test_transformers_send_what_the_formula_of_tensor_parallelism_says_and_losses_no_logits(
+    cluster_or_skip,
+):
     """Two sums of all tokens for attention, two for feed-forward, forward and backward; a head half of that."""
     with Cluster(num_hosts=1, ranks_per_host=NUM_SHARING, mbit_per_s=1000) as cluster:
         found = cluster.call(sent_by_transformers, timeout_s=300)
-    attention, feed_forward, head, losses, logits = (max(of_ranks) for of_ranks in zip(*found, strict=True))
+    attention, feed_forward, head, losses, logits = (
+        max(of_ranks) for of_ranks in zip(*found, strict=True)
+    )
     pair = (
         4 * (NUM_SHARING - 1) * NUM_SHARING * NUM_TOKENS * HIDDEN * 4
     )  # of all ranks; torch's sum sends 2 (g - 1) / g
@@ -256,7 +301,9 @@ class Scales(nn.Module):
 def sent_by_schedules():
     given, found = boundary_of(torch.empty(SHAPE).half().to(memory_format=torch.channels_last)), {}
     for schedule, parts in STAGES_PER_RANK.items():
-        ranks = PipelineRanks(rank=dist.get_rank(), world_size=NUM_RANKS, num_ranks=NUM_RANKS, stages_per_rank=parts)
+        ranks = PipelineRanks(
+            rank=dist.get_rank(), world_size=NUM_RANKS, num_ranks=NUM_RANKS, stages_per_rank=parts
+        )
         blocks, cut = {stage: Scales() for stage in ranks.stages}, {"num_stages": ranks.num_stages}
         with step_over(schedule, blocks, given, **cut, num_microbatches=NUM_MICROBATCHES) as step:
             found[schedule] = counted_again(step)
@@ -270,13 +317,18 @@ def test_a_step_sends_each_cuts_tensor_and_its_gradient_once_for_each_micro_batc
     for schedule, parts in STAGES_PER_RANK.items():
         claim = 2 * NUM_MICROBATCHES * (parts * NUM_RANKS - 1) * math.prod(SHAPE) * 2
         found = max(each[schedule] for each in of_ranks)
-        assert claim <= found <= claim * (1 + TOLERANCE) + 2**16  # barriers and the watchdog's words
+        assert (
+            claim <= found <= claim * (1 + TOLERANCE) + 2**16
+        )  # barriers and the watchdog's words
 
 
 # ---- losses over the pairs of all ranks ------------------------------------------------------------------------------
 
 PAIRS, FEATURES = 4096, 128
-FORMULAS = {"InfoNCE": 16 * FEATURES + 8, "SigLIP": 12 * FEATURES}  # times N (W - 1) / W, by each rank
+FORMULAS = {
+    "InfoNCE": 16 * FEATURES + 8,
+    "SigLIP": 12 * FEATURES,
+}  # times N (W - 1) / W, by each rank
 
 
 def sent_by_losses():
@@ -324,10 +376,15 @@ def sent_by_fits():
     comm = Comm(plan=CommPlan(algorithm="two_level", chunk_bytes=2**22))
     looks = at(
         on_train_start=lambda *_: sent()[0],
-        on_train_batch_end=lambda trainer, *_: sent()[0] if trainer.global_step == NUM_STEPS else None,
+        on_train_batch_end=lambda trainer, *_: (
+            sent()[0] if trainer.global_step == NUM_STEPS else None
+        ),
     )
     options = {"comm": comm, "precision": "16-true", "max_steps": NUM_STEPS, "callbacks": looks}
-    for between_nodes in (Mean(), *(LocalSteps(every=8, dtype=dtype) for dtype in (None, "int8", "int4"))):
+    for between_nodes in (
+        Mean(),
+        *(LocalSteps(every=8, dtype=dtype) for dtype in (None, "int8", "int4")),
+    ):
         seen = fit(None, OneLayer, train=train, between_nodes=between_nodes, **options)
         found.append(seen.looks["on_train_batch_end"][0] - seen.looks["on_train_start"][0])
     return found
@@ -337,6 +394,11 @@ def test_nodes_send_weights_and_momentum_once_in_eight_steps(cluster_or_skip):
     """In 8 bits an eighth of what fp16 gradients are in every step."""
     with Cluster(num_hosts=HOSTS, ranks_per_host=RANKS_PER_HOST, mbit_per_s=2000) as cluster:
         for of_host in cluster.call(sent_by_fits, timeout_s=300):
-            expected = [2 * NUM_STEPS, *(2 * one * NUM_STEPS / 8 for one in (4, 258 / 256, 130 / 256))]  # an element
-            assert of_host == pytest.approx([WORDS + SENT * LAYER_WIDTH**2 * one for one in expected], rel=TOLERANCE)
+            expected = [
+                2 * NUM_STEPS,
+                *(2 * one * NUM_STEPS / 8 for one in (4, 258 / 256, 130 / 256)),
+            ]  # an element
+            assert of_host == pytest.approx(
+                [WORDS + SENT * LAYER_WIDTH**2 * one for one in expected], rel=TOLERANCE
+            )
             assert of_host[2] / of_host[0] == pytest.approx(1 / 8, rel=TOLERANCE)

@@ -44,15 +44,26 @@ class Parts:
     add_up_: object = dist.all_reduce
 
     def span(self, numel):
-        return slice(*spans(numel, self.num_ranks)[self.rank]) if is_split(numel, self.num_ranks) else None
+        return (
+            slice(*spans(numel, self.num_ranks)[self.rank])
+            if is_split(numel, self.num_ranks)
+            else None
+        )
 
     def cut(self, tensor):
         span = self.span(tensor.numel())
         return tensor if span is None else tensor.flatten()[span].clone()
 
     def lend(self, optimizer, params, wholes):
-        places = [(param, whole.numel(), self.span(whole.numel())) for param, whole in zip(params, wholes, strict=True)]
-        optimizer.parts = {p: Part(numel=numel, begin=span.start, end=span.stop) for p, numel, span in places if span}
+        places = [
+            (param, whole.numel(), self.span(whole.numel()))
+            for param, whole in zip(params, wholes, strict=True)
+        ]
+        optimizer.parts = {
+            p: Part(numel=numel, begin=span.start, end=span.stop)
+            for p, numel, span in places
+            if span
+        }
         optimizer.add_up_ = self.add_up_
 
 
@@ -65,7 +76,10 @@ class Shards(Whole):
 
     def cut(self, tensor):
         num = tensor.dim()
-        placements = [Replicate() if isinstance(one, Shard) and one.dim >= num else one for one in self.placements]
+        placements = [
+            Replicate() if isinstance(one, Shard) and one.dim >= num else one
+            for one in self.placements
+        ]
         return distribute_tensor(tensor, self.mesh, placements)
 
 
@@ -90,14 +104,20 @@ def local(tensor):
 
 def groups_of(params):
     """The second half is excluded."""
-    return [{"params": params[::2]}, {"params": params[1::2], "trust_ratio": False, "weight_decay": 0.0}]
+    return [
+        {"params": params[::2]},
+        {"params": params[1::2], "trust_ratio": False, "weight_decay": 0.0},
+    ]
 
 
 def distance(params, others):
     """The largest relative distance of a tensor of `params` from that of `others`; shards are made whole."""
     largest = 0.0
     for param, other in zip(params, others, strict=True):
-        whole = [one.detach().full_tensor() if isinstance(one, DTensor) else one.detach() for one in (param, other)]
+        whole = [
+            one.detach().full_tensor() if isinstance(one, DTensor) else one.detach()
+            for one in (param, other)
+        ]
         one, other = (tensor.cpu().double() for tensor in whole)
         assert one.isfinite().all()
         if one.numel() and not torch.equal(one, other):
@@ -112,7 +132,18 @@ class Beside:
     it takes the same path, and else unscales them before its step.
     """
 
-    def __init__(self, place, path, rule=LARS, *, shapes=SHAPES, whole_path=LOOP, half=None, device="cpu", **more):
+    def __init__(
+        self,
+        place,
+        path,
+        rule=LARS,
+        *,
+        shapes=SHAPES,
+        whole_path=LOOP,
+        half=None,
+        device="cpu",
+        **more,
+    ):
         self.place, self.half, self.scale, self.device = place, half, 64.0 if half else 1.0, device
         self.wholes = parameters(*shapes, dtype=more.pop("dtype", torch.float32))
         self.own = [nn.Parameter(place.cut(one.detach().clone()).to(device)) for one in self.wholes]
@@ -145,7 +176,9 @@ class Beside:
         self.optimizer.step()
         if spoilt is None:
             self.reference.step()
-        return None if self.optimizer.last_found_inf is None else self.optimizer.last_found_inf.item()
+        return (
+            None if self.optimizer.last_found_inf is None else self.optimizer.last_found_inf.item()
+        )
 
     def steps(self, num, first=1):
         """Each rate is half of the one before."""
@@ -160,7 +193,11 @@ class Beside:
         tensors = list(self.own)
         for param in self.own:
             tensors += self.optimizer.state[param].values()
-        return [local(one.detach()).clone().view(-1).view(torch.uint8) for one in tensors if local(one).numel()]
+        return [
+            local(one.detach()).clone().view(-1).view(torch.uint8)
+            for one in tensors
+            if local(one).numel()
+        ]
 
     def distance(self):
         """The largest relative distance of this rank's elements from the whole tensors, state included."""
@@ -169,13 +206,19 @@ class Beside:
             state, expected = self.optimizer.state[own], self.reference.state[whole]
             assert state.keys() == expected.keys()
             for key, tensor in expected.items():
-                found.append(distance([state[key]], [tensor if key == "step" else self.place.cut(tensor)]))
+                found.append(
+                    distance([state[key]], [tensor if key == "step" else self.place.cut(tensor)])
+                )
         return max(found)
 
 
 def on_threads(num_ranks, work):
     """What `work(rank, add_up_)` returns on each of as many threads, of which one runs at a time."""
-    turn, barrier, tables = threading.Lock(), threading.Barrier(num_ranks, timeout=120), [None] * num_ranks
+    turn, barrier, tables = (
+        threading.Lock(),
+        threading.Barrier(num_ranks, timeout=120),
+        [None] * num_ranks,
+    )
 
     def wait():
         turn.release()
@@ -192,7 +235,9 @@ def on_threads(num_ranks, work):
             table.copy_(sum(tables[1:], tables[0]))
             wait()
 
-        torch.set_num_threads(1)  # of this thread: else each has a pool of its own, and they wait for each other
+        torch.set_num_threads(
+            1
+        )  # of this thread: else each has a pool of its own, and they wait for each other
         with turn:
             try:
                 return work(rank, add_up_)
@@ -211,7 +256,9 @@ def overflow(both, spoilt, given=False, bad=torch.inf):
     """
     found = [both.step(1)]
     sign = torch.ones_like(both.wholes[0])
-    sign.view(-1)[0] = torch.copysign(torch.zeros(()), -both.wholes[0].detach().view(-1)[0])  # makes it -0.0,
+    sign.view(-1)[0] = torch.copysign(
+        torch.zeros(()), -both.wholes[0].detach().view(-1)[0]
+    )  # makes it -0.0,
     with torch.no_grad():  # which must not become 0.0
         both.wholes[0].mul_(sign)
         both.own[0].mul_(both.place.cut(sign).to(both.device))
@@ -223,7 +270,9 @@ def overflow(both, spoilt, given=False, bad=torch.inf):
     both.optimizer.step()
     found.append(both.optimizer.last_found_inf.item())
     both.optimizer.found_inf = None
-    is_untouched = all(torch.equal(one, other) for one, other in zip(before, both.bits(), strict=True))
+    is_untouched = all(
+        torch.equal(one, other) for one, other in zip(before, both.bits(), strict=True)
+    )
     return [*found, both.step(3)], is_untouched, both.distance()
 
 
@@ -240,11 +289,15 @@ def written(both):
 
 
 def normals(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def parameters(*shapes, dtype=torch.float32):
-    return [nn.Parameter(normals(*shape, seed=index, dtype=dtype)) for index, shape in enumerate(shapes)]
+    return [
+        nn.Parameter(normals(*shape, seed=index, dtype=dtype)) for index, shape in enumerate(shapes)
+    ]
 
 
 def set_grads(params, seed, scale=1.0):

@@ -18,22 +18,46 @@ from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.optim.diagnostics import trust_ratios
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
 from tests.optim import makers
-from tests.optim.makers import LOOP, PATHS, Beside, assert_same_bits, copies_of, parameters, place_of, run, set_grads
+from tests.optim.makers import (
+    LOOP,
+    PATHS,
+    Beside,
+    assert_same_bits,
+    copies_of,
+    parameters,
+    place_of,
+    run,
+    set_grads,
+)
 from tests.precision.test_optimizer_protocol import HostReads
 
 # ---- of a step on whole tensors, whatever its flags ------------------------------------------------------------------
 
 SHAPES = [(6, 5), (), (0, 3), (3, 700)]
-SWITCHES = [(False, False, False), (False, True, True), (True, False, True), (True, True, False)]  # each pair of values
+SWITCHES = [
+    (False, False, False),
+    (False, True, True),
+    (True, False, True),
+    (True, True, False),
+]  # each pair of values
 LARS_, LAMB_ = partial(LARS, lr=2.0, weight_decay=0.01), partial(LAMB, lr=0.1, weight_decay=0.01)
 LAST_SWITCH = {LARS_: ("nesterov", False), LAMB_: ("bias_correction", True)}
 
 
 def cases():
-    for rule, (path, flags), switches in itertools.product(LAST_SWITCH, {"default": {}, **PATHS}.items(), SWITCHES):
+    for rule, (path, flags), switches in itertools.product(
+        LAST_SWITCH, {"default": {}, **PATHS}.items(), SWITCHES
+    ):
         name, default = LAST_SWITCH[rule]
-        flags = {**flags, "maximize": switches[0], "capturable": switches[1], name: switches[2] != default}
-        yield pytest.param(rule, flags, id="-".join([rule.func.__name__, path, *("01"[one] for one in switches)]))
+        flags = {
+            **flags,
+            "maximize": switches[0],
+            "capturable": switches[1],
+            name: switches[2] != default,
+        }
+        yield pytest.param(
+            rule, flags, id="-".join([rule.func.__name__, path, *("01"[one] for one in switches)])
+        )
 
 
 every_case = pytest.mark.parametrize(("rule", "flags"), list(cases()))
@@ -65,17 +89,33 @@ def test_it_moves_what_has_a_gradient_and_nothing_else_and_no_gradient_is_writte
     assert_same_bits(params, before)
     set_grads(params, 1)
     params[1].grad = None
-    grads = [(param, param.grad.clone(), param.grad._version) for param in params if param.grad is not None]
+    grads = [
+        (param, param.grad.clone(), param.grad._version)
+        for param in params
+        if param.grad is not None
+    ]
     optimizer.step()
-    assert all(torch.equal(param.grad, old) and param.grad._version == version for param, old, version in grads)
-    assert [torch.equal(param, old) for param, old in zip(params, before, strict=True)] == [False, True, True, False]
+    assert all(
+        torch.equal(param.grad, old) and param.grad._version == version
+        for param, old, version in grads
+    )
+    assert [torch.equal(param, old) for param, old in zip(params, before, strict=True)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
     assert params[1] not in optimizer.state
     optimizer.zero_grad()
     assert all(param.grad is None for param in params)
 
 
 ORTHOGONAL = [
-    pytest.param(partial(LARS, lr=2.0, direction="orthogonal", nesterov=nesterov), PATHS[path], id=f"orthogonal-{path}")
+    pytest.param(
+        partial(LARS, lr=2.0, direction="orthogonal", nesterov=nesterov),
+        PATHS[path],
+        id=f"orthogonal-{path}",
+    )
     for path, nesterov in (("loop", False), ("lists", True))
 ]
 
@@ -84,7 +124,9 @@ ORTHOGONAL = [
 @pytest.mark.parametrize(("rule", "flags"), [*cases(), *ORTHOGONAL])
 def test_what_was_saved_goes_on_bit_for_bit(rule, flags):
     """Of half-precision parameters too, whose state torch's own `load_state_dict` would round."""
-    for dtype, medium in zip([torch.bfloat16] * 2 + [torch.float32], ["file", "deepcopy", "pickle"], strict=True):
+    for dtype, medium in zip(
+        [torch.bfloat16] * 2 + [torch.float32], ["file", "deepcopy", "pickle"], strict=True
+    ):
         (optimizer, params), second = pair(rule, flags, dtype)
         run(optimizer, params, 3)
         run(*second, 3)
@@ -94,11 +136,17 @@ def test_what_was_saved_goes_on_bit_for_bit(rule, flags):
             resumed = rule(two_groups(copies_of(params)), **flags)
             resumed.load_state_dict(torch.load(file, weights_only=True))
         else:
-            resumed = copy.deepcopy(optimizer) if medium == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+            resumed = (
+                copy.deepcopy(optimizer)
+                if medium == "deepcopy"
+                else pickle.loads(pickle.dumps(optimizer))
+            )
         own = [param for group in resumed.param_groups for param in group["params"]]
         assert resumed.param_groups[1]["lr"] == 0.25
         assert_same_end(second, (resumed, own))
-        assert all(value.dtype is torch.float32 for param in own for value in resumed.state[param].values())
+        assert all(
+            value.dtype is torch.float32 for param in own for value in resumed.state[param].values()
+        )
 
 
 @every_rule
@@ -156,7 +204,10 @@ def test_a_sparse_gradient_is_refused_by_name_before_anything_moves(rule, flags)
     embedding, dense = nn.Embedding(5, 3, sparse=True), nn.Parameter(torch.ones(3))
     optimizer = rule([("dense", dense), ("embedding.weight", embedding.weight)], **flags)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"`embedding.weight.grad.layout` \(=torch.sparse_coo\) must be torch.strided"):
+    with pytest.raises(
+        ValueError,
+        match=r"`embedding.weight.grad.layout` \(=torch.sparse_coo\) must be torch.strided",
+    ):
         optimizer.step()
 
 
@@ -199,7 +250,11 @@ def test_capturable_reads_nothing_on_the_host_with_rates_as_tensors(rule, flags)
 
 
 COMPILED_OPTIONS = [
-    *[(rule, {"capturable": path == "lists", **flags}) for path, flags in PATHS.items() for rule in LAST_SWITCH],
+    *[
+        (rule, {"capturable": path == "lists", **flags})
+        for path, flags in PATHS.items()
+        for rule in LAST_SWITCH
+    ],
     (LAMB_, {"foreach": True}),
     (LAMB_, {"max_grad_norm": 0.5, "trust_clip": 1.0, "weight_norm_bounds": (0.1, 2.0)}),
     (LAMB_, {"bias_correction": False}),
@@ -273,7 +328,9 @@ MORE += [{"momentum": 0.0, "maximize": True, "excluded_lr_mult": 0.01}]
 OPTIONS = {
     "LARS": [
         {"momentum_form": form, "denominator": one, **more}
-        for form, one, more in itertools.product(get_args(MomentumForm), get_args(Denominator), MORE)
+        for form, one, more in itertools.product(
+            get_args(MomentumForm), get_args(Denominator), MORE
+        )
     ],
     "LAMB": [
         {},
@@ -283,7 +340,9 @@ OPTIONS = {
         {"bias_correction": False, "max_grad_norm": 0.5, "eps": 0.0},
     ],
 }
-SOME = {rule: options[:: 5 if rule == "LARS" else 2] for rule, options in OPTIONS.items()}  # every value of each
+SOME = {
+    rule: options[:: 5 if rule == "LARS" else 2] for rule, options in OPTIONS.items()
+}  # every value of each
 
 
 def held(request, kind, promise, *args):
@@ -298,7 +357,13 @@ SHARDED = [(8, 5), (5, 7), (1, 6), (3,), (4, 5000), (2, 3, 2, 2)]
 
 def beside(kind, path, rule, **more):
     more |= {"shapes": SHARDED} if kind == "shards" else {}
-    return Beside(place_of(kind), PATHS[path], RULE[rule], whole_path=LOOP if kind == "whole" else PATHS[path], **more)
+    return Beside(
+        place_of(kind),
+        PATHS[path],
+        RULE[rule],
+        whole_path=LOOP if kind == "whole" else PATHS[path],
+        **more,
+    )
 
 
 def distances(kind, path, rule, kinds):
@@ -308,7 +373,9 @@ def distances(kind, path, rule, kinds):
 @every_maker
 @both_rules
 def test_the_step_is_that_of_whole_tensors_in_every_form(request, kind, path, rule):
-    for found in held(request, kind, distances, path, rule, (OPTIONS if kind == "whole" else SOME)[rule]):
+    for found in held(
+        request, kind, distances, path, rule, (OPTIONS if kind == "whole" else SOME)[rule]
+    ):
         assert max(found) <= BOUND[kind, path], found
 
 
@@ -318,7 +385,13 @@ def test_the_step_is_that_of_whole_tensors_in_every_form(request, kind, path, ru
 @pytest.mark.parametrize("more", [{"half": torch.float16}, {"dtype": torch.float64}], ids=str)
 def test_the_step_is_that_of_whole_tensors_of_any_dtype(request, kind, path, rule, more):
     options = {"LARS": {"denominator": "joint"}, "LAMB": {"max_grad_norm": 0.5}}[rule]
-    bound = 1e-13 if "dtype" in more else max(2e-6, BOUND[kind, path]) if kind == "whole" else BOUND[kind, path]
+    bound = (
+        1e-13
+        if "dtype" in more
+        else max(2e-6, BOUND[kind, path])
+        if kind == "whole"
+        else BOUND[kind, path]
+    )
     for found in held(request, kind, distances, path, rule, [more, {**more, **options}]):
         assert max(found) <= bound
 
@@ -351,7 +424,9 @@ def test_an_overflow_leaves_every_bit_and_the_next_step_is_as_if_nothing_had_bee
 
 @pytest.mark.parametrize("path", ["loop", "lists"])
 def test_an_overflow_of_an_orthogonal_step_leaves_every_bit_too(path):
-    found, is_untouched, far = overflow("whole", path, "LARS", (4, 7), torch.float16, False, direction="orthogonal")
+    found, is_untouched, far = overflow(
+        "whole", path, "LARS", (4, 7), torch.float16, False, direction="orthogonal"
+    )
     assert (found, is_untouched) == ([0.0, 1.0, 0.0], True)
     assert far <= (0 if path == "loop" else 1e-4)  # five iterations in lists round otherwise
 
@@ -407,7 +482,9 @@ def ratios_beside(kind, path, rule):
 @both_rules
 def test_the_trust_ratios_that_are_logged_are_those_of_whole_tensors(request, kind, path, rule):
     for found, expected in held(request, kind, ratios_beside, path, rule):
-        assert found == pytest.approx(expected, rel=1e-5 if kind == "whole" or path == "fused" else 1e-9)
+        assert found == pytest.approx(
+            expected, rel=1e-5 if kind == "whole" or path == "fused" else 1e-9
+        )
         assert len(found) == 3
 
 

@@ -9,10 +9,25 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from lightning_hybrid.optim import LAMB, LARS, param_groups
-from tests.optim.makers import FUSED, LR, Beside, Shards, Whole, distance, mesh_of, normals, set_grads
+from tests.optim.makers import (
+    FUSED,
+    LR,
+    Beside,
+    Shards,
+    Whole,
+    distance,
+    mesh_of,
+    normals,
+    set_grads,
+)
 from tests.optim.test_contract import SHARDED
 from tests.toy import error_of
 
@@ -41,7 +56,12 @@ def distance_on_rank(placements, rule, options, path):
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four_ranks):
     """Hybrid sharding has replicas: to add over them too would count every element twice."""
-    placements = [[Shard(0), Shard(0)], [Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Replicate()]]
+    placements = [
+        [Shard(0), Shard(0)],
+        [Replicate(), Shard(0)],
+        [Shard(0), Shard(1)],
+        [Shard(1), Replicate()],
+    ]
     # In a quotient of two norms a factor of both would not be seen.
     options = {LARS: {"eps": 0.5}, LAMB: {"max_grad_norm": 0.5}}[rule]
     for found in four_ranks.run(distance_on_rank, placements, rule, options, path):
@@ -70,10 +90,14 @@ def engines_on_rank(rule, path):
     mesh = mesh_of(2, 2, names=("data", "tensor"))
     ours, theirs = block_net(), block_net()
     for block in list(theirs)[:2]:
-        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(
+            block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
     for block in (*theirs, theirs):
         fully_shard(block, mesh=mesh["data"])
-    whole, optimizer = (rule(param_groups(net, 0.01), lr=LR[rule.__name__], **path) for net in (ours, theirs))
+    whole, optimizer = (
+        rule(param_groups(net, 0.01), lr=LR[rule.__name__], **path) for net in (ours, theirs)
+    )
     own = mesh.get_local_rank("data")
     for step in range(5):
         x = normals(8, 12, seed=step, dtype=torch.float32)
@@ -86,7 +110,9 @@ def engines_on_rank(rule, path):
             one.zero_grad()
     sharded = [param for param in theirs.parameters() if isinstance(param, DTensor)]
     kinds = {type(one).__name__ for param in sharded for one in param.placements}
-    states = [value for param in sharded for key, value in optimizer.state[param].items() if key != "step"]
+    states = [
+        value for param in sharded for key, value in optimizer.state[param].items() if key != "step"
+    ]
     found = distance(list(ours.parameters()), list(theirs.parameters()))
     return found, kinds, collectives.count, {isinstance(value, DTensor) for value in states}
 
@@ -106,14 +132,18 @@ class Collectives:
     def __exit__(self, *error):
         dist.all_reduce = self._real
         self._debug.__exit__(*error)
-        by_dtensors = {op: n for op, n in self._debug.get_comm_counts().items() if "c10d_functional" in str(op)}
+        by_dtensors = {
+            op: n for op, n in self._debug.get_comm_counts().items() if "c10d_functional" in str(op)
+        }
         self.count += sum(by_dtensors.values())
 
 
 # Float32 gradients are added in another order than those of the whole batch; LAMB divides by roots of their squares,
 # which amplifies that in small ones.
 @pytest.mark.parametrize(("rule", "path", "bound"), [(LARS, {}, 5e-6), (LAMB, FUSED, 5e-5)])
-def test_fully_shard_with_tensor_parallelism_trains_as_one_process_on_the_whole_batch(rule, path, bound, four_ranks):
+def test_fully_shard_with_tensor_parallelism_trains_as_one_process_on_the_whole_batch(
+    rule, path, bound, four_ranks
+):
     """Each alone: `tests/strategy/test_model_parallel.py`."""
     for found, kinds, num_collectives, state in four_ranks.run(engines_on_rank, rule, path):
         assert found <= bound
@@ -126,7 +156,11 @@ def sequence_on_rank():
     """Each rank normalises a half of the rows; the distance, and whether such gradients were there."""
     mesh, rank = mesh_of(2), dist.get_rank()
     ours, theirs = (nn.Sequential(*block_net()[0].children()) for _ in range(2))
-    plan = {"0": SequenceParallel(sequence_dim=0), "1": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel()}
+    plan = {
+        "0": SequenceParallel(sequence_dim=0),
+        "1": ColwiseParallel(input_layouts=Shard(0)),
+        "2": RowwiseParallel(),
+    }
     parallelize_module(theirs, mesh, plan)
     optimizers = [LARS(list(net.parameters()), lr=4.0) for net in (ours, theirs)]
     for step in range(3):
@@ -158,7 +192,12 @@ def collectives_on_rank(mesh_shape, rule, options):
 
 @pytest.mark.parametrize(
     ("rule", "options", "expected"),
-    [(LARS, {}, 1), (LARS, FUSED, 1), (LAMB, {"max_grad_norm": 1.0}, 2), (LAMB, {"max_grad_norm": 1.0, **FUSED}, 2)],
+    [
+        (LARS, {}, 1),
+        (LARS, FUSED, 1),
+        (LAMB, {"max_grad_norm": 1.0}, 2),
+        (LAMB, {"max_grad_norm": 1.0, **FUSED}, 2),
+    ],
 )
 def test_a_step_is_one_collective_and_one_more_for_a_bound(rule, options, expected, two_ranks):
     assert two_ranks.run(collectives_on_rank, (2,), rule, options) == [expected] * 2
@@ -171,8 +210,13 @@ def test_a_step_on_a_mesh_of_two_dimensions_is_two_collectives(four_ranks):
 def refusals_on_rank():
     mesh, ones = mesh_of(2), torch.ones(4, 3)
     partial = nn.Parameter(DTensor.from_local(ones, mesh, [Partial()]))
-    sharded, replicated = (nn.Parameter(distribute_tensor(ones, mesh, [one])) for one in (Shard(0), Replicate()))
-    messages = [error_of(LARS, [partial], lr=1.0), error_of(LARS, [sharded], lr=1.0, direction="orthogonal")]
+    sharded, replicated = (
+        nn.Parameter(distribute_tensor(ones, mesh, [one])) for one in (Shard(0), Replicate())
+    )
+    messages = [
+        error_of(LARS, [partial], lr=1.0),
+        error_of(LARS, [sharded], lr=1.0, direction="orthogonal"),
+    ]
     whole = nn.Parameter(ones.clone())
     optimizers = [LARS([one], lr=1.0, direction="orthogonal") for one in (whole, replicated)]
     set_grads([whole], 1)
@@ -185,6 +229,8 @@ def refusals_on_rank():
 def test_partial_parameters_and_singular_values_of_shards_are_refused(two_ranks):
     """A replicated matrix is whole on every rank, so its singular values are known."""
     for (partial, orthogonal), found in two_ranks.run(refusals_on_rank):
-        assert partial.startswith("ValueError: `params[0].placements` (=(Partial(sum),)) must be Shard or Replicate")
+        assert partial.startswith(
+            "ValueError: `params[0].placements` (=(Partial(sum),)) must be Shard or Replicate"
+        )
         assert 'and `direction` (="orthogonal") exclude each other' in orthogonal
         assert found == 0

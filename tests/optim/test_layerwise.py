@@ -15,12 +15,21 @@ from tests.scenes import same
 
 RULES = {
     "lars-inside": lambda params, **more: LARS(params, lr=2.0, weight_decay=0.01, **more),
-    "lars-outside": lambda params, **more: LARS(params, lr=2.0, momentum_form="lr_outside", nesterov=True, **more),
+    "lars-outside": lambda params, **more: LARS(
+        params, lr=2.0, momentum_form="lr_outside", nesterov=True, **more
+    ),
     "lars-joint": lambda params, **more: LARS(
-        params, lr=2.0, weight_decay=0.01, momentum_form="ratio_outside", denominator="joint", **more
+        params,
+        lr=2.0,
+        weight_decay=0.01,
+        momentum_form="ratio_outside",
+        denominator="joint",
+        **more,
     ),
     "lamb": lambda params, **more: LAMB(params, lr=0.1, weight_decay=0.01, **more),
-    "lamb-early": lambda params, **more: LAMB(params, lr=0.1, weight_decay=0.01, bias_correction=False, **more),
+    "lamb-early": lambda params, **more: LAMB(
+        params, lr=0.1, weight_decay=0.01, bias_correction=False, **more
+    ),
 }
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 
@@ -28,7 +37,11 @@ every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @every_rule
 @pytest.mark.parametrize("foreach", [False, True], ids="foreach={}".format)
 def test_parameters_of_mixed_dtypes_step_as_each_alone(rule, foreach):
-    mixed = [*parameters((4,), dtype=torch.float16), *parameters((5,), (6,)), *parameters((3,), dtype=torch.float64)]
+    mixed = [
+        *parameters((4,), dtype=torch.float16),
+        *parameters((5,), (6,)),
+        *parameters((3,), dtype=torch.float64),
+    ]
     alone = copies_of(mixed)
     together, each = rule(mixed, foreach=foreach), [rule([param]) for param in alone]
     for step in range(3):
@@ -72,8 +85,14 @@ def test_a_checkpoint_from_before_an_option_existed_gets_its_default():
 
 def test_named_parameters_and_the_keys_of_schedulers_are_welcome():
     model = nn.Linear(3, 2)
-    assert LARS(model.named_parameters(), lr=1.0).param_groups[0]["param_names"] == ["weight", "bias"]
-    LARS([{"params": list(model.parameters()), "name": "all", "initial_lr": 1.0, "swa_lr": 0.1}], lr=1.0)
+    assert LARS(model.named_parameters(), lr=1.0).param_groups[0]["param_names"] == [
+        "weight",
+        "bias",
+    ]
+    LARS(
+        [{"params": list(model.parameters()), "name": "all", "initial_lr": 1.0, "swa_lr": 0.1}],
+        lr=1.0,
+    )
 
 
 COMMON = {
@@ -83,12 +102,18 @@ COMMON = {
 }
 OF_LARS = {"momentum": [1.0], "trust_coefficient": [0.0], "nesterov": [1], "momentum_form": ["B"]}
 OF_LARS |= {"denominator": ["both"], "direction": ["muon"]}
-OF_LAMB = {"betas": [(1.0, 0.999), (0.9, -0.1), 0.9], "bias_correction": ["no"], "max_grad_norm": [0.0]}
+OF_LAMB = {
+    "betas": [(1.0, 0.999), (0.9, -0.1), 0.9],
+    "bias_correction": ["no"],
+    "max_grad_norm": [0.0],
+}
 OF_LAMB |= {"weight_norm_bounds": [(2.0, 1.0), (-1.0, 1.0), (0.0, 0.0)]}
 BAD = {LARS: COMMON | OF_LARS, LAMB: COMMON | OF_LAMB}
 
 
-@pytest.mark.parametrize(("rule", "name"), [(rule, name) for rule, rows in BAD.items() for name in rows])
+@pytest.mark.parametrize(
+    ("rule", "name"), [(rule, name) for rule, rows in BAD.items() for name in rows]
+)
 def test_every_bad_argument_is_refused_for_the_optimizer_and_for_a_group(rule, name):
     for value in BAD[rule][name]:
         for params, options in (
@@ -102,14 +127,44 @@ def test_every_bad_argument_is_refused_for_the_optimizer_and_for_a_group(rule, n
 @pytest.mark.parametrize(
     ("rule", "group", "options", "words"),
     [
-        (LARS, {"trust_ration": False}, {}, r"^`trust_ration` \(=False\) is no option of LARS"),  # a typo
+        (
+            LARS,
+            {"trust_ration": False},
+            {},
+            r"^`trust_ration` \(=False\) is no option of LARS",
+        ),  # a typo
         (LAMB, {"trust_ratio": 0}, {}, r"^`trust_ratio` \(=0\)"),
-        (LAMB, {"max_grad_norm": 2.0}, {"max_grad_norm": 1.0}, r"\(=2.0\) must be the optimizer's \(=1.0\)"),
-        (LARS, {}, {"momentum": 0.0, "nesterov": True}, r"`nesterov` \(=True\) needs `momentum` \(=0\)"),
-        (LARS, {}, {"fused": True, "foreach": True}, r"`fused` \(=True\) excludes `foreach` \(=True\)"),
-        (LAMB, {"fused": True}, {}, r"`fused` \(=True\) must be the optimizer's \(=None\).* to LAMB"),
+        (
+            LAMB,
+            {"max_grad_norm": 2.0},
+            {"max_grad_norm": 1.0},
+            r"\(=2.0\) must be the optimizer's \(=1.0\)",
+        ),
+        (
+            LARS,
+            {},
+            {"momentum": 0.0, "nesterov": True},
+            r"`nesterov` \(=True\) needs `momentum` \(=0\)",
+        ),
+        (
+            LARS,
+            {},
+            {"fused": True, "foreach": True},
+            r"`fused` \(=True\) excludes `foreach` \(=True\)",
+        ),
+        (
+            LAMB,
+            {"fused": True},
+            {},
+            r"`fused` \(=True\) must be the optimizer's \(=None\).* to LAMB",
+        ),
         (LARS, {}, {"direction": "orthogonal", "fused": True}, "`fused` .* exclude each other"),
-        (LARS, {}, {"direction": "orthogonal", "trust_clip": 1.0}, "`trust_clip` .* exclude each other"),
+        (
+            LARS,
+            {},
+            {"direction": "orthogonal", "trust_clip": 1.0},
+            "`trust_clip` .* exclude each other",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(rule, group, options, words):
@@ -123,7 +178,10 @@ def test_what_does_not_go_together_is_refused(rule, group, options, words):
     [
         {"lr_scale": 0.5},  # layer decay of BEiT and ConvNeXt
         {"layer_id": 3},
-        {"dampening": 0.0, "amsgrad": False},  # a group that another optimizer of torch's has filled in
+        {
+            "dampening": 0.0,
+            "amsgrad": False,
+        },  # a group that another optimizer of torch's has filled in
         {"weight_decay_scale": 0.1, "lr_mult": 2.0, "no_weight_decay": True},
     ],
 )
@@ -139,9 +197,13 @@ def test_a_group_keeps_the_keys_that_a_schedule_of_the_user_reads(rule, keys):
     assert keys.items() <= optimizer.param_groups[1].items()
 
 
-@pytest.mark.parametrize("key", ["weigth_decay", "trust_ration", "excluded_lr_mul", "trust_coeficient", "momentun"])
+@pytest.mark.parametrize(
+    "key", ["weigth_decay", "trust_ration", "excluded_lr_mul", "trust_coeficient", "momentun"]
+)
 def test_a_misspelt_option_of_a_group_is_refused_with_the_option_that_was_meant(key):
-    with pytest.raises(ValueError, match=rf"^`{key}` \(=0.5\) is no option of LARS, .* Did you mean `\w+`\?"):
+    with pytest.raises(
+        ValueError, match=rf"^`{key}` \(=0.5\) is no option of LARS, .* Did you mean `\w+`\?"
+    ):
         LARS([{"params": parameters((2,)), key: 0.5}], lr=0.1)
 
 
@@ -150,8 +212,12 @@ def test_complex_parameters_and_what_is_no_group_are_refused_and_leave_no_group_
     optimizer, given = rule(parameters((2,))), {"params": parameters((3,))}
     optimizer.add_param_group(given)
     assert given.keys() == {"params"}, "the caller's dict"
-    with pytest.raises(ValueError, match=r"`params\[1\].dtype` \(=torch.complex64\) must be float16"):
-        optimizer.add_param_group({"params": [*parameters((2,)), nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
+    with pytest.raises(
+        ValueError, match=r"`params\[1\].dtype` \(=torch.complex64\) must be float16"
+    ):
+        optimizer.add_param_group(
+            {"params": [*parameters((2,)), nn.Parameter(torch.zeros(2, dtype=torch.complex64))]}
+        )
     with pytest.raises(TypeError, match="`param_group` "):
         LARS(parameters((2,)), lr=0.1).add_param_group(parameters((2,)))
     assert len(optimizer.param_groups) == 2
@@ -170,7 +236,9 @@ FC6 = 4096 * 9216  # elements of AlexNet's largest layer
 
 
 def exact_norm(tensor: Tensor) -> float:
-    return math.sqrt(math.fsum(part.double().square().sum().item() for part in tensor.split(1 << 16)))
+    return math.sqrt(
+        math.fsum(part.double().square().sum().item() for part in tensor.split(1 << 16))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -197,7 +265,9 @@ def test_norm_does_not_depend_on_the_layout():
     x = torch.randn(51_200, generator=torch.Generator().manual_seed(1))
     channels_last = x.view(64, 32, 5, 5).to(memory_format=torch.channels_last)
     for tensor in (channels_last, x.view(640, 80).T, x[::2], x[:1].expand(40_000)):
-        assert tensor_norms([tensor]).item() == pytest.approx(exact_norm(tensor.flatten()), rel=1e-6)
+        assert tensor_norms([tensor]).item() == pytest.approx(
+            exact_norm(tensor.flatten()), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("grad_format", [torch.channels_last, torch.contiguous_format], ids=str)
@@ -219,5 +289,7 @@ def test_channels_last_weights_take_the_same_steps(grad_format):
 def test_a_group_of_lamb_with_a_bound_of_its_own_is_refused():
     """One bound holds for the gradients of all groups together."""
     for bound in (None, 1.0):
-        with pytest.raises(ValueError, match=rf"^`max_grad_norm` \(=2.0\) must be the optimizer's \(={bound}\)"):
+        with pytest.raises(
+            ValueError, match=rf"^`max_grad_norm` \(=2.0\) must be the optimizer's \(={bound}\)"
+        ):
             LAMB([{"params": parameters((2,)), "max_grad_norm": 2.0}], lr=0.1, max_grad_norm=bound)

@@ -10,7 +10,17 @@ from torch import nn
 from lightning_hybrid.optim import LARS, param_groups
 from lightning_hybrid.optim.orthogonal import orthogonalized, orthogonalized_all, owners_by_flops
 from tests import toy
-from tests.optim.makers import LISTS, LOOP, assert_same_bits, copies_of, distance, normals, parameters, run, set_grads
+from tests.optim.makers import (
+    LISTS,
+    LOOP,
+    assert_same_bits,
+    copies_of,
+    distance,
+    normals,
+    parameters,
+    run,
+    set_grads,
+)
 from tests.scenes import at, fit, same
 
 SHAPES = [(6, 5), (8, 3, 3, 3), (4, 40), (7,), (), (1, 9), (0, 3)]
@@ -54,8 +64,13 @@ def test_twenty_steps_are_the_rule_in_float64(path, nesterov, excluded):
         layers[2].zero_()  # its first step is that of momentum
     starts = [layer.detach().clone() for layer in layers]
     rule = {"momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
-    group = {"params": layers, **({"trust_ratio": False, "direction": "orthogonal"} if excluded else {})}
-    optimizer = LARS([group], lr=1.0, trust_coefficient=0.05, direction="orthogonal", **rule, **path)
+    group = {
+        "params": layers,
+        **({"trust_ratio": False, "direction": "orthogonal"} if excluded else {}),
+    }
+    optimizer = LARS(
+        [group], lr=1.0, trust_coefficient=0.05, direction="orthogonal", **rule, **path
+    )
     history, lrs = [[] for _ in layers], [0.2 * step for step in range(20)]
     for step, lr in enumerate(lrs):
         optimizer.param_groups[0]["lr"] = lr
@@ -64,12 +79,17 @@ def test_twenty_steps_are_the_rule_in_float64(path, nesterov, excluded):
             own.append(layer.grad.clone())
         optimizer.step()
     size = None if excluded else 0.05
-    ends = [reference(start, own, lrs, coefficient=size, **rule) for start, own in zip(starts, history, strict=True)]
+    ends = [
+        reference(start, own, lrs, coefficient=size, **rule)
+        for start, own in zip(starts, history, strict=True)
+    ]
     assert distance(layers, ends) < 1e-9
 
 
 @pytest.mark.parametrize(
-    ("shape", "scale"), [((64, 96), 1.0), ((16, 4, 3, 3), 1e-30), ((48, 7), 1e4), ((5, 200), 1e18)], ids=str
+    ("shape", "scale"),
+    [((64, 96), 1.0), ((16, 4, 3, 3), 1e-30), ((48, 7), 1e4), ((5, 200), 1e18)],
+    ids=str,
 )
 def test_the_result_has_the_singular_vectors_and_singular_values_near_one(shape, scale):
     matrix = normals(*shape, dtype=torch.float32)
@@ -128,7 +148,12 @@ def _share():
         asked.append(index)
         return matrices[index]
 
-    how = {"dtype": torch.float32, "device": torch.device("cpu"), "together": False, "group": everybody}
+    how = {
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "together": False,
+        "group": everybody,
+    }
     results = orthogonalized_all(shapes, tensor_of, **how)
     owners = owners_by_flops(shapes, dist.get_world_size())
     assert asked == [index for index, owner in enumerate(owners) if owner == dist.get_rank()]
@@ -167,7 +192,9 @@ def has_group(trainer, *_):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-true"])
-def test_in_a_fit_the_ranks_of_a_node_share_the_work_and_the_group_is_taken_back(two_ranks, precision):
+def test_in_a_fit_the_ranks_of_a_node_share_the_work_and_the_group_is_taken_back(
+    two_ranks, precision
+):
     """The first step of the second fit is shared, too: all bits are the same either way."""
     scene = {"precision": precision, "max_steps": 5}
     looks = at(on_train_batch_end=has_group)

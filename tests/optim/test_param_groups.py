@@ -55,12 +55,17 @@ def names_of(groups, model):
 
 def test_only_weights_that_are_no_normalisation_are_adapted_and_decay_in_the_models_order():
     net = model()
-    groups = copy.deepcopy(param_groups(net, 0.1), {id(param): param for param in net.parameters()})  # may be copied
+    groups = copy.deepcopy(
+        param_groups(net, 0.1), {id(param): param for param in net.parameters()}
+    )  # may be copied
     assert "adapted" in groups.report()
     adapted, excluded = names_of(groups, net)
     assert adapted == ADAPTED
     assert excluded == [name for name, _ in net.named_parameters() if name not in ADAPTED]
-    assert [(group["weight_decay"], group["trust_ratio"]) for group in groups] == [(0.1, True), (0.0, False)]
+    assert [(group["weight_decay"], group["trust_ratio"]) for group in groups] == [
+        (0.1, True),
+        (0.0, False),
+    ]
 
 
 def test_each_rule_can_be_had_alone_and_normalisation_is_known_by_type():
@@ -70,7 +75,9 @@ def test_each_rule_can_be_had_alone_and_normalisation_is_known_by_type():
         assert names_of(param_groups(linear, 0.1, rules=rules), linear)[1] == excluded
     net = model()
     _, excluded = names_of(param_groups(net, 0.1, rules=("normalisation",)), net)
-    assert excluded == [f"{index}.{name}" for index in range(1, 6) for name in ("weight", "bias")] + ["6.weight"]
+    assert excluded == [
+        f"{index}.{name}" for index in range(1, 6) for name in ("weight", "bias")
+    ] + ["6.weight"]
 
 
 def head_or_small(name, param, module):
@@ -109,7 +116,10 @@ def test_frozen_parameters_are_left_out_unless_asked_for():
     assert names_of(param_groups(net, 0.1), net) == [["1.weight"], ["1.bias"]]
     both = param_groups(net, 0.1, include_frozen=True)
     assert names_of(both, net) == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
-    assert names_of(param_groups(net, 0.1, "0.weight"), net) == [["1.weight"], ["1.bias"]]  # matches, though frozen
+    assert names_of(param_groups(net, 0.1, "0.weight"), net) == [
+        ["1.weight"],
+        ["1.bias"],
+    ]  # matches, though frozen
 
 
 def test_parametrized_biases_and_normalisations_are_recognised():
@@ -154,7 +164,11 @@ def test_the_report_counts_every_parameter_once_under_its_reason():
         (lambda: nn.Linear(2, 2).requires_grad_(False), {}, "all 2 are frozen"),
         (lambda: nn.LazyLinear(2), {}, r"`weight` \(=UninitializedParameter\) must have a shape"),
         (lambda: nn.Linear(2, 2), {"weight_decay": -1.0}, r"`weight_decay` \(=-1.0\) must be"),
-        (lambda: nn.Linear(2, 2), {"exclude": "WEIGHT"}, r"`exclude` \(='WEIGHT'\) matches none .* weight"),
+        (
+            lambda: nn.Linear(2, 2),
+            {"exclude": "WEIGHT"},
+            r"`exclude` \(='WEIGHT'\) matches none .* weight",
+        ),
         (lambda: nn.Linear(2, 2), {"exclude": [3]}, r"`exclude` \(=3\) must be a module type"),
         (lambda: nn.Linear(2, 2), {"rules": ("norm",)}, r"`rules` \(=\('norm',\)\) must hold only"),
     ],
@@ -169,6 +183,7 @@ def test_parameters_in_place_of_the_module_are_answered_with_the_call_to_write()
     net = nn.Linear(2, 2)
     for params in (net.parameters(), list(net.parameters()), net.named_parameters()):
         with pytest.raises(
-            TypeError, match=r"^`model` \(=a \w+\) must be the module .* Write param_groups\(net, \.\.\.\)"
+            TypeError,
+            match=r"^`model` \(=a \w+\) must be the module .* Write param_groups\(net, \.\.\.\)",
         ):
             param_groups(params, weight_decay=0.1)

@@ -11,14 +11,25 @@ from hypothesis import strategies as st
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.optim.foreach_ops import in_blocks
 from lightning_hybrid.optim.fused.cpu import passes
-from lightning_hybrid.optim.trust_ratio import ShardedVector, combined_norms, norms_over_ranks, tensor_norms
+from lightning_hybrid.optim.trust_ratio import (
+    ShardedVector,
+    combined_norms,
+    norms_over_ranks,
+    tensor_norms,
+)
 from lightning_hybrid.placement import BLOCK, Part, is_split, spans
 from tests.optim.makers import FUSED, PATHS, Beside, Parts, Whole, normals, on_threads
 from tests.reference.families import FAMILIES
 
 RULES = {name: (LARS, options) for name, (_, options) in FAMILIES.items()}
-RULES |= {"no momentum": (LARS, {"momentum": 0.0}), "lamb": (LAMB, {}), "lamb, bounded": (LAMB, {"max_grad_norm": 1.0})}
-numels = st.builds(lambda blocks, more: max(1, blocks * BLOCK + more), st.integers(0, 5), st.integers(-300, 300))
+RULES |= {
+    "no momentum": (LARS, {"momentum": 0.0}),
+    "lamb": (LAMB, {}),
+    "lamb, bounded": (LAMB, {"max_grad_norm": 1.0}),
+}
+numels = st.builds(
+    lambda blocks, more: max(1, blocks * BLOCK + more), st.integers(0, 5), st.integers(-300, 300)
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,9 +44,13 @@ def one_thread():
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=6)
 @given(st.lists(numels, min_size=2, max_size=4), st.integers(2, 5), st.sampled_from(sorted(RULES)))
-@example([3 * BLOCK + 1, 2 * BLOCK + 256], 3, "barlow")  # a last block of one element; of one row of a list's norm
+@example(
+    [3 * BLOCK + 1, 2 * BLOCK + 256], 3, "barlow"
+)  # a last block of one element; of one row of a list's norm
 @example([1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1], 2, "paper")
-def test_tensors_of_any_size_over_any_number_of_ranks_in_one_sum_a_step(path, sizes, num_ranks, name):
+def test_tensors_of_any_size_over_any_number_of_ranks_in_one_sum_a_step(
+    path, sizes, num_ranks, name
+):
     rule, options = RULES[name]
     num_sums = []
 
@@ -49,13 +64,17 @@ def test_tensors_of_any_size_over_any_number_of_ranks_in_one_sum_a_step(path, si
         return both.steps(2).distance()
 
     assert on_threads(num_ranks, on_rank) == [0.0] * num_ranks
-    num_in_a_step = (1 if rule is LARS else 2) if any(is_split(size, num_ranks) for size in sizes) else 0
+    num_in_a_step = (
+        (1 if rule is LARS else 2) if any(is_split(size, num_ranks) for size in sizes) else 0
+    )
     assert len(num_sums) == 2 * num_in_a_step * num_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("is_in_blocks", [False, True], ids="in_blocks={}".format)
-def test_the_norm_of_a_lists_parts_is_that_of_the_whole_but_for_the_order_of_sums(is_in_blocks, dtype):
+def test_the_norm_of_a_lists_parts_is_that_of_the_whole_but_for_the_order_of_sums(
+    is_in_blocks, dtype
+):
     """To 1e-13, where one sum of a tensor or of a small last block in another dtype would be 1e-9 off."""
     for numel in (2 * BLOCK + 1, 2 * BLOCK + 40_000, (1 << 19) + 300):
         whole = normals(numel, seed=1).to(dtype)
@@ -65,7 +84,9 @@ def test_the_norm_of_a_lists_parts_is_that_of_the_whole_but_for_the_order_of_sum
         def norm(rank, add_up_, whole=whole):
             begin, end = spans(whole.numel(), 3)[rank]
             part, own = Part(numel=whole.numel(), begin=begin, end=end), whole[begin:end]
-            vector = ShardedVector(part=part, pieces=own.split(5 * BLOCK), is_in_blocks=is_in_blocks)
+            vector = ShardedVector(
+                part=part, pieces=own.split(5 * BLOCK), is_in_blocks=is_in_blocks
+            )
             return norms_over_ranks({own: [vector]}, torch.zeros(()), add_up_)[0][own][0]
 
         found = on_threads(3, norm)
@@ -84,8 +105,12 @@ def test_parts_that_come_after_a_first_step_are_seen():
 
 
 def test_a_part_has_no_direction_of_its_own():
-    both = Beside(Parts(0, 2, lambda table: None), {}, shapes=[(2 * BLOCK,), (3,)], direction="orthogonal")
-    with pytest.raises(ValueError, match=r"`direction` .*needs whole tensors.*0 to 16384 of 32768.*`work_group`"):
+    both = Beside(
+        Parts(0, 2, lambda table: None), {}, shapes=[(2 * BLOCK,), (3,)], direction="orthogonal"
+    )
+    with pytest.raises(
+        ValueError, match=r"`direction` .*needs whole tensors.*0 to 16384 of 32768.*`work_group`"
+    ):
         both.step(1)
 
 
@@ -119,10 +144,16 @@ def test_a_part_is_of_whole_blocks_of_the_passes():
 @pytest.mark.parametrize(
     ("span", "message"),
     [
-        ((-1, 5), r"`begin` and `end` \(=-1, 5\) must be within the tensor, whose `numel` is 40000"),
+        (
+            (-1, 5),
+            r"`begin` and `end` \(=-1, 5\) must be within the tensor, whose `numel` is 40000",
+        ),
         ((0, 40_001), "must be within"),
         ((BLOCK, 0), "must be within"),
-        ((100, BLOCK), r"`begin` \(=100\) must be a multiple of 16384 or the tensor's end \(40000\).*`spans`"),
+        (
+            (100, BLOCK),
+            r"`begin` \(=100\) must be a multiple of 16384 or the tensor's end \(40000\).*`spans`",
+        ),
         ((0, 100), r"`end` \(=100\) must be a multiple of 16384"),
     ],
     ids=str,

@@ -24,13 +24,17 @@ def trace(optimizer, schedule, num_steps):
 
 def test_every_rate_is_that_of_the_formula():
     optimizer = sgd(8.0, 1.0)
-    schedule = WarmupPolynomialDecay(optimizer, 100, 20, power=2.0, end_lr=0.5, warmup_start_lr=0.25)
+    schedule = WarmupPolynomialDecay(
+        optimizer, 100, 20, power=2.0, end_lr=0.5, warmup_start_lr=0.25
+    )
     for s, rates in enumerate(trace(optimizer, schedule, 130)):
         for base, rate in zip((8.0, 1.0), rates, strict=True):
             if s < 20:
                 assert rate == pytest.approx(0.25 + (base - 0.25) * s / 20, rel=1e-14)
             elif s < 100:
-                assert rate == pytest.approx(0.5 + (base - 0.5) * (1 - (s - 20) / 80) ** 2, rel=1e-14)
+                assert rate == pytest.approx(
+                    0.5 + (base - 0.5) * (1 - (s - 20) / 80) ** 2, rel=1e-14
+                )
             else:
                 assert rate == 0.5
 
@@ -43,7 +47,9 @@ def test_the_peak_is_exact_and_without_warm_up_comes_first():
 def test_a_decay_from_the_start_falls_from_the_peak_to_the_curve():
     """Caffe's rule: base * (1 - s / total) ** power, whose first W rates are those of the ramp."""
     optimizer = sgd(32.0)
-    schedule = WarmupPolynomialDecay(optimizer, 4000, 400, end_lr=0.0, warmup_start_lr=1.0, decay_from="start")
+    schedule = WarmupPolynomialDecay(
+        optimizer, 4000, 400, end_lr=0.0, warmup_start_lr=1.0, decay_from="start"
+    )
     rates = [rate for (rate,) in trace(optimizer, schedule, 4001)]
     assert rates[:401:100] == pytest.approx([1.0, 8.75, 16.5, 24.25, 32 * 0.9**2])
     assert rates[399] == pytest.approx(1 + 31 * 399 / 400)
@@ -84,7 +90,13 @@ def test_a_tensor_rate_is_filled_in_place():
     assert optimizer.param_groups[0]["lr"] is held
 
 
-BAD = [("total_steps", 10.0), ("warmup_steps", -1), ("warmup_steps", 10), ("power", 0), ("end_lr", -1e-4)]
+BAD = [
+    ("total_steps", 10.0),
+    ("warmup_steps", -1),
+    ("warmup_steps", 10),
+    ("power", 0),
+    ("end_lr", -1e-4),
+]
 BAD += [("end_lr", 9.0), ("warmup_start_lr", -0.1), ("decay_from", "peak")]
 
 
@@ -95,17 +107,24 @@ def test_bad_arguments_are_refused(name, value):
 
 
 def test_an_end_above_the_rate_of_any_group_and_what_is_no_optimizer_are_refused():
-    with pytest.raises(ValueError, match=r"`end_lr` \(=0.1\) must not exceed the learning rate of group 1 \(=0.01\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"`end_lr` \(=0.1\) must not exceed the learning rate of group 1 \(=0.01\)",
+    ):
         WarmupPolynomialDecay(sgd(8.0, 0.01), 10, end_lr=0.1)
     with pytest.raises(TypeError, match="`optimizer` "):
         WarmupPolynomialDecay(nn.Linear(1, 1), 10)
 
 
 def test_a_starting_rate_of_lars_goes_through_mlperfs_points_and_grows_between_them():
-    assert [starting_rate("lars", batch_size=batch) for batch in MLPERF_LARS] == pytest.approx([*MLPERF_LARS.values()])
+    assert [starting_rate("lars", batch_size=batch) for batch in MLPERF_LARS] == pytest.approx(
+        [*MLPERF_LARS.values()]
+    )
     rates = [starting_rate("lars", batch_size=batch) for batch in range(256, 65537, 256)]
     assert rates == sorted(rates)
-    assert starting_rate("lars", batch_size=8192, sgd_lr=0.4, sgd_batch_size=512) == pytest.approx(34)
+    assert starting_rate("lars", batch_size=8192, sgd_lr=0.4, sgd_batch_size=512) == pytest.approx(
+        34
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,23 @@ import torch
 from torch import nn
 
 from lightning_hybrid.optim import LAMB, LARS, WarmupPolynomialDecay
-from tests.optim.makers import PATHS, assert_same_bits, copies_of, distance, normals, parameters, run, set_grads
+from tests.optim.makers import (
+    PATHS,
+    assert_same_bits,
+    copies_of,
+    distance,
+    normals,
+    parameters,
+    run,
+    set_grads,
+)
 from tests.reference.families import FAMILIES
 from tests.reference.families import lamb as lamb_in_float64
 
 every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
-lists_or_loop = pytest.mark.parametrize("path", [PATHS["loop"], PATHS["lists"]], ids=["loop", "lists"])
+lists_or_loop = pytest.mark.parametrize(
+    "path", [PATHS["loop"], PATHS["lists"]], ids=["loop", "lists"]
+)
 SHAPES = [(7,), (20, 410), ()]  # small; in one piece, with a rest; of no dimension
 COMMON = {"momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.01}
 
@@ -22,11 +33,15 @@ COMMON = {"momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.01}
 def distance_from(family, *, maximize=False, **path):
     """The largest ``|w - w_family| / |w_family|`` over layers, after a warm-up and a poly-2 decay."""
     rule, named = FAMILIES[family]
-    peak = 0.02 if "trust_clip" in named else 6.0  # a ceiling, near enough to the ratio that both sides of it occur
+    peak = (
+        0.02 if "trust_clip" in named else 6.0
+    )  # a ceiling, near enough to the ratio that both sides of it occur
     layers = [nn.Parameter(normals(*shape, seed=i)) for i, shape in enumerate(SHAPES)]
     starts = [layer.detach().clone() for layer in layers]
     optimizer = LARS(layers, lr=peak, maximize=maximize, **COMMON, **named, **path)
-    schedule = WarmupPolynomialDecay(optimizer, total_steps=50, warmup_steps=10, warmup_start_lr=0.1 * peak)
+    schedule = WarmupPolynomialDecay(
+        optimizer, total_steps=50, warmup_steps=10, warmup_start_lr=0.1 * peak
+    )
     gradients, lrs = [[] for _ in layers], []
     for step in range(50):
         for index, (history, layer) in enumerate(zip(gradients, layers, strict=True)):
@@ -76,7 +91,9 @@ def test_zero_norms_and_a_rate_of_zero(path, clip, denominator):
         decay = 1.0 if denominator == "sum" else 0.01 / 0.25
         decay = decay if clip is None else min(decay / lr, clip)
         torch.testing.assert_close(layers[0], -lr * layers[0].grad, rtol=1e-12, atol=0)
-        torch.testing.assert_close(layers[1], before[1] * (1 - lr * decay * 0.25), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            layers[1], before[1] * (1 - lr * decay * 0.25), rtol=1e-12, atol=0
+        )
 
 
 def assert_excluded_is(theirs, ours, num_steps=20):
@@ -98,7 +115,8 @@ def test_all_excluded_is_sgd_bit_for_bit(path, momentum_form, nesterov):
     """
     options = {"lr": 0.125, "weight_decay": 2.0**-10, "momentum": 0.5, "nesterov": nesterov}
     assert_excluded_is(
-        partial(torch.optim.SGD, **options), partial(LARS, momentum_form=momentum_form, **options, **path)
+        partial(torch.optim.SGD, **options),
+        partial(LARS, momentum_form=momentum_form, **options, **path),
     )
 
 

@@ -20,7 +20,9 @@ def in_stages(*, data: Dataset | None = None, batch_size: int = 8, **scene: Any)
     return {"train": partial(loader_of, data or toy.Blobs(), batch_size), **options, **scene}
 
 
-def accumulated(*, data: Dataset | None = None, batch_size: int = 8, num: int = 4, **scene: Any) -> dict[str, Any]:
+def accumulated(
+    *, data: Dataset | None = None, batch_size: int = 8, num: int = 4, **scene: Any
+) -> dict[str, Any]:
     """The same steps on the data ranks alone, with each batch in `num` parts."""
     train = partial(loader_of, data or toy.Blobs(), batch_size // num)
     return {"train": train, "accumulate_grad_batches": num, **scene}

@@ -74,25 +74,43 @@ def test_interleaved_stages_in_bf16_with_lamb_and_activation_checkpoints(one_ran
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("module", "precision"), [(WithLamb, "16-true"), (WithLars, "32-true")])
-def test_a_schedule_that_computes_gradients_of_weights_apart(one_rank, two_ranks, module, precision):
-    assert_equal(two_ranks, one_rank, module, options={"schedule": "zero_bubble"}, precision=precision)
+def test_a_schedule_that_computes_gradients_of_weights_apart(
+    one_rank, two_ranks, module, precision
+):
+    assert_equal(
+        two_ranks, one_rank, module, options={"schedule": "zero_bubble"}, precision=precision
+    )
 
 
 def weights_and_gradients(trainer, module, *_):
     """Of the stages that are here."""
-    own = {name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta}
-    return {name: (parameter.detach().clone(), parameter.grad.clone()) for name, parameter in own.items()}
+    own = {
+        name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta
+    }
+    return {
+        name: (parameter.detach().clone(), parameter.grad.clone())
+        for name, parameter in own.items()
+    }
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "1f1b"])
-def test_hooks_see_fp32_weights_and_unscaled_fp32_gradients_of_the_whole_batch(one_rank, two_ranks, schedule):
-    hooks = [at(on_after_backward=weights_and_gradients, on_before_optimizer_step=weights_and_gradients)]
+def test_hooks_see_fp32_weights_and_unscaled_fp32_gradients_of_the_whole_batch(
+    one_rank, two_ranks, schedule
+):
+    hooks = [
+        at(on_after_backward=weights_and_gradients, on_before_optimizer_step=weights_and_gradients)
+    ]
     scene = {"precision": "16-true", "callbacks": hooks, "max_epochs": 1}
     (plain,) = fit(one_rank, **accumulated(**scene))
     piped = fit(two_ranks, **in_stages(schedule=schedule, **scene))
-    for hook, every in (("on_after_backward", 4), ("on_before_optimizer_step", 1)):  # the last of its micro-batches
+    for hook, every in (
+        ("on_after_backward", 4),
+        ("on_before_optimizer_step", 1),
+    ):  # the last of its micro-batches
         expected = plain.looks[hook][every - 1 :: every]
-        found = [one | other for one, other in zip(*(seen.looks[hook] for seen in piped), strict=True)]
+        found = [
+            one | other for one, other in zip(*(seen.looks[hook] for seen in piped), strict=True)
+        ]
         assert len(found) == 8
         assert same(found, expected)
     assert {tensor.dtype for pair in found[0].values() for tensor in pair} == {torch.float32}
@@ -103,7 +121,12 @@ def test_hooks_see_fp32_weights_and_unscaled_fp32_gradients_of_the_whole_batch(o
 @pytest.mark.parametrize("at", [5, 1, 8], ids=["in the middle", "in the first", "in the last"])
 def test_overflow_in_one_stage_skips_the_step_of_all(one_rank, four_ranks, at):
     module = partial(Overflows, at)
-    assert assert_equal(four_ranks, one_rank, module, options={"num_stages": 4}, precision="16-true").num_skipped == 1
+    assert (
+        assert_equal(
+            four_ranks, one_rank, module, options={"num_stages": 4}, precision="16-true"
+        ).num_skipped
+        == 1
+    )
 
 
 def test_data_ranks_average_and_clipping_by_norm_counts_all_stages(two_ranks, four_ranks):
@@ -120,13 +143,21 @@ class Wide(Overflows, WithLars):
         self.is_to_overflow, ends = is_to_overflow, (toy.NUM_FEATURES, 1500)
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            layers = [nn.Linear(*ends), nn.LayerNorm(1500), nn.Tanh(), nn.Linear(*ends[::-1]), nn.Tanh()]
+            layers = [
+                nn.Linear(*ends),
+                nn.LayerNorm(1500),
+                nn.Tanh(),
+                nn.Linear(*ends[::-1]),
+                nn.Tanh(),
+            ]
             self.net = nn.Sequential(*layers, nn.Linear(*ends), nn.Linear(*ends[::-1]))
         self.net[0].register_full_backward_pre_hook(self.to_inf)  # in the first stage alone
 
     def to_inf(self, module, gradients):
         is_second = self.trainer.fit_loop.total_batch_idx == 1  # also of a run that is resumed
-        return tuple(g * float("inf") if is_second and self.is_to_overflow else g for g in gradients)
+        return tuple(
+            g * float("inf") if is_second and self.is_to_overflow else g for g in gradients
+        )
 
 
 class WideTied(Wide):
@@ -143,7 +174,11 @@ NODE, WORLD = {"shard_update": "node"}, {"shard_update": "world", "ranks_per_nod
 SHARED = {
     "overflow": (partial(Wide, True), "16-true", NODE),
     "clipped": (Wide, "32-true", NODE | {"gradient_clip_val": 0.01}),
-    "tied": (WideTied, "bf16-true", NODE | {"comm": Comm(algorithm="two_level", bucket_bytes=1 << 14)}),
+    "tied": (
+        WideTied,
+        "bf16-true",
+        NODE | {"comm": Comm(algorithm="two_level", bucket_bytes=1 << 14)},
+    ),
     "world": (Wide, "16-true", WORLD | {"gradient_clip_val": 0.01, "schedule": "interleaved"}),
 }
 
@@ -160,9 +195,17 @@ def test_data_ranks_share_the_update_of_their_stage(four_ranks, tmp_path, case):
         scene |= {"precision": precision, "save_to": str(tmp_path / name), **how}
         found = fit(four_ranks, module, **in_stages(**scene, callbacks=[partial(ReplicaCheck, 1)]))
         saved = torch.load(tmp_path / name, weights_only=True)
-        of_pipelines = found[0].num_skipped, joined(found[:2])  # the first has optimizer state whole
+        of_pipelines = (
+            found[0].num_skipped,
+            joined(found[:2]),
+        )  # the first has optimizer state whole
         assert same(of_pipelines[1], joined(found[2:])) == (how is whole)
-        return [one.weights for one in found], of_pipelines, saved["state_dict"], saved["optimizer_states"]
+        return (
+            [one.weights for one in found],
+            of_pipelines,
+            saved["state_dict"],
+            saved["optimizer_states"],
+        )
 
     expected = seen_of("whole", whole)
     assert expected[1][0] == (case == "overflow")
@@ -173,7 +216,11 @@ def test_data_ranks_share_the_update_of_their_stage(four_ranks, tmp_path, case):
         assert same([*again[:1], *again[2:]], [*expected[:1], *expected[2:]])
 
 
-PLACES = {"2 stages": (2, 1, (2, 3, 8)), "2 stages x 2 data ranks": (2, 2, (2, 4)), "4 stages": (4, 1, (4, 8))}
+PLACES = {
+    "2 stages": (2, 1, (2, 3, 8)),
+    "2 stages x 2 data ranks": (2, 2, (2, 4)),
+    "4 stages": (4, 1, (4, 8)),
+}
 
 
 @pytest.mark.long
@@ -181,8 +228,20 @@ PLACES = {"2 stages": (2, 1, (2, 3, 8)), "2 stages x 2 data ranks": (2, 2, (2, 4
 @pytest.mark.parametrize("place", PLACES)
 def test_every_schedule_trains_what_accumulation_trains(rank_pool, place, precision):
     num_stages, num_data_ranks, counts = PLACES[place]
-    scene = {"data": toy.Blobs(96), "batch_size": 24, "precision": precision, "max_epochs": 1, "timeout_s": 300}
-    expected = {num: fit(rank_pool.ranks(num_data_ranks), **accumulated(num=num, **scene))[0] for num in counts}
+    scene = {
+        "data": toy.Blobs(96),
+        "batch_size": 24,
+        "precision": precision,
+        "max_epochs": 1,
+        "timeout_s": 300,
+    }
+    expected = {
+        num: fit(rank_pool.ranks(num_data_ranks), **accumulated(num=num, **scene))[0]
+        for num in counts
+    }
     for schedule, num in itertools.product(("gpipe", "1f1b", "interleaved"), counts):
         options = {"num_stages": num_stages, "num_microbatches": num, "schedule": schedule}
-        assert_same(fit(rank_pool.ranks(num_stages * num_data_ranks), **in_stages(**options, **scene)), expected[num])
+        assert_same(
+            fit(rank_pool.ranks(num_stages * num_data_ranks), **in_stages(**options, **scene)),
+            expected[num],
+        )

@@ -14,10 +14,15 @@ from tests.scenes import fit, same
 
 def fit_some(ranks, num_stages, path, epochs, **scene):
     scene = {"save_to": path, "max_epochs": epochs, "precision": "16-true", **scene}
-    return fit(ranks, **(accumulated(**scene) if num_stages == 1 else in_stages(num_stages=num_stages, **scene)))
+    return fit(
+        ranks,
+        **(accumulated(**scene) if num_stages == 1 else in_stages(num_stages=num_stages, **scene)),
+    )
 
 
-def test_one_file_goes_from_one_rank_to_four_stages_to_two_to_the_bit(one_rank, two_ranks, four_ranks, tmp_path):
+def test_one_file_goes_from_one_rank_to_four_stages_to_two_to_the_bit(
+    one_rank, two_ranks, four_ranks, tmp_path
+):
     paths = [str(tmp_path / f"{name}.ckpt") for name in "abcd"]
     fit_some(one_rank, 1, paths[0], 1)
     fit_some(four_ranks, 4, paths[1], 2, ckpt_path=paths[0])
@@ -29,7 +34,9 @@ def test_one_file_goes_from_one_rank_to_four_stages_to_two_to_the_bit(one_rank, 
     assert list(piped["state_dict"]) == list(plain["state_dict"])
     assert same(piped["state_dict"], plain["state_dict"])
     assert same(piped["optimizer_states"], plain["optimizer_states"])
-    assert list(piped["optimizer_states"][0]["state"]) == list(range(len(list(toy.Toy().parameters()))))
+    assert list(piped["optimizer_states"][0]["state"]) == list(
+        range(len(list(toy.Toy().parameters())))
+    )
     assert piped.keys() == plain.keys()
 
 
@@ -49,17 +56,27 @@ AVERAGES = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("average", AVERAGES)
-def test_best_checkpoint_and_average_are_those_without_a_pipeline(one_rank, two_ranks, tmp_path, average):
+def test_best_checkpoint_and_average_are_those_without_a_pipeline(
+    one_rank, two_ranks, tmp_path, average
+):
     def scene(scene_of, size):
-        best = partial(ModelCheckpoint, tmp_path / scene_of.__name__, monitor="val_loss", filename="{epoch}")
-        more = {"callbacks": [best, *AVERAGES[average]], "enable_checkpointing": True, "max_epochs": 3}
+        best = partial(
+            ModelCheckpoint, tmp_path / scene_of.__name__, monitor="val_loss", filename="{epoch}"
+        )
+        more = {
+            "callbacks": [best, *AVERAGES[average]],
+            "enable_checkpointing": True,
+            "max_epochs": 3,
+        }
         return scene_of(val=partial(toy.loader, 32, size), precision="16-true", **more)
 
     piped = fit(two_ranks, Monitored, **scene(in_stages, 8))
     (alone,) = fit(one_rank, Monitored, **scene(accumulated, 2))
     assert piped[0].metrics == piped[1].metrics
     assert all(same(own.weights, alone.weights) for own in piped)
-    (one,), (two,) = (list((tmp_path / name).glob("*.ckpt")) for name in ("accumulated", "in_stages"))
+    (one,), (two,) = (
+        list((tmp_path / name).glob("*.ckpt")) for name in ("accumulated", "in_stages")
+    )
     assert one.name == two.name, "the same epoch is the best"
     one, two = (torch.load(path, weights_only=False) for path in (one, two))
     assert same(one["state_dict"], two["state_dict"])

@@ -24,28 +24,43 @@ def all_cuts(num_blocks, num_stages):
 
 def is_within(cuts, bytes_, kept, alive, most_bytes):
     parts = zip(stages(bytes_, cuts), stages(kept, cuts), alive, strict=True)
-    return all(sum(own) + count * sum(activations) <= most_bytes for own, activations, count in parts)
+    return all(
+        sum(own) + count * sum(activations) <= most_bytes for own, activations, count in parts
+    )
 
 
 WHOLE = st.integers(0, 20)  # exact sums, so that equal is equal
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), num_blocks=st.integers(1, 7), most_bytes=st.one_of(st.just(math.inf), st.integers(0, 120)))
-def test_no_cut_that_fits_has_a_faster_slowest_stage_nor_more_even_others(data, num_blocks, most_bytes):
+@given(
+    data=st.data(),
+    num_blocks=st.integers(1, 7),
+    most_bytes=st.one_of(st.just(math.inf), st.integers(0, 120)),
+)
+def test_no_cut_that_fits_has_a_faster_slowest_stage_nor_more_even_others(
+    data, num_blocks, most_bytes
+):
     num_stages = data.draw(st.integers(1, num_blocks))
     lists = st.lists(WHOLE, min_size=num_blocks, max_size=num_blocks)
     seconds, bytes_, kept = data.draw(lists), data.draw(lists), data.draw(lists)
     alive = data.draw(st.lists(st.integers(0, 4), min_size=num_stages, max_size=num_stages))
     more = {"most_bytes": most_bytes, "activation_bytes": kept, "num_alive": alive}
-    fitting = [cuts for cuts in all_cuts(num_blocks, num_stages) if is_within(cuts, bytes_, kept, alive, most_bytes)]
+    fitting = [
+        cuts
+        for cuts in all_cuts(num_blocks, num_stages)
+        if is_within(cuts, bytes_, kept, alive, most_bytes)
+    ]
     if not fitting:
         with pytest.raises(
-            ValueError, match=r"`most_bytes` \(=\d+\) must be \d+ or more.*checkpoint_activations=True"
+            ValueError,
+            match=r"`most_bytes` \(=\d+\) must be \d+ or more.*checkpoint_activations=True",
         ) as error:
             balanced_cuts(seconds, bytes_, num_stages, **more)
         least = float(str(error.value).split("must be ")[1].split(" or more")[0])
-        assert balanced_cuts(seconds, bytes_, num_stages, **(more | {"most_bytes": least})) is not None
+        assert (
+            balanced_cuts(seconds, bytes_, num_stages, **(more | {"most_bytes": least})) is not None
+        )
         return
     counted = seconds if any(seconds) else [1] * num_blocks
 
@@ -60,8 +75,13 @@ def test_no_cut_that_fits_has_a_faster_slowest_stage_nor_more_even_others(data, 
 
 def test_a_profile_cuts_by_its_seconds_under_the_memory_that_the_schedule_needs():
     """Two stages, two micro-batches: GPipe keeps two in both, 1F1B one in the last."""
-    profile = BlockProfile(seconds=[3, 1, 1, 1], activation_bytes=[1, 1, 1, 1], held_bytes=[0, 0, 0, 2], most_bytes=6)
-    by = {name: cut_places([1.0] * 4, profile, 2, num_microbatches=2, schedule=name) for name in ("gpipe", "1f1b")}
+    profile = BlockProfile(
+        seconds=[3, 1, 1, 1], activation_bytes=[1, 1, 1, 1], held_bytes=[0, 0, 0, 2], most_bytes=6
+    )
+    by = {
+        name: cut_places([1.0] * 4, profile, 2, num_microbatches=2, schedule=name)
+        for name in ("gpipe", "1f1b")
+    }
     assert by == {"gpipe": [0, 2, 4], "1f1b": [0, 1, 4]}
 
 
@@ -84,7 +104,9 @@ class Joins(Sleeps):
 def test_a_profile_is_measured_block_by_block_and_leaves_the_network_as_it_was():
     blocks = [nn.Identity(), Sleeps(4, 1), Forks(), Joins(1, 2)]
     found = BlockProfile.measured(blocks, torch.zeros(8, 4), num_runs=2)
-    assert [0.01 * features <= each for features, each in zip((0, 4, 0, 1), found.seconds, strict=True)] == [True] * 4
+    assert [
+        0.01 * features <= each for features, each in zip((0, 4, 0, 1), found.seconds, strict=True)
+    ] == [True] * 4
     assert found.seconds[2] < 0.01
     assert list(found.activation_bytes) == [
         0,

@@ -30,7 +30,11 @@ class Sick(torch.nn.Module):
         self.what, self.num_calls = what, 0
 
     def forward(self, x):
-        if x.device.type == "meta" or isinstance(x, torch._subclasses.FakeTensor) or not self.training:
+        if (
+            x.device.type == "meta"
+            or isinstance(x, torch._subclasses.FakeTensor)
+            or not self.training
+        ):
             return x
         self.num_calls += 1
         if self.num_calls == 7:
@@ -43,14 +47,22 @@ class Sick(torch.nn.Module):
         return x
 
 
-CUTS = {"gpipe": [2, 6], "1f1b": [2, 6], "interleaved": [2, 4, 6, 7, 8]}  # the block is on stage 1, of rank 1
+CUTS = {
+    "gpipe": [2, 6],
+    "1f1b": [2, 6],
+    "interleaved": [2, 4, 6, 7, 8],
+}  # the block is on stage 1, of rank 1
 
 
 def error_of_a_fit(what, folder, timeout_s, schedule):
     module = toy.Toy()
     module.net.insert(3, Sick(what))
     strategy = HybridPipelineStrategy(
-        num_stages=3, num_microbatches=4, schedule=schedule, cuts=CUTS[schedule], timeout=timedelta(seconds=timeout_s)
+        num_stages=3,
+        num_microbatches=4,
+        schedule=schedule,
+        cuts=CUTS[schedule],
+        timeout=timedelta(seconds=timeout_s),
     )
     error = toy.error_of(toy.trainer(strategy=strategy, max_epochs=1).fit, module, toy.loader())
     Path(folder, os.environ["RANK"]).write_text(error)
@@ -60,7 +72,9 @@ def error_of_a_fit(what, folder, timeout_s, schedule):
 
 def errors(ranks, what, tmp_path, *, timeout_s=30, schedule="1f1b"):
     with pytest.raises(RankError):
-        ranks.run(error_of_a_fit, what, str(tmp_path), timeout_s, schedule, timeout_s=100, grace_s=45)
+        ranks.run(
+            error_of_a_fit, what, str(tmp_path), timeout_s, schedule, timeout_s=100, grace_s=45
+        )
     return {int(path.name): path.read_text() for path in tmp_path.iterdir()}
 
 
@@ -85,7 +99,8 @@ def test_a_rank_that_raises_is_named_with_its_error(three_ranks, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.battery) for name in ("gpipe", "interleaved"))]
+    "schedule",
+    ["1f1b", *(pytest.param(name, marks=pytest.mark.battery) for name in ("gpipe", "interleaved"))],
 )
 def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(three_ranks, tmp_path, schedule):
     found = errors(three_ranks, "hangs", tmp_path, timeout_s=10, schedule=schedule)

@@ -61,7 +61,11 @@ def fit_and_predict(scene):
     trainers = []
     scene = {**scene, "val": cases.loader_of(Named(20), 6), "precision": "16-true", "max_epochs": 1}
     seen = play(
-        {"module": module, "callbacks": [ReplicaCheck(), at(on_fit_start=lambda t, _: trainers.append(t))], **scene}
+        {
+            "module": module,
+            "callbacks": [ReplicaCheck(), at(on_fit_start=lambda t, _: trainers.append(t))],
+            **scene,
+        }
     )
     assert list(map(id, module.parameters())) == parameters  # the user's own objects
     alone = module.net(torch.ones(2, toy.NUM_FEATURES))
@@ -96,7 +100,9 @@ class Photographer(toy.Toy):
 
 def test_a_network_of_the_recipes_offers_its_blocks(one_rank, four_ranks):
     data = cases.Photos(64, 64)
-    assert_equal(four_ranks, one_rank, Photographer, options={"num_stages": 4}, data=data, max_epochs=1)
+    assert_equal(
+        four_ranks, one_rank, Photographer, options={"num_stages": 4}, data=data, max_epochs=1
+    )
 
 
 class SameInputs(toy.Toy):
@@ -110,11 +116,15 @@ class SameInputs(toy.Toy):
         self.losses.append(self.loss((images, torch.arange(8) % toy.NUM_CLASSES)).item())
 
 
-def test_data_ranks_validate_with_the_running_statistics_of_the_first_as_under_ddp(two_ranks, four_ranks):
+def test_data_ranks_validate_with_the_running_statistics_of_the_first_as_under_ddp(
+    two_ranks, four_ranks
+):
     scene = {"val": partial(toy.loader, 16, 8), "num_sanity_val_steps": 0}
     expected = fit(two_ranks, SameInputs, **cases.accumulated(val_check_interval=4, **scene))
     assert expected[0].losses == expected[1].losses
-    for rank, seen in enumerate(fit(four_ranks, SameInputs, **cases.in_stages(val_check_interval=1, **scene))):
+    for rank, seen in enumerate(
+        fit(four_ranks, SameInputs, **cases.in_stages(val_check_interval=1, **scene))
+    ):
         assert len(seen.losses) == 8  # each of four steps in two epochs
         # A batch in parts, where a matrix product may round otherwise.
         assert seen.losses == pytest.approx(expected[rank // 2].losses, rel=1e-5)
@@ -143,7 +153,9 @@ class DecodesWhereItMatters(toy.Toy):
 
 def test_only_the_first_stage_needs_the_images(one_rank, two_ranks):
     (expected,) = fit(one_rank, **cases.accumulated(max_epochs=1))
-    found = fit(two_ranks, DecodesWhereItMatters, **{**cases.in_stages(max_epochs=1), "train": None})
+    found = fit(
+        two_ranks, DecodesWhereItMatters, **{**cases.in_stages(max_epochs=1), "train": None}
+    )
     assert all(same(own.weights, expected.weights) for own in found)
     assert found[0].losses[-1] == found[1].losses[-1]
 
@@ -160,7 +172,11 @@ def parts_in_validation(schedule):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stages, "_forward", noted)
         val = partial(loader_of, toy.Blobs(16), 8)
-        fit(None, Validated, **in_stages(schedule=schedule, val=val, max_epochs=1, num_sanity_val_steps=0))
+        fit(
+            None,
+            Validated,
+            **in_stages(schedule=schedule, val=val, max_epochs=1, num_sanity_val_steps=0),
+        )
     return counts
 
 

@@ -67,7 +67,9 @@ class Joins(nn.Linear):
 def net_of(kind):
     table = torch.linspace(-1, 1, WIDTH)
     kinds = {
-        "in place": lambda: [layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), nn.SELU(inplace=True))],
+        "in place": lambda: [
+            layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), nn.SELU(inplace=True))
+        ],
         "shared buffer": lambda: [WithBuffer(table) for _ in range(4)],
         "cached": lambda: [Caching(None), Caching(None), Caching({}), Caching({})],
         "plain": lambda: [Block(table.clone()) for _ in range(4)],
@@ -87,7 +89,12 @@ class Ordinary(Validated):
 def left_by(kind, path, scene):
     module = Ordinary(kind)
     best = ModelCheckpoint(path, save_last=True)
-    more = {"callbacks": [best], "enable_checkpointing": True, "val": toy.loader(16, 8), "max_epochs": 1}
+    more = {
+        "callbacks": [best],
+        "enable_checkpointing": True,
+        "val": toy.loader(16, 8),
+        "max_epochs": 1,
+    }
     seen = play({"module": module, "raises": False, "warns": False, **more, **scene})
     saved = torch.load(path / "last.ckpt", weights_only=True)["state_dict"]
     return seen, saved, module.net(torch.ones(2, WIDTH)).detach()  # whole on every rank
@@ -102,10 +109,14 @@ def left_by(kind, path, scene):
         pytest.param("many", [2], id="several tensors go from block to block"),
     ],
 )
-def test_networks_as_users_write_them_train_as_under_accumulation(one_rank, two_ranks, tmp_path, kind, cuts):
+def test_networks_as_users_write_them_train_as_under_accumulation(
+    one_rank, two_ranks, tmp_path, kind, cuts
+):
     scene = {"data": toy.Blobs(32), "batch_size": 16}
     ((expected, _, output),) = one_rank.run(left_by, kind, tmp_path / "alone", accumulated(**scene))
-    for seen, saved, own_output in two_ranks.run(left_by, kind, tmp_path / "stages", in_stages(cuts=cuts, **scene)):
+    for seen, saved, own_output in two_ranks.run(
+        left_by, kind, tmp_path / "stages", in_stages(cuts=cuts, **scene)
+    ):
         assert same(seen.weights, expected.weights)
         assert same(dict(saved), expected.weights)
         assert seen.metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], rel=1e-5)
@@ -137,7 +148,13 @@ def error_and_example(scene):
 
 
 def test_summary_and_logged_graph_run_no_forward_on_the_example(two_ranks):
-    more = {"logger": LogsGraphs(), "enable_model_summary": True, "max_epochs": 1, "raises": True, "warns": False}
+    more = {
+        "logger": LogsGraphs(),
+        "enable_model_summary": True,
+        "max_epochs": 1,
+        "raises": True,
+        "warns": False,
+    }
     for error, shape in two_ranks.run(error_and_example, in_stages(batch_size=16, **more)):
         assert not error
         assert shape == (2, WIDTH)
@@ -149,8 +166,15 @@ class ChannelsLast(Validated):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        convolutions = (nn.Conv2d(3, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2))
-        self.net = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+        convolutions = (
+            nn.Conv2d(3, 16, 3, stride=2),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2),
+        )
+        self.net = nn.Sequential(
+            *convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
+        )
         self.net.to(memory_format=torch.channels_last)
 
     def loss(self, batch):
@@ -168,7 +192,9 @@ class Turned(ChannelsLast):
     def __init__(self):
         super().__init__()
         to_tokens = (nn.AdaptiveAvgPool2d(2), Transposes())
-        self.net = nn.Sequential(*self.net[:3], *to_tokens, nn.Linear(16, 8), nn.Flatten(), nn.Linear(32, 10))
+        self.net = nn.Sequential(
+            *self.net[:3], *to_tokens, nn.Linear(16, 8), nn.Flatten(), nn.Linear(32, 10)
+        )
 
 
 @pytest.mark.sampled(2)
@@ -176,9 +202,16 @@ class Turned(ChannelsLast):
     ("module", "cuts", "precision"),
     [(ChannelsLast, [2], "bf16-true"), (ChannelsLast, [3], "32-true"), (Turned, [5], "32-true")],
 )
-def test_a_cut_between_tensors_that_are_not_contiguous_changes_nothing(one_rank, two_ranks, module, cuts, precision):
+def test_a_cut_between_tensors_that_are_not_contiguous_changes_nothing(
+    one_rank, two_ranks, module, cuts, precision
+):
     photos = Photos(17, 19, num=16)
-    scene = {"data": photos, "val": partial(loader_of, photos, 8), "precision": precision, "max_epochs": 1}
+    scene = {
+        "data": photos,
+        "val": partial(loader_of, photos, 8),
+        "precision": precision,
+        "max_epochs": 1,
+    }
     (expected,) = fit(one_rank, module, **accumulated(num=2, **scene))
     for own in fit(two_ranks, module, **in_stages(num_microbatches=2, cuts=cuts, **scene)):
         assert same(own.weights, expected.weights)

@@ -39,7 +39,10 @@ class CallsLayers(nn.Module):
         self.head, self.dropout = nn.Linear(toy.NUM_FEATURES, toy.NUM_CLASSES), nn.Dropout()
 
     def pipeline_blocks(self):
-        return [*(nn.Sequential(layer, self.dropout) for layer in (self.first, self.second)), self.head]
+        return [
+            *(nn.Sequential(layer, self.dropout) for layer in (self.first, self.second)),
+            self.head,
+        ]
 
     def forward(self, x):
         return self.head(self.dropout(self.second(self.dropout(self.first(x)))))
@@ -57,12 +60,19 @@ def drawn(trainer, module):
 
 
 def fit_wild(ranks, **options):
-    scene = {"batch_size": 8, "num_microbatches": 2, "limit_train_batches": 2, "callbacks": [at(on_train_end=drawn)]}
+    scene = {
+        "batch_size": 8,
+        "num_microbatches": 2,
+        "limit_train_batches": 2,
+        "callbacks": [at(on_train_end=drawn)],
+    }
     return fit(ranks, Wild, **in_stages(data=toy.Blobs(32), **scene, **options))
 
 
 def noises(found):
-    return [str(noise) for rank in found for seen in rank.looks["on_train_end"][0][0] for noise in seen]
+    return [
+        str(noise) for rank in found for seen in rank.looks["on_train_end"][0][0] for noise in seen
+    ]
 
 
 def test_each_pipeline_draws_its_own(four_ranks):
@@ -75,15 +85,24 @@ def test_each_stage_draws_its_own_and_again_the_same(two_ranks, tmp_path):
     whole, in_quarters = fit_wild(two_ranks), fit_wild(two_ranks, schedule="interleaved")
     for found in (whole, in_quarters):  # two stages, and four
         of_all = noises(found)
-        assert len(of_all) == len(set(of_all)) == 4 * 2 * 2 * 2  # blocks, micro-batches, batches, epochs
+        assert (
+            len(of_all) == len(set(of_all)) == 4 * 2 * 2 * 2
+        )  # blocks, micro-batches, batches, epochs
         states = [rank.looks["on_train_end"][0][1] for rank in found]
         assert torch.equal(*states)  # outside all stages they are where they were
     fit_wild(two_ranks, max_epochs=1, save_to=path)
-    kept, resumed = fit_wild(two_ranks, checkpoint_activations=True), fit_wild(two_ranks, ckpt_path=path)
+    kept, resumed = (
+        fit_wild(two_ranks, checkpoint_activations=True),
+        fit_wild(two_ranks, ckpt_path=path),
+    )
     for found in (kept, resumed):
-        assert all(same(one.weights, other.weights) for one, other in zip(found, whole, strict=True))
+        assert all(
+            same(one.weights, other.weights) for one, other in zip(found, whole, strict=True)
+        )
 
 
 def test_the_whole_network_draws_as_its_stages_where_forward_calls_the_layers_of_blocks(two_ranks):
-    scene = in_stages(data=toy.Blobs(32), batch_size=16, num_microbatches=2, max_epochs=1, cuts=(1,))
+    scene = in_stages(
+        data=toy.Blobs(32), batch_size=16, num_microbatches=2, max_epochs=1, cuts=(1,)
+    )
     assert not any(seen.error for seen in fit(two_ranks, WithDropout, **scene))

@@ -14,7 +14,13 @@ from torch import nn
 from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
 from lightning_hybrid.pipeline.cuts import BlockProfile
-from lightning_hybrid.pipeline.microbatches import Muting, input_of_net, loss_in, microbatches, random_state
+from lightning_hybrid.pipeline.microbatches import (
+    Muting,
+    input_of_net,
+    loss_in,
+    microbatches,
+    random_state,
+)
 from lightning_hybrid.pipeline.options import blocks_of, check_ranks, cut_places
 from lightning_hybrid.pipeline.rank_layout import OtherStages
 from lightning_hybrid.pipeline.shapes import Boundary, output_of
@@ -31,7 +37,10 @@ from tests.scenes import at, fit, play
         ({"num_stages": 1}, "one stage is no pipeline"),
         ({"num_microbatches": 5, "schedule": "interleaved"}, "multiple of the number of rounds"),
         ({"cuts": [3, 3]}, "must be 1 ascending places"),
-        ({"schedule": "interleaved", "cuts": BlockProfile(seconds=[1], most_bytes=8)}, "limits one stage"),
+        (
+            {"schedule": "interleaved", "cuts": BlockProfile(seconds=[1], most_bytes=8)},
+            "limits one stage",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_refused_when_they_are_given(options, words):
@@ -49,7 +58,9 @@ class Module(pl.LightningModule):
 
 def compiled():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    net._compiled_call_impl = object()  # as `net.compile()` leaves it, without importing the compiler
+    net._compiled_call_impl = (
+        object()
+    )  # as `net.compile()` leaves it, without importing the compiler
     return Module(net=net)
 
 
@@ -63,7 +74,10 @@ class Own(nn.Sequential):
     [
         (lambda: Module(body=nn.Linear(1, 1)), "those with parameters are body"),
         (lambda: Module(net=Own(nn.Linear(1, 1))), "must be an nn.Sequential"),
-        (lambda: Module(net=nn.Sequential(nn.Linear(1, 1)), head=nn.Linear(1, 1)), "Parameters `head.weight`"),
+        (
+            lambda: Module(net=nn.Sequential(nn.Linear(1, 1)), head=nn.Linear(1, 1)),
+            "Parameters `head.weight`",
+        ),
         (compiled, "must not be compiled as a whole"),
     ],
 )
@@ -76,13 +90,28 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: check_ranks(num_stages=4, world_size=6), r"`num_stages` \(=4\) must divide the number of ranks"),
-        (lambda: check_ranks(num_stages=2, world_size=4, schedule="zero_bubble"), "must have one pipeline"),
+        (
+            lambda: check_ranks(num_stages=4, world_size=6),
+            r"`num_stages` \(=4\) must divide the number of ranks",
+        ),
+        (
+            lambda: check_ranks(num_stages=2, world_size=4, schedule="zero_bubble"),
+            "must have one pipeline",
+        ),
         (lambda: cut_places([1.0, 1.0], [2], 2), "the last stage would be empty"),
-        (lambda: cut_places([1.0, 1.0], BlockProfile(seconds=[1.0] * 3), 2), "a profile of 3 blocks"),
-        (lambda: microbatches(torch.zeros(6, 2), 4), r"`batch_size` \(=6\) must be a multiple of `num_microbatches`"),
+        (
+            lambda: cut_places([1.0, 1.0], BlockProfile(seconds=[1.0] * 3), 2),
+            "a profile of 3 blocks",
+        ),
+        (
+            lambda: microbatches(torch.zeros(6, 2), 4),
+            r"`batch_size` \(=6\) must be a multiple of `num_microbatches`",
+        ),
         (lambda: microbatches({"path": "a.jpg"}, 4), "must hold a row for each sample"),
-        (lambda: microbatches({"one": torch.zeros(8), "two": torch.zeros(16)}, 4), r"\(of \[8, 16\] rows\) must"),
+        (
+            lambda: microbatches({"one": torch.zeros(8), "two": torch.zeros(16)}, 4),
+            r"\(of \[8, 16\] rows\) must",
+        ),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(call, words):
@@ -215,7 +244,9 @@ class Masks(toy.Toy):
 
 @pytest.mark.parametrize("module", [Decodes, Masks, toy.Toy])
 def test_images_that_the_loss_depends_on_must_be_the_same_on_all_ranks(two_ranks, module):
-    for seen in fit(two_ranks, module, **in_stages(data=Flipped(32), batch_size=16, max_epochs=1, raises=True)):
+    for seen in fit(
+        two_ranks, module, **in_stages(data=Flipped(32), batch_size=16, max_epochs=1, raises=True)
+    ):
         if module is toy.Toy:
             assert not seen.error
         else:
@@ -287,7 +318,9 @@ def orders(trainer, module):
 def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(two_ranks):
     callbacks = [at(setup=seeded, on_train_end=orders)]
     found = fit(two_ranks, Mixes, limit_train_batches=2, callbacks=callbacks, **in_stages(**TWO))
-    first, last = (seen.looks["on_train_end"][0][-4:] for seen in found)  # one more at first, which finds the shape
+    first, last = (
+        seen.looks["on_train_end"][0][-4:] for seen in found
+    )  # one more at first, which finds the shape
     assert first == last
     assert len({str(order) for order in first}) == 4
 
@@ -298,7 +331,12 @@ def votes(trainer, module):
 
 
 def test_a_decision_of_all_takes_all_and_one_of_any_takes_one(two_ranks):
-    found = fit(two_ranks, limit_train_batches=1, max_epochs=1, **in_stages(callbacks=[at(on_train_start=votes)]))
+    found = fit(
+        two_ranks,
+        limit_train_batches=1,
+        max_epochs=1,
+        **in_stages(callbacks=[at(on_train_start=votes)]),
+    )
     assert [seen.looks["on_train_start"] for seen in found] == [[[False, True]]] * 2
 
 

@@ -43,7 +43,9 @@ class Block(nn.Module):
 def most_kept(schedule, num_microbatches, parts):
     """The most micro-batches that this rank keeps, over all its stages."""
     num, kept = dist.get_world_size(), [0]
-    ranks = PipelineRanks(rank=dist.get_rank(), world_size=num, num_ranks=num, stages_per_rank=parts)
+    ranks = PipelineRanks(
+        rank=dist.get_rank(), world_size=num, num_ranks=num, stages_per_rank=parts
+    )
     blocks = {stage: Block(lambda more: kept.append(kept[-1] + more)) for stage in ranks.stages}
     sizes = {"num_stages": ranks.num_stages, "num_microbatches": num_microbatches}
     with step_over(schedule, blocks, Boundary((4, 16), torch.float32), **sizes) as step:
@@ -76,7 +78,9 @@ def stages_held(*_):
 
 def test_batches_of_other_shapes_leave_no_memory_behind(two_ranks):
     callbacks = [at(on_train_batch_end=stages_held)]
-    for seen in fit(two_ranks, **in_stages(data=toy.Blobs(20), num_microbatches=2, callbacks=callbacks)):
+    for seen in fit(
+        two_ranks, **in_stages(data=toy.Blobs(20), num_microbatches=2, callbacks=callbacks)
+    ):
         counts = seen.looks["on_train_batch_end"]
         assert len(counts) == 6
         assert max(counts) == counts[0]
@@ -107,7 +111,9 @@ class Sleeping(Block):
 def waiting_part(schedule, num_microbatches, parts):
     """The part of a step in which this rank computes neither forward nor backward; the least of three steps."""
     num = dist.get_world_size()
-    ranks = PipelineRanks(rank=dist.get_rank(), world_size=num, num_ranks=num, stages_per_rank=parts)
+    ranks = PipelineRanks(
+        rank=dist.get_rank(), world_size=num, num_ranks=num, stages_per_rank=parts
+    )
     sizes = {"num_stages": ranks.num_stages, "num_microbatches": num_microbatches}
     blocks = {stage: Sleeping(None) for stage in ranks.stages}
     with step_over(schedule, blocks, Boundary((4, 16), torch.float32), **sizes) as step:
@@ -125,7 +131,11 @@ def waiting_part(schedule, num_microbatches, parts):
 @pytest.mark.clock
 @pytest.mark.parametrize(
     ("schedule", "num_stages"),
-    [("1f1b", 2), pytest.param("gpipe", 4, marks=pytest.mark.long), pytest.param("1f1b", 4, marks=pytest.mark.long)],
+    [
+        ("1f1b", 2),
+        pytest.param("gpipe", 4, marks=pytest.mark.long),
+        pytest.param("1f1b", 4, marks=pytest.mark.long),
+    ],
 )
 def test_stages_wait_at_most_a_tenth_longer_than_the_formula_says(rank_pool, schedule, num_stages):
     num_microbatches = 2 * num_stages

@@ -21,7 +21,11 @@ class Tied(WithLars):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            middle = [layer for _ in range(2) for layer in (nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))]
+            middle = [
+                layer
+                for _ in range(2)
+                for layer in (nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+            ]
             self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), *middle, nn.Linear(WIDTH, WIDTH))
         self.tie()
 
@@ -48,9 +52,13 @@ class WithLamb(Tied):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["32-true", "16-true"])
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_its_gradient_is_that_of_both_uses_summed_once_a_step_bit_for_bit(one_rank, rank_pool, num_stages, precision):
+def test_its_gradient_is_that_of_both_uses_summed_once_a_step_bit_for_bit(
+    one_rank, rank_pool, num_stages, precision
+):
     (expected,) = fit(one_rank, Apart, **accumulated(precision=precision))
-    for seen in fit(rank_pool.ranks(num_stages), Tied, **in_stages(num_stages=num_stages, precision=precision)):
+    for seen in fit(
+        rank_pool.ranks(num_stages), Tied, **in_stages(num_stages=num_stages, precision=precision)
+    ):
         assert same(seen.weights, expected.weights)
 
 
@@ -81,12 +89,19 @@ def assert_near(piped, expected):
     """The bound: 16 steps, each with one addition in another order, of 2^-24 relative to the largest summand."""
     assert all(same(seen.weights, piped[0].weights) for seen in piped)
     for name, weight in piped[0].weights.items():
-        assert (weight - expected.weights[name]).norm() <= 1e-6 * expected.weights[name].norm(), name
+        assert (weight - expected.weights[name]).norm() <= 1e-6 * expected.weights[name].norm(), (
+            name
+        )
 
 
 @pytest.mark.parametrize(("module", "scene"), [(WithLamb, {}), (Tied, {"gradient_clip_val": 0.05})])
-def test_it_trains_what_accumulation_trains_but_for_the_order_of_additions(two_ranks, four_ranks, module, scene):
-    assert_near(fit(four_ranks, module, **in_stages(**scene)), fit(two_ranks, module, **accumulated(**scene))[0])
+def test_it_trains_what_accumulation_trains_but_for_the_order_of_additions(
+    two_ranks, four_ranks, module, scene
+):
+    assert_near(
+        fit(four_ranks, module, **in_stages(**scene)),
+        fit(two_ranks, module, **accumulated(**scene))[0],
+    )
 
 
 def test_its_checkpoint_is_that_of_a_whole_network(one_rank, two_ranks, four_ranks, tmp_path):
@@ -99,7 +114,9 @@ def test_its_checkpoint_is_that_of_a_whole_network(one_rank, two_ranks, four_ran
     straight = fit(two_ranks, **in_stages(**scene))
     one, other, between = (torch.load(path, weights_only=True) for path in (plain, more, some))
     assert list(one["state_dict"]) == list(other["state_dict"])
-    assert one["optimizer_states"][0]["state"].keys() == other["optimizer_states"][0]["state"].keys()
+    assert (
+        one["optimizer_states"][0]["state"].keys() == other["optimizer_states"][0]["state"].keys()
+    )
     names = ("net.0.weight", "net.7.weight")
     assert len({other["state_dict"][name].untyped_storage().data_ptr() for name in names}) == 1
     assert same(dict(between["state_dict"]), went_on.weights)
@@ -118,7 +135,9 @@ class Mixes(nn.TransformerEncoderLayer):
 
 class Losses(nn.Linear):
     def forward(self, states, targets):
-        return F.cross_entropy(super().forward(states).flatten(0, 1), targets.flatten(), reduction="none")
+        return F.cross_entropy(
+            super().forward(states).flatten(0, 1), targets.flatten(), reduction="none"
+        )
 
 
 class TellsTokens(Tied):
@@ -135,8 +154,13 @@ class TellsTokens(Tied):
         return self.net(tokens, tokens.roll(1, 1)).mean()
 
 
-def test_a_language_model_whose_last_stage_returns_losses_trains_as_under_accumulation(one_rank, four_ranks):
-    assert_near(fit(four_ranks, TellsTokens, **in_stages(num_stages=4)), fit(one_rank, TellsTokens, **accumulated())[0])
+def test_a_language_model_whose_last_stage_returns_losses_trains_as_under_accumulation(
+    one_rank, four_ranks
+):
+    assert_near(
+        fit(four_ranks, TellsTokens, **in_stages(num_stages=4)),
+        fit(one_rank, TellsTokens, **accumulated())[0],
+    )
 
 
 class TiedInside(Tied):

@@ -39,7 +39,13 @@ class Mlp(toy.Toy):
 class Described(toy.Blobs):
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
-        return {"x": x, "y": y, "name": "abcdefg"[index % 7], "place": index, "words": torch.ones(1 + index % 3)}
+        return {
+            "x": x,
+            "y": y,
+            "name": "abcdefg"[index % 7],
+            "place": index,
+            "words": torch.ones(1 + index % 3),
+        }
 
 
 def collated(samples):
@@ -65,7 +71,9 @@ class InPlace(Mlp):
 
 
 class ClipsByLightning(Mlp):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
@@ -88,7 +96,12 @@ class WidensGradients(Mlp):
         return layers
 
 
-RIGHT = {"names": Weighted, "in place": InPlace, "clipping by Lightning": ClipsByLightning, "dtype": WidensGradients}
+RIGHT = {
+    "names": Weighted,
+    "in place": InPlace,
+    "clipping by Lightning": ClipsByLightning,
+    "dtype": WidensGradients,
+}
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -106,7 +119,9 @@ def test_what_users_write_trains_as_under_accumulation(one_rank, two_ranks, name
 
 class KeepsFeatures(Mlp):
     def loss(self, batch):
-        handle = self.net[1].register_forward_hook(lambda layer, args, output: setattr(self, "kept", output))
+        handle = self.net[1].register_forward_hook(
+            lambda layer, args, output: setattr(self, "kept", output)
+        )
         self.kept = None
         loss = super().loss(batch)
         handle.remove()
@@ -146,7 +161,9 @@ class MovesAttribute(Mlp):
 
 
 class Clips(Mlp):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         nn.utils.clip_grad_norm_(self.parameters(), 0.05)
 
 
@@ -202,7 +219,9 @@ def fit_in_stages(ranks, module, **scene):
 
 @pytest.mark.parametrize("module", REFUSED, ids=lambda module: module.__name__)
 def test_what_a_pipeline_would_do_otherwise_in_silence_is_refused_by_name(two_ranks, module):
-    assert all(REFUSED[module] in seen.error for seen in fit_in_stages(two_ranks, module, raises=True))
+    assert all(
+        REFUSED[module] in seen.error for seen in fit_in_stages(two_ranks, module, raises=True)
+    )
 
 
 class Thaws(BaseFinetuning):
@@ -213,7 +232,9 @@ class Thaws(BaseFinetuning):
 @pytest.mark.parametrize(
     ("name", "value", "word"), [("callbacks", [Thaws()], "Thaws"), ("sync_batchnorm", True, "True")]
 )
-def test_callbacks_and_options_for_whole_networks_are_refused_at_setup(two_ranks, name, value, word):
+def test_callbacks_and_options_for_whole_networks_are_refused_at_setup(
+    two_ranks, name, value, word
+):
     for seen in fit_in_stages(two_ranks, Mlp, raises=True, **{name: value}):
         assert f"`{name}` (={word}) and a pipeline exclude each other" in seen.error
 
@@ -226,7 +247,9 @@ class LogsGradientNorm(Mlp):
 
 def test_values_that_differ_among_stages_are_warned_of_once(two_ranks):
     found = fit_in_stages(two_ranks, LogsGradientNorm, warns=True)
-    ((text,), others) = [[text for text in seen.warnings if "Logged values" in text] for seen in found]
+    ((text,), others) = [
+        [text for text in seen.warnings if "Logged values" in text] for seen in found
+    ]
     assert not others
     assert "grad_2.0_norm_total (= " in text
     assert "same" not in text.partition(".")[0]
@@ -237,7 +260,9 @@ def lines_of_fits():
     lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "rank_zero_info", lines.append)
-        patch.setattr(training, "free_bytes", lambda device: dist.get_rank() * 1e12)  # on one rank alone there is none
+        patch.setattr(
+            training, "free_bytes", lambda device: dist.get_rank() * 1e12
+        )  # on one rank alone there is none
         lines.append(play({"module": Glue, **scene}).error)
     return lines
 

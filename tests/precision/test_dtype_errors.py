@@ -55,7 +55,9 @@ TWO_TENSORS = {
     "masked_scatter": lambda x, w: x.masked_scatter(ROW == 0, w),
     "index_put": put_by_index,
     "complex": lambda x, w: torch.complex(x, w),
-    "lu_solve": lambda x, w: torch.linalg.lu_solve(x[:, :2], torch.tensor([1, 2], dtype=torch.int32), w[:, :2]),
+    "lu_solve": lambda x, w: torch.linalg.lu_solve(
+        x[:, :2], torch.tensor([1, 2], dtype=torch.int32), w[:, :2]
+    ),
     "without autocast": lambda x, w: torch.autocast("cpu", enabled=False)(F.linear)(x, w),
     "cell without autocast": lambda x, w: torch.autocast("cpu", enabled=False)(nn.GRU(4, 4))(w),
 }
@@ -70,7 +72,11 @@ HALF_ALONE = {
 
 def error_in_a_step(function, *tensors, dtype):
     emulation = Fp16MatmulEmulation(with_products=dtype is torch.float16)
-    with torch.autocast("cpu", dtype=dtype), emulation, pytest.raises((RuntimeError, TypeError, ValueError)) as raised:
+    with (
+        torch.autocast("cpu", dtype=dtype),
+        emulation,
+        pytest.raises((RuntimeError, TypeError, ValueError)) as raised,
+    ):
         function(*tensors)
     return raised.value
 
@@ -118,8 +124,14 @@ def test_messages_of_other_devices_get_the_cure(message):
 
 def test_an_error_of_compiled_code_gets_the_cure_only_if_it_is_about_dtypes():
     call = "call_function <built-in method mm>(*(FakeTensor(..., size=(2, 3), dtype=torch.float16),), **{}): got "
-    assert notes_of(RuntimeError(f"{call}RuntimeError('expected dtype torch.float32, but got dtype torch.float16')"))
-    assert not notes_of(RuntimeError(f"{call}RuntimeError('a and b must have same reduction dim, but got [2, 3]')"))
+    assert notes_of(
+        RuntimeError(
+            f"{call}RuntimeError('expected dtype torch.float32, but got dtype torch.float16')"
+        )
+    )
+    assert not notes_of(
+        RuntimeError(f"{call}RuntimeError('a and b must have same reduction dim, but got [2, 3]')")
+    )
 
 
 ABOUT_OTHER_THINGS = (
@@ -128,14 +140,26 @@ ABOUT_OTHER_THINGS = (
     RuntimeError("mat1 and mat2 must have the same dtype, but got Half and Long"),
     RuntimeError("expected scalar type Long but found Half"),
     RuntimeError("index 7 is out of bounds for dimension 0 with size 3"),
-    RuntimeError("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"),
+    RuntimeError(
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+    ),
     RuntimeError("element 0 of tensors does not require grad and does not have a grad_fn"),
-    RuntimeError("Detected mismatch between collectives. Rank 0 is running ALLREDUCE(TensorDtypes=Half), rank 1 not"),
-    RuntimeError("The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 1"),
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB"),
+    RuntimeError(
+        "Detected mismatch between collectives. Rank 0 is running ALLREDUCE(TensorDtypes=Half), rank 1 not"
+    ),
+    RuntimeError(
+        "The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 1"
+    ),
+    torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB"
+    ),
     ValueError("`weight.dtype` (=torch.int64) must be float16, bfloat16, float32 or float64."),
-    ValueError("Expected value argument to be within the support (GreaterThanEq()) of the distribution HalfNormal()"),
-    ValueError("Expected parameter loc of Normal to satisfy Real(), but found tensor([nan], dtype=torch.float16)"),
+    ValueError(
+        "Expected value argument to be within the support (GreaterThanEq()) of the distribution HalfNormal()"
+    ),
+    ValueError(
+        "Expected parameter loc of Normal to satisfy Real(), but found tensor([nan], dtype=torch.float16)"
+    ),
     KeyError("expected scalar type Float but found Half"),
 )
 
@@ -158,19 +182,32 @@ def test_an_error_that_is_seen_twice_gets_one_note():
 def check_all_operations(device, path):
     # In a process of its own: torch's tests change settings of torch when they are imported. As a script: torch reads
     # the stack for each of its descriptions, which takes minutes if `runpy` is on it.
-    program = [sys.executable, str(ROOT / "tests" / "precision" / "torch_operations.py"), device, str(path)]
+    program = [
+        sys.executable,
+        str(ROOT / "tests" / "precision" / "torch_operations.py"),
+        device,
+        str(path),
+    ]
     done = subprocess.run(
-        program, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True, timeout=900
+        program,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     errors = json.loads(path.read_text())
 
     need_half = [error for error in errors if error["needs_half"]]
     assert len(need_half) > 300
-    assert [error for error in need_half if not notes_of_text(error["kind"], error["message"])] == []
+    assert [
+        error for error in need_half if not notes_of_text(error["kind"], error["message"])
+    ] == []
 
     texts = {error["message"] for error in need_half}
-    in_fp32 = [error for error in errors if not error["needs_half"] and error["message"] not in texts]
+    in_fp32 = [
+        error for error in errors if not error["needs_half"] and error["message"] not in texts
+    ]
     assert len(in_fp32) > 300
     assert [error for error in in_fp32 if notes_of_text(error["kind"], error["message"])] == []
 
@@ -194,7 +231,10 @@ class StateSpace(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.log_decay, self.frequency = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.arange(4.0))
+        self.log_decay, self.frequency = (
+            nn.Parameter(torch.zeros(4)),
+            nn.Parameter(torch.arange(4.0)),
+        )
 
     def forward(self, x):
         kernel = torch.exp(-self.log_decay.exp() + 1j * self.frequency)
@@ -242,7 +282,9 @@ LAYERS = {"StateSpace": StateSpace, "torch.nn.ParameterList": Tokens, "torch.nn.
 
 @pytest.mark.parametrize("precision", HALF)
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_note_names_a_type_to_keep_in_fp32_and_with_it_the_module_trains(one_rank, name, precision):
+def test_the_note_names_a_type_to_keep_in_fp32_and_with_it_the_module_trains(
+    one_rank, name, precision
+):
     if name == "StateSpace" and precision == "bf16-true" and not HAS_COMPLEX_BFLOAT16:
         pytest.skip("this torch has no complex bfloat16")
     module = partial(WithLayer, LAYERS[name])

@@ -68,7 +68,12 @@ def test_activations_that_backward_computes_again_are_computed_alike():
     gradients = []
     for again in (True, False):
         with torch.autocast("cpu", dtype=torch.float16), Fp16MatmulEmulation():
-            loss = (checkpoint(layer, x, use_reentrant=False) if again else layer(x)).float().square().sum()
+            loss = (
+                (checkpoint(layer, x, use_reentrant=False) if again else layer(x))
+                .float()
+                .square()
+                .sum()
+            )
         with Fp16MatmulEmulation():
             loss.backward()
         gradients.append(layer.weight.grad.clone())

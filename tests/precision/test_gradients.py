@@ -31,7 +31,9 @@ class Scene:
             self.gradients.begin(self.parameters, scale, lambda _: averages)
             start = [None if p.grad is None else p.grad.clone() for p in self.parameters]
             for parameter in self.parameters:
-                ((parameter * torch.as_tensor(gradient, dtype=parameter.dtype) * factor).sum()).backward()
+                (
+                    (parameter * torch.as_tensor(gradient, dtype=parameter.dtype) * factor).sum()
+                ).backward()
             if fails:
                 self.gradients.abort(self.parameters)
             elif keeps:

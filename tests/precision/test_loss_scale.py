@@ -21,12 +21,17 @@ def values(scale, steps):
 
 def test_default_scale_follows_the_rule_of_torchs_grad_scaler():
     """Same defaults, so the same trajectory, until a bound of ours is met."""
-    ours, theirs = DynamicLossScale(growth_interval=5), torch.amp.GradScaler("cpu", growth_interval=5)
+    ours, theirs = (
+        DynamicLossScale(growth_interval=5),
+        torch.amp.GradScaler("cpu", growth_interval=5),
+    )
     theirs.scale(torch.ones(()))  # creates its state
     for step in range(60):
         found_inf = step % 13 == 3
         ours.update(torch.tensor(found_inf))
-        torch._amp_update_scale_(theirs._scale, theirs._growth_tracker, torch.tensor(float(found_inf)), 2.0, 0.5, 5)
+        torch._amp_update_scale_(
+            theirs._scale, theirs._growth_tracker, torch.tensor(float(found_inf)), 2.0, 0.5, 5
+        )
         assert ours.value == theirs.get_scale()
 
 
@@ -40,18 +45,25 @@ def test_hysteresis_forgives_overflows_until_the_scale_grows_again():
     """Megatron's rule, step by step: 2 is the second overflow since the last growth, in a row or not. 1 is none."""
     scale = DynamicLossScale(init_scale=1024.0, growth_interval=2, hysteresis=2)
     assert values(scale, "x.xx..xx") == [1024, 1024, 512, 256, 256, 512, 512, 256]
-    with_it, without = DynamicLossScale(hysteresis=1, growth_interval=3), DynamicLossScale(growth_interval=3)
+    with_it, without = (
+        DynamicLossScale(hysteresis=1, growth_interval=3),
+        DynamicLossScale(growth_interval=3),
+    )
     assert values(with_it, "xx....." * 6) == values(without, "xx....." * 6)
 
 
 def test_state_round_trip_continues_the_count_and_hysteresis_used_up():
-    first, second = (DynamicLossScale(init_scale=64.0, growth_interval=4, hysteresis=2) for _ in range(2))
+    first, second = (
+        DynamicLossScale(init_scale=64.0, growth_interval=4, hysteresis=2) for _ in range(2)
+    )
     values(first, "x...")
     second.load_state_dict(first.state_dict())
     assert values(second, ".x") == values(first, ".x") == [128.0, 128.0]
     second.load_state_dict(first.state_dict())
     assert values(second, "x") == [64.0]
-    second.load_state_dict({"scale": 64.0, "num_clean_steps": 0})  # a checkpoint from before there was one
+    second.load_state_dict(
+        {"scale": 64.0, "num_clean_steps": 0}
+    )  # a checkpoint from before there was one
     assert values(second, "x") == [64.0]
 
 
@@ -79,7 +91,10 @@ def test_a_static_scale_never_moves_and_wins_over_a_checkpoints():
         ({"backoff_factor": 1.0}, r"`backoff_factor` \(=1.0\) must be a number in \(0, 1\)"),
         ({"growth_interval": 0}, r"`growth_interval` \(=0\)"),
         ({"hysteresis": 0}, r"`hysteresis` \(=0\) must be a whole number of overflows"),
-        ({"init_scale": 2.0, "min_scale": 4.0}, r"`init_scale` \(=2.0\) must lie between `min_scale` \(=4.0\)"),
+        (
+            {"init_scale": 2.0, "min_scale": 4.0},
+            r"`init_scale` \(=2.0\) must lie between `min_scale` \(=4.0\)",
+        ),
     ],
 )
 def test_bad_dynamic_scale_is_refused(arguments, message):
@@ -93,7 +108,9 @@ def test_bad_setting_is_refused(setting):
         loss_scale_from(setting)
 
 
-@pytest.mark.parametrize(("where", "bad"), [(0, float("inf")), (1, float("-inf")), (2, float("nan"))])
+@pytest.mark.parametrize(
+    ("where", "bad"), [(0, float("inf")), (1, float("-inf")), (2, float("nan"))]
+)
 def test_unscaling_divides_exactly_and_finds_what_is_not_finite_in_any_dtype(where, bad):
     gradients = [torch.rand(5), torch.rand(3, dtype=torch.float64), torch.rand(4)[::2]]
     expected = [gradient / 1024 for gradient in gradients]
@@ -108,7 +125,10 @@ def follow(scale, *gradients, limit=2.0**16):
     seen = []
     for largest in gradients:
         found_inf = torch.tensor(largest * scale.value >= limit)
-        scale.update(found_inf, torch.tensor(float("inf") if found_inf else largest) if scale.wants_largest else None)
+        scale.update(
+            found_inf,
+            torch.tensor(float("inf") if found_inf else largest) if scale.wants_largest else None,
+        )
         seen.append(scale.value)
     return seen
 
@@ -116,7 +136,10 @@ def follow(scale, *gradients, limit=2.0**16):
 def test_a_first_scale_that_is_too_high_costs_one_step_and_goes_where_gradients_have_room():
     assert follow(DynamicLossScale(), 3000.0, 3000.0, 3000.0) == [1.0, 1.0, 1.0]  # 2^12 / 3000
     assert follow(DynamicLossScale(), 10.0, 10.0, 10.0) == [1.0, 256.0, 256.0]
-    assert follow(DynamicLossScale(init_scale=2.0**20, min_scale=4.0), 100.0, 0.001) == [4.0, 2.0**19]  # at most half
+    assert follow(DynamicLossScale(init_scale=2.0**20, min_scale=4.0), 100.0, 0.001) == [
+        4.0,
+        2.0**19,
+    ]  # at most half
 
 
 def test_a_later_overflow_halves_the_scale_as_ever():
@@ -137,7 +160,12 @@ def follow_as_on_cuda(scale, *gradients):
 
 def test_on_cuda_too_an_overflow_after_a_clean_first_step_halves_the_scale():
     assert follow_as_on_cuda(DynamicLossScale(), 0.5, 3.0, 0.5) == [2.0**16, 2.0**15, 2.0**15]
-    assert follow_as_on_cuda(DynamicLossScale(), 3000.0, 10.0, 300.0, 10.0) == [1.0, 256.0, 128.0, 128.0]
+    assert follow_as_on_cuda(DynamicLossScale(), 3000.0, 10.0, 300.0, 10.0) == [
+        1.0,
+        256.0,
+        128.0,
+        128.0,
+    ]
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
@@ -152,7 +180,9 @@ def test_gradients_that_wait_for_a_step_keep_the_scale_that_they_have(hysteresis
     assert of_gradients.item() == 2.0**10
 
 
-@pytest.mark.parametrize(("saved", "expected"), [(2.0**30, 2.0**24), (2.0**-3, 1.0), (2.0**9, 2.0**9)])
+@pytest.mark.parametrize(
+    ("saved", "expected"), [(2.0**30, 2.0**24), (2.0**-3, 1.0), (2.0**9, 2.0**9)]
+)
 def test_a_loaded_scale_is_within_the_bounds_at_once(saved, expected):
     scale = DynamicLossScale(min_scale=1.0, max_scale=2.0**24)
     scale.load_state_dict({"scale": saved, "num_clean_steps": 0})

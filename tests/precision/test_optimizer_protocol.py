@@ -37,14 +37,21 @@ class Module(toy.Toy):
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        return loss * float("inf") if batch_idx in self.bad and self.global_rank == self.bad_rank else loss
+        return (
+            loss * float("inf")
+            if batch_idx in self.bad and self.global_rank == self.bad_rank
+            else loss
+        )
 
     def configure_optimizers(self):
         optimizer = self.make(self.parameters())
         if not self.scheduled:
             return optimizer
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Hooked(Module):
@@ -88,13 +95,20 @@ def wherever_it_can(optimizer, device):
 
 
 # Steps are handed over where a GPU would, although a CPU's eager step is faster when the host decides.
-ASKED = [f"lightning_hybrid.precision.{module}.supports_device_skip" for module in ("optimizer_protocol", "plugin")]
+ASKED = [
+    f"lightning_hybrid.precision.{module}.supports_device_skip"
+    for module in ("optimizer_protocol", "plugin")
+]
 AS_ON_CUDA = [(place, wherever_it_can) for place in ASKED]
 
 
 def scene_of(make, *, kind=Module, bad=(), bad_rank=0, scheduled=False, **scene):
     make = OPTIMIZERS[make] if isinstance(make, str) else make
-    scale = {"loss_scale": DynamicLossScale(2.0**10)} if scene.setdefault("precision", "16-true") == "16-true" else {}
+    scale = (
+        {"loss_scale": DynamicLossScale(2.0**10)}
+        if scene.setdefault("precision", "16-true") == "16-true"
+        else {}
+    )
     return {"module": partial(kind, make, bad, bad_rank, scheduled), **scale, **scene}
 
 
@@ -131,7 +145,9 @@ def test_whatever_looks_at_gradients_gets_the_step_by_parts(one_rank, make, scen
 def test_accumulated_and_kept_gradients_stay_scaled_and_are_not_lost(one_rank):
     kinds = [(KeepsGradients, []), (KeepsGradients, [LOOKS]), (Module, [])]
     scene = {"bad": [1], "accumulate_grad_batches": 2}
-    (whole,), (parts,), (dropped,) = (run(one_rank, "lars", kind=one, callbacks=looks, **scene) for one, looks in kinds)
+    (whole,), (parts,), (dropped,) = (
+        run(one_rank, "lars", kind=one, callbacks=looks, **scene) for one, looks in kinds
+    )
     assert same(whole[0].weights, parts[0].weights)
     assert same(whole[0].weights, dropped[0].weights)
 
@@ -140,7 +156,9 @@ def test_accumulated_and_kept_gradients_stay_scaled_and_are_not_lost(one_rank):
 def test_optimizers_skip_as_the_host_would(one_rank, optimizer):
     """From the very first step on, which a fused SGD of torch's cannot skip without leaving momentum uninitialised."""
     ((itself, num_whole),) = run(one_rank, optimizer, bad=[0, 3], timeout_s=300)
-    ((host, num_by_host),) = run(one_rank, optimizer, bad=[0, 3], patches=[(place, never) for place in ASKED])
+    ((host, num_by_host),) = run(
+        one_rank, optimizer, bad=[0, 3], patches=[(place, never) for place in ASKED]
+    )
     assert itself.num_skipped == host.num_skipped == 4
     assert (num_whole, num_by_host) == (16 if "lars" in optimizer else 0, 0)
     assert same(itself.weights, host.weights)
@@ -148,7 +166,8 @@ def test_optimizers_skip_as_the_host_would(one_rank, optimizer):
 
 def test_on_a_cpu_an_eager_step_is_decided_by_the_host_and_a_fused_one_is_not(one_rank):
     ((_, num_eager),), ((_, num_fused),) = (
-        run(one_rank, optimizer, as_on_cuda=False, max_epochs=1) for optimizer in ("lars", "lars_fused")
+        run(one_rank, optimizer, as_on_cuda=False, max_epochs=1)
+        for optimizer in ("lars", "lars_fused")
     )
     assert (num_eager, num_fused) == (0, 8)
 
@@ -202,7 +221,9 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in self.READS:
-            stack = [f.filename for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
+            stack = [
+                f.filename for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename
+            ]
             self.by_file["/".join(Path(stack[-1]).parts[-2:])] += 1
         return func(*args, **(kwargs or {}))
 
@@ -223,8 +244,15 @@ def end_of_count(trainer, *_):
 def host_reads(ranks, optimizer, *callbacks, **scene):
     """Of each rank. A comparison that answers at once saves memory traffic on a CPU; on CUDA it is not asked."""
     counting = at(on_train_batch_start=begin_to_count, on_train_batch_end=end_of_count)
-    scene |= {"callbacks": [counting, *callbacks], "max_epochs": 1, "train": partial(toy.loader, 128)}
-    scene |= {"patches": [("lightning_hybrid.precision.parameter_pair.is_rounded", never)], "log_every_n_steps": 50}
+    scene |= {
+        "callbacks": [counting, *callbacks],
+        "max_epochs": 1,
+        "train": partial(toy.loader, 128),
+    }
+    scene |= {
+        "patches": [("lightning_hybrid.precision.parameter_pair.is_rounded", never)],
+        "log_every_n_steps": 50,
+    }
     return [seen.looks["on_train_batch_end"][0] for seen, _ in run(ranks, optimizer, **scene)]
 
 
@@ -234,7 +262,11 @@ def never(*_):
 
 @pytest.mark.parametrize(
     ("optimizer", "looks", "scene"),
-    [("lars_lists", [], {"bad": [1]}), ("lamb", [LOOKS], {}), ("adamw_fused", [], {"gradient_clip_val": 1.0})],
+    [
+        ("lars_lists", [], {"bad": [1]}),
+        ("lamb", [LOOKS], {}),
+        ("adamw_fused", [], {"gradient_clip_val": 1.0}),
+    ],
     ids=["skipped", "looked at", "clipped"],
 )
 def test_a_step_asks_the_device_nothing(one_rank, optimizer, looks, scene):
@@ -255,7 +287,9 @@ def test_what_still_asks_is_named(one_rank, two_ranks):
 def rates_of_steps(trainer, module):
     """A list that fills up, and the group that has the last in the end."""
     (optimizer,), rates = trainer.optimizers, []
-    optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    optimizer.register_step_pre_hook(
+        lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
+    )
     return rates, optimizer.param_groups[0]
 
 
@@ -276,15 +310,22 @@ def puts_off_as_on_cuda(self):
 
 def at_once_and_behind(ranks, *callbacks, **scene):
     looks = at(on_train_start=rates_of_steps, on_train_batch_start=rate)
-    for patches in ([], [("lightning_hybrid.MasterWeightPrecision._may_put_off_schedules", puts_off_as_on_cuda)]):
+    for patches in (
+        [],
+        [("lightning_hybrid.MasterWeightPrecision._may_put_off_schedules", puts_off_as_on_cuda)],
+    ):
         callbacks_ = [looks, *(each.pop() for each in callbacks)]
-        yield run(ranks, "lars", scheduled=True, callbacks=callbacks_, patches=patches, **scene)[0][0]
+        yield run(ranks, "lars", scheduled=True, callbacks=callbacks_, patches=patches, **scene)[0][
+            0
+        ]
 
 
 @pytest.mark.parametrize("scene", [{"bad": [1, 4]}, {"bad": [7]}], ids=str)
 def test_a_schedule_one_step_behind_gives_every_step_the_same_rate(one_rank, scene):
     at_once, behind = at_once_and_behind(one_rank, **scene, log_every_n_steps=4)
-    ((rates, group),), ((rates_behind, group_behind),) = (one.looks["on_train_start"] for one in (at_once, behind))
+    ((rates, group),), ((rates_behind, group_behind),) = (
+        one.looks["on_train_start"] for one in (at_once, behind)
+    )
     assert rates_behind == rates
     assert group_behind["lr"] == group["lr"]
     assert len(set(rates)) > 3
@@ -334,7 +375,9 @@ class TwoGames(toy.Toy):
                 self.toggle_optimizer(optimizer)
             output = self.net(batch[0]) + self.head(batch[0])
             loss = torch.nn.functional.cross_entropy(output.float(), batch[1])
-            self.manual_backward(loss * float("inf") if index == 0 and batch_idx in (1, 2) else loss)
+            self.manual_backward(
+                loss * float("inf") if index == 0 and batch_idx in (1, 2) else loss
+            )
             optimizer.step()
             if self.toggles:
                 self.untoggle_optimizer(optimizer)
@@ -342,7 +385,10 @@ class TwoGames(toy.Toy):
                 one.zero_grad()
 
     def configure_optimizers(self):
-        return [LARS(self.net.parameters(), lr=1.0), torch.optim.SGD(self.head.parameters(), lr=0.1, fused=True)]
+        return [
+            LARS(self.net.parameters(), lr=1.0),
+            torch.optim.SGD(self.head.parameters(), lr=0.1, fused=True),
+        ]
 
 
 def scales_and_skips(trainer, *_):
@@ -355,11 +401,23 @@ def scales_and_skips(trainer, *_):
 
 
 @pytest.mark.parametrize(("toggles", "of_other"), [(True, 2.0**10), (False, 2.0**6)])
-def test_each_optimizer_has_its_own_scale_where_it_is_toggled_or_all_share_the_smallest(one_rank, toggles, of_other):
+def test_each_optimizer_has_its_own_scale_where_it_is_toggled_or_all_share_the_smallest(
+    one_rank, toggles, of_other
+):
     """All that one backward reaches are scaled alike."""
-    scene = {"loss_scale": DynamicLossScale(2.0**10), "find_unused_parameters": True, "log_every_n_steps": 1}
-    scene |= {"callbacks": [at(on_train_end=scales_and_skips), TrainingMetrics], "precision": "16-true"}
+    scene = {
+        "loss_scale": DynamicLossScale(2.0**10),
+        "find_unused_parameters": True,
+        "log_every_n_steps": 1,
+    }
+    scene |= {
+        "callbacks": [at(on_train_end=scales_and_skips), TrainingMetrics],
+        "precision": "16-true",
+    }
     (seen,) = fit(one_rank, partial(TwoGames, toggles), **scene)
     assert seen.looks["on_train_end"] == [[(2.0**6, 4), (of_other, 0)]]
     assert seen.num_skipped == 4
-    assert [seen.metrics[f"train/loss_scale{of}"] for of in ("", "/optimizer_1")] == [2.0**6, of_other]
+    assert [seen.metrics[f"train/loss_scale{of}"] for of in ("", "/optimizer_1")] == [
+        2.0**6,
+        of_other,
+    ]

@@ -27,7 +27,12 @@ def outside(trainer, module, *_):
         "dtypes": {p.dtype for p in parameters} | {p.grad.dtype for p in parameters},
         "buffers": {b.dtype for b in module.buffers()},
         "in_groups": in_groups == {id(p) for p in parameters} >= {id(p) for p in optimizer.state},
-        "state": {one.dtype for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)},
+        "state": {
+            one.dtype
+            for state in optimizer.state.values()
+            for one in state.values()
+            if torch.is_tensor(one)
+        },
     }
 
 
@@ -119,10 +124,19 @@ def losses_of(trainer, module, *_):
 
 def test_a_loss_in_half_precision_is_scaled_in_fp32(two_ranks):
     """65,536 and more are inf in fp16."""
-    scene = {"train": DataLoader(torch.zeros(8, 4), batch_size=1), "max_epochs": 1, "loss_scale": 2**15}
-    for rank, seen in enumerate(fp16(two_ranks, HalfLoss, callbacks=[at(on_train_batch_end=losses_of)], **scene)):
+    scene = {
+        "train": DataLoader(torch.zeros(8, 4), batch_size=1),
+        "max_epochs": 1,
+        "loss_scale": 2**15,
+    }
+    for rank, seen in enumerate(
+        fp16(two_ranks, HalfLoss, callbacks=[at(on_train_batch_end=losses_of)], **scene)
+    ):
         assert len(seen.looks["on_train_batch_end"]) == 4
-        assert all(same(loss, torch.tensor(2.0**15 * (2 + rank))) for loss in seen.looks["on_train_batch_end"])
+        assert all(
+            same(loss, torch.tensor(2.0**15 * (2 + rank)))
+            for loss in seen.looks["on_train_batch_end"]
+        )
         assert seen.num_skipped == 0
 
 
@@ -132,7 +146,9 @@ def test_exact_fp32_weights_are_back_after(two_ranks, call):
     for seen in fp16(two_ranks, partial(Toy, lr=0.0), call=call, max_epochs=1):
         after = dict(seen.weights)
         for name in before:
-            if call == "fit" and name.startswith("net.2."):  # BatchNorm's statistics have seen the data
+            if call == "fit" and name.startswith(
+                "net.2."
+            ):  # BatchNorm's statistics have seen the data
                 after[name] = before[name]
         assert same(before, after)
 
@@ -140,7 +156,9 @@ def test_exact_fp32_weights_are_back_after(two_ranks, call):
 def left_after_an_error():
     seen = fit(None, module := Breaks(), precision="16-true", raises=True)
     assert "user's bug" in seen.error
-    return {(p.dtype, p.grad_dtype) for p in module.parameters()}, module.net(torch.ones(4, toy.NUM_FEATURES)).dtype
+    return {(p.dtype, p.grad_dtype) for p in module.parameters()}, module.net(
+        torch.ones(4, toy.NUM_FEATURES)
+    ).dtype
 
 
 class Breaks(Toy):
@@ -162,18 +180,25 @@ class Scheduled(Spoiled):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": self.interval},
+        }
 
 
 def rate_and_weight(trainer, module, *_):
-    return trainer.optimizers[0].param_groups[0]["lr"], module.net[8].weight.detach().float().sum().item()
+    return trainer.optimizers[0].param_groups[0]["lr"], module.net[
+        8
+    ].weight.detach().float().sum().item()
 
 
 RATES = at(on_train_batch_end=rate_and_weight, on_train_end=rate_and_weight)
 
 
 @pytest.mark.parametrize(
-    ("bad", "rates"), [((0, 2), [0.1, 0.05, 0.05, 0.025]), ((), [0.05, 0.025, 0.0125, 0.00625])], ids=str
+    ("bad", "rates"),
+    [((0, 2), [0.1, 0.05, 0.05, 0.025]), ((), [0.05, 0.025, 0.0125, 0.00625])],
+    ids=str,
 )
 def test_one_bad_rank_makes_every_rank_skip_and_the_schedule_wait(two_ranks, bad, rates):
     """torch's warning about a scheduler that ran first would be an error here."""
@@ -182,13 +207,20 @@ def test_one_bad_rank_makes_every_rank_skip_and_the_schedule_wait(two_ranks, bad
         history = seen.looks["on_train_batch_end"]
         assert (seen.num_skipped, seen.loss_scale) == (len(bad), 2.0 ** (10 - len(bad)))
         assert [rate for rate, _ in history] == rates
-        assert (history[2][1] == history[1][1]) is bool(bad), "a skipped step leaves the weights alone"
+        assert (history[2][1] == history[1][1]) is bool(bad), (
+            "a skipped step leaves the weights alone"
+        )
         assert history[3][1] != history[2][1]
 
 
 def test_a_schedule_by_epochs_moves_although_its_last_step_was_skipped(two_ranks):
     """Four steps an epoch, the last one skipped: after the epoch the rate still halves."""
-    seen = fp16(two_ranks, partial(Scheduled, interval="epoch", batches=[3]), max_epochs=1, callbacks=[RATES])[0]
+    seen = fp16(
+        two_ranks,
+        partial(Scheduled, interval="epoch", batches=[3]),
+        max_epochs=1,
+        callbacks=[RATES],
+    )[0]
     assert seen.num_skipped == 1
     assert seen.looks["on_train_end"][0][0] == 0.05
 
@@ -199,7 +231,9 @@ def test_endless_overflow_stops_with_step_scale_and_cause(two_ranks):
         assert "inf or nan for 40 steps in a row" in seen.error
         assert "the loss scale is 1 " in seen.error
         assert "net.1.weight" in seen.error
-        assert all(torch.equal(value, toy.weights(Toy())[name]) for name, value in seen.parameters.items())
+        assert all(
+            torch.equal(value, toy.weights(Toy())[name]) for name, value in seen.parameters.items()
+        )
     assert "not finite: look at the learning rate" in seen.error  # rank 1, whose loss it was
 
 
@@ -211,7 +245,9 @@ class Compiled(Toy):
 
 @pytest.mark.long
 def test_compiled_network_trains_like_the_eager_one(one_rank):
-    (compiled,), (eager,) = (fp16(one_rank, kind, max_epochs=1, timeout_s=180) for kind in (Compiled, Toy))
+    (compiled,), (eager,) = (
+        fp16(one_rank, kind, max_epochs=1, timeout_s=180) for kind in (Compiled, Toy)
+    )
     assert compiled.losses == pytest.approx(eager.losses, abs=0.02)
 
 
@@ -260,7 +296,10 @@ def test_sparse_gradients_are_refused_with_the_cure(one_rank):
 
 def test_plugin_under_another_strategy_is_refused(one_rank):
     (seen,) = fit(one_rank, strategy="ddp", plugins=[MasterWeightPrecision()], raises=True)
-    assert "`strategy` (=DDPStrategy) does not know when to show half-precision parameters" in seen.error
+    assert (
+        "`strategy` (=DDPStrategy) does not know when to show half-precision parameters"
+        in seen.error
+    )
 
 
 class NoGradient(Toy):

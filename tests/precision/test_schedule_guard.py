@@ -36,7 +36,9 @@ def test_state_dict_and_type_stay_what_they_were():
     assert config.scheduler.state_dict() == plain
 
 
-@pytest.mark.parametrize(("kind", "interval"), [(ReduceLROnPlateau, "step"), (ExponentialLR, "epoch")])
+@pytest.mark.parametrize(
+    ("kind", "interval"), [(ReduceLROnPlateau, "step"), (ExponentialLR, "epoch")]
+)
 def test_schedules_that_do_not_count_steps_are_left_alone(kind, interval):
     _, config = make(kind, interval)
     guarding(config, lambda _: True)

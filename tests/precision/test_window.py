@@ -42,7 +42,15 @@ class Everything(nn.Module):
         self.metric.register_buffer("inside", torch.rand(2))
 
 
-TRAINED = {"conv.weight", "conv.bias", "embedding.weight", "head.weight", "head.bias", "scale", "empty"}
+TRAINED = {
+    "conv.weight",
+    "conv.bias",
+    "embedding.weight",
+    "head.weight",
+    "head.bias",
+    "scale",
+    "empty",
+}
 
 
 def halves(module):
@@ -108,7 +116,10 @@ def test_closing_takes_over_what_was_written_inside_and_nothing_else():
     window = HalfPrecisionWindow(nn.ParameterList([parameter]), F16)
     with pytest.warns(UserWarning, match="was written inside"), window.opened():
         parameter.data[2] = 0.1
-    assert torch.equal(parameter.detach(), torch.tensor([value[0], value[1], torch.tensor(0.1).half().float(), -0.0]))
+    assert torch.equal(
+        parameter.detach(),
+        torch.tensor([value[0], value[1], torch.tensor(0.1).half().float(), -0.0]),
+    )
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -224,7 +235,9 @@ def test_a_torch_that_does_not_exchange_is_refused_by_name(monkeypatch):
     check_exchange()
     check_exchange.cache_clear()
     monkeypatch.setattr(torch._C, "_swap_tensor_impl", lambda first, second: None)
-    with pytest.raises(MisconfigurationException, match=r"`torch` \(=.*does not exchange the tensors"):
+    with pytest.raises(
+        MisconfigurationException, match=r"`torch` \(=.*does not exchange the tensors"
+    ):
         check_exchange()
 
 

@@ -28,7 +28,10 @@ MAX_SAMPLES = 4
 
 MAX_SINGLE = 5
 
-COMPLEX_OF = {torch.float16: torch.complex32, torch.bfloat16: getattr(torch, "bcomplex32", torch.complex32)}
+COMPLEX_OF = {
+    torch.float16: torch.complex32,
+    torch.bfloat16: getattr(torch, "bcomplex32", torch.complex32),
+}
 HALF_DTYPES = {*COMPLEX_OF, *COMPLEX_OF.values()}
 
 
@@ -56,7 +59,11 @@ class Call:
 
     @property
     def positions(self) -> list[int]:
-        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.dtype is self.dtype]
+        return [
+            i
+            for i, leaf in enumerate(self.leaves)
+            if isinstance(leaf, Tensor) and leaf.dtype is self.dtype
+        ]
 
     def leaves_with(self, half_positions: set[int], half_dtype: torch.dtype) -> list[Any]:
         leaves = list(self.leaves)
@@ -76,7 +83,9 @@ class Call:
     def run_in_fp32(self) -> None:
         backward(self.run(self.leaves_with(set(), torch.float16)))
 
-    def run_as_in_a_step(self, half_positions: set[int], half_dtype: torch.dtype, device: str) -> None:
+    def run_as_in_a_step(
+        self, half_positions: set[int], half_dtype: torch.dtype, device: str
+    ) -> None:
         leaves = self.leaves_with(half_positions, half_dtype)
         with ExitStack() as step:
             if device == "cpu":
@@ -104,7 +113,11 @@ def torch_operations() -> list[Any]:
 
 def calls_of(operation: Any, device: str) -> Iterator[Call]:
     """Calls of an operation as a function, as a method and in place."""
-    variants = {"": operation.op, "method ": operation.method_variant, "in-place ": operation.inplace_variant}
+    variants = {
+        "": operation.op,
+        "method ": operation.method_variant,
+        "in-place ": operation.inplace_variant,
+    }
     for dtype in (torch.float32, torch.complex64):
         if not operation.supports_dtype(dtype, torch.device(device).type):
             continue
@@ -153,8 +166,12 @@ def errors_of_calls(operation: Any, device: str) -> Iterator[RaisedError]:
             for half_positions in half_positions_of(call):
                 error = error_of(call.run_as_in_a_step, half_positions, half_dtype, device)
                 if error is not None:
-                    dtypes = ", ".join("half" if i in half_positions else "fp32" for i in call.positions)
-                    yield RaisedError(type(error).__name__, str(error), True, call.name, f"{half_dtype}: {dtypes}")
+                    dtypes = ", ".join(
+                        "half" if i in half_positions else "fp32" for i in call.positions
+                    )
+                    yield RaisedError(
+                        type(error).__name__, str(error), True, call.name, f"{half_dtype}: {dtypes}"
+                    )
 
 
 def errors_of_wrong_arguments(operation: Any, device: str) -> Iterator[RaisedError]:
@@ -170,14 +187,19 @@ def errors_of_wrong_arguments(operation: Any, device: str) -> Iterator[RaisedErr
             continue
         error = error_of(operation.op, sample.input, *sample.args, **sample.kwargs)
         if error is not None:
-            yield RaisedError(type(error).__name__, str(error), False, operation.name, "wrong arguments")
+            yield RaisedError(
+                type(error).__name__, str(error), False, operation.name, "wrong arguments"
+            )
 
 
 def main(device: str, path: str) -> None:
     warnings.simplefilter("ignore")
     errors: dict[tuple[str, str, bool], RaisedError] = {}
     for operation in torch_operations():
-        for error in [*errors_of_calls(operation, device), *errors_of_wrong_arguments(operation, device)]:
+        for error in [
+            *errors_of_calls(operation, device),
+            *errors_of_wrong_arguments(operation, device),
+        ]:
             errors.setdefault((error.kind, error.message, error.needs_half), error)
     Path(path).write_text(json.dumps([asdict(error) for error in errors.values()]))
 

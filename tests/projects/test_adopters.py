@@ -21,7 +21,9 @@ class Groups:
         pairs = torch.arange(self.world_size).split(2)
         groups = [dist.new_group(pair.tolist()) for pair in pairs]  # every rank makes all of them
         self.model.group, self.model.part = groups[self.global_rank // 2], self.global_rank % 2
-        for parameter in self.model.parameters():  # each rank has a part of the sum, and DDP divides by all ranks
+        for parameter in (
+            self.model.parameters()
+        ):  # each rank has a part of the sum, and DDP divides by all ranks
             parameter.register_hook(lambda grad: grad * 2.0)
         super().setup(trainer)
 
@@ -71,7 +73,9 @@ def samples():
 def test_a_subclass_with_groups_of_its_own_has_the_bits_of_ddps(four_ranks):
     """In fp16 too: gradients are multiples of 1/8, weights of 1/128, all of them below 2 and exact."""
     scene = {"train": samples, "use_distributed_sampler": False}
-    theirs, ours = (fit(four_ranks, Weather, kind=kind, **scene) for kind in (GroupDDP, GroupHybrid))
+    theirs, ours = (
+        fit(four_ranks, Weather, kind=kind, **scene) for kind in (GroupDDP, GroupHybrid)
+    )
     half = fit(four_ranks, Weather, kind=GroupHybrid, precision="16-true", loss_scale=1.0, **scene)
     end = theirs[0].weights["weight"]
     assert not torch.equal(end, torch.ones(8))
@@ -83,7 +87,9 @@ class Pictures(toy.Blobs):
 
     def __getitem__(self, index):
         v2 = pytest.importorskip("torchvision.transforms.v2")
-        change = v2.Compose([v2.RandomCrop((3, 4), padding=1), v2.RandomHorizontalFlip(), v2.GaussianNoise()])
+        change = v2.Compose(
+            [v2.RandomCrop((3, 4), padding=1), v2.RandomHorizontalFlip(), v2.GaussianNoise()]
+        )
         image, target = super().__getitem__(index)
         return change(image.view(1, 3, 4)).flatten(), target
 
@@ -101,15 +107,21 @@ class Reader(toy.Toy):
 
 def seeded():
     pl.seed_everything(1, workers=True, verbose=False)
-    return DataLoader(Pictures(256), batch_size=32, shuffle=True, num_workers=1, persistent_workers=True)
+    return DataLoader(
+        Pictures(256), batch_size=32, shuffle=True, num_workers=1, persistent_workers=True
+    )
 
 
 def test_random_transforms_in_workers_and_metrics_are_those_of_ddp(two_ranks):
     """In fp16 an image whose two best logits are nearer than a rounding may change its class."""
     pytest.importorskip("torchvision")
-    off = {"exact_resume": False}  # else random numbers follow from the batch, and not from what went before
+    off = {
+        "exact_resume": False
+    }  # else random numbers follow from the batch, and not from what went before
     runs = {"theirs": {"strategy": "ddp"}, "ours": off, "half": {"precision": "16-true", **off}}
-    theirs, ours, half = (fit(two_ranks, Reader, train=seeded, timeout_s=600.0, **each) for each in runs.values())
+    theirs, ours, half = (
+        fit(two_ranks, Reader, train=seeded, timeout_s=600.0, **each) for each in runs.values()
+    )
     assert same([each.weights for each in ours], [each.weights for each in theirs])
     assert ours[0].metrics == theirs[0].metrics
     assert half[0].metrics["accuracy"] == pytest.approx(theirs[0].metrics["accuracy"], abs=0.05)

@@ -9,7 +9,10 @@ from lightning.fabric import Fabric
 from lightning_hybrid.optim import LARS
 
 pytest.importorskip("torchvision")
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:Grad strides do not match")]  # of depthwise kernels
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore:Grad strides do not match"),
+]  # of depthwise kernels
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)
@@ -18,14 +21,29 @@ def test_lightlys_lars_and_ours_by_its_arguments_end_at_the_same_weights(nestero
     theirs = pytest.importorskip("lightly.utils.lars").LARS
     generator = torch.Generator().manual_seed(0)
     ends = []
-    common = {"lr": 0.3, "momentum": 0.9, "trust_coefficient": 0.02, "eps": 1e-8, "nesterov": nesterov}
-    gradients = [[torch.randn(shape, generator=generator) for shape in ((40, 30), (30,))] for _ in range(50)]
+    common = {
+        "lr": 0.3,
+        "momentum": 0.9,
+        "trust_coefficient": 0.02,
+        "eps": 1e-8,
+        "nesterov": nesterov,
+    }
+    gradients = [
+        [torch.randn(shape, generator=generator) for shape in ((40, 30), (30,))] for _ in range(50)
+    ]
     for kind, own in ((theirs, {}), (LARS, {"momentum_form": "lr_outside"})):
-        weights = [torch.nn.Parameter(torch.linspace(-1, 1, g.numel()).view_as(g)) for g in gradients[0]]
+        weights = [
+            torch.nn.Parameter(torch.linspace(-1, 1, g.numel()).view_as(g)) for g in gradients[0]
+        ]
         excluded = {"weight_decay": 0.0, **({"trust_ratio": False} if own else {})}
-        groups = [{"params": weights[:1], "weight_decay": 1e-3}, {"params": weights[1:], **excluded}]
+        groups = [
+            {"params": weights[:1], "weight_decay": 1e-3},
+            {"params": weights[1:], **excluded},
+        ]
         optimizer = kind(groups, **common, **own)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)  # the form shows where the rate changes
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, 50
+        )  # the form shows where the rate changes
         for step in gradients:
             for weight, gradient in zip(weights, step, strict=True):
                 weight.grad = gradient.clone()
@@ -39,7 +57,9 @@ def test_lightlys_lars_and_ours_by_its_arguments_end_at_the_same_weights(nestero
 def losses_under_fabric(strategy, precision, network, optimizer, options):
     """Six steps on images of noise, other ones on each rank, and the first weights of the end."""
     timm, optim = pytest.importorskip("timm"), pytest.importorskip("timm.optim")
-    fabric = Fabric(strategy=strategy, precision=precision, accelerator="cpu", devices=dist.get_world_size())
+    fabric = Fabric(
+        strategy=strategy, precision=precision, accelerator="cpu", devices=dist.get_world_size()
+    )
     fabric.launch()
     torch.manual_seed(0)
     net = timm.create_model(network, num_classes=4, pretrained=False)
@@ -70,7 +90,11 @@ def test_timms_networks_and_optimizers_train_under_fabric(two_ranks, network, op
     """The bits of `ddp` in fp32; in fp16 its losses, to 2^-5: six steps of rounding by 2^-11, each some five times."""
     run = (network, optimizer, options)
     runs = {}
-    for strategy, precision in (("ddp", "32-true"), ("hybrid_allreduce", "32-true"), ("hybrid_allreduce", "16-true")):
+    for strategy, precision in (
+        ("ddp", "32-true"),
+        ("hybrid_allreduce", "32-true"),
+        ("hybrid_allreduce", "16-true"),
+    ):
         one, other = two_ranks.run(losses_under_fabric, strategy, precision, *run, timeout_s=300.0)
         assert torch.equal(one[1], other[1])
         runs[strategy, precision] = one

@@ -68,7 +68,9 @@ def planned(folder: Path, said: str) -> None:
     assert [point["num_ranks"] for point in content["scaling"]] == [1, 16]
     assert len(content["plans"]) == 4
     events = content_of(folder / "run/trace/rank-0.json")["traceEvents"]
-    assert {"backward", "buckets"} <= {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"backward", "buckets"} <= {
+        event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     assert content["memory"]["needs"][0]["settings"] == []
     assert content["pipelines"][0]["step_s"] > numbers["step_alone_s"]
     assert f"(ImageNet) on 16 GPUs (2 x 8): {paid * 60:.3g} min with start and failures" in said
@@ -160,11 +162,21 @@ COMMANDS = {
 
 
 def run(words: str, folder: Path) -> Any:
-    left = ("HYDRA_FULL_ERROR", "LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    left = (
+        "HYDRA_FULL_ERROR",
+        "LOCAL_RANK",
+        "NODE_RANK",
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     environment = {name: value for name, value in os.environ.items() if name not in left}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     given = words.replace("TMP", str(folder)).replace("IMAGES", str(folder / "images")).split()
-    return run_program(*given, f"hydra.run.dir={folder}/run", cwd=ROOT, env=environment, timeout_s=240)
+    return run_program(
+        *given, f"hydra.run.dir={folder}/run", cwd=ROOT, env=environment, timeout_s=240
+    )
 
 
 @pytest.mark.long
@@ -176,6 +188,10 @@ def test_a_command_does_what_is_said_of_it(command, tmp_path):
     assert done.returncode == command.code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     said = done.stderr if command.code else done.stdout
-    assert [words for words in command.says if words.replace("TMP", str(tmp_path)) not in said] == []
-    assert [name for name in command.files if (tmp_path / "run" / name).stat().st_size < 5_000] == []
+    assert [
+        words for words in command.says if words.replace("TMP", str(tmp_path)) not in said
+    ] == []
+    assert [
+        name for name in command.files if (tmp_path / "run" / name).stat().st_size < 5_000
+    ] == []
     command.look(tmp_path, said)

@@ -15,9 +15,17 @@ from tests.recipes.cli import fuzzed
 
 PROGRAM = r"(?:python|torchrun|srun)\b[^`\n]*?(?:(recipes/[\w/]+)\.py|-m ((?:tests|recipes)[\w.]+))"
 OF_PACKAGE = r"(?:lightning-hybrid|-m lightning_hybrid) ([a-z][a-z-]*)"
-COMMAND = re.compile(rf"(?:{PROGRAM}|{OF_PACKAGE})(?![\w-])((?:\"[^\"\n]*\"|'[^'\n]*'|[^`\n|>&;])*)")
-LEFT = re.compile(r"`git show \w{7,}:([\w/]+)")  # only history has it; a page that says so may have its commands
-PLACEHOLDERS = {r"<[^<>\n]*>": "x", "seed=N": "seed=0", "cluster=ours": "cluster=netlab"}  # what a reader fills in
+COMMAND = re.compile(
+    rf"(?:{PROGRAM}|{OF_PACKAGE})(?![\w-])((?:\"[^\"\n]*\"|'[^'\n]*'|[^`\n|>&;])*)"
+)
+LEFT = re.compile(
+    r"`git show \w{7,}:([\w/]+)"
+)  # only history has it; a page that says so may have its commands
+PLACEHOLDERS = {
+    r"<[^<>\n]*>": "x",
+    "seed=N": "seed=0",
+    "cluster=ours": "cluster=netlab",
+}  # what a reader fills in
 
 
 def commands(text: str) -> list[tuple[str, str]]:
@@ -41,7 +49,10 @@ def overrides_of(arguments: str) -> list[str]:
     """What Hydra would compose: no options, of a sweep the first job, and nothing for `...`."""
     words = shlex.split(arguments, comments=True)
     given = [word for word in words if "=" in word and not word.startswith("--")]
-    return [word.partition(",")[0] if "--multirun" in words and "[" not in word else word for word in given]
+    return [
+        word.partition(",")[0] if "--multirun" in words and "[" not in word else word
+        for word in given
+    ]
 
 
 def cases() -> dict[tuple[str, str], str]:
@@ -50,13 +61,19 @@ def cases() -> dict[tuple[str, str], str]:
     for path in [ROOT / "README.md", *tracked_files("*/*.md")]:
         text = path.read_text()
         left = tuple(place.replace("/", ".") for place in LEFT.findall(text))
-        of_page = [command for command in commands(text) if not (left and command[0].startswith(left))]
-        found |= {command: str(path.relative_to(ROOT)) for command in of_page if command not in found}
+        of_page = [
+            command for command in commands(text) if not (left and command[0].startswith(left))
+        ]
+        found |= {
+            command: str(path.relative_to(ROOT)) for command in of_page if command not in found
+        }
     return found
 
 
 @pytest.mark.sampled(16)
-@pytest.mark.parametrize("command", [pytest.param(each, id=f"{where}: {each[0]}") for each, where in cases().items()])
+@pytest.mark.parametrize(
+    "command", [pytest.param(each, id=f"{where}: {each[0]}") for each, where in cases().items()]
+)
 def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
     program, arguments = command
     assert find_spec(program) is not None, f"there is no {program}"
@@ -73,8 +90,12 @@ def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
 
     monkeypatch.setattr(config_check, "check", check_and_stop)
     overrides = overrides_of(arguments)
-    kind, text = fuzzed.outcome_of(program, fuzzed.composed(program, *overrides, folder=str(tmp_path)))
-    is_mention = not overrides and "(=???) must have a value" in text  # a sentence that names the program
+    kind, text = fuzzed.outcome_of(
+        program, fuzzed.composed(program, *overrides, folder=str(tmp_path))
+    )
+    is_mention = (
+        not overrides and "(=???) must have a value" in text
+    )  # a sentence that names the program
     assert is_mention or (kind, text, len(accepted)) == ("built", "", 1)
 
 

@@ -49,12 +49,18 @@ def measured_once(measure):
 
     def of(model, image_shape, **ask):
         key = (repr(model), model.checkpoint_activations, *image_shape, *ask.items())
-        return known[key] if key in known else known.setdefault(key, measure(model, image_shape, **ask))
+        return (
+            known[key]
+            if key in known
+            else known.setdefault(key, measure(model, image_shape, **ask))
+        )
 
     return of
 
 
-MEASURES = {name: measured_once(getattr(memory_report, name)) for name in ("traced_blocks", "step_bytes")}
+MEASURES = {
+    name: measured_once(getattr(memory_report, name)) for name in ("traced_blocks", "step_bytes")
+}
 
 
 def reported(monkeypatch, *overrides) -> SimulationReport:
@@ -67,7 +73,12 @@ def reported(monkeypatch, *overrides) -> SimulationReport:
 
 def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
     """Three nodes of four GPUs are in the curve, which ends at four times as many; equal quantiles are not printed."""
-    ask = ["cluster=cloud_25gbe", "num_nodes=3", "cluster.links.ranks_per_node=4", "cluster.price_per_node_hour=12"]
+    ask = [
+        "cluster=cloud_25gbe",
+        "num_nodes=3",
+        "cluster.links.ranks_per_node=4",
+        "cluster.price_per_node_hour=12",
+    ]
     found = reported(monkeypatch, *ask)
     answer, *tables = found.printed().split("\n\n")
     assert answer.startswith("90 epochs of 1,281,167 images (ImageNet) on 12 GPUs (3 x 4): ")
@@ -83,7 +94,9 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
         "How sure: ",
         "Not",
     ]
-    assert all(line.startswith(start) for line, start in zip(answer.splitlines(), starts, strict=False))
+    assert all(
+        line.startswith(start) for line, start in zip(answer.splitlines(), starts, strict=False)
+    )
     assert len(found.printed().splitlines()) <= 23  # and two lines of where it is written
     shown = [row.split(" | ")[0] for row in tables[0].splitlines()[2:]]
     assert (shown[-3:], len(shown)) == (["| 12", "| 24", "| 48"], len(set(shown)))
@@ -98,18 +111,25 @@ def test_what_the_answer_assumes_can_be_given_back_to_it(monkeypatch):
     """Each word is a key of the command line with the preset's value; what was given is not assumed."""
     ask = ["cluster=cloud_25gbe", "num_nodes=3", "search=null", "scaling_ranks=[]"]
     found = reported(monkeypatch, *ask)
-    assert "assumed by cluster=cloud_25gbe (8 x V100 per node, NVLink, 25 GbE, TCP), model=resnet50" in found.answer()
+    assert (
+        "assumed by cluster=cloud_25gbe (8 x V100 per node, NVLink, 25 GbE, TCP), model=resnet50"
+        in found.answer()
+    )
     words = [f"{key}={value}" for key, value in found.preset.items()]
     assert f"\n  {' '.join(words)}\n" in found.answer()
     assert words[:2] == ["images_per_s=1200", "cluster.links.ranks_per_node=8"]
     again = reported(monkeypatch, *ask, *words)
     assert again.numbers() == found.numbers()
     assert again.preset == {}
-    other = reported(monkeypatch, *ask, "cluster.links.across.bytes_per_s=3.125e8", "images_per_s=600")
+    other = reported(
+        monkeypatch, *ask, "cluster.links.across.bytes_per_s=3.125e8", "images_per_s=600"
+    )
     assert other.outcome.efficiency < found.outcome.efficiency
 
 
-TWO_NODES = "cluster=cloud_25gbe num_nodes=2 images_per_s=20000"  # V100 over TCP, of which nothing is known
+TWO_NODES = (
+    "cluster=cloud_25gbe num_nodes=2 images_per_s=20000"  # V100 over TCP, of which nothing is known
+)
 ANSWERS = {
     TWO_NODES: r"\nEqual, as far as is known: two_level, .* its interval is unknown, .* Keep the default\.\n",
     f"{TWO_NODES} cluster.links.transport.generation=ampere cluster.links.transport.fabric=roce plan.num_buckets=1 "
@@ -140,11 +160,16 @@ def test_the_answer_recommends_what_pays_beyond_what_is_known_and_says_why(monke
 def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
     """Nothing hides gradients of 25.6 million: bytes of 2, 258 / 256, 8 / 8 in 8 steps and both, at 25 Gbit/s."""
     fast = scenario(cluster=cluster_of("cloud_25gbe", 2), images_per_s=1e6)
-    coded, local = replace(fast, comm_dtype_across_nodes="int8"), replace(fast, sync_across_nodes_every=8)
+    coded, local = (
+        replace(fast, comm_dtype_across_nodes="int8"),
+        replace(fast, sync_across_nodes_every=8),
+    )
     both = replace(local, comm_dtype_across_nodes="int8")
     points = [scaling_point(each) for each in (fast, coded, local, both)]
     assert points[0].step_s > points[1].step_s
-    assert points[0].least_s / points[1].least_s == pytest.approx(2 * 256 / 258, rel=0.01)  # blocks are whole
+    assert points[0].least_s / points[1].least_s == pytest.approx(
+        2 * 256 / 258, rel=0.01
+    )  # blocks are whole
     assert points[0].least_s / points[2].least_s == pytest.approx(2.0)
     assert points[2].step_s == pytest.approx(fast.at(8).run().step_s + local.average_s / 8)
     assert points[0].least_s / points[3].least_s == pytest.approx(8 * 256 / 258, rel=0.01)
@@ -155,7 +180,9 @@ def test_pictures_without_matplotlib_are_refused_before_anything_is_simulated(mo
     cfg = composed("simulate", "run_dir=/nowhere", "pictures=true")
     check_pictures(cfg)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"`pictures` \(=true\) must have matplotlib.*'lightning-hybrid\[report\]'"):
+    with pytest.raises(
+        ValueError, match=r"`pictures` \(=true\) must have matplotlib.*'lightning-hybrid\[report\]'"
+    ):
         check_pictures(cfg)
     cfg.pictures = False
     check_pictures(cfg)
@@ -168,7 +195,10 @@ def test_a_negative_number_of_plans_in_the_report_is_refused():
 
 def test_a_model_of_unknown_pace_is_refused():
     cfg = composed("simulate", "run_dir=/nowhere", "cluster=p100_25gbe")
-    with pytest.raises(ValueError, match=r"`images_per_s` \(=null\) must be given: 4 x Tesla P100 .* for model=mine"):
+    with pytest.raises(
+        ValueError,
+        match=r"`images_per_s` \(=null\) must be given: 4 x Tesla P100 .* for model=mine",
+    ):
         rate_of(cfg, "mine", 10**9)
     cfg.cluster.peak_flops = 1e12
     assert rate_of(cfg, "mine", 10**9) == (200.0, True)
@@ -180,7 +210,13 @@ def test_a_model_of_unknown_pace_is_refused():
 def test_every_described_cluster_can_be_planned_for(name):
     cfg = OmegaConf.load(CLUSTERS / f"{name}.yaml")
     cfg.num_nodes = 4
-    rates = {"images_per_s", "input_images_per_s", "gpu_memory_bytes", "watts_per_node", "price_per_node_hour"}
+    rates = {
+        "images_per_s",
+        "input_images_per_s",
+        "gpu_memory_bytes",
+        "watts_per_node",
+        "price_per_node_hour",
+    }
     assert {"about", "links", "on_cuda", "num_nodes"} | rates == set(cfg) - {"peak_flops"}
     found = instantiate(cfg.links)
     outcome = scenario(cluster=found, on_cuda=cfg.on_cuda).run()
@@ -193,7 +229,9 @@ def test_a_step_takes_what_the_device_takes_and_begins_with_the_last_layer():
     with torch.device("meta"):
         model = ResNet(depth=50, num_classes=1000)
     assert sum(sum(layer.numels) for layer in layers) == sum(p.numel() for p in model.parameters())
-    assert sum(layer.forward_flops for layer in layers) == forward_flops_per_image(model, (3, 224, 224))
+    assert sum(layer.forward_flops for layer in layers) == forward_flops_per_image(
+        model, (3, 224, 224)
+    )
     assert (layers[0].name, layers[-1].name) == ("conv1", "fc")
     work = work_of(layers, batch_size=64, images_per_s=128.0)
     assert work.alone_s == pytest.approx(0.5)
@@ -218,7 +256,9 @@ def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
     """4,096 P40 whose NCCL has rings only: one over all ranks is slow at any size."""
     slow = scenario(cluster=cluster_of("p40_roce", 512), images_per_s=2180.0)
     found = Search(algorithms=["flat", "two_level"], bucket_bytes=[4 * MIB, 1024 * MIB]).run(slow)
-    assert [candidate.step_s for candidate in found] == sorted(candidate.step_s for candidate in found)
+    assert [candidate.step_s for candidate in found] == sorted(
+        candidate.step_s for candidate in found
+    )
     assert found[0].plan.algorithm == "two_level"
     assert found[-1].step_s > 1.01 * found[0].step_s
     again = replace(slow, plan=found[0].plan)
@@ -234,9 +274,13 @@ def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another(
     now = emulated.error_summary(found)
     assert now["step"]["median"] < 0.10
     missed = {
-        (one.record, one.row["arm"]) for one in found if one.row["section"] == "step" and abs(one.ratio - 1) >= 0.2
+        (one.record, one.row["arm"])
+        for one in found
+        if one.row["section"] == "step" and abs(one.ratio - 1) >= 0.2
     }
-    assert missed == {("2026-11-22_codecs_2x4_2-core-cpu", "auto_int4")}  # the one miss that is known, and said
+    assert missed == {
+        ("2026-11-22_codecs_2x4_2-core-cpu", "auto_int4")
+    }  # the one miss that is known, and said
     for section, errors in content["predictions"]["error"].items():
         assert now[section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
     assert len({one.setting for one in unequal}) == 8
@@ -247,7 +291,9 @@ def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another(
 def test_the_emulated_cluster_is_described_with_what_was_fitted():
     described = cluster_of("netlab", 2)
     machine = emulated.checked_again()[0]["machine"]
-    fitted = emulated.cluster_of(machine, "emulated: 2 hosts x 2 ranks host by host, 100 Mbit/s, 200 us")
+    fitted = emulated.cluster_of(
+        machine, "emulated: 2 hosts x 2 ranks host by host, 100 Mbit/s, 200 us"
+    )
     for name in ("across", "inside", "transport"):
         theirs = asdict(getattr(fitted, name))
         assert asdict(getattr(described, name)) == pytest.approx(theirs, rel=0.005), name
@@ -256,7 +302,11 @@ def test_the_emulated_cluster_is_described_with_what_was_fitted():
 @pytest.mark.long
 def test_published_rows_are_as_recorded_the_bad_ones_too():
     """And the paper's cluster is as published."""
-    lines = (ROOT / "recipes/records/simulate/2026-11-26_check_published/rows.jsonl").read_text().splitlines()[1:]
+    lines = (
+        (ROOT / "recipes/records/simulate/2026-11-26_check_published/rows.jsonl")
+        .read_text()
+        .splitlines()[1:]
+    )
     rows, now = {row["what"]: row for row in map(json.loads, lines)}, dict(predictions())
     assert [*now] == [*rows]
     assert [*now.values()] == pytest.approx([row["predicted"] for row in rows.values()], rel=1e-6)

@@ -35,12 +35,16 @@ def configured(*overrides):
 def report(cluster, *overrides, **more):
     world = world_of(cluster, **more)
     samples = planted(cluster, world, backend="nccl" if world.on_cuda else "gloo_ring")
-    return TuneReport.of(samples, world, WORK, CommPlan(), words_of(configured(*overrides), "a net"))
+    return TuneReport.of(
+        samples, world, WORK, CommPlan(), words_of(configured(*overrides), "a net")
+    )
 
 
 def on_gpus():
     near, far = Link(latency_s=0.0, bytes_per_s=2e11), Link(latency_s=5e-6, bytes_per_s=2.5e10)
-    return Cluster(num_nodes=2, ranks_per_node=4, inside=near, across=far, transport=Nccl(inside="nvlink"))
+    return Cluster(
+        num_nodes=2, ranks_per_node=4, inside=near, across=far, transport=Nccl(inside="nvlink")
+    )
 
 
 @pytest.mark.long
@@ -53,14 +57,28 @@ def test_the_simulator_reads_the_description_by_its_name(tmp_path, kind):
     cfg = composed("simulate", searched, "cluster=ours", "num_nodes=16", "run_dir=/nowhere")
     read = instantiate(cfg.cluster.links)
     expected = replace(found.found.cluster, num_nodes=16)
-    for name in ("across", "inside", "transport"):  # equal but for the six digits that a description has
-        one, other = (json.loads(json.dumps(asdict(getattr(each, name)))) for each in (read, expected))
+    for name in (
+        "across",
+        "inside",
+        "transport",
+    ):  # equal but for the six digits that a description has
+        one, other = (
+            json.loads(json.dumps(asdict(getattr(each, name)))) for each in (read, expected)
+        )
         for key, value in one.items():
-            assert value == (pytest.approx(other[key], rel=1e-5) if isinstance(value, float) else other[key]), key
-    assert (read.num_nodes, read.ranks_per_node, read.measured_nodes) == (16, expected.ranks_per_node, 2)
+            assert value == (
+                pytest.approx(other[key], rel=1e-5) if isinstance(value, float) else other[key]
+            ), key
+    assert (read.num_nodes, read.ranks_per_node, read.measured_nodes) == (
+        16,
+        expected.ranks_per_node,
+        2,
+    )
     assert read.curves == expected.curves
     assert cfg.cluster.on_cuda == (kind == "nccl")
-    shipped = OmegaConf.load(ROOT / "conf" / "cluster" / f"{'netlab' if kind == 'gloo' else 'p40_roce'}.yaml")
+    shipped = OmegaConf.load(
+        ROOT / "conf" / "cluster" / f"{'netlab' if kind == 'gloo' else 'p40_roce'}.yaml"
+    )
     assert set(cfg.cluster) >= set(shipped)
 
 
@@ -130,21 +148,31 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(tmp_path):
     two, file = ["world.devices=2", "world.num_nodes=1"], tmp_path / "file"
     file.write_text("")
     for ask, words in (
-        (["world.devices=1", "world.num_nodes=1"], r"`world.devices` \(=1\) must make two ranks or more"),
+        (
+            ["world.devices=1", "world.num_nodes=1"],
+            r"`world.devices` \(=1\) must make two ranks or more",
+        ),
         ([*two, "name=a/b"], r"`name` \(=a/b\) must be letters, digits and _"),
-        ([*two, f"run_dir={file}/inside"], r"`hydra.run.dir` \(=.*\) must be a folder that can be written"),
+        (
+            [*two, f"run_dir={file}/inside"],
+            r"`hydra.run.dir` \(=.*\) must be a folder that can be written",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             check_tune_keys(configured(*ask))
     check_tune_keys(configured(*two, f"run_dir={tmp_path}/new"))
     assert not list((tmp_path / "new").iterdir())
-    with pytest.raises(ValueError, match=r"`world` \(=4 ranks\) must be able to connect: Unable .* ib7\. .*IFNAME"):
+    with pytest.raises(
+        ValueError, match=r"`world` \(=4 ranks\) must be able to connect: Unable .* ib7\. .*IFNAME"
+    ):
         connect(Unconnected(), Measurement())
 
 
 def test_the_step_to_plan_for_is_the_models_from_its_end_and_at_the_rate_that_is_given():
     bare = configured_work(configured("model=alexnet_bn", "image_shape=[1,16,16]"))
-    paced = configured_work(configured("model=alexnet_bn", "image_shape=[1,16,16]", "images_per_s=64"))
+    paced = configured_work(
+        configured("model=alexnet_bn", "image_shape=[1,16,16]", "images_per_s=64")
+    )
     assert [numel for numel, _ in bare.gradients] == [numel for numel, _ in paced.gradients]
     assert bare.alone_s == 0.0
     assert paced.alone_s == pytest.approx(1.0)

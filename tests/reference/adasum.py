@@ -19,5 +19,7 @@ def tree(gradients):
 
 def of_buckets(flats, numels, nodes):
     """Every rank's bucket -> what all hold afterwards but for the division by the ranks on a node: sums in the node."""
-    of_nodes = [reduce(lambda a, b: a + b, [flats[rank].double() for rank in node]) for node in nodes]
+    of_nodes = [
+        reduce(lambda a, b: a + b, [flats[rank].double() for rank in node]) for node in nodes
+    ]
     return [tree(parts) for parts in zip(*(flat.split(numels) for flat in of_nodes), strict=True)]

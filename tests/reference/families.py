@@ -19,7 +19,9 @@ def paper(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient):
     return w
 
 
-def mlperf_tensorflow(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov):
+def mlperf_tensorflow(
+    w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov
+):
     """mlcommons/training, ``lars_optimizer.py``: scaled rate, then Keras's momentum; ratio 1 where a norm is 0."""
     accumulator = torch.zeros_like(w)
     for g, lr in zip(gradients, lrs, strict=True):
@@ -45,7 +47,9 @@ def optax(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, 
     return w
 
 
-def timm(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov, clip=False):
+def timm(
+    w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov, clip=False
+):
     """timm, lightly, torch_optimizer, and apex LARC around SGD: the gradient is scaled, then SGD's momentum."""
     buffer = None
     for g, lr in zip(gradients, lrs, strict=True):
@@ -74,7 +78,9 @@ def barlow_twins(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient
     for g, lr in zip(gradients, lrs, strict=True):
         dp = g + weight_decay * w
         one = torch.ones((), dtype=w.dtype)
-        q = torch.where(norm(w) > 0, torch.where(norm(dp) > 0, trust_coefficient * norm(w) / norm(dp), one), one)
+        q = torch.where(
+            norm(w) > 0, torch.where(norm(dp) > 0, trust_coefficient * norm(w) / norm(dp), one), one
+        )
         mu = mu * momentum + dp * q
         w = w - lr * mu
     return w
@@ -104,18 +110,36 @@ def joint_outside(w, gradients, lrs, *, momentum, weight_decay, trust_coefficien
 # Family -> its rule, the options of LARS that are said to be it, and what of ours it has besides.
 FAMILIES = {
     "paper": (paper, {"momentum_form": "lr_inside", "denominator": "sum"}),
-    "mlperf": (mlperf_tensorflow, {"momentum_form": "lr_inside", "denominator": "sum", "eps": 1e-7}),
-    "mlperf-nesterov": (mlperf_tensorflow, {"momentum_form": "lr_inside", "denominator": "sum", "nesterov": True}),
+    "mlperf": (
+        mlperf_tensorflow,
+        {"momentum_form": "lr_inside", "denominator": "sum", "eps": 1e-7},
+    ),
+    "mlperf-nesterov": (
+        mlperf_tensorflow,
+        {"momentum_form": "lr_inside", "denominator": "sum", "nesterov": True},
+    ),
     "optax": (optax, {"momentum_form": "lr_inside", "denominator": "joint"}),
-    "optax-nesterov": (optax, {"momentum_form": "lr_inside", "denominator": "joint", "nesterov": True, "eps": 1e-6}),
+    "optax-nesterov": (
+        optax,
+        {"momentum_form": "lr_inside", "denominator": "joint", "nesterov": True, "eps": 1e-6},
+    ),
     "timm": (timm, {"momentum_form": "lr_outside", "denominator": "sum", "eps": 1e-8}),
-    "timm-nesterov": (timm, {"momentum_form": "lr_outside", "denominator": "sum", "nesterov": True}),
-    "larc": (timm, {"momentum_form": "lr_outside", "denominator": "sum", "eps": 1e-8, "trust_clip": 1.0}),
+    "timm-nesterov": (
+        timm,
+        {"momentum_form": "lr_outside", "denominator": "sum", "nesterov": True},
+    ),
+    "larc": (
+        timm,
+        {"momentum_form": "lr_outside", "denominator": "sum", "eps": 1e-8, "trust_clip": 1.0},
+    ),
     "nvidia": (nvidia_mxnet, {"momentum_form": "lr_outside", "denominator": "sum"}),
     "barlow": (barlow_twins, {"momentum_form": "lr_outside", "denominator": "joint"}),
     "colossalai": (colossalai, {"momentum_form": "ratio_outside", "denominator": "sum"}),
     "nobody": (joint_outside, {"momentum_form": "ratio_outside", "denominator": "joint"}),
-    "nobody-nesterov": (joint_outside, {"momentum_form": "ratio_outside", "denominator": "joint", "nesterov": True}),
+    "nobody-nesterov": (
+        joint_outside,
+        {"momentum_form": "ratio_outside", "denominator": "joint", "nesterov": True},
+    ),
 }
 
 

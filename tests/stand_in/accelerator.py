@@ -28,7 +28,10 @@ from lightning_hybrid.optim import LAMB, LARS
 from recipes.training.fully_sharded import FullyShardedStrategy
 
 NUM_RANKS, NUM_BLOCKS, WIDTH = 2, 6, 512
-OPTIMIZERS = {"lars": lambda params: LARS(params, lr=1.0), "lamb": lambda params: LAMB(params, lr=0.1)}
+OPTIMIZERS = {
+    "lars": lambda params: LARS(params, lr=1.0),
+    "lamb": lambda params: LAMB(params, lr=0.1),
+}
 
 
 class Stream:
@@ -134,7 +137,9 @@ class Steps(torch.utils.data.IterableDataset):
 
 class Cast(nn.Linear):
     def forward(self, x):
-        return super().forward(x.to(self.weight.dtype))  # as autocast, which does not know the device
+        return super().forward(
+            x.to(self.weight.dtype)
+        )  # as autocast, which does not know the device
 
 
 class Blocks(pl.LightningModule):
@@ -143,7 +148,10 @@ class Blocks(pl.LightningModule):
         self.memories, self.optimizer_name, self.policy = memories, optimizer, policy
         with DEVICE:
             self.net = nn.Sequential(
-                *(nn.Sequential(nn.BatchNorm1d(WIDTH), Cast(WIDTH, WIDTH)) for _ in range(NUM_BLOCKS))
+                *(
+                    nn.Sequential(nn.BatchNorm1d(WIDTH), Cast(WIDTH, WIDTH))
+                    for _ in range(NUM_BLOCKS)
+                )
             )
 
     def configure_model(self):
@@ -151,7 +159,9 @@ class Blocks(pl.LightningModule):
             self.trainer.strategy.shard_(self.net)
         else:  # as a user does
             mesh = self.device_mesh["data_parallel"]
-            self.trainer.precision_plugin.shard_(self.net, self.net, mesh=mesh, offload_policy=self.policy)
+            self.trainer.precision_plugin.shard_(
+                self.net, self.net, mesh=mesh, offload_policy=self.policy
+            )
 
     def configure_optimizers(self):
         return OPTIMIZERS[self.optimizer_name](self.parameters())
@@ -171,7 +181,15 @@ class Blocks(pl.LightningModule):
         self.memories.after = self.memories.now
 
 
-def fit(*, optimizer="lars", precision="16-true", offload=True, policy=None, is_resumed=False, **settings):
+def fit(
+    *,
+    optimizer="lars",
+    precision="16-true",
+    offload=True,
+    policy=None,
+    is_resumed=False,
+    **settings,
+):
     """Where parts lie after the fit, and the device's bytes for each parameter: the most in a step, and after it."""
     saved = InMemory()
     for path in (None, "a file")[: 1 + is_resumed]:
@@ -188,17 +206,27 @@ def fit(*, optimizer="lars", precision="16-true", offload=True, policy=None, is_
             except pl.utilities.exceptions.MisconfigurationException as error:
                 return {"error": str(error)}
             trainer.save_checkpoint("a file")
-            scale, state = getattr(trainer.precision_plugin, "loss_scale", None), trainer.optimizers[0].state
+            scale, state = (
+                getattr(trainer.precision_plugin, "loss_scale", None),
+                trainer.optimizers[0].state,
+            )
             parts = {
                 "masters": module.parameters(),
-                "state": [value for of_one in state.values() for value in of_one.values() if value.dim() > 0],
+                "state": [
+                    value
+                    for of_one in state.values()
+                    for value in of_one.values()
+                    if value.dim() > 0
+                ],
                 "scale": [] if scale is None else [scale.scale],
                 "buffers": module.buffers(),
                 "file": saved.file["state_dict"].values(),
             }
     num_bytes = {name: getattr(memories, name) for name in ("peak", "after")}
     found = {name: sorted({each.device.type for each in some}) for name, some in parts.items()}
-    found |= {name: each / sum(map(torch.numel, module.parameters())) for name, each in num_bytes.items()}
+    found |= {
+        name: each / sum(map(torch.numel, module.parameters())) for name, each in num_bytes.items()
+    }
     return found | {"module": module.device.type, "backend": strategy.process_group_backend}
 
 

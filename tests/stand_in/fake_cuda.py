@@ -29,7 +29,11 @@ class Launches(TorchDispatchMode):
         touched = [one for one in tree_leaves((args, kwargs, made)) if isinstance(one, Tensor)]
         name = str(func)
         is_no_work = name.startswith(("aten.empty", "aten.new_empty", "prim.device"))
-        if not is_no_work and not _is_view(func) and any(one.device.type == "cuda" for one in touched):
+        if (
+            not is_no_work
+            and not _is_view(func)
+            and any(one.device.type == "cuda" for one in touched)
+        ):
             self.names.append(name)
         return made
 
@@ -61,7 +65,11 @@ class FakeCuda:
 
         def launch(*args: Any, **kwargs: Any) -> None:
             for one in args:
-                assert not isinstance(one, Tensor) or one.device == self.current, (name, one.device, self.current)
+                assert not isinstance(one, Tensor) or one.device == self.current, (
+                    name,
+                    one.device,
+                    self.current,
+                )
             self.launched.append((name, self.current))
 
         return type("Kernel", (), {"__getitem__": lambda self, grid: launch})()
@@ -104,7 +112,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield fake
 
 
-def parameter(*shape: int, device: torch.device = ZERO, grad_dtype: torch.dtype = torch.float32) -> nn.Parameter:
+def parameter(
+    *shape: int, device: torch.device = ZERO, grad_dtype: torch.dtype = torch.float32
+) -> nn.Parameter:
     one = nn.Parameter(torch.empty(shape, device=device))
     one.grad_dtype = None
     one.grad = torch.empty(shape, device=device, dtype=grad_dtype)

@@ -24,7 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid import HybridAllReduceStrategy
 
-_ORIGINAL = {name: getattr(HybridAllReduceStrategy, name) for name in ("model_to_device", "teardown")}
+_ORIGINAL = {
+    name: getattr(HybridAllReduceStrategy, name) for name in ("model_to_device", "teardown")
+}
 _COPIES = frozenset({torch.ops.aten.copy_, torch.ops.aten._to_copy, torch.ops.aten._foreach_copy_})
 
 
@@ -63,14 +65,18 @@ class TwoMemories(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._moved
 
     def _note(self, tensors: Iterable[Any]) -> None:
-        strided = (each for each in tensors if isinstance(each, Tensor) and each.layout is torch.strided)
+        strided = (
+            each for each in tensors if isinstance(each, Tensor) and each.layout is torch.strided
+        )
         self._moved |= {each.untyped_storage()._cdata: each for each in strided}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         are_moved = {self.has(each) for each in given if each.dim() > 0}
         if len(are_moved) > 1 and func.overloadpacket not in _COPIES:
-            raise AcrossMemoriesError(f"Expected all tensors to be on the same device, but found two, in {func}")
+            raise AcrossMemoriesError(
+                f"Expected all tensors to be on the same device, but found two, in {func}"
+            )
         result = func(*args, **(kwargs or {}))
         if are_moved == {True} or not given:
             self._note(tree_leaves(result))
@@ -108,7 +114,11 @@ def teardown(self: HybridAllReduceStrategy) -> None:
         return
     with TwoMemories() as memories, _instead_of(module, "cpu", memories):
         _ORIGINAL["teardown"](self)
-        left = [name for name, tensor in module.state_dict(keep_vars=True).items() if not memories.has(tensor)]
+        left = [
+            name
+            for name, tensor in module.state_dict(keep_vars=True).items()
+            if not memories.has(tensor)
+        ]
         assert not left, f"after a fit the whole module must be on the CPU, and {left} are not"
 
 

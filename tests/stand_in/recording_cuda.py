@@ -35,7 +35,13 @@ from lightning_hybrid.comm.engine import cuda_all_reduce, cuda_carrier, cuda_str
 CUDA = torch.device("cuda", 0)
 COLLECTIVE_S = 1.0
 HOST = "host"
-NO_ACCESS = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::record_stream"}
+NO_ACCESS = {
+    "aten::empty",
+    "aten::new_empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::record_stream",
+}
 BLOCKING = {torch.ops.aten.copy_, torch.ops.aten._to_copy}
 WRITTEN = {  # by collectives, whose schemas do not say: arguments by place; all are read but these
     "c10d::_reduce_scatter_base_": (0,),
@@ -145,7 +151,9 @@ class Future:
 class _Memory:
     def __init__(self, storage: torch.UntypedStorage, owner: str) -> None:
         self.ref, self.owner = StorageWeakRef(storage), owner
-        self.uses: list[tuple[int, int, str, int, bool]] = []  # bytes from and to, stream, its count, whether written
+        self.uses: list[
+            tuple[int, int, str, int, bool]
+        ] = []  # bytes from and to, stream, its count, whether written
         self.last: dict[str, int] = {}  # use, by stream
         self.recorded: set[str] = set()
 
@@ -183,7 +191,9 @@ class Cuda(TorchDispatchMode):
     @property
     def found(self) -> list[str]:
         """Races, reuses and early reads so far."""
-        assert self._was_entered, "operations are recorded within `with Cuda().installed(patch):` alone"
+        assert self._was_entered, (
+            "operations are recorded within `with Cuda().installed(patch):` alone"
+        )
         return self._found
 
     # ---- torch.cuda --------------------------------------------------------------------------------------------------
@@ -216,18 +226,30 @@ class Cuda(TorchDispatchMode):
         patch.setattr(torch.cuda, "device", self.on_device)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         patch.setattr(torch.cuda, "default_stream", lambda device=None: self.compute)
-        patch.setattr(torch.cuda, "synchronize", lambda device=None: [one.synchronize() for one in self.streams])
+        patch.setattr(
+            torch.cuda,
+            "synchronize",
+            lambda device=None: [one.synchronize() for one in self.streams],
+        )
         patch.setattr(cuda_streams, "Future", Future)
         patch.setattr(cuda_all_reduce, "Future", Future)
-        patch.setattr(cuda_carrier, "is_on_hosts", lambda group: False)  # what is run over Gloo plays NCCL
+        patch.setattr(
+            cuda_carrier, "is_on_hosts", lambda group: False
+        )  # what is run over Gloo plays NCCL
         patch.setattr(dist, "all_reduce", partial(self.all_reduce, dist.all_reduce))
-        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))
+        patch.setattr(
+            torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream)
+        )
         return self
 
     @contextlib.contextmanager
     def on_fake_tensors(self) -> Iterator[Cuda]:
         """Nothing is done before somebody waits for it."""
-        with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True), self.installed(patch):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            FakeTensorMode(allow_non_fake_inputs=True),
+            self.installed(patch),
+        ):
             self.is_fake = True
             self.hang()
             yield self
@@ -246,7 +268,9 @@ class Cuda(TorchDispatchMode):
         """By other means than torch's operations, such as a file that is written."""
         self._use("a read", tensor, self.host, is_write=False)
 
-    def all_reduce(self, real: Callable, tensor: torch.Tensor, *args, async_op: bool = False, **kwargs):
+    def all_reduce(
+        self, real: Callable, tensor: torch.Tensor, *args, async_op: bool = False, **kwargs
+    ):
         """As NCCL's: asynchronous ones on the backend's own stream, which keeps what they use."""
         if not async_op:
             return real(tensor, *args, **kwargs)
@@ -279,12 +303,26 @@ class Cuda(TorchDispatchMode):
         name = func._schema.name
         if func.is_view or name == "aten::detach":
             return result
-        given = [(index, each) for index, arg in enumerate(args) for each in tree_leaves(arg) if _is_tensor(each)]
-        given += [("out", each) for key, arg in kwargs.items() for each in tree_leaves(arg) if _is_tensor(each)]
+        given = [
+            (index, each)
+            for index, arg in enumerate(args)
+            for each in tree_leaves(arg)
+            if _is_tensor(each)
+        ]
+        given += [
+            ("out", each)
+            for key, arg in kwargs.items()
+            for each in tree_leaves(arg)
+            if _is_tensor(each)
+        ]
         if name == "aten::_local_scalar_dense":
             self._host_reads(given[0][1])
             return result
-        made = [each for each in tree_leaves(result) if _is_tensor(each) and _key(each) not in self.memory]
+        made = [
+            each
+            for each in tree_leaves(result)
+            if _is_tensor(each) and _key(each) not in self.memory
+        ]
         for each in made:
             if not any(_key(each) == _key(other) for _, other in given):
                 owner = HOST if self.is_fake and each.device.type == "cpu" else self.current.name
@@ -303,7 +341,11 @@ class Cuda(TorchDispatchMode):
             self._use(name, each, stream, is_write=_is_written(func, name, place))
         for each in made:
             self._use(name, each, stream, is_write=True)
-        if len(devices) > 1 and func.overloadpacket in BLOCKING and not _is_non_blocking(func, args, kwargs):
+        if (
+            len(devices) > 1
+            and func.overloadpacket in BLOCKING
+            and not _is_non_blocking(func, args, kwargs)
+        ):
             _merge(self.host.clock, stream.clock)
         return result
 
@@ -322,7 +364,9 @@ class Cuda(TorchDispatchMode):
             other_begin, other_end, other, count, was_write = use
             if max(begin, other_begin) < min(end, other_end) and (is_write or was_write):
                 if stream.clock.get(other, 0) < count:
-                    self.found.append(f"race: {name} on {stream} is not ordered after a use on {other}")
+                    self.found.append(
+                        f"race: {name} on {stream} is not ordered after a use on {other}"
+                    )
                 elif is_write and begin <= other_begin and other_end <= end:
                     continue  # what is ordered after this write is ordered after that use
             kept.append(use)
@@ -341,7 +385,11 @@ class Cuda(TorchDispatchMode):
             del self.memory[key]
             if memory.owner == HOST:
                 continue
-            waited = [stream.clock for stream in self.streams if stream.name in {memory.owner, *memory.recorded}]
+            waited = [
+                stream.clock
+                for stream in self.streams
+                if stream.name in {memory.owner, *memory.recorded}
+            ]
             for other, count in memory.last.items():
                 if not any(clock.get(other, 0) >= count for clock in waited):
                     self.found.append(f"reuse: {memory.owner} may write what {other} still uses")

@@ -31,7 +31,9 @@ def recipe(rule, shapes=SHAPES, *, fused=None):
     """The optimizer of a recipe, for ResNet-50 as 16-true has it: fp16 gradients, those of normalisation in fp32."""
     options = yaml.safe_load((CONF / f"{RULES[rule]}.yaml").read_text())
     assert options.pop("fused", "missing") is None
-    options = {name: value for name, value in options.items() if not name.startswith("_")} | {"fused": fused}
+    options = {name: value for name, value in options.items() if not name.startswith("_")} | {
+        "fused": fused
+    }
     groups = ({"params": []}, {"params": [], "trust_ratio": False, "weight_decay": 0.0})
     for shape in shapes:
         is_half = len(shape) > 1 or shape == (1000,)  # convolutions and the head
@@ -46,7 +48,9 @@ def scaled_step(optimizer):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_fused_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads_nothing(precision, fake):
+def test_a_fused_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads_nothing(
+    precision, fake
+):
     """In the third step, the rate being another in each; a read by the host would raise."""
     optimizer = recipe(LARS, fused=True)
     for step in range(3):
@@ -59,7 +63,9 @@ def test_a_fused_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads
     kernels = [name for name, _ in fake.launched]
     assert sorted(kernels) == sorted(2 * KERNELS)  # for fp16 gradients, and for fp32 ones
     assert fake.num_copies == 1  # of all options
-    assert len(launches.names) == (precision == "fp16"), launches.names  # 1 / scale, and the 0 of found_inf
+    assert len(launches.names) == (precision == "fp16"), (
+        launches.names
+    )  # 1 / scale, and the 0 of found_inf
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -78,7 +84,9 @@ def test_the_default_of_lars_is_lists_and_the_host_reads_nothing(precision, fake
 
 
 @pytest.mark.parametrize(("fused", "precision"), [(None, "fp16"), (True, "bf16")])
-def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(fused, precision, fake, recwarn):
+def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(
+    fused, precision, fake, recwarn
+):
     """But for the selection of old or new values, where a step may be skipped; a read by the host would raise.
 
     True comes with the checkpoint of a CPU; asked for on CUDA, it is refused.
@@ -97,11 +105,16 @@ def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(fused, 
     num_selections = 3 if precision == "fp16" else 0  # a tensor: the weight and both moments
     assert numbers[0] <= 130 + 20 * num_selections
     assert numbers[1] - numbers[0] == num_selections * 40
-    with pytest.raises(ValueError, match=r"`fused` \(=True\) needs parameters on cpu or meta, not on `cuda:0`.*LAMB"):
+    with pytest.raises(
+        ValueError,
+        match=r"`fused` \(=True\) needs parameters on cpu or meta, not on `cuda:0`.*LAMB",
+    ):
         LAMB([parameter(8, 4)], lr=0.1, fused=True)
 
 
-def test_an_update_whose_rate_is_as_before_copies_nothing_and_another_in_a_captured_graph_is_refused(fake, monkeypatch):
+def test_an_update_whose_rate_is_as_before_copies_nothing_and_another_in_a_captured_graph_is_refused(
+    fake, monkeypatch
+):
     optimizer = recipe(LARS, fused=True)
     optimizer.step()
     before = fake.num_copies
@@ -120,7 +133,10 @@ PATHS = [(LARS, None), (LARS, True), (LAMB, None)]
 @pytest.mark.parametrize(("rule", "fused"), PATHS, ids=str)
 def test_parts_are_added_over_ranks_on_their_device_and_the_host_reads_nothing(rule, fused, fake):
     """A read by the host would raise; kernels are as many as of whole tensors."""
-    params = [parameter(2 * BLOCK, grad_dtype=torch.float16), parameter(8, 4, grad_dtype=torch.float16)]
+    params = [
+        parameter(2 * BLOCK, grad_dtype=torch.float16),
+        parameter(8, 4, grad_dtype=torch.float16),
+    ]
     optimizer = rule(params, lr=0.1, fused=fused)
     optimizer.parts = {params[0]: Part(numel=5 * BLOCK, begin=2 * BLOCK, end=4 * BLOCK)}
     tables = []
@@ -129,7 +145,9 @@ def test_parts_are_added_over_ranks_on_their_device_and_the_host_reads_nothing(r
         fake.launched.clear()
         tables.clear()
         scaled_step(optimizer)
-        assert [(table.device, table.dtype) for table in tables] == [(ZERO, torch.float64)] * (1 if rule is LARS else 2)
+        assert [(table.device, table.dtype) for table in tables] == [(ZERO, torch.float64)] * (
+            1 if rule is LARS else 2
+        )
         assert optimizer.last_found_inf.device == ZERO
         assert [name for name, _ in fake.launched] == (KERNELS if fused else [])
 
@@ -147,7 +165,9 @@ def test_parts_are_added_over_ranks_on_their_device_and_the_host_reads_nothing(r
     ],
     ids=str,
 )
-def test_nobody_gets_kernels_unasked_and_who_asks_for_them_must_clip_elsewhere(options, is_fused, fake):
+def test_nobody_gets_kernels_unasked_and_who_asks_for_them_must_clip_elsewhere(
+    options, is_fused, fake
+):
     """Lightning's `16-mixed` refuses to clip where an optimizer declares that it unscales by itself."""
     optimizer = LARS([parameter(8, 4)], lr=0.1, **options)
     scaled_step(optimizer)
@@ -161,14 +181,19 @@ def test_nobody_gets_kernels_unasked_and_who_asks_for_them_must_clip_elsewhere(o
 @pytest.mark.parametrize(("rule", "fused"), PATHS, ids=str)
 def test_state_of_a_checkpoint_on_the_cpu_goes_to_the_parameters(rule, fused, fake):
     """Of half precision, whose state stays float32, and of one that the CPU's native passes wrote, counts included."""
-    params = [nn.Parameter(torch.empty(8, 4, device=device, dtype=torch.float16)) for device in (ZERO, ONE)]
+    params = [
+        nn.Parameter(torch.empty(8, 4, device=device, dtype=torch.float16))
+        for device in (ZERO, ONE)
+    ]
     for param in params:
         param.grad = torch.empty_like(param)
     optimizer = rule(params, lr=0.1, fused=fused)
     optimizer.step()
     saved = optimizer.state_dict()
     for entry in saved["state"].values():
-        entry.update({key: torch.empty(value.shape, dtype=value.dtype) for key, value in entry.items()})
+        entry.update(
+            {key: torch.empty(value.shape, dtype=value.dtype) for key, value in entry.items()}
+        )
     optimizer.load_state_dict(saved)
     for _ in range(2):
         scaled_step(optimizer)

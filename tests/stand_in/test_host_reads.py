@@ -30,7 +30,11 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" and result.device.type == "cuda":
+        if (
+            func is torch.ops.aten._to_copy.default
+            and args[0].device.type == "cpu"
+            and result.device.type == "cuda"
+        ):
             self.waits.append(str(func))
         return result
 
@@ -57,7 +61,9 @@ class Count(int):
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_an_average_of_weights_makes_the_host_wait_for_nothing(use_buffers):
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    average = HostCountedAverage(AveragedModel(module, avg_fn=get_ema_avg_fn(0.9), use_buffers=use_buffers))
+    average = HostCountedAverage(
+        AveragedModel(module, avg_fn=get_ema_avg_fn(0.9), use_buffers=use_buffers)
+    )
     del average.n_averaged
     average.n_averaged = Count(0)
     with on_fake_cuda() as copies:
@@ -74,7 +80,9 @@ def test_statistics_of_layers_that_no_batch_reached_are_where_the_layers_are(mon
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *args: devices.append(tensor.device))
-    monkeypatch.setattr(dist, "all_gather", lambda tensors, tensor: devices.extend(each.device for each in tensors))
+    monkeypatch.setattr(
+        dist, "all_gather", lambda tensors, tensor: devices.extend(each.device for each in tensors)
+    )
     layer = nn.BatchNorm1d(3)
     with on_fake_cuda():
         statistics = _Statistics([on_cuda(layer)])
@@ -88,7 +96,9 @@ def test_statistics_of_layers_that_no_batch_reached_are_where_the_layers_are(mon
 @pytest.mark.parametrize("cut_into", ["slices", "stages", "both"])
 def test_clipping_over_ranks_makes_the_host_wait_for_nothing(monkeypatch, cut_into):
     devices = []
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: devices.append(tensor.device))
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda tensor, group=None: devices.append(tensor.device)
+    )
     with on_fake_cuda() as copies:
         params = [parameter(3, 2), parameter(4), parameter(2)]
         params[2].grad = None

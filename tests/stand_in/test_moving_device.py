@@ -10,7 +10,10 @@ from tests.stand_in import moving_device
 
 
 def install(monkeypatch):
-    for owner, name in ((HybridAllReduceStrategy, "model_to_device"), (HybridAllReduceStrategy, "teardown")):
+    for owner, name in (
+        (HybridAllReduceStrategy, "model_to_device"),
+        (HybridAllReduceStrategy, "teardown"),
+    ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     for owner in (moving_device.ddp, moving_device.strategy):
         monkeypatch.setattr(owner, "_optimizers_to_device", owner._optimizers_to_device)
@@ -32,7 +35,11 @@ class WithABuffer(toy.Toy):
         self.net[5].register_buffer("weights_of_classes", torch.full((3,), 1 / 3))
 
     def buffers_by_bits(self):
-        return {name: buffer.tolist() for name, buffer in self.named_buffers() if buffer.shape in ((3,), (5,))}
+        return {
+            name: buffer.tolist()
+            for name, buffer in self.named_buffers()
+            if buffer.shape in ((3,), (5,))
+        }
 
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
@@ -51,7 +58,14 @@ def buffers_after_each(precision, path):
         found = []
         module = WithABuffer()
         for call in ("fit", "validate", "test", "predict"):
-            fit(None, module, call=call, precision=precision, max_epochs=1, callbacks=[Saves(path, epoch=0)])
+            fit(
+                None,
+                module,
+                call=call,
+                precision=precision,
+                max_epochs=1,
+                callbacks=[Saves(path, epoch=0)],
+            )
             assert {tensor.dtype for tensor in module.parameters()} == {torch.float32}
             found.append(module.buffers_by_bits())
     state = torch.load(path, weights_only=True)["state_dict"]

@@ -19,7 +19,10 @@ class Loader:
 
     def __iter__(self):
         for index in range(self.num_batches):
-            yield {"images": torch.full((2, 3), index, dtype=torch.uint8), "labels": torch.arange(2)}
+            yield {
+                "images": torch.full((2, 3), index, dtype=torch.uint8),
+                "labels": torch.arange(2),
+            }
 
     def on_device(self, batch):
         return {**batch, "images": batch["images"] / 255}
@@ -51,7 +54,10 @@ class Refills:
     """One batch of memory, filled again each time, as own loaders do with what they page-lock."""
 
     def __iter__(self):
-        batch = {"images": torch.zeros(2, 3, dtype=torch.uint8), "labels": torch.zeros(2, dtype=torch.int64)}
+        batch = {
+            "images": torch.zeros(2, 3, dtype=torch.uint8),
+            "labels": torch.zeros(2, dtype=torch.int64),
+        }
         for index in range(4):
             batch["images"].fill_(index)
             yield batch
@@ -73,7 +79,9 @@ class Block:
 
 def races_of_a_checkpoint(monkeypatch, *, waits=True, on_side=False):
     """The weights are changed, copied, changed again, and the copy is written to a file."""
-    monkeypatch.setattr(HostCopies, "_block_of", lambda self, num_bytes, *, is_locked: Block(num_bytes))
+    monkeypatch.setattr(
+        HostCopies, "_block_of", lambda self, num_bytes, *, is_locked: Block(num_bytes)
+    )
     monkeypatch.setattr(host_copy, "_key_of", id)  # a fake tensor has no address
     monkeypatch.setattr(host_copy, "_has_place", lambda tensor: True)  # and a type of its own
     with Cuda().on_fake_tensors() as gpu:

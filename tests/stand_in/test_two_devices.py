@@ -28,8 +28,13 @@ class OneDevice(TorchDispatchMode):
     """Refuses what torch allows in arithmetic, and not everywhere: a number of the CPU's beside tensors of CUDA's."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {each.device for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
-        if len(given) > 1 and func.overloadpacket not in (torch.ops.aten.copy_, torch.ops.aten._to_copy):
+        given = {
+            each.device for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+        }
+        if len(given) > 1 and func.overloadpacket not in (
+            torch.ops.aten.copy_,
+            torch.ops.aten._to_copy,
+        ):
             raise RuntimeError(f"a number of another device in {func}")
         return func(*args, **(kwargs or {}))
 
@@ -97,10 +102,17 @@ def test_a_step_mixes_no_devices_and_reads_nothing(name, precision, clip):
         plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module))
     assert {p.dtype for p in module.parameters()} == {torch.float32}
     state = [value for entry in optimizer.state.values() for value in entry.values()]
-    assert {value.device for value in state if isinstance(value, torch.Tensor) and value.dim() > 0} == {CUDA}
+    assert {
+        value.device for value in state if isinstance(value, torch.Tensor) and value.dim() > 0
+    } == {CUDA}
     record = plugin.optimizer_steps[0]
-    kept = [*vars(record).values(), *(vars(record.loss_scale).values() if precision == "16-true" else ())]
-    kept = [value for value in kept if isinstance(value, torch.Tensor)]  # of no dimensions: these may be mixed
+    kept = [
+        *vars(record).values(),
+        *(vars(record.loss_scale).values() if precision == "16-true" else ()),
+    ]
+    kept = [
+        value for value in kept if isinstance(value, torch.Tensor)
+    ]  # of no dimensions: these may be mixed
     assert len(kept) == (2 if precision == "bf16-true" else 7 + is_scaled)
     assert {tensor.device for tensor in kept} == {CUDA}
 

@@ -44,7 +44,11 @@ def batches(num_steps=1, first=None):
 
 def change(ranks, module=Counts, num_steps=1, first=None, precision="16-true", **options):
     scale = {"loss_scale": 1024} if precision == "16-true" else {}
-    settings = {"max_epochs": 1, "use_distributed_sampler": False, "accumulate_grad_batches": NUM_BATCHES}
+    settings = {
+        "max_epochs": 1,
+        "use_distributed_sampler": False,
+        "accumulate_grad_batches": NUM_BATCHES,
+    }
     data = partial(batches, num_steps, first)
     seen = fit(ranks, module, train=data, precision=precision, **settings | scale | options)
     return [one.weights["net.weight"][0] for one in seen], seen

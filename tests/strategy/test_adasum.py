@@ -30,10 +30,15 @@ class Slopes(pl.LightningModule):
         drawn = slopes(dist.get_rank(), apart=self.apart)
         if self.inf_at == (dist.get_rank(), batch_idx):
             drawn[0] = drawn[0] * float("inf")
-        return sum((weight.float() * slope).sum() for weight, slope in zip(self.weights, drawn, strict=True))
+        return sum(
+            (weight.float() * slope).sum()
+            for weight, slope in zip(self.weights, drawn, strict=True)
+        )
 
     def configure_optimizers(self):
-        return (self.optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1.0)))(self.parameters())
+        return (self.optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1.0)))(
+            self.parameters()
+        )
 
 
 def slopes(rank, *, apart):
@@ -61,7 +66,9 @@ def test_a_step_moves_by_the_adasum_of_the_nodes_means(four_ranks, precision, ap
     expected = of_buckets(alone, NUMELS, ((0, 1), (2, 3)))
     bound = {"32-true": 1e-6, "16-true": 2 * 2**-11, "bf16-true": 2 * 2**-8}[precision]
     for seen in per_rank:
-        for weight, first, sum_of_nodes in zip(moved_by(seen), moved_by(per_rank[0]), expected, strict=True):
+        for weight, first, sum_of_nodes in zip(
+            moved_by(seen), moved_by(per_rank[0]), expected, strict=True
+        ):
             assert torch.equal(weight, first)
             assert (weight.double() - sum_of_nodes / 2).norm() <= bound * (sum_of_nodes / 2).norm()
             if apart:  # the sum of both nodes' means, which no mean of all is
@@ -72,13 +79,24 @@ def test_a_step_moves_by_the_adasum_of_the_nodes_means(four_ranks, precision, ap
 def test_an_overflow_on_one_node_skips_the_step_on_all_and_halves_the_scale(two_ranks):
     scale = DynamicLossScale(init_scale=256.0, growth_interval=100)
     options = {"between_nodes": Adasum(), "ranks_per_node": 1, "loss_scale": scale}
-    per_rank = fit(two_ranks, partial(Slopes, inf_at=(1, 0)), precision="16-true", max_steps=2, max_epochs=1, **options)
-    expected = of_buckets([torch.cat(slopes(rank, apart=False)) for rank in range(2)], NUMELS, ((0,), (1,)))
+    per_rank = fit(
+        two_ranks,
+        partial(Slopes, inf_at=(1, 0)),
+        precision="16-true",
+        max_steps=2,
+        max_epochs=1,
+        **options,
+    )
+    expected = of_buckets(
+        [torch.cat(slopes(rank, apart=False)) for rank in range(2)], NUMELS, ((0,), (1,))
+    )
     for seen in per_rank:
         assert (seen.loss_scale, seen.num_skipped) == (128.0, 1)
         assert same(seen.weights, per_rank[0].weights)
         for weight, right in zip(moved_by(seen), expected, strict=True):
-            assert (weight.double() - right).norm() <= 2 * 2**-11 * right.norm()  # of the second step alone
+            assert (
+                weight.double() - right
+            ).norm() <= 2 * 2**-11 * right.norm()  # of the second step alone
 
 
 def refusal_of_three_nodes():
@@ -88,7 +106,9 @@ def refusal_of_three_nodes():
 
 def test_a_number_of_nodes_that_is_no_power_of_two_is_refused_by_the_trainer(three_ranks):
     for text in three_ranks.run(refusal_of_three_nodes):
-        assert text.startswith("ValueError: `between_nodes` (=Adasum()) needs a power of two of nodes, and there are 3")
+        assert text.startswith(
+            "ValueError: `between_nodes` (=Adasum()) needs a power of two of nodes, and there are 3"
+        )
 
 
 def sgd_on_groups(parameters):
@@ -97,28 +117,43 @@ def sgd_on_groups(parameters):
 
 
 def warned(ranks, optimizer, ranks_per_node):
-    scene = {"module": partial(Slopes, optimizer=optimizer), "max_steps": 1, "between_nodes": Adasum(), "warns": True}
+    scene = {
+        "module": partial(Slopes, optimizer=optimizer),
+        "max_steps": 1,
+        "between_nodes": Adasum(),
+        "warns": True,
+    }
     ranks = fit(ranks, ranks_per_node=ranks_per_node, **scene)
     return [([text for text in seen.warnings if "Adasum()" in text], seen) for seen in ranks]
 
 
 @pytest.mark.parametrize(
     ("optimizer", "word"),
-    [(partial(LARS, lr=1.0), "LARS"), (partial(LAMB, lr=1.0), "LAMB"), (None, ""), (sgd_on_groups, "")],
+    [
+        (partial(LARS, lr=1.0), "LARS"),
+        (partial(LAMB, lr=1.0), "LAMB"),
+        (None, ""),
+        (sgd_on_groups, ""),
+    ],
     ids=["LARS", "LAMB", "SGD", "SGD on groups"],
 )
 def test_optimizers_that_throw_its_size_away_are_warned_of_once(two_ranks, optimizer, word):
     (found, _), (silent, _) = warned(two_ranks, optimizer, 1)
-    assert [text.partition(": its trust ratio")[0] for text in found] == [f"`between_nodes` (=Adasum()) with {word}"][
-        : bool(word)
-    ]
+    assert [text.partition(": its trust ratio")[0] for text in found] == [
+        f"`between_nodes` (=Adasum()) with {word}"
+    ][: bool(word)]
     assert not silent
 
 
 def test_on_one_node_it_is_the_mean_with_a_warning(two_ranks):
-    expected = [sum(pair) / 2 for pair in zip(*(slopes(rank, apart=False) for rank in range(2)), strict=True)]
+    expected = [
+        sum(pair) / 2
+        for pair in zip(*(slopes(rank, apart=False) for rank in range(2)), strict=True)
+    ]
     for rank, (found, seen) in enumerate(warned(two_ranks, None, 2)):
         assert same(moved_by(seen), expected)
-        assert [text[:36] for text in found] == ["`between_nodes` (=Adasum()) combines"] * (rank == 0)
+        assert [text[:36] for text in found] == ["`between_nodes` (=Adasum()) combines"] * (
+            rank == 0
+        )
     for rank, (found, _) in enumerate(warned(two_ranks, partial(LARS, lr=1.0), 2)):
         assert len(found) == (rank == 0)  # and no word of the trust ratio

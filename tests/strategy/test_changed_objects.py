@@ -10,7 +10,9 @@ from tests.checkout import ROOT, tracked_files
 PAGE = ROOT / "lightning_hybrid" / "strategy" / "changed_objects.md"
 
 # Variables that hold objects of torch's, Lightning's or the user's, whatever their attributes are called.
-FOREIGN = set("connector error exception installed layer loader local loop metric module net one optimizer".split())
+FOREIGN = set(
+    "connector error exception installed layer loader local loop metric module net one optimizer".split()
+)
 FOREIGN |= set("average parameter scheduler torch trainer".split())
 IN_ANY_MODULE = {"__class__", "__dict__", "setattr", "delattr"}
 """Ways that say nothing of what is changed: the page names the module too."""
@@ -21,10 +23,19 @@ def own_attributes(trees: Iterable[ast.AST]) -> set[str]:
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.ClassDef):
             fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
-            fields += [target for each in node.body if isinstance(each, ast.Assign) for target in each.targets]
+            fields += [
+                target
+                for each in node.body
+                if isinstance(each, ast.Assign)
+                for target in each.targets
+            ]
             found |= {field.id for field in fields if isinstance(field, ast.Name)}
             found |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_named(node.value, {"self"}):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and is_named(node.value, {"self"})
+        ):
             found.add(node.attr)
     return found - IN_ANY_MODULE
 
@@ -51,7 +62,10 @@ def changes(tree: ast.AST, own: set[str]) -> Iterator[str]:
                 yield "__dict__"
         elif isinstance(node, ast.Call):
             text = ast.unparse(node.func)
-            if re.fullmatch(r"(os\.environ|sys\.(meta_path|path_hooks))\.(update|pop|setdefault|insert|append)", text):
+            if re.fullmatch(
+                r"(os\.environ|sys\.(meta_path|path_hooks))\.(update|pop|setdefault|insert|append)",
+                text,
+            ):
                 yield text.rpartition(".")[0]
             elif text in ("setattr", "delattr") and not is_named(node.args[0], {"self"}):
                 yield text

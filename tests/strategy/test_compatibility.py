@@ -8,7 +8,14 @@ import torch
 from lightning.pytorch import callbacks
 from torch import nn
 
-from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
+from lightning_hybrid import (
+    Adasum,
+    Comm,
+    HybridAllReduceStrategy,
+    HybridPipelineStrategy,
+    LocalSteps,
+    Mean,
+)
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.contrastive import InfoNCE
 from lightning_hybrid.flavours import fabric
@@ -59,9 +66,13 @@ FOUND = {
     "SyncBatchNorm": lambda: table.in_module(nn.Sequential(LAYER, nn.SyncBatchNorm(2))),
     "global batch": lambda: table.in_module(nn.Sequential(LAYER, InfoNCE())),
     "ModelPruning": lambda: table.in_callbacks([PRUNING]),
-    "StochasticWeightAveraging": lambda: table.in_callbacks([callbacks.StochasticWeightAveraging(0.1)]),
+    "StochasticWeightAveraging": lambda: table.in_callbacks(
+        [callbacks.StochasticWeightAveraging(0.1)]
+    ),
     "BaseFinetuning": lambda: table.in_callbacks([callbacks.BaseFinetuning()]),
-    "GradientAccumulationScheduler": lambda: table.in_callbacks([callbacks.GradientAccumulationScheduler({1: 2})]),
+    "GradientAccumulationScheduler": lambda: table.in_callbacks(
+        [callbacks.GradientAccumulationScheduler({1: 2})]
+    ),
     "whole tensors": lambda: table.in_optimizers(adam_of_ones_own()),
     "two owners": lambda: table.in_optimizers([torch.optim.SGD(LAYER.parameters(), lr=0.1)] * 2),
 }
@@ -75,7 +86,12 @@ OF_A_PIPELINE = {
 
 
 def in_a_pipeline(name):
-    seen = {"accumulate_grad_batches": 1, "automatic_optimization": True, "_layer_sync": None, "precision": "32-true"}
+    seen = {
+        "accumulate_grad_batches": 1,
+        "automatic_optimization": True,
+        "_layer_sync": None,
+        "precision": "32-true",
+    }
     one = SimpleNamespace(**seen | {"optimizers": []} | OF_A_PIPELINE[name])
     one.strategy = one
     refuse_in_pipeline(one, one, one)
@@ -98,7 +114,9 @@ def made(pair):
         by_hand()
     else:
         given = {name: f"`{name}`" for name in names if name not in FOUND}
-        table.refuse_excluded({name: text for f in names & FOUND.keys() for name, text in FOUND[f]().items()} | given)
+        table.refuse_excluded(
+            {name: text for f in names & FOUND.keys() for name, text in FOUND[f]().items()} | given
+        )
 
 
 @pytest.mark.parametrize("pair", table.EXCLUDED, ids=lambda pair: f"{pair.one}, {pair.other}")
@@ -106,10 +124,14 @@ def test_every_row_makes_its_error_with_both_names_the_reason_and_both_cures(pai
     with pytest.raises(Exception, match="exclude each other: ") as caught:
         made(pair)
     of_lightning = pair.other == "pipeline" and pair.one in OF_A_PIPELINE
-    assert type(caught.value).__name__ == ("MisconfigurationException" if of_lightning else "ValueError")
+    assert type(caught.value).__name__ == (
+        "MisconfigurationException" if of_lightning else "ValueError"
+    )
     both, _, rest = str(caught.value).partition(" exclude each other: ")
     assert " and " in both
-    assert rest.lower().startswith(f"{pair.why}. {table.CURES[pair.one]}, or {table.CURES[pair.other]}.".lower())
+    assert rest.lower().startswith(
+        f"{pair.why}. {table.CURES[pair.one]}, or {table.CURES[pair.other]}.".lower()
+    )
 
 
 def test_a_run_without_any_of_it_goes_on():
@@ -118,11 +140,15 @@ def test_a_run_without_any_of_it_goes_on():
         table.in_precision(precision("16-true")),
         table.in_module(nn.Sequential(nn.BatchNorm2d(4), LAYER)),
         table.in_callbacks([callbacks.EarlyStopping("loss")]),
-        table.in_optimizers([LARS(LAYER.parameters(), lr=0.1), torch.optim.SGD([nn.Parameter(torch.zeros(1))])]),
+        table.in_optimizers(
+            [LARS(LAYER.parameters(), lr=0.1), torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
+        ),
         table.in_optimizers(adam_of_ones_own(), of={id(nn.Parameter())}),
     ]
     assert not any(plain)
-    assert "whole tensors" in table.in_optimizers([LARS(LAYER.parameters(), lr=0.1, direction="orthogonal")])
+    assert "whole tensors" in table.in_optimizers(
+        [LARS(LAYER.parameters(), lr=0.1, direction="orthogonal")]
+    )
     by_hand(is_automatic=True)
     for options in ASKED.values():
         HybridAllReduceStrategy(**options)
@@ -134,7 +160,9 @@ def test_the_page_has_the_table():
     """One line for each option, with all that it excludes."""
     text = README.read_text().partition("## What excludes what")[2].partition("\n## ")[0]
     lines = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
     ]
     shown = {(one, other) for other, *rest in lines[2:] for one in ", ".join(rest).split(", ")}
     assert shown == {(pair.one, pair.other) for pair in table.EXCLUDED}

@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_hybrid import FitExtension, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps
+from lightning_hybrid import (
+    FitExtension,
+    HybridAllReduceStrategy,
+    HybridPipelineStrategy,
+    LocalSteps,
+)
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.precision.window import HalfPrecisionWindow
 from tests import toy
@@ -28,7 +33,9 @@ def fit_of_the_page(source):
     trainer = toy.trainer(strategy=names["strategy"], max_epochs=1)
     before = [one.detach().clone() for one in module.parameters()]
     trainer.fit(module, toy.loader(num_samples=16))  # one step
-    moved = [(one.detach() - old).norm() for one, old in zip(module.parameters(), before, strict=True)]
+    moved = [
+        (one.detach() - old).norm() for one, old in zip(module.parameters(), before, strict=True)
+    ]
     return float(trainer.callback_metrics["optim/update_norm"]), float(torch.stack(moved).norm())
 
 
@@ -115,12 +122,20 @@ def test_a_good_fit_calls_hooks_in_order_and_ends_in_reverse(two_ranks, tmp_path
     for said, error, _, _ in two_ranks.run(fit, {}, (), tmp_path / "one.ckpt", timeout_s=LIMIT_S):
         assert error == ""
         each = [one.split(".")[1] for one in said if one.startswith("a.")]
-        steps = ["after_setup", "before_batch", "before_validation", "in_validation", "in_validation"]
+        steps = [
+            "after_setup",
+            "before_batch",
+            "before_validation",
+            "in_validation",
+            "in_validation",
+        ]
         assert each == [*steps, "after_validation", "before_train_end", "end()", "put_back", "save"]
         ended, put_back = [f"{one}.end()" for one in "cba"], [f"{one}.put_back" for one in "cba"]
         assert hooks(said, "end", "put_back") == [*ended, *put_back]
         assert hooks(said, "save") == ["a.save", "b.save", "c.save"]
-    for said, error, _, _ in two_ranks.run(fit, {}, (), None, tmp_path / "one.ckpt", timeout_s=LIMIT_S):
+    for said, error, _, _ in two_ranks.run(
+        fit, {}, (), None, tmp_path / "one.ckpt", timeout_s=LIMIT_S
+    ):
         assert error == ""
         assert hooks(said, "load") == ["a.load 1", "b.load 1", "c.load 1"]
 
@@ -139,8 +154,12 @@ def test_an_error_of_an_extension_is_the_fits_and_ends_what_has_begun(two_ranks,
     changed = "abc" if begun else ""
     for said, error, texts, _ in two_ranks.run(fit, fails, timeout_s=LIMIT_S):
         assert error.startswith(f"ValueError: {name}.{hook}")
-        expected = [f"{one}.failed" for one in begun] + [f"{one}.end(ValueError)" for one in reversed(begun)]
-        assert hooks(said, "failed", "end", "put_back") == expected + [f"{one}.put_back" for one in reversed(changed)]
+        expected = [f"{one}.failed" for one in begun] + [
+            f"{one}.end(ValueError)" for one in reversed(begun)
+        ]
+        assert hooks(said, "failed", "end", "put_back") == expected + [
+            f"{one}.put_back" for one in reversed(changed)
+        ]
         assert not texts
 
 
@@ -148,7 +167,10 @@ def test_an_error_of_the_fit_stays_the_one_that_is_seen(two_ranks):
     fails = {"a": ("failed", "put_back"), "b": ("end",)}
     for said, error, texts, notes in two_ranks.run(fit, fails, (0, 1), timeout_s=LIMIT_S):
         assert error.startswith("KeyError")
-        failed, ended = [f"{one}.failed" for one in "abc"], [f"{one}.end(KeyError)" for one in "cba"]
+        failed, ended = (
+            [f"{one}.failed" for one in "abc"],
+            [f"{one}.end(KeyError)" for one in "cba"],
+        )
         put_back = [f"{one}.put_back" for one in "cba"]
         assert hooks(said, "failed", "end", "put_back") == [*failed, *ended, *put_back]
         assert any("Says.failed: ValueError: a.failed" in note for note in notes)
@@ -193,7 +215,9 @@ def ends(options, precision):
 
             patch.setattr(kind, name, call)
         strategy = HybridAllReduceStrategy(extensions=[lambda fit: FitExtension()], **options)
-        toy.trainer(strategy=strategy, precision=precision, max_epochs=1).fit(toy.Toy(), toy.loader(16))
+        toy.trainer(strategy=strategy, precision=precision, max_epochs=1).fit(
+            toy.Toy(), toy.loader(16)
+        )
     return said
 
 
@@ -208,7 +232,9 @@ def test_an_extension_that_is_no_factory_is_refused():
     for wrong in ([FitExtension()], [partial, "name"], FitExtension(), FitExtension, 3, "name"):
         with pytest.raises(ValueError, match=r"^`extensions` .* must hold what makes extensions"):
             HybridAllReduceStrategy(extensions=wrong)
-    with pytest.raises(ValueError, match=r"^`extensions` .* and a pipeline exclude each other: .* Leave `ext"):
+    with pytest.raises(
+        ValueError, match=r"^`extensions` .* and a pipeline exclude each other: .* Leave `ext"
+    ):
         HybridPipelineStrategy(extensions=[FitExtension])
     strategy = HybridAllReduceStrategy(extensions=[lambda fit: None])
     with pytest.raises(ValueError, match=r"must be factories .* returned NoneType"):
@@ -219,7 +245,9 @@ FEATURES = ("feedback_state", "local_steps", "shard_update", "node_slices")
 
 
 def modules_after(options):
-    with pytest.MonkeyPatch.context() as patch:  # tests that come after find the modules that they know
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # tests that come after find the modules that they know
         names = [f"lightning_hybrid.strategy.{one}" for one in FEATURES]
         known = [name for name in sys.modules if name.startswith(tuple(names))]
         for name in known:
@@ -227,7 +255,9 @@ def modules_after(options):
         for name in known:
             patch.delitem(sys.modules, name)
         strategy = HybridAllReduceStrategy(**options)
-        toy.trainer(strategy=strategy, precision="16-true", max_epochs=1).fit(toy.Toy(), toy.loader())
+        toy.trainer(strategy=strategy, precision="16-true", max_epochs=1).fit(
+            toy.Toy(), toy.loader()
+        )
         found = [one for one, name in zip(FEATURES, names, strict=True) if name in sys.modules]
         return strategy._extensions is None, found
 
@@ -241,11 +271,17 @@ def test_a_fit_without_an_option_imports_none_of_its_modules(two_ranks):
 def test_extensions_know_neither_the_strategy_nor_each_other():
     folders = ("local_steps", "shard_update", "node_slices")
     modules = [("feedback_state", ROOT / "lightning_hybrid/strategy/feedback_state.py")]
-    modules += [(one, path) for one in folders for path in tracked_in(ROOT / "lightning_hybrid/strategy" / one, "*.py")]
+    modules += [
+        (one, path)
+        for one in folders
+        for path in tracked_in(ROOT / "lightning_hybrid/strategy" / one, "*.py")
+    ]
     known = {"extension", "node_groups", "arguments", "options", "compatibility"}
     for own, path in modules:
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(node, "module", None) or ""
             if name.startswith("lightning_hybrid.strategy."):
                 assert name.split(".")[2] in {own, *known}, f"{path} imports {name}"
-            assert not (isinstance(node, ast.Attribute) and node.attr == "strategy"), f"{path}:{node.lineno}"
+            assert not (isinstance(node, ast.Attribute) and node.attr == "strategy"), (
+                f"{path}:{node.lineno}"
+            )

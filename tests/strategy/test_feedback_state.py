@@ -23,7 +23,11 @@ LOW_RATE = partial(toy.Toy, lr=0.05)
 
 
 def fit(ranks, codec="int4", module=LOW_RATE, **scene):
-    options = {"between_nodes": Mean(dtype=codec, error_feedback=True), "ranks_per_node": 1, "precision": "16-true"}
+    options = {
+        "between_nodes": Mean(dtype=codec, error_feedback=True),
+        "ranks_per_node": 1,
+        "precision": "16-true",
+    }
     return scenes.fit(ranks, module, timeout_s=240.0, **options | scene)
 
 
@@ -36,13 +40,19 @@ def residuals_in(path):
     [
         (2, "int4", {}),
         pytest.param(2, "int8", {"precision": "32-true"}, marks=LONG),
-        pytest.param(2, "int8", {"precision": "bf16-true", "accumulate_grad_batches": 2}, marks=LONG),
-        pytest.param(2, "int4", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, marks=LONG),
+        pytest.param(
+            2, "int8", {"precision": "bf16-true", "accumulate_grad_batches": 2}, marks=LONG
+        ),
+        pytest.param(
+            2, "int4", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, marks=LONG
+        ),
         pytest.param(4, "int4", {}, marks=LONG),
         pytest.param(4, "int4", {"ranks_per_node": 2, "shard_update": "node"}, marks=LONG),
     ],
 )
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(rank_pool, tmp_path, num_ranks, codec, scene):
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
+    rank_pool, tmp_path, num_ranks, codec, scene
+):
     path, ranks = tmp_path / "one.ckpt", rank_pool.ranks(num_ranks)
     whole = fit(ranks, codec, callbacks=[Saves(path, epoch=0)], **scene)
     for one, other in zip(whole, fit(ranks, codec, ckpt_path=path, **scene), strict=True):
@@ -69,7 +79,10 @@ def of_all_nodes(trainer, module, *args):
 
 def test_a_skipped_step_leaves_all_residuals_as_they_were(two_ranks):
     """And the loss scale, which falls, does not show in them."""
-    module, callbacks = partial(Spoiled, batches=(2,), lr=0.05), [at(on_train_batch_end=of_all_nodes)]
+    module, callbacks = (
+        partial(Spoiled, batches=(2,), lr=0.05),
+        [at(on_train_batch_end=of_all_nodes)],
+    )
     seen, other = fit(two_ranks, module=module, max_epochs=1, callbacks=callbacks)
     found = seen.looks["on_train_batch_end"]
     assert same(found[2], found[1])
@@ -82,10 +95,15 @@ def test_a_skipped_step_leaves_all_residuals_as_they_were(two_ranks):
 def owed(path):
     """By the mean gradient, float64, by name."""
     saved = residuals_in(path)
-    return {name: rows.double().sum(0) / saved["world_size"] for name, rows in saved["residuals"].items()}
+    return {
+        name: rows.double().sum(0) / saved["world_size"]
+        for name, rows in saved["residuals"].items()
+    }
 
 
-def test_two_nodes_then_two_of_two_ranks_then_four_then_two_owe_the_same(two_ranks, four_ranks, tmp_path):
+def test_two_nodes_then_two_of_two_ranks_then_four_then_two_owe_the_same(
+    two_ranks, four_ranks, tmp_path
+):
     first, larger, second, third, fourth = (tmp_path / f"{place}.ckpt" for place in range(5))
     fit(two_ranks, max_epochs=1, save_to=first)
     steps = [(four_ranks, larger, 2), (four_ranks, second, 1), (two_ranks, third, 1)]
@@ -103,7 +121,9 @@ def test_two_nodes_then_two_of_two_ranks_then_four_then_two_owe_the_same(two_ran
 def test_a_file_that_is_saved_while_an_error_ends_the_run_has_no_residuals(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     precision = SimpleNamespace(precision="32-true")
-    fit = SimpleNamespace(precision=precision, module=None, optimizer_steps=(), failures=SimpleNamespace())
+    fit = SimpleNamespace(
+        precision=precision, module=None, optimizer_steps=(), failures=SimpleNamespace()
+    )
     extension, checkpoint = ErrorFeedbackExtension(fit), {"optimizer_states": []}
     extension._feedback, fit.failures.ending_error = object(), KeyError("label")
     with pytest.warns(UserWarning, match="saved while KeyError ends this rank has no residuals"):
@@ -118,4 +138,6 @@ class Manual(toy.Toy):
 
 
 def test_a_fit_is_refused_before_it_trains():
-    assert fit(None, module=Manual, raises=True).error.startswith("ValueError: `automatic_optimization` (=False)")
+    assert fit(None, module=Manual, raises=True).error.startswith(
+        "ValueError: `automatic_optimization` (=False)"
+    )

@@ -62,15 +62,24 @@ if __name__ == "__main__":
 
 def train(folder, *arguments, package="pytorch_lightning", callbacks="", is_fresh=False):
     folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(SCRIPT.replace("CALLBACKS", callbacks).replace("PACKAGE", package))
-    where = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}}
+    (folder / "train.py").write_text(
+        SCRIPT.replace("CALLBACKS", callbacks).replace("PACKAGE", package)
+    )
+    where = {
+        "cwd": folder,
+        "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    }
     if is_fresh:
-        done = subprocess.run([sys.executable, *arguments], **where, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(
+            [sys.executable, *arguments], **where, capture_output=True, text=True, timeout=180
+        )
     else:
         done = run_program(*arguments, **where)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-    assert {value.dtype for value in torch.load(folder / "after.pt", weights_only=True).values()} == {torch.float32}
+    assert {
+        value.dtype for value in torch.load(folder / "after.pt", weights_only=True).values()
+    } == {torch.float32}
     return ranks, torch.load(folder / "end.ckpt", weights_only=True)
 
 
@@ -78,11 +87,18 @@ def test_two_ranks_of_pytorch_lightning_train_half_precision_on_masters(tmp_path
     """Here our package is imported first, by the process that is forked: the names come with the import."""
     # Callbacks that derive from `lightning`'s `Callback` alone run by their methods.
     ours = ("NumericsMonitor()", "ReplicaCheck(2)", "TrainingMetrics()")
-    calls = [*(f"lightning_hybrid.callbacks.{one}" for one in ours), "pl.callbacks.EMAWeightAveraging()"]
-    ranks, checkpoint = train(tmp_path, "train.py", "hybrid_allreduce_fork", callbacks=", ".join(calls))
+    calls = [
+        *(f"lightning_hybrid.callbacks.{one}" for one in ours),
+        "pl.callbacks.EMAWeightAveraging()",
+    ]
+    ranks, checkpoint = train(
+        tmp_path, "train.py", "hybrid_allreduce_fork", callbacks=", ".join(calls)
+    )
     assert ranks[0]["of"] == ["lightning_hybrid.flavours.pytorch_lightning"] * 2
     assert {value.dtype for value in checkpoint["state_dict"].values()} == {torch.float32}
-    assert not torch.equal(checkpoint["state_dict"]["net.weight"], checkpoint["state_dict"]["net.weight"].half())
+    assert not torch.equal(
+        checkpoint["state_dict"]["net.weight"], checkpoint["state_dict"]["net.weight"].half()
+    )
     precision = checkpoint["MasterWeightPrecision"]
     assert (precision["loss_scale"]["scale"] < 2.0**16) is (precision["num_skipped_steps"] > 0)
     assert checkpoint["global_step"] == 4
@@ -139,8 +155,12 @@ def test_either_import_may_come_first_and_the_other_lightning_is_not_imported(fi
 def test_a_lightning_that_is_not_as_we_know_it_is_imported_all_the_same(tmp_path, monkeypatch):
     (tmp_path / "strange_lightning.py").write_text("value = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(registration._REGISTRIES, "strange_lightning", ("StrategyRegistry", "nowhere"))
-    with pytest.warns(UserWarning, match="strange_lightning: strategy='hybrid_allreduce' could not be registered"):
+    monkeypatch.setitem(
+        registration._REGISTRIES, "strange_lightning", ("StrategyRegistry", "nowhere")
+    )
+    with pytest.warns(
+        UserWarning, match="strange_lightning: strategy='hybrid_allreduce' could not be registered"
+    ):
         import strange_lightning
     assert strange_lightning.value == 3
     assert type(strange_lightning.__spec__.loader).__name__ == "SourceFileLoader"
@@ -160,7 +180,9 @@ def test_a_lightning_that_is_not_as_we_know_it_is_imported_all_the_same(tmp_path
     ],
 )
 def test_a_misspelt_name_is_answered_with_the_most_similar_one(of, name, meant):
-    with pytest.raises(ValueError, match=rf"^`strategy` \(='{name.lower()}'\) .* Did you mean '{meant}'\?$"):
+    with pytest.raises(
+        ValueError, match=rf"^`strategy` \(='{name.lower()}'\) .* Did you mean '{meant}'\?$"
+    ):
         of(strategy=name, accelerator="cpu", devices=1)
 
 
@@ -169,7 +191,9 @@ def test_a_misspelt_pipeline_is_answered_with_its_name():
         Trainer(strategy="hybrid_pipline", accelerator="cpu", devices=1)
 
 
-def test_the_name_of_the_elastic_strategy_makes_it_in_the_trainer_and_its_misspelling_is_answered(monkeypatch):
+def test_the_name_of_the_elastic_strategy_makes_it_in_the_trainer_and_its_misspelling_is_answered(
+    monkeypatch,
+):
     monkeypatch.setenv("HYBRID_ELASTIC_MAX_HOSTS", "2")
     monkeypatch.setenv("HYBRID_ELASTIC_MEET", "127.0.0.1:29400")
     trainer = Trainer(strategy="hybrid_elastic", accelerator="cpu", devices=1, logger=False)
@@ -186,7 +210,10 @@ def test_a_misspelt_name_of_lightning_stays_an_error_of_lightning(of):
 
 
 def test_a_class_in_place_of_an_object_is_answered_with_the_call():
-    with pytest.raises(TypeError, match=r"^`strategy` .* is a class.* Write strategy=HybridAllReduceStrategy\(\)\.$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^`strategy` .* is a class.* Write strategy=HybridAllReduceStrategy\(\)\.$",
+    ):
         Trainer(strategy=lightning_hybrid.HybridAllReduceStrategy, accelerator="cpu", devices=1)
 
 
@@ -194,4 +221,8 @@ def test_the_registry_lists_no_name_that_is_no_strategy():
     names = StrategyRegistry.available_strategies()
     assert "hybrid_allreduce" in names
     assert "ddp" in names
-    assert {name.split("_")[1] for name in names if name.startswith("hybrid")} == {"allreduce", "elastic", "pipeline"}
+    assert {name.split("_")[1] for name in names if name.startswith("hybrid")} == {
+        "allreduce",
+        "elastic",
+        "pipeline",
+    }

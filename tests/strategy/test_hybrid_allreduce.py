@@ -37,14 +37,18 @@ def cap_of_ddp(trainer, module):
     return trainer.strategy.model.bucket_bytes_cap
 
 
-def test_hook_runs_on_the_cpu_bucket_bytes_reach_ddp_and_each_rank_leaves_a_timeline(two_ranks, tmp_path):
+def test_hook_runs_on_the_cpu_bucket_bytes_reach_ddp_and_each_rank_leaves_a_timeline(
+    two_ranks, tmp_path
+):
     """Stock Lightning registers communication hooks on CUDA only, and says nothing."""
     scene = {"comm": Comm(bucket_bytes=4096), "report": Report(trace_dir=tmp_path)}
     for rank, seen in enumerate(fit(two_ranks, callbacks=[at(on_train_start=cap_of_ddp)], **scene)):
         assert seen.looks["on_train_start"] == [4096]
         assert seen.sent.num_buckets >= 8
         events = json.loads((tmp_path / f"rank{rank}.json").read_text())["traceEvents"]
-        assert {"backward, from its first bucket on", "bucket 0"} <= {event["name"] for event in events}
+        assert {"backward, from its first bucket on", "bucket 0"} <= {
+            event["name"] for event in events
+        }
         assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
@@ -62,13 +66,21 @@ def test_resume_is_bitwise(two_ranks, tmp_path, precision, optimizer):
 
 def test_checkpoint_is_fp32_loads_without_pickle_and_goes_on_under_plain_ddp(two_ranks, tmp_path):
     scene = {"module": partial(Toy, optimizer="AdamW", lr=1e-2)}
-    half = fit(two_ranks, precision="16-true", max_epochs=1, save_to=tmp_path / "half.ckpt", **scene)
+    half = fit(
+        two_ranks, precision="16-true", max_epochs=1, save_to=tmp_path / "half.ckpt", **scene
+    )
     checkpoint = torch.load(tmp_path / "half.ckpt", weights_only=True)
     floats = [value for value in checkpoint["state_dict"].values() if value.is_floating_point()]
     assert {value.dtype for value in floats} == {torch.float32}
-    assert any(not torch.equal(value, value.half().float()) for value in floats), "masters, not rounded weights"
+    assert any(not torch.equal(value, value.half().float()) for value in floats), (
+        "masters, not rounded weights"
+    )
     assert same(dict(checkpoint["state_dict"]), half[0].weights)
-    moments = [one for state in checkpoint["optimizer_states"][0]["state"].values() for one in state.values()]
+    moments = [
+        one
+        for state in checkpoint["optimizer_states"][0]["state"].values()
+        for one in state.values()
+    ]
     assert {one.dtype for one in moments} == {torch.float32}
     assert checkpoint["MasterWeightPrecision"]["loss_scale"]["scale"] == 2.0**16
     for seen in fit(two_ranks, strategy="ddp", ckpt_path=tmp_path / "half.ckpt", **scene):
@@ -85,7 +97,12 @@ def load_others(trainer, module, batch, batch_idx):
 
 def test_loading_weights_during_a_fit_reaches_the_masters(two_ranks):
     expected = {name: value.detach() for name, value in Toy(seed=5).named_parameters()}
-    for seen in fit(two_ranks, precision="16-true", max_epochs=1, callbacks=[at(on_train_batch_start=load_others)]):
+    for seen in fit(
+        two_ranks,
+        precision="16-true",
+        max_epochs=1,
+        callbacks=[at(on_train_batch_start=load_others)],
+    ):
         assert same(seen.parameters, expected)
 
 
@@ -135,14 +152,35 @@ def test_registered_names_are_ddps_names():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"algoritm": "flat"}, r"`algoritm` \(='flat'\) is not an option.*Did you mean `comm=Comm\(algorithm=...\)`"),
-        ({"every": 8}, r"`every` \(=8\) is not an option.*Did you mean `between_nodes=LocalSteps\(every=...\)`"),
-        ({"comm": Comm(bucket_bytes=2**20), "bucket_cap_mb": 1}, r"`bucket_cap_mb` \(=1\) and `comm.bucket_bytes` \(="),
-        ({"between_nodes": Adasum}, r"`between_nodes` \(=Adasum\) must be a Mean, Adasum or LocalSteps object"),
-        ({"ranks_per_node": "two"}, r"`ranks_per_node` \(='two'\) must be a whole number, 1 or more"),
-        ({"timeout": "1 min"}, r"`timeout` \(='1 min'\) must be a number of seconds above zero, or a timedelta"),
+        (
+            {"algoritm": "flat"},
+            r"`algoritm` \(='flat'\) is not an option.*Did you mean `comm=Comm\(algorithm=...\)`",
+        ),
+        (
+            {"every": 8},
+            r"`every` \(=8\) is not an option.*Did you mean `between_nodes=LocalSteps\(every=...\)`",
+        ),
+        (
+            {"comm": Comm(bucket_bytes=2**20), "bucket_cap_mb": 1},
+            r"`bucket_cap_mb` \(=1\) and `comm.bucket_bytes` \(=",
+        ),
+        (
+            {"between_nodes": Adasum},
+            r"`between_nodes` \(=Adasum\) must be a Mean, Adasum or LocalSteps object",
+        ),
+        (
+            {"ranks_per_node": "two"},
+            r"`ranks_per_node` \(='two'\) must be a whole number, 1 or more",
+        ),
+        (
+            {"timeout": "1 min"},
+            r"`timeout` \(='1 min'\) must be a number of seconds above zero, or a timedelta",
+        ),
         ({"timeout": timedelta(0)}, r"`timeout` \(=.*timedelta\(0\)\) must be a number of seconds"),
-        ({"start_method": "thread"}, r"`start_method` \(='thread'\) must be one of 'popen', 'spawn', 'fork', 'forkse"),
+        (
+            {"start_method": "thread"},
+            r"`start_method` \(='thread'\) must be one of 'popen', 'spawn', 'fork', 'forkse",
+        ),
         ({"loss_scale": 1000}, r"`loss_scale` \(=1000.0\) must be a power of two"),
         ({"device_ids": [0]}, r"`device_ids` cannot be given"),
     ],
@@ -155,17 +193,27 @@ def test_bad_options_are_refused_when_the_object_is_made(options, message):
 def test_a_timeout_is_seconds_a_folder_any_path_and_a_dtype_any_spelling():
     assert HybridAllReduceStrategy(timeout=60)._timeout == timedelta(minutes=1)
     assert HybridAllReduceStrategy(timeout=timedelta(hours=1))._timeout == timedelta(hours=1)
-    assert HybridAllReduceStrategy(report=Report(trace_dir=Path("traces")))._options.trace_dir == "traces"
+    assert (
+        HybridAllReduceStrategy(report=Report(trace_dir=Path("traces")))._options.trace_dir
+        == "traces"
+    )
     for dtype in ("fp16", "float16", "torch.float16", torch.float16):
-        assert HybridAllReduceStrategy(comm=Comm(dtype=dtype))._options.comm.on_wire is torch.float16
+        assert (
+            HybridAllReduceStrategy(comm=Comm(dtype=dtype))._options.comm.on_wire is torch.float16
+        )
 
 
 def test_a_plan_comes_from_a_file_and_excludes_the_options_it_holds(tmp_path):
     plan = CommPlan(algorithm="hierarchical", chunk_bytes=12345)
     (tmp_path / "plan.json").write_text(plan.to_json())
-    assert HybridAllReduceStrategy(comm=Comm(plan=str(tmp_path / "plan.json")))._options.plan == plan
+    assert (
+        HybridAllReduceStrategy(comm=Comm(plan=str(tmp_path / "plan.json")))._options.plan == plan
+    )
     for options in ({"algorithm": "flat"}, {"bucket_bytes": 1}):
-        with pytest.raises(ValueError, match=r"^`comm.plan` .* leave `comm.algorithm` and `comm.bucket_bytes` out, or"):
+        with pytest.raises(
+            ValueError,
+            match=r"^`comm.plan` .* leave `comm.algorithm` and `comm.bucket_bytes` out, or",
+        ):
             Comm(plan=plan, **options)
 
 
@@ -182,7 +230,10 @@ def test_a_plugin_of_ones_own_is_used_and_two_precisions_are_refused(one_rank):
     own = {"precision_plugin": MasterWeightPrecision("16-true", loss_scale=128)}
     assert fit(one_rank, max_epochs=1, **own)[0].loss_scale == 128.0
     (seen,) = fit(one_rank, raises=True, precision="bf16-true", **own)
-    assert "`precision` (='bf16-true') must agree with the strategy's own precision plugin" in seen.error
+    assert (
+        "`precision` (='bf16-true') must agree with the strategy's own precision plugin"
+        in seen.error
+    )
 
 
 class Bare(Toy):
@@ -219,7 +270,9 @@ def every_epoch(epoch):
     return 1.0
 
 
-UNFREEZES = BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=every_epoch, backbone_initial_lr=0.1)
+UNFREEZES = BackboneFinetuning(
+    unfreeze_backbone_at_epoch=1, lambda_func=every_epoch, backbone_initial_lr=0.1
+)
 LATE = {"module": HasBackbone, "callbacks": [UNFREEZES], "max_epochs": 3}
 
 
@@ -233,7 +286,14 @@ LATE = {"module": HasBackbone, "callbacks": [UNFREEZES], "max_epochs": 3}
         (LATE | {"precision": "16-true"}, ["`backbone.weight`", "is trained but not averaged"]),
         ({"module": HasUnused}, ["strategy='hybrid_allreduce_find_unused_parameters_true'"]),
     ],
-    ids=["no parameter", "all frozen", "foreign", "unfrozen late", "unfrozen late in half precision", "unused"],
+    ids=[
+        "no parameter",
+        "all frozen",
+        "foreign",
+        "unfrozen late",
+        "unfrozen late in half precision",
+        "unused",
+    ],
 )
 def test_a_parameter_that_would_not_be_averaged_is_refused(two_ranks, scene, words):
     """DDP would let ranks drift, or wait."""
@@ -253,11 +313,16 @@ def test_the_box_below_the_traceback_has_the_advice_on_unused_parameters_whole(t
 class Wide(Toy):
     def __init__(self):
         super().__init__()
-        self.net[5] = nn.Sequential(nn.Linear(48, 128), nn.Linear(128, 128, bias=False), nn.Linear(128, 16))
+        self.net[5] = nn.Sequential(
+            nn.Linear(48, 128), nn.Linear(128, 128, bias=False), nn.Linear(128, 16)
+        )
 
 
 def buckets(trainer, module):
-    return [(bucket.index, bucket.num_bytes, bucket.dtype) for bucket in trainer.strategy._comm.engine.buckets]
+    return [
+        (bucket.index, bucket.num_bytes, bucket.dtype)
+        for bucket in trainer.strategy._comm.engine.buckets
+    ]
 
 
 @pytest.mark.skipif(
@@ -265,17 +330,28 @@ def buckets(trainer, module):
     reason="this torch's DDP has one size for all buckets",
 )
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
+)
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
-def test_ddps_buckets_are_the_plans_the_last_is_small_and_norms_in_fp32_wait_behind_the_halves(two_ranks, options):
+def test_ddps_buckets_are_the_plans_the_last_is_small_and_norms_in_fp32_wait_behind_the_halves(
+    two_ranks, options
+):
     """DDP hands buckets over by number: one that holds the norm of every layer and came first would stop all others."""
     plan = CommPlan(bucket_bytes=20_000, last_bucket_bytes=1000, num_buckets=16)
-    scene = {"module": Wide, "comm": Comm(plan=plan), "max_epochs": 1, "callbacks": [at(on_train_end=buckets)]}
+    scene = {
+        "module": Wide,
+        "comm": Comm(plan=plan),
+        "max_epochs": 1,
+        "callbacks": [at(on_train_end=buckets)],
+    }
     for seen in fit(two_ranks, precision="32-true", **scene, **options):
         (found,) = seen.looks["on_train_end"]
         last = max(index for index, *_ in found)
         assert last >= 3
-        assert any(num_bytes == 128 * 128 * 4 for _, num_bytes, _ in found)  # too large for the others: alone
+        assert any(
+            num_bytes == 128 * 128 * 4 for _, num_bytes, _ in found
+        )  # too large for the others: alone
         assert min(size for index, size, _ in found if index == last) <= 1000
     for seen in fit(two_ranks, precision="16-true", **scene, **options):
         (found,) = seen.looks["on_train_end"]
@@ -296,7 +372,9 @@ def growth_over_fits(num_cycles):
 
     def one_fit():
         options.reverse()
-        seen = fit(module=Tiny, precision="16-true", max_epochs=1, train=toy.loader(32), **options[0])
+        seen = fit(
+            module=Tiny, precision="16-true", max_epochs=1, train=toy.loader(32), **options[0]
+        )
         assert seen.global_step == 2
         assert seen.weights["net.weight"].dtype is torch.float32  # torn down: the masters are back
 

@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hybrid import Adasum, HybridAllReduceStrategy, LocalSteps, MasterWeightPrecision, Mean
+from lightning_hybrid import (
+    Adasum,
+    HybridAllReduceStrategy,
+    LocalSteps,
+    MasterWeightPrecision,
+    Mean,
+)
 from tests import toy
 
-pytest.importorskip("jsonargparse", reason="LightningCLI needs the package jsonargparse[signatures]")
+pytest.importorskip(
+    "jsonargparse", reason="LightningCLI needs the package jsonargparse[signatures]"
+)
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
@@ -31,14 +39,23 @@ class ToyWithoutOptimizer(toy.Toy):
 
 @pytest.fixture(autouse=True)
 def called_from_a_program(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py"])  # Lightning warns where it finds pytest's arguments
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of what Lightning's own code calls
+    monkeypatch.setattr(
+        sys, "argv", ["train.py"]
+    )  # Lightning warns where it finds pytest's arguments
+    monkeypatch.setenv(
+        "JSONARGPARSE_DEPRECATION_WARNINGS", "off"
+    )  # of what Lightning's own code calls
 
 
 def parsed(*arguments):
-    quiet = [f"--trainer.{one}" for one in (*QUIET, "enable_model_summary=false", "enable_checkpointing=false")]
+    quiet = [
+        f"--trainer.{one}"
+        for one in (*QUIET, "enable_model_summary=false", "enable_checkpointing=false")
+    ]
     arguments = [*arguments, *quiet]
-    return LightningCLI(toy.Toy, args=arguments, run=False, save_config_callback=None, seed_everything_default=False)
+    return LightningCLI(
+        toy.Toy, args=arguments, run=False, save_config_callback=None, seed_everything_default=False
+    )
 
 
 def fitted(*arguments):
@@ -48,7 +65,9 @@ def fitted(*arguments):
 
 
 def test_the_yaml_of_the_page_trains_with_its_options(tmp_path):
-    (tmp_path / "config.yaml").write_text(re.search(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)[1])
+    (tmp_path / "config.yaml").write_text(
+        re.search(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)[1]
+    )
     trainer = fitted("--config", str(tmp_path / "config.yaml"))
     assert type(trainer.strategy) is HybridAllReduceStrategy
     assert type(trainer.precision_plugin) is MasterWeightPrecision
@@ -62,7 +81,12 @@ def test_a_timeout_is_seconds_and_a_wrong_type_is_refused_by_name(capsys):
     for given in ("60", "0:01:00"):
         trainer = fitted(strategy, f"--trainer.strategy.timeout={given}")
         assert trainer.strategy._timeout == timedelta(minutes=1)
-    for option in ("timeout=soon", "report.trace_dir=[5]", "comm.algorithm=sometimes", "between_nodes.every=8"):
+    for option in (
+        "timeout=soon",
+        "report.trace_dir=[5]",
+        "comm.algorithm=sometimes",
+        "between_nodes.every=8",
+    ):
         with pytest.raises(SystemExit):
             fitted(strategy, f"--trainer.strategy.{option}")
         assert option.partition("=")[0].rpartition(".")[2] in capsys.readouterr().err
@@ -78,17 +102,28 @@ BETWEEN = "--trainer.strategy.init_args.between_nodes"
         ([], Mean()),
         ([f"{BETWEEN}=Adasum"], Adasum()),
         ([f"{BETWEEN}.dtype=int8"], Mean(dtype="int8")),
-        ([f"{BETWEEN}=lightning_hybrid.LocalSteps", f"{BETWEEN}.every=8", f"{BETWEEN}.outer_lr=0.7"], STEPS),
+        (
+            [
+                f"{BETWEEN}=lightning_hybrid.LocalSteps",
+                f"{BETWEEN}.every=8",
+                f"{BETWEEN}.outer_lr=0.7",
+            ],
+            STEPS,
+        ),
     ],
 )
-def test_the_class_that_is_asked_for_is_made_also_from_a_saved_configuration(tmp_path, arguments, between_nodes):
+def test_the_class_that_is_asked_for_is_made_also_from_a_saved_configuration(
+    tmp_path, arguments, between_nodes
+):
     """Of plain dataclasses the parser would take the first whose fields fit, in silence."""
     cli = parsed(CLASS, *arguments)
     (tmp_path / "saved.yaml").write_text(cli.parser.dump(cli.config, skip_none=False))
     for made in (cli, parsed("--config", str(tmp_path / "saved.yaml"))):
         text = made.trainer.strategy._options.features()
         assert text == HybridAllReduceStrategy(between_nodes)._options.features()
-        assert made.config.trainer.strategy.init_args.between_nodes.class_path.endswith(type(between_nodes).__name__)
+        assert made.config.trainer.strategy.init_args.between_nodes.class_path.endswith(
+            type(between_nodes).__name__
+        )
 
 
 @pytest.mark.parametrize("value", ["1024", "1024.0", "dynamic"])
@@ -101,8 +136,15 @@ def test_a_loss_scale_on_the_command_line_is_a_number_or_dynamic(value):
 
 
 def test_an_optimizer_on_the_command_line_takes_pairs_of_numbers():
-    lamb = ("--optimizer=lightning_hybrid.optim.LAMB", "--optimizer.lr=1e-2", "--optimizer.betas=[0.9, 0.99]")
-    quiet = [f"--trainer.{one}" for one in (*QUIET, "enable_model_summary=false", "enable_checkpointing=false")]
+    lamb = (
+        "--optimizer=lightning_hybrid.optim.LAMB",
+        "--optimizer.lr=1e-2",
+        "--optimizer.betas=[0.9, 0.99]",
+    )
+    quiet = [
+        f"--trainer.{one}"
+        for one in (*QUIET, "enable_model_summary=false", "enable_checkpointing=false")
+    ]
     cli = LightningCLI(
         ToyWithoutOptimizer,
         args=[*lamb, "--optimizer.weight_norm_bounds=[0.0, 10.0]", CLASS, *quiet],
@@ -112,7 +154,11 @@ def test_an_optimizer_on_the_command_line_takes_pairs_of_numbers():
     )
     cli.trainer.fit(cli.model, toy.loader())
     group = cli.trainer.optimizers[0].param_groups[0]
-    assert (group["lr"], group["betas"], group["weight_norm_bounds"]) == (0.01, (0.9, 0.99), (0.0, 10.0))
+    assert (group["lr"], group["betas"], group["weight_norm_bounds"]) == (
+        0.01,
+        (0.9, 0.99),
+        (0.0, 10.0),
+    )
 
 
 def test_the_name_is_enough():

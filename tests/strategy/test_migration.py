@@ -33,8 +33,12 @@ def rows() -> dict[str, list[tuple[str, str]]]:
     text = README.read_text().partition("## Checkpoints of other libraries")[0]
     found = {}
     for section in text.split("\n## ")[1:]:
-        lines = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
-        found[section.splitlines()[0]] = [(had.strip(), write.strip()) for had, write, *_ in lines[1:]]
+        lines = [
+            line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")
+        ]
+        found[section.splitlines()[0]] = [
+            (had.strip(), write.strip()) for had, write, *_ in lines[1:]
+        ]
     return found
 
 
@@ -49,7 +53,9 @@ def expressions(cell: str) -> list[str]:
     return found
 
 
-CODES = dict.fromkeys(code for table in rows().values() for _, cell in table for code in expressions(cell))
+CODES = dict.fromkeys(
+    code for table in rows().values() for _, cell in table for code in expressions(cell)
+)
 
 
 class Pictures(pl.LightningModule):
@@ -70,7 +76,13 @@ def small_imagenet(**given):
     if dist.get_rank() == 0:
         write_root(Path("pictures"))
     dist.barrier()
-    small = {"root": "pictures", "num_classes": 3, "global_batch_size": 4, "image_size": 8, "eval_resize": 8}
+    small = {
+        "root": "pictures",
+        "num_classes": 3,
+        "global_batch_size": 4,
+        "image_size": 8,
+        "eval_resize": 8,
+    }
     assert given.keys() <= {*small, "seed"}
     return ImageNetDataModule(**{**given, **small, "num_threads": 1})
 
@@ -79,15 +91,29 @@ def trained_with(code: str, folder: str):
     """Two steps with what the code gives, on ranks that begin with other weights: steps, what stayed, sums, files."""
     module, settings, data = toy.Toy(seed=dist.get_rank()), {}, {"train_dataloaders": toy.loader()}
     names = {name: getattr(lightning_hybrid, name) for name in lightning_hybrid.__all__}
-    names |= {"torch": torch, "groups": param_groups(module, weight_decay=1e-4), "LARS": LARS, "LAMB": LAMB}
-    names |= {"MasterWeightAveraging": MasterWeightAveraging, "ImageNetDataModule": small_imagenet, "Trainer": dict}
+    names |= {
+        "torch": torch,
+        "groups": param_groups(module, weight_decay=1e-4),
+        "LARS": LARS,
+        "LAMB": LAMB,
+    }
+    names |= {
+        "MasterWeightAveraging": MasterWeightAveraging,
+        "ImageNetDataModule": small_imagenet,
+        "Trainer": dict,
+    }
     with chdir(folder):  # for those that a cell names
         match eval(code, names):
             case dict() as given:
                 # Lightning would warn and take bf16 on a CPU.
-                settings = given | ({"precision": "bf16-mixed"} if given.get("precision") == "16-mixed" else {})
+                settings = given | (
+                    {"precision": "bf16-mixed"} if given.get("precision") == "16-mixed" else {}
+                )
             case HybridAllReduceStrategy() as strategy:
-                settings = {"strategy": strategy, "precision": "16-true" if "loss_scale" in code else "32-true"}
+                settings = {
+                    "strategy": strategy,
+                    "precision": "16-true" if "loss_scale" in code else "32-true",
+                }
             case MasterWeightPrecision() as plugin:
                 settings = {"plugins": [plugin]}
             case torch.optim.Optimizer() as optimizer:
@@ -141,7 +167,9 @@ def compress_as_torch(trainer, module):
 def test_comm_dtype_is_the_compression_hook_of_torch_bit_for_bit(two_ranks):
     hooked = {"strategy": "ddp", "callbacks": [at(on_train_start=compress_as_torch)]}
     ours = {"comm": Comm(dtype="float16"), "ranks_per_node": 1}
-    averages = [fit(two_ranks, Slope, max_steps=1, **each) for each in (hooked, ours, {"strategy": "ddp"})]
+    averages = [
+        fit(two_ranks, Slope, max_steps=1, **each) for each in (hooked, ours, {"strategy": "ddp"})
+    ]
     for hook, found, uncompressed in zip(*averages, strict=True):
         assert same(found.weights, hook.weights)
         assert not same(found.weights, uncompressed.weights)
@@ -170,12 +198,19 @@ def changes(scales: list[int], is_change) -> list[int]:
 def test_the_scale_grows_a_step_earlier_than_deepspeeds_and_falls_with_it():
     """DeepSpeed's is what `DynamicLossScaler` of 0.19.8 gave with window 4 and hysteresis 2, in units of 1024."""
     deepspeed = [64] * 4 + [128] * 3 + [64] * 5 + [128] * 4 + [256] * 7 + [512] * 2
-    scale, ours = lightning_hybrid.DynamicLossScale(init_scale=2.0**16, growth_interval=4, hysteresis=2), []
+    scale, ours = (
+        lightning_hybrid.DynamicLossScale(init_scale=2.0**16, growth_interval=4, hysteresis=2),
+        [],
+    )
     for overflow in [False] * 6 + [True] * 2 + [False] * 10 + [True] + [False] * 6:
         scale.update(torch.tensor(overflow))
         ours.append(int(scale.value) // 1024)
     assert changes(ours, int.__lt__) == changes(deepspeed, int.__lt__) == [7]
-    assert changes(ours, int.__gt__) == [step - 1 for step in changes(deepspeed, int.__gt__)] == [3, 11, 15, 22]
+    assert (
+        changes(ours, int.__gt__)
+        == [step - 1 for step in changes(deepspeed, int.__gt__)]
+        == [3, 11, 15, 22]
+    )
 
 
 DEEPSPEED = Path(__file__).parents[1] / "checkpoint" / "deepspeed_0_19_8"
@@ -187,21 +222,42 @@ def held_at_start(trainer, module):
     """Weights and optimizer state with which training starts, as a checkpoint would have them."""
     states = trainer.optimizers[0].state_dict()["state"]
     return (
-        {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()},
-        {i: {name: torch.as_tensor(v).clone().float() for name, v in s.items()} for i, s in states.items()},
+        {
+            name: value.clone()
+            for name, value in trainer.strategy.lightning_module_state_dict().items()
+        },
+        {
+            i: {name: torch.as_tensor(v).clone().float() for name, v in s.items()}
+            for i, s in states.items()
+        },
     )
 
 
 def as_floats(states):
-    return {i: {name: torch.as_tensor(v).float() for name, v in state.items()} for i, state in states.items()}
+    return {
+        i: {name: torch.as_tensor(v).float() for name, v in state.items()}
+        for i, state in states.items()
+    }
 
 
-def test_a_checkpoint_of_stock_ddp_goes_on_to_its_bits_and_in_half_precision_from_its_masters(two_ranks, tmp_path):
+def test_a_checkpoint_of_stock_ddp_goes_on_to_its_bits_and_in_half_precision_from_its_masters(
+    two_ranks, tmp_path
+):
     """With `precision="16-mixed"` Lightning would take bf16 on a CPU; its plugin, given as such, has its loss scale."""
     path, settings = tmp_path / "ddp.ckpt", {"plugins": [MixedPrecision("16-mixed", "cpu")]}
     adam = {"optimizer": "AdamW", "lr": 1e-2}
-    whole = fit(two_ranks, partial(Toy, **adam), strategy="ddp", callbacks=[Saves(path, epoch=0)], **settings)
-    again = {"module": partial(Toy, seed=5, **adam), "ckpt_path": path, "callbacks": [at(on_train_start=held_at_start)]}
+    whole = fit(
+        two_ranks,
+        partial(Toy, **adam),
+        strategy="ddp",
+        callbacks=[Saves(path, epoch=0)],
+        **settings,
+    )
+    again = {
+        "module": partial(Toy, seed=5, **adam),
+        "ckpt_path": path,
+        "callbacks": [at(on_train_start=held_at_start)],
+    }
     for one, other in zip(whole, fit(two_ranks, **again, **settings), strict=True):
         assert same(one.weights, other.weights)
         assert len(other.losses) == 4, "the first epoch must not have run again"
@@ -216,13 +272,21 @@ def test_a_checkpoint_of_stock_ddp_goes_on_to_its_bits_and_in_half_precision_fro
 
 
 def masters_of(one_rank, module):
-    scene = {"precision": "16-true", "max_steps": 1, "callbacks": [at(on_train_start=held_at_start)]}
+    scene = {
+        "precision": "16-true",
+        "max_steps": 1,
+        "callbacks": [at(on_train_start=held_at_start)],
+    }
     return fit(one_rank, module, **scene)[0].looks["on_train_start"][0][0]
 
 
-def test_weights_from_deepspeeds_zero_to_fp32_and_from_lightnings_converter_are_the_masters(one_rank):
+def test_weights_from_deepspeeds_zero_to_fp32_and_from_lightnings_converter_are_the_masters(
+    one_rank,
+):
     saved = torch.load(DEEPSPEED / "pytorch_model.bin")
-    assert not torch.equal(saved["net.5.weight"], saved["net.5.weight"].bfloat16().float()), "more digits than bf16"
+    assert not torch.equal(saved["net.5.weight"], saved["net.5.weight"].bfloat16().float()), (
+        "more digits than bf16"
+    )
     module, state = Toy(), {f"module.{name}": value for name, value in saved.items()}
     consume_prefix_in_state_dict_if_present(state, "module.")  # of older versions, or of a wrapper
     module.load_state_dict(state)
@@ -233,7 +297,11 @@ def test_weights_from_deepspeeds_zero_to_fp32_and_from_lightnings_converter_are_
         assert same(masters, {name: saved[name] for name in masters})
 
 
-(APEX,) = (block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "apex" in block)
+(APEX,) = (
+    block
+    for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    if "apex" in block
+)
 
 
 def saved_by_apex_o2():
@@ -249,7 +317,9 @@ def saved_by_apex_o2():
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
             if parameter.dtype is torch.float16:
-                of[parameter] = group["params"][i] = parameter.detach().clone().float().requires_grad_()
+                of[parameter] = group["params"][i] = (
+                    parameter.detach().clone().float().requires_grad_()
+                )
     masters = [master for group in optimizer.param_groups for master in group["params"]]
     for _ in range(2):
         for master in masters:
@@ -259,7 +329,9 @@ def saved_by_apex_o2():
         for parameter, master in of.items():
             parameter.copy_(master)
     return {
-        "model": {n: v.float() if v.dtype is torch.float16 else v for n, v in model.state_dict().items()},
+        "model": {
+            n: v.float() if v.dtype is torch.float16 else v for n, v in model.state_dict().items()
+        },
         "optimizer": optimizer.state_dict(),
         "amp": {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 2}},
         "masters": [master.detach() for master in masters],  # list(amp.master_params(optimizer))
@@ -267,7 +339,12 @@ def saved_by_apex_o2():
 
 
 def start_as_the_page_says(folder):
-    names = {"torch": torch, "Classifier": Toy, "DynamicLossScale": DynamicLossScale, "__name__": "readme"}
+    names = {
+        "torch": torch,
+        "Classifier": Toy,
+        "DynamicLossScale": DynamicLossScale,
+        "__name__": "readme",
+    }
     with chdir(folder):
         exec(APEX, names)
     scene = {"loss_scale": names["scale"], "callbacks": [at(on_train_start=held_at_start)]}
@@ -279,14 +356,18 @@ def test_the_pages_way_from_apex_is_right(one_rank, tmp_path):
     torch.save(saved, tmp_path / "apex.pt")
     (seen,) = one_rank.run(start_as_the_page_says, str(tmp_path))
     ((masters, states),) = seen.looks["on_train_start"]
-    expected = saved["model"] | dict(zip(dict(Toy().named_parameters()), saved["masters"], strict=True))
+    expected = saved["model"] | dict(
+        zip(dict(Toy().named_parameters()), saved["masters"], strict=True)
+    )
     assert same(masters, {name: expected[name] for name in masters})
     assert same(states, as_floats(saved["optimizer"]["state"]))
     assert seen.loss_scale == 65536.0
 
 
 def test_fused_optimizers_of_apex_hand_over_the_step_of_each_group_and_other_groups_are_refused():
-    exec(ast.unparse(ast.parse(APEX).body[0]), names := {"torch": torch})  # the page's function alone
+    exec(
+        ast.unparse(ast.parse(APEX).body[0]), names := {"torch": torch}
+    )  # the page's function alone
     optimizer = LAMB([nn.Parameter(torch.zeros(3))], lr=0.01)
     moments = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
     saved = {"state": {7: moments}, "param_groups": [{"params": [7], "step": 2}]}

@@ -67,7 +67,9 @@ def pair_net():
 class Sliced(Layerwise):
     def configure_model(self):
         parallelize_module(
-            self.net[0], self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            self.net[0],
+            self.device_mesh["tensor_parallel"],
+            {"0": ColwiseParallel(), "2": RowwiseParallel()},
         )
         if self.device_mesh["data_parallel"].size() > 1:
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
@@ -76,7 +78,9 @@ class Sliced(Layerwise):
 def whole(trainer, module):
     found = {name: param.detach().clone() for name, param in module.net.named_parameters()}
     kinds = {type(param).__name__ for param in found.values()}
-    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()}, kinds
+    return {
+        name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()
+    }, kinds
 
 
 def fit_on_rank(scene):
@@ -104,7 +108,9 @@ def test_fully_shard_trains_as_ddp(optimizer, two_ranks):
     LAMB divides by roots of squares of gradients, so that its weights amplify that.
     """
     (expected, _), _ = trained(two_ranks, partial(Layerwise, optimizer), "ddp")
-    for found, kinds in trained(two_ranks, partial(Sharded, optimizer), ModelParallelStrategy(2, 1)):
+    for found, kinds in trained(
+        two_ranks, partial(Sharded, optimizer), ModelParallelStrategy(2, 1)
+    ):
         assert kinds == {"DTensor"}
         assert distance(expected, found) <= BOUND[optimizer]
 
@@ -116,7 +122,9 @@ def test_tensor_parallelism_trains_as_ddp_on_the_data_parallel_ranks(
     optimizer, data_size, one_rank, two_ranks, four_ranks
 ):
     """Sums over slices are made in another order; LAMB divides by roots of squares of small gradients."""
-    of_data, of_all, num_steps = (one_rank, two_ranks, 16) if data_size == 1 else (two_ranks, four_ranks, 8)
+    of_data, of_all, num_steps = (
+        (one_rank, two_ranks, 16) if data_size == 1 else (two_ranks, four_ranks, 8)
+    )
     (expected, _), *_ = trained(of_data, partial(Layerwise, optimizer, True), "ddp", num_steps)
     strategy = ModelParallelStrategy(data_size, 2)
     for found, kinds in trained(of_all, partial(Sliced, optimizer, True), strategy, num_steps):
@@ -139,12 +147,16 @@ KINDS = {
 
 def goes_on(ranks, reader, optimizer, path):
     module, strategy = KINDS[reader]
-    return [found for found, _ in trained(ranks, partial(module, optimizer), strategy, ckpt_path=path)]
+    return [
+        found for found, _ in trained(ranks, partial(module, optimizer), strategy, ckpt_path=path)
+    ]
 
 
 def saved(ranks, writer, optimizer, path, **scene):
     module, strategy = KINDS[writer]
-    return trained(ranks, partial(module, optimizer), strategy, callbacks=[Saves(path, epoch=0)], **scene)[0][0]
+    return trained(
+        ranks, partial(module, optimizer), strategy, callbacks=[Saves(path, epoch=0)], **scene
+    )[0][0]
 
 
 @pytest.mark.sampled(7)
@@ -157,7 +169,9 @@ def test_one_file_goes_on_in_any_strategy(writer, reader, optimizer, two_ranks, 
         assert distance(expected, found) <= max(1e-7, BOUND[optimizer])
 
 
-def test_a_file_of_hybrid_allreduce_goes_on_under_lightnings_own_strategy_once_its_state_has_names(two_ranks, tmp_path):
+def test_a_file_of_hybrid_allreduce_goes_on_under_lightnings_own_strategy_once_its_state_has_names(
+    two_ranks, tmp_path
+):
     """Without names the state of one parameter would go to another."""
     path = tmp_path / "midway.ckpt"
     expected = saved(two_ranks, "hybrid", "lars", path)
@@ -177,7 +191,9 @@ class InHalf(Layerwise):
         self.overflows = overflows
 
     def configure_model(self):
-        if isinstance(self.trainer.precision_plugin, ShardedHalfPrecision) and not isinstance(self.net, FSDPModule):
+        if isinstance(self.trainer.precision_plugin, ShardedHalfPrecision) and not isinstance(
+            self.net, FSDPModule
+        ):
             mesh = self.device_mesh["data_parallel"]
             self.trainer.precision_plugin.shard_(self.net, self.net.children(), mesh=mesh)
 
@@ -205,7 +221,11 @@ def in_halves(ranks, optimizer, precision, strategy, path=None, **scene):
         scene |= {"plugins": ShardedHalfPrecision(precision)}
     else:
         scene |= {"precision": precision}
-    scene |= {"module": module, "strategy": strategy, "callbacks": [at(on_train_batch_end=scale_and_dtypes)]}
+    scene |= {
+        "module": module,
+        "strategy": strategy,
+        "callbacks": [at(on_train_batch_end=scale_and_dtypes)],
+    }
     scene["callbacks"] += [Saves(path, epoch=0)] if path else []
     return ranks.run(fit_on_rank, scene)
 
@@ -225,7 +245,11 @@ def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
     whole = in_halves(two_ranks, optimizer, precision, "hybrid_allreduce", **made)
     parts = in_halves(two_ranks, optimizer, precision, "fsdp", path, **made)
     again = in_halves(two_ranks, optimizer, precision, "fsdp", ckpt_path=path, **made)
-    in_fp32 = in_halves(two_ranks, optimizer, "32-true", "hybrid_allreduce") if dtype is torch.bfloat16 else ()
+    in_fp32 = (
+        in_halves(two_ranks, optimizer, "32-true", "hybrid_allreduce")
+        if dtype is torch.bfloat16
+        else ()
+    )
     for one, other, resumed in zip(whole, parts, again, strict=True):
         steps = other.looks["on_train_batch_end"]
         assert steps == one.looks["on_train_batch_end"]
@@ -237,7 +261,9 @@ def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
             assert distance(expected, found) <= 2 * torch.finfo(dtype).eps
         else:
             exact = {name: in_fp32[0].weights[f"net.{name}"] for name in found}
-            assert distance(exact, found) <= max(2 * torch.finfo(dtype).eps, distance(exact, expected))
+            assert distance(exact, found) <= max(
+                2 * torch.finfo(dtype).eps, distance(exact, expected)
+            )
         assert same(found, after)
         assert steps[4:] == resumed.looks["on_train_batch_end"]
 
@@ -254,12 +280,19 @@ def test_offloaded_shards_have_the_same_bits(optimizer, two_ranks, tmp_path):
     settings["callbacks"] = [at(on_train_batch_end=scale_and_dtypes)]
     seen = {}
     for name, offload in {"device": False, "host": True, "again": True}.items():
-        path, scene = tmp_path / "midway.ckpt", settings | {"strategy": FullyShardedStrategy(offload=offload)}
+        path, scene = (
+            tmp_path / "midway.ckpt",
+            settings | {"strategy": FullyShardedStrategy(offload=offload)},
+        )
         scene |= {"ckpt_path": path} if name == "again" else {}
         saves = [Saves(path, epoch=0)] if name == "host" else []
-        seen[name] = two_ranks.run(fit_on_rank, scene | {"callbacks": [*settings["callbacks"], *saves]})
+        seen[name] = two_ranks.run(
+            fit_on_rank, scene | {"callbacks": [*settings["callbacks"], *saves]}
+        )
     for device, host, again in zip(*seen.values(), strict=True):
-        (expected, _), (found, kinds), (after, _) = (one.looks["on_train_end"][0] for one in (device, host, again))
+        (expected, _), (found, kinds), (after, _) = (
+            one.looks["on_train_end"][0] for one in (device, host, again)
+        )
         steps = host.looks["on_train_batch_end"]
         assert kinds == {"DTensor"}
         assert same(expected, found)
@@ -293,7 +326,10 @@ def dtypes_of_norm(trainer, module):
 
 def test_normalisation_on_shards_computes_in_fp32_with_fp32_weights(two_ranks):
     scene = {"module": partial(Noting, "adamw"), "strategy": ModelParallelStrategy(2, 1)}
-    scene |= {"plugins": ShardedHalfPrecision("16-true"), "callbacks": [at(on_train_end=dtypes_of_norm)]}
+    scene |= {
+        "plugins": ShardedHalfPrecision("16-true"),
+        "callbacks": [at(on_train_end=dtypes_of_norm)],
+    }
     for seen in two_ranks.run(fit_with_looks, scene):
         assert seen.looks["on_train_end"] == [{(torch.float32, torch.float32)}]
 
@@ -323,9 +359,16 @@ def test_gradients_of_half_precision_on_shards_are_averaged_in_fp32(two_ranks):
 
 def test_half_precision_on_shards_needs_shards(one_rank):
     for strategy in ("ddp", ModelParallelStrategy(1, 1)):
-        scene = {"module": partial(Unsharded, "lars"), "strategy": strategy, "plugins": ShardedHalfPrecision()}
+        scene = {
+            "module": partial(Unsharded, "lars"),
+            "strategy": strategy,
+            "plugins": ShardedHalfPrecision(),
+        }
         seen = one_rank.run(fit_on_rank, scene | {"raises": True})[0]
-        assert "must be ModelParallelStrategy, and the module sharded by ShardedHalfPrecision" in seen.error
+        assert (
+            "must be ModelParallelStrategy, and the module sharded by ShardedHalfPrecision"
+            in seen.error
+        )
 
 
 class Unsharded(Layerwise):
@@ -336,5 +379,7 @@ class Unsharded(Layerwise):
 def test_masters_of_half_precision_go_on_as_shards(two_ranks, tmp_path):
     """The file has fp32 masters, and the shards are the new ones."""
     saved(two_ranks, "hybrid", "lars", tmp_path / "midway.ckpt", precision="16-true")
-    (resumed, _), (as_ddp, _) = (goes_on(two_ranks, one, "lars", tmp_path / "midway.ckpt") for one in ("recipe", "ddp"))
+    (resumed, _), (as_ddp, _) = (
+        goes_on(two_ranks, one, "lars", tmp_path / "midway.ckpt") for one in ("recipe", "ddp")
+    )
     assert distance(as_ddp, resumed) <= 1e-7

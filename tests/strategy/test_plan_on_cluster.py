@@ -18,7 +18,9 @@ GLOO = Gloo(stage_s=1e-4, message_s=1e-4, segment_s=1e-4, ring_share=0.9, num_sh
 def cluster(ranks_per_node):
     """Ranks of a node are far from each other, so that the way through every node is long: no plan would take it."""
     near, far = Link(latency_s=2e-2, bytes_per_s=5e8), Link(latency_s=1e-6, bytes_per_s=1e10)
-    return Cluster(num_nodes=8, ranks_per_node=ranks_per_node, inside=near, across=far, transport=GLOO)
+    return Cluster(
+        num_nodes=8, ranks_per_node=ranks_per_node, inside=near, across=far, transport=GLOO
+    )
 
 
 def plan_in_force(trainer, module):
@@ -42,7 +44,9 @@ SCENE = {"precision": "16-true", "max_epochs": 1, "callbacks": [at(on_train_star
     ],
     ids=["half", "codec"],
 )
-def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(four_ranks, options, expected, is_flat):
+def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(
+    four_ranks, options, expected, is_flat
+):
     """Described with 8 nodes; the job has 2. One with a codec gets a plan that a codec can carry."""
     chosen = plan_search.choose_plan(NUMELS[::-1], cluster(2).of(2), on_cuda=False, **expected)
     for seen in fit(four_ranks, ranks_per_node=2, **options, **SCENE):
@@ -64,5 +68,8 @@ def test_any_object_that_chooses_a_plan_may_stand_for_it(two_ranks):
 
 def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):
     for seen in fit(two_ranks, comm=Comm(plan=cluster(4)), ranks_per_node=1, raises=True, **SCENE):
-        assert "`plan` (=a cluster with 4 ranks per node) must be of nodes as this job's, which have 1" in seen.error
+        assert (
+            "`plan` (=a cluster with 4 ranks per node) must be of nodes as this job's, which have 1"
+            in seen.error
+        )
         assert not seen.looks["on_train_start"]

@@ -59,16 +59,23 @@ class RunReport(Callback):
         self._before_s = 0.0  # of fits that are over
         self._began_s: float | None = None  # the one that runs
         self._last_step = 0
-        self._communication_before: CommSummary | None = None  # of fits that are over; None: none had a trace
+        self._communication_before: CommSummary | None = (
+            None  # of fits that are over; None: none had a trace
+        )
         self._trace: CommTrace | None = None  # of the fit that runs
-        self._tested: Any = None  # path of the checkpoint that was tested; None: the weights as they were
+        self._tested: Any = (
+            None  # path of the checkpoint that was tested; None: the weights as they were
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves and sums so far."""
         comm = self.communication()
         return {
             "elapsed_s": self.elapsed_s,
-            "curves": {name: torch.from_numpy(np.array(curve, np.float64)) for name, curve in self.curves.items()},
+            "curves": {
+                name: torch.from_numpy(np.array(curve, np.float64))
+                for name, curve in self.curves.items()
+            },
             "communication": None if comm is None else comm.state_dict(),
         }
 
@@ -121,7 +128,12 @@ class RunReport(Callback):
         self._trace = None
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Record what was logged in this step, once, also where several batches make it."""
         if trainer.global_step != self._last_step and is_logged_step(trainer):
@@ -182,7 +194,9 @@ class RunReport(Callback):
     def exposed_share(self) -> float | None:
         """Return exposed communication as a share of the time of all logged steps, weighted by their time."""
         # Windows have equally many images, so the time of one is in proportion to 1 / images per second.
-        step_s = {step: 1 / images_per_s for step, images_per_s in self.curves.get(m.IMAGES_PER_S, ())}
+        step_s = {
+            step: 1 / images_per_s for step, images_per_s in self.curves.get(m.IMAGES_PER_S, ())
+        }
         shares = dict(self.curves.get(m.COMM_EXPOSED_SHARE, ()))
         weights = {step: step_s[step] for step in shares if step in step_s}
         exposed_s = sum(shares[step] * weight for step, weight in weights.items())
@@ -199,11 +213,17 @@ class RunReport(Callback):
         events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
         hparams = getattr(trainer.lightning_module, "hparams", {})
         return {
-            "metrics": {name: self.last(name) for name in (*m.METRICS, *self.curves) if name in self.curves},
+            "metrics": {
+                name: self.last(name) for name in (*m.METRICS, *self.curves) if name in self.curves
+            },
             "best": self.best(),
             "images_per_s": self.images_per_s(),
-            "time_to_accuracy": [{"target": e.target, "monitor": e.monitor, "reached": e.reached} for e in events],
-            "communication": None if comm is None else comm_report.as_json(comm, link_bytes_per_s=rate),
+            "time_to_accuracy": [
+                {"target": e.target, "monitor": e.monitor, "reached": e.reached} for e in events
+            ],
+            "communication": None
+            if comm is None
+            else comm_report.as_json(comm, link_bytes_per_s=rate),
             "communication_plan": status.communication_plan,
             "num_steps": trainer.global_step,
             "world_size": trainer.world_size,
@@ -245,7 +265,10 @@ class RunReport(Callback):
                 "" if skipped is None else f"{skipped:.0f} of {trainer.global_step}",
             ),
             "communication": (exposed_share is not None and exposed_share <= 0.1, comm),
-            "target": (all(event.reached for event in events), "; ".join(event.describe() for event in events)),
+            "target": (
+                all(event.reached for event in events),
+                "; ".join(event.describe() for event in events),
+            ),
         }
         return {name: (is_good, words) for name, (is_good, words) in found.items() if words}
 
@@ -254,7 +277,9 @@ class RunReport(Callback):
         folder = self._folder(trainer)
         rows = {name: words for name, (_, words) in self.findings(trainer).items()}
         rows["run directory"] = str(folder)
-        rows["report"] = "not written (fast_dev_run)" if _is_dry(trainer) else str(folder / "run.html")
+        rows["report"] = (
+            "not written (fast_dev_run)" if _is_dry(trainer) else str(folder / "run.html")
+        )
         return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
 
     def _validation(self, trainer: pl.Trainer, folder: Path) -> str | None:
@@ -263,7 +288,11 @@ class RunReport(Callback):
         if not points:
             return None
         step, best = max(points, key=lambda point: point[1])
-        of_accuracy = (one for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None) == m.VAL_ACC)
+        of_accuracy = (
+            one
+            for one in trainer.checkpoint_callbacks
+            if getattr(one, "monitor", None) == m.VAL_ACC
+        )
         saved = [getattr(each, "best_model_path", "") for each in of_accuracy]
         where = f": {_within(folder, saved[0])}" if saved and saved[0] else ""
         return f"{points[-1][1]:.2%} of the last weights, best {best:.2%} after step {step}{where}"
@@ -283,13 +312,18 @@ class RunReport(Callback):
             **({"run.png": figure.png_of(figure.figure_of(panels, columns=3))} if panels else {}),
             "run.html": run_page.html_of(summary, panels, self.findings(trainer)).encode(),
         }
-        for name, content in written.items():  # whole or not at all: others may read while a run is killed
+        for (
+            name,
+            content,
+        ) in written.items():  # whole or not at all: others may read while a run is killed
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 with atomic_path(folder / name) as part:
                     part.write_bytes(content)
             except OSError as error:  # a run that trained is not lost for its picture
-                rank_zero_warn(f"{folder / name} was not written ({error.strerror}): the run goes on without it.")
+                rank_zero_warn(
+                    f"{folder / name} was not written ({error.strerror}): the run goes on without it."
+                )
 
 
 def _within(folder: Path, path: Any) -> str:

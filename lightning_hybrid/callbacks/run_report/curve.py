@@ -37,5 +37,8 @@ def thinned(curve: Sequence[Point], *, num_points: int) -> list[Point]:
     last = curve[-1][0]
     num_intervals = num_points - len(extremes)
     # One point of each interval, its last: later ones overwrite earlier ones of the same key.
-    ends = {(step - first) * num_intervals // (last - first + 1): index for index, (step, _) in enumerate(curve)}
+    ends = {
+        (step - first) * num_intervals // (last - first + 1): index
+        for index, (step, _) in enumerate(curve)
+    }
     return [curve[index] for index in sorted({*extremes, *ends.values()})]

@@ -44,7 +44,10 @@ def code_state(code_dir: Path) -> dict[str, Any] | None:
     commit = _output([*git, "rev-parse", "HEAD"])
     if commit is None or not _output([*git, "ls-files", "."]):
         return None
-    return {"commit": commit, "is_dirty": bool(_output([*git, "status", "--porcelain", "--untracked-files=no"]))}
+    return {
+        "commit": commit,
+        "is_dirty": bool(_output([*git, "status", "--porcelain", "--untracked-files=no"])),
+    }
 
 
 def _output(command: Sequence[str]) -> str | None:

@@ -23,7 +23,17 @@ WIDTH_PX = 360
 FONT_PX = 13
 INK, MUTED, FAINT = "#1f2328", "#59636e", "#c8d1da"
 SERIES = ("#0060a8", "#b34700", "#00714f", "#8f3f78", "#7a5b00", "#4a4fb5")
-_IN_THE_DARK = ("#e6edf3", "#9198a1", "#4a535e", "#58a6ff", "#ff8f4a", "#3fc99b", "#e29ac4", "#e3b341", "#a5a8ff")
+_IN_THE_DARK = (
+    "#e6edf3",
+    "#9198a1",
+    "#4a535e",
+    "#58a6ff",
+    "#ff8f4a",
+    "#3fc99b",
+    "#e29ac4",
+    "#e3b341",
+    "#a5a8ff",
+)
 _RULES = "".join(
     f'svg [style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
     for light, dark in zip((INK, MUTED, FAINT, *SERIES), _IN_THE_DARK, strict=True)
@@ -46,7 +56,10 @@ Panel = tuple[Callable[[Axes], None], int]  # what draws it, and its height in p
 
 def figure_of(panels: Sequence[Panel], *, columns: int = 1) -> Figure:
     """Draw panels, row by row, and write the name of each labelled line at its end."""
-    heights = [max(height for _, height in panels[at : at + columns]) for at in range(0, len(panels), columns)] or [1]
+    heights = [
+        max(height for _, height in panels[at : at + columns])
+        for at in range(0, len(panels), columns)
+    ] or [1]
     size = (WIDTH_PX * columns / 72, sum(heights) / 72)
     with rc_context(_STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=size, layout="constrained")
@@ -66,7 +79,9 @@ def _name_lines(axes: Axes, height: int) -> None:
     to_axes = axes.transData + axes.transAxes.inverted()
     least = 0.0
     gap = (FONT_PX + 2) / (0.6 * height)
-    points: Any = {line: line.get_xydata() for line in axes.lines if not str(line.get_label()).startswith("_")}
+    points: Any = {
+        line: line.get_xydata() for line in axes.lines if not str(line.get_label()).startswith("_")
+    }
     lines = [line for line, places in points.items() if len(places)]
     ends = sorted((to_axes.transform(points[line][-1])[1], i) for i, line in enumerate(lines))
     for place, (at, i) in enumerate(ends):
@@ -88,7 +103,11 @@ def in_units(axes: Axes, *, x: str | None = None, y: str | None = None) -> None:
 
 def _tick(unit: str, value: float, place: int) -> str:
     is_plain = unit in ("", "%", "x") and abs(value) < 1e6
-    return f"{value:,g} {unit}".rstrip() if is_plain else EngFormatter(unit)(float(f"{value:.3g}")).rstrip()
+    return (
+        f"{value:,g} {unit}".rstrip()
+        if is_plain
+        else EngFormatter(unit)(float(f"{value:.3g}")).rstrip()
+    )
 
 
 def svg_of(figure: Figure) -> str:
@@ -101,7 +120,9 @@ def svg_of(figure: Figure) -> str:
     with rc_context(_STYLE), io.StringIO() as buffer:  # type: ignore[arg-type]
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         text = buffer.getvalue()
-    text = text[text.index("<svg") :].replace("pt", "", 2)  # of width and height: a point is a pixel here
+    text = text[text.index("<svg") :].replace(
+        "pt", "", 2
+    )  # of width and height: a point is a pixel here
     return text.replace(">", f"><style>@media (prefers-color-scheme: dark) {{{_RULES}}}</style>", 1)
 
 

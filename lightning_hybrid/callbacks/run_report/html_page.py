@@ -68,7 +68,11 @@ def format_value(value: Any, unit: str | None = None) -> str:
     if abs(value) < 1e6 and (name in ("", "/s") or (name == "s" and (value >= 1 or not value))):
         text = f"{value:,.0f}" if float(value).is_integer() else f"{number:,g}"
         return text + (name if name == "/s" else f" {name}".rstrip())
-    return EngFormatter("")(number).rstrip() + name if name == "/s" else EngFormatter(name)(number).rstrip()
+    return (
+        EngFormatter("")(number).rstrip() + name
+        if name == "/s"
+        else EngFormatter(name)(number).rstrip()
+    )
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -43,7 +43,9 @@ def panels_of(curves: Curves, comm: CommSummary | None) -> list[Panel]:
     return panels + _buckets(comm)
 
 
-def _draw(title: str, lines: Mapping[str, Any], unit: str, factor: float, log_base: int, axes: Axes) -> None:
+def _draw(
+    title: str, lines: Mapping[str, Any], unit: str, factor: float, log_base: int, axes: Axes
+) -> None:
     axes.set_title(title)
     axes.set_xlabel("step")
     for words, points in lines.items():
@@ -64,20 +66,29 @@ def _buckets(comm: CommSummary | None) -> list[Panel]:
     timed = [
         (bucket, bucket.exposed_s / bucket.num_times, bucket.in_flight_s / bucket.num_times)
         for bucket in buckets
-        if 10 * bucket.num_times > most_times and bucket.exposed_s is not None and bucket.in_flight_s is not None
+        if 10 * bucket.num_times > most_times
+        and bucket.exposed_s is not None
+        and bucket.in_flight_s is not None
     ]
     longest = sorted(timed, key=lambda each: -each[1])
     shown = [each for each in timed if each in longest[:MOST_BARS]]
 
     def draw(axes: Axes) -> None:
         bucket, exposed_s, _ = longest[0]
-        axes.set_title(f"Bucket {bucket.index} is waited for longest: {html_page.format_value(exposed_s, 's')}, mean")
+        axes.set_title(
+            f"Bucket {bucket.index} is waited for longest: {html_page.format_value(exposed_s, 's')}, mean"
+        )
         places = [-place for place in range(len(shown))]
         axes.barh(places, [in_flight_s for _, _, in_flight_s in shown], color=FAINT)
         axes.barh(places, [exposed_s for _, exposed_s, _ in shown], height=0.4, color=SERIES[0])
-        axes.set_yticks(places, [f"{bucket.index}: {bucket.num_bytes / 2**20:.2g} MiB" for bucket, *_ in shown])
+        axes.set_yticks(
+            places, [f"{bucket.index}: {bucket.num_bytes / 2**20:.2g} MiB" for bucket, *_ in shown]
+        )
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel("grey: in flight; blue: waited for" + ("" if len(shown) == len(timed) else "; the longest"))
+        axes.set_xlabel(
+            "grey: in flight; blue: waited for"
+            + ("" if len(shown) == len(timed) else "; the longest")
+        )
         in_units(axes, x="s")
 
     return [(draw, 100 + 20 * len(shown))] if timed else []
@@ -87,7 +98,9 @@ SHOWN_ABOVE = (m.IMAGES_PER_S, m.COMM_EXPOSED_S, m.COMM_EXPOSED_SHARE, m.TRAIN_S
 """Metrics of which the page shows one figure for the whole run, in its first table, and not the last one logged."""
 
 
-def html_of(summary: Mapping[str, Any], panels: Sequence[Panel], findings: Mapping[str, tuple[bool, str]]) -> str:
+def html_of(
+    summary: Mapping[str, Any], panels: Sequence[Panel], findings: Mapping[str, tuple[bool, str]]
+) -> str:
     """Return the page of a run.
 
     Args:
@@ -95,10 +108,14 @@ def html_of(summary: Mapping[str, Any], panels: Sequence[Panel], findings: Mappi
         panels: Pictures.
         findings: By name whether a result is good, and the result as text.
     """
-    good = [("✓", name, html_page.Good(text)) for name, (is_good, text) in findings.items() if is_good]
+    good = [
+        ("✓", name, html_page.Good(text)) for name, (is_good, text) in findings.items() if is_good
+    ]
     others = [("", name, text) for name, (is_good, text) in findings.items() if not is_good]
     environment = [("folder", summary["run_dir"])]
-    environment += [(name, value) for name, value in summary["environment"].items() if value is not None]
+    environment += [
+        (name, value) for name, value in summary["environment"].items() if value is not None
+    ]
     plan = summary["communication_plan"] if summary["communication"] is not None else None
     return html_page.render(
         html_page.TEMPLATES / "run.html",
@@ -113,7 +130,9 @@ def html_of(summary: Mapping[str, Any], panels: Sequence[Panel], findings: Mappi
     )
 
 
-def _metric_rows(last: Mapping[str, float], best: Mapping[str, float]) -> list[tuple[str, str, str, str]]:
+def _metric_rows(
+    last: Mapping[str, float], best: Mapping[str, float]
+) -> list[tuple[str, str, str, str]]:
     """Return name, last value, best value and meaning of each metric that is not shown above."""
     rows = []
     for name, value in last.items():

@@ -36,7 +36,11 @@ BLOCK_NUMEL = 2**17
 
 
 def adasum_(
-    flat: Tensor, numels: Sequence[int], group: dist.ProcessGroup, *, sum_: Callable[[Tensor, dist.ProcessGroup], None]
+    flat: Tensor,
+    numels: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    sum_: Callable[[Tensor, dist.ProcessGroup], None],
 ) -> None:
     """Replace `flat` (1-D, contiguous) by the Adasum of those of the group, tensor by tensor.
 
@@ -54,22 +58,32 @@ def adasum_(
     size = dist.get_world_size(group)
     bounds = [0, *accumulate(numels)]
     num_levels = size.bit_length() - 1
-    own, begin, end = flat, 0, flat.numel()  # what this node has to combine: elements `begin` to `end` of the bucket
+    own, begin, end = (
+        flat,
+        0,
+        flat.numel(),
+    )  # what this node has to combine: elements `begin` to `end` of the bucket
     halves: list[tuple[slice, slice]] = []
     for level in range(num_levels):
         partner = me ^ (1 << level)
         kept, given = _halves(begin, end, is_lower=me < partner)
         halves.append((kept, given))
         if own.dtype != flat.dtype:
-            flat[given].copy_(own[given.start - begin : given.stop - begin])  # rounded to the dtype of the messages
-        own = own[kept.start - begin : kept.stop - begin].to(torch.promote_types(flat.dtype, torch.float32))
+            flat[given].copy_(
+                own[given.start - begin : given.stop - begin]
+            )  # rounded to the dtype of the messages
+        own = own[kept.start - begin : kept.stop - begin].to(
+            torch.promote_types(flat.dtype, torch.float32)
+        )
         other = torch.empty_like(flat[kept])
         _swap(flat[given], other, partner, group)
         begin = kept.start
         end = kept.stop
         lower, upper = (own, other) if me < partner else (other, own)
         # A row for each set of nodes that combine theirs: one sum over all nodes serves them all, as 0 + x is exact.
-        table = torch.zeros(size >> (level + 1), len(numels), 3, dtype=torch.float64, device=flat.device)
+        table = torch.zeros(
+            size >> (level + 1), len(numels), 3, dtype=torch.float64, device=flat.device
+        )
         products = table[me >> (level + 1)]
         segments = _segments(bounds, begin, end, flat.device) if _takes_segments(flat) else None
         if segments is not None:
@@ -108,7 +122,10 @@ def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor
     a = a.double()
     b = b.double()
     # `unsafe`: else the host would read the lengths back to check their sum.
-    sums = [torch.segment_reduce(x * y, "sum", lengths=segments, unsafe=True) for x, y in ((a, a), (b, b), (a, b))]
+    sums = [
+        torch.segment_reduce(x * y, "sum", lengths=segments, unsafe=True)
+        for x, y in ((a, a), (b, b), (a, b))
+    ]
     return torch.stack(sums, -1)
 
 
@@ -118,7 +135,9 @@ def combine_segments_(own: Tensor, other: Tensor, factors: Tensor, segments: Ten
     The last segment is summed.
     """
     each = torch.nn.functional.pad(factors, (0, 0, 0, 1), value=1.0).to(own.dtype)
-    own_factor, other_factor = torch.repeat_interleave(each, segments, dim=0, output_size=own.numel()).unbind(-1)
+    own_factor, other_factor = torch.repeat_interleave(
+        each, segments, dim=0, output_size=own.numel()
+    ).unbind(-1)
     own.mul_(own_factor).addcmul_(other.to(own.dtype), other_factor)
 
 
@@ -166,8 +185,12 @@ def _parts(bounds: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, s
 
 def _swap(given: Tensor, taken: Tensor, partner: int, group: dist.ProcessGroup) -> None:
     # Sends one tensor to a rank of the group, and receives another from it. Of small tensors a half may be empty.
-    messages = [(call, part) for call, part in ((dist.isend, given), (dist.irecv, taken)) if part.numel()]
-    operations = [dist.P2POp(call, part, group=group, group_peer=partner) for call, part in messages]
+    messages = [
+        (call, part) for call, part in ((dist.isend, given), (dist.irecv, taken)) if part.numel()
+    ]
+    operations = [
+        dist.P2POp(call, part, group=group, group_peer=partner) for call, part in messages
+    ]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
 
@@ -180,7 +203,11 @@ def refuse_cut_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nodes
             parameters; or it is to travel between nodes in another dtype.
     """
     refuse_odd_nodes(topology)
-    if bucket.algorithm != "hierarchical" or bucket.num_chunks != 1 or dtype_across_nodes is not None:
+    if (
+        bucket.algorithm != "hierarchical"
+        or bucket.num_chunks != 1
+        or dtype_across_nodes is not None
+    ):
         raise ValueError(
             f"bucket {bucket.index} (={bucket.algorithm!r} in {bucket.num_chunks} chunks, in {dtype_across_nodes} "
             "between nodes) must be 'hierarchical' in one chunk and in its own dtype for Adasum: the leaders of the "

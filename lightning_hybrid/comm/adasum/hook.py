@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.hook import HookState, engine_and_buffer, from_wire, split_divisor, to_wire
+from lightning_hybrid.comm.hook import (
+    HookState,
+    engine_and_buffer,
+    from_wire,
+    split_divisor,
+    to_wire,
+)
 
 
 def adasum_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -36,7 +42,9 @@ def adasum_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     engine, buffer = engine_and_buffer(state, bucket)
     topology = engine.topology
     # Of parameters, not of `bucket.gradients()`: of a complex one that has the first half of the reals alone.
-    numels = tuple(parameter.numel() * (1 + parameter.is_complex()) for parameter in bucket.parameters())
+    numels = tuple(
+        parameter.numel() * (1 + parameter.is_complex()) for parameter in bucket.parameters()
+    )
     is_fp16 = (state.comm_dtype or buffer.dtype) == torch.float16
     before, _ = split_divisor(topology.world_size, is_fp16=is_fp16)
     return engine.submit(

@@ -52,7 +52,12 @@ class Passes(Protocol):
     """What encodes and adds up on one type of device; all of them give the same bits as `TorchPasses`."""
 
     def encode(
-        self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor, noise: Tensor | None
+        self,
+        flat: Tensor,
+        ids: Tensor,
+        key: tuple[int, int, int, int] | None,
+        message: Tensor,
+        noise: Tensor | None,
     ) -> None:
         """Write `flat` into `message`."""
 
@@ -71,7 +76,10 @@ class Coder:
     """
 
     def __init__(
-        self, codec: Codec, device: torch.device, count_rounding: Callable[[float, float], None] = _nothing
+        self,
+        codec: Codec,
+        device: torch.device,
+        count_rounding: Callable[[float, float], None] = _nothing,
     ) -> None:
         self.codec = codec
         self.step = self.turn = 0
@@ -85,7 +93,9 @@ class Coder:
             self.step = step
             self.turn = 0
 
-    def encode(self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor) -> None:
+    def encode(
+        self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor
+    ) -> None:
         """Write `flat` into `message` with the noise of (seed, step, sender, turn), or to the nearest code (None)."""
         if message.dim() == 2 and not hasattr(self._passes, "decode"):
             for first, part, row in self._cut(flat, message):
@@ -133,7 +143,8 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
             return passes
         except Exception as error:  # of the compiler, the linker, the driver, or Triton's own
             cure = (
-                "It needs triton, a C compiler (`apt install gcc`), Python's headers (python3-dev), a GPU of its list"
+                "It needs triton, a C compiler (`apt install gcc`), Python's headers (python3-dev), "
+                "a GPU of its list"
             )
             failed = f"a first one failed ({type(error).__name__}: {error!s:.300})"
             _warn(bits, f"on CUDA needs kernels that triton can build, and {failed}", cure)

@@ -23,10 +23,18 @@ def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: b
     has_shards = topology.ranks_per_node is not None
     if plan.algorithm == "auto":
         # On CUDA `auto` leaves the hierarchy to NCCL, which knows no codec.
-        return replace(plan, algorithm="two_level" if has_shards else "hierarchical") if on_cuda else plan
+        return (
+            replace(plan, algorithm="two_level" if has_shards else "hierarchical")
+            if on_cuda
+            else plan
+        )
     if adds_up_in_nodes(plan, topology):
         return plan
-    what = "needs nodes of equal size" if plan.algorithm == "two_level" else "has no stage between nodes"
+    what = (
+        "needs nodes of equal size"
+        if plan.algorithm == "two_level"
+        else "has no stage between nodes"
+    )
     raise ValueError(
         f"`algorithm` (={plan.algorithm!r}) {what}, and `between_nodes.dtype` (='int{bits}') is for the sums that "
         "nodes send each other: the gradient of every rank would be rounded, and as often as a node has ranks it would "
@@ -54,6 +62,10 @@ def adds_up_in_nodes(plan: CommPlan, topology: NodeShape) -> bool:
     >>> [adds_up_in_nodes(CommPlan(algorithm="flat"), topology) for topology in (two, one)]
     [False, True]
     """
-    if topology.ranks_per_node == 1 or topology.num_nodes == 1 or plan.algorithm in ("auto", "hierarchical"):
+    if (
+        topology.ranks_per_node == 1
+        or topology.num_nodes == 1
+        or plan.algorithm in ("auto", "hierarchical")
+    ):
         return True
     return plan.algorithm == "two_level" and topology.ranks_per_node is not None

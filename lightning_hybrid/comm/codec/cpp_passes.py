@@ -39,7 +39,12 @@ class CppPasses:
         self._bits, self._signs = bits, signs  # held here, as calls only take its address
 
     def encode(
-        self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor, noise: Tensor | None
+        self,
+        flat: Tensor,
+        ids: Tensor,
+        key: tuple[int, int, int, int] | None,
+        message: Tensor,
+        noise: Tensor | None,
     ) -> None:
         """Write `flat` into `message`; see `TorchPasses`."""
         words = None if key is None else (ctypes.c_uint32 * 4)(*key)
@@ -51,7 +56,14 @@ class CppPasses:
     def add(self, messages: Tensor, to: Tensor) -> None:
         """Write the sum of messages into `to`; see `TorchPasses`."""
         self._library.add_messages(
-            *(messages.data_ptr(), len(messages), messages.stride(0), to.numel(), self._bits, self._signs_at),
+            *(
+                messages.data_ptr(),
+                len(messages),
+                messages.stride(0),
+                to.numel(),
+                self._bits,
+                self._signs_at,
+            ),
             to.data_ptr(),
         )
 

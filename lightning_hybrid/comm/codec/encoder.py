@@ -29,7 +29,11 @@ class Blocks:
 
     @classmethod
     def of(
-        cls, coder: Coder, flat: Tensor, ids: Tensor | None = None, feedback: BucketFeedback | None = None
+        cls,
+        coder: Coder,
+        flat: Tensor,
+        ids: Tensor | None = None,
+        feedback: BucketFeedback | None = None,
     ) -> Blocks:
         """Return the blocks of a tensor to sum now. `ids`: their numbers, int32, on its device; None: from zero on."""
         if ids is None:

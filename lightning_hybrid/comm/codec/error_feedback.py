@@ -35,7 +35,9 @@ class BucketFeedback:
     `begin`: the residual of the node in all its blocks, float32; None: zeros. `options`: of each `Residual`.
     """
 
-    def __init__(self, padded: PaddedBucket, cut: tuple[Any, ...], begin: Tensor | None, **options: Any) -> None:
+    def __init__(
+        self, padded: PaddedBucket, cut: tuple[Any, ...], begin: Tensor | None, **options: Any
+    ) -> None:
         self.padded = padded
         self.cut = cut
         self.begin = begin
@@ -48,7 +50,9 @@ class BucketFeedback:
         """Write `flat`, a range of the bucket, and its residual into `message`. `ids`: a view of the bucket's."""
         first = int(ids.storage_offset())
         if (residual := self.residuals.get(first)) is None:
-            residual = self.residuals[first] = self._new(first, num_blocks_of(flat.numel()), flat.device)
+            residual = self.residuals[first] = self._new(
+                first, num_blocks_of(flat.numel()), flat.device
+            )
         residual.encode(flat, ids, message, coder, self.step)
 
     def _new(self, first: int, num_blocks: int, device: torch.device) -> Residual:
@@ -62,7 +66,11 @@ class BucketFeedback:
             if first <= block < first + num_blocks
         ]
         return Residual(
-            self.padded.numbers[first : first + num_blocks], values, padding, step=self.step, **self._options
+            self.padded.numbers[first : first + num_blocks],
+            values,
+            padding,
+            step=self.step,
+            **self._options,
         )
 
 
@@ -120,7 +128,11 @@ class ErrorFeedback:
             begin = self._of_node(padded.numbers, padded.ids.device, divisor)
             if found is not None:
                 self._left += found.residuals.values()
-            options = {"divisor": divisor, "may_skip": self.may_skip, "on_cuda": self._device.type == "cuda"}
+            options = {
+                "divisor": divisor,
+                "may_skip": self.may_skip,
+                "on_cuda": self._device.type == "cuda",
+            }
             found = self._buckets[index] = BucketFeedback(padded, cut, begin, **options)
         else:
             found.begin = None  # every range has its own by now
@@ -148,7 +160,9 @@ class ErrorFeedback:
             if len(rows := (at >= 0).nonzero().view(-1)):
                 begin[at[rows]] = residual.take(rows, self._step)
         if self._add_up_ is not None:
-            self._add_up_(begin.view(-1))  # of each block one rank has the residual, and the others zeros
+            self._add_up_(
+                begin.view(-1)
+            )  # of each block one rank has the residual, and the others zeros
         return begin.view(-1)
 
     def _of_earlier_sums(self) -> Iterator[Residual]:
@@ -172,7 +186,10 @@ class ErrorFeedback:
             if self._is_leader:
                 found.copy_(self._loaded.view(-1, BLOCK)[begin:end])
             return found.view(-1)
-        for residual in (*self._left, *(one for some in self._buckets.values() for one in some.residuals.values())):
+        for residual in (
+            *self._left,
+            *(one for some in self._buckets.values() for one in some.residuals.values()),
+        ):
             rows = ((residual.numbers >= begin) & (residual.numbers < end)).nonzero().view(-1)
             if len(rows):
                 found[residual.numbers[rows] - begin] = residual.unscaled().view(-1, BLOCK)[rows]

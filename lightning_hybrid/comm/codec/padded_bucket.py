@@ -24,15 +24,28 @@ class PaddedBucket:
     """
 
     def __init__(
-        self, numels: Sequence[int], first_ids: Sequence[int], *, dtype: torch.dtype, device: torch.device
+        self,
+        numels: Sequence[int],
+        first_ids: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         counts = [num_blocks_of(numel) for numel in numels]
-        numbers = [first + index for first, count in zip(first_ids, counts, strict=True) for index in range(count)]
+        numbers = [
+            first + index
+            for first, count in zip(first_ids, counts, strict=True)
+            for index in range(count)
+        ]
         self.numbers = torch.tensor(numbers, dtype=torch.int64)  # of the blocks, on the host
         self.ids = self.numbers.to(torch.int32).to(device)
         # Blocks, counted in the bucket, that a gradient does not fill, and how many elements it has in them.
         ends = itertools.accumulate(counts)
-        self.partial = [(end - 1, numel % BLOCK) for end, numel in zip(ends, numels, strict=True) if numel % BLOCK]
+        self.partial = [
+            (end - 1, numel % BLOCK)
+            for end, numel in zip(ends, numels, strict=True)
+            if numel % BLOCK
+        ]
         self._numels = list(numels)
         self._wire = torch.zeros(sum(counts) * BLOCK, dtype=dtype, device=device)
         rows = self._wire.split([count * BLOCK for count in counts])

@@ -40,5 +40,7 @@ def random_signs(numel: int, seed: int) -> Tensor:
     counter = torch.arange(-(-numel // 4))
     zero = torch.zeros((), dtype=torch.int64)
     # The step of a run is never this one: the signs are no words of its noise.
-    words = torch.stack(philox((counter, zero, zero, zero), (seed & _MASK, _MASK))).flatten()[:numel]
+    words = torch.stack(philox((counter, zero, zero, zero), (seed & _MASK, _MASK))).flatten()[
+        :numel
+    ]
     return 1.0 - 2.0 * (words & 1).float()

@@ -61,7 +61,9 @@ class Residual:
         self._after: Tensor | None = None  # the values after `_step`, if that counts
         self._is_open = False  # whether `_after` is to be decided on
 
-    def encode(self, flat: Tensor, ids: Tensor, message: Tensor, coder: Coder, step: FeedbackStep) -> None:
+    def encode(
+        self, flat: Tensor, ids: Tensor, message: Tensor, coder: Coder, step: FeedbackStep
+    ) -> None:
         """Write `flat` plus the residual into `message`, to the nearest code; the rest is the residual after `step`."""
         values = self.rescaled_(step)[: flat.numel()]
         if self._may_skip:
@@ -99,7 +101,10 @@ class Residual:
         """Return the values in the units of a later step's gradients, which they have from now on."""
         values = self.decided()
         then = self._step.loss_scale
-        self._step, self._is_open = step, False  # an outcome that never came is that of a skipped step
+        self._step, self._is_open = (
+            step,
+            False,
+        )  # an outcome that never came is that of a skipped step
         if then is not None and step.loss_scale is not None and then is not step.loss_scale:
             if self._on_cuda:
                 _keep(then, step.loss_scale)
@@ -120,7 +125,12 @@ class Residual:
         if self._on_cuda:
             _keep(self._values, *(() if self._after is None else (self._after,)))
         values = self.rescaled_(step).view(-1, BLOCK)
-        others = torch.ones(len(self.numbers), dtype=torch.bool).index_fill_(0, rows, False).nonzero().view(-1)
+        others = (
+            torch.ones(len(self.numbers), dtype=torch.bool)
+            .index_fill_(0, rows, False)
+            .nonzero()
+            .view(-1)
+        )
         self.numbers = self.numbers[others]
         self._values = values[others].view(-1)
         self._after = None

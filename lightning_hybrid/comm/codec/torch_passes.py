@@ -32,7 +32,12 @@ class TorchPasses:
         self._signs = signs
 
     def encode(
-        self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor, noise: Tensor | None
+        self,
+        flat: Tensor,
+        ids: Tensor,
+        key: tuple[int, int, int, int] | None,
+        message: Tensor,
+        noise: Tensor | None,
     ) -> None:
         """Write `flat` (1-D, float32) into `message` (uint8).
 
@@ -48,21 +53,29 @@ class TorchPasses:
             y = _blocks(flat[first * BLOCK : last * BLOCK])
             if self._signs is not None:
                 y = hadamard(y * self._signs)
-            maximum = (y.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True)  # of bits: inf and nan are the largest
+            maximum = (y.view(torch.int32) & 0x7FFFFFFF).amax(
+                1, keepdim=True
+            )  # of bits: inf and nan are the largest
             is_finite = maximum < INFINITE_BITS
-            maximum = maximum.view(torch.float32).where(is_finite & (maximum >= LEAST_MAXIMUM_BITS), 0.0)
+            maximum = maximum.view(torch.float32).where(
+                is_finite & (maximum >= LEAST_MAXIMUM_BITS), 0.0
+            )
             # Rounded up to bfloat16, so that no code is above the largest.
             upper = (maximum * reciprocal_of(most)).view(torch.int32) + 0xFFFF >> 16
             scale = (upper << 16).view(torch.float32)
             is_coded = scale > 0
             steps = (float(_ONE) / scale).where(is_coded, 0.0)
-            fixed = (y.where(is_coded, 0.0) * steps).to(torch.int32).clamp_(-most * _ONE, most * _ONE)
+            fixed = (
+                (y.where(is_coded, 0.0) * steps).to(torch.int32).clamp_(-most * _ONE, most * _ONE)
+            )
             code = (fixed + self._addends(ids[first:last], key)) >> FRACTION_BITS
             scales[first:last] = upper.where(is_finite, _NAN_SCALE).flatten().to(torch.int16)
             codes[first:last] = _packed(code, self._bits)
             if noise is not None:
                 error = (code * _ONE - fixed).double() * scale / _ONE
-                noise += torch.stack([error.square().sum(), (fixed.double() * scale / _ONE).square().sum()])
+                noise += torch.stack(
+                    [error.square().sum(), (fixed.double() * scale / _ONE).square().sum()]
+                )
 
     def add(self, messages: Tensor, to: Tensor) -> None:
         """Write the sum of `messages` (one in each row, uint8), in their order and in float32, into `to`."""
@@ -87,7 +100,11 @@ class TorchPasses:
             return _ONE // 2
         seed, step, sender, turn = key
         lane = torch.arange(BLOCK // 4, device=ids.device)
-        counter = (lane, ids.long()[:, None], *(torch.full_like(lane[:1], word) for word in (sender, turn)))
+        counter = (
+            lane,
+            ids.long()[:, None],
+            *(torch.full_like(lane[:1], word) for word in (sender, turn)),
+        )
         words = philox(counter, (seed, step))
         return torch.cat([word.expand(len(ids), -1) >> 9 for word in words], 1).to(torch.int32)
 

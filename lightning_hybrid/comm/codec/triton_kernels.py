@@ -64,13 +64,17 @@ def encode_block(
     row = block // row_blocks
     in_row = block - row * row_blocks
     scales += row.to(tl.int64) * (row_bytes // 2) + in_row
-    codes += row.to(tl.int64) * row_bytes + 2 * tl.minimum(num_blocks - row * row_blocks, row_blocks)
+    codes += row.to(tl.int64) * row_bytes + 2 * tl.minimum(
+        num_blocks - row * row_blocks, row_blocks
+    )
     inside = tl.arange(0, _BLOCK)
     at = block.to(tl.int64) * _BLOCK + inside
     y = tl.load(flat + at, mask=at < numel, other=0.0)
     if MOST == 7:
         y = _hadamard(y * tl.load(signs + inside))
-    maximum = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)  # of bits: inf and nan are the largest
+    maximum = tl.max(
+        y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0
+    )  # of bits: inf and nan are the largest
     is_finite = maximum < 0x7F800000
     is_coded = is_finite & (maximum >= LEAST)
     maximum = tl.where(is_coded, maximum, 0).to(tl.float32, bitcast=True)
@@ -89,13 +93,27 @@ def encode_block(
     if MOST == 7:
         lower, higher = tl.split(tl.permute(tl.reshape(code, [2, _BLOCK // 2]), (1, 0)))
         packed = (lower & 15) | ((higher & 15) << 4)
-        tl.store(codes + in_row.to(tl.int64) * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2), packed.to(tl.uint8))
+        tl.store(
+            codes + in_row.to(tl.int64) * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2),
+            packed.to(tl.uint8),
+        )
     else:
         tl.store(codes + in_row.to(tl.int64) * _BLOCK + inside, code.to(tl.uint8))
 
 
 @triton.jit
-def add_block(messages, num_messages, stride, num_blocks, row_blocks, row_bytes, numel, signs, to, MOST: tl.constexpr):
+def add_block(
+    messages,
+    num_messages,
+    stride,
+    num_blocks,
+    row_blocks,
+    row_bytes,
+    numel,
+    signs,
+    to,
+    MOST: tl.constexpr,
+):
     """Write the sum of a block over messages, in their order, into `to`, float32; rows are those of `encode_block`."""
     block = tl.program_id(0)
     inside = tl.arange(0, _BLOCK)
@@ -114,7 +132,11 @@ def add_block(messages, num_messages, stride, num_blocks, row_blocks, row_bytes,
             both = tl.permute(tl.join(packed << 28, packed << 24), (1, 0))
             code = tl.reshape(both, [_BLOCK]) >> 28  # of the sign too
         else:
-            code = tl.load(codes + in_row.to(tl.int64) * _BLOCK + inside).to(tl.int8, bitcast=True).to(tl.int32)
+            code = (
+                tl.load(codes + in_row.to(tl.int64) * _BLOCK + inside)
+                .to(tl.int8, bitcast=True)
+                .to(tl.int32)
+            )
         total += code.to(tl.float32) * scale
         message += stride
     if MOST == 7:

@@ -26,19 +26,31 @@ class TritonPasses:
         """Compile and launch both kernels on one block; where that fails, let Triton's error pass."""
         flat = torch.zeros(BLOCK, device=device)
         ids = torch.zeros(1, dtype=torch.int32, device=device)
-        message = torch.zeros(1, SCALE_BYTES + BLOCK // (2 if self._most == 7 else 1), dtype=torch.uint8, device=device)
+        message = torch.zeros(
+            1,
+            SCALE_BYTES + BLOCK // (2 if self._most == 7 else 1),
+            dtype=torch.uint8,
+            device=device,
+        )
         self.encode(flat, ids, (0, 0, 0, 0), message[0], None)
         self.add(message, flat)
 
     def encode(
-        self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor, noise: Tensor | None
+        self,
+        flat: Tensor,
+        ids: Tensor,
+        key: tuple[int, int, int, int] | None,
+        message: Tensor,
+        noise: Tensor | None,
     ) -> None:
         """Write `flat` into `message`, or cut into the rows of a matrix; see `TorchPasses`. Noise is not measured."""
         num_blocks = num_blocks_of(flat.numel())
         rows = self._rows(message)
         whole = message.view(-1)
         seed, step, sender, turn = key or (0, 0, 0, 0)
-        with torch.cuda.device_of(flat):  # Triton launches on the current device, whichever the tensors are on
+        with torch.cuda.device_of(
+            flat
+        ):  # Triton launches on the current device, whichever the tensors are on
             triton_kernels.encode_block[(num_blocks,)](
                 *(flat, flat.numel(), ids, ids if self._signs is None else self._signs),
                 *(seed | step << 32, sender, turn),
@@ -63,7 +75,9 @@ class TritonPasses:
         num_bytes = message.shape[-1]
         return num_bytes // (SCALE_BYTES + (BLOCK // 2 if self._most == 7 else BLOCK)), num_bytes
 
-    def _add(self, messages: Tensor, num: int, stride: int, row_blocks: int, row_bytes: int, to: Tensor) -> None:
+    def _add(
+        self, messages: Tensor, num: int, stride: int, row_blocks: int, row_bytes: int, to: Tensor
+    ) -> None:
         num_blocks = num_blocks_of(to.numel())
         with torch.cuda.device_of(to):
             triton_kernels.add_block[(num_blocks,)](

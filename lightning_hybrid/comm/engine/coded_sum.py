@@ -23,7 +23,9 @@ from lightning_hybrid.comm.engine import gloo_p2p
 from lightning_hybrid.comm.engine.node_exchange import all_gather
 
 
-def sum_coded_(flat: Tensor, blocks: Blocks, group: dist.ProcessGroup, *, sender: int, by_backend: bool) -> None:
+def sum_coded_(
+    flat: Tensor, blocks: Blocks, group: dist.ProcessGroup, *, sender: int, by_backend: bool
+) -> None:
     """Sum `flat` over the group in place; see above.
 
     `sender`: of which the noise of this rank's messages is a function. `by_backend`: by the backend's collectives, and
@@ -46,22 +48,29 @@ def sum_coded_(flat: Tensor, blocks: Blocks, group: dist.ProcessGroup, *, sender
         flat.copy_(values)
 
 
-def _sum_by_parts_(values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool) -> None:
+def _sum_by_parts_(
+    values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool
+) -> None:
     coder = blocks.coder
     size = dist.get_world_size(group)
     me = dist.get_rank(group)
     numel = -(-num_blocks_of(values.numel()) // size) * BLOCK
-    parts = [values[rank * numel : (rank + 1) * numel] for rank in range(size)]  # the last may be shorter, or empty
+    parts = [
+        values[rank * numel : (rank + 1) * numel] for rank in range(size)
+    ]  # the last may be shorter, or empty
     lengths = [coder.codec.message_bytes(part.numel()) for part in parts]
     # A row for each rank, of equal size as a backend asks; a shorter part leaves the end of its row unused.
     departures, arrivals, sums = (
-        _messages(name, size, lengths[0], values.device, by_backend) for name in ("departures", "arrivals", "messages")
+        _messages(name, size, lengths[0], values.device, by_backend)
+        for name in ("departures", "arrivals", "messages")
     )
     if by_backend:  # by one kernel, whatever the number of ranks
         blocks.encode(values, departures, sender=sender)
     for rank, part in enumerate(parts if not by_backend else []):
         if part.numel():
-            blocks.since(rank * numel).encode(part, departures[rank, : lengths[rank]], sender=sender)
+            blocks.since(rank * numel).encode(
+                part, departures[rank, : lengths[rank]], sender=sender
+            )
     _scatter(departures, arrivals, me, lengths, group, by_backend)
     if parts[me].numel():
         coder.add(arrivals[:, : lengths[me]], parts[me])
@@ -75,7 +84,12 @@ def _sum_by_parts_(values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sen
 
 
 def _scatter(
-    departures: Tensor, arrivals: Tensor, me: int, lengths: list[int], group: dist.ProcessGroup, by_backend: bool
+    departures: Tensor,
+    arrivals: Tensor,
+    me: int,
+    lengths: list[int],
+    group: dist.ProcessGroup,
+    by_backend: bool,
 ) -> None:
     """Send row r of `departures` to rank r, into row `me` of its `arrivals`."""
     if by_backend:
@@ -86,7 +100,9 @@ def _scatter(
     gloo_p2p.all_to_all_(sent, [row[: lengths[me]] for row in arrivals], group)
 
 
-def _gather(rows: Tensor, me: int, lengths: list[int], group: dist.ProcessGroup, by_backend: bool) -> None:
+def _gather(
+    rows: Tensor, me: int, lengths: list[int], group: dist.ProcessGroup, by_backend: bool
+) -> None:
     """Copy row r of rank r to all others."""
     if by_backend:
         all_gather(rows.view(-1), rows[me].clone(), group=group)
@@ -95,10 +111,20 @@ def _gather(rows: Tensor, me: int, lengths: list[int], group: dist.ProcessGroup,
     gloo_p2p.all_to_all_([filled[me]] * len(filled), filled, group)
 
 
-def _messages(name: str, num_rows: int, num_bytes: int, device: torch.device, by_backend: bool) -> Tensor:
-    return _memory(name, num_rows * num_bytes, torch.uint8, device, by_backend).view(num_rows, num_bytes)
+def _messages(
+    name: str, num_rows: int, num_bytes: int, device: torch.device, by_backend: bool
+) -> Tensor:
+    return _memory(name, num_rows * num_bytes, torch.uint8, device, by_backend).view(
+        num_rows, num_bytes
+    )
 
 
-def _memory(name: str, numel: int, dtype: torch.dtype, device: torch.device, by_backend: bool) -> Tensor:
+def _memory(
+    name: str, numel: int, dtype: torch.dtype, device: torch.device, by_backend: bool
+) -> Tensor:
     # On the CPU memory of the thread; on CUDA the allocator has some that the stream used before.
-    return torch.empty(numel, dtype=dtype, device=device) if by_backend else gloo_p2p.scratch(name, numel, dtype)
+    return (
+        torch.empty(numel, dtype=dtype, device=device)
+        if by_backend
+        else gloo_p2p.scratch(name, numel, dtype)
+    )

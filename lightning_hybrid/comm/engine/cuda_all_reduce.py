@@ -16,7 +16,9 @@ from torch.futures import Future
 from lightning_hybrid.comm.engine.in_flight import InFlightBucket
 
 
-def all_reduce(bucket: InFlightBucket, group: dist.ProcessGroup | None, device: torch.device) -> Future[Tensor]:
+def all_reduce(
+    bucket: InFlightBucket, group: dist.ProcessGroup | None, device: torch.device
+) -> Future[Tensor]:
     """Sum a bucket over a group, or over this rank alone if it is None. The future holds the finished sum."""
     finish = bucket.finish
 
@@ -33,6 +35,8 @@ def all_reduce(bucket: InFlightBucket, group: dist.ProcessGroup | None, device: 
         summed = dist.all_reduce(bucket.flat, group=group, async_op=True).get_future()
     bucket.stage = "finish"
     future = summed.then(finished)
-    if future.done():  # over NCCL at once, as far as the host is concerned: raise what `finish` raised
+    if (
+        future.done()
+    ):  # over NCCL at once, as far as the host is concerned: raise what `finish` raised
         future.value()
     return future

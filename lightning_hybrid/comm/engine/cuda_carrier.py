@@ -47,7 +47,13 @@ class CudaCarrier:
     """
 
     def __init__(
-        self, *, device: torch.device, groups: CommGroups, trace: CommTrace, latch: FailureLatch, watchdog: Watchdog
+        self,
+        *,
+        device: torch.device,
+        groups: CommGroups,
+        trace: CommTrace,
+        latch: FailureLatch,
+        watchdog: Watchdog,
     ) -> None:
         self._device = device
         self._groups = groups
@@ -57,7 +63,9 @@ class CudaCarrier:
         self._streams: CudaStreams | None = None
         self._issued: IssuedBuckets | None = None  # those with events; None: there was none yet
         self._aborting = threading.Lock()
-        self._stuck: list[str] | None = None  # groups that would not end; None while there is no failure
+        self._stuck: list[str] | None = (
+            None  # groups that would not end; None while there is no failure
+        )
         self._waits = DeviceWaits(device, also=partial(self.look, with_places=True))
         latch.look = self._waits.stalled_s
         latch.give_up = self._give_up
@@ -66,7 +74,9 @@ class CudaCarrier:
     def use(self, columns: Mapping[Algorithm, int]) -> None:
         """Do nothing: there is one set of groups, whatever the algorithms. More would only share the streams."""
 
-    def accept(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
+    def accept(
+        self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None
+    ) -> None:
         """Cut a bucket into the chunks of its plan. The submitting thread also puts them on the streams."""
         if is_any_captured():
             raise RuntimeError(
@@ -75,7 +85,9 @@ class CudaCarrier:
                 "DistributedDataParallel's hook (`no_sync`), or leave the capture out."
             )
         # Chunks are cut so that the ranks of the largest node get equal, aligned shards without padding.
-        alignment = max(map(len, self._groups.topology.nodes)) * (BLOCK if bucket.is_coded else SHARD_ALIGNMENT)
+        alignment = max(map(len, self._groups.topology.nodes)) * (
+            BLOCK if bucket.is_coded else SHARD_ALIGNMENT
+        )
         bucket.split(job, bucket.plan.num_chunks, checksum=None, alignment=alignment)
 
     def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
@@ -107,13 +119,19 @@ class CudaCarrier:
 
     def _is_torchs_own(self, bucket: InFlightBucket) -> bool:
         job = bucket.chunks[0].job
-        if bucket.plan.algorithm != "flat" or job.blocks is not None or job.dtype_across is not None:
+        if (
+            bucket.plan.algorithm != "flat"
+            or job.blocks is not None
+            or job.dtype_across is not None
+        ):
             return False
         return not is_on_hosts(self._groups.by_stage["all_reduce"])
 
     # ---- with events -----------------------------------------------------------------------------------------------
 
-    def _put_with_events(self, bucket: InFlightBucket, group: torch.distributed.ProcessGroup | None) -> Future[Tensor]:
+    def _put_with_events(
+        self, bucket: InFlightBucket, group: torch.distributed.ProcessGroup | None
+    ) -> Future[Tensor]:
         from lightning_hybrid.comm.engine.cuda_events import BucketEvents, StageEvents
 
         events = BucketEvents(bucket)
@@ -122,7 +140,9 @@ class CudaCarrier:
         if group is not None:
             chunk = bucket.chunks[0]
             num_bytes = bucket.plan.num_bytes
-            stage = StageEvents(chunk=chunk, name="all_reduce", num_bytes=num_bytes, begin=None, end=events.done)
+            stage = StageEvents(
+                chunk=chunk, name="all_reduce", num_bytes=num_bytes, begin=None, end=events.done
+            )
             events.stages.append(stage)
         future = all_reduce(bucket, group, self._device)
         self._issued_buckets().add(events)
@@ -134,7 +154,9 @@ class CudaCarrier:
         if self._streams is None:
             from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
 
-            self._streams = CudaStreams(self._device, self._groups, keep_events=self._trace.keep_events)
+            self._streams = CudaStreams(
+                self._device, self._groups, keep_events=self._trace.keep_events
+            )
         events = BucketEvents(bucket)
         events.ready.record()
         future = self._streams.put(events)

@@ -59,7 +59,9 @@ class BucketEvents:
         # CUDA says of an event that was never recorded that it is through.
         return self._is_done_recorded and self.done.query()
 
-    def finishing(self, finish: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
+    def finishing(
+        self, finish: Callable[[Tensor], Tensor], device: torch.device
+    ) -> Callable[[Tensor], Tensor]:
         """Return `finish`, with the end of the bucket recorded behind it."""
 
         def finish_and_record(flat: Tensor) -> Tensor:

@@ -38,7 +38,9 @@ class CudaStreams:
         self._device = device
         self._groups = groups
         self._keep_events = keep_events
-        self._network, self._node = (torch.cuda.Stream(device, priority=HIGH_PRIORITY) for _ in range(2))
+        self._network, self._node = (
+            torch.cuda.Stream(device, priority=HIGH_PRIORITY) for _ in range(2)
+        )
 
     def put(self, events: BucketEvents) -> Future[Tensor]:
         """Put all stages of a bucket on the streams; the future carries a CUDA event."""
@@ -47,7 +49,9 @@ class CudaStreams:
         stages = stages_by_name(bucket.plan.algorithm)
         streams = [self._node if stage.scope == "node" else self._network for stage in stages]
         streams[0].wait_event(events.ready)
-        flat.record_stream(streams[-1])  # the allocator must not give it away before: that stream waits for the others
+        flat.record_stream(
+            streams[-1]
+        )  # the allocator must not give it away before: that stream waits for the others
         ends: dict[Chunk, torch.cuda.Event] = {}
         for chunk, index in _in_order(bucket.chunks, streams):
             stage = stages[index]
@@ -58,7 +62,9 @@ class CudaStreams:
             begin = new_event() if self._keep_events else None
             end = new_event()
             if index and stream is not streams[index - 1]:
-                stream.wait_event(ends[chunk])  # now, and not before: another chunk's stage is between
+                stream.wait_event(
+                    ends[chunk]
+                )  # now, and not before: another chunk's stage is between
             with torch.cuda.stream(stream):
                 if begin is not None:
                     begin.record(stream)
@@ -67,7 +73,13 @@ class CudaStreams:
             ends[chunk] = end
             if group is not None:
                 events.stages.append(
-                    StageEvents(chunk=chunk, name=stage.name, num_bytes=chunk.num_bytes, begin=begin, end=end)
+                    StageEvents(
+                        chunk=chunk,
+                        name=stage.name,
+                        num_bytes=chunk.num_bytes,
+                        begin=begin,
+                        end=end,
+                    )
                 )
         bucket.stage = "finish"
         with torch.cuda.stream(streams[-1]):
@@ -75,7 +87,9 @@ class CudaStreams:
             result.record_stream(streams[-1])
             events.record_done(streams[-1])
             future: Future[Tensor] = Future(devices=[self._device])
-            future.set_result(result)  # records an event on this stream; who waits makes its own stream wait for it
+            future.set_result(
+                result
+            )  # records an event on this stream; who waits makes its own stream wait for it
         return future
 
 

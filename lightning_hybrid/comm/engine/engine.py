@@ -104,17 +104,24 @@ class CommEngine:
         self.dtype_across_nodes = dtype_across_nodes
         self.num_terms = num_terms or topology.world_size
         self.update_scope: Literal["node", "world"] = shares_update or "node"
-        self._exchanging = {shares_update, "node" if getattr(dtype_across_nodes, "error_feedback", False) else None}
+        self._exchanging = {
+            shares_update,
+            "node" if getattr(dtype_across_nodes, "error_feedback", False) else None,
+        }
         self._timeout = timeout
         self._is_closed = False
-        self._turn = threading.RLock()  # to submit: what is put on streams comes there in the order that is recorded
+        self._turn = (
+            threading.RLock()
+        )  # to submit: what is put on streams comes there in the order that is recorded
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
             warnings.warn(fallback, stacklevel=2)
         self.coder = self._new_coder()
         self._begin(compared, replicas=replicas, group=group)
 
-    def _begin(self, compared: Any, *, replicas: Any = None, group: Any = None, groups: Any = None) -> None:
+    def _begin(
+        self, compared: Any, *, replicas: Any = None, group: Any = None, groups: Any = None
+    ) -> None:
         self._close_limit_s: float | None = None
         self._buckets: dict[tuple[Any, ...], tuple[BucketPlan, Traffic]] = {}
         self._order = BucketOrder()
@@ -124,11 +131,17 @@ class CommEngine:
         on_cuda = self._on_cuda
         dtype = self.dtype_across_nodes
         alone = topology.world_size == 1
-        found = ("", [], []) if alone else compare_plans(self.plan, topology, self.device, dtype, group, compared)
+        found = (
+            ("", [], [])
+            if alone
+            else compare_plans(self.plan, topology, self.device, dtype, group, compared)
+        )
         self._watchdog = self._new_watchdog(*found)
         across = None if isinstance(dtype, Codec) else dtype
         self._new_job = partial(Job, topology=topology, dtype_across=across, by_backend=on_cuda)
-        self._groups = groups or CommGroups(topology=replicas or topology, timeout=self._timeout, share=on_cuda)
+        self._groups = groups or CommGroups(
+            topology=replicas or topology, timeout=self._timeout, share=on_cuda
+        )
         self._carrier = self._new_carrier()
         self._prepare()
         self._watchdog.start()  # after all groups are made, as they need the store and its client serves one at a time
@@ -146,7 +159,12 @@ class CommEngine:
         return self
 
     def _new_carrier(self) -> StageThreads | CudaCarrier:
-        shared: Any = {"groups": self._groups, "trace": self.trace, "latch": self._latch, "watchdog": self._watchdog}
+        shared: Any = {
+            "groups": self._groups,
+            "trace": self.trace,
+            "latch": self._latch,
+            "watchdog": self._watchdog,
+        }
         if self._on_cuda:
             from lightning_hybrid.comm.engine.cuda_carrier import CudaCarrier
 
@@ -222,8 +240,12 @@ class CommEngine:
                 "contiguous: it is summed in place. Pass a bucket's buffer or `tensor.view(-1)`."
             )
         plan, traffic = self._planned(bucket_index, flat.numel(), flat.dtype, exchange, is_exact)
-        bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
-        bucket.is_in_update = is_in_update if is_in_update is None else is_in_update or exchange is not None
+        bucket = InFlightBucket(
+            flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last
+        )
+        bucket.is_in_update = (
+            is_in_update if is_in_update is None else is_in_update or exchange is not None
+        )
         bucket.is_coded = self.coder is not None and exchange is None and not is_exact
         new_job = self._jobs_of(bucket, block_ids, feedback) if bucket.is_coded else self._new_job
         if keeps_shard:
@@ -241,7 +263,9 @@ class CommEngine:
                 if self._latch.error or self._is_closed:
                     self._raise_as_unusable()
                 self._carrier.accept(bucket, new_job, self._record(bucket))
-                self._latch.in_flight[bucket] = None  # it fails or ends under this lock, so not before
+                self._latch.in_flight[bucket] = (
+                    None  # it fails or ends under this lock, so not before
+                )
             return self._carrier.carry(bucket)  # without the lock: on CUDA it may report a failure
 
     def _jobs_of(
@@ -262,7 +286,9 @@ class CommEngine:
 
     def _record(self, bucket: InFlightBucket) -> int | None:
         # Returns the checksum of the order, of a step's last bucket. One with a new record gets `contents` to compare.
-        reduction = f", Adasum of {len(bucket.adasum_numels)} tensors" if bucket.adasum_numels else ""
+        reduction = (
+            f", Adasum of {len(bucket.adasum_numels)} tensors" if bucket.adasum_numels else ""
+        )
         record = self._order.add(bucket.plan, is_last=bucket.is_last, reduction=reduction)
         if self.topology.world_size == 1:
             return None
@@ -280,7 +306,12 @@ class CommEngine:
         return self._planned(bucket_index, numel, dtype)[0]
 
     def _planned(
-        self, index: int, numel: int, dtype: torch.dtype, exchange: Exchange | None = None, is_exact: bool = False
+        self,
+        index: int,
+        numel: int,
+        dtype: torch.dtype,
+        exchange: Exchange | None = None,
+        is_exact: bool = False,
     ) -> tuple[BucketPlan, Traffic]:
         # Decided once: it runs in every step, in the thread of backward.
         key = (index, numel, dtype, exchange, is_exact)
@@ -290,7 +321,12 @@ class CommEngine:
             narrow = None if is_exact else self.dtype_across_nodes
             name = str(dtype).removeprefix("torch.")
             plan = self.plan.bucket(
-                index=index, numel=numel, dtype=name, num_bytes=num_bytes, topology=topology, on_cuda=self._on_cuda
+                index=index,
+                numel=numel,
+                dtype=name,
+                num_bytes=num_bytes,
+                topology=topology,
+                on_cuda=self._on_cuda,
             )
             if exchange is not None:
                 plan = replace(plan, algorithm=exchange, num_chunks=1)  # type: ignore[arg-type]
@@ -299,7 +335,9 @@ class CommEngine:
                 across = narrow.message_bytes(numel)
             else:
                 across = num_bytes if narrow is None else min(num_bytes, numel * narrow.itemsize)
-            traffic = traffic_of(plan.algorithm, topology, num_bytes, num_bytes_across=across, is_ring=not is_coded)
+            traffic = traffic_of(
+                plan.algorithm, topology, num_bytes, num_bytes_across=across, is_ring=not is_coded
+            )
             self._buckets[key] = plan, traffic
         return self._buckets[key]
 
@@ -325,7 +363,9 @@ class CommEngine:
         with self._latch.lock:
             if self._latch.error or self._is_closed:
                 return
-        self._latch.trip(self._watchdog.raise_alarm(f"comm: rank {self.topology.rank} gave up: {reason}"))
+        self._latch.trip(
+            self._watchdog.raise_alarm(f"comm: rank {self.topology.rank} gave up: {reason}")
+        )
 
     def explain(self, error: BaseException) -> str:
         """Say which rank is the cause of a foreign collective that failed here, then `error`; fail on every rank."""
@@ -334,7 +374,11 @@ class CommEngine:
             noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
             self._latch.trip(self._watchdog.collect_status(noticed), error)
         failure = self.failure
-        return str(error) if failure in str(error) else f"{failure} Seen here as {type(error).__name__}: {error}"
+        return (
+            str(error)
+            if failure in str(error)
+            else f"{failure} Seen here as {type(error).__name__}: {error}"
+        )
 
     def close(self) -> list[str]:
         """End the threads and free the groups; healthy, after what is in flight; return stages that would not end."""
@@ -350,9 +394,13 @@ class CommEngine:
         def limit_s() -> float:
             if self._latch.error and self._close_limit_s is None:
                 self._close_limit_s = monotonic() + FAILED_CLOSE_LIMIT_S
-            return (healthy_until_s if self._close_limit_s is None else self._close_limit_s) - monotonic()
+            return (
+                healthy_until_s if self._close_limit_s is None else self._close_limit_s
+            ) - monotonic()
 
-        stuck = self._carrier.end(limit_s=limit_s)  # before leaving: until then others can ask for our status
+        stuck = self._carrier.end(
+            limit_s=limit_s
+        )  # before leaving: until then others can ask for our status
         self._watchdog.leave()
         if stuck:
             warnings.warn(
@@ -364,4 +412,6 @@ class CommEngine:
 
     def _raise_as_unusable(self) -> None:
         self._latch.raise_if_tripped()
-        raise RuntimeError("the engine is closed: a bucket was handed over after the strategy's teardown")
+        raise RuntimeError(
+            "the engine is closed: a bucket was handed over after the strategy's teardown"
+        )

@@ -65,8 +65,12 @@ def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALI
     parts = _parts(flat, size, alignment)
     numel = parts[me].numel()
     rows = list(scratch("rows", size * numel, flat.dtype).view(size, numel))
-    arrivals = [_receive(rows[rank], rank, group) if rank != me and numel else None for rank in range(size)]
-    departures = [_send(parts[rank], rank, group) for rank in _others(me, size) if parts[rank].numel()]
+    arrivals = [
+        _receive(rows[rank], rank, group) if rank != me and numel else None for rank in range(size)
+    ]
+    departures = [
+        _send(parts[rank], rank, group) for rank in _others(me, size) if parts[rank].numel()
+    ]
     rows[me] = parts[me]  # in its place: sums are in rank order on every rank
     _add_up(rows, arrivals, out=parts[me])
     _wait(departures)
@@ -88,7 +92,13 @@ def collect_parts_(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     if me := dist.get_rank(group):
         _wait([_send(parts[me], 0, group)] if parts[me].numel() else [])
     else:
-        _wait([_receive(part, rank, group) for rank, part in enumerate(parts) if rank and part.numel()])
+        _wait(
+            [
+                _receive(part, rank, group)
+                for rank, part in enumerate(parts)
+                if rank and part.numel()
+            ]
+        )
 
 
 def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
@@ -103,7 +113,9 @@ def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
     _add_up(rows, arrivals, out=flat, before_writing=lambda: _wait(departures))
 
 
-def all_to_all_(departures: Sequence[Tensor], arrivals: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def all_to_all_(
+    departures: Sequence[Tensor], arrivals: Sequence[Tensor], group: dist.ProcessGroup
+) -> None:
     """Send `departures[r]` to rank r, and receive `arrivals[r]` from it; what a rank has for itself stays."""
     me = dist.get_rank(group)
     others = _others(me, dist.get_world_size(group))
@@ -175,5 +187,7 @@ def scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
     held: dict[str, Tensor] = _thread_local.__dict__
     num_bytes = numel * dtype.itemsize
     if name not in held or held[name].numel() < num_bytes:
-        held[name] = torch.empty(num_bytes, dtype=torch.uint8)  # grows to the largest, never shrinks
+        held[name] = torch.empty(
+            num_bytes, dtype=torch.uint8
+        )  # grows to the largest, never shrinks
     return held[name][:num_bytes].view(dtype)

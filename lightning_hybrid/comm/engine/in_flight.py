@@ -76,14 +76,24 @@ class InFlightBucket:
     plan: BucketPlan
     finish: Callable[[Tensor], Tensor]  # applied to the sum
     traffic: Traffic = NO_TRAFFIC
-    adasum_numels: tuple[int, ...] = ()  # of its tensors, where they are combined by Adasum, which needs them whole
-    contents: tuple[str, str] | None = None  # store key and text by which ranks compare a bucket that is new
-    contents_of_step: tuple[str, str] | None = None  # the same of a step that ends with it and is not new; on CUDA
+    adasum_numels: tuple[
+        int, ...
+    ] = ()  # of its tensors, where they are combined by Adasum, which needs them whole
+    contents: tuple[str, str] | None = (
+        None  # store key and text by which ranks compare a bucket that is new
+    )
+    contents_of_step: tuple[str, str] | None = (
+        None  # the same of a step that ends with it and is not new; on CUDA
+    )
     is_last: bool = False  # of its step
     # No gradients: the optimizer's step waits for it; None: it does not.
     is_in_update: bool | None = False
-    num_owners: int = 0  # `two_level` stops before the gather: so many ranks have a part each; 0: all have all
-    is_coded: bool = False  # between nodes; the checksum of the order then goes in a chunk of its own, as it is
+    num_owners: int = (
+        0  # `two_level` stops before the gather: so many ranks have a part each; 0: all have all
+    )
+    is_coded: bool = (
+        False  # between nodes; the checksum of the order then goes in a chunk of its own, as it is
+    )
     stage: str = "order"  # in which an error comes while it is put there
     done: Future = field(default_factory=Future)
     error: str | None = None
@@ -95,15 +105,24 @@ class InFlightBucket:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def split(
-        self, job: Callable[[Tensor], Job], num_chunks: int, *, checksum: int | None, alignment: int = ALIGNMENT
+        self,
+        job: Callable[[Tensor], Job],
+        num_chunks: int,
+        *,
+        checksum: int | None,
+        alignment: int = ALIGNMENT,
     ) -> None:
         """Make the chunks; the checksum, if any, goes behind the last, which is cut once more where it is long."""
         if self.num_owners:  # whole parts for each, as the caller has packed them
             alignment = SHARD_ALIGNMENT * self.num_owners
         parts = [self.flat]
         if num_chunks > 1:
-            parts = list(self.flat.split(chunk_numels(self.flat.numel(), num_chunks, alignment=alignment)))
-        size = 0 if self.adasum_numels else parts[-1].numel() * self.flat.element_size()  # Adasum needs it whole
+            parts = list(
+                self.flat.split(chunk_numels(self.flat.numel(), num_chunks, alignment=alignment))
+            )
+        size = (
+            0 if self.adasum_numels else parts[-1].numel() * self.flat.element_size()
+        )  # Adasum needs it whole
         if self.is_coded and checksum is not None:
             parts.append(self.flat[self.flat.numel() :])
         # The chunk with the checksum is copied: one short message more takes less time than a copy of a long chunk.
@@ -245,11 +264,15 @@ class FailureLatch:
         """Fail every bucket in flight with the first error ever given here."""
         with self.lock:
             if not self.error:
-                self.error = error + " The gradients of this step are lost, and this engine takes no more."
+                self.error = (
+                    error + " The gradients of this step are lost, and this engine takes no more."
+                )
                 self.cause = cause
             lost = list(self.in_flight)
             self.in_flight = {}
-            for bucket in lost:  # before anything waits: a thread may be about to put one on the streams
+            for (
+                bucket
+            ) in lost:  # before anything waits: a thread may be about to put one on the streams
                 bucket.error = self.error
                 bucket.cause = self.cause
         # Without the lock: on CUDA it waits for communicators to end, and other threads ask for the status meanwhile.

@@ -22,12 +22,18 @@ class Job:
 
     flat: Tensor  # 1-D, contiguous; summed in place
     topology: Topology
-    adasum_numels: tuple[int, ...] = ()  # of the tensors in `flat`, where leaders combine them by Adasum; else they sum
-    dtype_across: torch.dtype | None = None  # in which it travels between nodes, where narrower; None: its own
+    adasum_numels: tuple[
+        int, ...
+    ] = ()  # of the tensors in `flat`, where leaders combine them by Adasum; else they sum
+    dtype_across: torch.dtype | None = (
+        None  # in which it travels between nodes, where narrower; None: its own
+    )
     shard: Tensor | None = None  # this rank's part of it between two-level stages
     num_owners: int = 0  # two-level stops before the gather: each of so many ranks has its own part alone, in its place
     shard_begin: int = 0  # the element of `flat` with which the shard begins
-    by_backend: bool = False  # every stage is a collective of the backend's, as on CUDA, and no message of our own
+    by_backend: bool = (
+        False  # every stage is a collective of the backend's, as on CUDA, and no message of our own
+    )
     blocks: Blocks | None = None  # those in which a codec carries it between nodes; None: as it is
 
     @property

@@ -57,7 +57,9 @@ class RollingHash:
     def add(self, record: str) -> None:
         """Append a record."""
         # The hash so far is the key, so that the order of records counts. Not `hash()`: Python salts that.
-        digest = hashlib.blake2b(record.encode(), digest_size=8, key=self.value.to_bytes(8, "little")).digest()
+        digest = hashlib.blake2b(
+            record.encode(), digest_size=8, key=self.value.to_bytes(8, "little")
+        ).digest()
         self.value = int.from_bytes(digest, "little")
 
 

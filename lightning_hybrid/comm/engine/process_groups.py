@@ -26,12 +26,16 @@ class CommGroups:
             a single thread issues everything in one order (CUDA streams); it saves communicators, hundreds of MiB each.
     """
 
-    def __init__(self, *, topology: Topology | ReplicaSets, timeout: timedelta, share: bool = False) -> None:
+    def __init__(
+        self, *, topology: Topology | ReplicaSets, timeout: timedelta, share: bool = False
+    ) -> None:
         self.topology = topology
         self._timeout = timeout
         self._share = share
         self.by_stage: dict[str, dist.ProcessGroup | None] = {}
-        self._built: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # None: made, and this rank is not in it
+        self._built: dict[
+            tuple[int, ...], dist.ProcessGroup | None
+        ] = {}  # None: made, and this rank is not in it
         # Each stage has groups of its own: two stages on one Gloo group would be matched with each other by order of
         # arrival, which sums the wrong tensors without a word.
         self._owned: list[dist.ProcessGroup] = []
@@ -66,7 +70,9 @@ class CommGroups:
         # `Any`: torch 2.15 types them as a group or the number that stands for none, 2.13 as a group.
         if self._share and missing and _can_be_split():
             split: Any = dist.split_group(
-                split_ranks=[list(ranks) for ranks in missing], timeout=self._timeout, group_desc=desc
+                split_ranks=[list(ranks) for ranks in missing],
+                timeout=self._timeout,
+                group_desc=desc,
             )
             return [(ranks, split if self.topology.rank in ranks else None) for ranks in missing]
         made = []
@@ -100,17 +106,27 @@ class CommGroups:
         """Free the group of one stage (no shared one): ranks that wait in a collective of it learn so by an error."""
         group = self.by_stage.get(stage)
         self.by_stage[stage] = None
-        self._built = {ranks: each for ranks, each in self._built.items() if each is not group}  # no reference may stay
+        self._built = {
+            ranks: each for ranks, each in self._built.items() if each is not group
+        }  # no reference may stay
         if group is not None:
             self._owned = [owned for owned in self._owned if owned is not group]
             destroy(group)
 
 
-def own_group(sets: Sequence[Sequence[int]], *, timeout: timedelta | None, desc: str, **options: Any) -> Any:
+def own_group(
+    sets: Sequence[Sequence[int]], *, timeout: timedelta | None, desc: str, **options: Any
+) -> Any:
     """Make a group for each of these sets, which divide the world; return that of this rank. Collective."""
-    if not options and _can_be_split():  # else each is a split of its own, in which all ranks take part
-        return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout, group_desc=desc)
-    made = [dist.new_group(list(ranks), timeout=timeout, group_desc=desc, **options) for ranks in sets]
+    if (
+        not options and _can_be_split()
+    ):  # else each is a split of its own, in which all ranks take part
+        return dist.split_group(
+            split_ranks=[list(ranks) for ranks in sets], timeout=timeout, group_desc=desc
+        )
+    made = [
+        dist.new_group(list(ranks), timeout=timeout, group_desc=desc, **options) for ranks in sets
+    ]
     return next(group for ranks, group in zip(sets, made, strict=True) if dist.get_rank() in ranks)
 
 
@@ -131,7 +147,9 @@ def _several(partition: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [ranks for ranks in partition if len(ranks) > 1]
 
 
-def new_node_group(topology: Topology, *, timeout: timedelta | None, desc: str) -> dist.ProcessGroup:
+def new_node_group(
+    topology: Topology, *, timeout: timedelta | None, desc: str
+) -> dist.ProcessGroup:
     """Make a group for each node, and return that of this rank's. Collective: every rank must call it."""
     group: dist.ProcessGroup = own_group(topology.nodes, timeout=timeout, desc=desc)
     return group

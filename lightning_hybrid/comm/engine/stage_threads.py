@@ -41,7 +41,9 @@ class StageThread:
     successor: StageThread | None = None
     num_put: int = 0  # this and the next have one writer each, so they need no lock
     num_done: int = 0
-    is_inside: bool = False  # some thread, its own or its predecessor's, is in this stage, or about to be
+    is_inside: bool = (
+        False  # some thread, its own or its predecessor's, is in this stage, or about to be
+    )
     # None ends the thread, and then its successor.
     queue: queue.SimpleQueue[Chunk | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
@@ -60,7 +62,9 @@ class StageThread:
 class StageThreads:
     """All stage threads of an engine; `watchdog` compares new buckets, and reports what a stage raises to all ranks."""
 
-    def __init__(self, *, groups: CommGroups, trace: CommTrace, latch: FailureLatch, watchdog: Watchdog) -> None:
+    def __init__(
+        self, *, groups: CommGroups, trace: CommTrace, latch: FailureLatch, watchdog: Watchdog
+    ) -> None:
         self._groups = groups
         self._copies = CopyPool()
         self._trace = trace
@@ -73,7 +77,9 @@ class StageThreads:
     def use(self, columns: Mapping[Algorithm, int]) -> None:
         """Start the threads of this many columns of each algorithm."""
         for algorithm, num_columns in columns.items():
-            self._columns[algorithm] = [self._start(algorithm, column) for column in range(num_columns)]
+            self._columns[algorithm] = [
+                self._start(algorithm, column) for column in range(num_columns)
+            ]
             # From zero on every rank: the round robin over columns must be the same everywhere.
             self._num_put[algorithm] = 0
 
@@ -92,9 +98,16 @@ class StageThreads:
             each.thread.start()
         return stage_threads
 
-    def accept(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
+    def accept(
+        self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None
+    ) -> None:
         """Cut a bucket into chunks, and queue them, round the columns. Called in the order of submits."""
-        bucket.split(job, bucket.plan.num_chunks, checksum=checksum, alignment=BLOCK if bucket.is_coded else ALIGNMENT)
+        bucket.split(
+            job,
+            bucket.plan.num_chunks,
+            checksum=checksum,
+            alignment=BLOCK if bucket.is_coded else ALIGNMENT,
+        )
         bucket.traced_s = self._trace.begin(
             num_bytes=bucket.plan.num_bytes,
             is_last=bucket.is_last,
@@ -103,7 +116,9 @@ class StageThreads:
         )
         columns = self._columns[bucket.plan.algorithm]
         for chunk in bucket.chunks:
-            column = columns[self._num_put[bucket.plan.algorithm] % len(columns)]  # round robin, the same on every rank
+            column = columns[
+                self._num_put[bucket.plan.algorithm] % len(columns)
+            ]  # round robin, the same on every rank
             self._num_put[bucket.plan.algorithm] += 1
             if column:  # empty where this rank is alone
                 column[0].put(chunk)
@@ -124,7 +139,9 @@ class StageThreads:
     def _serve(self, stage_thread: StageThread) -> None:
         for chunk in iter(stage_thread.queue.get, None):
             self._pass_through(stage_thread, chunk)
-            stage_thread.num_done += 1  # after the chunk was handed on: "idle" means empty and at rest
+            stage_thread.num_done += (
+                1  # after the chunk was handed on: "idle" means empty and at rest
+            )
             del chunk  # a thread that waits keeps no gradients alive
         if stage_thread.successor is not None:
             stage_thread.successor.queue.put(None)
@@ -147,7 +164,9 @@ class StageThreads:
 
     def _has_run(self, stage_thread: StageThread, chunk: Chunk) -> bool:
         """Run a stage; returns False where it failed, or something else did before."""
-        stage_thread.is_inside = True  # set before the look at failures: after one the group of an idle stage is freed
+        stage_thread.is_inside = (
+            True  # set before the look at failures: after one the group of an idle stage is freed
+        )
         if self._latch.error:
             stage_thread.is_inside = False
             return False
@@ -161,13 +180,17 @@ class StageThreads:
                 chunk.begin(self._watchdog, self._copies)
             run_stage(stage, chunk.job, self._groups.by_stage[stage_thread.group_name])
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the group, whose end sets other ranks free
+            traceback.clear_frames(
+                error.__traceback__
+            )  # they hold the group, whose end sets other ranks free
             self._fail(chunk, stage.name, error)
             return False
         finally:
             stage_thread.is_inside = False
             if self._trace.keep_events:
-                self._trace.stage(chunk.bucket.plan, stage.name, stage_thread.column, began_s, chunk.num_bytes)
+                self._trace.stage(
+                    chunk.bucket.plan, stage.name, stage_thread.column, began_s, chunk.num_bytes
+                )
         return True
 
     def _end_chunk(self, chunk: Chunk) -> None:
@@ -187,7 +210,9 @@ class StageThreads:
 
         `limit_s` is asked again and again: how long, from now on, a stage may still be waited for.
         """
-        found = [each for columns in self._columns.values() for column in columns for each in column]
+        found = [
+            each for columns in self._columns.values() for column in columns for each in column
+        ]
         for each in found:
             if each.is_first:
                 each.queue.put(None)
@@ -206,7 +231,9 @@ class StageThreads:
             if waiting is not None and waiting.thread is not None:
                 # Short waits, as a failure may come meanwhile and then groups have to be freed here.
                 waiting.thread.join(0.02)
-        stuck = [each.group_name for each in found if each.is_alive]  # their groups must outlive them
+        stuck = [
+            each.group_name for each in found if each.is_alive
+        ]  # their groups must outlive them
         if not stuck:
             self._groups.destroy()
         return stuck

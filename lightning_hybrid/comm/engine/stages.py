@@ -55,24 +55,36 @@ def _all_reduce(job: Job, group: dist.ProcessGroup) -> None:
 
 def _all_reduce_chunk(job: Job, group: dist.ProcessGroup) -> None:
     # With several ranks on a node the group mixes links: the forms by bytes are for one rank on each node.
-    _sum_across_(job.flat, job, group, _all_reduce_by_bytes if job.topology.ranks_per_node == 1 else _ring)
+    _sum_across_(
+        job.flat, job, group, _all_reduce_by_bytes if job.topology.ranks_per_node == 1 else _ring
+    )
 
 
 def _all_reduce_leaders(job: Job, group: dist.ProcessGroup) -> None:
     if job.adasum_numels:
-        adasum_(job.flat, job.adasum_numels, group, sum_=_ring if job.by_backend else _all_reduce_by_bytes)
+        adasum_(
+            job.flat,
+            job.adasum_numels,
+            group,
+            sum_=_ring if job.by_backend else _all_reduce_by_bytes,
+        )
         return
     _sum_across_(job.flat, job, group, _all_reduce_by_bytes)
 
 
 def _sum_across_(
-    flat: Tensor, job: Job, group: dist.ProcessGroup, all_reduce: Callable[[Tensor, dist.ProcessGroup], None]
+    flat: Tensor,
+    job: Job,
+    group: dist.ProcessGroup,
+    all_reduce: Callable[[Tensor, dist.ProcessGroup], None],
 ) -> None:
     if job.blocks is not None:
         nodes = job.topology.nodes
         node = job.topology.node
         # Noise that depends on the node alone is the same in every algorithm in which nodes send one message.
-        sender = nodes.index(node) if dist.get_world_size(group) == len(nodes) else dist.get_rank(group)
+        sender = (
+            nodes.index(node) if dist.get_world_size(group) == len(nodes) else dist.get_rank(group)
+        )
         blocks = job.blocks.since(job.shard_begin)
         sum_coded_(flat, blocks, group, sender=sender, by_backend=job.by_backend)
         return
@@ -106,7 +118,9 @@ def _all_reduce_by_bytes(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 def _reduce_to_leader(job: Job, group: dist.ProcessGroup) -> None:
     if job.by_backend:
-        dist.reduce(job.flat, dst=dist.get_global_rank(group, 0), group=group)  # the node's leader is its first
+        dist.reduce(
+            job.flat, dst=dist.get_global_rank(group, 0), group=group
+        )  # the node's leader is its first
     else:
         gloo_p2p.reduce_to_first_(job.flat, group)
 
@@ -187,7 +201,9 @@ EXCHANGES: dict[Exchange, tuple[Stage, ...]] = {
         Stage(name="gather_weights_across", scope="across", run=node_exchange.gather_across_),
         Stage(name="gather_weights_inside", scope="node", run=node_exchange.gather_),
     ),
-    "world_collect": (Stage(name="collect_state_of_all", scope="world", run=node_exchange.collect_),),
+    "world_collect": (
+        Stage(name="collect_state_of_all", scope="world", run=node_exchange.collect_),
+    ),
 }
 
 

@@ -90,10 +90,16 @@ class ViewGroups(CommGroups):
         """Connect to the store, and make the group of all ranks. From here on `cut` may be called."""
         host, _, port = self._store_at.rpartition(":")
         # A client alone: its server ends with the rank that coordinates the view, or sooner.
-        connect = partial(dist.TCPStore, is_master=False, timeout=STORE_LIMIT, wait_for_workers=False)
-        self.store = _in_thread(partial(connect, host, int(port)), self._device, is_over=self._is_late)
+        connect = partial(
+            dist.TCPStore, is_master=False, timeout=STORE_LIMIT, wait_for_workers=False
+        )
+        self.store = _in_thread(
+            partial(connect, host, int(port)), self._device, is_over=self._is_late
+        )
         if self.topology.world_size > 1:
-            world = self.world = self._new_group(tuple(range(self.topology.world_size)), "view", "gloo")
+            world = self.world = self._new_group(
+                tuple(range(self.topology.world_size)), "view", "gloo"
+            )
             self._owned.append(world)
 
     def _make(
@@ -111,7 +117,15 @@ class ViewGroups(CommGroups):
         more: dict[str, Any] = {"group_name": name, "timeout": self._timeout, "group_desc": desc}
         if backend == "nccl":
             more |= {"backend_options": options_of_nccl(self._timeout), "device_id": self._device}
-        make = partial(torch_groups._new_process_group_helper, len(ranks), rank, [], backend, self.store, **more)
+        make = partial(
+            torch_groups._new_process_group_helper,
+            len(ranks),
+            rank,
+            [],
+            backend,
+            self.store,
+            **more,
+        )
         group, _ = _in_thread(make, self._device, is_over=self._is_late)
         if backend == "nccl":
             self._on_devices[name] = group
@@ -194,7 +208,9 @@ class ViewGroups(CommGroups):
             self._cut_s = monotonic()
             _in_thread(torch.cuda.synchronize, self._device, is_over=self._is_late)
             if self._stuck:
-                raise RuntimeError(f"comm: groups {self._stuck} of the former view do not end on {self._device}")
+                raise RuntimeError(
+                    f"comm: groups {self._stuck} of the former view do not end on {self._device}"
+                )
         return super()._give_up()
 
     def destroy(self) -> None:
@@ -275,6 +291,9 @@ def _shut_clients_of(address: str) -> None:
     for name in os.listdir("/proc/self/fd"):
         if not Path(f"/proc/self/fd/{name}").is_socket():
             continue
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:  # the copy's number stays what it is
+        with (
+            suppress(OSError),
+            socket.socket(fileno=os.dup(int(name))) as one,
+        ):  # the copy's number stays what it is
             if one.getpeername()[:2] in ((host, int(port)), (f"::ffff:{host}", int(port))):
                 one.shutdown(socket.SHUT_RDWR)

@@ -38,7 +38,9 @@ def abort_together(groups: Iterable[tuple[str, dist.ProcessGroup]], *, limit_s: 
     """Abort these groups, each in a thread; returns names of those that have not ended within the limit."""
     threads = []
     for name, group in groups:
-        thread = threading.Thread(target=_abort, args=(group,), name=f"comm-abort-{name}", daemon=True)
+        thread = threading.Thread(
+            target=_abort, args=(group,), name=f"comm-abort-{name}", daemon=True
+        )
         thread.start()
         threads.append((name, thread))
     end_s = monotonic() + limit_s
@@ -54,7 +56,9 @@ def end_waits(group: dist.ProcessGroup) -> None:
     To shut its sockets is not enough: a connection whose message is for a wait that has failed is not looked at again.
     """
     for rank in set(range(group.size())) - {group.rank()}:
-        with suppress(RuntimeError):  # over its time, or closed already, where the next one may not be
+        with suppress(
+            RuntimeError
+        ):  # over its time, or closed already, where the next one may not be
             group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
 
 
@@ -83,4 +87,6 @@ def is_on_hosts(group: Any) -> bool:
 
 
 def _is_on_hosts(backend: Any) -> bool:
-    return hasattr(backend, "name") and backend.name() in _ON_HOSTS  # one in Python may have no name
+    return (
+        hasattr(backend, "name") and backend.name() in _ON_HOSTS
+    )  # one in Python may have no name

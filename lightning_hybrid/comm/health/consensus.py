@@ -62,7 +62,9 @@ def compare_plans(
     own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
     own["dtype_across_nodes"] = str(across_nodes)  # a dtype, or a codec
     own |= compared or {}
-    gathered: list[tuple[dict, dict, str, str, list[str]]] = [({}, {}, "", "", [])] * topology.world_size
+    gathered: list[tuple[dict, dict, str, str, list[str]]] = [
+        ({}, {}, "", "", [])
+    ] * topology.world_size
     values = (own, software(), uuid.uuid4().hex, host_identity()[0], tcp_info.own_addresses())
     dist.all_gather_object(gathered, values, group=group)
     hosts = [host for *_, host, _ in gathered]

@@ -28,7 +28,9 @@ class RankStatus:
     recent: tuple[str, ...] = ()  # the latest of them, oldest first
     has_left: bool = False  # it closed its engine
     is_inside: bool = False  # its oldest bucket in flight is in a collective, or it is in another: it waits, or works
-    liveness: Mapping[str, Liveness] = field(default_factory=dict)  # what it knows of the hosts at other addresses
+    liveness: Mapping[str, Liveness] = field(
+        default_factory=dict
+    )  # what it knows of the hosts at other addresses
 
     def to_json(self) -> str:
         """Write the status as JSON, for the store."""
@@ -38,7 +40,9 @@ class RankStatus:
     def from_json(cls, text: str) -> RankStatus:
         """Read what `to_json` wrote."""
         values = json.loads(text)
-        liveness = {address: (word, heard_s) for address, (word, heard_s) in values["liveness"].items()}
+        liveness = {
+            address: (word, heard_s) for address, (word, heard_s) in values["liveness"].items()
+        }
         return cls(**{**values, "recent": tuple(values["recent"]), "liveness": liveness})
 
 
@@ -55,7 +59,9 @@ def diagnose(
     """
     silent = [rank for rank, each in enumerate(statuses) if each is None]
     left = [rank for rank, each in enumerate(statuses) if each is not None and each.has_left]
-    here = {rank: each for rank, each in enumerate(statuses) if each is not None and not each.has_left}
+    here = {
+        rank: each for rank, each in enumerate(statuses) if each is not None and not each.has_left
+    }
     most = max((each.num_submitted for each in here.values()), default=0)
     different = _other_buckets(here)
     behind = [rank for rank, each in here.items() if each.num_submitted < most]
@@ -88,16 +94,21 @@ def diagnose(
         )
     elif absent:  # the network is no cause while a rank is outside
         blame = f"every rank answers, and none is in a collective: {_by_place(here)}. Look for the one that hangs"
-    elif all(", called by " in each.place for each in here.values()) and len({one.place for one in here.values()}) > 1:
+    elif (
+        all(", called by " in each.place for each in here.values())
+        and len({one.place for one in here.values()}) > 1
+    ):
         blame = (
             f"ranks wait in different collectives: {_by_place(here)}. Look for one behind a condition that ranks see "
             "differently"
         )
     else:
         blame = f"every rank answers, so the network between them is the cause ({_by_place(here)})"
-    return (
-        f"comm: {blame}. {noticed}.{places_of(silent or left or ((behind or absent) if not different else []), hosts)}"
-    )
+    if not different:
+        late = behind or absent
+    else:
+        late = []
+    return f"comm: {blame}. {noticed}.{places_of(silent or left or late, hosts)}"
 
 
 def is_lost(statuses: Sequence[RankStatus | None]) -> bool:
@@ -108,7 +119,11 @@ def is_lost(statuses: Sequence[RankStatus | None]) -> bool:
     (False, True)
     """
     here = {rank: each for rank, each in enumerate(statuses) if each is not None}
-    return len(here) < len(statuses) or any(each.has_left for each in here.values()) or _other_buckets(here) is not None
+    return (
+        len(here) < len(statuses)
+        or any(each.has_left for each in here.values())
+        or _other_buckets(here) is not None
+    )
 
 
 def _no_answer(
@@ -132,19 +147,28 @@ def _no_answer(
             if each is not None
         ]
         liveness = most_telling(found)
-        states.append("" if liveness is None or host is None else describe_liveness(liveness, host=host))
+        states.append(
+            "" if liveness is None or host is None else describe_liveness(liveness, host=host)
+        )
     parts = []
     for state, ranks in grouped(zip(states, silent, strict=True)).items():
         its = "its process is" if len(ranks) == 1 else "their processes are"
         does = "does" if len(ranks) == 1 else "do"
-        parts.append(f"{name_ranks(ranks)} {does} not answer: {state or f'{its} dead, stopped or unreachable'}")
+        parts.append(
+            f"{name_ranks(ranks)} {does} not answer: {state or f'{its} dead, stopped or unreachable'}"
+        )
     return "; ".join(parts)
 
 
 def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Say in a sentence on which host each of these ranks is, of no ranks all; empty where hosts are not known."""
-    by_host = grouped((hosts[rank], rank) for rank in ranks or range(len(hosts)) if rank < len(hosts))
-    places = [f"{name_ranks(few)} {'is' if len(few) == 1 else 'are'} on host {host}" for host, few in by_host.items()]
+    by_host = grouped(
+        (hosts[rank], rank) for rank in ranks or range(len(hosts)) if rank < len(hosts)
+    )
+    places = [
+        f"{name_ranks(few)} {'is' if len(few) == 1 else 'are'} on host {host}"
+        for host, few in by_host.items()
+    ]
     more = f" and {len(places) - 4} hosts more" if len(places) > 4 else ""
     words = ", ".join(places[:4]) + more
     return f" {words[0].upper()}{words[1:]}." if places else ""
@@ -155,17 +179,24 @@ def _other_buckets(here: dict[int, RankStatus]) -> str | None:
     # Each rank remembers only its latest records, so they are compared by their place in the order of all submits.
     # Where the difference is older than that, the hashes of the whole order show it.
     first = {rank: each.num_submitted - len(each.recent) for rank, each in here.items()}
-    for place in range(max(first.values(), default=0), max((each.num_submitted for each in here.values()), default=0)):
+    for place in range(
+        max(first.values(), default=0),
+        max((each.num_submitted for each in here.values()), default=0),
+    ):
         # A rank that has not come so far says nothing of this place.
         came = {rank: each for rank, each in here.items() if place < each.num_submitted}
         by_record = grouped((each.recent[place - first[rank]], rank) for rank, each in came.items())
         if len(by_record) > 1:
-            return _other_order(sorted(by_record.items(), key=lambda item: (-len(item[1]), item[1])))
+            return _other_order(
+                sorted(by_record.items(), key=lambda item: (-len(item[1]), item[1]))
+            )
     by_order = grouped(((each.num_submitted, each.order), rank) for rank, each in here.items())
     # Equal counts must have equal hashes.
     if len(by_order) > len({num_submitted for num_submitted, _ in by_order}):
         ranks = sorted(by_order.values(), key=lambda ranks: (-len(ranks), ranks))
-        return _other_order([("something else, longer ago than is remembered,", each) for each in ranks])
+        return _other_order(
+            [("something else, longer ago than is remembered,", each) for each in ranks]
+        )
     return None
 
 
@@ -206,7 +237,12 @@ def differing(values: Sequence[dict[str, Any]]) -> str:
     """
     found = []
     for key in dict.fromkeys(key for each in values for key in each):
-        by_value = grouped((repr(each.get(key)), rank) for rank, each in enumerate(values))  # values may have no hash
+        by_value = grouped(
+            (repr(each.get(key)), rank) for rank, each in enumerate(values)
+        )  # values may have no hash
         if len(by_value) > 1:
-            found.append(f"`{key}` is " + " and ".join(f"{v} on {name_ranks(r)}" for v, r in by_value.items()))
+            found.append(
+                f"`{key}` is "
+                + " and ".join(f"{v} on {name_ranks(r)}" for v, r in by_value.items())
+            )
     return "; ".join(found)

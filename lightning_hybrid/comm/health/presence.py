@@ -44,7 +44,9 @@ def collect(
 
     def statuses() -> list[RankStatus | None]:
         there = [next((key for key in of_rank if store.check([key])), None) for of_rank in keys]
-        return [None if key is None else RankStatus.from_json(store.get(key).decode()) for key in there]
+        return [
+            None if key is None else RankStatus.from_json(store.get(key).decode()) for key in there
+        ]
 
     missing = list(range(len(keys)))
     end_s = monotonic() + limit_s
@@ -97,7 +99,9 @@ class Presence:
         if stalled_s < ASK_AFTER_S:
             self._num_in_a_row = 0
             return False
-        return stalled_s >= ASK_AFTER_S * 2**self._num_in_a_row + 0.5 * min(self._rank, 8)  # low ranks first
+        return stalled_s >= ASK_AFTER_S * 2**self._num_in_a_row + 0.5 * min(
+            self._rank, 8
+        )  # low ranks first
 
     def ask_all(self) -> list[RankStatus | None]:
         """Ask all ranks for their status, and wait for the answers up to `PATIENCE_S`."""
@@ -106,4 +110,11 @@ class Presence:
         # A rank that left has no answer any more, but its last status.
         keys = [(f"answer/{number}/{rank}", f"status/{rank}") for rank in range(self._world_size)]
         # Another rank may have asked as well, so this one answers meanwhile.
-        return collect(self._store, keys, limit_s=PATIENCE_S, ask=self._ask, wait=self._wait, meanwhile=self.answer)
+        return collect(
+            self._store,
+            keys,
+            limit_s=PATIENCE_S,
+            ask=self._ask,
+            wait=self._wait,
+            meanwhile=self.answer,
+        )

@@ -18,7 +18,11 @@ def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) 
     """Describe the first name whose values are not the same on all ranks, and who holds which."""
     differing = names_that_differ(values_of)
     names = {name for values in values_of for name in values}
-    held = {rank: of for rank, of in enumerate(values_of) if differing[0] in of or not differing[0].startswith(PART)}
+    held = {
+        rank: of
+        for rank, of in enumerate(values_of)
+        if differing[0] in of or not differing[0].startswith(PART)
+    }
     by_value = grouped((values.get(differing[0]), rank) for rank, values in held.items())
     # The value that most ranks hold is taken for the right one; of equally many, that of the lowest rank.
     (_, most), *others = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
@@ -37,7 +41,10 @@ def names_that_differ(values_of: Sequence[dict[str, int]]) -> list[str]:
     []
     """
     names = list(dict.fromkeys(name for values in values_of for name in values))
-    holders = {name: [values for values in values_of if name in values or not name.startswith(PART)] for name in names}
+    holders = {
+        name: [values for values in values_of if name in values or not name.startswith(PART)]
+        for name in names
+    }
     return [name for name in names if len({values.get(name) for values in holders[name]}) > 1]
 
 

@@ -98,8 +98,15 @@ def liveness_by_address(found: Iterable[TcpConnection], *, waited_s: float) -> d
     for each in found:
         if each.is_open:
             was_heard = each.heard_s < waited_s - MARGIN_S  # since the wait began
-            word = ("slow" if was_heard else "cut") if each.is_waiting else ("taken" if was_heard else "idle")
-            known[each.peer] = most_telling([known.get(each.peer), (word, each.heard_s)]) or (word, each.heard_s)
+            word = (
+                ("slow" if was_heard else "cut")
+                if each.is_waiting
+                else ("taken" if was_heard else "idle")
+            )
+            known[each.peer] = most_telling([known.get(each.peer), (word, each.heard_s)]) or (
+                word,
+                each.heard_s,
+            )
     return known
 
 

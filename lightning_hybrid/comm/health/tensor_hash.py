@@ -43,20 +43,27 @@ class Fingerprint:
         sums = _integers(tensor)
         level = 0
         while level == 0 or sums.numel() > 1:
-            sums = self._rows(sums if level == 0 else sums.view(torch.int32), self._weights_of(level, tensor.device))
+            sums = self._rows(
+                sums if level == 0 else sums.view(torch.int32),
+                self._weights_of(level, tensor.device),
+            )
             level += 1
         return sums[0]
 
     def combine(self, fingerprints: list[Tensor]) -> Tensor:
         """Combine several fingerprints, in order, into one: int64, 0-dim."""
-        return self.of(torch.stack([one.to(self.device, non_blocking=True) for one in fingerprints]))
+        return self.of(
+            torch.stack([one.to(self.device, non_blocking=True) for one in fingerprints])
+        )
 
     def _rows(self, values: Tensor, weights: Tensor) -> Tensor:
         whole = values.numel() // _ROW * _ROW
         rows = values[:whole].view(-1, _ROW)
         rest = values[whole:]
         block_rows = _BLOCK_ROWS if values.device.type == "cpu" else _BLOCK_ROWS_ON_CUDA
-        blocks = rows.split(block_rows) if whole else ()  # torch 2.11 cannot trace the split of no rows
+        blocks = (
+            rows.split(block_rows) if whole else ()
+        )  # torch 2.11 cannot trace the split of no rows
         sums = [(block * weights).sum(1) for block in blocks]
         if rest.numel() or not sums:
             sums.append((rest * weights[: rest.numel()]).sum().view(1))
@@ -65,7 +72,9 @@ class Fingerprint:
     def _weights_of(self, level: int, device: torch.device) -> Tensor:
         if (level, device) not in self._weights:
             # Fixed seeds: every process and machine has the same weights.
-            drawn = np.random.default_rng([1202, 4961, level]).integers(0, 2**64, _ROW, dtype=np.uint64)
+            drawn = np.random.default_rng([1202, 4961, level]).integers(
+                0, 2**64, _ROW, dtype=np.uint64
+            )
             odd = (drawn | np.uint64(1)).view(np.int64)
             self._weights[level, device] = torch.from_numpy(odd).to(device)
         return self._weights[level, device]
@@ -76,7 +85,9 @@ def _integers(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         flat = tensor.view(-1)
     elif tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
-        flat = tensor.as_strided((tensor.numel(),), (1,), 0)  # another order of dimensions, such as channels_last
+        flat = tensor.as_strided(
+            (tensor.numel(),), (1,), 0
+        )  # another order of dimensions, such as channels_last
     else:
         flat = tensor.contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 4:

@@ -42,9 +42,15 @@ def _place_of(frame: FrameType | None) -> tuple[str, bool]:
     name = ""
     within = frame
     while within is not None and within.f_code.co_filename.startswith(_COLLECTIVES):
-        name = name if within.f_code.co_name == "wrapper" else within.f_code.co_name  # torch's, around each collective
+        name = (
+            name if within.f_code.co_name == "wrapper" else within.f_code.co_name
+        )  # torch's, around each collective
         within = within.f_back
-    while within is not None and within.f_back is not None and _is_of_others(within.f_code.co_filename):
+    while (
+        within is not None
+        and within.f_back is not None
+        and _is_of_others(within.f_code.co_filename)
+    ):
         within = within.f_back
     if within is None:
         return "at an unknown place", False

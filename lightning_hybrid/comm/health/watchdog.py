@@ -104,12 +104,16 @@ class Watchdog:
         """Fail on every rank because a stage raised here."""
         # This rank's own error, or a diagnosis where the error is how a backend says that another rank failed.
         is_elsewhere = comes_from_others(cause)
-        error = self.collect_status(noticed) if is_elsewhere else self.raise_alarm(f"comm: {noticed}.")
+        error = (
+            self.collect_status(noticed) if is_elsewhere else self.raise_alarm(f"comm: {noticed}.")
+        )
         self._watched.trip(error, cause)
 
     def raise_alarm(self, error: str) -> str:
         """Write this rank's error for all; returns the one that holds, which is an earlier one if there is one."""
-        error = error.rstrip(".") + "." + places_of([self._rank], self._hosts)  # with the host of this rank
+        error = (
+            error.rstrip(".") + "." + places_of([self._rank], self._hosts)
+        )  # with the host of this rank
         return self._agreed(lambda: self._write_error(error), error)
 
     def collect_status(self, noticed: str) -> str:
@@ -118,7 +122,9 @@ class Watchdog:
             return f"comm: {noticed}."
 
         def diagnosis() -> str:
-            return self._write_error(diagnose(noticed, self._all_status(), self._hosts, self._addresses))
+            return self._write_error(
+                diagnose(noticed, self._all_status(), self._hosts, self._addresses)
+            )
 
         return self._agreed(diagnosis, f"comm: {noticed}.")
 
@@ -132,7 +138,9 @@ class Watchdog:
         if self._thread.ident is not None:  # it was started
             self._thread.join(STORE_LIMIT_S)
         status = self._watched.status()
-        left = RankStatus(num_submitted=status.num_submitted, order=status.order, place="gone", has_left=True)
+        left = RankStatus(
+            num_submitted=status.num_submitted, order=status.order, place="gone", has_left=True
+        )
         try:
             self._ask(lambda: self._store.set(f"status/{self._rank}", left.to_json()))
             # The store may end with rank 0: it stays until others have read the error, for a limited time.
@@ -178,9 +186,15 @@ class Watchdog:
                     self._note_read(error_of_all)
                     self._watched.trip(error_of_all)
                     return
-                if self._give_up_after_s is not None and not has_answered and not self._ended.is_set():
+                if (
+                    self._give_up_after_s is not None
+                    and not has_answered
+                    and not self._ended.is_set()
+                ):
                     self._presence.answer()
-                    if stalled_s > self._give_up_after_s or self._presence.is_time_to_ask(stalled_s):
+                    if stalled_s > self._give_up_after_s or self._presence.is_time_to_ask(
+                        stalled_s
+                    ):
                         self._ask_who_is_there(stalled_s)
                 num_unanswered = 0
             except Exception as error:
@@ -188,7 +202,9 @@ class Watchdog:
                 # One silent request may be another thread's doing; an error of the connection is final.
                 if isinstance(error, TimeoutError) and num_unanswered < PATIENCE:
                     continue
-                if is_stalled and not self._ended.is_set():  # else nothing here waits for the others
+                if (
+                    is_stalled and not self._ended.is_set()
+                ):  # else nothing here waits for the others
                     self._is_cut_off = True
                     self._watched.trip(
                         f"{self._store_failed(error)}. Rank {self._rank} noticed, now {self._watched.status().place}: "
@@ -197,7 +213,9 @@ class Watchdog:
                     return
 
     def _ask_who_is_there(self, stalled_s: float) -> None:
-        noticed = f"rank {self._rank} has waited {stalled_s:.0f} s, now {self._watched.status().place}"
+        noticed = (
+            f"rank {self._rank} has waited {stalled_s:.0f} s, now {self._watched.status().place}"
+        )
         assert self._give_up_after_s is not None
         if stalled_s > self._give_up_after_s:
             self.collect_status(noticed)
@@ -225,13 +243,21 @@ class Watchdog:
         connections = tcp_info.tcp_connections()
         # All connections to the store's host, not that of the store alone: any of them shows that the host lives.
         to_host = {each.peer for each in connections if each.port == port}
-        found = tcp_info.liveness_by_address([each for each in connections if each.peer in to_host], waited_s=waited_s)
-        liveness = tcp_info.most_telling(list(found.values())) if isinstance(error, TimeoutError) else None
+        found = tcp_info.liveness_by_address(
+            [each for each in connections if each.peer in to_host], waited_s=waited_s
+        )
+        liveness = (
+            tcp_info.most_telling(list(found.values())) if isinstance(error, TimeoutError) else None
+        )
         host = self._hosts[0] if self._hosts else "of rank 0"
         if liveness is not None:
             state = f"says nothing: {tcp_info.describe_liveness(liveness, host=host)}"
         else:
-            state = "is dead, stopped or unreachable" if isinstance(error, TimeoutError) else "is dead or unreachable"
+            state = (
+                "is dead, stopped or unreachable"
+                if isinstance(error, TimeoutError)
+                else "is dead or unreachable"
+            )
         holder = "rank 0, or the launcher that keeps it,"
         return f"comm: the store through which the ranks met does not answer: {holder} {state}"
 
@@ -248,7 +274,13 @@ class Watchdog:
         keys = [(f"status/{rank}",) for rank in range(self._world_size)]
         # As long as the slowest watchdog may take to look; the last term is the time to read so many answers.
         limit_s = self._idle_poll_s + 2 * self._poll_s + 0.5 + self._world_size / 250
-        return collect(self._store, keys, limit_s=limit_s, ask=lambda request: request(), wait=threading.Event().wait)
+        return collect(
+            self._store,
+            keys,
+            limit_s=limit_s,
+            ask=lambda request: request(),
+            wait=threading.Event().wait,
+        )
 
     def _agreed(self, ask: Callable[[], str], otherwise: str) -> str:
         try:
@@ -256,7 +288,9 @@ class Watchdog:
                 return self._error_of_all
             if self._is_cut_off:
                 raise TimeoutError("no answer before")
-            error_of_all: str = self._ask(ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S + self._world_size / 250)
+            error_of_all: str = self._ask(
+                ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S + self._world_size / 250
+            )
         except Exception as error:
             self._is_cut_off = True
             return (
@@ -279,7 +313,9 @@ class Watchdog:
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=run, name="comm-ask", daemon=True)  # left behind if the store never answers
+        thread = threading.Thread(
+            target=run, name="comm-ask", daemon=True
+        )  # left behind if the store never answers
         thread.start()
         thread.join(own_limit_s)
         if errors:
@@ -298,7 +334,9 @@ def is_of_a_collective(error: BaseException) -> bool:
     False
     """
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text)
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
+    )
 
 
 def failed_wait(error: BaseException | None) -> BaseException | None:
@@ -312,8 +350,12 @@ def comes_from_others(error: Exception) -> bool:
     """Return whether an error is how Gloo, NCCL, a store or our own check say that another rank is the cause."""
     # By its words: both backends raise plain RuntimeErrors, and Gloo those of a store ("Broken pipe") as they are.
     words = ("gloo", "connection", "timed out", "timeout", "nccl", "socket")
-    is_of_backend = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
-    return is_of_backend or isinstance(error, OrderError | dist.DistNetworkError | dist.DistStoreError)
+    is_of_backend = isinstance(error, RuntimeError) and any(
+        word in str(error).lower() for word in words
+    )
+    return is_of_backend or isinstance(
+        error, OrderError | dist.DistNetworkError | dist.DistStoreError
+    )
 
 
 def short(error: BaseException) -> str:
@@ -326,7 +368,9 @@ def private_store(prefix: str) -> dist.Store:
     """Return the default process group's store, under a prefix of our own."""
     # Its client serves one thread at a time. A clone would not wait for others, but costs every rank a connection, and
     # where names are looked up slowly the store's host stands still for seconds at each.
-    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # keys of other engines do not collide
+    return dist.PrefixStore(
+        prefix, dist.distributed_c10d._get_default_store()
+    )  # keys of other engines do not collide
 
 
 def store_port() -> int | None:

@@ -20,7 +20,9 @@ class Traffic:
 
     def without_gather(self, scope: Literal["node", "world"]) -> Traffic:
         """Return that of a sum of which each rank gets a part, as the ranks of a node share it, or all."""
-        return replace(self, inside=self.inside / 2, across=self.across / (2 if scope == "world" else 1))
+        return replace(
+            self, inside=self.inside / 2, across=self.across / (2 if scope == "world" else 1)
+        )
 
 
 NO_TRAFFIC = Traffic()
@@ -76,7 +78,9 @@ def traffic_of(
         if algorithm == "world_sum":
             return replace(traffic_of("flat", topology, num_bytes), least_across=0.0)
         scope, _, what = algorithm.partition("_")
-        times = {"sum": 2.0, "gather": 1.0}.get(what, 1 / (most_ranks if scope == "node" else num_ranks))
+        times = {"sum": 2.0, "gather": 1.0}.get(
+            what, 1 / (most_ranks if scope == "node" else num_ranks)
+        )
         across = (num_nodes - 1) / num_nodes * num_bytes if scope == "world" else 0.0
         return Traffic(across=across, inside=times * (most_ranks - 1) * num_bytes)
     wire = num_bytes if num_bytes_across is None or num_nodes == 1 else num_bytes_across
@@ -89,12 +93,19 @@ def traffic_of(
     if algorithm in ("flat", "parallel_flat"):
         edge = 2 * (num_ranks - 1) / num_ranks * wire  # bytes over each edge of the ring
         # On each node, the edges of the ring 0 -> 1 -> ... -> 0 that leave it, and those that stay inside.
-        leaving = [sum((rank + 1) % num_ranks not in node for rank in node) for node in map(frozenset, topology.nodes)]
+        leaving = [
+            sum((rank + 1) % num_ranks not in node for rank in node)
+            for node in map(frozenset, topology.nodes)
+        ]
         staying = [len(node) - out for node, out in zip(topology.nodes, leaving, strict=True)]
-        return Traffic(least_across=least_across, across=max(leaving) * edge, inside=max(staying) * edge)
+        return Traffic(
+            least_across=least_across, across=max(leaving) * edge, inside=max(staying) * edge
+        )
     if algorithm == "two_level" and topology.ranks_per_node is None:
         raise ValueError(
             f"`algorithm` (={algorithm!r}) needs nodes of equal size, and these hold "
             f"{[len(node) for node in topology.nodes]} ranks: it is carried by `flat` there, whose bytes to ask for"
         )
-    return Traffic(least_across=least_across, across=least_across, inside=2 * (most_ranks - 1) * num_bytes)
+    return Traffic(
+        least_across=least_across, across=least_across, inside=2 * (most_ranks - 1) * num_bytes
+    )

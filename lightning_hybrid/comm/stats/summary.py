@@ -23,8 +23,12 @@ class BucketSummary:
     num_chunks: int
     traffic: Traffic = dataclasses.field(default_factory=Traffic)  # of one all-reduce of it
     num_times: int = 0  # how often it was averaged
-    in_flight_s: float | None = 0.0  # from submit until averaged; buckets overlap: their sum may exceed `busy_s`
-    exposed_s: float | None = 0.0  # of the step's exposed time, from the end of the bucket done before it to its own
+    in_flight_s: float | None = (
+        0.0  # from submit until averaged; buckets overlap: their sum may exceed `busy_s`
+    )
+    exposed_s: float | None = (
+        0.0  # of the step's exposed time, from the end of the bucket done before it to its own
+    )
 
     @property
     def contents(self) -> tuple[int, int, str, str, int, Traffic]:
@@ -52,11 +56,15 @@ class CommSummary:
     num_buckets: int = 0
     num_bytes: int = 0  # submitted, as on the wire, before any algorithm multiplies them
     busy_s: float | None = 0.0  # with at least one bucket in flight
-    exposed_s: float | None = 0.0  # not hidden: from the submit of a step's last bucket until all of the step are done
+    exposed_s: float | None = (
+        0.0  # not hidden: from the submit of a step's last bucket until all of the step are done
+    )
     least_bytes_across: float = 0.0  # these three on the links of the busiest node, see `Traffic`
     bytes_across: float = 0.0
     bytes_inside: float = 0.0
-    rounding_error: float = 0.0  # of a codec between nodes: sum of the squares of its errors, in a sample of blocks
+    rounding_error: float = (
+        0.0  # of a codec between nodes: sum of the squares of its errors, in a sample of blocks
+    )
     rounded: float = 0.0  # the sum of the squares of what was rounded there
     buckets: tuple[BucketSummary, ...] = ()  # those averaged since, by index
 
@@ -72,7 +80,11 @@ class CommSummary:
     @property
     def achieved_bytes_per_s(self) -> float | None:
         """Least bytes between nodes by the time in flight; None on one node, or where no time was taken."""
-        return self.least_bytes_across / self.busy_s if self.busy_s and self.least_bytes_across else None
+        return (
+            self.least_bytes_across / self.busy_s
+            if self.busy_s and self.least_bytes_across
+            else None
+        )
 
     @property
     def quantisation_nmse(self) -> float | None:
@@ -82,11 +94,17 @@ class CommSummary:
     def __add__(self, other: CommSummary) -> CommSummary:
         buckets: dict[Any, BucketSummary] = {}
         for bucket in (*self.buckets, *other.buckets):
-            seen = buckets.get(bucket.contents)  # a plan that changed makes another bucket of the same index
+            seen = buckets.get(
+                bucket.contents
+            )  # a plan that changed makes another bucket of the same index
             buckets[bucket.contents] = bucket if seen is None else seen + bucket
         names = [field.name for field in dataclasses.fields(self) if field.name != "buckets"]
-        sums: dict[str, Any] = {name: _sum(getattr(self, name), getattr(other, name)) for name in names}
-        by_index = sorted(buckets.values(), key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))
+        sums: dict[str, Any] = {
+            name: _sum(getattr(self, name), getattr(other, name)) for name in names
+        }
+        by_index = sorted(
+            buckets.values(), key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype)
+        )
         return CommSummary(**sums, buckets=tuple(by_index))
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,9 +121,14 @@ class CommSummary:
         >>> CommSummary.from_state_dict(one.state_dict()) == one
         True
         """
-        buckets = (BucketSummary(**{**each, "traffic": Traffic(**each["traffic"])}) for each in state["buckets"])
+        buckets = (
+            BucketSummary(**{**each, "traffic": Traffic(**each["traffic"])})
+            for each in state["buckets"]
+        )
         return cls(**{**state, "buckets": tuple(buckets)})
 
 
 def _sum(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one + other  # a sum with an unknown part is unknown
+    return (
+        None if one is None or other is None else one + other
+    )  # a sum with an unknown part is unknown

@@ -33,7 +33,9 @@ class DeviceTimes:
     ready_s: float  # its gradients were there
     done_s: float  # it was averaged
     stages: Sequence[tuple[str, float, float, int]] = ()  # name, begin, end, bytes
-    is_in_update: bool | None = False  # no gradients: the optimizer's step waited for it; None: it did not
+    is_in_update: bool | None = (
+        False  # no gradients: the optimizer's step waited for it; None: it did not
+    )
 
 
 class _Counts:  # the rest of a `BucketSummary`
@@ -52,7 +54,9 @@ class CommTrace:
         measures_devices: whether a device records when each bucket began and ended. The threads of a CPU always do.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = perf_counter, keep_events: bool = False) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = perf_counter, keep_events: bool = False
+    ) -> None:
         self._clock = clock
         self.keep_events = keep_events
         self.measures_devices = keep_events
@@ -72,7 +76,9 @@ class CommTrace:
         return self  # as the engine that counts in it: a copy of a callback or of the trainer shares both
 
     def _reset(self) -> None:
-        self._counts: dict[str, Any] = {one.name: one.default for one in fields(CommSummary) if one.name != "buckets"}
+        self._counts: dict[str, Any] = {
+            one.name: one.default for one in fields(CommSummary) if one.name != "buckets"
+        }
         self._by_bucket: dict[BucketPlan, _Counts] = {}
 
     def measure_devices(self) -> None:
@@ -109,12 +115,16 @@ class CommTrace:
                 first_s = now_s if self._first_s is None else self._first_s
                 self._first_s = None if is_last else first_s
                 if is_last:
-                    self._event("backward, from its first bucket on", "backward", first_s, now_s, None)
+                    self._event(
+                        "backward, from its first bucket on", "backward", first_s, now_s, None
+                    )
             self._num_in_flight += 1
             if self._busy_since_s is None:
                 self._busy_since_s = now_s
             if is_last or (is_in_update and self._exposed_since_s is None):
-                self._exposed_since_s = self._last_end_s = now_s  # backward is over: from here on a step waits
+                self._exposed_since_s = self._last_end_s = (
+                    now_s  # backward is over: from here on a step waits
+                )
             return now_s
 
     def count(self, bucket: BucketPlan, traffic: Traffic, *, is_last: bool) -> None:
@@ -124,7 +134,11 @@ class CommTrace:
 
     def _count(self, num_bytes: int, traffic: Traffic, *, is_last: bool) -> None:
         self._add(num_steps=is_last, num_buckets=1, num_bytes=num_bytes)
-        self._add(least_bytes_across=traffic.least_across, bytes_across=traffic.across, bytes_inside=traffic.inside)
+        self._add(
+            least_bytes_across=traffic.least_across,
+            bytes_across=traffic.across,
+            bytes_inside=traffic.inside,
+        )
 
     def end(
         self,
@@ -165,7 +179,11 @@ class CommTrace:
 
     def replay(self, buckets: Iterable[DeviceTimes]) -> None:
         """Count buckets that a device has averaged, each begun and ended when it was there."""
-        moments = [moment for each in buckets for moment in ((each.ready_s, False, each), (each.done_s, True, each))]
+        moments = [
+            moment
+            for each in buckets
+            for moment in ((each.ready_s, False, each), (each.done_s, True, each))
+        ]
         with self._lock:  # a drain meanwhile would read the host's clock
             for at_s, is_end, each in sorted(moments, key=lambda moment: moment[:2]):
                 if is_end:
@@ -185,23 +203,50 @@ class CommTrace:
         """Read this trace's clock, in seconds."""
         return self._clock()
 
-    def stage(self, bucket: BucketPlan, stage: str, column: int, began_s: float, num_bytes: int) -> None:
+    def stage(
+        self, bucket: BucketPlan, stage: str, column: int, began_s: float, num_bytes: int
+    ) -> None:
         """Record that a stage of a chunk of `num_bytes` ended."""
         if self.keep_events:
             with self._lock:
                 self._stage(bucket, stage, column, began_s, self._clock(), num_bytes)
 
-    def _stage(self, bucket: BucketPlan, stage: str, column: int, begin_s: float, end_s: float, num_bytes: int) -> None:
+    def _stage(
+        self,
+        bucket: BucketPlan,
+        stage: str,
+        column: int,
+        begin_s: float,
+        end_s: float,
+        num_bytes: int,
+    ) -> None:
         row = f"{bucket.algorithm}.{column} {stage}"
         self._event(f"bucket {bucket.index}", row, begin_s, end_s, bucket, num_bytes)
 
     def _event(
-        self, name: str, row: str, begin_s: float, end_s: float, bucket: BucketPlan | None, num_bytes: int | None = None
+        self,
+        name: str,
+        row: str,
+        begin_s: float,
+        end_s: float,
+        bucket: BucketPlan | None,
+        num_bytes: int | None = None,
     ) -> None:
         if not self.keep_events or len(self._events) >= MOST_EVENTS:
             return
-        args = {} if bucket is None else {"bytes": num_bytes or bucket.num_bytes, "algorithm": bucket.algorithm}
-        event = {"name": name, "row": row, "ph": "X", "ts": begin_s * 1e6, "dur": (end_s - begin_s) * 1e6, "args": args}
+        args = (
+            {}
+            if bucket is None
+            else {"bytes": num_bytes or bucket.num_bytes, "algorithm": bucket.algorithm}
+        )
+        event = {
+            "name": name,
+            "row": row,
+            "ph": "X",
+            "ts": begin_s * 1e6,
+            "dur": (end_s - begin_s) * 1e6,
+            "args": args,
+        }
         self._events.append(event)
 
     def write(self, path: Path, *, rank: int) -> None:
@@ -212,9 +257,13 @@ class CommTrace:
         with self._lock:
             events = list(self._events)  # a copy: threads go on adding
         rows = {row: tid for tid, row in enumerate(sorted({event["row"] for event in events}))}
-        named = [("process_name", 0, f"rank {rank}"), *(("thread_name", tid, row) for row, tid in rows.items())]
+        named = [
+            ("process_name", 0, f"rank {rank}"),
+            *(("thread_name", tid, row) for row, tid in rows.items()),
+        ]
         lines: list[dict[str, Any]] = [
-            {"name": kind, "ph": "M", "pid": rank, "tid": tid, "args": {"name": text}} for kind, tid, text in named
+            {"name": kind, "ph": "M", "pid": rank, "tid": tid, "args": {"name": text}}
+            for kind, tid, text in named
         ]
         for event in events:
             lines.append({**event, "pid": rank, "tid": rows[event["row"]]})
@@ -229,7 +278,8 @@ class CommTrace:
             self.write(path, rank=rank)
         except OSError as error:
             warnings.warn(
-                f"`report.trace_dir`: {path} was not written ({error.strerror}): no timeline of it.", stacklevel=2
+                f"`report.trace_dir`: {path} was not written ({error.strerror}): no timeline of it.",
+                stacklevel=2,
             )
 
     def drain(self) -> CommSummary:
@@ -248,12 +298,17 @@ class CommTrace:
             return self._drained + self._summary()
 
     def _summary(self) -> CommSummary:
-        if self._num_in_flight:  # what is in flight counts up to now here, and from now on in the next summary
+        if (
+            self._num_in_flight
+        ):  # what is in flight counts up to now here, and from now on in the next summary
             now_s = self._clock()
             self._add_times(now_s)
             self._busy_since_s = now_s
             self._exposed_since_s = None if self._exposed_since_s is None else now_s
-        buckets = (BucketSummary(**vars(bucket), **vars(counts)) for bucket, counts in self._by_bucket.items())
+        buckets = (
+            BucketSummary(**vars(bucket), **vars(counts))
+            for bucket, counts in self._by_bucket.items()
+        )
         by_index = sorted(buckets, key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))
         return CommSummary(**self._counts, buckets=tuple(by_index))
 

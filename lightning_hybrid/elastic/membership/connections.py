@@ -58,7 +58,9 @@ class Connection(asyncio.Protocol):
         self._read: Callable[[dict[str, Any]], None] = lambda message: thread.greet(self, message)
         self._ended: Callable[[bool], None] = lambda is_dead: None
 
-    def trust(self, peer: str, read: Callable[[dict[str, Any]], None], ended: Callable[[bool], None]) -> None:
+    def trust(
+        self, peer: str, read: Callable[[dict[str, Any]], None], ended: Callable[[bool], None]
+    ) -> None:
         """Give all further messages to `read`, and say to `ended` whether the process at the other end surely died."""
         self.peer = peer
         self.is_trusted = True
@@ -69,7 +71,9 @@ class Connection(asyncio.Protocol):
         """Send a message, now or as soon as the socket takes it."""
         line = json.dumps(message).encode() + b"\n"
         if len(line) > LIMIT:
-            raise MalformedError(f"a message of {len(line)} bytes is longer than {LIMIT}: too many hosts")
+            raise MalformedError(
+                f"a message of {len(line)} bytes is longer than {LIMIT}: too many hosts"
+            )
         if not self.is_connected:
             self._unsent += line if len(self._unsent) < MOST_UNSENT else b""
         elif self.num_unsent() < MOST_UNSENT:
@@ -100,7 +104,14 @@ class Connection(asyncio.Protocol):
             for line in lines:
                 if self.sock in self._thread.sockets:
                     self._read(json.loads(line))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             log.warning("elastic: closed a connection of %s: %r", self.peer, error)
             self.drop()
 
@@ -120,7 +131,9 @@ class SocketThread:
 
     key = ""  # of this host, once known
 
-    def __init__(self, settings: Settings, deliver: Callable[[str, Any], None], *listeners: socket.socket) -> None:
+    def __init__(
+        self, settings: Settings, deliver: Callable[[str, Any], None], *listeners: socket.socket
+    ) -> None:
         self._settings = settings
         self._deliver = deliver
         self.sockets: dict[socket.socket, Connection | None] = dict.fromkeys(listeners)
@@ -213,7 +226,9 @@ class SocketThread:
             with suppress(asyncio.CancelledError):
                 await self._end
             last_s = monotonic()
-            while monotonic() - last_s < LAST_WORDS_S and any(each.num_unsent() for each in self._connections()):
+            while monotonic() - last_s < LAST_WORDS_S and any(
+                each.num_unsent() for each in self._connections()
+            ):
                 await asyncio.sleep(0.01)
         finally:
             for each in self._connections():

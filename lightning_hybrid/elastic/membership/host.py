@@ -48,18 +48,28 @@ class Host(SocketThread):
         at_path = listen(settings.path, socket.AF_UNIX)
         assert at_own is not None
         if at_path is None:
-            raise RuntimeError("elastic: another first rank of this host runs: give each host a name of its own")
+            raise RuntimeError(
+                "elastic: another first rank of this host runs: give each host a name of its own"
+            )
         super().__init__(settings, deliver, at_own, at_path, *([at_meet] if at_meet else []))
-        self.key = host_key(settings.host, f"{ip}:{at_own.getsockname()[1]}", self._place, secrets.token_hex(4))
+        self.key = host_key(
+            settings.host, f"{ip}:{at_own.getsockname()[1]}", self._place, secrets.token_hex(4)
+        )
         self.machine = ViewChange(
             self.key,
             ranks_per_host=settings.ranks_per_host,
             min_hosts=settings.min_hosts,
             max_hosts=settings.max_hosts,
         )
-        self._peers: dict[str, Connection] = {}  # to send: by key; each other host has its own to here
-        self._seen_s: dict[str | int, float] = {}  # when a word of a host, or of a rank of this one, came
-        self._ended_s: dict[str, float] = {}  # when a host closed one connection, while a word may come on another
+        self._peers: dict[
+            str, Connection
+        ] = {}  # to send: by key; each other host has its own to here
+        self._seen_s: dict[
+            str | int, float
+        ] = {}  # when a word of a host, or of a rank of this one, came
+        self._ended_s: dict[
+            str, float
+        ] = {}  # when a host closed one connection, while a word may come on another
         self._ranks: dict[int, Connection] = {}  # of this host
         self._asked: dict[int, Connection] = {}  # by place in `meet`
         # Whom to join at a place (-1: who called), whether it runs, when it said so.
@@ -95,9 +105,21 @@ class Host(SocketThread):
         if not machine.run:
             return self._waits_for_hosts()
         head = machine.head()
-        late_hosts = [host for host in machine.living() if host not in machine.readies] if head == self.key else [head]
-        late_hosts += [host for host in machine.proposal.get("next", []) if host not in (*machine.accepts, self.key)]
-        return names_of(late_hosts) if late_hosts else f"more hosts: `min_hosts` is {self._settings.min_hosts}"
+        late_hosts = (
+            [host for host in machine.living() if host not in machine.readies]
+            if head == self.key
+            else [head]
+        )
+        late_hosts += [
+            host
+            for host in machine.proposal.get("next", [])
+            if host not in (*machine.accepts, self.key)
+        ]
+        return (
+            names_of(late_hosts)
+            if late_hosts
+            else f"more hosts: `min_hosts` is {self._settings.min_hosts}"
+        )
 
     def _waits_for_hosts(self) -> str:
         """Say which addresses this host asks for a run to join, who answers there, and how many hosts a run needs."""
@@ -116,7 +138,9 @@ class Host(SocketThread):
                 texts.append(f"nobody answers at {address}")
         if self._place is None:
             ip = address_of(self.key).rpartition(":")[0]
-            texts.append(f"this host ({ip}) has none of these addresses, or another program has the port")
+            texts.append(
+                f"this host ({ip}) has none of these addresses, or another program has the port"
+            )
         num_hosts = 1 + len(self.machine.lobby)
         return (
             f"a run to join, or enough hosts to begin one: {num_hosts} of `min_hosts` (={settings.min_hosts}) are "
@@ -146,7 +170,9 @@ class Host(SocketThread):
 
     def _connect(self, address: str, peer: str, place: int) -> Connection:
         connection = self.open(socket.socket(), address)
-        connection.trust(peer or address, partial(self._answered, place), partial(self._has_closed, peer, place))
+        connection.trust(
+            peer or address, partial(self._answered, place), partial(self._has_closed, peer, place)
+        )
         connection.send(kind="hello", token=self._settings.token, key=self.key)
         return connection
 
@@ -199,24 +225,42 @@ class Host(SocketThread):
         if message["kind"] != "hello":
             raise MalformedError("no greeting")
         if connection.sock.family == socket.AF_UNIX:
-            credentials = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            credentials = connection.sock.getsockopt(
+                socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+            )
             local = int(message["local"])
-            if struct.unpack("3i", credentials)[1] != os.getuid() or local in self._ranks or local == 0:
+            if (
+                struct.unpack("3i", credentials)[1] != os.getuid()
+                or local in self._ranks
+                or local == 0
+            ):
                 raise MalformedError(f"local rank {local} is another user's, or there already")
             self._ranks[local] = connection
             self._seen_s[local] = monotonic()
-            connection.trust(f"rank {local}", partial(self._hear_rank, local), partial(self._has_rank_ended, local))
+            connection.trust(
+                f"rank {local}",
+                partial(self._hear_rank, local),
+                partial(self._has_rank_ended, local),
+            )
             connection.send(kind="hello", key=self.key)
         elif message["token"] != self._settings.token:
             mine, other = differing_parts(self._settings.token, str(message["token"]))
             why = f"`token` of host {self._settings.host} (={mine}) must be that of this host (={other})"
-            log.warning("elastic: refused host %s: its `token` is %s, and not %s", message["key"], other, mine)
+            log.warning(
+                "elastic: refused host %s: its `token` is %s, and not %s",
+                message["key"],
+                other,
+                mine,
+            )
             connection.send(
-                kind="refused", why=f"{why}. Start every host with the same code, options, data and libraries"
+                kind="refused",
+                why=f"{why}. Start every host with the same code, options, data and libraries",
             )
         else:
             key = str(message["key"])
-            connection.trust(key, partial(self._hear_host, key, connection), partial(self._has_ended, key))
+            connection.trust(
+                key, partial(self._hear_host, key, connection), partial(self._has_ended, key)
+            )
 
     def _hear_host(self, host: str, connection: Connection, message: dict[str, Any]) -> None:
         self._seen_s[host] = monotonic()
@@ -258,7 +302,10 @@ class Host(SocketThread):
         is_full_round = self._num_ticks % TICKS_WITHIN_HOST == 0
         if is_full_round or not machine.run:
             self._meet(now)
-        watched = {*(machine.candidates() if machine.run else ()), *machine.lobby} - {*machine.lost, self.key}
+        watched = {*(machine.candidates() if machine.run else ()), *machine.lobby} - {
+            *machine.lost,
+            self.key,
+        }
         for host in sorted(watched):
             self._peer(host).send(kind="alive")
             if now - self._seen_s.setdefault(host, now) > silent_s:
@@ -295,7 +342,9 @@ class Host(SocketThread):
     def _join_or_form(self, now: float) -> None:
         settings = self._settings
         machine = self.machine
-        answers = {place: one for place, one in self._answers.items() if now - one[2] < settings.silent_s}
+        answers = {
+            place: one for place, one in self._answers.items() if now - one[2] < settings.silent_s
+        }
         running = [host for host, is_running, _ in answers.values() if is_running]
         lower = [place for place in sorted(answers) if self._place is None or place < self._place]
         if running or lower:
@@ -308,9 +357,13 @@ class Host(SocketThread):
                 self._since_s = now
             num_hosts = 1 + len(machine.lobby)
             waited_s = now - self._since_s
-            is_sure = waited_s > settings.silent_s or all(place in self._refused for place in range(self._place))
+            is_sure = waited_s > settings.silent_s or all(
+                place in self._refused for place in range(self._place)
+            )
             is_full = num_hosts >= settings.max_hosts
-            if is_sure and (is_full or (num_hosts >= settings.min_hosts and waited_s > settings.wait_s)):
+            if is_sure and (
+                is_full or (num_hosts >= settings.min_hosts and waited_s > settings.wait_s)
+            ):
                 machine.form(secrets.token_hex(8))
 
     def _join(self, host: str, committed: list[int]) -> None:

@@ -10,9 +10,21 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from lightning_hybrid.elastic.membership.connections import TICKS_WITHIN_HOST, Connection, SocketThread, split
+from lightning_hybrid.elastic.membership.connections import (
+    TICKS_WITHIN_HOST,
+    Connection,
+    SocketThread,
+    split,
+)
 from lightning_hybrid.elastic.membership.host import Host
-from lightning_hybrid.elastic.membership.view import IsolatedError, Member, RefusedError, Settings, View, members_of
+from lightning_hybrid.elastic.membership.view import (
+    IsolatedError,
+    Member,
+    RefusedError,
+    Settings,
+    View,
+    members_of,
+)
 
 # Time between two messages of a rank that waits for a view. Our choice: hosts that are there meet within 10 s.
 WAIT_MESSAGE_S = 15.0
@@ -30,7 +42,9 @@ class Follower(SocketThread):
     _first: Connection | None = None
     _has_left = False
     _seen_s = 0.0
-    _committed: int | None = None  # with which this rank has come, before there was somebody to say it to
+    _committed: int | None = (
+        None  # with which this rank has come, before there was somebody to say it to
+    )
 
     def come(self, committed: int) -> None:
         """Say that this rank waits for a view."""
@@ -96,7 +110,9 @@ class Follower(SocketThread):
             self._first.send(kind="alive")
             if is_late:
                 self._seen_s = now
-            elif now - self._seen_s > (limit_s := 2 * self._settings.silent_s) and not self._has_left:
+            elif (
+                now - self._seen_s > (limit_s := 2 * self._settings.silent_s) and not self._has_left
+            ):
                 self._deliver("lost", f"the first rank of this host was silent for {limit_s:g} s")
 
 
@@ -141,7 +157,11 @@ class Membership:
         return members_of([self._part.key], self._settings.ranks_per_host)[self._settings.local]
 
     def next_view(
-        self, committed: int, *, timeout_s: float, on_wait: Callable[[float, str], None] | None = None
+        self,
+        committed: int,
+        *,
+        timeout_s: float,
+        on_wait: Callable[[float, str], None] | None = None,
     ) -> View:
         """Wait for the view after the present one, which ended. Every rank of every living host must call it.
 
@@ -155,22 +175,30 @@ class Membership:
         """
         with self._changed:
             self._is_waiting = True
-        self._part.post(self._part.come, committed, *([] if self._settings.local else [self._make_store()]))
+        self._part.post(
+            self._part.come, committed, *([] if self._settings.local else [self._make_store()])
+        )
         with self._changed:
             self._wait_for_view(timeout_s, on_wait)
             if self._error:
                 raise self._error
             if self._is_waiting or self._view is None:
-                raise TimeoutError(f"elastic: no view in {timeout_s:g} s; waited for {self._part.waits_for()}")
+                raise TimeoutError(
+                    f"elastic: no view in {timeout_s:g} s; waited for {self._part.waits_for()}"
+                )
             return self._view
 
-    def _wait_for_view(self, timeout_s: float, on_wait: Callable[[float, str], None] | None) -> None:
+    def _wait_for_view(
+        self, timeout_s: float, on_wait: Callable[[float, str], None] | None
+    ) -> None:
         """Wait, with the lock held, until there is a view or an error, or the time is over."""
         began_s = monotonic()
         while True:
             waited_s = monotonic() - began_s
             next_wait_s = min(WAIT_MESSAGE_S, timeout_s - waited_s)
-            if self._changed.wait_for(lambda: self._error or not self._is_waiting, max(next_wait_s, 0.0)):
+            if self._changed.wait_for(
+                lambda: self._error or not self._is_waiting, max(next_wait_s, 0.0)
+            ):
                 return
             waited_s = monotonic() - began_s
             if waited_s >= timeout_s:
@@ -220,5 +248,7 @@ class Membership:
         if what == "lost":
             self._on_own_host_lost(value)
         elif why:
-            told = threading.Thread(target=self._on_change, args=(number, why), name="membership-change", daemon=True)
+            told = threading.Thread(
+                target=self._on_change, args=(number, why), name="membership-change", daemon=True
+            )
             told.start()

@@ -37,12 +37,18 @@ class ViewChange:
         self.run = ""  # none yet: this host waits in the lobby of another
         self.number = -1  # of the latest view known to be installed, by whomever, and its hosts
         self.hosts: list[str] = []
-        self.attempts: dict[tuple[int, str], list[str]] = {}  # number, proposer: hosts; later ones, perhaps installed
+        self.attempts: dict[
+            tuple[int, str], list[str]
+        ] = {}  # number, proposer: hosts; later ones, perhaps installed
         self.top = -1  # greatest number heard of
         self.lost: dict[str, str] = {}  # and how
         self.out: list[tuple[Any, ...]] = []
-        self.promised = -1  # greatest number proposed or accepted here; it accepts no equal or lower one any more
-        self.lobby: dict[str, list[int]] = {}  # who waits for a view, with the committed steps of its ranks
+        self.promised = (
+            -1
+        )  # greatest number proposed or accepted here; it accepts no equal or lower one any more
+        self.lobby: dict[
+            str, list[int]
+        ] = {}  # who waits for a view, with the committed steps of its ranks
         self.left_out: list[str] = []  # by this host, once: such a one comes back under another key
         self.is_over = self.has_had_view = False
         self.has_ended = True  # the present view, if any
@@ -159,7 +165,8 @@ class ViewChange:
     def _concerns(self, sender: str, message: Message) -> bool:
         """Whether the sender is one of the run, as far as this host and the sender know."""
         if sender in self.candidates() or any(
-            self.me in hosts and sender in hosts and number > self.number for number, _, hosts in message["attempts"]
+            self.me in hosts and sender in hosts and number > self.number
+            for number, _, hosts in message["attempts"]
         ):
             self.run = self.run or message["run"]
             return True
@@ -170,7 +177,9 @@ class ViewChange:
     def _merge(self, message: Message) -> None:
         self._learn(message["number"], message["hosts"])
         for number, proposer, hosts in message["attempts"]:
-            if number > self.number and proposer != self.me:  # one's own is void until one has installed it
+            if (
+                number > self.number and proposer != self.me
+            ):  # one's own is void until one has installed it
                 self.attempts[number, proposer] = hosts
                 self.top = max(self.top, number)
         for host, how in message["lost"].items():
@@ -190,8 +199,12 @@ class ViewChange:
 
     def _ready(self) -> Message:
         joins = bool(self.hosts) and not self.has_had_view  # what it has is not of this run
-        committed = [-1 if joins else self.committed[local] for local in range(self._ranks_per_host)]
-        lost = {host: self.lost[host] for host in sorted({*self.lost}.intersection(self.candidates()))}
+        committed = [
+            -1 if joins else self.committed[local] for local in range(self._ranks_per_host)
+        ]
+        lost = {
+            host: self.lost[host] for host in sorted({*self.lost}.intersection(self.candidates()))
+        }
         return {"kind": "ready", **self._state(), "lost": lost, "committed": committed}
 
     def _state(self) -> Message:
@@ -204,16 +217,22 @@ class ViewChange:
         if self.is_over or len(self.committed) < self._ranks_per_host:
             return
         if not self.run:
-            sender, offer = next(((a, offer) for a, offer in self.offers.items() if a not in self.lost), ("", {}))
+            sender, offer = next(
+                ((a, offer) for a, offer in self.offers.items() if a not in self.lost), ("", {})
+            )
             if not offer:
                 return
             self.run = offer["run"]
-            self._merge({**offer, "attempts": [*offer["attempts"], [offer["to"], sender, offer["next"]]]})
+            self._merge(
+                {**offer, "attempts": [*offer["attempts"], [offer["to"], sender, offer["next"]]]}
+            )
         before = self.readies.get(self.me)
         ready = self._ready()
         self.readies[self.me] = ready
         if before is None or before["lost"] != ready["lost"]:
-            self._send([host for host in self.candidates() if self.lost.get(host) not in FOR_SURE], **ready)
+            self._send(
+                [host for host in self.candidates() if self.lost.get(host) not in FOR_SURE], **ready
+            )
         if not self.is_head():
             self._accept(self.head())
         elif all(host in self.readies for host in self.living()):
@@ -231,7 +250,11 @@ class ViewChange:
             self._send([head], **self._ready())  # from which it learns what to propose
             return
         # Now, not when it is installed: who is left out must hear of it before it can see the others end.
-        self._exclude([host for host in self.candidates() if host not in offer["next"]], offer["to"], offer["next"])
+        self._exclude(
+            [host for host in self.candidates() if host not in offer["next"]],
+            offer["to"],
+            offer["next"],
+        )
         self.attempts = {(number, proposer): hosts for number, proposer, hosts in offer["attempts"]}
         self.attempts[offer["to"], head] = offer["next"]
         self.promised = offer["to"]
@@ -246,14 +269,20 @@ class ViewChange:
         for hosts in [self.hosts, *self.attempts.values()]:
             if not have_the_votes(kept, hosts, self.lost):
                 silent = [host for host in hosts if host not in kept]
-                self._isolate(f"{names_of(silent)} cannot be heard and may go on; here are too few ({names_of(kept)})")
+                self._isolate(
+                    f"{names_of(silent)} cannot be heard and may go on; here are too few ({names_of(kept)})"
+                )
                 return
         if all(step < 0 for host in kept for step in self.readies[host]["committed"]):
             self._isolate("no host is left that has the state of the run")
             return
         # Who waits in the lobby comes in with the next proposal, not in the middle of one.
-        joining = [host for host in self.proposal.get("next", self._admissible(kept)) if host in self.lobby]
-        joining = who_hear_each_other(kept, joining[: self._max_hosts - len(kept)], lost)[len(kept) :]
+        joining = [
+            host for host in self.proposal.get("next", self._admissible(kept)) if host in self.lobby
+        ]
+        joining = who_hear_each_other(kept, joining[: self._max_hosts - len(kept)], lost)[
+            len(kept) :
+        ]
         if len(kept) + len(joining) < self._min_hosts:
             self.proposal = {}  # who comes next is for the next one
             return
@@ -262,15 +291,30 @@ class ViewChange:
             self.promised = self.top = self.top + 1
             steps = {host: self.readies[host]["committed"] for host in kept}
             # In the first meeting all come with what they have; later, who joins has nothing.
-            steps |= {host: [-1] * self._ranks_per_host if self.hosts else self.lobby[host] for host in joining}
-            why = [*self.reasons, *([f"{names_of(joining)} joins"] if joining and self.hosts else [])]
-            more = {"store": self.store, "reasons": list(dict.fromkeys(why)), "lost": {}, **who_takes_from_whom(steps)}
+            steps |= {
+                host: [-1] * self._ranks_per_host if self.hosts else self.lobby[host]
+                for host in joining
+            }
+            why = [
+                *self.reasons,
+                *([f"{names_of(joining)} joins"] if joining and self.hosts else []),
+            ]
+            more = {
+                "store": self.store,
+                "reasons": list(dict.fromkeys(why)),
+                "lost": {},
+                **who_takes_from_whom(steps),
+            }
             self.proposal = {**wanted, "kind": "propose", "to": self.top, **more}
             self.accepts = []
             self.invited += [host for host in joining if host not in self.invited]
             self._send(wanted["next"], **self.proposal)
         if {*self.accepts, self.me} >= set(wanted["next"]):
-            out = [host for host in dict.fromkeys(self.candidates() + self.invited) if host not in wanted["next"]]
+            out = [
+                host
+                for host in dict.fromkeys(self.candidates() + self.invited)
+                if host not in wanted["next"]
+            ]
             self.left_out += out
             self._exclude(out, self.promised, wanted["next"])
             self._send(wanted["next"], kind="install", number=self.promised, hosts=wanted["next"])
@@ -280,7 +324,11 @@ class ViewChange:
         self._clear()
         self._learn(proposal["to"], proposal["next"])
         self.lost = {host: how for host, how in self.lost.items() if host in self.hosts}
-        self.lobby = {host: steps for host, steps in self.lobby.items() if host not in self.hosts + self.left_out}
+        self.lobby = {
+            host: steps
+            for host, steps in self.lobby.items()
+            if host not in self.hosts + self.left_out
+        }
         self.has_ended = False
         self.has_had_view = True
         self.out.append(("view", proposal))
@@ -295,11 +343,22 @@ class ViewChange:
     def _admit(self) -> None:
         """End the view where a host waits and a place is free."""
         living = self.living()
-        if self.hosts and self.is_head() and len(living) < self._max_hosts and (new := self._admissible(living)):
+        if (
+            self.hosts
+            and self.is_head()
+            and len(living) < self._max_hosts
+            and (new := self._admissible(living))
+        ):
             self.end_view(f"{names_of(new)} joins")
 
     def _exclude(self, hosts: list[str], number: int, others: list[str]) -> None:
-        self._send(hosts, kind="excluded", number=number, hosts=others, why="they did not hear it, or not in time")
+        self._send(
+            hosts,
+            kind="excluded",
+            number=number,
+            hosts=others,
+            why="they did not hear it, or not in time",
+        )
 
     def _isolate(self, why: str) -> None:
         self.leave(f"host {name_of(self.me)} is isolated")

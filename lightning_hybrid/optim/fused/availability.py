@@ -29,7 +29,9 @@ def has_kernels(device_type: str) -> bool:
             from lightning_hybrid.optim.fused.cuda import lars  # needs triton
 
             lars.try_out()
-        except Exception as error:  # there is no triton; or of the compiler, the linker, the driver, or its own
+        except (
+            Exception
+        ) as error:  # there is no triton; or of the compiler, the linker, the driver, or its own
             text = " ".join(f"{type(error).__name__}: {error}".split())
             what = f"(=True) on CUDA needs kernels that triton can build, and a first one failed ({text:.300})"
             _warn(what, TRITON_CURE)
@@ -39,7 +41,10 @@ def has_kernels(device_type: str) -> bool:
             build.library()
         except CannotBuildError as error:
             cure = "Install one (`apt install g++`), or name it in the environment variable CXX"
-            _warn(f"(=True) on a CPU needs a C++ compiler that can build its passes, and {error}", cure)
+            _warn(
+                f"(=True) on a CPU needs a C++ compiler that can build its passes, and {error}",
+                cure,
+            )
             return False
     return device_type in FUSED_DEVICES
 

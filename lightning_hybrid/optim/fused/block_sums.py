@@ -29,8 +29,13 @@ class BlockSums:
         own: Sums by block of `params`.
     """
 
-    def __init__(self, params: Sequence[Tensor], parts: Sequence[Part | None], block: int, own: Tensor) -> None:
-        numels = [param.numel() if part is None else part.numel for param, part in zip(params, parts, strict=True)]
+    def __init__(
+        self, params: Sequence[Tensor], parts: Sequence[Part | None], block: int, own: Tensor
+    ) -> None:
+        numels = [
+            param.numel() if part is None else part.numel
+            for param, part in zip(params, parts, strict=True)
+        ]
         self.num_blocks = [-(-numel // block) for numel in numels]
         firsts = list(itertools.accumulate(self.num_blocks, initial=0))
         places, of_wholes, holders = list[int](), list[int](), list[int]()
@@ -50,16 +55,22 @@ class BlockSums:
 
     def message(self) -> Tensor:
         """Return this rank's sums, with zeros for the blocks of others: float64, (2, blocks)."""
-        return torch.zeros_like(self.whole, dtype=torch.float64).index_copy_(1, self._places, self._own / self._holders)
+        return torch.zeros_like(self.whole, dtype=torch.float64).index_copy_(
+            1, self._places, self._own / self._holders
+        )
 
     def take(self, message: Tensor) -> None:
         """Take the message as added over ranks."""
         self.whole.copy_(message)
         # Each rank has added the sums of whole tensors: they count once.
-        self.whole.index_copy_(1, self._places_of_wholes, self._own.index_select(1, self._of_wholes))
+        self.whole.index_copy_(
+            1, self._places_of_wholes, self._own.index_select(1, self._of_wholes)
+        )
 
 
-def add_up(block_sums: Sequence[BlockSums], found_inf: Tensor, add_up_: Callable[[Tensor], None]) -> Tensor:
+def add_up(
+    block_sums: Sequence[BlockSums], found_inf: Tensor, add_up_: Callable[[Tensor], None]
+) -> Tensor:
     """Add the sums of several tensor groups over ranks, in one call of `add_up_`; return the verdict of all ranks.
 
     Every rank that holds parts must call it, in the same order; afterwards all hold the same sums and verdict.

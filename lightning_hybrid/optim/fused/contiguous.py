@@ -47,7 +47,9 @@ class ContiguousViews:
 
     def have_moved(self) -> bool:
         """Return whether a tensor has another address than when this was built, or a parameter another memory order."""
-        return self._addresses != data_ptrs(*self._lists) or self._strides != strides(self._lists[0])
+        return self._addresses != data_ptrs(*self._lists) or self._strides != strides(
+            self._lists[0]
+        )
 
     def load(self, grads: Sequence[Tensor]) -> list[int]:
         """Keep the gradients, fill the dense buffers and return the addresses of the gradients."""
@@ -89,5 +91,7 @@ def is_dense(tensors: Collection[Tensor]) -> bool:
     (True, False)
     """
     # Dimensions of size 1 are left out: their stride means nothing, and differs between a weight and its gradient.
-    orders = {tuple(s for n, s in zip(one.shape, one.stride(), strict=True) if n > 1) for one in tensors}
+    orders = {
+        tuple(s for n, s in zip(one.shape, one.stride(), strict=True) if n > 1) for one in tensors
+    }
     return len(orders) == 1 and not any(map(has_gaps, tensors))

@@ -16,7 +16,9 @@ from lightning_hybrid.optim.gradients import GradScaling
 class Engine(ABC):
     """Norms and update of one tensor group: `cpu.passes` on the CPU, `cuda.lars` on CUDA."""
 
-    block_sums: BlockSums | None = None  # what is added over ranks before an update; None: no tensor is a part
+    block_sums: BlockSums | None = (
+        None  # what is added over ranks before an update; None: no tensor is a part
+    )
     _views: ContiguousViews
     _add_over_ranks_: Callable[[Tensor], None] | None = None
 
@@ -30,7 +32,11 @@ class Engine(ABC):
 
     @abstractmethod
     def norms(
-        self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
+        self,
+        grads: Sequence[Tensor],
+        options: OptionTable,
+        scaling: GradScaling,
+        needed: Sequence[bool],
     ) -> Tensor:
         """Compute the norms; return 1.0 if a gradient that is `needed` is inf or nan, else 0.0.
 

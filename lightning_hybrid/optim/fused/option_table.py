@@ -22,7 +22,9 @@ class OptionTable:
         column_of: Gives the numbers of a parameter group in the order of `names`.
     """
 
-    def __init__(self, names: Sequence[str], column_of: Callable[[dict[str, Any]], list[float]]) -> None:
+    def __init__(
+        self, names: Sequence[str], column_of: Callable[[dict[str, Any]], list[float]]
+    ) -> None:
         self._row_of = {name: row for row, name in enumerate(names)}
         self.column_of = column_of
         self.table = self.lr = torch.empty(0)
@@ -46,7 +48,9 @@ class OptionTables:
     """
 
     def __init__(
-        self, tensor_groups: Sequence[tuple[OptionTable, Sequence[dict[str, Any]]]], device: torch.device
+        self,
+        tensor_groups: Sequence[tuple[OptionTable, Sequence[dict[str, Any]]]],
+        device: torch.device,
     ) -> None:
         self._device, self._columns = device, list[Any]()
         # Per tensor group: its table, its distinct parameter groups, and the index of each tensor's among these.
@@ -55,7 +59,9 @@ class OptionTables:
         for options, groups_of_tensors in tensor_groups:
             groups = list({id(group): group for group in groups_of_tensors}.values())
             index = {id(group): i for i, group in enumerate(groups)}
-            self._tables.append((options, groups, torch.tensor([index[id(group)] for group in groups_of_tensors])))
+            self._tables.append(
+                (options, groups, torch.tensor([index[id(group)] for group in groups_of_tensors]))
+            )
         self._memory = torch.empty(self._ends()[-1], dtype=torch.float64, device=device)
         for (options, _, _), table in zip(self._tables, self._parts(self._memory), strict=True):
             options.table, options.rows = table, table.unbind()
@@ -63,7 +69,9 @@ class OptionTables:
     def take(self) -> None:
         """Read the parameter groups again; only changed numbers go to the device, and the host does not wait."""
         # One comparison of Python numbers per step decides whether anything goes to the device at all.
-        columns = [[options.column_of(group) for group in groups] for options, groups, _ in self._tables]
+        columns = [
+            [options.column_of(group) for group in groups] for options, groups, _ in self._tables
+        ]
         if columns != self._columns:
             if is_capturing():
                 raise RuntimeError(
@@ -72,7 +80,9 @@ class OptionTables:
                     "between replays must be a tensor."
                 )
             on_host = torch.zeros(self._memory.shape, dtype=torch.float64)
-            for (_, _, indices), some, part in zip(self._tables, columns, self._parts(on_host), strict=True):
+            for (_, _, indices), some, part in zip(
+                self._tables, columns, self._parts(on_host), strict=True
+            ):
                 part.copy_(torch.tensor(some, dtype=torch.float64).T[:, indices])
             to_device_(self._memory, on_host)
             self._columns = columns
@@ -106,7 +116,15 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-_LARS = ("lr", "momentum", "weight_decay", "trust_coefficient", "eps", "trust_clip", "excluded_lr_mult")
+_LARS = (
+    "lr",
+    "momentum",
+    "weight_decay",
+    "trust_coefficient",
+    "eps",
+    "trust_clip",
+    "excluded_lr_mult",
+)
 _FORMS = ("lr_inside", "lr_outside", "ratio_outside")
 _LAMB = ("lr", "weight_decay", "eps", "trust_clip", "excluded_lr_mult")
 
@@ -129,7 +147,11 @@ def lamb_options() -> OptionTable:
 
 
 def _lamb_column(group: dict[str, Any]) -> list[float]:
-    others = [*group["betas"], group["bias_correction"], *(group["weight_norm_bounds"] or (0.0, torch.inf))]
+    others = [
+        *group["betas"],
+        group["bias_correction"],
+        *(group["weight_norm_bounds"] or (0.0, torch.inf)),
+    ]
     return [*_numbers(group, _LAMB), *_switches(group), *map(float, others)]
 
 

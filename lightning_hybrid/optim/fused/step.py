@@ -15,7 +15,12 @@ from lightning_hybrid.optim.fused.availability import FUSED_DEVICES, has_kernels
 from lightning_hybrid.optim.fused.block_sums import add_up
 from lightning_hybrid.optim.fused.cpu.passes import NativeLamb, NativeLars
 from lightning_hybrid.optim.fused.engine import Engine
-from lightning_hybrid.optim.fused.option_table import OptionTable, OptionTables, lamb_options, lars_options
+from lightning_hybrid.optim.fused.option_table import (
+    OptionTable,
+    OptionTables,
+    lamb_options,
+    lars_options,
+)
 from lightning_hybrid.optim.gradients import GradScaling, dense_gradients
 from lightning_hybrid.placement import Part
 
@@ -58,7 +63,10 @@ class FusedStep:
     @classmethod
     def has_engines(cls, params: Iterable[Tensor]) -> bool:
         """Whether all parameters are where the rule has engines; warns once where they cannot be built."""
-        return all(one in cls.devices and has_kernels(one) for one in {param.device.type for param in params})
+        return all(
+            one in cls.devices and has_kernels(one)
+            for one in {param.device.type for param in params}
+        )
 
     def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
         """Return the scaling of the update, once all norms are there."""
@@ -93,7 +101,11 @@ class FusedStep:
             tables.take()
         # First all norms, then all updates: one inf in the last tensor must keep the first from being written. The
         # tensor groups of a device share one flag, so that the host reads nothing; those of devices are combined.
-        flag_of = {} if scaling.found_inf_out is None else {scaling.found_inf_out.device: scaling.found_inf_out}
+        flag_of = (
+            {}
+            if scaling.found_inf_out is None
+            else {scaling.found_inf_out.device: scaling.found_inf_out}
+        )
         flags = []
         for tensors in self._tensor_groups:
             device = tensors.params[0].device
@@ -110,7 +122,9 @@ class FusedStep:
             distinct = list({id(flag): flag for flag in flags}.values())
             found_inf = distinct[0]
             if len(distinct) > 1:
-                found_inf = torch.stack([flag.to(found_inf.device, non_blocking=True) for flag in distinct]).amax()
+                found_inf = torch.stack(
+                    [flag.to(found_inf.device, non_blocking=True) for flag in distinct]
+                ).amax()
             if optimizer.shard_sums is not None:
                 found_inf = optimizer.shard_sums.largest(found_inf)
         if optimizer.parts and flags:
@@ -124,8 +138,16 @@ class FusedStep:
 
     def add_over_ranks(self, optimizer: Any, found_inf: Tensor | None) -> Tensor | None:
         """Add the sums of parts over the ranks that hold them; return `found_inf` of all of them, None of None."""
-        block_sums = [sums for tensors in self._tensor_groups if (sums := tensors.engine.block_sums) is not None]
-        flag = torch.zeros((), device=self._tensor_groups[0].params[0].device) if found_inf is None else found_inf
+        block_sums = [
+            sums
+            for tensors in self._tensor_groups
+            if (sums := tensors.engine.block_sums) is not None
+        ]
+        flag = (
+            torch.zeros((), device=self._tensor_groups[0].params[0].device)
+            if found_inf is None
+            else found_inf
+        )
         found = add_up(block_sums, flag, optimizer.add_up_)
         return None if found_inf is None else found
 
@@ -140,7 +162,9 @@ class FusedStep:
 
     def _signature_of(self, optimizer: Any, grads: list[Any]) -> list[Any]:
         """Return all that decides about tensor groups besides the tensors themselves."""
-        groups = [(id(group), len(group["params"]), self.flags(group)) for group in optimizer.param_groups]
+        groups = [
+            (id(group), len(group["params"]), self.flags(group)) for group in optimizer.param_groups
+        ]
         parts = optimizer.parts and [(id(param), part) for param, part in optimizer.parts.items()]
         grad_dtypes = [None if grad is None else grad.dtype for grad in grads]
         return [parts, *groups, *grad_dtypes]
@@ -170,7 +194,9 @@ class FusedStep:
     def _tensor_groups_of(self, optimizer: Any, grads: list[Any]) -> list[TensorGroup]:
         """Return the tensor groups, without engines, of all parameters that have a gradient."""
         tensor_groups: dict[Any, TensorGroup] = {}
-        params_and_groups = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+        params_and_groups = [
+            (param, group) for group in optimizer.param_groups for param in group["params"]
+        ]
         for index, (param, group) in enumerate(params_and_groups):
             grad = grads[index]
             if grad is None:
@@ -179,7 +205,9 @@ class FusedStep:
             # One launch needs these equal.
             key = (param.device, param.dtype, grad.dtype, flags)
             if key not in tensor_groups:
-                tensor_groups[key] = TensorGroup(options=self.options(), flags=flags, grad_dtype=grad.dtype)
+                tensor_groups[key] = TensorGroup(
+                    options=self.options(), flags=flags, grad_dtype=grad.dtype
+                )
             tensors = tensor_groups[key]
             tensors.indices.append(index)
             tensors.params.append(param)
@@ -211,10 +239,14 @@ class FusedLars(FusedStep):
         has_momentum, is_joint = tensors.flags
         moments = optimizer.state_lists(tensors.params, "momentum_buffer") if has_momentum else []
         if tensors.params[0].device.type == "cpu":
-            return NativeLars(tensors.params, moments, tensors.grad_dtype, is_joint=is_joint, parts=tensors.parts)
+            return NativeLars(
+                tensors.params, moments, tensors.grad_dtype, is_joint=is_joint, parts=tensors.parts
+            )
         from lightning_hybrid.optim.fused.cuda.lars import KernelLars  # needs triton
 
-        return KernelLars(tensors.params, moments, tensors.grad_dtype, is_joint=is_joint, parts=tensors.parts)
+        return KernelLars(
+            tensors.params, moments, tensors.grad_dtype, is_joint=is_joint, parts=tensors.parts
+        )
 
 
 class FusedLamb(FusedStep):
@@ -251,8 +283,16 @@ class FusedLamb(FusedStep):
         bound = self._tensor_groups[0].groups[0]["max_grad_norm"] if self._tensor_groups else None
         if bound is None:
             return scaling
-        norm = torch.stack([tensors.engine.grad_squares() for tensors in self._tensor_groups]).sum().sqrt()
-        inverse_scale = torch.ones_like(norm) if scaling.inverse_scale is None else scaling.inverse_scale.to(norm)
+        norm = (
+            torch.stack([tensors.engine.grad_squares() for tensors in self._tensor_groups])
+            .sum()
+            .sqrt()
+        )
+        inverse_scale = (
+            torch.ones_like(norm)
+            if scaling.inverse_scale is None
+            else scaling.inverse_scale.to(norm)
+        )
         # As a part of the inverse scale the bound costs no pass of its own.
         factor = (bound / (norm * inverse_scale)).clamp(max=1.0)
         return GradScaling(inverse_scale=inverse_scale * factor, found_inf=scaling.found_inf)

@@ -93,7 +93,10 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
     Raises:
         ValueError: Too few sizes were measured for a line, or no sum at all.
     """
-    fits = {place: fit_line(times_s) if (times_s := samples.of("ping", place)) else None for place in _LEVELS}
+    fits = {
+        place: fit_line(times_s) if (times_s := samples.of("ping", place)) else None
+        for place in _LEVELS
+    }
     measured = {
         (what, size): statistics.median(times_s)
         for what in samples.whats("sum")
@@ -107,8 +110,12 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
             "fitted to what came about. Give it more: measure.limit_s=<seconds>."
         )
     # A core that receives and adds is no faster than at either alone.
-    core_bytes_per_s = min([fit.bytes_per_s for fit in [fits["inside"]] if fit is not None] + list(adds.values()))
-    bare = _bare_cluster(fits["inside"], fits["across"], flows, setup, core_bytes_per_s=core_bytes_per_s)
+    core_bytes_per_s = min(
+        [fit.bytes_per_s for fit in [fits["inside"]] if fit is not None] + list(adds.values())
+    )
+    bare = _bare_cluster(
+        fits["inside"], fits["across"], flows, setup, core_bytes_per_s=core_bytes_per_s
+    )
     bare = replace(bare, codec=_codec_rates(samples, bare))
     fitted = fit_overheads(bare, measured, setup, most_bytes_per_s=core_bytes_per_s)
     modelled_s = {case: predicted_all_reduce_s(fitted, *case, setup) for case in measured}
@@ -120,12 +127,20 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
     for (what, size), time_s in measured.items():
         others = {other: ratio for other, ratio in curves[what].items() if other != size}
         predicted_s = curve_at(others, size) * modelled_s[what, size]
-        sums.append(TimedAllReduce(algorithm=what, num_bytes=size, measured_s=time_s, predicted_s=predicted_s))
+        sums.append(
+            TimedAllReduce(
+                algorithm=what, num_bytes=size, measured_s=time_s, predicted_s=predicted_s
+            )
+        )
     found = Calibration(
         cluster=cluster,
         inside=fits["inside"],
         across=fits["across"],
-        consent_s={place: consent_s for place in _LEVELS if (consent_s := _consent_s(samples, place)) is not None},
+        consent_s={
+            place: consent_s
+            for place in _LEVELS
+            if (consent_s := _consent_s(samples, place)) is not None
+        },
         flow_bytes_per_s=flows,
         add_bytes_per_s=adds,
         sums=tuple(sums),
@@ -143,13 +158,18 @@ _LEVELS: tuple[str, ...] = ("inside", "across")
 def _flow_rates(samples: Measurements, across: LineFit | None) -> dict[int, float]:
     # A node's bytes per second by the number of flows, at the largest size that all were timed at.
     by_flows = {int(what): samples.of("flows", what) for what in samples.whats("flows")}
-    common = set.intersection(*(set(times_s) for times_s in by_flows.values())) if by_flows else set()
+    common = (
+        set.intersection(*(set(times_s) for times_s in by_flows.values())) if by_flows else set()
+    )
     if not common or across is None:
         return {}
     size = max(common)
     medians_s = {num: statistics.median(times_s[size]) for num, times_s in sorted(by_flows.items())}
     # Without the time of the consent and of the first byte, which is not the wire's.
-    return {num: size / (time_s - min(2 * across.latency_s, time_s / 2)) for num, time_s in medians_s.items()}
+    return {
+        num: size / (time_s - min(2 * across.latency_s, time_s / 2))
+        for num, time_s in medians_s.items()
+    }
 
 
 def _gain(flows: dict[int, float], across: LineFit) -> float:
@@ -169,7 +189,11 @@ def _add_rates(samples: Measurements) -> dict[str, float]:
 def _codec_rates(samples: Measurements, cluster: Cluster) -> CodecRates:
     # All ranks encoded at once: where they share cores, the model has each wait for its turn, so rates are a core's.
     transport = cluster.transport
-    turns = transport.work_s(1.0, of_busiest=1, of_all=cluster.world_size) if isinstance(transport, Gloo) else 1.0
+    turns = (
+        transport.work_s(1.0, of_busiest=1, of_all=cluster.world_size)
+        if isinstance(transport, Gloo)
+        else 1.0
+    )
     rates = {
         f"{name}_bytes_per_s": turns * size / statistics.median(times_s)
         for name in samples.whats("codec")
@@ -198,7 +222,9 @@ def _bare_cluster(
     core_bytes_per_s: float,
 ) -> Cluster:
     # The links alone; costs of software are 0 so far. With one rank per node, `inside` is only additions.
-    near = Link(latency_s=0.0, bytes_per_s=core_bytes_per_s if inside is None else inside.bytes_per_s)
+    near = Link(
+        latency_s=0.0, bytes_per_s=core_bytes_per_s if inside is None else inside.bytes_per_s
+    )
     far = near
     num_nics = 1
     burst_bytes = 0
@@ -209,7 +235,10 @@ def _bare_cluster(
         gain = _gain(flows, across)
         num_nics = max(1, round(gain)) if setup.on_cuda else 1
         burst_bytes = across.burst_bytes
-        far = Link(latency_s=max(0.0, across.latency_s - software_s), bytes_per_s=across.bytes_per_s * gain / num_nics)
+        far = Link(
+            latency_s=max(0.0, across.latency_s - software_s),
+            bytes_per_s=across.bytes_per_s * gain / num_nics,
+        )
     transport: Gloo | Nccl
     codec = CodecRates()
     if setup.on_cuda:
@@ -224,7 +253,11 @@ def _bare_cluster(
         codec = CodecRates(kernel_s=KERNEL_S)
     else:
         transport = Gloo(
-            stage_s=0.0, message_s=0.0, segment_s=0.0, burst_bytes=burst_bytes, num_shared_cores=setup.num_shared_cores
+            stage_s=0.0,
+            message_s=0.0,
+            segment_s=0.0,
+            burst_bytes=burst_bytes,
+            num_shared_cores=setup.num_shared_cores,
         )
     return Cluster(
         num_nodes=setup.num_nodes,
@@ -252,7 +285,9 @@ def _notes(found: Calibration) -> list[str]:
                 "again on quiet nodes, and trust sizes near this one less."
             )
     if found.across is None:
-        notes.append("links between nodes were not measured: there was one node. Say nothing about more by this.")
+        notes.append(
+            "links between nodes were not measured: there was one node. Say nothing about more by this."
+        )
     flows = found.flow_bytes_per_s
     if found.across is not None and _gain(flows, found.across) > 1:
         num, rate = max(flows.items(), key=lambda pair: pair[1])

@@ -15,14 +15,18 @@ from lightning_hybrid.comm.plan import KIB, MIB, CommPlan
 CODECS = {"int8": Codec(bits=8), "int4": Codec(bits=4)}
 
 # Names and bytes of sums through a codec: two sizes tell how they differ from those without.
-CODED_SUMS = tuple((f"two_level_{name}", num_bytes) for name in CODECS for num_bytes in (512 * KIB, 4 * MIB))
+CODED_SUMS = tuple(
+    (f"two_level_{name}", num_bytes) for name in CODECS for num_bytes in (512 * KIB, 4 * MIB)
+)
 
 
 def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
     """Return a call that encodes `num_bytes` of float32, and decodes and adds up two messages of as many."""
     coder = Coder(CODECS[name], device)
     flat = torch.ones(num_bytes // 4, device=device)  # blocks of zeros would take no time
-    messages = torch.empty(2, coder.codec.message_bytes(flat.numel()), dtype=torch.uint8, device=device)
+    messages = torch.empty(
+        2, coder.codec.message_bytes(flat.numel()), dtype=torch.uint8, device=device
+    )
     blocks = Blocks.of(coder, flat)
     total = torch.empty_like(flat)
     blocks.encode(flat, messages[1], sender=1)
@@ -37,4 +41,7 @@ def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], 
 def coded_engines(**settings: Any) -> dict[str, CommEngine]:
     """Return an engine for each codec, by the name of its sums. Collective; `settings`: those of `CommEngine`."""
     plan = CommPlan(algorithm="two_level")
-    return {f"two_level_{name}": CommEngine(plan=plan, dtype_across_nodes=CODECS[name], **settings) for name in CODECS}
+    return {
+        f"two_level_{name}": CommEngine(plan=plan, dtype_across_nodes=CODECS[name], **settings)
+        for name in CODECS
+    }

@@ -86,7 +86,9 @@ def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFi
         )
     sizes = sorted(times_s)
     if any(not times_s[size] or not min(times_s[size]) > 0 for size in sizes):
-        raise ValueError("`times_s` must hold a positive number of seconds or more for each size: a time is measured.")
+        raise ValueError(
+            "`times_s` must hold a positive number of seconds or more for each size: a time is measured."
+        )
     medians_s = np.array([float(np.median(times_s[size])) for size in sizes])
     fits = {burst: _lines(_loads(sizes, burst), medians_s[None]) for burst in BURSTS_BYTES}
     found = {burst: float(lines[2][0]) for burst, lines in fits.items()}
@@ -97,7 +99,9 @@ def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFi
     latency_s = float(fits[burst][0][0])
     per_byte_s = float(fits[burst][1][0])
     generator = np.random.default_rng(seed)
-    drawn_s = np.stack([_drawn_medians(np.asarray(times_s[size]), generator) for size in sizes], axis=1)
+    drawn_s = np.stack(
+        [_drawn_medians(np.asarray(times_s[size]), generator) for size in sizes], axis=1
+    )
     latencies_s, per_bytes_s, _ = _lines(loads, drawn_s)
     tail = 100 * (1 - CONFIDENCE) / 2
     low_s, high_s = np.percentile(latencies_s, [tail, 100 - tail])
@@ -107,7 +111,10 @@ def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFi
         latency_s=latency_s,
         bytes_per_s=_rate(per_byte_s),
         latency_interval_s=(min(float(low_s), latency_s), max(float(high_s), latency_s)),
-        rate_interval_bytes_per_s=(_rate(max(float(slow), per_byte_s)), _rate(min(float(fast), per_byte_s))),
+        rate_interval_bytes_per_s=(
+            _rate(max(float(slow), per_byte_s)),
+            _rate(min(float(fast), per_byte_s)),
+        ),
         confidence=CONFIDENCE,
         burst_bytes=burst,
         errors=tuple((size, float(error)) for size, error in zip(sizes, errors, strict=True)),

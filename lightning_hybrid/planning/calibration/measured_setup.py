@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm.topology import Topology, host_identity
-from lightning_hybrid.planning.calibration.microbenchmarks import Measurement, Measurements, Microbenchmark
+from lightning_hybrid.planning.calibration.microbenchmarks import (
+    Measurement,
+    Measurements,
+    Microbenchmark,
+)
 from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -44,10 +48,14 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
     try:
         answers = json.loads(Path(path).read_text())
         times_s = {
-            Microbenchmark(kind=one["kind"], what=one["what"], num_bytes=one["num_bytes"]): one["times_s"]
+            Microbenchmark(kind=one["kind"], what=one["what"], num_bytes=one["num_bytes"]): one[
+                "times_s"
+            ]
             for one in answers["samples"]
         }
-        return Measurements(times_s=times_s, took_s=answers["took_s"]), MeasuredSetup(**answers["world"])
+        return Measurements(times_s=times_s, took_s=answers["took_s"]), MeasuredSetup(
+            **answers["world"]
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"`samples` (={path}) must be the summary.json that `tune` wrote: {error!r}. Leave it out to measure."
@@ -70,12 +78,20 @@ def read_nccl_log(path: str) -> dict[str, Any]:
             "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH, or leave it out."
         )
     version = re.search(r"NCCL version (\d+\.\d+\.\d+)", text)
-    return {"channels": int(channels[-1]), **({} if version is None else {"nccl_version": version[1]})}
+    return {
+        "channels": int(channels[-1]),
+        **({} if version is None else {"nccl_version": version[1]}),
+    }
 
 
-def world_of(topology: Topology, device: torch.device, asked: Measurement, *, inside: Any) -> MeasuredSetup:
+def world_of(
+    topology: Topology, device: torch.device, asked: Measurement, *, inside: Any
+) -> MeasuredSetup:
     """Describe the setup. Collective: every rank sends its machine and its cores."""
-    mine = (host_identity()[:2], len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    mine = (
+        host_identity()[:2],
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    )
     answers: list[Any] = [None] * topology.world_size
     dist.all_gather_object(answers, mine)
     is_one_machine = len({machine for machine, _ in answers}) == 1

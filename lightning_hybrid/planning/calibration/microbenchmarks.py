@@ -31,7 +31,12 @@ from lightning_hybrid.checks import require_number, require_positive, require_wh
 from lightning_hybrid.comm.engine.engine import CommEngine
 from lightning_hybrid.comm.plan import KIB, MIB, Algorithm, CommPlan
 from lightning_hybrid.comm.topology import Topology
-from lightning_hybrid.planning.calibration.codec_benchmark import CODECS, CODED_SUMS, codec_call, coded_engines
+from lightning_hybrid.planning.calibration.codec_benchmark import (
+    CODECS,
+    CODED_SUMS,
+    codec_call,
+    coded_engines,
+)
 
 Kind = Literal["ping", "exchange", "flows", "add", "codec", "sum"]
 
@@ -102,37 +107,77 @@ class Measurement:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        require_positive("limit_s", self.limit_s, "it is the time that measuring may take, in seconds")
-        require_number("timeout_s", self.timeout_s, "it limits every wait for another rank, in seconds", above=True)
-        require_number("min_sample_s", self.min_sample_s, "it is the least time of a sample, in seconds", above=True)
-        require_whole("num_rounds", self.num_rounds, "samples of each case are counted; intervals need", least=3)
+        require_positive(
+            "limit_s", self.limit_s, "it is the time that measuring may take, in seconds"
+        )
+        require_number(
+            "timeout_s",
+            self.timeout_s,
+            "it limits every wait for another rank, in seconds",
+            above=True,
+        )
+        require_number(
+            "min_sample_s",
+            self.min_sample_s,
+            "it is the least time of a sample, in seconds",
+            above=True,
+        )
+        require_whole(
+            "num_rounds",
+            self.num_rounds,
+            "samples of each case are counted; intervals need",
+            least=3,
+        )
         require_whole("max_bytes", self.max_bytes, "a line needs several sizes", least=16 * KIB)
         if self.dtype not in ("float16", "bfloat16", "float32"):
-            raise ValueError(f"`dtype` (={self.dtype!r}) must be float16, bfloat16 or float32: sums are timed in it.")
+            raise ValueError(
+                f"`dtype` (={self.dtype!r}) must be float16, bfloat16 or float32: sums are timed in it."
+            )
         for name in self.algorithms:
             CommPlan(algorithm=name)  # refuses what is none
 
     def cases(self, topology: Topology, backend: str) -> list[Microbenchmark]:
         """List every case to time here, the smallest first."""
         messages = [size for size in MESSAGE_BYTES if size <= self.max_bytes]
-        places = [place for place, present in zip(("inside", "across"), _levels(topology), strict=True) if present]
-        found = [Microbenchmark(kind="add", what=name, num_bytes=ADD_BYTES) for name in ("float32", "float16")]
-        found += [Microbenchmark(kind="ping", what=place, num_bytes=size) for place in places for size in messages]
+        places = [
+            place
+            for place, present in zip(("inside", "across"), _levels(topology), strict=True)
+            if present
+        ]
+        found = [
+            Microbenchmark(kind="add", what=name, num_bytes=ADD_BYTES)
+            for name in ("float32", "float16")
+        ]
         found += [
-            Microbenchmark(kind="exchange", what=place, num_bytes=size) for place in places for size in EXCHANGE_BYTES
+            Microbenchmark(kind="ping", what=place, num_bytes=size)
+            for place in places
+            for size in messages
+        ]
+        found += [
+            Microbenchmark(kind="exchange", what=place, num_bytes=size)
+            for place in places
+            for size in EXCHANGE_BYTES
         ]
         if "across" in places:
             flows = _powers(topology.ranks_per_node or 1)
             found += [
-                Microbenchmark(kind="flows", what=str(n), num_bytes=size) for n in flows for size in messages[-4:]
+                Microbenchmark(kind="flows", what=str(n), num_bytes=size)
+                for n in flows
+                for size in messages[-4:]
             ]
-            found += [Microbenchmark(kind="codec", what=name, num_bytes=ADD_BYTES) for name in CODECS]
+            found += [
+                Microbenchmark(kind="codec", what=name, num_bytes=ADD_BYTES) for name in CODECS
+            ]
             coded = [(what, size) for what, size in CODED_SUMS if size <= self.max_bytes]
             found += [Microbenchmark(kind="sum", what=what, num_bytes=size) for what, size in coded]
         most = self.max_bytes if backend == "nccl" else min(self.max_bytes, MOST_BYTES_ON_CPU)
         sizes = [size for size in SUM_BYTES if size <= most]
         names = (backend, *self.algorithms)
-        found += [Microbenchmark(kind="sum", what=name, num_bytes=size) for name in names for size in sizes]
+        found += [
+            Microbenchmark(kind="sum", what=name, num_bytes=size)
+            for name in names
+            for size in sizes
+        ]
         return sorted(found, key=lambda case: case.num_bytes)
 
 
@@ -147,10 +192,19 @@ def measure(asked: Measurement, topology: Topology, device: torch.device) -> Mea
     validate(topology)
     began_s = time.perf_counter()
     # A group of its own: its timeout limits every wait here, and no message of the user's meets one of ours.
-    group: Any = dist.new_group(timeout=timedelta(seconds=asked.timeout_s), group_desc="lightning_hybrid.probes")
+    group: Any = dist.new_group(
+        timeout=timedelta(seconds=asked.timeout_s), group_desc="lightning_hybrid.probes"
+    )
     try:
         with _engines(asked, topology, device) as engines:
-            table = _Table(asked=asked, topology=topology, device=device, group=group, engines=engines, began_s=began_s)
+            table = _Table(
+                asked=asked,
+                topology=topology,
+                device=device,
+                group=group,
+                engines=engines,
+                began_s=began_s,
+            )
             return table.run()
     finally:
         dist.destroy_process_group(group)
@@ -187,14 +241,20 @@ class _Table:
         order = list(calls)
         for turn in range(self.asked.num_rounds):
             # Another permutation each time, the same on every rank.
-            shuffled = torch.randperm(len(order), generator=torch.Generator().manual_seed(turn)).tolist()
+            shuffled = torch.randperm(
+                len(order), generator=torch.Generator().manual_seed(turn)
+            ).tolist()
             # In turns, so that a slow minute does not make one case slow.
             for case in (order[place] for place in shuffled):
-                last_s = calls[case] * (self.times_s[case][-1] if case in self.times_s else self.asked.min_sample_s)
+                last_s = calls[case] * (
+                    self.times_s[case][-1] if case in self.times_s else self.asked.min_sample_s
+                )
                 if self.elapsed_s + 2 * last_s > self.asked.limit_s:
                     continue
                 self.times_s.setdefault(case, []).append(self._sample(case, calls[case]))
-        enough = {case: times_s for case, times_s in self.times_s.items() if len(times_s) >= 3}  # for an interval
+        enough = {
+            case: times_s for case, times_s in self.times_s.items() if len(times_s) >= 3
+        }  # for an interval
         return Measurements(times_s=enough, took_s=self.elapsed_s)
 
     def _warm_up(self) -> dict[Microbenchmark, int]:
@@ -213,7 +273,10 @@ class _Table:
                 continue
             calls[case] = max(1, min(MOST_CALLS, int(self.asked.min_sample_s / call_s)))
             sample_s[case] = (calls[case] + 1) * call_s * (2 if case.kind == "ping" else 1)
-        while sum(sample_s.values()) * LEAST_ROUNDS > self.asked.limit_s - self.elapsed_s and len(sample_s) > 1:
+        while (
+            sum(sample_s.values()) * LEAST_ROUNDS > self.asked.limit_s - self.elapsed_s
+            and len(sample_s) > 1
+        ):
             costliest = max(sample_s, key=lambda case: sample_s[case])
             del sample_s[costliest], calls[costliest]
         return calls
@@ -230,7 +293,9 @@ class _Table:
             self._synchronize()
             taken_s = (time.perf_counter() - began_s) / num_calls
         # The slowest rank's times are the times of all ranks, so that all choose the same cases to go on with.
-        slowest = torch.tensor([taken_s, time.perf_counter() - self.began_s], dtype=torch.float64, device=self.device)
+        slowest = torch.tensor(
+            [taken_s, time.perf_counter() - self.began_s], dtype=torch.float64, device=self.device
+        )
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         taken_s, self.elapsed_s = slowest.tolist()
         return taken_s / 2 if case.kind == "ping" else taken_s
@@ -250,7 +315,11 @@ class _Table:
             return self._repeated(self._summer(case))
         if case.kind == "flows":
             return self._flow(case)
-        pair = self.topology.nodes[0][:2] if case.what == "inside" else [node[0] for node in self.topology.nodes[:2]]
+        pair = (
+            self.topology.nodes[0][:2]
+            if case.what == "inside"
+            else [node[0] for node in self.topology.nodes[:2]]
+        )
         if self.topology.rank not in pair:
             return None
         peer = next(rank for rank in pair if rank != self.topology.rank)
@@ -270,7 +339,9 @@ class _Table:
 
     def _values(self, case: Microbenchmark, dtype: str) -> Tensor:
         kind: torch.dtype = getattr(torch, dtype)
-        return torch.zeros(max(1, case.num_bytes // kind.itemsize), dtype=kind, device=self.device)  # never overflows
+        return torch.zeros(
+            max(1, case.num_bytes // kind.itemsize), dtype=kind, device=self.device
+        )  # never overflows
 
     def _summer(self, case: Microbenchmark) -> Callable[[], object]:
         flat = self._values(case, self.asked.dtype)
@@ -301,7 +372,8 @@ class _Table:
         after = nodes[(here + 1) % len(nodes)][place]
         before = nodes[here - 1][place]
         out, back = (
-            torch.zeros(max(1, case.num_bytes // num_flows), dtype=torch.uint8, device=self.device) for _ in "ab"
+            torch.zeros(max(1, case.num_bytes // num_flows), dtype=torch.uint8, device=self.device)
+            for _ in "ab"
         )
         return self._repeated(lambda: _swap(self.group, out, after, back, before))
 
@@ -317,7 +389,9 @@ def _swap(group: dist.ProcessGroup, out: Tensor, to: int, back: Tensor, source: 
         work.wait()
 
 
-def _ping(group: dist.ProcessGroup, peer: int, buffer: Tensor, *, leads: bool) -> Callable[[int], None]:
+def _ping(
+    group: dist.ProcessGroup, peer: int, buffer: Tensor, *, leads: bool
+) -> Callable[[int], None]:
     # Over Gloo each rank posts its receive before the other sends, so that no send must wait for a consent.
     arrived = torch.zeros_like(buffer)
 
@@ -354,9 +428,15 @@ def _powers(most: int) -> list[int]:
 
 
 @contextmanager
-def _engines(asked: Measurement, topology: Topology, device: torch.device) -> Iterator[dict[str, CommEngine]]:
+def _engines(
+    asked: Measurement, topology: Topology, device: torch.device
+) -> Iterator[dict[str, CommEngine]]:
     engines: dict[str, CommEngine] = {}
-    ask: Any = {"topology": topology, "timeout": timedelta(seconds=asked.timeout_s), "device": device}
+    ask: Any = {
+        "topology": topology,
+        "timeout": timedelta(seconds=asked.timeout_s),
+        "device": device,
+    }
     try:
         for name in asked.algorithms:
             engines[name] = CommEngine(plan=CommPlan(algorithm=name), **ask)

@@ -62,7 +62,9 @@ class MeasuredSetup:
     nccl_version: str = "2.27"
 
 
-def predicted_all_reduce_s(cluster: Cluster, algorithm: str, num_bytes: int, setup: MeasuredSetup) -> float:
+def predicted_all_reduce_s(
+    cluster: Cluster, algorithm: str, num_bytes: int, setup: MeasuredSetup
+) -> float:
     """Simulate one all-reduce, cut as the plan cuts it, with nothing to hide it; return its seconds.
 
     `algorithm`: `two_level_int8` is `two_level` through a codec.
@@ -96,7 +98,11 @@ def is_coded(algorithm: str) -> bool:
 
 
 def fit_overheads(
-    bare: Cluster, measured: dict[tuple[str, int], float], setup: MeasuredSetup, *, most_bytes_per_s: float
+    bare: Cluster,
+    measured: dict[tuple[str, int], float],
+    setup: MeasuredSetup,
+    *,
+    most_bytes_per_s: float,
 ) -> Cluster:
     """Return the cluster whose predictions of the sums have the least error, of those of up to `MOST_FITTED_BYTES`.
 
@@ -141,7 +147,9 @@ def fit_overheads(
     return with_costs(_descend(guess, lambda values: loss(with_costs(values))))
 
 
-def _descend(values: dict[str, float], loss: Callable[[dict[str, float]], float]) -> dict[str, float]:
+def _descend(
+    values: dict[str, float], loss: Callable[[dict[str, float]], float]
+) -> dict[str, float]:
     """Search positive values with the least loss: one after another, up and down by a factor that shrinks.
 
     >>> found = _descend({"x": 1.0, "y": 1.0}, lambda v: (v["x"] - 7) ** 2 + (v["y"] - v["x"] / 2) ** 2)

@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_iter
 
 from lightning_hybrid.precision.window import HalfPrecisionWindow
 
-MOST_IMAGES = 2**16  # beyond, bytes are taken to grow with the batch: sizes of tensors must stay below 2^63
+MOST_IMAGES = (
+    2**16
+)  # beyond, bytes are taken to grow with the batch: sizes of tensors must stay below 2^63
 aten = torch.ops.aten
 HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
@@ -49,7 +51,11 @@ class LiveBytes(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation; count its products, and the memory of its results until they are freed."""
         kwargs = kwargs or {}
@@ -72,7 +78,9 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._sizes.pop(address)
 
 
-def example_of(model: nn.Module, num_samples: int, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Any:
+def example_of(
+    model: nn.Module, num_samples: int, shape: Sequence[int], *, dtype: torch.dtype = torch.float32
+) -> Any:
     """Return an input on the meta device: images of this shape, or what the network's own `example` makes of it."""
     if (example := getattr(model, "example", None)) is not None:
         return example(num_samples, *shape, device="meta")
@@ -105,7 +113,9 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def step_bytes(model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str) -> int:
+def step_bytes(
+    model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str
+) -> int:
     """Measure the most bytes that forward and backward of a batch hold at once, weights and their gradients aside.
 
     Counted are what forward keeps for backward, what both need for a moment, what re-materialisation makes again, and
@@ -126,7 +136,9 @@ def step_bytes(model: nn.Module, image_shape: Sequence[int], *, batch_size: int,
     return (live.peak + 2 * sum(each.nbytes for each in inputs)) * batch_size // counted
 
 
-def tracked_bytes(model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str) -> int:
+def tracked_bytes(
+    model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str
+) -> int:
     """Measure what `step_bytes` does by torch's `MemTracker`; that takes seconds for a large network."""
     from torch.distributed._tools.mem_tracker import MemTracker  # here: it imports torch's compiler
 
@@ -146,7 +158,9 @@ def tracked_bytes(model: nn.Module, image_shape: Sequence[int], *, batch_size: i
 def _forward_and_backward(network: nn.Module, images: Any) -> None:
     # Whatever the network returns; frozen networks have no backward. A product sums without SymPy.
     results = [value for value in tree_iter(network(images)) if isinstance(value, Tensor)]
-    rows = [_logarithms(result.float()).reshape(1, -1) for result in results if result.requires_grad]
+    rows = [
+        _logarithms(result.float()).reshape(1, -1) for result in results if result.requires_grad
+    ]
     losses = [row.mm(row.new_empty(row.shape[1], 1)) for row in rows]
     del results, rows
     if losses:
@@ -177,44 +191,64 @@ def shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _elementwise(first: Tensor, second: Any, *_: Any) -> Tensor:
-    shape = np.broadcast_shapes(first.shape, getattr(second, "shape", ()))  # those of torch import SymPy
+    shape = np.broadcast_shapes(
+        first.shape, getattr(second, "shape", ())
+    )  # those of torch import SymPy
     return first.new_empty(shape, dtype=torch.result_type(first, second))
 
 
 def _reduced(tensor: Tensor, dims: Sequence[int] | None, keepdim: bool = False) -> Tensor:
     gone = {dim % tensor.dim() for dim in dims or range(tensor.dim())}
-    left = [1 if dim in gone else size for dim, size in enumerate(tensor.shape) if keepdim or dim not in gone]
+    left = [
+        1 if dim in gone else size
+        for dim, size in enumerate(tensor.shape)
+        if keepdim or dim not in gone
+    ]
     return tensor.new_empty(left)
 
 
 def _product(first: Tensor, second: Tensor) -> Tensor | None:
-    return first.new_empty(first.shape[0], second.shape[1]) if first.shape[1] == second.shape[0] else None
+    return (
+        first.new_empty(first.shape[0], second.shape[1])
+        if first.shape[1] == second.shape[0]
+        else None
+    )
 
 
 def _batch_norm(images: Tensor, *more: Any) -> tuple[Tensor, ...] | None:
     if any(each is not None and each.shape != images.shape[1:2] for each in more[:4]):
         return None
     num_statistics = images.shape[1] * more[4]  # none in evaluation
-    return images.new_empty(images.shape), *(images.new_empty(num_statistics, dtype=torch.float32) for _ in range(2))
+    return images.new_empty(images.shape), *(
+        images.new_empty(num_statistics, dtype=torch.float32) for _ in range(2)
+    )
 
 
-def _gradients(gradient: Tensor, images: Tensor, weight: Tensor, *more: Any) -> tuple[Tensor | None, ...]:
+def _gradients(
+    gradient: Tensor, images: Tensor, weight: Tensor, *more: Any
+) -> tuple[Tensor | None, ...]:
     # Of a convolution or a normalisation, whose third parameter is a bias.
     likes = ((images, images.shape), (weight, weight.shape), (weight, gradient.shape[1:2]))
     return tuple(
-        like.new_empty(shape) if wanted else None for (like, shape), wanted in zip(likes, more[-1], strict=True)
+        like.new_empty(shape) if wanted else None
+        for (like, shape), wanted in zip(likes, more[-1], strict=True)
     )
 
 
 def _places(images: Tensor, *, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[int]:
     sizes = zip(images.shape[2:], kernel, stride, padding, dilation, strict=True)
-    return [(size + 2 * pad - apart * (width - 1) - 1) // step + 1 for size, width, step, pad, apart in sizes]
+    return [
+        (size + 2 * pad - apart * (width - 1) - 1) // step + 1
+        for size, width, step, pad, apart in sizes
+    ]
 
 
 def _convolution(images: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor | None:
     if more[3] or images.dim() != weight.dim() or images.shape[1] != more[5] * weight.shape[1]:
         return None
-    places = _places(images, kernel=weight.shape[2:], stride=more[0], padding=more[1], dilation=more[2])
+    places = _places(
+        images, kernel=weight.shape[2:], stride=more[0], padding=more[1], dilation=more[2]
+    )
     return images.new_empty(images.shape[0], weight.shape[0], *places) if min(places) > 0 else None
 
 
@@ -223,14 +257,21 @@ def _max_pool(images: Tensor, kernel: Any, *more: Any) -> tuple[Tensor, Tensor] 
         return None
     places = _places(images, kernel=kernel, stride=more[0], padding=more[1], dilation=(1, 1))
     shape = (*images.shape[:2], *places)
-    return (images.new_empty(shape), images.new_empty(shape, dtype=torch.int64)) if min(places) > 0 else None
+    return (
+        (images.new_empty(shape), images.new_empty(shape, dtype=torch.int64))
+        if min(places) > 0
+        else None
+    )
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Count the products of an operation, two for each pair; 0 of what is none."""
     if func in PRODUCTS and not (func is aten.convolution.default and args[6]):
         return PRODUCTS[func](result, *args)
-    if "attention" not in func.name() and func not in (aten.convolution.default, aten.baddbmm.default):
+    if "attention" not in func.name() and func not in (
+        aten.convolution.default,
+        aten.baddbmm.default,
+    ):
         return 0
     from torch.utils.flop_counter import flop_registry  # here: it imports Triton
 
@@ -239,7 +280,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 PRODUCTS: dict[Any, Callable[..., int]] = {
-    aten.convolution.default: lambda result, images, weight, *_: 2 * result.numel() * weight[0].numel(),
+    aten.convolution.default: lambda result, images, weight, *_: (
+        2 * result.numel() * weight[0].numel()
+    ),
     aten.mm.default: lambda result, first, second: 2 * result.numel() * first.shape[-1],
     aten.bmm.default: lambda result, first, second: 2 * result.numel() * first.shape[-1],
     aten.addmm.default: lambda result, bias, first, second: 2 * result.numel() * first.shape[-1],
@@ -247,10 +290,17 @@ PRODUCTS: dict[Any, Callable[..., int]] = {
 # Of what most networks consist of: torch takes these apart on the meta device, and imports its compiler and SymPy for
 # that, which takes seconds. The results have the same bytes. None: arguments that torch has to look at, or refuse.
 SHAPES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((aten.add.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.threshold_backward.default), _elementwise),
-    **dict.fromkeys((aten.empty_like.default, aten.ones_like.default), lambda like: like.new_empty(like.shape)),
+    **dict.fromkeys(
+        (aten.add.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.threshold_backward.default),
+        _elementwise,
+    ),
+    **dict.fromkeys(
+        (aten.empty_like.default, aten.ones_like.default), lambda like: like.new_empty(like.shape)
+    ),
     aten._log_softmax.default: lambda tensor, *_: tensor.new_empty(tensor.shape),
-    aten._log_softmax_backward_data.default: lambda gradient, *_: gradient.new_empty(gradient.shape),
+    aten._log_softmax_backward_data.default: lambda gradient, *_: gradient.new_empty(
+        gradient.shape
+    ),
     aten.div_.Scalar: lambda tensor, _: tensor,
     aten.mm.default: _product,
     aten.addmm.default: lambda bias, first, second: _product(first, second),
@@ -258,6 +308,10 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: _convolution,
     aten.max_pool2d_with_indices.default: _max_pool,
     aten.native_batch_norm.default: _batch_norm,
-    **dict.fromkeys((aten.native_batch_norm_backward.default, aten.convolution_backward.default), _gradients),
-    aten.max_pool2d_with_indices_backward.default: lambda gradient, images, *_: images.new_empty(images.shape),
+    **dict.fromkeys(
+        (aten.native_batch_norm_backward.default, aten.convolution_backward.default), _gradients
+    ),
+    aten.max_pool2d_with_indices_backward.default: lambda gradient, images, *_: images.new_empty(
+        images.shape
+    ),
 }

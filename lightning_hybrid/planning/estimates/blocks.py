@@ -58,7 +58,11 @@ class _Uses(LiveBytes):
         self._made_at: dict[int, int] = {}  # number of marks when a tensor's memory was first seen
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         for value in tree_iter((args, kwargs)):
             if isinstance(value, Tensor):
@@ -81,7 +85,9 @@ class _Uses(LiveBytes):
         self._made_at.pop(address, None)
 
 
-def traced_blocks(model: nn.Module, image_shape: Sequence[int], *, precision: str = "16-true") -> list[Block]:
+def traced_blocks(
+    model: nn.Module, image_shape: Sequence[int], *, precision: str = "16-true"
+) -> list[Block]:
     """Return the blocks in the order in which forward runs them.
 
     They are the network's own `pipeline_blocks()`, as for a run. Without, modules are looked at that are no
@@ -116,24 +122,37 @@ def traced_blocks(model: nn.Module, image_shape: Sequence[int], *, precision: st
 
         own: list[nn.Module] = getattr(shadow, "pipeline_blocks", list)()
         handles = [
-            module.register_forward_pre_hook(lambda module, args, name=name: begin(name, module, args))
-            for name, module in list(_named(own, shadow) if own else units(shadow)) or [("", shadow)]
+            module.register_forward_pre_hook(
+                lambda module, args, name=name: begin(name, module, args)
+            )
+            for name, module in list(_named(own, shadow) if own else units(shadow))
+            or [("", shadow)]
         ]
         with uses:
             uses.use(next(iter(tree_iter(images))))
             logits = images
             for module in own or [shadow]:
                 logits = module(*as_arguments(logits)) if own else module(logits)
-        end = _Mark(name="", module=shadow, address=0, input_bytes=0, flops=uses.flops, live=uses.now)
+        end = _Mark(
+            name="", module=shadow, address=0, input_bytes=0, flops=uses.flops, live=uses.now
+        )
         del logits
         for handle in handles:
             handle.remove()
-    places = [mark for index, mark in enumerate(uses.marks) if own or mark.is_cut or index == 0] + [end]
+    places = [mark for index, mark in enumerate(uses.marks) if own or mark.is_cut or index == 0] + [
+        end
+    ]
     # Parameters that belong to none of the modules are counted in the first block.
     left = {id(parameter): parameter.numel() for parameter in shadow.parameters()}
     tied = [sum(p.numel() for p in mark.module.parameters()) for mark in uses.marks]
-    of_mark = [[left.pop(id(p)) for p in mark.module.parameters() if id(p) in left] for mark in uses.marks]
-    tied = [total - sum(numels) for total, numels in zip(tied, of_mark, strict=True)] if own else [0] * len(tied)
+    of_mark = [
+        [left.pop(id(p)) for p in mark.module.parameters() if id(p) in left] for mark in uses.marks
+    ]
+    tied = (
+        [total - sum(numels) for total, numels in zip(tied, of_mark, strict=True)]
+        if own
+        else [0] * len(tied)
+    )
     of_mark[0] += left.values()
     found: list[Block] = []
     inside = zip([*uses.marks, end], [*of_mark, []], [*tied, 0], strict=True)
@@ -162,7 +181,10 @@ def _named(blocks: Sequence[nn.Module], network: nn.Module) -> Iterator[tuple[st
     # By the first module in a block that the network itself has.
     names = {id(module): name for name, module in network.named_modules()}
     for index, block in enumerate(blocks):
-        yield next((names[id(one)] for one in block.modules() if id(one) in names), f"block {index}"), block
+        yield (
+            next((names[id(one)] for one in block.modules() if id(one) in names), f"block {index}"),
+            block,
+        )
 
 
 def units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

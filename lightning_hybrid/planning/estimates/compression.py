@@ -43,7 +43,9 @@ class WireStep:
     node_bytes: float
 
 
-def wire_step(outcome: SimulatedSteps, cluster: ClusterCosts, *, itemsize: int, name: WireName | None) -> WireStep:
+def wire_step(
+    outcome: SimulatedSteps, cluster: ClusterCosts, *, itemsize: int, name: WireName | None
+) -> WireStep:
     """Return a simulated step as one to be compared. `name`: the form between nodes that it was simulated with."""
     wire = None if name is None else NodeWire(name=name, itemsize=itemsize)
     sums = [(bucket.algorithm, bucket.num_bytes) for bucket in outcome.buckets]
@@ -59,7 +61,12 @@ def wire_step(outcome: SimulatedSteps, cluster: ClusterCosts, *, itemsize: int, 
 
 
 def compressed_steps(
-    work: StepWorkload, cluster: ClusterCosts, plans: Sequence[CommPlan], *, itemsize: int, on_cuda: bool
+    work: StepWorkload,
+    cluster: ClusterCosts,
+    plans: Sequence[CommPlan],
+    *,
+    itemsize: int,
+    on_cuda: bool,
 ) -> tuple[WireStep, ...]:
     """Simulate a step with fewer bytes between nodes in each form, under the best of `plans`; none for one node.
 
@@ -67,12 +74,18 @@ def compressed_steps(
     """
     if cluster.num_nodes == 1:
         return ()
-    in_nodes = [plan if adds_up_in_nodes(plan, cluster) else replace(plan, algorithm="auto") for plan in plans]
+    in_nodes = [
+        plan if adds_up_in_nodes(plan, cluster) else replace(plan, algorithm="auto")
+        for plan in plans
+    ]
     found = []
     for name in NAMES if itemsize > 2 else NAMES[1:]:
         wire = NodeWire(name=name, itemsize=itemsize)
         tried = plans if wire.bits is None else list(dict.fromkeys(in_nodes))
-        steps = (simulate(work, cluster, plan, itemsize=itemsize, on_cuda=on_cuda, wire=wire) for plan in tried)
+        steps = (
+            simulate(work, cluster, plan, itemsize=itemsize, on_cuda=on_cuda, wire=wire)
+            for plan in tried
+        )
         best = min(steps, key=lambda outcome: outcome.step_s)
         found.append(wire_step(best, cluster, itemsize=itemsize, name=name))
     return tuple(found)
@@ -101,7 +114,12 @@ BYTES = 8  # of a parameter in an average: its master and its momentum, in fp32;
 
 
 def average_s(
-    num_bytes: float, cluster: ClusterCosts, plan: CommPlan, *, on_cuda: bool, wire: NodeWire | None = None
+    num_bytes: float,
+    cluster: ClusterCosts,
+    plan: CommPlan,
+    *,
+    on_cuda: bool,
+    wire: NodeWire | None = None,
 ) -> float:
     """Compute the time of one average over nodes of `num_bytes` in fp32, which nothing hides.
 
@@ -109,7 +127,9 @@ def average_s(
     16 MiB; `wire`: their form between nodes. Running statistics of BatchNorm, some thousandths, are not counted.
     """
     num_chunks = max(1, round(num_bytes / CHUNK_BYTES))
-    chunks = StepWorkload(forward_s=0.0, gradients=((max(1, int(num_bytes / 4 / num_chunks)), 0.0),) * num_chunks)
+    chunks = StepWorkload(
+        forward_s=0.0, gradients=((max(1, int(num_bytes / 4 / num_chunks)), 0.0),) * num_chunks
+    )
     chunked = with_buckets(plan, CHUNK_BYTES)
     return simulate(chunks, cluster, chunked, itemsize=4, on_cuda=on_cuda, wire=wire).step_s
 

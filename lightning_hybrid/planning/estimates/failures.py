@@ -50,10 +50,19 @@ class Failures:
     start_s: float = 120.0
 
     def __post_init__(self) -> None:
-        require_number("gpu_hours", self.gpu_hours, "it is the mean time between two failures of a GPU", above=True)
-        require_number("checkpoint_s", self.checkpoint_s, "a checkpoint takes time, 1.0 or less", above=True)
+        require_number(
+            "gpu_hours",
+            self.gpu_hours,
+            "it is the mean time between two failures of a GPU",
+            above=True,
+        )
+        require_number(
+            "checkpoint_s", self.checkpoint_s, "a checkpoint takes time, 1.0 or less", above=True
+        )
         for name in ("detection_s", "restart_s", "rejoin_s", "start_s"):
-            require_number(name, getattr(self, name), "it is a time in seconds, 0 where there is none")
+            require_number(
+                name, getattr(self, name), "it is a time in seconds, 0 where there is none"
+            )
 
     def between_s(self, num_gpus: int) -> float:
         """Compute the mean time between failures of a job."""
@@ -73,7 +82,9 @@ class Failures:
         mean_s = self.between_s(num_gpus)
         every_s = min(work_s, every_s or self.interval_s(num_gpus))
         back_s = self.detection_s + self.restart_s
-        each_s = mean_s * math.exp(back_s / mean_s) * math.expm1((every_s + self.checkpoint_s) / mean_s)
+        each_s = (
+            mean_s * math.exp(back_s / mean_s) * math.expm1((every_s + self.checkpoint_s) / mean_s)
+        )
         return each_s * work_s / every_s
 
     def elastic_s(self, work_s: float, num_gpus: int) -> float:
@@ -81,7 +92,9 @@ class Failures:
         lost = (self.detection_s + self.rejoin_s) / self.between_s(num_gpus)
         return work_s / (1 - lost) if lost < 1 else math.inf
 
-    def simulated_s(self, work_s: float, num_gpus: int, *, elastic: bool = False, seed: int = 0) -> list[float]:
+    def simulated_s(
+        self, work_s: float, num_gpus: int, *, elastic: bool = False, seed: int = 0
+    ) -> list[float]:
         """Simulate runs failure by failure; return their times, the shortest first."""
         mean_s = self.between_s(num_gpus)
         every_s = min(work_s, self.interval_s(num_gpus))
@@ -89,10 +102,18 @@ class Failures:
         if (self.elastic_s if elastic else self.restarted_s)(work_s, num_gpus) > NO_END * work_s:
             return [math.inf] * NUM_RUNS
         chance = random.Random(seed)
-        return sorted(self._once(work_s, every_s, mean_s, back_s, elastic, chance) for _ in range(NUM_RUNS))
+        return sorted(
+            self._once(work_s, every_s, mean_s, back_s, elastic, chance) for _ in range(NUM_RUNS)
+        )
 
     def _once(
-        self, work_s: float, every_s: float, mean_s: float, back_s: float, elastic: bool, chance: random.Random
+        self,
+        work_s: float,
+        every_s: float,
+        mean_s: float,
+        back_s: float,
+        elastic: bool,
+        chance: random.Random,
     ) -> float:
         # Work that counts is whole intervals; of an elastic run all that was done.
         time_s = 0.0

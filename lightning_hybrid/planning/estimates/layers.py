@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.planning.estimates.activations import LiveBytes, example_of
 from lightning_hybrid.planning.model.workload import StepWorkload
 
-FORWARD_SHARE = 1 / 3  # share of a step's arithmetic: backward makes two products for each of forward's
+FORWARD_SHARE = (
+    1 / 3
+)  # share of a step's arithmetic: backward makes two products for each of forward's
 
 
 class WithoutValues(TorchFunctionMode):
@@ -29,7 +31,10 @@ class WithoutValues(TorchFunctionMode):
         """Leave out what fills a tensor at random."""
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
-        if name in ("normal_", "uniform_", "trunc_normal_") or getattr(func, "__module__", "") == "torch.nn.init":
+        if (
+            name in ("normal_", "uniform_", "trunc_normal_")
+            or getattr(func, "__module__", "") == "torch.nn.init"
+        ):
             return args[0] if args else kwargs["tensor"]
         with torch.device("meta"):
             return func(*args, **kwargs)
@@ -58,13 +63,19 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
     found: dict[str, Layer] = {}
     counter = LiveBytes()
     before: dict[str, int] = {}
-    owners: dict[int, str] = {}  # a shared parameter is the first layer's: its gradient is complete there
+    owners: dict[
+        int, str
+    ] = {}  # a shared parameter is the first layer's: its gradient is complete there
 
     def begin(name: str) -> None:
         before[name] = counter.flops
 
     def end(name: str, module: nn.Module) -> None:
-        own = [one for one in module.parameters(recurse=False) if owners.setdefault(id(one), name) == name]
+        own = [
+            one
+            for one in module.parameters(recurse=False)
+            if owners.setdefault(id(one), name) == name
+        ]
         numels = tuple(parameter.numel() for parameter in own)
         flops = (counter.flops - before[name]) // 2  # two images
         earlier = found.pop(name).forward_flops if name in found else 0
@@ -80,7 +91,12 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
 
 
 def work_of(
-    layers: Sequence[Layer], *, batch_size: int, images_per_s: float, update_s: float = 0.0, input_s: float = 0.0
+    layers: Sequence[Layer],
+    *,
+    batch_size: int,
+    images_per_s: float,
+    update_s: float = 0.0,
+    input_s: float = 0.0,
 ) -> StepWorkload:
     """Return a step of `batch_size` images on a device that alone does `images_per_s`, spread over layers by FLOPs.
 
@@ -100,7 +116,10 @@ def work_of(
         for place, numel in enumerate(reversed(layer.numels)):
             gradients.append((numel, backward_s if place == 0 else 0.0))
     return StepWorkload(
-        forward_s=FORWARD_SHARE * step_s, gradients=tuple(gradients), update_s=update_s, input_s=input_s
+        forward_s=FORWARD_SHARE * step_s,
+        gradients=tuple(gradients),
+        update_s=update_s,
+        input_s=input_s,
     )
 
 

@@ -70,19 +70,30 @@ class StateBytes:
         >>> round(fused.per_parameter(), 1), round(fused.per_parameter(state_share=1 / 2), 1)
         (12.1, 8.1)
         """
-        require_choice("precision", precision, (*HALF_PRECISIONS, "32-true"), "of others nothing was measured")
-        require_choice("optimizer", optimizer, tuple(STATE_BYTES), "the state of others is not known here")
+        require_choice(
+            "precision", precision, (*HALF_PRECISIONS, "32-true"), "of others nothing was measured"
+        )
+        require_choice(
+            "optimizer", optimizer, tuple(STATE_BYTES), "the state of others is not known here"
+        )
         state = STATE_BYTES[optimizer]
         if precision == "32-true":
             return cls(weights=4, gradients=4, masters=0, optimizer=state)
-        return cls(weights=2, gradients=2 + (4 if copies_gradients else 0), masters=4, optimizer=state)
+        return cls(
+            weights=2, gradients=2 + (4 if copies_gradients else 0), masters=4, optimizer=state
+        )
 
     def per_parameter(
         self, *, weight_share: float = 1.0, gradient_share: float = 1.0, state_share: float = 1.0
     ) -> float:
         """Compute the bytes per parameter of a rank that holds these shares."""
         state = self.masters + self.optimizer
-        return self.weights * weight_share + self.gradients * gradient_share + state * state_share + self.rest
+        return (
+            self.weights * weight_share
+            + self.gradients * gradient_share
+            + state * state_share
+            + self.rest
+        )
 
     def fully_sharded(self, num_ranks: int) -> float:
         """Compute the bytes per parameter with torch's `fully_shard` (FSDP2), between steps; counted, not measured.
@@ -186,7 +197,9 @@ class MemoryChoices:
         activation_bytes = whole - slope * (self.batch_size - batch_size)
         bytes_each = state.per_parameter()
         if sharing == "node":
-            bytes_each = state.per_parameter(state_share=shared_share(self.numels, self.ranks_per_node))
+            bytes_each = state.per_parameter(
+                state_share=shared_share(self.numels, self.ranks_per_node)
+            )
         elif sharing == "world":
             share = shared_share(self.numels, self.world_size, is_world=True)
             # Weights on their way go as activations come: what counts is the larger of the two.
@@ -207,7 +220,9 @@ class MemoryChoices:
         }
         extra_s = {"": 0.0, "node": self.gather_s, "fsdp2": self.gather_all_s}
         # Each gather takes fp32 shards up, and gradients come down; what the host takes for the update is not known.
-        extra_s["host"] = self.gather_all_s + 3 * 4 * total / self.world_size / HOST_LINK_BYTES_PER_S
+        extra_s["host"] = (
+            self.gather_all_s + 3 * 4 * total / self.world_size / HOST_LINK_BYTES_PER_S
+        )
         extra_s["world"] = max(0.0, self.gather_all_s - self.forward_s)
         return MemoryNeed(
             settings=tuple(name for name, is_on in settings.items() if is_on),
@@ -226,7 +241,9 @@ class MemoryChoices:
         sharings = ["", *(["node"] if self.ranks_per_node > 1 else []), *of_all, "host"]
         found = [
             self.need(precision, size, again=again, sharing=sharing)  # type: ignore[arg-type]
-            for (precision, again), size, sharing in itertools.product(self.activations, sizes, sharings)
+            for (precision, again), size, sharing in itertools.product(
+                self.activations, sizes, sharings
+            )
         ]
         return sorted(found, key=lambda need: (len(need.settings), need.extra_s, -need.batch_size))
 
@@ -236,7 +253,11 @@ class MemoryChoices:
         Of those that take no time the one that saves most comes first.
         """
         asked, *others = [need for need in self.needs() if len(need.settings) < 2]
-        found = [need for need in largest_batches(others, memory_bytes) if need.total_bytes < asked.total_bytes]
+        found = [
+            need
+            for need in largest_batches(others, memory_bytes)
+            if need.total_bytes < asked.total_bytes
+        ]
 
         def price(need: MemoryNeed) -> tuple[float, float]:
             saved = asked.total_bytes - need.total_bytes
@@ -249,5 +270,9 @@ def largest_batches(needs: Sequence[MemoryNeed], memory_bytes: float) -> list[Me
     """Leave of needs whose settings differ in a number alone the first that fits, else the last."""
     kinds: dict[tuple[str, ...], list[MemoryNeed]] = {}
     for need in needs:
-        kinds.setdefault(tuple(each.rstrip("0123456789") for each in need.settings), []).append(need)
-    return [next((one for one in some if one.fits(memory_bytes)), some[-1]) for some in kinds.values()]
+        kinds.setdefault(tuple(each.rstrip("0123456789") for each in need.settings), []).append(
+            need
+        )
+    return [
+        next((one for one in some if one.fits(memory_bytes)), some[-1]) for some in kinds.values()
+    ]

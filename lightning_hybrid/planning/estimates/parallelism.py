@@ -23,7 +23,12 @@ from lightning_hybrid.planning.estimates.scenario import Scenario
 from lightning_hybrid.planning.model.cluster import Cluster
 
 MOST_STAGES = 8
-ROUNDS = (1, 2, 4, 8)  # micro-batches per stage: at four the bubble is about a fifth, at eight a ninth
+ROUNDS = (
+    1,
+    2,
+    4,
+    8,
+)  # micro-batches per stage: at four the bubble is about a fifth, at eight a ninth
 PER_RANK = {"1f1b": 1, "interleaved": 2}  # GPipe's schedule takes the time of 1F1B, and more memory
 
 
@@ -64,7 +69,10 @@ class PipelineChoice:
     def settings(self) -> tuple[str, ...]:
         """What to give on the command line."""
         found = ["strategy=pipeline", f"strategy.num_stages={self.num_ranks}"]
-        found += [f"strategy.num_microbatches={self.num_microbatches}", f"strategy.schedule={self.schedule}"]
+        found += [
+            f"strategy.num_microbatches={self.num_microbatches}",
+            f"strategy.schedule={self.schedule}",
+        ]
         return (*found, *(["strategy.checkpoint_activations=true"] if self.recomputes else []))
 
 
@@ -89,11 +97,17 @@ def pipeline_choices(
         recomputes: Blocks keep their inputs alone, and run forward again in backward.
     """
     found: list[PipelineChoice] = []
-    for num_ranks, rounds, schedule in itertools.product(range(2, MOST_STAGES + 1), ROUNDS, PER_RANK):
+    for num_ranks, rounds, schedule in itertools.product(
+        range(2, MOST_STAGES + 1), ROUNDS, PER_RANK
+    ):
         num_micro = num_ranks * rounds
         per_rank = PER_RANK[schedule]
         images = num_ranks * scenario.batch_size_per_rank
-        if scenario.cluster.ranks_per_node % num_ranks or images % num_micro or num_ranks * per_rank > len(blocks):
+        if (
+            scenario.cluster.ranks_per_node % num_ranks
+            or images % num_micro
+            or num_ranks * per_rank > len(blocks)
+        ):
             continue
         pipeline = _Pipeline(
             scenario=scenario,
@@ -124,15 +138,28 @@ class _Pipeline:
         """Cut and simulate; None: it does not fit."""
         scenario = self.scenario
         per_rank = PER_RANK[self.schedule]
-        order = schedule_tasks(self.schedule, self.num_ranks, self.num_micro, stages_per_rank=per_rank)
+        order = schedule_tasks(
+            self.schedule, self.num_ranks, self.num_micro, stages_per_rank=per_rank
+        )
         work = scenario.work()
         num_stages = self.num_ranks * per_rank
         images = self.num_ranks * scenario.batch_size_per_rank / self.num_micro
-        image_s = scenario.cluster.slowdown * (work.forward_s + work.backward_s) / scenario.batch_size_per_rank
+        image_s = (
+            scenario.cluster.slowdown
+            * (work.forward_s + work.backward_s)
+            / scenario.batch_size_per_rank
+        )
         flops = sum(block.forward_flops for block in self.blocks) or 1
-        forwards_s = [FORWARD_SHARE * image_s * images * block.forward_flops / flops for block in self.blocks]
-        backwards_s = [(1 / FORWARD_SHARE - 1 + self.recomputes) * forward_s for forward_s in forwards_s]
-        kept = [images * (block.input_bytes if self.recomputes else block.kept_bytes) for block in self.blocks]
+        forwards_s = [
+            FORWARD_SHARE * image_s * images * block.forward_flops / flops for block in self.blocks
+        ]
+        backwards_s = [
+            (1 / FORWARD_SHARE - 1 + self.recomputes) * forward_s for forward_s in forwards_s
+        ]
+        kept = [
+            images * (block.input_bytes if self.recomputes else block.kept_bytes)
+            for block in self.blocks
+        ]
         # A weight that blocks share is held by each of their stages, which add up its gradients once a step.
         num_held = [sum(block.numels) + block.num_tied for block in self.blocks]
         held = [self.state.per_parameter() * numel for numel in num_held]
@@ -142,7 +169,9 @@ class _Pipeline:
         limit = {} if usable_bytes is None or per_rank > 1 else {"most_bytes": usable_bytes}
         seconds = [f + b for f, b in zip(forwards_s, backwards_s, strict=True)]
         try:
-            cuts = balanced_cuts(seconds, held, num_stages, activation_bytes=kept, num_alive=alive, **limit)
+            cuts = balanced_cuts(
+                seconds, held, num_stages, activation_bytes=kept, num_alive=alive, **limit
+            )
         except ValueError:
             return None
         parts = list(itertools.pairwise([0, *cuts, len(self.blocks)]))
@@ -152,7 +181,9 @@ class _Pipeline:
             StageLoad(
                 forward_s=sum(forwards_s[a:b]),
                 backward_s=sum(backwards_s[a:b]),
-                send_s=near.seconds(images * self.blocks[b].input_bytes) if b < len(self.blocks) else 0.0,
+                send_s=near.seconds(images * self.blocks[b].input_bytes)
+                if b < len(self.blocks)
+                else 0.0,
                 kept_bytes=sum(kept[a:b]),
                 gradient_s=group.alone_s(
                     scenario.algorithm or "flat",
@@ -165,7 +196,9 @@ class _Pipeline:
         num_tied = sum(block.num_tied for block in self.blocks)
         tied_s = near.seconds(scenario.itemsize * num_tied) if num_tied else 0.0
         # What a block computes again is alive next to the inputs; without it, the inputs are among what is kept.
-        working = max(images * block.kept_bytes for block in self.blocks) if self.recomputes else 0.0
+        working = (
+            max(images * block.kept_bytes for block in self.blocks) if self.recomputes else 0.0
+        )
         rank_bytes = tuple(
             sum(sum(held[a:b]) for a, b in parts[rank :: self.num_ranks])
             + most_kept_bytes(order[rank], loads)
@@ -185,7 +218,9 @@ class _Pipeline:
             step_s=pipeline_step_s(tasks, loads) + tied_s + scenario.update_s,
             bubble=waiting_share(tasks),
             rank_bytes=rank_bytes,
-            sent_bytes=tuple(self.num_micro * images * self.blocks[cut].input_bytes for cut in cuts),
+            sent_bytes=tuple(
+                self.num_micro * images * self.blocks[cut].input_bytes for cut in cuts
+            ),
             tasks=tuple(map(tuple, tasks)),
         )
 
@@ -194,4 +229,6 @@ class _Pipeline:
         """The ranks with the same stage: fewer in each node, and all such groups share its network cards."""
         cluster = self.scenario.cluster
         across = replace(cluster.across, bytes_per_s=cluster.across.bytes_per_s / self.num_ranks)
-        return replace(cluster, ranks_per_node=cluster.ranks_per_node // self.num_ranks, across=across)
+        return replace(
+            cluster, ranks_per_node=cluster.ranks_per_node // self.num_ranks, across=across
+        )

@@ -81,10 +81,15 @@ def schedule_tasks(
             f"`stages_per_rank` (={stages_per_rank}) must be 1 with schedule={schedule!r}: several stages on a rank "
             "take turns only in the interleaved schedule. Write schedule='interleaved'."
         )
-    return [_tasks_of_rank(schedule, rank, num_ranks, num_microbatches, stages_per_rank) for rank in range(num_ranks)]
+    return [
+        _tasks_of_rank(schedule, rank, num_ranks, num_microbatches, stages_per_rank)
+        for rank in range(num_ranks)
+    ]
 
 
-def _tasks_of_rank(schedule: str, rank: int, num_ranks: int, num_micro: int, per_rank: int) -> list[PipelineTask]:
+def _tasks_of_rank(
+    schedule: str, rank: int, num_ranks: int, num_micro: int, per_rank: int
+) -> list[PipelineTask]:
     total = num_micro * per_rank
     counts: Counter[tuple[int, bool]] = Counter()
 
@@ -93,7 +98,9 @@ def _tasks_of_rank(schedule: str, rank: int, num_ranks: int, num_micro: int, per
         turn = step // num_ranks % per_rank
         stage = rank + num_ranks * (turn if is_forward else per_rank - 1 - turn)
         counts[stage, is_forward] += 1
-        return PipelineTask(stage=stage, microbatch=counts[stage, is_forward] - 1, is_forward=is_forward)
+        return PipelineTask(
+            stage=stage, microbatch=counts[stage, is_forward] - 1, is_forward=is_forward
+        )
 
     behind = num_ranks - 1 - rank
     if schedule == "gpipe":
@@ -102,10 +109,16 @@ def _tasks_of_rank(schedule: str, rank: int, num_ranks: int, num_micro: int, per
         ahead = min(total, behind + 1)
     else:
         ahead = min(total, (per_rank - 1) * num_ranks + 2 * behind + 1)
-    return in_turns([task(step, True) for step in range(total)], [task(step, False) for step in range(total)], ahead)
+    return in_turns(
+        [task(step, True) for step in range(total)],
+        [task(step, False) for step in range(total)],
+        ahead,
+    )
 
 
-def in_turns(forwards: list[PipelineTask], backwards: list[PipelineTask], num_ahead: int) -> list[PipelineTask]:
+def in_turns(
+    forwards: list[PipelineTask], backwards: list[PipelineTask], num_ahead: int
+) -> list[PipelineTask]:
     """Return some forwards ahead, then one backward, one forward, until no forward is left, and the other backwards."""
     found = forwards[:num_ahead]
     for backward, forward in zip(backwards, forwards[num_ahead:], strict=False):
@@ -113,7 +126,9 @@ def in_turns(forwards: list[PipelineTask], backwards: list[PipelineTask], num_ah
     return found + backwards[len(forwards) - num_ahead :]
 
 
-def simulate_pipeline(order: Sequence[Sequence[PipelineTask]], loads: Sequence[StageLoad]) -> list[list[PipelineTask]]:
+def simulate_pipeline(
+    order: Sequence[Sequence[PipelineTask]], loads: Sequence[StageLoad]
+) -> list[list[PipelineTask]]:
     """Simulate a step; return each rank's tasks with their times.
 
     A rank does its tasks in order, each as soon as what it needs has arrived. Messages take their time and disturb
@@ -170,7 +185,9 @@ def pipeline_step_s(tasks: Sequence[Sequence[PipelineTask]], loads: Sequence[Sta
     """
     step_s = 0.0
     for of_rank in tasks:
-        begins = {task.stage: task.begin_s for task in of_rank if not task.is_forward}  # the last of each stage
+        begins = {
+            task.stage: task.begin_s for task in of_rank if not task.is_forward
+        }  # the last of each stage
         done_s = max(task.end_s for task in of_rank)
         travelled_s = 0.0
         for stage, begin_s in sorted(begins.items(), key=lambda item: item[1]):

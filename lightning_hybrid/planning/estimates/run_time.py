@@ -59,8 +59,12 @@ class RunTime:
         both = scenario.bounds()
         gpus = scenario.cluster.world_size
         ends_s = None if both is None else (both[0].run().step_s, both[1].run().step_s)
-        simulated = [failures.simulated_s(num_steps * each_s, gpus) for each_s in ends_s or (step_s, step_s)]
-        low_s, high_s = (each[int(share * len(each))] for each, share in zip(simulated, SHARES, strict=True))
+        simulated = [
+            failures.simulated_s(num_steps * each_s, gpus) for each_s in ends_s or (step_s, step_s)
+        ]
+        low_s, high_s = (
+            each[int(share * len(each))] for each, share in zip(simulated, SHARES, strict=True)
+        )
         work_s = num_steps * step_s
         return cls(
             work_s=work_s,

@@ -43,7 +43,11 @@ class Scenario:
     def wire(self) -> NodeWire | None:
         """The form of sums between nodes, where it is not that of the buckets, or of averages, which are fp32."""
         name = self.comm_dtype_across_nodes
-        return None if name is None else NodeWire(name=name, itemsize=4 if self.is_local else self.itemsize)
+        return (
+            None
+            if name is None
+            else NodeWire(name=name, itemsize=4 if self.is_local else self.itemsize)
+        )
 
     @property
     def is_local(self) -> bool:
@@ -58,7 +62,9 @@ class Scenario:
     @property
     def average_s(self) -> float:
         """Seconds of one average of masters and momentum over nodes."""
-        return average_s(self.averaged_bytes, self.cluster, self.plan, on_cuda=self.on_cuda, wire=self.wire)
+        return average_s(
+            self.averaged_bytes, self.cluster, self.plan, on_cuda=self.on_cuda, wire=self.wire
+        )
 
     def node_bytes(self, outcome: SimulatedSteps) -> float:
         """Return the bytes of a step that are summed between nodes, in their form there."""
@@ -119,7 +125,9 @@ class Scenario:
     def at(self, num_ranks: int) -> Scenario:
         """Return the scenario with this number of ranks: whole nodes, or part of one."""
         per_node = min(self.cluster.ranks_per_node, num_ranks)
-        cluster = replace(self.cluster, ranks_per_node=per_node, num_nodes=-(-num_ranks // per_node))
+        cluster = replace(
+            self.cluster, ranks_per_node=per_node, num_nodes=-(-num_ranks // per_node)
+        )
         return replace(self, cluster=cluster)
 
 

@@ -22,7 +22,10 @@ def to_trace(outcome: SimulatedSteps) -> CommTrace:
     buckets = {bucket.index: bucket for bucket in outcome.buckets}
     spans = outcome.first.spans
     ends_s = {
-        index: max((s.end_s for s in spans if s.chunk.bucket == index), default=outcome.first.ready_s[index])
+        index: max(
+            (s.end_s for s in spans if s.chunk.bucket == index),
+            default=outcome.first.ready_s[index],
+        )
         for index in buckets
     }
     # In order of time, and at one time begin (0), stage (1), end (2): the order in which a real run writes them.

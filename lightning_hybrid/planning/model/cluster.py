@@ -43,7 +43,13 @@ class Cluster(ClusterCosts):
     """`ClusterCosts` as a planner: `HybridAllReduceStrategy(plan=cluster)`."""
 
     def plan_for(
-        self, numels: Sequence[int], topology: NodeShape, *, itemsize: int, on_cuda: bool, codec_bits: int | None = None
+        self,
+        numels: Sequence[int],
+        topology: NodeShape,
+        *,
+        itemsize: int,
+        on_cuda: bool,
+        codec_bits: int | None = None,
     ) -> CommPlan:
         """Choose the plan of a job: see `plan_search.choose_plan`.
 
@@ -66,8 +72,14 @@ class Cluster(ClusterCosts):
                     stacklevel=2,
                 )
             return CommPlan()
-        wire = None if codec_bits is None else NodeWire(name="int8" if codec_bits == 8 else "int4", itemsize=itemsize)
-        return choose_plan(numels, self.of(topology.num_nodes), itemsize=itemsize, on_cuda=on_cuda, wire=wire)
+        wire = (
+            None
+            if codec_bits is None
+            else NodeWire(name="int8" if codec_bits == 8 else "int4", itemsize=itemsize)
+        )
+        return choose_plan(
+            numels, self.of(topology.num_nodes), itemsize=itemsize, on_cuda=on_cuda, wire=wire
+        )
 
 
 def is_known(cluster: Cluster) -> bool:
@@ -76,7 +88,9 @@ def is_known(cluster: Cluster) -> bool:
     That is InfiniBand, RoCE and EFA, and what was measured on `MEASURED_FROM` nodes or more.
     """
     errors = _errors(cluster)
-    return cluster.num_nodes == 1 or (errors is not None and errors not in (ERRORS["slingshot"], ERRORS["tcp"]))
+    return cluster.num_nodes == 1 or (
+        errors is not None and errors not in (ERRORS["slingshot"], ERRORS["tcp"])
+    )
 
 
 def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
@@ -89,7 +103,9 @@ def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
     if (errors := _errors(cluster)) is None:
         return None
     further = max(0.0, math.log2(times_measured(cluster) / HOLDS_TO)) * WIDER_BY_DOUBLING
-    low, high = zip(*((low ** (1 + further), high ** (1 + further)) for low, high in errors), strict=True)
+    low, high = zip(
+        *((low ** (1 + further), high ** (1 + further)) for low, high in errors), strict=True
+    )
     return _with(cluster, low), _with(cluster, high)
 
 
@@ -104,7 +120,11 @@ def _errors(cluster: Cluster) -> Sequence[tuple[float, float]] | None:
         return EMULATED
     if (cluster.measured_nodes or 0) >= MEASURED_FROM:
         return MEASURED_VERBS if nccl.fabric in ("ib", "roce", "efa") else MEASURED
-    if cluster.ranks_per_node > 8 or nccl.inside != "nvlink" or nccl.generation not in ("ampere", "hopper"):
+    if (
+        cluster.ranks_per_node > 8
+        or nccl.inside != "nvlink"
+        or nccl.generation not in ("ampere", "hopper")
+    ):
         return None
     return None if nccl.fabric is None else ERRORS.get(nccl.fabric)
 

@@ -77,10 +77,22 @@ class ClusterCosts:
     def __post_init__(self) -> None:
         for name, curve in self.curves.items():
             for num_bytes, ratio in curve.items():
-                require_positive(f"curves.{name}.{num_bytes}", ratio, "it is measured over modelled time of such a sum")
-        require_number("taken_share", self.taken_share, "a sum takes this share of an accelerator while it runs")
+                require_positive(
+                    f"curves.{name}.{num_bytes}",
+                    ratio,
+                    "it is measured over modelled time of such a sum",
+                )
+        require_number(
+            "taken_share",
+            self.taken_share,
+            "a sum takes this share of an accelerator while it runs",
+        )
         require_whole("num_nodes", self.num_nodes, "nodes are counted")
-        require_whole("ranks_per_node", self.ranks_per_node, "ranks of a node are counted, one per accelerator")
+        require_whole(
+            "ranks_per_node",
+            self.ranks_per_node,
+            "ranks of a node are counted, one per accelerator",
+        )
         require_whole("nics_per_node", self.nics_per_node, "network cards of a node are counted")
 
     @property
@@ -109,14 +121,24 @@ class ClusterCosts:
 
     def least_s(self, num_bytes: float) -> float:
         """Compute the time that no all-reduce can beat; see `cost.least_s`."""
-        return least_s(num_bytes, num_nodes=self.num_nodes, across=self.across, nics_per_node=self.nics_per_node)
+        return least_s(
+            num_bytes,
+            num_nodes=self.num_nodes,
+            across=self.across,
+            nics_per_node=self.nics_per_node,
+        )
 
     def of(self, num_nodes: int) -> Self:
         """Return the same cluster with another number of nodes."""
         return replace(self, num_nodes=num_nodes)
 
     def stages(
-        self, algorithm: str, num_bytes: float, wire: NodeWire | None = None, *, of_bytes: float | None = None
+        self,
+        algorithm: str,
+        num_bytes: float,
+        wire: NodeWire | None = None,
+        *,
+        of_bytes: float | None = None,
     ) -> tuple[StageCost, ...]:
         """Return the stages of a chunk of `num_bytes`; none for one rank.
 
@@ -126,7 +148,9 @@ class ClusterCosts:
             ValueError: The algorithm is unknown, this transport does not have it, or it has no such form.
         """
         if algorithm not in (*OURS, *PEERS):
-            raise ValueError(f"`algorithm` (={algorithm!r}) must be one of {', '.join((*OURS, *PEERS))}.")
+            raise ValueError(
+                f"`algorithm` (={algorithm!r}) must be one of {', '.join((*OURS, *PEERS))}."
+            )
         if self.world_size == 1:
             return ()
         if self.groups:
@@ -148,9 +172,14 @@ class ClusterCosts:
         else:
             stages = _over_nccl(self, self.transport, algorithm, num_bytes, wire)
         factor = curve_at(curve, of_bytes or num_bytes)
-        end = self.ends.get(max((n for n in self.ends if n <= (of_bytes or num_bytes)), default=0.0), 1.0)
+        end = self.ends.get(
+            max((n for n in self.ends if n <= (of_bytes or num_bytes)), default=0.0), 1.0
+        )
         by = {"inside": factor, "across": factor * end}
-        return tuple(replace(s, delay_s=by[s.place] * s.delay_s, work_s=by[s.place] * s.work_s) for s in stages)
+        return tuple(
+            replace(s, delay_s=by[s.place] * s.delay_s, work_s=by[s.place] * s.work_s)
+            for s in stages
+        )
 
     def codec_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> float:
         """Compute what rounding adds to the stage between nodes, of a chunk of `num_bytes`; 0 without a codec."""
@@ -185,7 +214,9 @@ class ClusterCosts:
             whole = replace(self.across, bytes_per_s=self.node_bytes_per_s)
             cost = near + double_tree(num_bytes, self.num_nodes, whole)
         place: Place = "inside" if self.num_nodes == 1 else "across"
-        return StageCost(name=algorithm, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s)
+        return StageCost(
+            name=algorithm, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s
+        )
 
 
 def _over_nccl(
@@ -209,19 +240,33 @@ def _over_nccl(
         )
         return (_stage("all_reduce", place, cost),)
     if algorithm == "gloo_ring":
-        raise ValueError("`algorithm` (='gloo_ring') must be one that NCCL has: set nccl_ring, or a `Gloo` transport.")
+        raise ValueError(
+            "`algorithm` (='gloo_ring') must be one that NCCL has: set nccl_ring, or a `Gloo` transport."
+        )
     # two_level: each rank sums its part between nodes, on its own rail; hierarchical: a leader sums all, on one card.
     is_sharded = algorithm == "two_level"
     before = after = nccl.reduce(num_bytes, k, cluster.inside, is_sharded=is_sharded)
-    rate, size = (cluster.nics_per_node * card / k, across_bytes / k) if is_sharded else (card, across_bytes)
+    rate, size = (
+        (cluster.nics_per_node * card / k, across_bytes / k) if is_sharded else (card, across_bytes)
+    )
     rail = replace(cluster.across, bytes_per_s=rate)
     if codec_s is not None:
         between = nccl.coded_sum(size, nodes, rail) + Cost(latency_s=codec_s)
     else:
-        between = nccl.all_reduce(size, num_nodes=nodes, ranks_per_node=1, inside=cluster.inside, across=rail)
-    names = ("scatter_reduce", "shard_all_reduce", "gather") if is_sharded else ("reduce", "ring", "broadcast")
+        between = nccl.all_reduce(
+            size, num_nodes=nodes, ranks_per_node=1, inside=cluster.inside, across=rail
+        )
+    names = (
+        ("scatter_reduce", "shard_all_reduce", "gather")
+        if is_sharded
+        else ("reduce", "ring", "broadcast")
+    )
     # One rank per node, or one node, leaves out a stage.
-    found = [_stage(names[0], "inside", before), _stage(names[1], "across", between), _stage(names[2], "inside", after)]
+    found = [
+        _stage(names[0], "inside", before),
+        _stage(names[1], "across", between),
+        _stage(names[2], "inside", after),
+    ]
     return tuple(stage for stage in found if stage.alone_s > 0)
 
 

@@ -47,9 +47,13 @@ class Link:
 
     def __post_init__(self) -> None:
         require_positive(
-            "bytes_per_s", self.bytes_per_s, "it is the rate of a link in bytes per second, 1.25e10 for 100 Gbit/s"
+            "bytes_per_s",
+            self.bytes_per_s,
+            "it is the rate of a link in bytes per second, 1.25e10 for 100 Gbit/s",
         )
-        why = "it is the time of the shortest message, one way, in seconds: 5.0e-6 on a usual fabric"
+        why = (
+            "it is the time of the shortest message, one way, in seconds: 5.0e-6 on a usual fabric"
+        )
         require_number("latency_s", self.latency_s, why)
 
     def or_slower(self, other: Link | None) -> Link:
@@ -107,7 +111,12 @@ def curve_at(curve: Mapping[float, float], num_bytes: float) -> float:
     if not curve:
         return 1.0
     sizes = sorted(curve)
-    return float(2 ** np.interp(math.log2(max(1.0, num_bytes)), np.log2(sizes), np.log2([curve[n] for n in sizes])))
+    return float(
+        2
+        ** np.interp(
+            math.log2(max(1.0, num_bytes)), np.log2(sizes), np.log2([curve[n] for n in sizes])
+        )
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +132,10 @@ class Cost:
         return self.latency_s + self.transfer_s
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(latency_s=self.latency_s + other.latency_s, transfer_s=self.transfer_s + other.transfer_s)
+        return Cost(
+            latency_s=self.latency_s + other.latency_s,
+            transfer_s=self.transfer_s + other.transfer_s,
+        )
 
 
 def ring(num_bytes: float, num_ranks: int, link: Link) -> Cost:
@@ -164,7 +176,9 @@ def double_tree(num_bytes: float, num_ranks: int, link: Link) -> Cost:
     depth = (num_ranks - 1).bit_length()
     # A rank is inside one tree and a leaf of the other: in all it sends S on the way up and S on the way down.
     num_times = 0 if num_ranks == 1 else 1 if num_ranks == 2 else 2
-    return Cost(latency_s=2 * depth * link.latency_s, transfer_s=num_times * num_bytes / link.bytes_per_s)
+    return Cost(
+        latency_s=2 * depth * link.latency_s, transfer_s=num_times * num_bytes / link.bytes_per_s
+    )
 
 
 def levels(num_bytes: float, sizes: Sequence[tuple[int, Link]]) -> Cost:
@@ -212,4 +226,6 @@ def least_s(num_bytes: float, *, num_nodes: int, across: Link, nics_per_node: in
 def _check(num_bytes: float, num_ranks: int) -> None:
     require_whole("num_ranks", num_ranks, "ranks that take part are counted")
     if not num_bytes >= 0:
-        raise ValueError(f"`num_bytes` (={num_bytes}) must not be negative: it is what is summed, in bytes.")
+        raise ValueError(
+            f"`num_bytes` (={num_bytes}) must not be negative: it is what is summed, in bytes."
+        )

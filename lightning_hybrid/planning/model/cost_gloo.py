@@ -51,11 +51,17 @@ class Gloo:
 
     def __post_init__(self) -> None:
         for name in ("stage_s", "message_s", "segment_s", "burst_bytes"):
-            require_number(name, getattr(self, name), "it is a cost of the host or the switch, 0 where there is none")
+            require_number(
+                name,
+                getattr(self, name),
+                "it is a cost of the host or the switch, 0 where there is none",
+            )
         require_share("ring_share", self.ring_share, "it is how much of a link one ring fills")
         require_share("wire_share", self.wire_share, "it is how much of a link's rate is payload")
         if self.num_shared_cores is not None:
-            require_positive("num_shared_cores", self.num_shared_cores, "emulated ranks run on something")
+            require_positive(
+                "num_shared_cores", self.num_shared_cores, "emulated ranks run on something"
+            )
 
     def work_s(self, seconds: float, *, of_busiest: float, of_all: float) -> float:
         """Compute the time of work: `seconds` per unit, by units of the busiest rank and of all ranks together.
@@ -108,8 +114,12 @@ def gloo_stages(
     across_bytes = size if wire is None else wire.num_bytes(size)
     codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, size, wire)
     if algorithm.startswith("nccl"):
-        raise ValueError(f"`algorithm` (={algorithm!r}) must be one that Gloo has: set flat, or an `Nccl` transport.")
-    if codec_s is None and (algorithm in ("flat", "gloo_ring") or (algorithm == "parallel_flat" and k > 1)):
+        raise ValueError(
+            f"`algorithm` (={algorithm!r}) must be one that Gloo has: set flat, or an `Nccl` transport."
+        )
+    if codec_s is None and (
+        algorithm in ("flat", "gloo_ring") or (algorithm == "parallel_flat" and k > 1)
+    ):
         return (_flat_ring(cluster, gloo, across_bytes, is_ours=algorithm != "gloo_ring"),)
     if algorithm in ("flat", "parallel_flat"):
         name = "all_reduce" if algorithm == "flat" else "parallel_all_reduce"
@@ -117,19 +127,33 @@ def gloo_stages(
     # In a scatter-reduce every rank sends and receives k - 1 parts; in a reduce the leader alone has k - 1 messages.
     if algorithm == "two_level":
         before = _inside(
-            cluster, gloo, "scatter_reduce", ends=2 * (k - 1), all_ends=2 * k * (k - 1), share=1 / k, size=size
+            cluster,
+            gloo,
+            "scatter_reduce",
+            ends=2 * (k - 1),
+            all_ends=2 * k * (k - 1),
+            share=1 / k,
+            size=size,
         )
-        between = _across(cluster, gloo, "shard_all_reduce", across_bytes / k, num_groups=k, codec_s=codec_s)
+        between = _across(
+            cluster, gloo, "shard_all_reduce", across_bytes / k, num_groups=k, codec_s=codec_s
+        )
         after = replace(before, name="gather")
     else:
-        before = _inside(cluster, gloo, "reduce", ends=k - 1, all_ends=2 * (k - 1), share=1, size=size)
+        before = _inside(
+            cluster, gloo, "reduce", ends=k - 1, all_ends=2 * (k - 1), share=1, size=size
+        )
         between = _across(cluster, gloo, "ring", across_bytes, num_groups=1, codec_s=codec_s)
         after = replace(before, name="broadcast")
-    found = ([before] if k > 1 else []) + ([between] if nodes > 1 else []) + ([after] if k > 1 else [])
+    found = (
+        ([before] if k > 1 else []) + ([between] if nodes > 1 else []) + ([after] if k > 1 else [])
+    )
     return tuple(found)
 
 
-def _inside(cluster: Any, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float) -> StageCost:
+def _inside(
+    cluster: Any, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float
+) -> StageCost:
     # The busiest rank has `ends` ends of messages, with `share` of the bytes each; consent and data are two latencies.
     ranks = cluster.ranks_per_node
     nodes = cluster.num_nodes
@@ -137,11 +161,15 @@ def _inside(cluster: Any, gloo: Gloo, name: str, *, ends: int, all_ends: int, sh
     delay_s += gloo.work_s(gloo.stage_s, of_busiest=1, of_all=cluster.world_size)
     delay_s += gloo.work_s(gloo.message_s, of_busiest=ends, of_all=nodes * all_ends)
     moved = (ranks - 1) * share * size
-    work_s = gloo.work_s(1 / cluster.inside.bytes_per_s, of_busiest=moved, of_all=nodes * (ranks - 1) * size)
+    work_s = gloo.work_s(
+        1 / cluster.inside.bytes_per_s, of_busiest=moved, of_all=nodes * (ranks - 1) * size
+    )
     return StageCost(name=name, place="inside", delay_s=delay_s, work_s=work_s)
 
 
-def _across(cluster: Any, gloo: Gloo, name: str, size: float, *, num_groups: int, codec_s: float | None) -> StageCost:
+def _across(
+    cluster: Any, gloo: Gloo, name: str, size: float, *, num_groups: int, codec_s: float | None
+) -> StageCost:
     # `between_nodes_form` is the rule of the engine itself: the same form is counted that a step would run. A codec,
     # which takes `codec_s` of a rank, has two of the three; the link is free while it encodes and decodes.
     nodes = cluster.num_nodes
@@ -170,7 +198,9 @@ def _across(cluster: Any, gloo: Gloo, name: str, size: float, *, num_groups: int
         ends = 2 * segments_of_ring(size, nodes)
         end_s = gloo.segment_s
         share = min(1.0, num_groups * gloo.ring_share)
-        flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups)  # next to the other rings
+        flow = replace(
+            cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups
+        )  # next to the other rings
         wait_s = gloo.wait_of_ring_s(size, nodes, flow)
     if rounds:
         delay_s += rounds * (cluster.across.latency_s + gloo.latency_s(cluster.across, size))
@@ -198,7 +228,9 @@ def _flat_ring(cluster: Any, gloo: Gloo, size: float, *, is_ours: bool) -> Stage
     passed = 2 * (ranks - 1) / ranks * size
     moved_s = gloo.work_s(1 / cluster.inside.bytes_per_s, of_busiest=passed, of_all=ranks * passed)
     if nodes == 1:
-        return StageCost(name="all_reduce", place="inside", delay_s=delay_s + work_s, work_s=moved_s)
+        return StageCost(
+            name="all_reduce", place="inside", delay_s=delay_s + work_s, work_s=moved_s
+        )
     flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / edges)
     # Processors work during the wait.
     wait_s = max(0.0, gloo.wait_of_ring_s(size, ranks, flow) - work_s)

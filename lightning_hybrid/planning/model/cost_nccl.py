@@ -37,7 +37,10 @@ PAYLOAD_SHARE = 0.94
 # Of kernel TCP, fitted to the rows of Polaris over sockets (github.com/argonne-lcf/alcf-nccl-tests): a card, a hop.
 TCP_BYTES_PER_S = 3.25e9
 TCP_HOP_S = 20 * US
-MANY_CHANNELS, BYTES_PER_S_OF_CHANNEL = 16, 45e9  # fewer channels than that are doubled where their cards are fast
+MANY_CHANNELS, BYTES_PER_S_OF_CHANNEL = (
+    16,
+    45e9,
+)  # fewer channels than that are doubled where their cards are fast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +78,24 @@ class Nccl:
 
     def __post_init__(self) -> None:
         require_number("launch_s", self.launch_s, "it is a time in seconds, 0 where there is none")
-        require_share("payload_share", self.payload_share, "it is how much of a card's line rate is payload")
-        require_whole(
-            "ll_up_to_bytes", self.ll_up_to_bytes or 0, "it is a size of messages; None is NCCL's own", least=0
+        require_share(
+            "payload_share", self.payload_share, "it is how much of a card's line rate is payload"
         )
-        require_whole("channels", self.channels or 1, "channels are counted; None is one per GPU that has a card")
+        require_whole(
+            "ll_up_to_bytes",
+            self.ll_up_to_bytes or 0,
+            "it is a size of messages; None is NCCL's own",
+            least=0,
+        )
+        require_whole(
+            "channels",
+            self.channels or 1,
+            "channels are counted; None is one per GPU that has a card",
+        )
         if not re.fullmatch(r"\d+\.\d+(\.\d+)?", self.version):
-            raise ValueError(f"`version` (={self.version!r}) must be one of NCCL's, which decides what it has: '2.27'.")
+            raise ValueError(
+                f"`version` (={self.version!r}) must be one of NCCL's, which decides what it has: '2.27'."
+            )
         for name, values, known in (
             ("inside", [self.inside], ["nvlink", "pci"]),
             ("generation", [self.generation], get_args(Generation)),
@@ -96,7 +110,9 @@ class Nccl:
                     f"`{name}` (={values}) must be of {', '.join(map(str, known))}: it says what NCCL has on this "
                     "hardware."
                 )
-        if self.generation not in tables.NVLS_SHARE and any(kind.startswith("nvls") for kind in self.available):
+        if self.generation not in tables.NVLS_SHARE and any(
+            kind.startswith("nvls") for kind in self.available
+        ):
             raise ValueError(
                 f"`algorithms` (={list(self.available)}) must be without nvls on `generation` (={self.generation!r}): "
                 "Hopper was the first to have it. Leave algorithms out."
@@ -140,7 +156,9 @@ class Nccl:
         require_whole("ranks_per_node", ranks_per_node, "ranks are counted")
         if num_nodes * ranks_per_node == 1:
             return Cost()
-        channels = self.channels or (num_nics if ranks_per_node == 1 else min(num_nics, ranks_per_node))
+        channels = self.channels or (
+            num_nics if ranks_per_node == 1 else min(num_nics, ranks_per_node)
+        )
         job = NcclJob(num_bytes, num_nodes, ranks_per_node, inside, across, channels)
         found: list[tuple[NcclAlgorithm, int]] = [
             (kind, place)
@@ -149,7 +167,9 @@ class Nccl:
             for place in self._protocols(num_bytes, kind, num_nodes)
         ]
         planned = None if algorithm else self._choice_of_plugin(job)
-        chosen = planned or min(found, key=lambda pair: self._cost(pair[0], pair[1], job, expected=True).total_s)
+        chosen = planned or min(
+            found, key=lambda pair: self._cost(pair[0], pair[1], job, expected=True).total_s
+        )
         return self._cost(chosen[0], chosen[1], job, expected=False)
 
     def _choice_of_plugin(self, job: NcclJob) -> tuple[NcclAlgorithm, int] | None:
@@ -168,9 +188,13 @@ class Nccl:
         gathered = 2 * num_bytes if num_nodes == 2 else num_bytes
         found = []
         for place in self._protocols(gathered, "ring", num_nodes):
-            ring = self._cost("ring", place, NcclJob(gathered, num_nodes, 1, across, across, 1), expected=False)
+            ring = self._cost(
+                "ring", place, NcclJob(gathered, num_nodes, 1, across, across, 1), expected=False
+            )
             start_s = self.launch_s + tables.BASE_S["ring"][place]
-            found.append(Cost(latency_s=(start_s + ring.latency_s) / 2, transfer_s=ring.transfer_s / 2))
+            found.append(
+                Cost(latency_s=(start_s + ring.latency_s) / 2, transfer_s=ring.transfer_s / 2)
+            )
         fastest = min(found, key=lambda cost: cost.total_s)
         return fastest if num_nodes == 2 else fastest + fastest
 
@@ -187,10 +211,17 @@ class Nccl:
         for place in self._protocols(num_bytes, "ring"):
             hops_s = (num_ranks - 1) * tables.HOP_S[self.inside, "ring"][place]
             transfer_s = share * num_bytes / (SHARE_OF_PROTOCOL[place] * inside.bytes_per_s)
-            found.append(Cost(latency_s=self.launch_s + tables.BASE_S["ring"][place] + hops_s, transfer_s=transfer_s))
+            found.append(
+                Cost(
+                    latency_s=self.launch_s + tables.BASE_S["ring"][place] + hops_s,
+                    transfer_s=transfer_s,
+                )
+            )
         return min(found, key=lambda cost: cost.total_s)
 
-    def _protocols(self, num_bytes: float, algorithm: NcclAlgorithm, num_nodes: int = 1) -> list[int]:
+    def _protocols(
+        self, num_bytes: float, algorithm: NcclAlgorithm, num_nodes: int = 1
+    ) -> list[int]:
         # As indices of the tables: 0 is LL, 1 is LL128, 2 is Simple, the only one that NVLS has.
         if algorithm.startswith("nvls"):
             return [2]
@@ -198,8 +229,12 @@ class Nccl:
         if self.ll_up_to_bytes is not None:
             return [0 if num_bytes <= self.ll_up_to_bytes else 2]
         # LL128 needs a network that keeps the order of bytes.
-        is_ordered = self.fabric != "tcp" and not (self.fabric == "efa" and self._is_before("hopper"))
-        return [names.index(n) for n in self.protocols if n != "ll128" or num_nodes == 1 or is_ordered] or [2]
+        is_ordered = self.fabric != "tcp" and not (
+            self.fabric == "efa" and self._is_before("hopper")
+        )
+        return [
+            names.index(n) for n in self.protocols if n != "ll128" or num_nodes == 1 or is_ordered
+        ] or [2]
 
     def _is_before(self, generation: Generation) -> bool:
         return tables.GENERATIONS.index(self.generation) < tables.GENERATIONS.index(generation)
@@ -209,7 +244,9 @@ class Nccl:
         latency_s = self.launch_s + self._latency_s(kind, place, job)
         if kind == "nvls" or (kind == "nvls_tree" and job.num_nodes == 1):
             rate = tables.NVLS_SHARE[self.generation] * job.inside.bytes_per_s
-            return Cost(latency_s=latency_s, transfer_s=(1 + 1 / job.ranks_per_node) * job.num_bytes / rate)
+            return Cost(
+                latency_s=latency_s, transfer_s=(1 + 1 / job.ranks_per_node) * job.num_bytes / rate
+            )
         rate = self._bus_bytes_per_s(kind, place, job)
         if kind == "tree" and (expected or job.num_nodes == 1):
             rate *= tables.tree_correction(job.num_bytes, place)
@@ -225,7 +262,13 @@ class Nccl:
         link = job.across.bytes_per_s * (1 + is_two) if is_between else job.inside.bytes_per_s
         if kind == "nvls_tree":
             heads = min(32, job.ranks_per_node)
-            inside = 2 * (heads - 1) / heads * tables.NVLS_SHARE[self.generation] * job.inside.bytes_per_s
+            inside = (
+                2
+                * (heads - 1)
+                / heads
+                * tables.NVLS_SHARE[self.generation]
+                * job.inside.bytes_per_s
+            )
             limit = heads * tables.NVLS_TREE[self.generation][job.column]
             return min(link, limit, inside) if heads > 1 else min(link, limit)
         rate = link if job.ranks_per_node == 1 else min(link, job.inside.bytes_per_s)
@@ -236,12 +279,19 @@ class Nccl:
             ll128 = tables.TREE_LL128
             rate *= SHARE_OF_TREE
             if is_between:
-                rate = min(rate, job.channels * tables.TREE.get(self.generation, tables.TREE_BEFORE_AMPERE)[job.column])
+                rate = min(
+                    rate,
+                    job.channels
+                    * tables.TREE.get(self.generation, tables.TREE_BEFORE_AMPERE)[job.column],
+                )
         rate *= shares[place]
         if is_between and place == 0:
             rate = min(rate, tables.LL.get(self.cpu, tables.LL["intel"])[job.column])
         if is_between and place == 1:
-            rate = min(rate, job.channels * ll128.get(self.generation, tables.LL128_BEFORE_HOPPER)[job.column])
+            rate = min(
+                rate,
+                job.channels * ll128.get(self.generation, tables.LL128_BEFORE_HOPPER)[job.column],
+            )
         return rate
 
     def _latency_s(self, kind: NcclAlgorithm, place: int, job: NcclJob) -> float:
@@ -253,17 +303,30 @@ class Nccl:
             hops_s = 2 * ((job.ranks_per_node - 1) * inside_s + job.rounds * between_s)
             return tables.BASE_S["tree"][place] + hops_s
         if job.num_nodes > 1:  # a host has to start each step next to a network
-            inside_s = max(inside_s, (2 if self.cpu == "amd" else 1) * US * (3 if place == 2 else 1))
-        hops_s = 2 * (job.num_ranks - job.num_nodes) * inside_s + 2 * (job.num_nodes - 1) * between_s
+            inside_s = max(
+                inside_s, (2 if self.cpu == "amd" else 1) * US * (3 if place == 2 else 1)
+            )
+        hops_s = (
+            2 * (job.num_ranks - job.num_nodes) * inside_s + 2 * (job.num_nodes - 1) * between_s
+        )
         # tuning.cc's plateau of Simple rings between nodes.
-        if place == 2 and job.num_nodes > 1 and job.num_bytes / job.num_ranks >= tables.PLATEAU_BYTES_PER_RANK:
+        if (
+            place == 2
+            and job.num_nodes > 1
+            and job.num_bytes / job.num_ranks >= tables.PLATEAU_BYTES_PER_RANK
+        ):
             hops_s *= tables.PLATEAU_BEFORE_AMPERE if self._is_before("ampere") else tables.PLATEAU
         return tables.BASE_S["ring"][place] + hops_s
 
     def _hop_s(self, kind: NcclAlgorithm, place: int) -> float:
-        own_s = tables.NVLS_TREE_HOP_S if kind.startswith("nvls") else tables.HOP_S["net", kind][place]
+        own_s = (
+            tables.NVLS_TREE_HOP_S if kind.startswith("nvls") else tables.HOP_S["net", kind][place]
+        )
         if self.fabric == "efa":  # the plug-in's latency is that of LL, for which NCCL has 5 us
-            more_s = tables.EFA_HOP_S.get(self.generation, tables.EFA_HOP_S["volta"]) - tables.HOP_S["net", "tree"][0]
+            more_s = (
+                tables.EFA_HOP_S.get(self.generation, tables.EFA_HOP_S["volta"])
+                - tables.HOP_S["net", "tree"][0]
+            )
             own_s += more_s + (tables.EFA_SIMPLE_S if place == 2 else 0)
         return max(own_s, TCP_HOP_S) if self.fabric in ("tcp", "tcpxo") else own_s
 
@@ -280,7 +343,11 @@ class Nccl:
         if channels < MANY_CHANNELS and is_fast and not self._is_before("hopper"):
             channels *= 2
         first = tables.tree_round_bytes(
-            job.num_bytes, place, num_channels=channels, num_nodes=job.num_nodes, ranks_per_node=job.ranks_per_node
+            job.num_bytes,
+            place,
+            num_channels=channels,
+            num_nodes=job.num_nodes,
+            ranks_per_node=job.ranks_per_node,
         )
         first *= (2, 128 / 120, 1)[place]
         ll128 = tables.RING_LL128.get(self.generation, tables.LL128_BEFORE_HOPPER)[0]

@@ -76,7 +76,9 @@ def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
         require_number("ready_s", chunk.ready_s, "time would stand still")
         for stage in chunk.stages:
             require_number("alone_s", stage.alone_s, "time would stand still")
-    waiting = deque(sorted((chunk for chunk in chunks if chunk.stages), key=lambda chunk: chunk.ready_s))
+    waiting = deque(
+        sorted((chunk for chunk in chunks if chunk.stages), key=lambda chunk: chunk.ready_s)
+    )
     threads: dict[tuple[str, int, int], _StageThread] = {}
     spans: list[Span] = []
     now_s = 0.0
@@ -100,12 +102,19 @@ def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
     return spans
 
 
-def _thread_of(threads: dict[tuple[str, int, int], _StageThread], chunk: SimulatedChunk, index: int) -> _StageThread:
+def _thread_of(
+    threads: dict[tuple[str, int, int], _StageThread], chunk: SimulatedChunk, index: int
+) -> _StageThread:
     key = ("", chunk.column, 0) if chunk.is_serial else (chunk.algorithm, chunk.column, index)
     return threads.setdefault(key, _StageThread())
 
 
-def _put(threads: dict[tuple[str, int, int], _StageThread], chunk: SimulatedChunk, index: int, now_s: float) -> None:
+def _put(
+    threads: dict[tuple[str, int, int], _StageThread],
+    chunk: SimulatedChunk,
+    index: int,
+    now_s: float,
+) -> None:
     thread = _thread_of(threads, chunk, index)
     if chunk.is_serial and index > 0:
         # A stream goes on with the chunk that it has before it takes another.
@@ -120,7 +129,11 @@ def _begin(thread: _StageThread, now_s: float) -> None:
     chunk, index = thread.queue.popleft()
     stage = chunk.stages[index]
     thread.task = _Task(
-        chunk=chunk, index=index, begin_s=now_s, works_from_s=now_s + stage.delay_s, left_s=stage.work_s
+        chunk=chunk,
+        index=index,
+        begin_s=now_s,
+        works_from_s=now_s + stage.delay_s,
+        left_s=stage.work_s,
     )
 
 

@@ -33,7 +33,10 @@ HOP_S = {
 }
 NVLS_HOP_S = 25 * US
 NVLS_TREE_HOP_S = 20.9 * US
-PLATEAU, PLATEAU_BEFORE_AMPERE = 1.4, 1.9  # of the latency of Simple rings between nodes, beyond the smallest sizes
+PLATEAU, PLATEAU_BEFORE_AMPERE = (
+    1.4,
+    1.9,
+)  # of the latency of Simple rings between nodes, beyond the smallest sizes
 PLATEAU_BYTES_PER_RANK = 64
 
 # A hop over EFA instead of a hop of LL over InfiniBand (5 us), by generation: p3dn, p4d, p5, p6.
@@ -48,23 +51,102 @@ NVLS_SHARE = {"hopper": 0.85, "blackwell": 0.74}  # of the links' rate
 RING_LL128 = {"hopper": (36.7 * GB,) * 2, "blackwell": (40 * GB,) * 2}
 TREE_LL128 = {"hopper": (36.7 * GB, 29 * GB), "blackwell": (31.67 * GB, 20 * GB)}
 LL128_BEFORE_HOPPER = (20 * GB,) * 2
-TREE = {"ampere": (23.6 * GB, 17.8 * GB), "hopper": (41.4 * GB, 36 * GB), "blackwell": (42.8 * GB, 24 * GB)}
+TREE = {
+    "ampere": (23.6 * GB, 17.8 * GB),
+    "hopper": (41.4 * GB, 36 * GB),
+    "blackwell": (42.8 * GB, 24 * GB),
+}
 TREE_BEFORE_AMPERE = (18.5 * GB, 10 * GB)
 NVLS_TREE = {"hopper": (57.7 * GB, 45.5 * GB), "blackwell": (96 * GB, 80 * GB)}
 LL = {"intel": (39 * GB, 20.4 * GB), "amd": (22.5 * GB, 19 * GB)}  # of all channels
 
 # The part of their bandwidth that NCCL expects trees to reach, by protocol, at 64 B, 128 B, 256 B, ...
 TREE_CORRECTION = (
-    (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
-    (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
-    (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
+    (
+        1,
+        1,
+        1,
+        1,
+        0.9,
+        0.8,
+        0.7,
+        0.7,
+        0.7,
+        0.7,
+        0.6,
+        0.5,
+        0.4,
+        0.4,
+        0.5,
+        0.6,
+        0.7,
+        0.8,
+        0.9,
+        1,
+        1,
+        1,
+        1,
+    ),
+    (
+        1,
+        1,
+        1,
+        1,
+        1,
+        0.9,
+        0.8,
+        0.8,
+        0.8,
+        0.7,
+        0.6,
+        0.6,
+        0.6,
+        0.6,
+        0.6,
+        0.6,
+        0.8,
+        0.9,
+        0.9,
+        0.9,
+        0.9,
+        1,
+        1,
+    ),
+    (
+        0.9,
+        0.9,
+        0.9,
+        0.9,
+        0.9,
+        0.9,
+        0.9,
+        0.8,
+        0.7,
+        0.6,
+        0.6,
+        0.5,
+        0.5,
+        0.5,
+        0.5,
+        0.6,
+        0.7,
+        0.8,
+        0.7,
+        0.7,
+        0.8,
+        0.9,
+        0.9,
+    ),
 )
 
 # On nodes of 8 the plug-in takes trees with LL128 up to these bytes, from these ranks on; with LL up to the first.
 PLUGIN_TREES = {
     "aws_p5": (0, ((16, 31.4e6), (32, 37.7e6), (64, 117e6), (128, 302e6), (1024, 537e6))),
     "aws_p5en": (192 * KIB, ((16, 13.1e6), (127, 129e6), (1024, 218e6))),
-    "aws_p6": (384 * KIB, ((16, 4.7e6), (32, 18.4e6), (64, 40.4e6), (128, 57.1e6), (256, 72.9e6), (1024, 97e6))),
+    "aws_p6": (
+        384 * KIB,
+        ((16, 4.7e6), (32, 18.4e6), (64, 40.4e6), (128, 57.1e6), (256, 72.9e6), (1024, 97e6)),
+    ),
 }
 
 
@@ -105,7 +187,9 @@ def tree_correction(num_bytes: float, place: int) -> float:
     return float(TREE_CORRECTION[place][step]) if 0 <= step < len(TREE_CORRECTION[place]) else 1.0
 
 
-def nvls_tree_round_bytes(num_bytes: float, *, num_nodes: int, heads: int, generation: Generation) -> float:
+def nvls_tree_round_bytes(
+    num_bytes: float, *, num_nodes: int, heads: int, generation: Generation
+) -> float:
     """Return the bytes of a node that are on an edge of an NVLS tree at one time: channels x chunk.
 
     >>> nvls_tree_round_bytes(2**30, num_nodes=2, heads=8, generation="hopper") / 2**20
@@ -125,7 +209,9 @@ def nvls_tree_round_bytes(num_bytes: float, *, num_nodes: int, heads: int, gener
     return min(num_bytes, parts * chunk)
 
 
-def tree_round_bytes(num_bytes: float, place: int, *, num_channels: int, num_nodes: int, ranks_per_node: int) -> float:
+def tree_round_bytes(
+    num_bytes: float, place: int, *, num_channels: int, num_nodes: int, ranks_per_node: int
+) -> float:
     """Return the bytes of a node that are on an edge of a tree at one time; `place` of LL, LL128, Simple.
 
     >>> tree_round_bytes(2**30, 2, num_channels=16, num_nodes=4, ranks_per_node=8) / 2**20

@@ -94,8 +94,14 @@ class CodecRates:
 
     def __post_init__(self) -> None:
         for name in ("int8_bytes_per_s", "int4_bytes_per_s"):
-            require_positive(f"codec.{name}", getattr(self, name), "it is float32 that a rank encodes and decodes")
-        require_number("codec.kernel_s", self.kernel_s, "it is a time in seconds, 0 where nothing is launched")
+            require_positive(
+                f"codec.{name}",
+                getattr(self, name),
+                "it is float32 that a rank encodes and decodes",
+            )
+        require_number(
+            "codec.kernel_s", self.kernel_s, "it is a time in seconds, 0 where nothing is launched"
+        )
 
     @classmethod
     def of_accelerator(cls, memory_bytes_per_s: float) -> CodecRates:
@@ -111,9 +117,14 @@ class CodecRates:
         '8.34e+11'
         """
         require_positive(
-            "memory_bytes_per_s", memory_bytes_per_s, "it is the rate of a device's memory, its datasheet's"
+            "memory_bytes_per_s",
+            memory_bytes_per_s,
+            "it is the rate of a device's memory, its datasheet's",
         )
-        rates = [4 * memory_bytes_per_s / (20 + 3 * message_bytes(BLOCK, bits) / BLOCK) for bits in (8, 4)]
+        rates = [
+            4 * memory_bytes_per_s / (20 + 3 * message_bytes(BLOCK, bits) / BLOCK)
+            for bits in (8, 4)
+        ]
         return cls(int8_bytes_per_s=rates[0], int4_bytes_per_s=rates[1], kernel_s=KERNEL_S)
 
     def seconds(self, wire: NodeWire, numel: float, num_nodes: int) -> float:

@@ -54,7 +54,11 @@ class Candidate:
         plan = self.plan
         if self.on_cuda:  # there `chunk_bytes` hardly matters, and `auto` is flat
             return f"{'flat' if plan.algorithm == 'auto' else plan.algorithm}, {_buckets(plan, on_cuda=True)}"
-        change = f" (two-level from {plan.hierarchical_below_bytes / MIB:g} MiB)" if plan.algorithm == "auto" else ""
+        change = (
+            f" (two-level from {plan.hierarchical_below_bytes / MIB:g} MiB)"
+            if plan.algorithm == "auto"
+            else ""
+        )
         pieces = f"chunks of {plan.chunk_bytes / KIB:g} KiB, {plan.num_parallel_groups} groups"
         return f"{plan.algorithm}{change}, {_buckets(plan)}, {pieces}"
 
@@ -80,11 +84,17 @@ def rank_plans(
     for plan in plans:
         outcome = simulate(work, cluster, plan, itemsize=itemsize, on_cuda=on_cuda, wire=wire)
         # Different settings often come to the same buckets: what is done identifies a candidate, not its plan.
-        done = outcome.buckets, tuple(plan.num_columns(bucket.algorithm, cluster) for bucket in outcome.buckets)
+        done = (
+            outcome.buckets,
+            tuple(plan.num_columns(bucket.algorithm, cluster) for bucket in outcome.buckets),
+        )
         times: Any = {"step_s": outcome.step_s, "exposed_s": float(outcome.exposed_s.mean())}
         one = Candidate(plan=plan, num_buckets=len(outcome.buckets), on_cuda=on_cuda, **times)
         found.setdefault(done, one)
-    return sorted(found.values(), key=lambda candidate: (float(f"{candidate.step_s:.3g}"), candidate.num_buckets))
+    return sorted(
+        found.values(),
+        key=lambda candidate: (float(f"{candidate.step_s:.3g}"), candidate.num_buckets),
+    )
 
 
 def candidates(
@@ -113,7 +123,9 @@ def candidates(
         for candidate in coarse[:NUM_REFINED]
         for chunk, groups in itertools.product(CHUNKS_BYTES, GROUPS)
     ]
-    found = rank_plans(work, cluster, [*(c.plan for c in coarse), *([] if on_cuda else refined)], **ask)
+    found = rank_plans(
+        work, cluster, [*(c.plan for c in coarse), *([] if on_cuda else refined)], **ask
+    )
     first = chosen(found, on_cuda=on_cuda)
     found = [first, *(candidate for candidate in found if candidate is not first)]
     # `base` was tried first, so that it is in the result itself and not an equal plan in its place.
@@ -125,8 +137,14 @@ def candidates(
 
 def chosen(candidates: Sequence[Candidate], *, on_cuda: bool) -> Candidate:
     """Return the best of these, the best first; on CUDA the best flat one unless another saves a twentieth over it."""
-    flat = next((candidate for candidate in candidates if candidate.plan.algorithm in FLAT_ON_CUDA), None)
-    if on_cuda and flat is not None and candidates[0].step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat.step_s:
+    flat = next(
+        (candidate for candidate in candidates if candidate.plan.algorithm in FLAT_ON_CUDA), None
+    )
+    if (
+        on_cuda
+        and flat is not None
+        and candidates[0].step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat.step_s
+    ):
         return flat
     return candidates[0]
 
@@ -157,14 +175,21 @@ def choose_plan(
     total = sum(numels)
     gradients = tuple((numel, backward_s * numel / total) for numel in numels)
     work = StepWorkload(forward_s=0.0, gradients=gradients)
-    return candidates(work, cluster, itemsize=itemsize, on_cuda=on_cuda, base=base, wire=wire)[0].plan
+    return candidates(work, cluster, itemsize=itemsize, on_cuda=on_cuda, base=base, wire=wire)[
+        0
+    ].plan
 
 
 def _coarse(base: CommPlan) -> list[CommPlan]:
     algorithms = [replace(base, algorithm=name) for name in OURS]
-    by_size = [replace(base, algorithm="auto", hierarchical_below_bytes=below) for below in BELOW_BYTES]
+    by_size = [
+        replace(base, algorithm="auto", hierarchical_below_bytes=below) for below in BELOW_BYTES
+    ]
     plans = [*algorithms, *by_size]
-    return [*plans, *(with_buckets(plan, size) for plan, size in itertools.product(plans, BUCKETS_BYTES))]
+    return [
+        *plans,
+        *(with_buckets(plan, size) for plan, size in itertools.product(plans, BUCKETS_BYTES)),
+    ]
 
 
 def with_buckets(plan: CommPlan, bucket_bytes: int) -> CommPlan:

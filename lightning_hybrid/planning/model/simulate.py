@@ -21,7 +21,12 @@ from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.planning.model.cluster_costs import ClusterCosts
 from lightning_hybrid.planning.model.event_simulation import SimulatedChunk, Span, simulate_events
 from lightning_hybrid.planning.model.node_wire import NodeWire
-from lightning_hybrid.planning.model.workload import StepWorkload, buckets_of, chunks_of_step, ready_times_s
+from lightning_hybrid.planning.model.workload import (
+    StepWorkload,
+    buckets_of,
+    chunks_of_step,
+    ready_times_s,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +46,14 @@ class Jitter:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_number("relative_std", self.relative_std, "it is a spread. 0 is none, 0.05 five hundredths of a step")
-        require_number("slow_factor", self.slow_factor, "it multiplies a time. 1 is no slower", above=True)
+        require_number(
+            "relative_std",
+            self.relative_std,
+            "it is a spread. 0 is none, 0.05 five hundredths of a step",
+        )
+        require_number(
+            "slow_factor", self.slow_factor, "it multiplies a time. 1 is no slower", above=True
+        )
         require_whole("seed", self.seed, "NumPy's generators take no other. Write seed=0", least=0)
 
     def slowest(self, num_ranks: int, num_steps: int) -> np.ndarray:
@@ -59,7 +70,9 @@ class Jitter:
         # One row at a time: 16,384 ranks x 1,000 steps need no memory.
         for step in range(num_steps):
             row = np.maximum(0.5, 1 + self.relative_std * generator.standard_normal(num_ranks))
-            factors[step] = np.max(np.where(generator.random(num_ranks) < self.slow_share, row * self.slow_factor, row))
+            factors[step] = np.max(
+                np.where(generator.random(num_ranks) < self.slow_share, row * self.slow_factor, row)
+            )
         return factors
 
 
@@ -103,7 +116,9 @@ class SimulatedSteps:
         return float(np.quantile(self.steps_s, share))
 
 
-def step_times(work: StepWorkload, buckets: Sequence[BucketPlan], chunks: Sequence[SimulatedChunk]) -> StepTimes:
+def step_times(
+    work: StepWorkload, buckets: Sequence[BucketPlan], chunks: Sequence[SimulatedChunk]
+) -> StepTimes:
     """Simulate one step of ranks that all have this pace. `chunks` are ready when `work` says."""
     spans = simulate_events(chunks)
     backward_end_s = work.forward_s + work.backward_s
@@ -162,7 +177,9 @@ def simulate(
     def step_of(paced: StepWorkload) -> StepTimes:
         ask: Any = {"algorithm": algorithm, "is_serial": on_cuda, "wire": wire}
         return step_times(
-            paced, buckets, chunks_of_step(buckets, ready_times_s(paced, buckets), cluster, columns, **ask)
+            paced,
+            buckets,
+            chunks_of_step(buckets, ready_times_s(paced, buckets), cluster, columns, **ask),
         )
 
     factors = cluster.slowdown * jitter.slowest(cluster.world_size, num_steps)
@@ -173,7 +190,9 @@ def simulate(
             paced = work.scaled(float(factor))
             known[factor] = step_of(paced)
             for _ in range(SLOWED_TURNS if cluster.taken_share else 0):
-                known[factor] = step_of(paced.slowed(cluster.taken_share * _under_way_s(paced, known[factor])))
+                known[factor] = step_of(
+                    paced.slowed(cluster.taken_share * _under_way_s(paced, known[factor]))
+                )
     steps = [known[factor] for factor in factors]
     return SimulatedSteps(
         steps_s=np.array([step.step_s for step in steps]),
@@ -187,7 +206,9 @@ def simulate(
 def _under_way_s(work: StepWorkload, step: StepTimes) -> float:
     # Of sums, while the first backward lasts: what is taken makes it longer, and then more of them falls into it.
     end_s = step.step_s - step.exposed_s - work.update_s
-    return _union_s([(span.begin_s, min(end_s, span.end_s)) for span in step.spans if span.begin_s < end_s])
+    return _union_s(
+        [(span.begin_s, min(end_s, span.end_s)) for span in step.spans if span.begin_s < end_s]
+    )
 
 
 def _union_s(spans: Sequence[tuple[float, float]]) -> float:

@@ -30,7 +30,12 @@ class StepWorkload:
     input_s: float = 0.0
 
     def __post_init__(self) -> None:
-        times_s = [self.forward_s, self.update_s, self.input_s, *(time_s for _, time_s in self.gradients)]
+        times_s = [
+            self.forward_s,
+            self.update_s,
+            self.input_s,
+            *(time_s for _, time_s in self.gradients),
+        ]
         if not self.gradients or min(times_s) < 0:
             raise ValueError(
                 f"`gradients` (={len(self.gradients)} tensors) must hold at least one, and no time may be negative: "
@@ -50,16 +55,25 @@ class StepWorkload:
     def scaled(self, factor: float) -> StepWorkload:
         """Return the same workload on a rank that takes `factor` times as long to compute."""
         gradients = tuple((numel, factor * time_s) for numel, time_s in self.gradients)
-        return replace(self, forward_s=factor * self.forward_s, gradients=gradients, update_s=factor * self.update_s)
+        return replace(
+            self,
+            forward_s=factor * self.forward_s,
+            gradients=gradients,
+            update_s=factor * self.update_s,
+        )
 
     def slowed(self, more_s: float) -> StepWorkload:
         """Return the same workload with a backward that takes so much longer, evenly."""
         factor = 1 + more_s / self.backward_s if self.backward_s else 1.0
-        return replace(self, gradients=tuple((numel, factor * time_s) for numel, time_s in self.gradients))
+        return replace(
+            self, gradients=tuple((numel, factor * time_s) for numel, time_s in self.gradients)
+        )
 
     def on_wire(self, wire: NodeWire) -> StepWorkload:
         """Return the same workload with gradients as large as they are on the wire between nodes."""
-        return replace(self, gradients=tuple((wire.padded(numel), time_s) for numel, time_s in self.gradients))
+        return replace(
+            self, gradients=tuple((wire.padded(numel), time_s) for numel, time_s in self.gradients)
+        )
 
 
 def buckets_of(
@@ -77,15 +91,26 @@ def buckets_of(
     al. fuse in two segments); all indices make one bucket per tensor.
     """
     if cuts is None:
-        sizes = plan.bucket_caps([n * itemsize for n in numels], num_nodes=cluster.num_nodes, on_cuda=on_cuda)
+        sizes = plan.bucket_caps(
+            [n * itemsize for n in numels], num_nodes=cluster.num_nodes, on_cuda=on_cuda
+        )
     else:
         places = [0, *sorted(cuts), len(numels)]
         if any(not 0 <= place <= len(numels) for place in places):
-            raise ValueError(f"`cuts` (={list(cuts)}) must be places from 0 to the number of tensors ({len(numels)}).")
+            raise ValueError(
+                f"`cuts` (={list(cuts)}) must be places from 0 to the number of tensors ({len(numels)})."
+            )
         sizes = [sum(numels[a:b]) * itemsize for a, b in itertools.pairwise(places) if b > a]
     dtype = {2: "float16", 4: "float32"}[itemsize]
     return tuple(
-        plan.bucket(index=index, numel=size // itemsize, dtype=dtype, num_bytes=size, topology=cluster, on_cuda=on_cuda)
+        plan.bucket(
+            index=index,
+            numel=size // itemsize,
+            dtype=dtype,
+            num_bytes=size,
+            topology=cluster,
+            on_cuda=on_cuda,
+        )
         for index, size in enumerate(sizes)
     )
 
@@ -126,7 +151,9 @@ def chunks_of_step(
     for bucket, at_s in zip(buckets, ready_s, strict=True):
         name = algorithm or bucket.algorithm
         num_chunks = 1 if algorithm else bucket.num_chunks
-        for size in chunk_sizes_bytes(bucket.num_bytes, num_chunks, bucket.num_bytes // bucket.numel):
+        for size in chunk_sizes_bytes(
+            bucket.num_bytes, num_chunks, bucket.num_bytes // bucket.numel
+        ):
             # Chunks take turns over the columns; each algorithm counts its own.
             column = counts.get(name, 0) % columns(bucket)
             counts[name] = counts.get(name, 0) + 1

@@ -7,7 +7,12 @@ from dataclasses import asdict, dataclass
 
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.formatting import time_text
-from lightning_hybrid.planning.estimates.compression import WireStep, compressed_steps, proposed, wire_step
+from lightning_hybrid.planning.estimates.compression import (
+    WireStep,
+    compressed_steps,
+    proposed,
+    wire_step,
+)
 from lightning_hybrid.planning.model.cluster import Cluster
 from lightning_hybrid.planning.model.simulate import SimulatedSteps
 from lightning_hybrid.planning.model.workload import StepWorkload

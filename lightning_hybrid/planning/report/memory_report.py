@@ -74,7 +74,9 @@ class MemoryReport:
     tracked: Mapping[tuple[tuple[str, bool], int], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, scenario: Scenario, network: nn.Module, settings: MemorySettings, *, step_s: float) -> MemoryReport:
+    def of(
+        cls, scenario: Scenario, network: nn.Module, settings: MemorySettings, *, step_s: float
+    ) -> MemoryReport:
         """Measure the activations of a step on the meta device, and count the rest.
 
         Other settings are measured only where it does not fit without: torch imports its compiler for
@@ -136,7 +138,11 @@ class MemoryReport:
                     activations[precision, is_checkpointed] = measured(variant, precision)
             choices = replace(choices, activations=activations)
             alone = choices.alone(memory_bytes)
-            fitting = [need for need in largest_batches(choices.needs(), memory_bytes) if need.fits(memory_bytes)]
+            fitting = [
+                need
+                for need in largest_batches(choices.needs(), memory_bytes)
+                if need.fits(memory_bytes)
+            ]
         tracked = dict[tuple[tuple[str, bool], int], int]()
         for need in (asked, *alone, *fitting):
             if settings.is_tracked and (need.kind, need.batch_size) not in tracked:
@@ -191,10 +197,16 @@ class MemoryReport:
             f"{', fits' if need.fits(self.memory_bytes) else ''})"
             for need in self.alone
         ]
-        words = [f"{text}. That does not fit into {room}. Try, in this order: {', '.join(tried)}."] if tried else [text]
+        words = (
+            [f"{text}. That does not fit into {room}. Try, in this order: {', '.join(tried)}."]
+            if tried
+            else [text]
+        )
         if self.fitting:
             words.append(f"The smallest list that fits: {self._list(self.fitting[0])}.")
-            whole = next((need for need in self.fitting if need.batch_size == asked.batch_size), None)
+            whole = next(
+                (need for need in self.fitting if need.batch_size == asked.batch_size), None
+            )
             if whole not in (None, self.fitting[0]):
                 words.append(f"With the batch at once: {self._list(whole)}.")
         elif pipelines:
@@ -203,15 +215,21 @@ class MemoryReport:
                 f"images, does ({_gb(pipelines[0].most_bytes)} GB, the bubble is {pipelines[0].bubble:.1%})."
             )
         else:
-            words.append("No list of these fits, nor a pipeline in a node: take a smaller network or larger GPUs.")
+            words.append(
+                "No list of these fits, nor a pipeline in a node: take a smaller network or larger GPUs."
+            )
         return " ".join(words)
 
     def _list(self, need: MemoryNeed) -> str:
         return f"{' '.join(need.settings)} ({_gb(need.total_bytes)} GB, {self._time(need)})"
 
     def _time(self, need: MemoryNeed) -> str:
-        least = "at least " if any("offload" in each for each in need.settings) else ""  # the host's update
-        return f"{least}{need.extra_s / self.step_s:.1%} more time" if need.extra_s else "no more time"
+        least = (
+            "at least " if any("offload" in each for each in need.settings) else ""
+        )  # the host's update
+        return (
+            f"{least}{need.extra_s / self.step_s:.1%} more time" if need.extra_s else "no more time"
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -223,11 +241,30 @@ class MemoryReport:
         rows = []
         lists = [need for need in self.fitting if need != self.asked and need not in self.alone]
         for need in (self.asked, *self.alone, *lists):
-            fits = "" if self.memory_bytes is None else "yes" if need.fits(self.memory_bytes) else "no"
+            fits = (
+                "" if self.memory_bytes is None else "yes" if need.fits(self.memory_bytes) else "no"
+            )
             sizes = [need.state_bytes, need.activation_bytes, need.total_bytes]
-            sizes += [need.state_bytes + self.tracked[need.kind, need.batch_size]] if self.tracked else []
-            rows.append([" ".join(need.settings) or "as asked for", *map(_gb, sizes), fits, self._time(need)])
-        header = ["memory of a rank", "state GB", "activations GB", "GB", *(["tracked GB"] if self.tracked else [])]
+            sizes += (
+                [need.state_bytes + self.tracked[need.kind, need.batch_size]]
+                if self.tracked
+                else []
+            )
+            rows.append(
+                [
+                    " ".join(need.settings) or "as asked for",
+                    *map(_gb, sizes),
+                    fits,
+                    self._time(need),
+                ]
+            )
+        header = [
+            "memory of a rank",
+            "state GB",
+            "activations GB",
+            "GB",
+            *(["tracked GB"] if self.tracked else []),
+        ]
         return markdown_table([*header, "fits", "costs"], rows)
 
     def numbers(self) -> dict[str, Any]:
@@ -240,7 +277,9 @@ class MemoryReport:
         }
 
     def _numbers(self, need: MemoryNeed) -> dict[str, Any]:
-        return asdict(need) | {"tracked_activation_bytes": self.tracked.get((need.kind, need.batch_size))}
+        return asdict(need) | {
+            "tracked_activation_bytes": self.tracked.get((need.kind, need.batch_size))
+        }
 
 
 def _gb(num_bytes: float) -> str:

@@ -26,17 +26,33 @@ def schedule_panel(choice: PipelineChoice) -> Panel:
     """Return what each rank does when: forward and backward of each micro-batch, and nothing where it waits."""
 
     def draw(axes: Axes) -> None:
-        axes.set_title(f"{choice.schedule}, {choice.num_microbatches} micro-batches: ranks wait {choice.bubble:.1%}")
+        axes.set_title(
+            f"{choice.schedule}, {choice.num_microbatches} micro-batches: ranks wait {choice.bubble:.1%}"
+        )
         total_s = max(task.end_s for tasks in choice.tasks for task in tasks)
         for rank, tasks in enumerate(choice.tasks):
             for task in tasks:
                 width_s = task.end_s - task.begin_s
                 turn = task.stage // choice.num_ranks
                 colour = SERIES[not task.is_forward]  # the second stage of a rank is darker
-                axes.barh(rank, 0.94 * width_s, left=task.begin_s, color=colour, alpha=min(0.35 + 0.25 * turn, 1))
+                axes.barh(
+                    rank,
+                    0.94 * width_s,
+                    left=task.begin_s,
+                    color=colour,
+                    alpha=min(0.35 + 0.25 * turn, 1),
+                )
                 if width_s > 0.06 * total_s:  # room for a number
-                    axes.text(task.begin_s + width_s / 2, rank, str(task.microbatch), ha="center", va="center")
-        axes.set_yticks(range(choice.num_ranks), [f"rank {rank}" for rank in range(choice.num_ranks)])
+                    axes.text(
+                        task.begin_s + width_s / 2,
+                        rank,
+                        str(task.microbatch),
+                        ha="center",
+                        va="center",
+                    )
+        axes.set_yticks(
+            range(choice.num_ranks), [f"rank {rank}" for rank in range(choice.num_ranks)]
+        )
         axes.invert_yaxis()
         axes.set_xlabel("blue: forward, orange: backward")
         in_units(axes, x="s")
@@ -48,16 +64,28 @@ def _draw_step(report: SimulationReport, axes: Axes) -> None:
     work = report.scenario.work()
     outcome = report.outcome
     exposed = time_text(float(outcome.exposed_s.mean()))
-    axes.set_title(f"A step takes {time_text(outcome.step_s)}, {exposed} of it waiting for gradients")
-    spans = [("forward", 0.0, work.forward_s), ("backward", work.forward_s, work.forward_s + work.backward_s)]
+    axes.set_title(
+        f"A step takes {time_text(outcome.step_s)}, {exposed} of it waiting for gradients"
+    )
+    spans = [
+        ("forward", 0.0, work.forward_s),
+        ("backward", work.forward_s, work.forward_s + work.backward_s),
+    ]
     for span in outcome.first.spans:
-        spans.append((f"{span.chunk.algorithm} {span.stage}".replace("_", " "), span.begin_s, span.end_s))
+        spans.append(
+            (f"{span.chunk.algorithm} {span.stage}".replace("_", " "), span.begin_s, span.end_s)
+        )
     names = list(dict.fromkeys(name for name, *_ in spans))
     for name, begin_s, end_s in spans:
         colour = MUTED if name in ("forward", "backward") else SERIES[0]
         axes.barh(name, end_s - begin_s, left=begin_s, height=0.7, color=colour)
     exposed_from_s = work.forward_s + work.backward_s
-    axes.axvspan(exposed_from_s, max(exposed_from_s, *(end_s for *_, end_s in spans)), color=SERIES[1], alpha=0.3)
+    axes.axvspan(
+        exposed_from_s,
+        max(exposed_from_s, *(end_s for *_, end_s in spans)),
+        color=SERIES[1],
+        alpha=0.3,
+    )
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel("orange: nothing to do but wait")
     in_units(axes, x="s")
@@ -65,7 +93,9 @@ def _draw_step(report: SimulationReport, axes: Axes) -> None:
 
 def _draw_scaling(report: SimulationReport, axes: Axes) -> None:
     asked = report.scenario.cluster.world_size
-    efficiency = next((p.efficiency for p in report.curve if p.num_ranks == asked), report.outcome.efficiency)
+    efficiency = next(
+        (p.efficiency for p in report.curve if p.num_ranks == asked), report.outcome.efficiency
+    )
     axes.set_title(f"Of {asked:,} ranks each works at {efficiency:.0%} of one alone")
     shares = [100 * point.efficiency for point in report.curve]
     axes.semilogx([point.num_ranks for point in report.curve], shares, marker="o")
@@ -76,19 +106,31 @@ def _draw_scaling(report: SimulationReport, axes: Axes) -> None:
 
 def draw_links(report: TuneReport, folder: Path) -> None:
     """Write `tune.svg`: messages with their lines, and sums with the predictions of the described cluster."""
-    panels: list[Panel] = [(partial(_draw_messages, report), 280), (partial(_draw_sums, report), 280)]
+    panels: list[Panel] = [
+        (partial(_draw_messages, report), 280),
+        (partial(_draw_sums, report), 280),
+    ]
     write_svg(folder / "tune.svg", panels)
 
 
 def _draw_messages(report: TuneReport, axes: Axes) -> None:
     _use_log_scales(axes)
     rates = []
-    for number, (level, fit) in enumerate((("inside", report.found.inside), ("across", report.found.across))):
+    for number, (level, fit) in enumerate(
+        (("inside", report.found.inside), ("across", report.found.across))
+    ):
         if fit is not None:
             times_s = report.samples.of("ping", level)
             for num_bytes, samples_s in times_s.items():
-                axes.plot([num_bytes] * len(samples_s), samples_s, ".", color=SERIES[number], alpha=0.4)
-            axes.plot(list(times_s), [fit.seconds(n) for n in times_s], color=SERIES[number], label=LEVELS[level])
+                axes.plot(
+                    [num_bytes] * len(samples_s), samples_s, ".", color=SERIES[number], alpha=0.4
+                )
+            axes.plot(
+                list(times_s),
+                [fit.seconds(n) for n in times_s],
+                color=SERIES[number],
+                label=LEVELS[level],
+            )
             rates.append(f"{fit.bytes_per_s / 1e9:.3g} GB/s {LEVELS[level]}")
     axes.set_title(f"Messages: {', '.join(rates)}")
     axes.set_xlabel("dots: samples; lines: latency + bytes / rate")

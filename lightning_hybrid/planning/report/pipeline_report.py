@@ -14,7 +14,11 @@ CLEARLY_FASTER = 0.01  # of a step, for a pipeline to be recommended
 def what_pays(choices: Sequence[PipelineChoice], data_parallel_s: float) -> str:
     """Say whether data parallelism or a pipeline makes the shorter step, and by how much."""
     best = choices[0]
-    places = f", cut before {', '.join(best.first_blocks)}" if len(best.first_blocks) <= SHOWN_CUTS else ""
+    places = (
+        f", cut before {', '.join(best.first_blocks)}"
+        if len(best.first_blocks) <= SHOWN_CUTS
+        else ""
+    )
     words = (
         f"{best.num_ranks} ranks in a node ({best.schedule}, {best.num_microbatches} micro-batches, bubble "
         f"{best.bubble:.1%}{places})"
@@ -44,5 +48,12 @@ def pipeline_table(choices: Sequence[PipelineChoice], num_shown: int = 8) -> str
         ]
         for choice in choices[:num_shown]
     ]
-    header = ["pipeline", "step s", "bubble", "GB of each rank", "MB over each cut, each way", "cut before"]
+    header = [
+        "pipeline",
+        "step s",
+        "bubble",
+        "GB of each rank",
+        "MB over each cut, each way",
+        "cut before",
+    ]
     return markdown_table(header, rows)

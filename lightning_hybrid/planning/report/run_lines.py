@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from lightning_hybrid.formatting import markdown_table, time_text
 from lightning_hybrid.planning.estimates.run_time import PlannedRun, RunTime
-from lightning_hybrid.planning.estimates.scenario import LEAST_SHARE, MOST_SHARE, PEAK_SHARE, Scenario
+from lightning_hybrid.planning.estimates.scenario import (
+    LEAST_SHARE,
+    MOST_SHARE,
+    PEAK_SHARE,
+    Scenario,
+)
 from lightning_hybrid.planning.model.cluster import HOLDS_TO, MEASURED_FROM, times_measured
 
 IMAGENET = 1_281_167  # training images
@@ -79,7 +84,14 @@ def comparison_table(runs: Sequence[ComparedRun]) -> str:
         costs = compared.costs()
         return float("inf") if costs is None else costs[0]
 
-    header = ["cluster", "GPUs", "images/s of one", "step (80 %)", "run (80 %)", "cost of the run (80 %)"]
+    header = [
+        "cluster",
+        "GPUs",
+        "images/s of one",
+        "step (80 %)",
+        "run (80 %)",
+        "cost of the run (80 %)",
+    ]
     return markdown_table(header, [compared.cells() for compared in sorted(runs, key=price)])
 
 
@@ -97,7 +109,9 @@ def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: 
         rate = f"{planned.price_per_node_hour:g} per node and hour"
         costs += f"; cost {each:,.2f} ({low:,.2f} to {high:,.2f}) at {rate}"
     if planned.watts_per_node is not None:
-        energy = [f"{kwh:,.3g}" for kwh in run.costs(cluster.num_nodes * planned.watts_per_node / 3.6e6)]
+        energy = [
+            f"{kwh:,.3g}" for kwh in run.costs(cluster.num_nodes * planned.watts_per_node / 3.6e6)
+        ]
         costs += f"; {energy[0]} kWh ({energy[1]} to {energy[2]})"
     between_s = failures.between_s(cluster.world_size)
     every_s = failures.interval_s(cluster.world_size)

@@ -129,7 +129,9 @@ class SimulationReport:
         if self.planned.watts_per_node is not None:
             totals["run_kwh"] = self.run.costs(num_nodes * self.planned.watts_per_node / 3.6e6)[0]
         if self.planned.price_per_node_hour is not None:
-            totals["run_price"] = self.run.costs(num_nodes * self.planned.price_per_node_hour / 3600)[0]
+            totals["run_price"] = self.run.costs(
+                num_nodes * self.planned.price_per_node_hour / 3600
+            )[0]
         return {
             "num_ranks": scenario.cluster.world_size,
             "global_batch_size": scenario.global_batch_size,
@@ -176,7 +178,9 @@ class SimulationReport:
         lines.append(how_sure(scenario, self.run.step_bounds_s))
         if self.preset:
             words = " ".join(f"{key}={value}" for key, value in self.preset.items())
-            lines.append(f"Not measured, but assumed by {self.planned.about}; give yours where it differs:\n  {words}")
+            lines.append(
+                f"Not measured, but assumed by {self.planned.about}; give yours where it differs:\n  {words}"
+            )
         if self.planned.price_per_node_hour is None:
             lines.append("For a price give cluster.price_per_node_hour=<price>.")
         return "\n".join(lines)
@@ -193,10 +197,20 @@ class SimulationReport:
         input_s = scenario.work().input_s
         exposed_s = found["exposed_s"]
         is_waiting = outcome.step_s > 2 * outcome.alone_s
-        limit = "input" if input_s >= outcome.step_s else "communication" if is_waiting else "arithmetic"
+        limit = (
+            "input"
+            if input_s >= outcome.step_s
+            else "communication"
+            if is_waiting
+            else "arithmetic"
+        )
         limit += " of the slowest nodes" * (scenario.cluster.slowdown > 1 and limit == "arithmetic")
         ends_s = self.run.step_bounds_s
-        between = " (interval unknown)" if ends_s is None else f" (80 %: {' to '.join(map(time_text, ends_s))})"
+        between = (
+            " (interval unknown)"
+            if ends_s is None
+            else f" (80 %: {' to '.join(map(time_text, ends_s))})"
+        )
         return (
             f"What limits is {limit}: a step of {scenario.global_batch_size:,} images takes "
             f"{time_text(outcome.step_s)}{between}, of which {time_text(exposed_s)} are spent waiting for "
@@ -220,11 +234,20 @@ class SimulationReport:
                 best = flat
         if best.step_s > (1 - CLEARLY_LESS) * own_s:
             return (
-                f"None of {len(self.candidates)} other plans saves {CLEARLY_LESS:.0%} over the configured one{others}."
+                f"None of {len(self.candidates)} other plans saves {CLEARLY_LESS:.0%} "
+                f"over the configured one{others}."
             )
         ends_s = self.run.step_bounds_s
-        if scenario.cluster.num_nodes > 1 and scenario.on_cuda and (ends_s is None or best.step_s >= ends_s[0]):
-            why = "its interval is unknown" if ends_s is None else "within the interval of the configured plan's step"
+        if (
+            scenario.cluster.num_nodes > 1
+            and scenario.on_cuda
+            and (ends_s is None or best.step_s >= ends_s[0])
+        ):
+            why = (
+                "its interval is unknown"
+                if ends_s is None
+                else "within the interval of the configured plan's step"
+            )
             return (
                 f"Equal, as far as is known: {best} would save {1 - best.step_s / own_s:.1%}, {why}{others}. Keep the "
                 "default."
@@ -241,14 +264,20 @@ class SimulationReport:
     def printed(self) -> str:
         """Format what is printed: the answer, and the curve around the ranks asked for."""
         asked = self.scenario.cluster.world_size
-        near = [each for each in self.curve if self.is_own_curve or each.num_ranks <= SHOWN_TIMES * asked]
+        near = [
+            each
+            for each in self.curve
+            if self.is_own_curve or each.num_ranks <= SHOWN_TIMES * asked
+        ]
         return "\n\n".join([self.answer(), *([curve_table(near)] if near else [])])
 
     def markdown(self) -> str:
         """Format everything: the answer, all numbers, buckets, the whole curve and plans."""
         scenario = self.scenario
         found = self.numbers()
-        if found["step_s_quantile_0.5"] == found["step_s_quantile_0.99"]:  # no jitter: they say nothing new
+        if (
+            found["step_s_quantile_0.5"] == found["step_s_quantile_0.99"]
+        ):  # no jitter: they say nothing new
             found = {name: value for name, value in found.items() if "quantile" not in name}
         notes = {
             "run_hours": f"run_hours, {self.planned.epochs:g} epochs",
@@ -289,7 +318,8 @@ class SimulationReport:
             "memory": self.memory.numbers(),
             "compression": None if self.compression is None else self.compression.numbers(),
             "pipelines": [
-                {name: value for name, value in vars(choice).items() if name != "tasks"} for choice in self.pipelines
+                {name: value for name, value in vars(choice).items() if name != "tasks"}
+                for choice in self.pipelines
             ],
         }
         (folder / "simulate.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -352,7 +382,15 @@ def scales(num_ranks: int, *, ranks_per_node: int) -> list[int]:
     >>> scales(24, ranks_per_node=8)
     [1, 6, 8, 12, 24, 48, 96, 256, 1024, 4096, 16384]
     """
-    near = {1, ranks_per_node, num_ranks // 4, num_ranks // 2, num_ranks, 2 * num_ranks, SHOWN_TIMES * num_ranks}
+    near = {
+        1,
+        ranks_per_node,
+        num_ranks // 4,
+        num_ranks // 2,
+        num_ranks,
+        2 * num_ranks,
+        SHOWN_TIMES * num_ranks,
+    }
     return sorted(near - {0}) + [far for far in FAR_RANKS if far > SHOWN_TIMES * num_ranks]
 
 
@@ -371,7 +409,10 @@ def scaling_point(scenario: Scenario) -> ScalingPoint:
 
 def curve_table(points: Sequence[ScalingPoint]) -> str:
     """Format the curve."""
-    lines = ["| ranks | step s | exposed s | efficiency | images/s | byte bound s |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| ranks | step s | exposed s | efficiency | images/s | byte bound s |",
+        "|---|---|---|---|---|---|",
+    ]
     lines += [
         f"| {p.num_ranks} | {p.step_s:.4g} | {p.exposed_s:.3g} | {p.efficiency:.1%} | {p.images_per_s:,.0f} "
         f"| {p.least_s:.3g} |"

@@ -11,7 +11,11 @@ from typing import Any
 
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.formatting import size
-from lightning_hybrid.planning.calibration.calibrate import Calibration, calibrate, calibration_values
+from lightning_hybrid.planning.calibration.calibrate import (
+    Calibration,
+    calibrate,
+    calibration_values,
+)
 from lightning_hybrid.planning.calibration.link_fit import LineFit
 from lightning_hybrid.planning.calibration.microbenchmarks import Measurements
 from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
@@ -117,20 +121,32 @@ class TuneReport:
                 lines.append(_row(LEVELS[name], fit, found.consent_s.get(name)))
         cluster = found.cluster
         if found.across is not None:
-            lines += ["", f"wire between nodes, one way: {1e6 * cluster.across.latency_s:.4g} us (between less inside)"]
+            lines += [
+                "",
+                f"wire between nodes, one way: {1e6 * cluster.across.latency_s:.4g} us (between less inside)",
+            ]
         if isinstance(transport := cluster.transport, Gloo):
-            costs = {name: f"{1e6 * getattr(transport, name):.3g} us" for name in ("stage_s", "message_s", "segment_s")}
+            costs = {
+                name: f"{1e6 * getattr(transport, name):.3g} us"
+                for name in ("stage_s", "message_s", "segment_s")
+            }
             costs["inside.bytes_per_s"] = f"{cluster.inside.bytes_per_s:.3g}"
             costs["ring_share"] = f"{transport.ring_share:.3g}"
         else:
             costs = {"launch_s": f"{1e6 * transport.launch_s:.3g} us"}
-        lines.append("software, fitted to the sums: " + ", ".join(f"{k} {v}" for k, v in costs.items()))
+        lines.append(
+            "software, fitted to the sums: " + ", ".join(f"{k} {v}" for k, v in costs.items())
+        )
         if found.flow_bytes_per_s:
-            rates = ", ".join(f"{num}: {rate / 1e9:.4g}" for num, rate in found.flow_bytes_per_s.items())
+            rates = ", ".join(
+                f"{num}: {rate / 1e9:.4g}" for num, rate in found.flow_bytes_per_s.items()
+            )
             lines.append(f"GB/s of a node by flows side by side: {rates}")
         lines.append(
             "GB/s of a rank that adds, all at once: "
-            + ", ".join(f"{dtype} {rate / 1e9:.3g}" for dtype, rate in found.add_bytes_per_s.items())
+            + ", ".join(
+                f"{dtype} {rate / 1e9:.3g}" for dtype, rate in found.add_bytes_per_s.items()
+            )
         )
         if cluster.codec.is_measured:
             codec = cluster.codec
@@ -156,7 +172,11 @@ class TuneReport:
         shown = list(dict.fromkeys([*self.plans[: self.num_shown], ours, self.plans[-1]]))
         backward_s = self.work.backward_s
         num_bytes = sum(numel for numel, _ in self.work.gradients) * self.world.itemsize
-        hidden = f"{1e3 * backward_s:.4g} ms of backward to hide them" if backward_s else "no backward to hide them"
+        hidden = (
+            f"{1e3 * backward_s:.4g} ms of backward to hide them"
+            if backward_s
+            else "no backward to hide them"
+        )
         lines = [
             f"plan for {self.network}, {num_bytes / 2**20:.4g} MiB of gradients, {hidden}: {best}",
             "",
@@ -169,7 +189,9 @@ class TuneReport:
                 f"| {candidate}{mark} | {candidate.num_buckets} | {1e3 * candidate.step_s:.5g} "
                 f"| {1e3 * candidate.exposed_s:.4g} | {candidate.step_s / best.step_s - 1:.1%} |"
             )
-        return "\n".join([*lines, "", f"of {len(self.plans)} plans that were simulated, the last is the slowest"])
+        return "\n".join(
+            [*lines, "", f"of {len(self.plans)} plans that were simulated, the last is the slowest"]
+        )
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +208,10 @@ class TuneReport:
             "plan": asdict(self.plans[0].plan),
             "plans": [asdict(candidate) for candidate in self.plans],
             "compression": None if self.compression is None else self.compression.numbers(),
-            "samples": [asdict(case) | {"times_s": times_s} for case, times_s in sorted(self.samples.times_s.items())],
+            "samples": [
+                asdict(case) | {"times_s": times_s}
+                for case, times_s in sorted(self.samples.times_s.items())
+            ],
         }
         (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
         (folder / "cluster" / f"{self.name}.yaml").write_text(self.description())
@@ -200,7 +225,11 @@ class TuneReport:
         transport = self.found.cluster.transport
         inside = _interval(found.inside)
         across = _interval(found.across)
-        nodes = "${num_nodes}" if found.across is not None else "1 # links between nodes were not measured"
+        nodes = (
+            "${num_nodes}"
+            if found.across is not None
+            else "1 # links between nodes were not measured"
+        )
         lines = [
             f"# Measured by lightning-hybrid on {datetime.date.today()}, {self.samples.took_s:.0f} s, on {self.about}.",
             "# Links: lines through messages, with 90 % intervals. The rest is fitted to sums, which it then predicts",
@@ -236,7 +265,12 @@ class TuneReport:
             f"on_cuda: {str(self.world.on_cuda).lower()}",
             "images_per_s: {} # of one rank alone, by model: yours",
         ]
-        unknown = ("input_images_per_s", "gpu_memory_bytes", "watts_per_node", "price_per_node_hour")
+        unknown = (
+            "input_images_per_s",
+            "gpu_memory_bytes",
+            "watts_per_node",
+            "price_per_node_hour",
+        )
         lines += [f"{name}: null" for name in unknown]
         return "\n".join(lines) + "\n"
 
@@ -251,7 +285,8 @@ def _row(name: str, fit: LineFit, consent_s: float | None) -> str:
         f"{1e6 * low_s:.4g} to {1e6 * high_s:.4g}",
         f"{fit.bytes_per_s / 1e9:.4g}",
         f"{slow / 1e9:.4g} to {fast / 1e9:.4g}",
-        f"{fit.typical_error:.1%} / {worst:+.0%} at {size(worst_bytes)}" + ("" if fit.is_line else ": no line"),
+        f"{fit.typical_error:.1%} / {worst:+.0%} at {size(worst_bytes)}"
+        + ("" if fit.is_line else ": no line"),
         "" if consent_s is None else f"{1e6 * consent_s:.4g}",
     ]
     return "| " + " | ".join(cells) + " |"

@@ -7,7 +7,9 @@ from typing import Any
 import torch.distributed as dist
 
 
-def states_of_all_ranks(states: list[dict[str, Any]], rank: int, *, is_alone: bool) -> list[dict[str, Any] | None]:
+def states_of_all_ranks(
+    states: list[dict[str, Any]], rank: int, *, is_alone: bool
+) -> list[dict[str, Any] | None]:
     """Return these states with `own` of all ranks, None for a loader that keeps its state by itself.
 
     Collective, unless `is_alone`: every rank must call it, with as many states.

@@ -22,10 +22,19 @@ from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.precision.schedule_guard import release_schedule
-from lightning_hybrid.strategy.compatibility import in_callbacks, in_module, in_nodes, in_precision, refuse_excluded
+from lightning_hybrid.strategy.compatibility import (
+    in_callbacks,
+    in_module,
+    in_nodes,
+    in_precision,
+    refuse_excluded,
+)
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
 from lightning_hybrid.strategy.local_steps.independent_nodes import IndependentNodes, OuterStep
-from lightning_hybrid.strategy.local_steps.optimizer_agreement import agree_on_state_, average_momentum_
+from lightning_hybrid.strategy.local_steps.optimizer_agreement import (
+    agree_on_state_,
+    average_momentum_,
+)
 from lightning_hybrid.strategy.options import LocalSteps
 
 # The entry of a checkpoint with the momentum of the outer step, by name of a parameter.
@@ -73,7 +82,9 @@ class LocalStepsExtension(FitExtension):
         """Make the groups of the nodes. Collective."""
         self._nodes = _new_nodes(fit)
         # One node may leave a step out that another takes; all come to the next batch.
-        self._nodes.ends_in_step = not is_overridden("optimizer_step", fit.module, "pytorch.LightningModule")
+        self._nodes.ends_in_step = not is_overridden(
+            "optimizer_step", fit.module, "pytorch.LightningModule"
+        )
         for config in fit.trainer.lr_scheduler_configs:
             # A node that skips a step would fall behind the others' rate for good.
             release_schedule(config)
@@ -106,7 +117,11 @@ class LocalStepsExtension(FitExtension):
                 self._average(fit)
             nodes.num_periods = steps.num_periods(num_steps)
             nodes.note_step()  # user code may step past Lightning
-            if batch_idx == steps.every and num_steps == 0 and not fit.module.automatic_optimization:
+            if (
+                batch_idx == steps.every
+                and num_steps == 0
+                and not fit.module.automatic_optimization
+            ):
                 rank_zero_warn(
                     f"`between_nodes.every` (={steps.every}) counts `trainer.global_step`, which is still 0 after "
                     f"{batch_idx} batches: nodes do not average their weights. Step the optimizers of "
@@ -160,10 +175,14 @@ class LocalStepsExtension(FitExtension):
             frozen = _frozen(fit)
             if frozen:  # a teacher's weights, which user code writes; most are as they were loaded
                 pairs = zip(frozen, nodes.versions, strict=True)
-                is_new = torch.tensor([one._version != seen for one, seen in pairs], device=nodes.average.device)
+                is_new = torch.tensor(
+                    [one._version != seen for one, seen in pairs], device=nodes.average.device
+                )
                 is_new = is_new.to(torch.int32)
                 dist.all_reduce(is_new, dist.ReduceOp.MAX)
-                written = [one for one, is_one in zip(frozen, is_new.tolist(), strict=True) if is_one]
+                written = [
+                    one for one, is_one in zip(frozen, is_new.tolist(), strict=True) if is_one
+                ]
                 nodes.average.average_(written)
             nodes.average.average_(_moving_averages(fit))
             nodes.versions = [one._version for one in frozen]
@@ -173,10 +192,14 @@ class LocalStepsExtension(FitExtension):
 
     def _new_outer_step(self, fit: RunningFit) -> OuterStep:
         weights = _weights(fit)
-        outer = OuterStep(list(weights.values()), lr=self.steps.outer_lr, momentum=self.steps.outer_momentum)
+        outer = OuterStep(
+            list(weights.values()), lr=self.steps.outer_lr, momentum=self.steps.outer_momentum
+        )
         saved = self._loaded_momentum
         self._loaded_momentum = None
-        for name, momentum in zip(weights, outer.momenta, strict=False):  # there is none without momentum
+        for name, momentum in zip(
+            weights, outer.momenta, strict=False
+        ):  # there is none without momentum
             if saved is not None and name in saved:
                 momentum.copy_(saved[name])
         return outer
@@ -185,7 +208,9 @@ class LocalStepsExtension(FitExtension):
         """Add the momentum of the outer step."""
         outer = None if self._nodes is None else self._nodes.outer
         if outer is not None and outer.momenta:
-            checkpoint[OUTER_MOMENTUM] = dict(zip(_trained_by_name(fit), outer.momenta, strict=True))
+            checkpoint[OUTER_MOMENTUM] = dict(
+                zip(_trained_by_name(fit), outer.momenta, strict=True)
+            )
         elif self._loaded_momentum is not None:  # resumed, and not yet trained
             checkpoint[OUTER_MOMENTUM] = self._loaded_momentum
 
@@ -198,7 +223,9 @@ class LocalStepsExtension(FitExtension):
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
         """Read the state of the average. Collective while nodes train on their own."""
-        if fit.failures.ending_error is None:  # else others do not come: what this node has is better than nothing
+        if (
+            fit.failures.ending_error is None
+        ):  # else others do not come: what this node has is better than nothing
             self._average_all(fit)
         yield
 
@@ -218,7 +245,10 @@ class LocalStepsExtension(FitExtension):
         nodes = self._nodes
         if nodes is None:
             return {}
-        return {"verdict_group": nodes.group, "node_group": nodes.group if nodes.has_own_state else None}
+        return {
+            "verdict_group": nodes.group,
+            "node_group": nodes.group if nodes.has_own_state else None,
+        }
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +258,9 @@ class LocalStepsExtension(FitExtension):
             failure = self._nodes.node_engine.failure
             self._nodes.node_engine.abort(f"{type(error).__name__}: {error}")
             if failure and failure in str(error):
-                error.add_note(f"In sums within a node its ranks, here {list(fit.topology.node)}, count from 0.")
+                error.add_note(
+                    f"In sums within a node its ranks, here {list(fit.topology.node)}, count from 0."
+                )
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
         """Free the groups of the nodes."""
@@ -256,7 +288,9 @@ def _new_nodes(fit: RunningFit) -> IndependentNodes:
         replicas=replicas,
         group=group,
     )
-    return IndependentNodes(engine=fit.engine, node_engine=node_engine, group=group, hook_state=fit.hook_state)
+    return IndependentNodes(
+        engine=fit.engine, node_engine=node_engine, group=group, hook_state=fit.hook_state
+    )
 
 
 # ---- what is averaged ------------------------------------------------------------------------------------------------
@@ -268,7 +302,11 @@ def _trained_by_name(fit: FitContext) -> dict[str, Tensor]:
 
 
 def _frozen(fit: RunningFit) -> list[Tensor]:
-    return [one.detach() for _, one in _known_to_ddp(fit) if not one.requires_grad and one.is_floating_point()]
+    return [
+        one.detach()
+        for _, one in _known_to_ddp(fit)
+        if not one.requires_grad and one.is_floating_point()
+    ]
 
 
 def _known_to_ddp(fit: FitContext) -> Iterator[tuple[str, Tensor]]:
@@ -306,5 +344,14 @@ def _moving_averages(fit: RunningFit) -> list[Tensor]:
 
 
 def _statistics_of(module: nn.Module) -> list[Tensor]:
-    layers = (layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats)
-    return [one for layer in layers for one in (layer.running_mean, layer.running_var) if one is not None]
+    layers = (
+        layer
+        for layer in module.modules()
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats
+    )
+    return [
+        one
+        for layer in layers
+        for one in (layer.running_mean, layer.running_var)
+        if one is not None
+    ]

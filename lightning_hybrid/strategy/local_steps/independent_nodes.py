@@ -166,7 +166,9 @@ class IndependentNodes:
         self._hook_state = hook_state
         self.average = NodeAverage(engine)
         self.outer: OuterStep | None = None
-        self.ends_in_step = True  # whether a period ends within its last step, or before the batch after it
+        self.ends_in_step = (
+            True  # whether a period ends within its last step, or before the batch after it
+        )
         self.is_apart = False  # whether nodes take steps on their own now
         self.num_periods = 0  # that have ended
         self.versions: list[int] = []  # of frozen parameters, as all nodes have them
@@ -183,7 +185,9 @@ class IndependentNodes:
         self.is_apart = True
         self._hook_state.engine = self.node_engine
         # DDP's broadcast of buffers from rank zero before each forward, as one from each node's leader.
-        model._register_buffer_comm_hook(self.group, _broadcast_in_node, _BufferCommHookLocation.PRE_FORWARD)
+        model._register_buffer_comm_hook(
+            self.group, _broadcast_in_node, _BufferCommHookLocation.PRE_FORWARD
+        )
 
     def join(self, model: Any, engine: CommEngine) -> None:
         """Train together again, from what all have loaded."""

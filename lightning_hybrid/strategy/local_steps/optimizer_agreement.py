@@ -35,7 +35,9 @@ def average_momentum_(optimizers: Sequence[Optimizer], average: NodeAverage) -> 
     state = _State(optimizers)
     has_same_entries, _ = state.compare(None)
     if has_same_entries:
-        average.average_([value for name, value in state.moments() if name == "momentum_buffer"], is_narrow=True)
+        average.average_(
+            [value for name, value in state.moments() if name == "momentum_buffer"], is_narrow=True
+        )
     else:  # rare; a momentum alone is not what an optimizer would begin with
         state.fill_up()
         state.average_(average)
@@ -82,7 +84,9 @@ class _State:
     def average_(self, average: NodeAverage) -> None:
         """Average the moments, and take the largest of counts. Collective."""
         average.average_([value for _, value in self.moments()])
-        _take_largest_([value for _, value, is_moment in self._tensors() if not is_moment], average.device)
+        _take_largest_(
+            [value for _, value, is_moment in self._tensors() if not is_moment], average.device
+        )
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors of moments."""
@@ -108,7 +112,9 @@ def agreed(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         each = [state[name] for state in states]
         # What a loss scale of the user's has besides numbers is rank zero's.
         found[name] = (
-            {key: _smallest([one[key] for one in each]) for key in value} if name == "loss_scale" else max(each)
+            {key: _smallest([one[key] for one in each]) for key in value}
+            if name == "loss_scale"
+            else max(each)
         )
     return found
 
@@ -122,7 +128,14 @@ def _entries(params: Sequence[list[Tensor]], states: Sequence[Any]) -> Iterator[
         for index, param in enumerate(of_optimizer):
             for name, value in state.get(param, {}).items():
                 if isinstance(value, Tensor):
-                    yield optimizer, index, str(name), tuple(value.shape), value.dtype, value.device.type
+                    yield (
+                        optimizer,
+                        index,
+                        str(name),
+                        tuple(value.shape),
+                        value.dtype,
+                        value.device.type,
+                    )
 
 
 def _make_if_missing(entry: _Entry, params: Sequence[list[Tensor]], states: Sequence[Any]) -> None:
@@ -132,7 +145,9 @@ def _make_if_missing(entry: _Entry, params: Sequence[list[Tensor]], states: Sequ
         return
     on = param.device if device == param.device.type else torch.device(device)
     if shape == tuple(param.shape):  # in the same order of memory, as optimizers make it
-        states[optimizer][param][name] = torch.zeros_like(param, dtype=dtype, device=on, requires_grad=False)
+        states[optimizer][param][name] = torch.zeros_like(
+            param, dtype=dtype, device=on, requires_grad=False
+        )
     else:
         states[optimizer][param][name] = torch.zeros(shape, dtype=dtype, device=on)
 

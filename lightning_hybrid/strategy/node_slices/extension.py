@@ -33,16 +33,22 @@ def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExte
     module = fit.module
     topology = fit.topology
     layers = requested_layers(fit.module)
-    refuse_excluded({**asked, "node slices": f"`node_slices` (={layers!r:.90})"} | in_nodes(topology))
+    refuse_excluded(
+        {**asked, "node slices": f"`node_slices` (={layers!r:.90})"} | in_nodes(topology)
+    )
     if topology.ranks_per_node == 1:
         rank_zero_warn(
             f"`node_slices` (={layers!r:.90}) cuts nothing: every node has one rank. Leave it out, or run "
             "several ranks on each node (`ranks_per_node` says which ranks share one)."
         )
         return None
-    refuse_layers(module, layers, num_slices=len(topology.node), pruned=pruned_layers(fit.trainer.callbacks))
+    refuse_layers(
+        module, layers, num_slices=len(topology.node), pruned=pruned_layers(fit.trainer.callbacks)
+    )
     here = [names for names in layers if not any(one.is_meta for one in _parameters(module, names))]
-    return NodeSlicesExtension(here, is_adasum="adasum" in asked)  # others are on the ranks of other stages
+    return NodeSlicesExtension(
+        here, is_adasum="adasum" in asked
+    )  # others are on the ranks of other stages
 
 
 class NodeSlicesExtension(FitExtension):
@@ -71,9 +77,12 @@ class NodeSlicesExtension(FitExtension):
             averages=averages_of(fit.trainer.callbacks),
             topology=fit.topology,
             timeout=fit.timeout,
-            is_synced=isinstance(fit.topology, ReplicaSets) or not fit.ddp_options.get("init_sync", True),
+            is_synced=isinstance(fit.topology, ReplicaSets)
+            or not fit.ddp_options.get("init_sync", True),
         )
-        rank_zero_info(f"slices: {', '.join(self._cut.names)} over the {len(fit.topology.node)} ranks of each node")
+        rank_zero_info(
+            f"slices: {', '.join(self._cut.names)} over the {len(fit.topology.node)} ranks of each node"
+        )
 
     def after_setup(self, fit: RunningFit) -> None:
         """Let optimizers, the verdict on overflow and clipping see all slices. Collective steps follow."""
@@ -92,10 +101,14 @@ class NodeSlicesExtension(FitExtension):
         if has_grad_scaler(fit.precision):
             slices.agree_on_overflow(fit.precision.scaler)
         _connect_stages(fit, slices.largest)
-        clip = partial(clip_by_norm_over_ranks, device=fit.device, slices=slices, slice_group=slices.node)
+        clip = partial(
+            clip_by_norm_over_ranks, device=fit.device, slices=slices, slice_group=slices.node
+        )
         fit.precision.clip_grad_by_norm = clip
 
-    def before_training_step(self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def before_training_step(
+        self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Compare the first step with that of whole layers. Collective then.
 
         Raises:
@@ -125,14 +138,18 @@ class NodeSlicesExtension(FitExtension):
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
         """Let the module's state have whole layers on every rank. Collective."""
-        fit.failures.refuse_to_save_alone("`node_slices`", "layers are cut over the ranks of the node")
+        fit.failures.refuse_to_save_alone(
+            "`node_slices`", "layers are cut over the ranks of the node"
+        )
         self._cut.is_saving = True
         try:
             yield
         finally:
             self._cut.is_saving = False
 
-    def optimizer_state(self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def optimizer_state(
+        self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the state, whole on every rank. Collective."""
         return self._cut.whole_state(state, optimizer)
 

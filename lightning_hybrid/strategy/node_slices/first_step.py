@@ -52,7 +52,9 @@ class _PairRecord:
 
     features: Tensor | None  # the input of the pair's last layer
     output: Any
-    draws: bool  # whether code inside of the pair draws random numbers, which are the rank's own there
+    draws: (
+        bool  # whether code inside of the pair draws random numbers, which are the rank's own there
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,9 @@ class _OutputRecord:
     @classmethod
     def of(cls, output: Any) -> _OutputRecord:
         # Scalars are losses, to which a penalty on weights adds what a rank's slices have.
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        leaves = [
+            leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim() > 0
+        ]
         leaves = [leaf for leaf in leaves if leaf.is_floating_point()]
         return cls(
             shapes=[tuple(leaf.shape) for leaf in leaves],
@@ -80,7 +84,9 @@ class _BackwardReachedError(Exception):
 class FirstStep:
     """The first training step of a fit on one rank, which is run with whole layers and with slices, and compared."""
 
-    def __init__(self, fit: RunningFit, slices: SlicedFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, fit: RunningFit, slices: SlicedFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         self._fit = fit
         self._slices = slices
         self._args = args
@@ -100,7 +106,9 @@ class FirstStep:
         """
         reason = self._reason_to_skip()
         if reason:
-            rank_zero_info(f"slices: the first step was not compared with that of whole layers: {reason}")
+            rank_zero_info(
+                f"slices: the first step was not compared with that of whole layers: {reason}"
+            )
             return
 
         whole_error = self._run(_WholeHooks(self), self._whole_layers())
@@ -127,7 +135,9 @@ class FirstStep:
 
     def _reason_to_skip(self) -> str:
         """Return why the step cannot be compared, the same on all ranks of the node; empty if it can."""
-        if any(isinstance(argument, Iterator) for argument in (*self._args, *self._kwargs.values())):
+        if any(
+            isinstance(argument, Iterator) for argument in (*self._args, *self._kwargs.values())
+        ):
             return "`training_step` takes an iterator"
         device = self.device
         if device.type == "cuda":
@@ -169,7 +179,9 @@ class FirstStep:
                 isolated_random_state(),
                 put_back(module),
                 layers,
-                temporary_attributes(module, log=_nothing, log_dict=_nothing, manual_backward=_end_forward),
+                temporary_attributes(
+                    module, log=_nothing, log_dict=_nothing, manual_backward=_end_forward
+                ),
                 torch.compiler.set_stance("force_eager"),
                 self._fit.precision.forward_context(),
                 _WithoutDropout(),
@@ -228,7 +240,9 @@ class FirstStep:
         """Return what the same call has computed with whole layers, or None if there was none."""
         return self._records[name].popleft() if self._records[name] else None
 
-    def compare_features(self, names: tuple[str, ...], sliced: SlicedLayer, own: Tensor, record: _PairRecord) -> None:
+    def compare_features(
+        self, names: tuple[str, ...], sliced: SlicedLayer, own: Tensor, record: _PairRecord
+    ) -> None:
         """Compare the input of the last layer of a pair: own images, and the features of this rank's slice."""
         if record.draws:
             self._draws.add(" and ".join(f"`{name}`" for name in names))
@@ -280,7 +294,9 @@ class FirstStep:
         norm = float(wide.norm())
         if not math.isfinite(norm):
             return ""  # a step that overflows says nothing
-        relative = float((own.detach().double() - wide).norm()) / max(norm, torch.finfo(torch.float64).tiny)
+        relative = float((own.detach().double() - wide).norm()) / max(
+            norm, torch.finfo(torch.float64).tiny
+        )
         return "" if relative <= _tolerance(expected) else f"relative difference {relative:.2g}"
 
     def _difference_of_records(self, own: _OutputRecord, expected: _OutputRecord) -> str:
@@ -288,7 +304,9 @@ class FirstStep:
             return f"of shape {own.shapes} for {expected.shapes}".replace("[", "").replace("]", "")
         tolerance = max(MIN_TOLERANCE, TOLERANCE_IN_EPS * _eps_of_autocast(self.device.type))
         for norm, expected_norm in zip(own.norms, expected.norms, strict=True):
-            if math.isfinite(expected_norm) and not math.isclose(norm, expected_norm, rel_tol=tolerance):
+            if math.isfinite(expected_norm) and not math.isclose(
+                norm, expected_norm, rel_tol=tolerance
+            ):
                 return f"of norm {norm:.4g} for {expected_norm:.4g}"
         return ""
 
@@ -359,7 +377,9 @@ class _WholeHooks(_Hooks):
         """Keep the output of the last layer, and go on with random numbers from outside."""
         self.step.pair_ends()
         sliced.entrance.leave()
-        self.step.add(names[-1], _PairRecord(features=self._features, output=output, draws=self._draws))
+        self.step.add(
+            names[-1], _PairRecord(features=self._features, output=output, draws=self._draws)
+        )
         self._features = None
         self._draws = False
 
@@ -447,7 +467,11 @@ class _WithoutDropout(TorchFunctionMode):
     )
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         keywords = dict(kwargs or {})
         if function in self._WITH_TRAINING:

@@ -46,8 +46,12 @@ class SliceGradients:
         self._averages = averages
         self._adasum_in = adasum_in
         self._under_way: list[tuple[Tensor, Tensor, Any, float]] = []
-        trained = [parameter for parameter in slices if parameter.requires_grad and across is not None]
-        self._handles = [parameter.register_post_accumulate_grad_hook(self._begin) for parameter in trained]
+        trained = [
+            parameter for parameter in slices if parameter.requires_grad and across is not None
+        ]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._begin) for parameter in trained
+        ]
 
     @torch.no_grad()
     def _begin(self, parameter: Tensor) -> None:
@@ -55,9 +59,13 @@ class SliceGradients:
         if gradient is None or not self._averages():
             return
         if not self._under_way:
-            Variable._execution_engine.queue_callback(self._end)  # as DDP and FSDP do: at the end of this backward
+            Variable._execution_engine.queue_callback(
+                self._end
+            )  # as DDP and FSDP do: at the end of this backward
         dtype = self._comm_dtype or gradient.dtype
-        before, after = split_divisor(dist.get_world_size(self._across), is_fp16=dtype is torch.float16)
+        before, after = split_divisor(
+            dist.get_world_size(self._across), is_fp16=dtype is torch.float16
+        )
         wire = to_wire(gradient, dtype, before=before)
         work = None if self._adasum_in else dist.all_reduce(wire, group=self._across, async_op=True)
         self._under_way.append((gradient, wire, work, 1 / before if self._adasum_in else after))

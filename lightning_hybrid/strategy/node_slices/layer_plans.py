@@ -34,7 +34,9 @@ def _groups(network: nn.Module, names: tuple[str, ...], prefix: str) -> Iterator
     try:
         layers = [network.get_submodule(name) for name in names]
     except AttributeError as error:
-        linear = ", ".join(each for each, layer in network.named_modules() if isinstance(layer, nn.Linear))
+        linear = ", ".join(
+            each for each, layer in network.named_modules() if isinstance(layer, nn.Linear)
+        )
         raise ValueError(
             f"`node_slices` (={names}) must be names of layers, as the network registers them, and {error}. Its linear "
             f"layers are {linear or 'none'}: write one of these, or leave the name out."
@@ -55,7 +57,10 @@ def _planned(layer: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
     # The plan of a module goes before those of its layers.
     plan = layer.tensor_plan() if hasattr(layer, "tensor_plan") else None  # type: ignore[operator]
     if plan is None:
-        plan = next((READY_PLANS[one.__name__] for one in type(layer).mro() if one.__name__ in READY_PLANS), None)
+        plan = next(
+            (READY_PLANS[one.__name__] for one in type(layer).mro() if one.__name__ in READY_PLANS),
+            None,
+        )
     if plan is not None:
         for names in plan:
             yield from _groups(layer, names, prefix)

@@ -9,7 +9,12 @@ from torch import nn
 
 from lightning_hybrid.lightning_names import lightning_types
 
-_KINDS = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
+_KINDS = (
+    nn.Linear,
+    nn.Embedding,
+    nn.MultiheadAttention,
+    nn.modules.linear.NonDynamicallyQuantizableLinear,
+)
 _PLAIN = {"weight", "bias", "in_proj_weight", "in_proj_bias"}
 _OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse", "add_zero_attn")  # that need whole tensors
 
@@ -17,11 +22,20 @@ _OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse", "add_zero_attn")  # that
 def pruned_layers(callbacks: Iterable[Any]) -> set[nn.Module]:
     """Return the layers that callbacks are to prune."""
     kind = lightning_types("pytorch.callbacks.ModelPruning")
-    return {layer for one in callbacks if isinstance(one, kind) for layer, _ in one._parameters_to_prune or ()}
+    return {
+        layer
+        for one in callbacks
+        if isinstance(one, kind)
+        for layer, _ in one._parameters_to_prune or ()
+    }
 
 
 def refuse_layers(
-    module: nn.Module, layers: Sequence[tuple[str, ...]], *, num_slices: int, pruned: Container[nn.Module] = ()
+    module: nn.Module,
+    layers: Sequence[tuple[str, ...]],
+    *,
+    num_slices: int,
+    pruned: Container[nn.Module] = (),
 ) -> None:
     """Check that all that is to be cut can be.
 
@@ -62,7 +76,11 @@ def _refuse_layer(layer: nn.Module, name: str, *, is_pruned: bool) -> None:
 
 
 def _refuse_pair(
-    first: nn.Module, columns: Sequence[nn.Module], last: nn.Module, group: tuple[str, ...], num_slices: int
+    first: nn.Module,
+    columns: Sequence[nn.Module],
+    last: nn.Module,
+    group: tuple[str, ...],
+    num_slices: int,
 ) -> None:
     inside = {id(one) for layer in columns for one in layer.parameters()}
     if [one for one in first.parameters() if id(one) not in inside]:
@@ -70,7 +88,14 @@ def _refuse_pair(
             f"`{group[0]}` (={type(first).__name__}) must have no parameters but those of its linear layers to be cut "
             "by `node_slices`: a rank would know of others only what its slice says. Name a pair within it."
         )
-    heads: Any = next((getattr(first, one) for one in ("num_heads", "num_attention_heads") if hasattr(first, one)), 0)
+    heads: Any = next(
+        (
+            getattr(first, one)
+            for one in ("num_heads", "num_attention_heads")
+            if hasattr(first, one)
+        ),
+        0,
+    )
     wide = {getattr(one, "out_features", getattr(one, "embed_dim", 0)) for one in columns}
     features: Any = getattr(last, "in_features", 0)
     if wide != {features} or features % num_slices or heads % num_slices:
@@ -81,13 +106,19 @@ def _refuse_pair(
         )
 
 
-def _refuse_ties(names: dict[nn.Module, str], rows: list[nn.Module], others: list[nn.Module]) -> None:
-    places = [id(one) for layer in (*rows, *others) for one in _held(layer).values() if one.dim() > 1]
+def _refuse_ties(
+    names: dict[nn.Module, str], rows: list[nn.Module], others: list[nn.Module]
+) -> None:
+    places = [
+        id(one) for layer in (*rows, *others) for one in _held(layer).values() if one.dim() > 1
+    ]
     of_rows = {id(one) for layer in rows for one in _held(layer).values() if one.dim() > 1}
     for layer, name in names.items():
         for one in _held(layer).values():
             is_cut = layer in rows or layer in others
-            if id(one) in places and (not is_cut or (id(one) in of_rows and places.count(id(one)) > 1)):
+            if id(one) in places and (
+                not is_cut or (id(one) in of_rows and places.count(id(one)) > 1)
+            ):
                 raise ValueError(
                     f"`{name}` (={type(layer).__name__}) must not share its weight with a layer that `node_slices` "
                     "cuts in another way, or not at all: it would compute with a slice. Untie it, or leave names out."

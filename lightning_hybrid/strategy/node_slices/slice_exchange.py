@@ -25,10 +25,14 @@ class NodeRanks:
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.is_whole = False  # while layers compute with whole tensors, each rank by itself
-        self.is_own_state = False  # whether state dicts hold this rank's slices, and to take one is not collective
+        self.is_own_state = (
+            False  # whether state dicts hold this rank's slices, and to take one is not collective
+        )
         self.meet: Callable[[], None] = lambda: None  # before a state dict is gathered
         self.handles: list[Any] = []  # of hooks where pairs begin
-        self.window: HalfPrecisionWindow | None = None  # of half precision, which shows whole tensors too
+        self.window: HalfPrecisionWindow | None = (
+            None  # of half precision, which shows whole tensors too
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NodeRanks:
         return self  # a copy of a layer is cut over the same ranks
@@ -43,7 +47,9 @@ class NodeRanks:
 
     def own_logits(self, logits: Tensor) -> Tensor:
         """Return logits of the own images, `[b, ..., c]`, from those of own classes, `[g b, ..., c / g]`."""
-        return _exchanged(logits, self.group).unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
+        return (
+            _exchanged(logits, self.group).unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
+        )
 
     def refuse_unequal_batches(self, images: Tensor, *others: Any) -> None:
         """Check on a CPU that all ranks have as many images, and other tensors of the same size.
@@ -55,7 +61,9 @@ class NodeRanks:
         if images.is_cuda:
             return
         tensors = [images, *(one for one in others if isinstance(one, Tensor))]
-        num_bytes = sum(one[:1].numel() * one.element_size() for one in tensors)  # of an image, in all
+        num_bytes = sum(
+            one[:1].numel() * one.element_size() for one in tensors
+        )  # of an image, in all
         found = torch.empty(2 * self.size, dtype=torch.int64)
         all_gather(found, torch.tensor([images.shape[0], num_bytes]), group=self.group)
         sizes, same = found.view(-1, 2).T.tolist()

@@ -38,7 +38,9 @@ from lightning_hybrid.strategy.node_slices.vocabulary import VocabularyEmbedding
 STATE_LIMIT_S = 20.0
 
 
-def cut_(module: nn.Module, layers: Sequence[tuple[str, ...]], ranks: NodeRanks) -> list[SlicedLayer]:
+def cut_(
+    module: nn.Module, layers: Sequence[tuple[str, ...]], ranks: NodeRanks
+) -> list[SlicedLayer]:
     """Cut layers of `module`, as of `requested_layers`, in place; return what each does that holds a slice."""
     found: dict[nn.Module, SlicedLayer] = {}
     for names in layers:
@@ -46,12 +48,18 @@ def cut_(module: nn.Module, layers: Sequence[tuple[str, ...]], ranks: NodeRanks)
         last = module.get_submodule(names[-1])
         entrance = Entrance(ranks)
         if len(names) == 1:
-            found[first] = (VocabularyEmbedding if isinstance(first, nn.Embedding) else VocabularyHead)(first, entrance)
+            found[first] = (
+                VocabularyEmbedding if isinstance(first, nn.Embedding) else VocabularyHead
+            )(first, entrance)
             continue
         if isinstance(first, nn.MultiheadAttention):
             found[first] = HeadsAttention(first, entrance)
         else:
-            found |= {one: ColumnLinear(one, entrance) for one in first.modules() if type(one) is nn.Linear}
+            found |= {
+                one: ColumnLinear(one, entrance)
+                for one in first.modules()
+                if type(one) is nn.Linear
+            }
             ranks.handles.append(first.register_forward_pre_hook(entrance, with_kwargs=True))
         found[last] = RowLinear(last, entrance)
     slices: dict[int, Slice] = {}
@@ -62,7 +70,9 @@ def cut_(module: nn.Module, layers: Sequence[tuple[str, ...]], ranks: NodeRanks)
                 slices[id(parameter)] = one
                 parameter.data = one.own_of(parameter.detach())
     for layer in module.modules():
-        held = {name: slices[id(one)] for name, one in layer._parameters.items() if id(one) in slices}
+        held = {
+            name: slices[id(one)] for name, one in layer._parameters.items() if id(one) in slices
+        }
         if held:
             found.setdefault(layer, SlicedLayer(layer, Entrance(ranks))).slices = held
     for sliced in found.values():
@@ -98,22 +108,35 @@ class SlicedFit:
         self.names = [name for some in layers for name in some]
         self.groups: Sequence[tuple[str, ...]] = layers
         if not is_synced:
-            wholes = (p.detach() for name in self.names for p in module.get_submodule(name).parameters())
+            wholes = (
+                p.detach() for name in self.names for p in module.get_submodule(name).parameters()
+            )
             broadcast_first_(list({id(one): one for one in wholes}.values()))
         self.node = own_group(topology.partition("node"), timeout=timeout, desc="slices")
         self.across: Any = None
         if topology.num_nodes > 1:
-            self.across = own_group(topology.partition("across"), timeout=timeout, desc="equal slices")
+            self.across = own_group(
+                topology.partition("across"), timeout=timeout, desc="equal slices"
+            )
         self.is_aborted = False  # whether a failure has ended the groups
         self._ranks = NodeRanks(self.node)
         self._layers = cut_(module, layers, self._ranks)
-        self._all_layers = [*self._layers, *(one for each in averages for one in cut_(each, layers, self._ranks))]
-        held = [(getattr(each.layer, name), one) for each in self._layers for name, one in each.slices.items()]
+        self._all_layers = [
+            *self._layers,
+            *(one for each in averages for one in cut_(each, layers, self._ranks)),
+        ]
+        held = [
+            (getattr(each.layer, name), one)
+            for each in self._layers
+            for name, one in each.slices.items()
+        ]
         self._parameters = {id(parameter): parameter for parameter, _ in held}
         self._slices = {id(parameter): one for parameter, one in held}
         everywhere = module.named_parameters(remove_duplicate=False)
         self._lent = ExitStack()
-        self._lent.enter_context(ignored_by_ddp(module, [name for name, one in everywhere if id(one) in self._slices]))
+        self._lent.enter_context(
+            ignored_by_ddp(module, [name for name, one in everywhere if id(one) in self._slices])
+        )
         self._gradients: SliceGradients | None = None
         self.is_saving = False  # the strategy, which does so on all ranks, however late one is
         self._num_states = 0
@@ -146,7 +169,11 @@ class SlicedFit:
     ) -> None:
         """Average gradients over nodes from now on; give LARS and LAMB the ranks that hold the other slices."""
         self._ranks.window = window
-        how: Any = {"comm_dtype": comm_dtype, "averages": averages, "adasum_in": self.node if is_adasum else None}
+        how: Any = {
+            "comm_dtype": comm_dtype,
+            "averages": averages,
+            "adasum_in": self.node if is_adasum else None,
+        }
         self._gradients = SliceGradients(self._parameters.values(), across=self.across, **how)
         for optimizer in optimizers:
             cut = [one for one in parameters_of(optimizer) if id(one) in self._slices]
@@ -156,7 +183,9 @@ class SlicedFit:
             for parameter in cut:
                 # For its sums of squares a slice is all of a tensor that other ranks add theirs to.
                 parts[parameter] = Part(numel=parameter.numel(), begin=0, end=parameter.numel())
-            self._lent.enter_context(temporary_attributes(optimizer, parts=parts, add_up_=self.add_up_))
+            self._lent.enter_context(
+                temporary_attributes(optimizer, parts=parts, add_up_=self.add_up_)
+            )
 
     @property
     def frozen(self) -> set[int]:
@@ -214,7 +243,9 @@ class SlicedFit:
         self._store.set(f"{self._num_states}/{self.topology.rank}", "")
         missing = list(self.topology.node)
         end_s = monotonic() + STATE_LIMIT_S
-        while missing := [rank for rank in missing if not self._store.check([f"{self._num_states}/{rank}"])]:
+        while missing := [
+            rank for rank in missing if not self._store.check([f"{self._num_states}/{rank}"])
+        ]:
             if monotonic() > end_s:
                 raise RuntimeError(
                     f"`state_dict()` must be called on all ranks: layers of `node_slices` (={self.names}) are cut over "
@@ -235,7 +266,10 @@ class SlicedFit:
         if (one := self._slices.get(id(parameter))) is None:
             return entry
         shape, change = (parameter.shape, one.whole_of) if to_whole else (one.shape, one.own_of)
-        return {k: change(v) if isinstance(v, Tensor) and v.shape == shape else v for k, v in entry.items()}
+        return {
+            k: change(v) if isinstance(v, Tensor) and v.shape == shape else v
+            for k, v in entry.items()
+        }
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
@@ -259,9 +293,17 @@ class SlicedFit:
         for optimizer in optimizers:
             for parameter in parameters_of(optimizer):
                 if parameter in optimizer.state:
-                    optimizer.state[parameter] = self._entry(parameter, optimizer.state[parameter], to_whole=True)
-        held = ((getattr(layer.layer, name), one) for layer in self._all_layers for name, one in layer.slices.items())
-        for parameter, one in {id(pair[0]): pair for pair in held}.values():  # each once, also where it is tied
+                    optimizer.state[parameter] = self._entry(
+                        parameter, optimizer.state[parameter], to_whole=True
+                    )
+        held = (
+            (getattr(layer.layer, name), one)
+            for layer in self._all_layers
+            for name, one in layer.slices.items()
+        )
+        for parameter, one in {
+            id(pair[0]): pair for pair in held
+        }.values():  # each once, also where it is tied
             parameter.grad = None
             parameter.data = one.whole_of(parameter.detach())
         for layer in self._all_layers:

@@ -47,14 +47,20 @@ class Slice:
     def own_of(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the whole's shape."""
         own = whole.new_zeros([*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :]])
-        own.narrow(self.dim, 0, len(self.index)).copy_(whole.index_select(self.dim, self.index.to(whole.device)))
+        own.narrow(self.dim, 0, len(self.index)).copy_(
+            whole.index_select(self.dim, self.index.to(whole.device))
+        )
         return own
 
     def whole_of(self, own: Tensor) -> Tensor:
         """Return the whole on every rank. Collective."""
         whole = own.new_zeros(self.shape)
-        whole.index_copy_(self.dim, self.index.to(own.device), own.narrow(self.dim, 0, len(self.index)))
-        dist.all_reduce(whole, group=self.ranks.group)  # exact: of each element all ranks but one have zero
+        whole.index_copy_(
+            self.dim, self.index.to(own.device), own.narrow(self.dim, 0, len(self.index))
+        )
+        dist.all_reduce(
+            whole, group=self.ranks.group
+        )  # exact: of each element all ranks but one have zero
         return whole
 
 
@@ -72,7 +78,9 @@ class SlicedLayer:
 
     def begin(self) -> None:
         """Compute and save with slices from now on."""
-        vars(self.layer).update(sliced=self, state_dict=self.state_dict, _load_from_state_dict=self.load)
+        vars(self.layer).update(
+            sliced=self, state_dict=self.state_dict, _load_from_state_dict=self.load
+        )
         self.drop()
 
     def end(self) -> None:
@@ -109,12 +117,19 @@ class SlicedLayer:
         prefix = kwargs.get("prefix", "")
         if not self.ranks.is_own_state:
             self.ranks.meet()
-            state |= {prefix + k: one.whole_of(state[prefix + k].detach()) for k, one in self.slices.items()}
+            state |= {
+                prefix + k: one.whole_of(state[prefix + k].detach())
+                for k, one in self.slices.items()
+            }
         return state
 
     def load(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
         """Load this rank's slices of whole tensors."""
-        own = {prefix + k: one.own_of(state[prefix + k]) for k, one in self.slices.items() if prefix + k in state}
+        own = {
+            prefix + k: one.own_of(state[prefix + k])
+            for k, one in self.slices.items()
+            if prefix + k in state
+        }
         type(self.layer)._load_from_state_dict(self.layer, {**state, **own}, prefix, *arguments)
 
     def averaged(self, name: str) -> Any:
@@ -181,7 +196,9 @@ class HeadsAttention(SlicedLayer):
                 "attention of all heads. Call it so, or leave the layer out."
             )
         dims = (0, int(not layer.batch_first))
-        one_each = {id(one): one.transpose(*dims) for one in (query, key, value)}  # what is given twice is sent once
+        one_each = {
+            id(one): one.transpose(*dims) for one in (query, key, value)
+        }  # what is given twice is sent once
         padding = None if key_padding_mask is None else key_padding_mask[:, None, None]
         mask = None if attn_mask is None else attn_mask[None, None]
         given = [one_each[id(one)] for one in (query, key, value)]
@@ -194,7 +211,10 @@ class HeadsAttention(SlicedLayer):
         queries, keys, values = (one.unflatten(-1, shape).transpose(1, 2) for one in features)
         zero = query.new_zeros(())
         masks = [one for one in (padding, mask) if one is not None]
-        added = [zero.masked_fill(one, -torch.inf) if one.dtype is torch.bool else one.to(query) for one in masks]
+        added = [
+            zero.masked_fill(one, -torch.inf) if one.dtype is torch.bool else one.to(query)
+            for one in masks
+        ]
         mask = sum(added, zero) if added else None
         dropout = layer.dropout if layer.training else 0.0
         attended = F.scaled_dot_product_attention(
@@ -240,7 +260,9 @@ class Entrance:
                     f"each of the {num} images, or one for all: those of the node are gathered. Leave these layers out."
                 )
             if id(own) not in found:
-                found[id(own)] = self.ranks.gather(own).repeat_interleave(num if own.shape[0] < num else 1, 0)
+                found[id(own)] = self.ranks.gather(own).repeat_interleave(
+                    num if own.shape[0] < num else 1, 0
+                )
             return found[id(own)]
 
         values = tree_map_only(Tensor, of_node, values)
@@ -250,7 +272,9 @@ class Entrance:
     def enter(self, device: torch.device) -> None:
         """Seed the random numbers of this rank inside of the pair."""
         on_cuda = device.type == "cuda"
-        generator = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
+        generator = (
+            torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
+        )
         seed = int(torch.randint(2**31, ()))
         self._outside = generator, generator.get_state()
         generator.manual_seed(seed + self.ranks.rank)

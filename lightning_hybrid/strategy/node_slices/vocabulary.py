@@ -32,8 +32,12 @@ def token_losses(head: nn.Linear, features: Tensor, targets: Tensor) -> Tensor:
     if sliced is not None and not sliced.ranks.is_whole:
         return cast("Tensor", sliced.losses_of(sliced.all_logits(features), targets))
     logits = head(features)
-    rows = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)  # classes are last
-    return F.cross_entropy(rows, targets.flatten(), ignore_index=IGNORED, reduction="none").view(targets.shape)
+    rows = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(
+        0, -2
+    )  # classes are last
+    return F.cross_entropy(rows, targets.flatten(), ignore_index=IGNORED, reduction="none").view(
+        targets.shape
+    )
 
 
 class VocabularyEmbedding(SlicedLayer):
@@ -57,7 +61,9 @@ class VocabularyHead(ColumnLinear):
 
     def forward(self, features: Tensor) -> Tensor:
         """Compute the logits of this rank's images."""
-        return self.ranks.own_logits(self.all_logits(features))[..., : self.slices["weight"].shape[0]]
+        return self.ranks.own_logits(self.all_logits(features))[
+            ..., : self.slices["weight"].shape[0]
+        ]
 
     def all_logits(self, features: Tensor) -> Tensor:
         """Compute those of own classes, for all images; what fills up the last slice has no probability."""
@@ -65,7 +71,11 @@ class VocabularyHead(ColumnLinear):
         logits = super().forward(self.ranks.gather(features))
         cut = self.slices["weight"]
         num = len(cut.index)
-        return logits if num == cut.length else F.pad(logits[..., :num], (0, cut.length - num), value=-torch.inf)
+        return (
+            logits
+            if num == cut.length
+            else F.pad(logits[..., :num], (0, cut.length - num), value=-torch.inf)
+        )
 
     def losses_of(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the cross-entropy of this rank's targets from logits of own classes, `[g b, ..., classes / g]`."""
@@ -75,7 +85,9 @@ class VocabularyHead(ColumnLinear):
         shifted = wide - largest
         place, is_here = _own_places(self.ranks.gather(targets), self.slices["weight"], but=IGNORED)
         chosen = torch.where(is_here, shifted.gather(-1, place[..., None])[..., 0], 0.0)
-        sums, own = self.ranks.sum_to_own(torch.stack([shifted.exp().sum(-1), chosen], -1)).unbind(-1)
+        sums, own = self.ranks.sum_to_own(torch.stack([shifted.exp().sum(-1), chosen], -1)).unbind(
+            -1
+        )
         return torch.where(targets != IGNORED, sums.log() - own, 0.0)
 
 

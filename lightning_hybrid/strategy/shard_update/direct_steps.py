@@ -7,7 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_hybrid.precision.optimizer_protocol import closure_in
 
@@ -39,7 +42,9 @@ class DirectSteps:
             register_optimizer_step_post_hook(self._after_step),
         ]
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self._is_ignored() or not self._is_concerned(optimizer):
             return
         if closure_in(args, kwargs) is not None:

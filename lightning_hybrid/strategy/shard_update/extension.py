@@ -12,7 +12,12 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.coded_plan import plan_for_owners
 from lightning_hybrid.comm.topology import ReplicaSets
-from lightning_hybrid.strategy.compatibility import in_nodes, in_optimizers, in_precision, refuse_excluded
+from lightning_hybrid.strategy.compatibility import (
+    in_nodes,
+    in_optimizers,
+    in_precision,
+    refuse_excluded,
+)
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
 from lightning_hybrid.strategy.shard_update.late_gather import is_compiled
 from lightning_hybrid.strategy.shard_update.sharded_fit import ShardedFit
@@ -81,7 +86,12 @@ class ShardUpdateExtension(FitExtension):
         return run()
 
     def update(
-        self, fit: RunningFit, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[], Any], **options: Any
+        self,
+        fit: RunningFit,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        run: Callable[[], Any],
+        **options: Any,
     ) -> Any:
         """Update parts, where parameters have no masters."""
         if self._parts.is_half:
@@ -95,14 +105,18 @@ class ShardUpdateExtension(FitExtension):
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
         """Bring whole masters to rank zero. Collective."""
-        fit.failures.refuse_to_save_alone(self._name, "masters and optimizer state are in parts on several ranks")
+        fit.failures.refuse_to_save_alone(
+            self._name, "masters and optimizer state are in parts on several ranks"
+        )
         self._parts.collect_masters()
         try:
             yield
         finally:
             self._parts.drop_masters()
 
-    def optimizer_state(self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def optimizer_state(
+        self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any]:
         """Bring the whole state to rank zero. Collective."""
         return self._parts.state_dict(optimizer, state)
 

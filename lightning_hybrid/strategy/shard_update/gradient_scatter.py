@@ -36,11 +36,15 @@ class Packing:
     """Where the elements of a bucket are in what is sent."""
 
     numel: int  # of the packed tensor
-    moves: list[list[tuple[int, Range]]]  # by sharer: a place in the packed tensor, and what of the bucket is there
+    moves: list[
+        list[tuple[int, Range]]
+    ]  # by sharer: a place in the packed tensor, and what of the bucket is there
     rest: list[Range]  # of the bucket
 
 
-def packing_of(owned: Sequence[Sequence[Range]], rest: list[Range], chunks: Sequence[int]) -> Packing:
+def packing_of(
+    owned: Sequence[Sequence[Range]], rest: list[Range], chunks: Sequence[int]
+) -> Packing:
     """Lay out the elements that each rank owns (`owned`, by sharer), in chunks of equal shards of the ranks.
 
     >>> packing_of([[(0, 3)], [(3, 4), (6, 8)]], [], chunks=[2, 4]).moves
@@ -72,7 +76,11 @@ class GradientScatter:
     """The way of a bucket to its owners, while `is_on`; `shard_of` returns the shard of a parameter that is cut."""
 
     def __init__(
-        self, engine: CommEngine, shard_of: Callable[[Tensor], ParameterShard | None], *, is_possible: bool
+        self,
+        engine: CommEngine,
+        shard_of: Callable[[Tensor], ParameterShard | None],
+        *,
+        is_possible: bool,
     ) -> None:
         self._engine = engine
         self._shard_of = shard_of
@@ -100,9 +108,14 @@ class GradientScatter:
         index = bucket.index()
         dtypes = (buffer.dtype, engine.dtype_across_nodes)
         before, after = split_divisor(engine.num_terms, is_fp16=torch.float16 in dtypes)
-        packed = buffer.new_zeros(packing.numel)  # and not kept: between steps memory is what is to be saved
+        packed = buffer.new_zeros(
+            packing.numel
+        )  # and not kept: between steps memory is what is to be saved
         for moves in packing.moves:
-            _copy_([packed[at : at + end - begin] for at, (begin, end) in moves], [buffer[b:e] for _, (b, e) in moves])
+            _copy_(
+                [packed[at : at + end - begin] for at, (begin, end) in moves],
+                [buffer[b:e] for _, (b, e) in moves],
+            )
         finish = partial(_put_own, buffer=buffer, moves=packing.moves[self._rank], after=after)
         packed = packed.div_(before) if before > 1 else packed
         scattered = engine.submit(packed, bucket_index=index, finish=finish, keeps_shard=True)
@@ -147,11 +160,17 @@ class GradientScatter:
         plan = self._engine.planned(bucket.index(), numel, buffer.dtype)
         if plan.algorithm != "two_level":
             return None
-        chunks = chunk_numels(numel, plan.num_chunks, alignment=alignment) if plan.num_chunks > 1 else [numel]
+        chunks = (
+            chunk_numels(numel, plan.num_chunks, alignment=alignment)
+            if plan.num_chunks > 1
+            else [numel]
+        )
         return packing_of(owned, rest, chunks)
 
 
-def _put_own(packed: Tensor, *, buffer: Tensor, moves: list[tuple[int, Range]], after: float) -> Tensor:
+def _put_own(
+    packed: Tensor, *, buffer: Tensor, moves: list[tuple[int, Range]], after: float
+) -> Tensor:
     own = [packed[at : at + end - begin] for at, (begin, end) in moves]
     if after != 1 and own:
         torch._foreach_div_(own, after)
@@ -161,7 +180,10 @@ def _put_own(packed: Tensor, *, buffer: Tensor, moves: list[tuple[int, Range]], 
 
 def _put_rest(rest: Tensor, *, buffer: Tensor, ranges: list[Range], after: float) -> Tensor:
     rest = rest.div_(after) if after != 1 else rest
-    _copy_([buffer[begin:end] for begin, end in ranges], list(rest.split([end - begin for begin, end in ranges])))
+    _copy_(
+        [buffer[begin:end] for begin, end in ranges],
+        list(rest.split([end - begin for begin, end in ranges])),
+    )
     return buffer
 
 

@@ -46,17 +46,28 @@ class LateGather(TorchFunctionMode):
         self._trace.count_wait(began_s)
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call `function`, once what it is given is there."""
-        if self._under_way and getattr(getattr(function, "__self__", None), "__name__", "") not in OF_NO_VALUE:
+        if (
+            self._under_way
+            and getattr(getattr(function, "__self__", None), "__name__", "") not in OF_NO_VALUE
+        ):
             given = (*args, *(kwargs or {}).values())
             lists = (one if isinstance(one, list | tuple) else (one,) for one in given)
-            if keys := [id(value) for some in lists for value in some if id(value) in self._under_way]:
+            if keys := [
+                id(value) for some in lists for value in some if id(value) in self._under_way
+            ]:
                 self.wait(keys)
         return function(*args, **(kwargs or {}))
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a part of the module is compiled: its graph asks no one before it reads weights."""
-    return any(one._compiled_call_impl is not None or hasattr(one, "_orig_mod") for one in module.modules())
+    return any(
+        one._compiled_call_impl is not None or hasattr(one, "_orig_mod") for one in module.modules()
+    )

@@ -49,7 +49,9 @@ def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[Pa
     for index in range(max(map(len, by_rank))):
         slices = [found[index] if index < len(found) else [] for found in by_rank]
         longest = max(sum(end - begin for _, begin, end in some) for some in slices)
-        chunks.append(PackedChunk(numel=-(-longest // PART_ALIGNMENT) * PART_ALIGNMENT, slices=slices))
+        chunks.append(
+            PackedChunk(numel=-(-longest // PART_ALIGNMENT) * PART_ALIGNMENT, slices=slices)
+        )
     return chunks
 
 
@@ -81,20 +83,27 @@ class ShardExchange:
 
     def add_up_(self, table: Tensor) -> None:
         """Add a tensor over the ranks, in place."""
-        self._engine.submit(table.view(-1), bucket_index=0, exchange=self._exchange_named("sum")).wait()
+        self._engine.submit(
+            table.view(-1), bucket_index=0, exchange=self._exchange_named("sum")
+        ).wait()
 
     def largest(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the largest magnitude in the tensors of all ranks, of which some may have none."""
         table = torch.zeros(self._num_ranks, device=self._engine.device)
         for tensor in tensors:
             if tensor.numel():
-                table[self._rank] = torch.maximum(table[self._rank], torch.linalg.vector_norm(tensor, float("inf")))
+                table[self._rank] = torch.maximum(
+                    table[self._rank], torch.linalg.vector_norm(tensor, float("inf"))
+                )
         self.add_up_(table)
         return table.amax()
 
     @torch.no_grad()
     def gather_(
-        self, shards: Sequence[ParameterShard], tensors: Sequence[Tensor], late: LateGather | None = None
+        self,
+        shards: Sequence[ParameterShard],
+        tensors: Sequence[Tensor],
+        late: LateGather | None = None,
     ) -> None:
         """Complete tensors as large as parameters, of which each rank has its own part.
 
@@ -105,24 +114,41 @@ class ShardExchange:
             by_dtype.setdefault(tensor.dtype, []).append((shard, tensor))
         for some in by_dtype.values():
             rows = [flattened(tensor, shard.whole) for shard, tensor in some]
-            own = [row.narrow(0, *_begin_and_length(shard)) for row, (shard, _) in zip(rows, some, strict=True)]
+            own = [
+                row.narrow(0, *_begin_and_length(shard))
+                for row, (shard, _) in zip(rows, some, strict=True)
+            ]
             self._exchange("gather", [shard for shard, _ in some], own, into=rows, late=late)
 
     @torch.no_grad()
-    def collect(self, shards: Sequence[ParameterShard], own: Sequence[Tensor]) -> list[Tensor] | None:
+    def collect(
+        self, shards: Sequence[ParameterShard], own: Sequence[Tensor]
+    ) -> list[Tensor] | None:
         """Return on rank zero, on the CPU, the whole of tensors of which each rank gives its own part."""
         wholes = None
         if self.is_first:
             each = zip(shards, own, strict=True)
-            wholes = [torch.empty_like(shard.whole, dtype=part.dtype, device="cpu") for shard, part in each]
+            wholes = [
+                torch.empty_like(shard.whole, dtype=part.dtype, device="cpu")
+                for shard, part in each
+            ]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(own):
             by_dtype.setdefault(tensor.dtype, []).append(index)
         for some in by_dtype.values():
-            rows = None if wholes is None else [flattened(wholes[index], shards[index].whole) for index in some]
+            rows = (
+                None
+                if wholes is None
+                else [flattened(wholes[index], shards[index].whole) for index in some]
+            )
             for row, index in zip(rows or (), some, strict=False):
                 row.narrow(0, *_begin_and_length(shards[index])).copy_(own[index])
-            self._exchange("collect", [shards[index] for index in some], [own[index] for index in some], into=rows)
+            self._exchange(
+                "collect",
+                [shards[index] for index in some],
+                [own[index] for index in some],
+                into=rows,
+            )
         return wholes
 
     def _exchange(
@@ -137,7 +163,10 @@ class ShardExchange:
         under_way: deque[Future[Tensor]] = deque()
         # Not kept: between steps memory is what is to be saved.
         largest = max((chunk.numel for chunk in layout), default=0) * self._num_ranks
-        memory = [own[0].new_zeros(largest, device=self._engine.device) for _ in (layout if late else layout[:2])]
+        memory = [
+            own[0].new_zeros(largest, device=self._engine.device)
+            for _ in (layout if late else layout[:2])
+        ]
         for index, chunk in enumerate(layout):
             if not late and len(under_way) == 2:
                 under_way.popleft().wait()  # its memory is used again
@@ -146,12 +175,17 @@ class ShardExchange:
             slices = chunk.slices[self._rank]
             rows = self._rows(flat, chunk, self._rank)
             if rows:
-                torch._foreach_copy_(rows, [own[i][begin - begins[i] : end - begins[i]] for i, begin, end in slices])
+                torch._foreach_copy_(
+                    rows, [own[i][begin - begins[i] : end - begins[i]] for i, begin, end in slices]
+                )
             finish = partial(self._put, chunk=chunk, into=into)
             waits = {"exchange": self._exchange_named(what), "is_in_update": None if late else True}
             under_way.append(self._engine.submit(flat, bucket_index=index, finish=finish, **waits))
             if late:
-                late.add(under_way.pop(), [shards[i].parameter for some in chunk.slices for i, _, _ in some])
+                late.add(
+                    under_way.pop(),
+                    [shards[i].parameter for some in chunk.slices for i, _, _ in some],
+                )
         for future in under_way:
             future.wait()
 
@@ -178,7 +212,9 @@ class ShardExchange:
             total = sum(shard.whole.numel() for shard in shards)
             # What comes first lets forward begin: some 16 chunks, of half a MiB at least in half precision.
             numel = min(CHUNK_NUMEL, max(total // 16, 1 << 18)) if is_late else CHUNK_NUMEL
-            self._layouts[key] = chunks_of([shard.spans for shard in shards], numel // self._num_ranks)
+            self._layouts[key] = chunks_of(
+                [shard.spans for shard in shards], numel // self._num_ranks
+            )
         return self._layouts[key]
 
 

@@ -40,7 +40,9 @@ class ParameterShard:
         whole: the whole tensor that forward reads, as a plain tensor in the parameter's memory.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, part: nn.Parameter, spans: list[Span], rank: int) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, part: nn.Parameter, spans: list[Span], rank: int
+    ) -> None:
         self.name = name
         self.parameter = parameter
         self.spans = spans
@@ -98,7 +100,11 @@ class ParameterShard:
         """
         parameter = self.parameter
         whole = self.whole
-        if parameter.dtype is not whole.dtype or parameter.shape != whole.shape or parameter.stride() != whole.stride():
+        if (
+            parameter.dtype is not whole.dtype
+            or parameter.shape != whole.shape
+            or parameter.stride() != whole.stride()
+        ):
             raise RuntimeError(
                 f"`{self.name}.data` was replaced by a tensor of shape {tuple(parameter.shape)}, strides "
                 f"{parameter.stride()} and dtype {parameter.dtype}. With `shard_update` this parameter keeps shape "

@@ -21,7 +21,12 @@ from lightning_hybrid.strategy.shard_update.direct_steps import DirectSteps
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
 from lightning_hybrid.strategy.shard_update.late_gather import LateGather
 from lightning_hybrid.strategy.shard_update.shard_exchange import ShardExchange
-from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, ParameterShard, WeightShard, write_wholes_
+from lightning_hybrid.strategy.shard_update.shard_pairs import (
+    MasterShard,
+    ParameterShard,
+    WeightShard,
+    write_wholes_,
+)
 from lightning_hybrid.strategy.shard_update.state_dict_hooks import StateDictHooks
 from lightning_hybrid.strategy.shard_update.whole_averages import averaging_whole_values
 
@@ -77,12 +82,16 @@ class ShardedFit:
     def _cut_parameters(self, module: nn.Module) -> None:
         rank, num_parts = self.exchange.place
         parameters = list(self._parameters_to_cut(num_parts))
-        spans_of_parameters = spans_by_rank([parameter.numel() for parameter in parameters], num_parts)
+        spans_of_parameters = spans_by_rank(
+            [parameter.numel() for parameter in parameters], num_parts
+        )
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for parameter, own_spans in zip(parameters, spans_of_parameters, strict=True):
             key = id(parameter)
             if self._window is None:
-                self.shards[key] = WeightShard(names.get(key, "parameter"), parameter, own_spans, rank)
+                self.shards[key] = WeightShard(
+                    names.get(key, "parameter"), parameter, own_spans, rank
+                )
             else:
                 self.shards[key] = MasterShard(self._window.pairs.pop(key), own_spans, rank)
 
@@ -107,7 +116,9 @@ class ShardedFit:
         # Some constructors make state.
         for parameter in parameters_of(optimizer):
             if id(parameter) in self.shards and parameter in optimizer.state:
-                optimizer.state[parameter] = cut(optimizer.state[parameter], self.shard_of(parameter))
+                optimizer.state[parameter] = cut(
+                    optimizer.state[parameter], self.shard_of(parameter)
+                )
 
         self._lend_parts(optimizer)
         before = optimizer.register_load_state_dict_pre_hook(self._before_loading)
@@ -143,9 +154,13 @@ class ShardedFit:
         self._precision.largest_of_parts = self._largest_gradient
         self._window.before_open.append(self._before_open)
         self._lent.callback(self._leave_precision)
-        hooks = StateDictHooks(module, {id(shard.parameter): shard for shard in self._master_shards})
+        hooks = StateDictHooks(
+            module, {id(shard.parameter): shard for shard in self._master_shards}
+        )
         self._lent.callback(hooks.remove)
-        self._lent.enter_context(averaging_whole_values(module.trainer.callbacks, self.whole_values))
+        self._lent.enter_context(
+            averaging_whole_values(module.trainer.callbacks, self.whole_values)
+        )
 
     def _leave_precision(self) -> None:
         self._precision.update_context = nullcontext
@@ -187,7 +202,9 @@ class ShardedFit:
         """Let buckets be averaged for their owners alone, in steps in which nothing looks at gradients."""
         engine = state.engine
         assert engine is not None
-        is_plain = state.comm_dtype is None and isinstance(engine.dtype_across_nodes, torch.dtype | None)
+        is_plain = state.comm_dtype is None and isinstance(
+            engine.dtype_across_nodes, torch.dtype | None
+        )
         self.scatter = GradientScatter(engine, self.shard_of, is_possible=is_possible and is_plain)
         state.scatter = self.scatter
 
@@ -337,7 +354,9 @@ class ShardedFit:
         self._wait()
         for shard in self._shards_of(optimizer):
             shard.show_part()
-        return with_entries(state, optimizer, lambda parameter, entry: cut(entry, self.shard_of(parameter)))
+        return with_entries(
+            state, optimizer, lambda parameter, entry: cut(entry, self.shard_of(parameter))
+        )
 
     def _after_loading(self, optimizer: Optimizer) -> None:
         for shard in self._shards_of(optimizer):
@@ -392,7 +411,11 @@ def spans_by_rank(numels: Sequence[int], num_parts: int) -> list[list[tuple[int,
 
 
 def _entries(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [state["state"].get(index, {}) for group in state["param_groups"] for index in group["params"]]
+    return [
+        state["state"].get(index, {})
+        for group in state["param_groups"]
+        for index in group["params"]
+    ]
 
 
 def cut(entry: Mapping[str, Any], shard: ParameterShard | None) -> dict[str, Any]:
@@ -427,7 +450,10 @@ def collected_state_dict(
 
     def whole(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
         shard = shard_of(parameter)
-        return {name: next(waiting) if shard and _is_part(value, shard) else value for name, value in entry.items()}
+        return {
+            name: next(waiting) if shard and _is_part(value, shard) else value
+            for name, value in entry.items()
+        }
 
     return with_entries(state, optimizer, whole)
 

@@ -29,7 +29,9 @@ class StateDictHooks:
                     child.register_load_state_dict_pre_hook(ModuleHook(self._take_fp32)),
                 ]
 
-    def _give_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def _give_fp32(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
         for name, parameter in module._parameters.items():
             shard = self._shards.get(id(parameter))
             # With `keep_vars=True` the parameter is itself there.

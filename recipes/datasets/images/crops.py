@@ -93,7 +93,10 @@ def random_box(
         box_width, box_height = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
         if 0 < box_width <= width and 0 < box_height <= height:
             # + 1: the last place is as likely as the others. A draw is below 1, so that int() stays inside.
-            top, left = int(draws[0] * (height - box_height + 1)), int(draws[1] * (width - box_width + 1))
+            top, left = (
+                int(draws[0] * (height - box_height + 1)),
+                int(draws[1] * (width - box_width + 1)),
+            )
             return Box(top, left, box_height, box_width)
     box_width, box_height = width, height
     if width / height < aspect[0]:
@@ -105,7 +108,9 @@ def random_box(
 
 def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
     """Resize bilinearly with antialiasing, in uint8, within one grey level of Pillow: `"1 3 height width"`."""
-    image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)  # strides of channels_last, which the result has too
+    image = torch.from_numpy(pixels)[None].permute(
+        0, 3, 1, 2
+    )  # strides of channels_last, which the result has too
     return F.interpolate(image, size=(height, width), mode="bilinear", antialias=True)
 
 
@@ -114,7 +119,9 @@ def render_crop(pixels: Pixels, row: Tensor, frame: Frame) -> None:
     top, left, height, width = frame.box
     size = row.shape[-1]
     # First cut, then resize, as torchvision's `resized_crop`.
-    crop = resized(pixels[top : top + height, left : left + width], height=frame.height, width=frame.width)
+    crop = resized(
+        pixels[top : top + height, left : left + width], height=frame.height, width=frame.width
+    )
     crop = crop[0, :, frame.top : frame.top + size, frame.left : frame.left + size]
     row.copy_(crop.flip(-1) if frame.flip else crop)
 
@@ -188,7 +195,12 @@ class EvalCrop:
 def _middle(height: int, width: int) -> Box:
     # A longer image would take gigabytes after resizing.
     most = MAX_ASPECT * min(height, width)
-    return Box(max(0, (height - most) // 2), max(0, (width - most) // 2), min(height, most), min(width, most))
+    return Box(
+        max(0, (height - most) // 2),
+        max(0, (width - most) // 2),
+        min(height, most),
+        min(width, most),
+    )
 
 
 def short_side_resized(height: int, width: int, *, short_side: int) -> tuple[int, int]:

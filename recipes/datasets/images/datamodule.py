@@ -53,7 +53,9 @@ class ImageDataModule(pl.LightningDataModule, ABC):
             ("num_threads", num_threads or 0, 0),
             ("num_batches_ahead", num_batches_ahead, 1),
         ):
-            require_whole(name, value, f"no batch could be made. Set data.{name}={least} or more", least=least)
+            require_whole(
+                name, value, f"no batch could be made. Set data.{name}={least} or more", least=least
+            )
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.eval_batch_size_per_rank = eval_batch_size_per_rank
@@ -121,5 +123,7 @@ def share_of_cores(num_ranks: int) -> int:
     1
     """
     # The usable cores: a container or a job scheduler may give a process fewer than the machine has.
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, num_cores // num_ranks)

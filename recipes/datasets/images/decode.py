@@ -93,7 +93,9 @@ def _decode_with_pillow(data: bytes) -> Pixels:
             return np.array(image if image.mode == "RGB" else image.convert("RGB"))
     except CorruptImageError:
         raise
-    except Exception as error:  # Pillow's plugins raise nearly anything for bytes that are not what they claim
+    except (
+        Exception
+    ) as error:  # Pillow's plugins raise nearly anything for bytes that are not what they claim
         raise CorruptImageError(f"{type(error).__name__}: {error}") from error
 
 

@@ -91,7 +91,11 @@ class _Work:
     # It does not refer to the iterator, so that the iterator can be collected while threads run.
 
     def __init__(
-        self, shares: Iterator[Indices], load_row: LoadRow, take_buffer: Callable[[int], Tensor], num_batches_ahead: int
+        self,
+        shares: Iterator[Indices],
+        load_row: LoadRow,
+        take_buffer: Callable[[int], Tensor],
+        num_batches_ahead: int,
     ) -> None:
         self.load_row = load_row
         self.take_buffer = take_buffer
@@ -187,7 +191,9 @@ class _Work:
             return
         self.stopped = True
         self.room.release()  # for a thread that may wait
-        if threading.current_thread() in self.threads:  # garbage collection runs in this one, which cannot join itself
+        if (
+            threading.current_thread() in self.threads
+        ):  # garbage collection runs in this one, which cannot join itself
             return
         for thread in self.threads:
             thread.join()

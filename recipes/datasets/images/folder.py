@@ -92,7 +92,9 @@ def num_images_up_to(folder: Path, most: int) -> int:
     return found
 
 
-def check_root(root: Path, splits: Sequence[str] = ("train", "val"), *, key: str = "data.root") -> None:
+def check_root(
+    root: Path, splits: Sequence[str] = ("train", "val"), *, key: str = "data.root"
+) -> None:
     """Refuse a root without its splits, and say what is there instead; `key` is what the cure names.
 
     Raises:
@@ -109,14 +111,18 @@ def check_root(root: Path, splits: Sequence[str] = ("train", "val"), *, key: str
         found = f"; {_some(archives)} is to be unpacked first" if archives else ""
         above = f"Set {key} to the folder above {' and '.join(f'{split}/' for split in splits)}"
         if missing == ["val"]:
-            above = "Move some images of each class, say a tenth, from train/<class>/ to val/<class>/"
+            above = (
+                "Move some images of each class, say a tenth, from train/<class>/ to val/<class>/"
+            )
         raise ValueError(
             f"`root` (={root}) must hold {' and '.join(f'{split}/' for split in splits)}: {missing[0]}/ is missing"
             f"{found}. {above}."
         )
 
 
-def check_same_classes(root: Path, train: Sequence[str], val: Sequence[str], *, num_classes: int) -> None:
+def check_same_classes(
+    root: Path, train: Sequence[str], val: Sequence[str], *, num_classes: int
+) -> None:
     """Refuse a set whose labels would mean one thing in training and another in validation, or nothing to the network.
 
     Raises:
@@ -128,7 +134,10 @@ def check_same_classes(root: Path, train: Sequence[str], val: Sequence[str], *, 
     ValueError: `root` (=data) must have the same classes in train/ and val/: dog only in train/; cow only in val/. \
 Labels are numbered in order of the class names, so the accuracy would mean nothing. Complete the set.
     """
-    only = [(sorted({*one} - {*other}), name) for one, other, name in ((train, val, "train"), (val, train, "val"))]
+    only = [
+        (sorted({*one} - {*other}), name)
+        for one, other, name in ((train, val, "train"), (val, train, "val"))
+    ]
     if tuple(train) != tuple(val):
         found = "; ".join(f"{_some(names)} only in {split}/" for names, split in only if names)
         raise ValueError(

@@ -56,5 +56,7 @@ class HostBuffers:
             block = np.empty((self.max_images, *shape[1:]), dtype=np.uint8)
         # Only torch holds this view, as long as a tensor is on it: its end is the end of the last tensor.
         lent = block[:num_images]
-        weakref.finalize(lent, self._free.append, block).atexit = False  # at exit there is nothing to return to
+        weakref.finalize(
+            lent, self._free.append, block
+        ).atexit = False  # at exit there is nothing to return to
         return torch.from_numpy(lent).permute(0, 3, 1, 2)

@@ -77,11 +77,17 @@ class ImageNetDataModule(ImageDataModule):
             ("image_size", image_size, 1),
             ("max_corrupt_images", max_corrupt_images, 0),
         ):
-            require_whole(name, value, f"it is counted. Set data.{name}={least} or more", least=least)
+            require_whole(
+                name, value, f"it is counted. Set data.{name}={least} or more", least=least
+            )
         self.decoder = decoder or default_decoder()
         check_decoder(self.decoder)
         self.train_crop = TrainCrop(
-            image_size=image_size, seed=seed, area=(area[0], area[1]), aspect=(aspect[0], aspect[1]), flip=flip
+            image_size=image_size,
+            seed=seed,
+            area=(area[0], area[1]),
+            aspect=(aspect[0], aspect[1]),
+            flip=flip,
         )
         self.eval_crop = EvalCrop(image_size=image_size, eval_resize=eval_resize)
         self.root = Path(root)
@@ -104,10 +110,16 @@ class ImageNetDataModule(ImageDataModule):
     def num_train_images_up_to(self, most: int) -> int:
         """Count the training images, but no further than `most`."""
         folder = self.root / "train"
-        return min(most, len(ShardedImages(folder))) if holds_shards(folder) else num_images_up_to(folder, most)
+        return (
+            min(most, len(ShardedImages(folder)))
+            if holds_shards(folder)
+            else num_images_up_to(folder, most)
+        )
 
     def _decoded(self, images: ImageSource, crop: Crop) -> DecodedImages:
-        return DecodedImages(images, crop, decoder=self.decoder, max_corrupt_images=self.max_corrupt_images)
+        return DecodedImages(
+            images, crop, decoder=self.decoder, max_corrupt_images=self.max_corrupt_images
+        )
 
 
 def classes_of(folder: Path) -> tuple[str, ...]:

@@ -29,7 +29,9 @@ class DecodeThreads:
     num_batches_ahead: int = 2
     pin_memory: bool = False
 
-    def fill(self, shares: Iterator[Indices], rows: RowSource, buffers: HostBuffers, *, epoch: int) -> Iterator[Batch]:
+    def fill(
+        self, shares: Iterator[Indices], rows: RowSource, buffers: HostBuffers, *, epoch: int
+    ) -> Iterator[Batch]:
         """Yield batches of the images in `shares`; the threads end with the generator."""
         batches = ThreadedBatches(
             shares,
@@ -67,7 +69,9 @@ class ImageTrainLoader(ResumableLoader):
         super().__init__(order, trainer=trainer)
         self.rows, self.filler, self.on_device = rows, filler, on_device
         self._buffers = HostBuffers(
-            max_images=order.batch_size_per_rank, image_size=rows.image_size, pin_memory=filler.pin_memory
+            max_images=order.batch_size_per_rank,
+            image_size=rows.image_size,
+            pin_memory=filler.pin_memory,
         )
 
     def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
@@ -91,10 +95,15 @@ class ImageEvalLoader:
     ) -> None:
         self.rows, self.filler, self.on_device = rows, filler, on_device
         self.shares = eval_shares(
-            num_images=rows.num_images, world_size=world_size, rank=rank, batch_size_per_rank=batch_size_per_rank
+            num_images=rows.num_images,
+            world_size=world_size,
+            rank=rank,
+            batch_size_per_rank=batch_size_per_rank,
         )
         self._buffers = HostBuffers(
-            max_images=max(map(len, self.shares)), image_size=rows.image_size, pin_memory=filler.pin_memory
+            max_images=max(map(len, self.shares)),
+            image_size=rows.image_size,
+            pin_memory=filler.pin_memory,
         )
 
     def __len__(self) -> int:

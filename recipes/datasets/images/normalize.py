@@ -28,9 +28,15 @@ class NormalizeOnDevice:
     tensor([1., 1., 1.])
     """
 
-    def __init__(self, *, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> None:
+    def __init__(
+        self, *, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD
+    ) -> None:
         for name, values in (("mean", mean), ("std", std)):
-            if len(values) != 3 or not all(0 <= value <= 1 for value in values) or (name == "std" and 0 in values):
+            if (
+                len(values) != 3
+                or not all(0 <= value <= 1 for value in values)
+                or (name == "std" and 0 in values)
+            ):
                 raise ValueError(
                     f"`{name}` (={list(values)}) must be three fractions of the greatest grey level, for red, green "
                     f"and blue{', above zero' if name == 'std' else ''}. ImageNet's: "

@@ -66,7 +66,9 @@ class ShardIndex:
 
     def save(self, path: Path) -> None:
         """Write the index, whole or not at all."""
-        arrays: dict[str, Any] = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
+        arrays: dict[str, Any] = {
+            field.name: np.asarray(getattr(self, field.name)) for field in fields(self)
+        }
         arrays["format_version"] = np.asarray(FORMAT_VERSION)
         with atomic_path(path) as part, part.open("wb") as file:
             np.savez(file, **arrays)
@@ -92,8 +94,12 @@ class ShardIndex:
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
                 found = {name: arrays[name] for name in arrays.files}
-        except Exception as error:  # a damaged zip, or header of numpy's, raises nearly anything, MemoryError too
-            raise ValueError(f"{path} (index of shards) is damaged ({error}): pack the images again.") from error
+        except (
+            Exception
+        ) as error:  # a damaged zip, or header of numpy's, raises nearly anything, MemoryError too
+            raise ValueError(
+                f"{path} (index of shards) is damaged ({error}): pack the images again."
+            ) from error
         version = found.pop("format_version", np.asarray(-1))
         version = int(version) if version.shape == () and version.dtype.kind in "iu" else -1
         if version != FORMAT_VERSION or found.keys() != {field.name for field in fields(cls)}:
@@ -105,7 +111,9 @@ class ShardIndex:
         found["classes"] = tuple(str(name) for name in found["classes"])
         found["about"] = str(found["about"])
         index = cls(**found)
-        if len(index.labels) and not (index.labels.min() >= 0 and index.labels.max() < len(index.classes)):
+        if len(index.labels) and not (
+            index.labels.min() >= 0 and index.labels.max() < len(index.classes)
+        ):
             raise ValueError(
                 f"{path} (index of shards) has labels from {index.labels.min()} to {index.labels.max()}, which must be "
                 f"from 0 to {len(index.classes) - 1}, as there are {len(index.classes)} classes: pack the images again."
@@ -113,24 +121,42 @@ class ShardIndex:
         return index
 
 
-_INTEGERS = ("shards", "offsets", "num_bytes", "crc32s", "labels", "shard_num_bytes", "shard_crc32s")
+_INTEGERS = (
+    "shards",
+    "offsets",
+    "num_bytes",
+    "crc32s",
+    "labels",
+    "shard_num_bytes",
+    "shard_crc32s",
+)
 
 
 def _refuse(path: Path, name: str, rule: str) -> None:
-    raise ValueError(f"{path} (index of shards): `{name}` {rule}: pack the images again, or copy the index again.")
+    raise ValueError(
+        f"{path} (index of shards): `{name}` {rule}: pack the images again, or copy the index again."
+    )
 
 
 def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
     for name in _INTEGERS:
         if arrays[name].dtype.kind not in "iu" or arrays[name].ndim != 1:
-            _refuse(path, name, f"(={arrays[name].dtype}, {arrays[name].ndim}D) must be a row of whole numbers")
+            _refuse(
+                path,
+                name,
+                f"(={arrays[name].dtype}, {arrays[name].ndim}D) must be a row of whole numbers",
+            )
     for name, kind in (("names", "S"), ("classes", "U")):
         if arrays[name].dtype.kind != kind or arrays[name].ndim != 1:
             _refuse(path, name, f"(={arrays[name].dtype}) must be names in a row")
     num_images, num_shards = len(arrays["labels"]), len(arrays["shard_num_bytes"])
     for name in ("shards", "offsets", "num_bytes", "crc32s", "names"):
         if len(arrays[name]) != num_images:
-            _refuse(path, name, f"(={len(arrays[name])} rows) must have a row for each of {num_images} labels")
+            _refuse(
+                path,
+                name,
+                f"(={len(arrays[name])} rows) must have a row for each of {num_images} labels",
+            )
     if len(arrays["shard_crc32s"]) != num_shards:
         _refuse(
             path,
@@ -141,7 +167,9 @@ def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
 
 def _check_bounds(path: Path, index: ShardIndex) -> None:
     arrays, num_images, num_shards = vars(index), len(index.labels), len(index.shard_num_bytes)
-    shards, offsets, num_bytes = (arrays[name].astype(np.int64) for name in ("shards", "offsets", "num_bytes"))
+    shards, offsets, num_bytes = (
+        arrays[name].astype(np.int64) for name in ("shards", "offsets", "num_bytes")
+    )
     if num_images and not (shards.min() >= 0 and shards.max() < num_shards):
         _refuse(
             path,
@@ -154,7 +182,11 @@ def _check_bounds(path: Path, index: ShardIndex) -> None:
     room = arrays["shard_num_bytes"].astype(np.int64)[shards] - offsets
     if num_images and (num_bytes > room).any():
         row = int((num_bytes > room).argmax())
-        _refuse(path, "num_bytes", f"(={num_bytes[row]}) of image {row} must not reach beyond the end of its shard")
+        _refuse(
+            path,
+            "num_bytes",
+            f"(={num_bytes[row]}) of image {row} must not reach beyond the end of its shard",
+        )
 
 
 class ShardedImages(ImageSource):
@@ -194,7 +226,11 @@ class ShardedImages(ImageSource):
         at, num_bytes = int(self.index.offsets[index]), int(self.index.num_bytes[index])
         data = os.pread(self._file(int(self.index.shards[index])), num_bytes, at)
         if len(data) != num_bytes or zlib.crc32(data) != self.index.crc32s[index]:
-            fault = f"{len(data)} of {num_bytes} bytes are there" if len(data) != num_bytes else "its checksum differs"
+            fault = (
+                f"{len(data)} of {num_bytes} bytes are there"
+                if len(data) != num_bytes
+                else "its checksum differs"
+            )
             raise CorruptImageError(fault)
         return data
 
@@ -204,10 +240,15 @@ class ShardedImages(ImageSource):
         return f"{self.folder}/{shard_name(int(self.index.shards[index]))}:{name}"
 
     def _file(self, shard: int) -> int:
-        key = (os.getpid(), shard)  # a forked process opens its own, so that neither closes the other's
+        key = (
+            os.getpid(),
+            shard,
+        )  # a forked process opens its own, so that neither closes the other's
         descriptor = self._files.get(key)
         if descriptor is None:
-            descriptor = os.open(self.folder / shard_name(shard), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            descriptor = os.open(
+                self.folder / shard_name(shard), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+            )
             first = self._files.setdefault(key, descriptor)
             if first != descriptor:  # another thread was faster
                 os.close(descriptor)

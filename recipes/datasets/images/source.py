@@ -69,7 +69,9 @@ class DecodedImages(RowSource):
     it; more than `max_corrupt_images` of them end the run, by a `CorruptImageError` of `load`.
     """
 
-    def __init__(self, source: ImageSource, crop: Crop, *, decoder: str, max_corrupt_images: int) -> None:
+    def __init__(
+        self, source: ImageSource, crop: Crop, *, decoder: str, max_corrupt_images: int
+    ) -> None:
         if max_corrupt_images < 0:
             raise ValueError(
                 f"`max_corrupt_images` (={max_corrupt_images}) must not be negative: it counts images. Set "
@@ -99,7 +101,9 @@ class DecodedImages(RowSource):
                 self._count(candidate, error)
                 continue
             return pixels, int(self.source.labels[candidate])
-        raise CorruptImageError(f"none of the {self.num_images} images can be read, such as {self.source.name(index)}")
+        raise CorruptImageError(
+            f"none of the {self.num_images} images can be read, such as {self.source.name(index)}"
+        )
 
     def _count(self, index: int, error: Exception) -> None:
         name = self.source.name(index)

@@ -29,10 +29,19 @@ class InMemoryDataModule(pl.LightningDataModule):
     image_shape: tuple[int, int, int]  # "channels height width"
 
     def __init__(
-        self, *, global_batch_size: int, seed: int, shift_pixels: int = 1, eval_batch_size_per_rank: int = 128
+        self,
+        *,
+        global_batch_size: int,
+        seed: int,
+        shift_pixels: int = 1,
+        eval_batch_size_per_rank: int = 128,
     ) -> None:
         super().__init__()
-        require_whole("global_batch_size", global_batch_size, "a step takes images. Set global_batch_size=1 or more")
+        require_whole(
+            "global_batch_size",
+            global_batch_size,
+            "a step takes images. Set global_batch_size=1 or more",
+        )
         require_whole("seed", seed, "NumPy's generators take no other. Set data.seed=0", least=0)
         if global_batch_size > self.num_train:
             raise ValueError(

@@ -85,7 +85,9 @@ class TrainLoader(ResumableLoader):
         # For the whole set, and indexed by image: the same whichever rank reads the image, and when.
         generator = np.random.default_rng([self.order.seed, epoch, 1])
         size = (len(self.image_set.labels), 2)
-        return torch.from_numpy(generator.integers(-self.shift_pixels, self.shift_pixels + 1, size=size))
+        return torch.from_numpy(
+            generator.integers(-self.shift_pixels, self.shift_pixels + 1, size=size)
+        )
 
 
 class EvalLoader:
@@ -94,11 +96,20 @@ class EvalLoader:
     reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
 
     def __init__(
-        self, image_set: ImageSet, *, world_size: int, rank: int, batch_size_per_rank: int, normalize: Normalize
+        self,
+        image_set: ImageSet,
+        *,
+        world_size: int,
+        rank: int,
+        batch_size_per_rank: int,
+        normalize: Normalize,
     ) -> None:
         self.image_set = image_set
         self.shares = eval_shares(
-            num_images=len(image_set.labels), world_size=world_size, rank=rank, batch_size_per_rank=batch_size_per_rank
+            num_images=len(image_set.labels),
+            world_size=world_size,
+            rank=rank,
+            batch_size_per_rank=batch_size_per_rank,
         )
         self.normalize = normalize
 
@@ -128,4 +139,9 @@ def shifted(images: Tensor, shifts: Tensor) -> Tensor:
     rows = torch.arange(height) + margin - shifts[:, 0, None]
     columns = torch.arange(width) + margin - shifts[:, 1, None]
     batch, channel = torch.arange(len(images)), torch.arange(images.shape[1])
-    return padded[batch[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None, :]]
+    return padded[
+        batch[:, None, None, None],
+        channel[:, None, None],
+        rows[:, None, :, None],
+        columns[:, None, None, :],
+    ]

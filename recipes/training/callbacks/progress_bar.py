@@ -63,7 +63,12 @@ class _LoggedValues(ProgressBar):
         self._values: dict[str, Any] = {}
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Read at logged steps only: then `TrainingMetrics` has read as well."""
         if is_logged_step(trainer):
@@ -81,8 +86,14 @@ class _LoggedValues(ProgressBar):
         return dict(self._values)
 
     def _read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        own = {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
-        values = {name: f"{float(v):.4g}" if isinstance(v, int | float) else v for name, v in own.items()}
+        own = {
+            name: value
+            for name, value in super().get_metrics(trainer, pl_module).items()
+            if name != "v_num"
+        }
+        values = {
+            name: f"{float(v):.4g}" if isinstance(v, int | float) else v for name, v in own.items()
+        }
         known = list(labelled(trainer.callback_metrics).items())
         self._values = dict(known[:_NUM_FIRST]) | values | dict(known[_NUM_FIRST:])
 
@@ -91,7 +102,9 @@ class _RichBar(_LoggedValues, RichProgressBar):
     def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
         """Return Lightning's columns with a short bar and without batches per second: images per second say it."""
         columns = [
-            each for each in super().configure_columns(trainer) if type(each).__name__ != "ProcessingSpeedColumn"
+            each
+            for each in super().configure_columns(trainer)
+            if type(each).__name__ != "ProcessingSpeedColumn"
         ]
         for column in columns:
             if hasattr(column, "bar_width"):
@@ -104,7 +117,12 @@ class _RichBar(_LoggedValues, RichProgressBar):
         if self._console is None:
             return values
         batches = f"{self.total_train_batches}"
-        used = len(self._get_train_description(trainer.current_epoch)) + 2 * len(batches) + 1 + _OTHER_COLUMNS
+        used = (
+            len(self._get_train_description(trainer.current_epoch))
+            + 2 * len(batches)
+            + 1
+            + _OTHER_COLUMNS
+        )
         return fitting(values, self._console.width - used)
 
     def _get_train_description(self, current_epoch: int) -> str:

@@ -49,7 +49,9 @@ class SeedEachStep(Callback):
         # Seeded, and not saved: Lightning saves no generator state, and rank zero alone writes the checkpoint.
         entropy = [self.seed, trainer.global_rank, trainer.current_epoch, *place]
         # Three independent words: with one seed for all, the generators would draw related numbers.
-        for_torch, for_numpy, for_python = np.random.SeedSequence(entropy).generate_state(3, np.uint64).tolist()
+        for_torch, for_numpy, for_python = (
+            np.random.SeedSequence(entropy).generate_state(3, np.uint64).tolist()
+        )
         torch.manual_seed(for_torch)
         np.random.seed(for_numpy % 2**32)
         random.seed(for_python)

@@ -55,8 +55,12 @@ class StartFrom(Callback):
         with torch.no_grad():
             for name, source in sources.items():
                 own[name].copy_(found[source])
-        share = sum(own[name].numel() for name in sources) / sum(one.numel() for one in own.values())
-        rank_zero_info(f"start from {self.path}: {len(sources)} of {len(own)} tensors, {share:.1%} of the elements")
+        share = sum(own[name].numel() for name in sources) / sum(
+            one.numel() for one in own.values()
+        )
+        rank_zero_info(
+            f"start from {self.path}: {len(sources)} of {len(own)} tensors, {share:.1%} of the elements"
+        )
 
 
 def sources_of(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, str]:
@@ -75,7 +79,9 @@ def sources_of(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[s
         return f"{name[: row.start()]}.{int(row[1]) % depth}.{name[row.end() :]}"
 
     pairs = ((name, source_of(name)) for name in own)
-    return {name: one for name, one in pairs if one in found and found[one].shape == own[name].shape}
+    return {
+        name: one for name, one in pairs if one in found and found[one].shape == own[name].shape
+    }
 
 
 def _depths(names: Iterable[str]) -> dict[str, int]:

@@ -20,7 +20,12 @@ class WithoutMasters(Callback):
         self._rounded_step = -1
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Round, once per optimizer step."""
         if trainer.global_step == self._rounded_step:
@@ -32,5 +37,9 @@ class WithoutMasters(Callback):
             for optimizer in trainer.optimizers:
                 for state in optimizer.state.values():
                     for value in state.values():
-                        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0:
+                        if (
+                            isinstance(value, torch.Tensor)
+                            and value.is_floating_point()
+                            and value.dim() > 0
+                        ):
                             value.copy_(value.half())

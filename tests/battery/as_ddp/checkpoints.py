@@ -34,7 +34,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def fit_with_files(run: Run, *loaders: Any, plugins: Any = None, **options: Any) -> Any:
     saves = ModelCheckpoint(dirpath=run.folder / "files", **options)
-    settings = {"max_epochs": 3, "callbacks": [saves], "enable_checkpointing": True, "plugins": plugins}
+    settings = {
+        "max_epochs": 3,
+        "callbacks": [saves],
+        "enable_checkpointing": True,
+        "plugins": plugins,
+    }
     return *run.fit(Falls(), *loaders, **settings), saves
 
 
@@ -53,7 +58,13 @@ for _name, _options in OPTIONS.items():
 
 def content_of(path: Path) -> Any:
     saved = torch.load(path, weights_only=True)
-    return kinds_of({key: value for key, value in saved.items() if "Precision" not in key and key != "exact_resume"})
+    return kinds_of(
+        {
+            key: value
+            for key, value in saved.items()
+            if "Precision" not in key and key != "exact_resume"
+        }
+    )
 
 
 @behaviour
@@ -73,7 +84,9 @@ def kinds_of(value: Any) -> Any:
 @behaviour
 def found_by_name(run: Run) -> Any:
     """`ckpt_path` of "best", "last" and a path, by each method that takes one."""
-    trainer, module, saves = fit_with_files(run, loader(), loader(), monitor="score", save_last=True)
+    trainer, module, saves = fit_with_files(
+        run, loader(), loader(), monitor="score", save_last=True
+    )
     seen: list[Any] = []
     for which in ("best", "last", saves.last_model_path):
         seen.append(trainer.validate(module, loader(), ckpt_path=which, verbose=False))
@@ -95,7 +108,14 @@ def saved_by_hand(run: Run) -> Any:
     files = run.files()
     barrier()
     trainer.strategy.remove_checkpoint(weights)
-    return files, run.files(), loaded.state_dict(), loaded.hparams, content_of(whole), module.hparams
+    return (
+        files,
+        run.files(),
+        loaded.state_dict(),
+        loaded.hparams,
+        content_of(whole),
+        module.hparams,
+    )
 
 
 @dataclasses.dataclass
@@ -111,10 +131,21 @@ class Stateful(Plain):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.seen.append(("save", keys_of(checkpoint)))
-        checkpoint["own"] = {"numbers": [1, 2.5], "nested": {3: ("a", None)}, "tensor": torch.ones(2)}
+        checkpoint["own"] = {
+            "numbers": [1, 2.5],
+            "nested": {3: ("a", None)},
+            "tensor": torch.ones(2),
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.seen.append(("load", keys_of(checkpoint), kinds_of(checkpoint["own"]), checkpoint["hyper_parameters"]))
+        self.seen.append(
+            (
+                "load",
+                keys_of(checkpoint),
+                kinds_of(checkpoint["own"]),
+                checkpoint["hyper_parameters"],
+            )
+        )
 
 
 def keys_of(checkpoint: dict[str, Any]) -> list[str]:
@@ -156,6 +187,8 @@ def damaged_file(run: Run) -> Any:
 
 @behaviour
 def asynchronous_plugin(run: Run) -> Any:
-    _, module, _ = fit_with_files(run, monitor="score", save_last=True, plugins=[AsyncCheckpointIO()])
+    _, module, _ = fit_with_files(
+        run, monitor="score", save_last=True, plugins=[AsyncCheckpointIO()]
+    )
     loaded = Falls.load_from_checkpoint(run.folder / "files/last.ckpt")
     return run.files(), loaded.state_dict(), module.state_dict()

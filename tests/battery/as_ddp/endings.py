@@ -22,7 +22,9 @@ from tests.battery.case import Plain, Run, behaviour, loader, plain_with
 
 def step_and(change: Any) -> Any:
     """A training step after which `change(module, loss, batch_idx)` gives what is returned."""
-    return lambda self, batch, batch_idx: change(self, Plain.training_step(self, batch, batch_idx), batch_idx)
+    return lambda self, batch, batch_idx: change(
+        self, Plain.training_step(self, batch, batch_idx), batch_idx
+    )
 
 
 def raises(*_: Any, **__: Any) -> Any:
@@ -92,7 +94,10 @@ def state_of_the_process(run: Run) -> Any:
         [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
         [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()],
         [str(warning) for warning in warnings.filters],
-        [len(logging.getLogger(name).handlers) for name in ("lightning.pytorch", "lightning", "torch", "")],
+        [
+            len(logging.getLogger(name).handlers)
+            for name in ("lightning.pytorch", "lightning", "torch", "")
+        ],
         torch.distributed.is_initialized(),
     ]
 
@@ -102,7 +107,9 @@ def step_of_the_user(run: Run) -> Any:
     returned: list[Any] = []
 
     class Steps(Plain):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+        ) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = 0.1 / (self.trainer.global_step + 1)
             returned.append(optimizer.step(closure=closure))
@@ -126,4 +133,6 @@ def pickled_after_a_fit(run: Run) -> Any:
         torch.save(module, file)
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     copied, again = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-    return [left_of(each) for each in (loaded, copied, again)], type(pickle.loads(pickle.dumps(trainer)))
+    return [left_of(each) for each in (loaded, copied, again)], type(
+        pickle.loads(pickle.dumps(trainer))
+    )

@@ -16,13 +16,28 @@ from tests.battery.case import Plain, Run, behaviour, loader
 
 
 def names_of(kind: type) -> list[str]:
-    return [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+    return [
+        name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")
+    ]
 
 
 MODULE_HOOKS = sorted(
     {name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in names_of(kind)}
-    | {"training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "configure_callbacks"}
-    | {"optimizer_step", "optimizer_zero_grad", "backward", "lr_scheduler_step", "configure_gradient_clipping"}
+    | {
+        "training_step",
+        "validation_step",
+        "test_step",
+        "predict_step",
+        "configure_optimizers",
+        "configure_callbacks",
+    }
+    | {
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "backward",
+        "lr_scheduler_step",
+        "configure_gradient_clipping",
+    }
     | {"clip_gradients", "forward"}
 )
 
@@ -65,7 +80,11 @@ def noting(whose: str, name: str, hook: Any) -> Any:
 for _kind, _whose, _names in (
     (Noting, "module", MODULE_HOOKS),
     (NotingCallback, "callback", names_of(pl.Callback)),
-    (NotingData, "data", [*names_of(DataHooks), "setup", "teardown", "state_dict", "load_state_dict"]),
+    (
+        NotingData,
+        "data",
+        [*names_of(DataHooks), "setup", "teardown", "state_dict", "load_state_dict"],
+    ),
 ):
     for _name in _names:
         setattr(_kind, _name, noting(_whose, _name, getattr(_kind, _name)))
@@ -82,7 +101,12 @@ def left_of(module: pl.LightningModule) -> Any:
         "grads": [each.grad is None for each in weights],
         "types": [type(each).__name__ for each in weights],
         "attributes": [sorted(vars(child)) for child in children],
-        "hooks": [len(value) for child in children for name, value in vars(child).items() if "_hooks" in name],
+        "hooks": [
+            len(value)
+            for child in children
+            for name, value in vars(child).items()
+            if "_hooks" in name
+        ],
         "trainer": module._trainer is not None,
         "epoch": module.current_epoch,
         "step": module.global_step,
@@ -102,7 +126,13 @@ def called(run: Run, what: str, **settings: Any) -> Any:
 def every_phase_in_turn(run: Run) -> Any:
     module, seen, trainer = Noting(), [], run.trainer()
     for what in ("validate", "fit", "test", "fit", "predict", "validate"):
-        seen.append((what, getattr(trainer, what)(module, datamodule=NotingData(module.notes)), left_of(module)))
+        seen.append(
+            (
+                what,
+                getattr(trainer, what)(module, datamodule=NotingData(module.notes)),
+                left_of(module),
+            )
+        )
         trainer.fit_loop.epoch_progress.reset()
     return {**state_of(trainer), "seen": seen, "hooks": module.notes}
 
@@ -146,8 +176,14 @@ for _name, _settings in SETTINGS.items():
     behaviour(functools.partial(fit_with, _settings), name=f"fit_{_name}")
 for _what, _short in (("validate", "val"), ("test", "test"), ("predict", "predict")):
     behaviour(functools.partial(called, what=_what), name=_what)
-    behaviour(functools.partial(called, what=_what, inference_mode=False), name=f"{_what}_without_inference_mode")
-    behaviour(functools.partial(called, what=_what, **{f"limit_{_short}_batches": 1}), name=f"{_what}_limited")
+    behaviour(
+        functools.partial(called, what=_what, inference_mode=False),
+        name=f"{_what}_without_inference_mode",
+    )
+    behaviour(
+        functools.partial(called, what=_what, **{f"limit_{_short}_batches": 1}),
+        name=f"{_what}_limited",
+    )
 
 
 @behaviour

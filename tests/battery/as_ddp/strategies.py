@@ -23,7 +23,9 @@ def within_a_fit(look: Any) -> Any:
         seen: list[Any] = []
 
         class Looks(pl.Callback):
-            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            def on_train_batch_end(
+                self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+            ) -> None:
                 if batch_idx == 1:
                     seen.append(("train", look(trainer, module)))
 
@@ -42,7 +44,11 @@ def broadcast_and_barrier(trainer: pl.Trainer, module: Plain) -> Any:
     strategy.barrier()
     strategy.barrier("by name")
     sources = range(trainer.world_size)
-    return [strategy.broadcast(value, src=src) for src in sources for value in (f"of {rank}", {"a": [rank]}, None)]
+    return [
+        strategy.broadcast(value, src=src)
+        for src in sources
+        for value in (f"of {rank}", {"a": [rank]}, None)
+    ]
 
 
 @within_a_fit
@@ -61,7 +67,10 @@ def loading_within_a_fit(trainer: pl.Trainer, module: Plain) -> Any:
     strategy = trainer.strategy
     if not strategy.optimizers:
         return None
-    state = {name: torch.ones_like(value) for name, value in strategy.lightning_module_state_dict().items()}
+    state = {
+        name: torch.ones_like(value)
+        for name, value in strategy.lightning_module_state_dict().items()
+    }
     strategy.load_model_state_dict({"state_dict": state}, strict=True)
     optimizer = strategy.optimizers[0].state_dict()
     strategy.load_optimizer_state_dict({"optimizer_states": [optimizer]})
@@ -70,7 +79,9 @@ def loading_within_a_fit(trainer: pl.Trainer, module: Plain) -> Any:
 
 @within_a_fit
 def properties_of_the_strategy(trainer: pl.Trainer, module: Plain) -> Any:
-    names = [name for name, _ in inspect.getmembers(DDPStrategy, lambda one: isinstance(one, property))]
+    names = [
+        name for name, _ in inspect.getmembers(DDPStrategy, lambda one: isinstance(one, property))
+    ]
     return {name: property_of(trainer.strategy, name) for name in names if name != "model"}
 
 
@@ -114,7 +125,9 @@ def ddp_keywords(run: Run) -> Any:
 
     def look(self: Any) -> None:
         options = vars(self.trainer.model).items()
-        seen.append({name: value for name, value in options if isinstance(value, bool | int | float)})
+        seen.append(
+            {name: value for name, value in options if isinstance(value, bool | int | float)}
+        )
 
     run.fit(plain_with(on_fit_start=look), loader(1), max_epochs=1)
     return seen

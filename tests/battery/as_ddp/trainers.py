@@ -14,8 +14,12 @@ from tests.battery.case import Plain, Run, behaviour, loader
 
 
 def state_of(trainer: pl.Trainer) -> dict[str, Any]:
-    names = [name for name, _ in inspect.getmembers(pl.Trainer, lambda one: isinstance(one, property))]
-    return {"trainer": {name: property_of(trainer, name) for name in names if name != "model"}}  # `wrapped_model`
+    names = [
+        name for name, _ in inspect.getmembers(pl.Trainer, lambda one: isinstance(one, property))
+    ]
+    return {
+        "trainer": {name: property_of(trainer, name) for name in names if name != "model"}
+    }  # `wrapped_model`
 
 
 def property_of(owner: Any, name: str) -> Any:
@@ -25,7 +29,10 @@ def property_of(owner: Any, name: str) -> Any:
         return f"raises {type(error).__name__}"
     if name.endswith(("dataloader", "dataloaders")):  # its class: `class_of_a_loader`
         return tree_map(
-            lambda one: one if one is None else (type(one.dataset), type(one.sampler), one.batch_size), value
+            lambda one: (
+                one if one is None else (type(one.dataset), type(one.sampler), one.batch_size)
+            ),
+            value,
         )
     return value
 
@@ -62,14 +69,23 @@ def state_during_a_fit(run: Run) -> Any:
         def configure_optimizers(self) -> Any:
             seen.append(("estimated", self.trainer.estimated_stepping_batches))
             schedule = torch.optim.lr_scheduler.StepLR(super().configure_optimizers(), 1)
-            return {"optimizer": schedule.optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+            return {
+                "optimizer": schedule.optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
 
         def on_train_start(self) -> None:
             seen.append(("start", state_of(self.trainer)))
 
         def on_train_batch_end(self, *_: Any) -> None:
-            metrics = [self.trainer.callback_metrics, self.trainer.logged_metrics, self.trainer.progress_bar_metrics]
-            seen.append(("batch", metrics, [type(each) for every in metrics for each in every.values()]))
+            metrics = [
+                self.trainer.callback_metrics,
+                self.trainer.logged_metrics,
+                self.trainer.progress_bar_metrics,
+            ]
+            seen.append(
+                ("batch", metrics, [type(each) for every in metrics for each in every.values()])
+            )
 
         def on_validation_epoch_end(self) -> None:
             seen.append(("validation", state_of(self.trainer)))
@@ -91,7 +107,10 @@ def messages_of_a_fit(run: Run) -> Any:
             if "litlogger" not in text and "litmodels" not in text:  # one of two tips, by chance
                 lines.append((record.levelname, text))
 
-    loggers, handler = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")], Keeps()
+    loggers, handler = (
+        [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")],
+        Keeps(),
+    )
     levels = [each.level for each in loggers]
     for each in loggers:
         each.setLevel(logging.INFO)
@@ -155,9 +174,14 @@ def tuned(what: str, run: Run) -> Any:
         found: Any = Tuner(trainer).lr_find(module, num_training=6, min_lr=1e-4, max_lr=1e-1)
         seen: Any = found.results, found.suggestion(skip_begin=1, skip_end=1), module.lr
     else:
-        seen = Tuner(trainer).scale_batch_size(module, mode=what, max_trials=3, init_val=2), module.batch_size
+        seen = (
+            Tuner(trainer).scale_batch_size(module, mode=what, max_trials=3, init_val=2),
+            module.batch_size,
+        )
     now = module.state_dict()
-    same = all(torch.allclose(value.float(), before[name], atol=1e-2) for name, value in now.items())
+    same = all(
+        torch.allclose(value.float(), before[name], atol=1e-2) for name, value in now.items()
+    )
     trainer.fit(module)
     return seen, same, trainer.global_step, run.files(), module.state_dict()
 
@@ -171,6 +195,14 @@ def resumed(run: Run) -> Any:
     _, _, path = run.saved()
     seen = []
     for epochs in (1, 3):
-        trainer, module = run.fit(None, loader(), loader(), start={"ckpt_path": path}, max_epochs=epochs)
-        seen.append((state_of(trainer), module.state_dict(), trainer.validate(module, loader(), verbose=False)))
+        trainer, module = run.fit(
+            None, loader(), loader(), start={"ckpt_path": path}, max_epochs=epochs
+        )
+        seen.append(
+            (
+                state_of(trainer),
+                module.state_dict(),
+                trainer.validate(module, loader(), verbose=False),
+            )
+        )
     return seen

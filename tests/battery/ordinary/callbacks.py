@@ -14,7 +14,11 @@ ONES = torch.ones(2, NUM_FEATURES)
 
 
 def called(base=Row, *, attributes=None, **hooks):
-    return row(base, configure_callbacks=lambda self: callbacks.LambdaCallback(**hooks), **(attributes or {}))
+    return row(
+        base,
+        configure_callbacks=lambda self: callbacks.LambdaCallback(**hooks),
+        **(attributes or {}),
+    )
 
 
 def shipped(make, **more):
@@ -32,7 +36,9 @@ class _Saves(Row):
 
     def after_fit(self):
         state = self.state_dict()
-        self.facts["saved is the module"] = all(torch.equal(self.saved[n], state[n]) for n in self.saved)
+        self.facts["saved is the module"] = all(
+            torch.equal(self.saved[n], state[n]) for n in self.saved
+        )
 
 
 def through_a_file(trainer, module):
@@ -64,7 +70,9 @@ def freeze_late(trainer, module):
 
 def look_after_backward(trainer, module):
     """Where gradients are scaled, as under mixed precision, but there."""
-    module.facts["there"] = all(p.grad is not None and p.grad.shape == p.shape for p in module.parameters())
+    module.facts["there"] = all(
+        p.grad is not None and p.grad.shape == p.shape for p in module.parameters()
+    )
 
 
 def write_as_vector(trainer, module):
@@ -75,7 +83,9 @@ def write_as_vector(trainer, module):
 
 def pruning(self):
     layers = [(self.net[0], "weight"), (self.net[2], "weight")]
-    return callbacks.ModelPruning("l1_unstructured", layers, amount=0.25, use_lottery_ticket_hypothesis=True)
+    return callbacks.ModelPruning(
+        "l1_unstructured", layers, amount=0.25, use_lottery_ticket_hypothesis=True
+    )
 
 
 ROWS = {
@@ -83,16 +93,23 @@ ROWS = {
     "SavesStateDict": called(_Saves, on_train_epoch_end=through_a_file),
     # `copy.deepcopy` in a callback, and a call of the copy: best weights, a model to serve, a momentum model
     "CopiesModule": called(_Saves, on_train_epoch_end=copy_module),
-    "LoadsInFit": called(on_fit_start=keep_first, on_train_epoch_end=reset_once, attributes={"falls_to": 0.8}),
+    "LoadsInFit": called(
+        on_fit_start=keep_first, on_train_epoch_end=reset_once, attributes={"falls_to": 0.8}
+    ),
     "Ema": shipped(lambda: callbacks.EMAWeightAveraging(decay=0.8)),
     "Swa": shipped(
-        lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1), epochs=4
+        lambda: callbacks.StochasticWeightAveraging(
+            swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1
+        ),
+        epochs=4,
     ),
     "Averages": shipped(callbacks.WeightAveraging),
     # The weights go back to their first values after each pruning. On a CPU in fp32 they do so once: from then on
     "PrunesLottery": row(configure_callbacks=pruning, epochs=4, falls_to=0.8),
     "FreezesLater": called(on_train_epoch_start=freeze_late, attributes={"find_unused": True}),
-    "AccumulationChanges": shipped(lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 3: 4}), epochs=4),
+    "AccumulationChanges": shipped(
+        lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 3: 4}), epochs=4
+    ),
     "LooksAfterBackward": called(on_after_backward=look_after_backward),
     "WritesAsVector": called(on_train_epoch_end=write_as_vector),
 }

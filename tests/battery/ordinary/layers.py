@@ -26,7 +26,9 @@ def recurrent(core, forward=None, **more):
 
 def from_first_state(self, x):
     h, c = (state.expand(1, len(x), 16).contiguous() for state in self.first)
-    packed = nn.utils.rnn.pack_padded_sequence(steps_of(x), torch.full((len(x),), 3), batch_first=True)
+    packed = nn.utils.rnn.pack_padded_sequence(
+        steps_of(x), torch.full((len(x),), 3), batch_first=True
+    )
     return self.head(self.layer(packed, (h, c))[1][0][0])
 
 
@@ -47,7 +49,9 @@ def changed(change, *, is_square=False, **more):
     width = NUM_FEATURES if is_square else 16
 
     def build(self):
-        self.net = nn.Sequential(nn.Linear(NUM_FEATURES, width), nn.ReLU(), nn.Linear(width, NUM_CLASSES))
+        self.net = nn.Sequential(
+            nn.Linear(NUM_FEATURES, width), nn.ReLU(), nn.Linear(width, NUM_CLASSES)
+        )
         change(self.net[0])
 
     return row(build=build, **more)
@@ -75,7 +79,9 @@ NORMS = sequence(
 EMBED = {"embed": lambda: nn.Linear(4, 8)}
 ROWS = {
     "Lstm": recurrent(nn.LSTM),
-    "LstmWithFirstState": recurrent(nn.LSTM, from_first_state, adds=values(first=lambda: torch.zeros(2, 1, 1, 16))),
+    "LstmWithFirstState": recurrent(
+        nn.LSTM, from_first_state, adds=values(first=lambda: torch.zeros(2, 1, 1, 16))
+    ),
     "Embedding": embedded(lambda: nn.Embedding(8, 8, padding_idx=0)),
     "NormedEmbedding": embedded(lambda: nn.Embedding(8, 8, max_norm=1.0)),
     "Encoder": row(
@@ -86,7 +92,10 @@ ROWS = {
     "Convolutions": row(parts=CONVOLUTIONS),
     "NormsInARow": row(parts=NORMS),
     "Bilinear": row(
-        parts={"net": lambda: nn.Linear(NUM_FEATURES, 4), "mix": lambda: nn.Bilinear(4, NUM_FEATURES, NUM_CLASSES)},
+        parts={
+            "net": lambda: nn.Linear(NUM_FEATURES, 4),
+            "mix": lambda: nn.Bilinear(4, NUM_FEATURES, NUM_CLASSES),
+        },
         forward=lambda self, x: self.mix(self.net(x), x),
         refused={"bf16-true": HALF_SHOWS["bf16-true"]},
     ),
@@ -94,7 +103,8 @@ ROWS = {
     "Orthogonal": changed(parametrizations.orthogonal),
     "SpectralNorm": changed(parametrizations.spectral_norm),
     "OwnParametrization": changed(
-        lambda x: nn.utils.parametrize.register_parametrization(x, "weight", Symmetric()), is_square=True
+        lambda x: nn.utils.parametrize.register_parametrization(x, "weight", Symmetric()),
+        is_square=True,
     ),
     "PrunedByHand": changed(lambda x: prune.l1_unstructured(x, "weight", amount=0.5)),
 }
@@ -103,7 +113,9 @@ ROWS = {
 class FrozenInEvalMode(Row):
     def build(self):
         super().build()
-        self.backbone = nn.Sequential(nn.Linear(NUM_FEATURES, NUM_FEATURES), nn.BatchNorm1d(NUM_FEATURES))
+        self.backbone = nn.Sequential(
+            nn.Linear(NUM_FEATURES, NUM_FEATURES), nn.BatchNorm1d(NUM_FEATURES)
+        )
         self.backbone.requires_grad_(False)
 
     def forward(self, x):
@@ -115,7 +127,9 @@ class FrozenInEvalMode(Row):
 
 class CheckpointedReentrant(Row):
     adds = {
-        "mix": lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 16))
+        "mix": lambda: nn.Sequential(
+            nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 16)
+        )
     }
 
     def forward(self, x):

@@ -95,7 +95,9 @@ ROWS = {
         settings={"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 3}, epochs=4
     ),
     "Combined": fed(  # two loaders of different lengths side by side
-        lambda: CombinedLoader({"a": toy.loader(64), "b": toy.loader(32, batch_size=4)}, "max_size_cycle"),
+        lambda: CombinedLoader(
+            {"a": toy.loader(64), "b": toy.loader(32, batch_size=4)}, "max_size_cycle"
+        ),
         loss=loss_of_two,
     ),
     "DictBatches": fed(lambda: DataLoader(_Dicts(), batch_size=8), loss=loss_of_dicts),

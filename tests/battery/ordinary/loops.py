@@ -12,12 +12,18 @@ from tests.toy import NUM_FEATURES
 CLIPS = {"gradient_clip_val": 0.1}
 ROWS = {
     "Accumulates": row(settings={"accumulate_grad_batches": 2}),
-    "AccumulatesUnevenly": row(settings={"accumulate_grad_batches": 3}, epochs=5),  # less in an epoch's last step
+    "AccumulatesUnevenly": row(
+        settings={"accumulate_grad_batches": 3}, epochs=5
+    ),  # less in an epoch's last step
     "ClipsNorm": row(settings=CLIPS, lr=0.3),
-    "ClipsValue": row(settings={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, lr=0.3),
+    "ClipsValue": row(
+        settings={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, lr=0.3
+    ),
     "ClipsAndAccumulates": row(settings=CLIPS | {"accumulate_grad_batches": 2}, lr=0.5, epochs=5),
     "ClipsByOwnHook": row(
-        configure_gradient_clipping=lambda self, optimizer, *_, **__: self.clip_gradients(optimizer, 0.1, "norm"),
+        configure_gradient_clipping=lambda self, optimizer, *_, **__: self.clip_gradients(
+            optimizer, 0.1, "norm"
+        ),
         lr=0.3,
     ),
     "ByHand": row(Manual),
@@ -48,12 +54,20 @@ class GradientPenalty(Row):
 class _InTurns(Manual):
     """A step after every `every` backwards; what a row does to gradients comes before it."""
 
-    every, uses_wrapper, waits = 1, True, False  # the last: ranks average in the last backward of a step only
+    every, uses_wrapper, waits = (
+        1,
+        True,
+        False,
+    )  # the last: ranks average in the last backward of a step only
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers(use_pl_optimizer=self.uses_wrapper)
         is_last = (batch_idx + 1) % self.every == 0
-        with self.trainer.strategy.block_backward_sync() if self.waits and not is_last else nullcontext():
+        with (
+            self.trainer.strategy.block_backward_sync()
+            if self.waits and not is_last
+            else nullcontext()
+        ):
             self.manual_backward(self.note(self.loss(batch)) / self.every)
         self.after_each_backward()
         if is_last:
@@ -109,7 +123,9 @@ ROWS |= {
     "ByHandChangesGradients": clips(_InTurns.normalise),
     "ByHandAccumulates": in_turns(every=2),
     "ByHandAccumulatesAndClips": in_turns(_InTurns.clip_by_lightning, **TWICE),
-    "ByHandLooksAndAccumulates": in_turns(every=2, after_each_backward=_InTurns.look),  # after each backward
+    "ByHandLooksAndAccumulates": in_turns(
+        every=2, after_each_backward=_InTurns.look
+    ),  # after each backward
     "ByHandNoSync": in_turns(every=2, waits=True),
     "ByHandNoSyncAndClips": in_turns(_InTurns.clip_by_torch, waits=True, **TWICE),
     "ByHandRaw": in_turns(uses_wrapper=False),  # torch's own optimizer, not Lightning's wrapper
@@ -123,7 +139,9 @@ class GanToggles(Manual):
     roundings = 24  # Adam divides by gradients that two players make small; the distance is a difference of means
     parts = {
         "generator": lambda: nn.Linear(4, NUM_FEATURES),
-        "critic": lambda: nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)),
+        "critic": lambda: nn.Sequential(
+            nn.Linear(NUM_FEATURES, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)
+        ),
     }
 
     def configure_optimizers(self):

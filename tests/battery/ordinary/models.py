@@ -25,7 +25,9 @@ def clip_logits(self, x):
 
 
 def clip(temperature):
-    values_of_it = values(text=lambda: torch.randn(NUM_CLASSES, 8), temperature=lambda: torch.tensor(temperature))
+    values_of_it = values(
+        text=lambda: torch.randn(NUM_CLASSES, 8), temperature=lambda: torch.tensor(temperature)
+    )
     return {"image": lambda: nn.Linear(NUM_FEATURES, 8), **values_of_it}
 
 
@@ -56,7 +58,12 @@ def targets(make, loss):
         return DataLoader(TensorDataset(images, make(images[:, :1] + images[:, 1:2])), batch_size=8)
 
     net = {"net": lambda: nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Linear(16, 1))}
-    return row(parts=net, lr=0.05, train_dataloader=train_dataloader, loss=lambda self, b: loss(self(b[0]), b[1]))
+    return row(
+        parts=net,
+        lr=0.05,
+        train_dataloader=train_dataloader,
+        loss=lambda self, b: loss(self(b[0]), b[1]),
+    )
 
 
 def large(sums):
@@ -70,11 +77,17 @@ def vector(value, size=NUM_FEATURES):
 GAIN_AND_SHIFT = values(gain=vector(1.0, 16), shift=vector(0.0, 16))
 ROWS = {
     "Plain": row(),
-    "Temperature": row(parts=clip(4.0), forward=lambda self, x: clip_logits(self, x).float() * self.temperature),
-    "Positional": row(adds=values(position=vector(0.0)), forward=lambda self, x: self.net(x + self.position)),
+    "Temperature": row(
+        parts=clip(4.0), forward=lambda self, x: clip_logits(self, x).float() * self.temperature
+    ),
+    "Positional": row(
+        adds=values(position=vector(0.0)), forward=lambda self, x: self.net(x + self.position)
+    ),
     "FunctionalLayerNorm": row(  # ConvNeXt's: a module of one's own with `F.layer_norm`
         adds=GAIN_AND_SHIFT,
-        forward=lambda self, x: self.net[2](F.relu(F.layer_norm(self.net[0](x), (16,), self.gain, self.shift))),
+        forward=lambda self, x: self.net[2](
+            F.relu(F.layer_norm(self.net[0](x), (16,), self.gain, self.shift))
+        ),
     ),
     "FourierFilter": row(  # a learned filter on the spectrum, real and imaginary part in a last dimension (GFNet)
         adds=values(filter=lambda: torch.stack([torch.ones(7), torch.zeros(7)], dim=-1)),
@@ -134,7 +147,9 @@ class AutocastDisabled(Row):
 class InPlaceSums(Row):
     """What is added up in a tensor of the user's own is fp32."""
 
-    parts = {"layers": lambda: nn.ModuleList(nn.Linear(NUM_FEATURES, NUM_CLASSES) for _ in range(3))}
+    parts = {
+        "layers": lambda: nn.ModuleList(nn.Linear(NUM_FEATURES, NUM_CLASSES) for _ in range(3))
+    }
 
     def forward(self, x):
         total = torch.zeros(len(x), NUM_CLASSES, device=self.device)
@@ -147,7 +162,9 @@ class ParameterArithmetic(Row):
     """A layer whose weight is made of parameters: a low-rank product beside a mask and a scale."""
 
     adds = values(
-        a=lambda: torch.randn(16, 2) * 0.1, b=lambda: torch.randn(2, 12) * 0.1, gate=lambda: torch.zeros(16, 1)
+        a=lambda: torch.randn(16, 2) * 0.1,
+        b=lambda: torch.randn(2, 12) * 0.1,
+        gate=lambda: torch.zeros(16, 1),
     )
     adds |= {"mask": lambda: (torch.rand(16, NUM_FEATURES) > 0.2).float()}
 
@@ -192,7 +209,9 @@ class FollowsWeights(Row):
         dtype = next(self.parameters()).dtype
         x = x.to(dtype) + torch.zeros(NUM_FEATURES, dtype=dtype, device=self.device)
         lowest = torch.finfo(dtype).min
-        return self.net(x.masked_fill(x < lowest / 2, 0.0)) + torch.zeros(1).type_as(self.net[2].bias)
+        return self.net(x.masked_fill(x < lowest / 2, 0.0)) + torch.zeros(1).type_as(
+            self.net[2].bias
+        )
 
 
 class Contrast(Row):
@@ -206,4 +225,6 @@ class Contrast(Row):
         x, _ = batch
         one, other = (F.normalize(self.net(t).float(), dim=-1) for t in (x, x * 1.1 + 0.05))
         others = self.all_gather(other, sync_grads=True).flatten(0, 1)
-        return F.cross_entropy(one @ others.t() * 5, torch.arange(len(x)) + len(x) * self.global_rank)
+        return F.cross_entropy(
+            one @ others.t() * 5, torch.arange(len(x)) + len(x) * self.global_rank
+        )

@@ -19,7 +19,11 @@ class Lookahead(optim.Optimizer):
 
     def __init__(self, base, k=2, alpha=0.5):
         self.base, self.k, self.alpha, self.num_steps = base, k, alpha, 0
-        self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, defaultdict(dict)
+        self.param_groups, self.defaults, self.state = (
+            base.param_groups,
+            base.defaults,
+            defaultdict(dict),
+        )
         self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
 
     def zero_grad(self, set_to_none=True):
@@ -106,7 +110,10 @@ MAKE = {
     "LionByHand": lambda p: Lion(p, lr=1e-2),
     "ThroughData": lambda p: DataSgd(p, lr=0.1),
 }
-ROUNDINGS = {"Rprop": 48, "LionByHand": 16}  # a step goes by signs alone, which small gradients change; its size too
+ROUNDINGS = {
+    "Rprop": 48,
+    "LionByHand": 16,
+}  # a step goes by signs alone, which small gradients change; its size too
 ROWS = {
     name: row(_Made, make=staticmethod(make), roundings=ROUNDINGS.get(name, _Made.roundings))
     for name, make in MAKE.items()
@@ -115,12 +122,17 @@ ROWS = {
 
 def build_sparse(self):
     Row.build(self)
-    self.embedding, self.head = nn.Embedding(8, 8, sparse=True), nn.Linear(96, NUM_CLASSES).requires_grad_(False)
+    self.embedding, self.head = (
+        nn.Embedding(8, 8, sparse=True),
+        nn.Linear(96, NUM_CLASSES).requires_grad_(False),
+    )
 
 
 ROWS["Sparse"] = embedded(  # gradients are sparse
     lambda: nn.Embedding(8, 8, padding_idx=0),
     build=build_sparse,
     configure_optimizers=lambda self: optim.SparseAdam(self.embedding.parameters(), lr=0.1),
-    refused=dict.fromkeys(("32-true", *HALF), "cannot average sparse gradients. Use `sparse=False`"),
+    refused=dict.fromkeys(
+        ("32-true", *HALF), "cannot average sparse gradients. Use `sparse=False`"
+    ),
 )

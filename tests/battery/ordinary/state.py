@@ -76,7 +76,9 @@ class _Teacher(Row):
         with torch.no_grad():
             target = self.teacher(x).softmax(-1)
         logits = self(x)
-        return F.cross_entropy(logits, y) + 0.1 * F.kl_div(logits.log_softmax(-1), target, reduction="batchmean")
+        return F.cross_entropy(logits, y) + 0.1 * F.kl_div(
+            logits.log_softmax(-1), target, reduction="batchmean"
+        )
 
     def training_step(self, batch, batch_idx):
         m, students = self.momentum, [s.detach().double() for _, s in self.pairs()]
@@ -87,7 +89,10 @@ class _Teacher(Row):
         return super().training_step(batch, batch_idx)
 
     def after_fit(self):
-        gaps = [(t - s).abs().max() / s.abs().max() for (t, _), s in zip(self.pairs(), self.shadow, strict=True)]
+        gaps = [
+            (t - s).abs().max() / s.abs().max()
+            for (t, _), s in zip(self.pairs(), self.shadow, strict=True)
+        ]
         self.facts["teacher moved as it should, to 1e-5"] = max(map(float, gaps)) < 1e-5
         self.facts["dtypes"] = {t.dtype for t, _ in self.pairs()}
 
@@ -123,7 +128,9 @@ ROWS = {
 class AveragedInside(Row):
     def build(self):
         super().build()
-        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(False)
+        self.average = AveragedModel(
+            self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9)
+        ).requires_grad_(False)
 
     def on_before_zero_grad(self, optimizer):
         self.average.update_parameters(self.net)

@@ -39,7 +39,9 @@ def rounded(flat, bits, key=KEY, *, passes=None, first_id=0):
 
 
 def same(one, other):
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(0.0), other.nan_to_num(0.0))
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(
+        one.nan_to_num(0.0), other.nan_to_num(0.0)
+    )
 
 
 def gradients(numel, seed, *, is_wild=True):
@@ -55,12 +57,21 @@ def gradients(numel, seed, *, is_wild=True):
 
 
 @BITS
-@pytest.mark.parametrize("key", [None, KEY, (0, 0, 2**32 - 1, 2**32 - 1)], ids=["nearest", "stochastic", "of a sum"])
+@pytest.mark.parametrize(
+    "key", [None, KEY, (0, 0, 2**32 - 1, 2**32 - 1)], ids=["nearest", "stochastic", "of a sum"]
+)
 @settings(max_examples=12, deadline=None, derandomize=True)
-@given(numel=st.integers(0, 5000), seed=st.integers(0, 1000), first_id=st.sampled_from([0, 1, 2**31 - 30]))
+@given(
+    numel=st.integers(0, 5000),
+    seed=st.integers(0, 1000),
+    first_id=st.sampled_from([0, 1, 2**31 - 30]),
+)
 def test_cpp_and_torch_write_and_read_the_same_bits(bits, key, numel, seed, first_id):
     flat = gradients(numel, seed)
-    messages = [encoded(passes_of(bits, kind), flat, bits, key, first_id=first_id) for kind in (TorchPasses, CppPasses)]
+    messages = [
+        encoded(passes_of(bits, kind), flat, bits, key, first_id=first_id)
+        for kind in (TorchPasses, CppPasses)
+    ]
     assert torch.equal(*messages)
     rows = torch.stack([messages[0], encoded(passes_of(bits), -2 * flat, bits), messages[0]])
     sums = [torch.empty(numel), torch.empty(numel)]
@@ -72,7 +83,9 @@ def test_cpp_and_torch_write_and_read_the_same_bits(bits, key, numel, seed, firs
 @BITS
 def test_no_flag_of_the_compiler_changes_a_bit(bits, tmp_path):
     """Nor does the processor: these know neither its vectors nor its fused multiply-adds."""
-    library = SOURCE.load(cpp_library.find_compiler(), ("-std=c++17", "-fPIC", "-shared", "-O1"), tmp_path)
+    library = SOURCE.load(
+        cpp_library.find_compiler(), ("-std=c++17", "-fPIC", "-shared", "-O1"), tmp_path
+    )
     other = passes_of(bits, CppPasses)
     other._library = library
     flat = gradients(7000, 1)
@@ -81,7 +94,11 @@ def test_no_flag_of_the_compiler_changes_a_bit(bits, tmp_path):
 
 
 def scales_of(flat, bits):
-    return encoded(passes_of(bits), flat, bits)[: 2 * num_blocks_of(flat.numel())].view(torch.bfloat16).double()
+    return (
+        encoded(passes_of(bits), flat, bits)[: 2 * num_blocks_of(flat.numel())]
+        .view(torch.bfloat16)
+        .double()
+    )
 
 
 @BITS
@@ -89,13 +106,17 @@ def scales_of(flat, bits):
 @given(numel=st.integers(1, 3000), seed=st.integers(0, 1000), is_nearest=st.booleans())
 def test_an_error_is_below_one_scale_and_half_of_one_to_the_nearest(bits, numel, seed, is_nearest):
     flat = gradients(numel, seed, is_wild=False)
-    error = torch.nn.functional.pad(rounded(flat, bits, None if is_nearest else KEY) - flat, (0, -numel % BLOCK))
+    error = torch.nn.functional.pad(
+        rounded(flat, bits, None if is_nearest else KEY) - flat, (0, -numel % BLOCK)
+    )
     scales = scales_of(flat, bits)
     error = error.view(-1, BLOCK).double()
     share = 0.5 if is_nearest else 1.0
     if bits == 8:
         assert (error.abs() <= share * scales[:, None] * (1 + 2**-20)).all()
-    elif numel % BLOCK == 0:  # a rotated error is as long as the error; the padding has its part of it
+    elif (
+        numel % BLOCK == 0
+    ):  # a rotated error is as long as the error; the padding has its part of it
         assert (error.norm(dim=1) <= 16 * share * scales * (1 + 2**-15)).all()
     largest = flat.abs().max().double()
     assert bits == 4 or scales.max() <= largest / most_code(bits) * (1 + 2**-7)
@@ -122,7 +143,10 @@ def test_noise_is_another_for_each_seed_step_sender_sum_and_block(bits):
     flat = gradients(BLOCK, 3, is_wild=False)
     keys = [KEY, (1, *KEY[1:]), (KEY[0], 8, *KEY[2:]), (*KEY[:2], 4, KEY[3]), (*KEY[:3], 2)]
     messages = [encoded(passes_of(bits), flat, bits, key) for key in keys]
-    messages += [encoded(passes_of(bits), flat, bits, first_id=1), encoded(passes_of(bits), flat, bits, None)]
+    messages += [
+        encoded(passes_of(bits), flat, bits, first_id=1),
+        encoded(passes_of(bits), flat, bits, None),
+    ]
     assert len({tuple(message.tolist()) for message in messages}) == len(messages)
     assert torch.equal(messages[0], encoded(passes_of(bits), flat, bits, KEY))
 
@@ -168,7 +192,9 @@ def test_without_a_compiler_torch_does_it_and_says_so_once(monkeypatch):
         raise cpp_library.CannotBuildError("there is no c++, g++ or clang++")
 
     monkeypatch.setattr("lightning_hybrid.comm.codec.cpp_passes._library", no_compiler)
-    with pytest.warns(RuntimeWarning, match=r"^`between_nodes.dtype` \(='int8'\) on a CPU needs a C\+\+ compiler"):
+    with pytest.warns(
+        RuntimeWarning, match=r"^`between_nodes.dtype` \(='int8'\) on a CPU needs a C\+\+ compiler"
+    ):
         coder = Coder(Codec(bits=8), torch.device("cpu"))
     assert isinstance(coder._passes, TorchPasses)
     assert isinstance(codecs._passes_for(torch.device("meta"), Codec(bits=8)), TorchPasses)
@@ -177,16 +203,22 @@ def test_without_a_compiler_torch_does_it_and_says_so_once(monkeypatch):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_where_triton_is_there_and_cannot_build_torch_does_it_and_says_so(monkeypatch, bits):
     """As in a container without a C compiler: triton imports, and fails with its first launch."""
-    triton_passes = pytest.importorskip("lightning_hybrid.comm.codec.triton_passes", reason="needs triton")
+    triton_passes = pytest.importorskip(
+        "lightning_hybrid.comm.codec.triton_passes", reason="needs triton"
+    )
 
     class NoCompiler:
         def __getitem__(self, grid):
             raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(triton_passes.triton_kernels, "encode_block", NoCompiler())
-    monkeypatch.setattr(triton_passes.TritonPasses, "try_out", on_the_cpu(triton_passes.TritonPasses.try_out))
+    monkeypatch.setattr(
+        triton_passes.TritonPasses, "try_out", on_the_cpu(triton_passes.TritonPasses.try_out)
+    )
     monkeypatch.setattr(Codec, "signs", lambda codec, device: None)
-    with pytest.warns(RuntimeWarning, match=rf"^`between_nodes.dtype` \(='int{bits}'\) on CUDA needs .*C compiler"):
+    with pytest.warns(
+        RuntimeWarning, match=rf"^`between_nodes.dtype` \(='int{bits}'\) on CUDA needs .*C compiler"
+    ):
         passes = codecs._passes_for(torch.device("cuda"), Codec(bits=bits))
     assert isinstance(passes, TorchPasses)
 

@@ -74,7 +74,9 @@ def test_residuals_follow_the_loss_scale(bits):
     """Scales are powers of two: all bits are those of a constant one."""
     node, other = OneNode(bits), OneNode(bits)
     for seed, scale in enumerate((1024.0, 2048.0, 1.0, 2.0**20)):
-        assert torch.equal(node.send(gradients(seed), scale=scale), other.send(gradients(seed), scale=16.0))
+        assert torch.equal(
+            node.send(gradients(seed), scale=scale), other.send(gradients(seed), scale=16.0)
+        )
         assert torch.equal(node.residual, other.residual)
 
 

@@ -38,9 +38,15 @@ def coder_of(bits):
 
 
 @BITS
-@pytest.mark.parametrize("key", [None, KEY, (0, 0, 2**32 - 1, 2**32 - 1)], ids=["nearest", "stochastic", "of a sum"])
-@pytest.mark.parametrize("device", ["cpu"] if IS_INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")  # of numpy in the interpreter: inf - inf
+@pytest.mark.parametrize(
+    "key", [None, KEY, (0, 0, 2**32 - 1, 2**32 - 1)], ids=["nearest", "stochastic", "of a sum"]
+)
+@pytest.mark.parametrize(
+    "device", ["cpu"] if IS_INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow) encountered"
+)  # of numpy in the interpreter: inf - inf
 def test_the_kernels_write_and_read_the_bits_of_torch(device, bits, key):
     from lightning_hybrid.comm.codec.triton_passes import TritonPasses
 
@@ -60,7 +66,9 @@ def test_the_kernels_write_and_read_the_bits_of_torch(device, bits, key):
         passes_of(bits).add(rows, sums[1])
         assert same(sums[0].cpu(), sums[1])
         coder = coder_of(bits)
-        parts = torch.zeros(4, coder.codec.message_bytes(256 * max(1, -(-numel // 768))), dtype=torch.uint8)
+        parts = torch.zeros(
+            4, coder.codec.message_bytes(256 * max(1, -(-numel // 768))), dtype=torch.uint8
+        )
         in_turn = parts.clone()
         kernels.encode(flat.to(device), ids, key, (there := parts.to(device)), None)
         coder.encode(flat, ids.cpu(), key, in_turn)
@@ -84,12 +92,24 @@ def test_the_kernels_compile_for_a_gpu(bits):
     most = {"MOST": 2 ** (bits - 1) - 1}
     numbers = {"RECIPROCAL": 1 / most["MOST"], "LEAST": 31 << 23, "IS_NEAREST": False}
     pointers = {"flat": "*fp32", "ids": "*i32", "signs": "*fp32", "scales": "*i16", "codes": "*u8"}
-    pointers |= {"messages": "*u8", "to": "*fp32", "key": "i64", "sender": "i64"}  # the others are i32
+    pointers |= {
+        "messages": "*u8",
+        "to": "*fp32",
+        "key": "i64",
+        "sender": "i64",
+    }  # the others are i32
     found = []
-    for kernel, constants in ((triton_kernels.encode_block, most | numbers), (triton_kernels.add_block, most)):
+    for kernel, constants in (
+        (triton_kernels.encode_block, most | numbers),
+        (triton_kernels.add_block, most),
+    ):
         types = {name: pointers.get(name, "i32") for name in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+        source = ASTSource(
+            fn=kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants
+        )
         options = {"num_warps": 1, "enable_fp_fusion": True}
-        found.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+        found.append(
+            triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        )
     assert "div.rn.f32" in found[0]
     assert not any(".ftz" in ptx for ptx in found)

@@ -18,7 +18,15 @@ PLAN = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
 TWO_NODES = [((0,), (1,)), ((0, 1), (2, 3)), ((0, 2), (1, 3))]
 FOUR_NODES = ((0,), (1,), (2,), (3,))
 NODES = [*TWO_NODES, FOUR_NODES]
-NUMELS = (3, 0, 1000, 1, 517, 70_000, 5)  # cut by halves and quarters, left whole by them, and empty
+NUMELS = (
+    3,
+    0,
+    1000,
+    1,
+    517,
+    70_000,
+    5,
+)  # cut by halves and quarters, left whole by them, and empty
 
 
 def world_of(nodes):
@@ -40,7 +48,10 @@ def combine(nodes, buckets, *, like_cuda=False):
 
 
 def combined_by(engine, nodes, buckets):
-    buckets = [*buckets, (torch.ones(8), (8,))]  # with the checksum, which shifts where a bucket is halved
+    buckets = [
+        *buckets,
+        (torch.ones(8), (8,)),
+    ]  # with the checksum, which shifts where a bucket is halved
     last = len(buckets) - 1
     futures = [
         engine.submit(flat, bucket_index=i, is_last=i == last, adasum_numels=numels)
@@ -54,7 +65,9 @@ def combined_by(engine, nodes, buckets):
 
 def combine_reals(nodes, dtype, like_cuda=False):
     rank = dist.get_rank()
-    return combine(nodes, [(reals(rank, sum(NUMELS), dtype), NUMELS) for _ in range(2)], like_cuda=like_cuda)
+    return combine(
+        nodes, [(reals(rank, sum(NUMELS), dtype), NUMELS) for _ in range(2)], like_cuda=like_cuda
+    )
 
 
 def relative_errors(found, expected):
@@ -63,18 +76,24 @@ def relative_errors(found, expected):
 
 
 # One rounding to the wire for what a node has summed, and one a level: at most 4 u, of which parts are random.
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float16, 4 * 2**-11)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-6), (torch.float16, 4 * 2**-11)], ids=str
+)
 @pytest.mark.parametrize("nodes", NODES, ids=name)
 def test_every_rank_holds_the_tree_of_the_formula_in_float64(rank_pool, nodes, dtype, bound):
     per_rank = rank_pool.ranks(world_of(nodes)).run(combine_reals, nodes, dtype)
-    expected = of_buckets([reals(rank, sum(NUMELS), dtype) for rank in range(world_of(nodes))], NUMELS, nodes)
+    expected = of_buckets(
+        [reals(rank, sum(NUMELS), dtype) for rank in range(world_of(nodes))], NUMELS, nodes
+    )
     for found in per_rank:
         for bucket in found:
             assert torch.equal(bucket, per_rank[0][0])
             assert max(relative_errors(bucket, expected)) < bound
 
 
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="slices of a fake CUDA tensor need a build for CUDA")
+@pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="slices of a fake CUDA tensor need a build for CUDA"
+)
 def test_on_cuda_the_launches_of_a_level_do_not_grow_with_tensors(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(adasum, "_swap", lambda *args: None)
@@ -93,7 +112,9 @@ def test_on_cuda_the_launches_of_a_level_do_not_grow_with_tensors(monkeypatch):
 
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), FOUR_NODES], ids=name)
 def test_by_collectives_of_the_backend_as_on_cuda_it_is_the_same(four_ranks, nodes):
-    expected = of_buckets([reals(rank, sum(NUMELS), torch.float32) for rank in range(4)], NUMELS, nodes)
+    expected = of_buckets(
+        [reals(rank, sum(NUMELS), torch.float32) for rank in range(4)], NUMELS, nodes
+    )
     for found in four_ranks.run(combine_reals, nodes, torch.float32, True):
         for bucket in found:
             assert max(relative_errors(bucket, expected)) < 1e-6
@@ -105,7 +126,9 @@ def combine_rows(nodes, rows, numels):
 
 def rows_of(dtype):
     """(name, what each of four nodes has, what it becomes), for one parameter of 80 elements; all exact."""
-    apart = torch.stack([integers(rank, 80, dtype) * (torch.arange(80) % 4 == rank) for rank in range(4)])
+    apart = torch.stack(
+        [integers(rank, 80, dtype) * (torch.arange(80) % 4 == rank) for rank in range(4)]
+    )
     one = integers(7, 80, dtype)
     parallel = torch.stack([one, 3 * one, 3 * one, one])
     return [
@@ -133,7 +156,9 @@ def test_what_follows_the_parameters_is_summed(four_ranks):
             assert torch.equal(found[50:], rows.sum(0)[50:])
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float16, 64.0), (torch.float32, 2.0**83)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float16, 64.0), (torch.float32, 2.0**83)], ids=str
+)
 def test_a_scale_passes_through_to_the_bit(four_ranks, dtype, scale):
     """That of the loss, and one at which squares of gradients leave the range of float32."""
     rows = torch.stack([reals(rank, 300, dtype) for rank in range(4)])
@@ -173,7 +198,11 @@ def with_other_steps(is_other):
     numels = (40, 40)
     if dist.get_rank() == 3:
         numels = () if is_other == "mean" else (80,)
-    text = error_of(lambda: engine.submit(torch.ones(80), bucket_index=0, is_last=True, adasum_numels=numels).wait())
+    text = error_of(
+        lambda: engine.submit(
+            torch.ones(80), bucket_index=0, is_last=True, adasum_numels=numels
+        ).wait()
+    )
     engine.close()
     return text
 
@@ -187,5 +216,7 @@ def test_a_rank_that_combines_otherwise_is_an_error_on_all(four_ranks, is_other)
 
 @pytest.mark.parametrize("nodes", [((0,), (1,), (2,)), ((0, 1), (2,)), ((0, 1, 2), (3,))], ids=name)
 def test_nodes_that_no_tree_fits_are_refused(nodes):
-    with pytest.raises(ValueError, match=r"`between_nodes` \(=Adasum\(\)\) needs .* between_nodes=Mean\(\)"):
+    with pytest.raises(
+        ValueError, match=r"`between_nodes` \(=Adasum\(\)\) needs .* between_nodes=Mean\(\)"
+    ):
         refuse_odd_nodes(Topology(rank=0, nodes=nodes))

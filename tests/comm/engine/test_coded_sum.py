@@ -13,7 +13,16 @@ from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.philox import random_signs
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses
 from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world, in_small_pieces  # noqa: F401  fixtures
-from tests.comm.layouts import Bucket, engine_over, error_of_another_order, integers, is_even, layouts, name, reals
+from tests.comm.layouts import (
+    Bucket,
+    engine_over,
+    error_of_another_order,
+    integers,
+    is_even,
+    layouts,
+    name,
+    reals,
+)
 from tests.stand_in.recording_cuda import Cuda
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
@@ -40,7 +49,10 @@ def sums_on_rank(nodes, plans, bits, make, numels, steps=(0,), dtype=torch.float
 
 def sums_of(engine, flats):
     last = len(flats) - 1
-    return [engine.submit(flat, bucket_index=i, is_last=i == last).wait() for i, flat in enumerate(flats)]
+    return [
+        engine.submit(flat, bucket_index=i, is_last=i == last).wait()
+        for i, flat in enumerate(flats)
+    ]
 
 
 def encoded(values, bits, *, sender, step=0, turn=0):
@@ -57,7 +69,9 @@ def passes_of(bits):
 def expected_sum(node_sums, bits, **when):
     """Messages are added in rank order; with more than two of them the sum is encoded once more."""
     total = torch.empty_like(node_sums[0])
-    messages = [encoded(values, bits, sender=sender, **when) for sender, values in enumerate(node_sums)]
+    messages = [
+        encoded(values, bits, sender=sender, **when) for sender, values in enumerate(node_sums)
+    ]
     passes_of(bits).add(torch.stack(messages), total)
     if len(node_sums) > 2:
         passes_of(bits).add(encoded(total.clone(), bits, sender=OF_A_SUM, **when)[None], total)
@@ -73,7 +87,9 @@ def test_every_rank_holds_the_bits_of_the_definition_under_every_plan(rank_pool,
     names = ["hierarchical", *(["two_level"] if is_even(nodes) else [])]
     names += ["flat", "parallel_flat"] if len(nodes) == world_size else []
     numels = [1, 300, BLOCKS * BLOCK + 17]
-    per_rank = rank_pool.ranks(world_size).run(sums_on_rank, nodes, [PLANS[n] for n in names], bits, integers, numels)
+    per_rank = rank_pool.ranks(world_size).run(
+        sums_on_rank, nodes, [PLANS[n] for n in names], bits, integers, numels
+    )
     for results in per_rank:
         for index, numel in enumerate(numels * len(names)):
             addends = [sum(integers(rank, numel, torch.float32) for rank in node) for node in nodes]
@@ -120,7 +136,9 @@ def huge(rank, numel, dtype):
 
 
 def another_order(nodes, bits):
-    return error_of_another_order(engine_over(nodes, PLANS["hierarchical"], dtype_across_nodes=Codec(bits=bits)))
+    return error_of_another_order(
+        engine_over(nodes, PLANS["hierarchical"], dtype_across_nodes=Codec(bits=bits))
+    )
 
 
 def test_on_one_node_there_is_nothing_to_do_and_that_is_said_once(two_ranks):
@@ -150,7 +168,9 @@ def sums_by_streams(algorithm, nodes, bits, numels):
         in_small_pieces(patch)
         patch.setattr(codecs, "_passes_for", torch_passes)
         engine = engine_of(algorithm, nodes, dtype_across=Codec(bits=bits, seed=3))
-        found = sums_of(engine, [integers(dist.get_rank(), numel, torch.float32) for numel in numels])
+        found = sums_of(
+            engine, [integers(dist.get_rank(), numel, torch.float32) for numel in numels]
+        )
         engine.close()
     return found
 
@@ -163,10 +183,15 @@ def sums_by_streams(algorithm, nodes, bits, numels):
         ("hierarchical", ((0, 1), (2,), (3,)), 4),
     ],
 )
-def test_collectives_of_the_backend_give_the_same_bits_as_messages_of_our_own(four_ranks, algorithm, nodes, bits):
+def test_collectives_of_the_backend_give_the_same_bits_as_messages_of_our_own(
+    four_ranks, algorithm, nodes, bits
+):
     """Shards there are padded to equal size, and parts have rows of equal size: what is unused changes nothing."""
     numels = [3, 70_001, 300_000]
-    addends = [[sum(integers(rank, numel, torch.float32) for rank in node) for node in nodes] for numel in numels]
+    addends = [
+        [sum(integers(rank, numel, torch.float32) for rank in node) for node in nodes]
+        for numel in numels
+    ]
     expected = [expected_sum(values, bits) for values in addends]
     for flats in four_ranks.run(sums_by_streams, algorithm, nodes, bits, numels):
         assert all(map(torch.equal, flats, expected))
@@ -179,7 +204,10 @@ def test_every_tensor_that_crosses_streams_is_ordered_and_kept(cuda, monkeypatch
     engine = engine_of(algorithm, dtype_across=Codec(bits=bits))
     for _ in range(2):
         flats = [torch.zeros(numel).add_(1) for numel in (70_001, 5)]
-        futures = [engine.submit(flat, bucket_index=index, is_last=index == 1) for index, flat in enumerate(flats)]
+        futures = [
+            engine.submit(flat, bucket_index=index, is_last=index == 1)
+            for index, flat in enumerate(flats)
+        ]
         for future in futures:
             future.wait().mul_(0.1)
     del flats, futures
@@ -196,7 +224,10 @@ def steps_with_feedback(engine, *, divisors=(1.0, 0.5, 0.5, 4.0), skipped=(1,)):
     found = []
     for step, divisor in enumerate(divisors):
         state.feedback.begin_step(torch.tensor(1024.0) / divisor)
-        buffers = [reals(dist.get_rank() + 10 * step, one.numel(), torch.float32) / divisor for one in parameters]
+        buffers = [
+            reals(dist.get_rank() + 10 * step, one.numel(), torch.float32) / divisor
+            for one in parameters
+        ]
         futures = [
             average_bucket(state, Bucket(index, buffer, parameters[index], is_last=index == 1))
             for index, buffer in enumerate(buffers)
@@ -231,9 +262,13 @@ def feedback_on_rank(algorithm, nodes, bits, on_streams):
 
 
 @pytest.mark.parametrize("algorithm", ["two_level", "hierarchical"])
-def test_error_feedback_on_streams_gives_the_bits_of_threads_and_asks_the_device_nothing(four_ranks, algorithm):
+def test_error_feedback_on_streams_gives_the_bits_of_threads_and_asks_the_device_nothing(
+    four_ranks, algorithm
+):
     nodes = ((0, 1), (2, 3))
-    by_threads, by_streams = (four_ranks.run(feedback_on_rank, algorithm, nodes, 4, on) for on in (False, True))
+    by_threads, by_streams = (
+        four_ranks.run(feedback_on_rank, algorithm, nodes, 4, on) for on in (False, True)
+    )
     for found, other in zip(by_threads, by_streams, strict=True):
         assert all(map(torch.equal, found, other))
         assert all(map(torch.equal, found[:-1], by_threads[0][:-1]))

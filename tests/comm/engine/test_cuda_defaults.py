@@ -16,7 +16,12 @@ from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.planning.model.cost_nccl import Nccl
-from lightning_hybrid.planning.model.plan_search import CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA, candidates, choose_plan
+from lightning_hybrid.planning.model.plan_search import (
+    CLEARLY_LESS_BY_HIERARCHY,
+    FLAT_ON_CUDA,
+    candidates,
+    choose_plan,
+)
 from lightning_hybrid.planning.model.simulate import simulate
 from lightning_hybrid.planning.model.workload import StepWorkload
 from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
@@ -35,7 +40,9 @@ NUM_NODES = (1, 2, 16, 256)
 @cache
 def gradients():
     """Elements of ResNet-50's gradients in the order in which they get ready."""
-    return tuple(numel for layer in reversed(network("resnet50")) for numel in reversed(layer.numels))
+    return tuple(
+        numel for layer in reversed(network("resnet50")) for numel in reversed(layer.numels)
+    )
 
 
 def step_of(numels, cluster, plan=None, **more):
@@ -51,7 +58,9 @@ def test_auto_costs_no_more_than_the_backends_own_sum_in_ddps_buckets(name):
     buckets, _ = _compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])
     of_ddp = {"algorithm": "nccl", "cuts": [max(bucket) + 1 for bucket in buckets]}
     for cluster in (cluster_of(name, num_nodes) for num_nodes in NUM_NODES):
-        assert step_of(gradients(), cluster).step_s <= step_of(gradients(), cluster, **of_ddp).step_s
+        assert (
+            step_of(gradients(), cluster).step_s <= step_of(gradients(), cluster, **of_ddp).step_s
+        )
 
 
 @pytest.mark.long
@@ -72,15 +81,24 @@ def test_a_hierarchy_is_chosen_where_it_clearly_wins():
 
 def pieces_of(plan, numels, cluster):
     """The bytes of each piece that the engine puts on the streams, with its algorithm."""
-    caps = plan.bucket_caps([2 * numel for numel in numels], num_nodes=cluster.num_nodes, on_cuda=True)
+    caps = plan.bucket_caps(
+        [2 * numel for numel in numels], num_nodes=cluster.num_nodes, on_cuda=True
+    )
     world_size = cluster.num_nodes * cluster.ranks_per_node
-    topology = Topology.from_ranks_per_node(rank=0, world_size=world_size, ranks_per_node=cluster.ranks_per_node)
+    topology = Topology.from_ranks_per_node(
+        rank=0, world_size=world_size, ranks_per_node=cluster.ranks_per_node
+    )
     carrier = SimpleNamespace(_groups=SimpleNamespace(topology=topology))
     found = []
     for index, size in enumerate(caps):
         flat = torch.empty(size // 2, dtype=torch.float16, device="meta")
         planned = plan.bucket(
-            index=index, numel=len(flat), dtype="float16", num_bytes=size, topology=topology, on_cuda=True
+            index=index,
+            numel=len(flat),
+            dtype="float16",
+            num_bytes=size,
+            topology=topology,
+            on_cuda=True,
         )
         bucket = InFlightBucket(flat=flat, plan=planned, finish=lambda flat: flat)
         CudaCarrier.accept(carrier, bucket, partial(Job, topology=topology), None)
@@ -89,14 +107,22 @@ def pieces_of(plan, numels, cluster):
 
 
 IN_PIECES = [CommPlan(algorithm=name) for name in ("two_level", "hierarchical", "parallel_flat")]
-IN_PIECES += [CommPlan(algorithm="two_level", bucket_bytes=size * MIB, num_buckets=1) for size in (64, 1024)]
+IN_PIECES += [
+    CommPlan(algorithm="two_level", bucket_bytes=size * MIB, num_buckets=1) for size in (64, 1024)
+]
 
 
-@pytest.mark.parametrize("num_nodes", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (4, 16, 256))])
+@pytest.mark.parametrize(
+    "num_nodes", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (4, 16, 256))]
+)
 def test_what_the_planner_prices_is_what_the_engine_puts_on_the_streams(num_nodes):
     """On clusters of conf/ with GPUs; and no plan that it chooses is slower in these pieces than flat."""
     numels, names = gradients(), [path.stem for path in tracked_in(CLUSTERS, "*.yaml")]
-    clusters = [cluster for name in names if isinstance((cluster := cluster_of(name, num_nodes)).transport, Nccl)]
+    clusters = [
+        cluster
+        for name in names
+        if isinstance((cluster := cluster_of(name, num_nodes)).transport, Nccl)
+    ]
     assert len(clusters) > 6
     for cluster in clusters[:: 3 if num_nodes == 2 else 1]:
         flat, chosen = CommPlan(algorithm="flat"), choose_plan(numels, cluster)
@@ -107,14 +133,18 @@ def test_what_the_planner_prices_is_what_the_engine_puts_on_the_streams(num_node
             assert len(priced) == num_stages, (cluster, plan)
             assert len(pieces) <= 4 * len({span.chunk.bucket for span in priced})
         in_turn_s = [
-            sum(cluster.alone_s(*piece) for piece in pieces_of(plan, numels, cluster)) for plan in (chosen, flat)
+            sum(cluster.alone_s(*piece) for piece in pieces_of(plan, numels, cluster))
+            for plan in (chosen, flat)
         ]
         assert in_turn_s[0] <= 1.001 * in_turn_s[1], cluster
 
 
 def test_on_cuda_only_large_buckets_of_hierarchies_are_cut_and_into_four_at_most():
     topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
-    cuts = [CommPlan().num_chunks_for(n * MIB, "two_level", topology, on_cuda=True) for n in (0, 25, 32, 63, 64, 1024)]
+    cuts = [
+        CommPlan().num_chunks_for(n * MIB, "two_level", topology, on_cuda=True)
+        for n in (0, 25, 32, 63, 64, 1024)
+    ]
     assert cuts == [1, 1, 2, 3, 4, 4]
     coarse = CommPlan(chunk_bytes=512 * MIB)
     assert coarse.num_chunks_for(1024 * MIB, "two_level", topology, on_cuda=True) == 1
@@ -159,14 +189,19 @@ def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_
     [
         (CommPlan(), [1.0, 25.0]),
         (CommPlan(bucket_bytes=MIB // 2), [0.5, 0.5]),
-        (CommPlan(bucket_bytes=8 * MIB, num_buckets=1), [8.0, 8.0, 1.0]),  # what a user or a planner asked for
+        (
+            CommPlan(bucket_bytes=8 * MIB, num_buckets=1),
+            [8.0, 8.0, 1.0],
+        ),  # what a user or a planner asked for
     ],
 )
 def test_on_cuda_ddp_gets_its_own_sizes_unless_others_are_asked_for(plan, limits):
     """DDP gets the sizes of 17 parameters of 1 MiB; on the CPU one for each bucket."""
     given_sizes = []
     for is_cuda in (True, False):
-        one = SimpleNamespace(requires_grad=True, is_cuda=is_cuda, dtype=torch.float16, numel=lambda: MIB // 2)
+        one = SimpleNamespace(
+            requires_grad=True, is_cuda=is_cuda, dtype=torch.float16, numel=lambda: MIB // 2
+        )
         one.element_size = lambda: 2
         module = SimpleNamespace(parameters=lambda one=one: [one] * 17)
         given_sizes.append(bucket_caps_for_ddp(module, plan, {}, num_nodes=2)["bucket_cap_mb_list"])

@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
+from lightning_hybrid.comm import (
+    CommEngine,
+    CommPlan,
+    CommTrace,
+    HookState,
+    Topology,
+    average_bucket,
+)
 from lightning_hybrid.comm import plan as plans
 from lightning_hybrid.comm.engine import cuda_carrier, cuda_streams, node_exchange, process_groups
 from lightning_hybrid.comm.engine import engine as engines
@@ -90,7 +97,14 @@ def cuda(fake_world, monkeypatch):
 
 
 def engine_of(
-    algorithm, nodes=TWO_BY_TWO, *, keep_events=False, is_timed=False, dtype_across=None, timeout_s=20.0, **plan
+    algorithm,
+    nodes=TWO_BY_TWO,
+    *,
+    keep_events=False,
+    is_timed=False,
+    dtype_across=None,
+    timeout_s=20.0,
+    **plan,
 ):
     plan = CommPlan(algorithm=algorithm, chunk_bytes=2**17, **plan)
     trace = CommTrace(keep_events=keep_events)
@@ -138,7 +152,9 @@ def test_every_tensor_that_crosses_streams_is_ordered_and_kept(cuda, algorithm, 
     """Also where a bucket and what its sum was in are given back before anybody has waited for the sum."""
     across, is_flat = (None if comm_dtype is None else torch.float16), "flat" in algorithm
     keep_events = asked == "timeline"
-    engine = engine_of(algorithm, keep_events=keep_events, is_timed=asked == "times", dtype_across=across)
+    engine = engine_of(
+        algorithm, keep_events=keep_events, is_timed=asked == "times", dtype_across=across
+    )
     steps(engine, comm_dtype=comm_dtype)
     summary = engine.trace.drain()
     for index in range(2):
@@ -158,7 +174,9 @@ def test_every_tensor_that_crosses_streams_is_ordered_and_kept(cuda, algorithm, 
         assert (summary.exposed_s, summary.busy_s, summary.buckets) == (0.0, 0.0, ())
     else:
         assert 0 < summary.exposed_s < summary.busy_s
-    of_stages = [event["dur"] for event in engine.trace._events if event["row"].startswith(algorithm)]
+    of_stages = [
+        event["dur"] for event in engine.trace._events if event["row"].startswith(algorithm)
+    ]
     assert is_flat or bool(of_stages) is keep_events
     assert min(of_stages, default=1e6) > 0.99e6  # a collective takes a second
 
@@ -176,9 +194,17 @@ def test_flat_is_one_call_and_a_hierarchy_overlaps_its_chunks(cuda):
             assert calls == ["c10d::allreduce_"]
     num_chunks = len(calls) // 3
     assert num_chunks == 6
-    assert calls[:5] == ["c10d::reduce_", "c10d::allreduce_", "c10d::reduce_", "c10d::allreduce_", "c10d::broadcast_"]
+    assert calls[:5] == [
+        "c10d::reduce_",
+        "c10d::allreduce_",
+        "c10d::reduce_",
+        "c10d::allreduce_",
+        "c10d::broadcast_",
+    ]
     assert times["flat"] == 1.0
-    assert times["hierarchical"] < 0.75 * 3 * num_chunks  # 2 calls of each 3 in the node, which overlap with the third
+    assert (
+        times["hierarchical"] < 0.75 * 3 * num_chunks
+    )  # 2 calls of each 3 in the node, which overlap with the third
 
 
 def test_a_hierarchy_alone_imports_and_makes_streams_of_our_own_and_they_have_high_priority(
@@ -191,7 +217,10 @@ def test_a_hierarchy_alone_imports_and_makes_streams_of_our_own_and_they_have_hi
             monkeypatch.setitem(sys.modules, cuda_streams.__name__, cuda_streams)
         step(engine, [torch.zeros(8)])
         assert (cuda_streams.__name__ in sys.modules) is is_named
-        assert [stream.priority for stream in cuda.streams if stream.priority] == [-1, -1] * is_named
+        assert [stream.priority for stream in cuda.streams if stream.priority] == [
+            -1,
+            -1,
+        ] * is_named
         engine.close()
 
 
@@ -208,7 +237,10 @@ def test_only_the_last_chunk_of_a_bucket_is_padded_and_shards_are_aligned(cuda, 
     for numel, num_pads in ((300_001, 3), (4 * 256 * 30, 0)):  # into the padded copy, and back
         del cuda.operations[:]
         engine.submit(torch.zeros(numel), bucket_index=0)
-        assert len([name for name, _ in cuda.operations if "pad" in name or name == "aten::copy_"]) <= num_pads
+        assert (
+            len([name for name, _ in cuda.operations if "pad" in name or name == "aten::copy_"])
+            <= num_pads
+        )
     assert len(numels) > 6
     assert all(shard % 128 == 0 and 2 * shard == whole for shard, whole in numels)
 
@@ -237,16 +269,23 @@ def test_times_are_the_devices_and_a_step_counts_once_it_is_through(cuda):
     cuda.go_on()
     summary = engine.trace.drain()
     assert (summary.num_steps, summary.num_buckets, summary.num_bytes) == (1, 2, 64)
-    assert (summary.busy_s, summary.exposed_s) == (2.0, 1.5)  # ready after 0.5 and 1 s, done after 1.5 and 2.5
+    assert (summary.busy_s, summary.exposed_s) == (
+        2.0,
+        1.5,
+    )  # ready after 0.5 and 1 s, done after 1.5 and 2.5
     assert [bucket.exposed_s for bucket in summary.buckets] == [0.5, 1.0]
     assert [bucket.in_flight_s for bucket in summary.buckets] == [1.0, 1.5]
 
 
-def test_a_bucket_has_no_event_and_counts_at_once_unless_somebody_reads_its_times(cuda, monkeypatch):
+def test_a_bucket_has_no_event_and_counts_at_once_unless_somebody_reads_its_times(
+    cuda, monkeypatch
+):
     engine = engine_of("flat")
     events = []
     event_of_cuda = torch.cuda.Event
-    monkeypatch.setattr(torch.cuda, "Event", lambda **kwargs: events.append(kwargs) or event_of_cuda(**kwargs))
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda **kwargs: events.append(kwargs) or event_of_cuda(**kwargs)
+    )
     cuda.hang()
     step(engine, [torch.zeros(8), torch.zeros(8)])
     assert events == []
@@ -271,14 +310,18 @@ def test_a_bucket_has_no_event_and_counts_at_once_unless_somebody_reads_its_time
         (OrderError("this rank hands over x"), "status"),
     ],
 )
-def test_a_rank_that_only_noticed_asks_for_status_and_one_that_failed_raises_the_alarm(fake_world, cuda, error, word):
+def test_a_rank_that_only_noticed_asks_for_status_and_one_that_failed_raises_the_alarm(
+    fake_world, cuda, error, word
+):
     engine = engine_of("flat")
 
     def finish(flat):
         raise error
 
     failed = "rank 0 failed on bucket 0"
-    with pytest.raises(RuntimeError, match=f"{failed} in stage `finish` of the flat all-reduce") as raised:
+    with pytest.raises(
+        RuntimeError, match=f"{failed} in stage `finish` of the flat all-reduce"
+    ) as raised:
         engine.submit(torch.zeros(8), bucket_index=0, finish=finish)
     assert ("rank 3 does not answer" in str(raised.value)) == (word == "status")
     assert [what for what, _ in engine._watchdog.asked if what != "compare"] == [word]
@@ -290,7 +333,11 @@ def test_a_rank_that_only_noticed_asks_for_status_and_one_that_failed_raises_the
 def test_nothing_that_waits_is_done_under_the_engines_lock(cuda, monkeypatch):
     engine = engine_of("two_level")
     locked = []
-    monkeypatch.setattr(process_groups, "abort_all", lambda limit_s: locked.append(engine._latch.lock.locked()) or [])
+    monkeypatch.setattr(
+        process_groups,
+        "abort_all",
+        lambda limit_s: locked.append(engine._latch.lock.locked()) or [],
+    )
     step(engine, [torch.zeros(8)])
     engine.abort("a test")
     assert {what for what, _ in engine._watchdog.asked} >= {"compare", "alarm"}
@@ -298,16 +345,24 @@ def test_nothing_that_waits_is_done_under_the_engines_lock(cuda, monkeypatch):
     assert locked == [False]
 
 
-def test_a_bucket_on_its_way_to_the_streams_as_another_rank_fails_is_an_error_at_once(fake_world, cuda):
+def test_a_bucket_on_its_way_to_the_streams_as_another_rank_fails_is_an_error_at_once(
+    fake_world, cuda
+):
     engine = engine_of("flat")
     with pytest.raises(RuntimeError, match="rank 2 gave up"):
-        engine.submit(torch.zeros(8), bucket_index=0, finish=lambda flat: engine._latch.trip("comm: rank 2 gave up."))
+        engine.submit(
+            torch.zeros(8),
+            bucket_index=0,
+            finish=lambda flat: engine._latch.trip("comm: rank 2 gave up."),
+        )
     assert len(fake_world) == 1
 
 
 def test_a_bucket_that_hangs_is_seen_by_its_events_with_the_stage_in_which_it_is(cuda):
     engine = engine_of("hierarchical")
-    assert engine._watchdog.arguments["give_up_after_s"] == 18.0  # before the limit of torch's watchdog
+    assert (
+        engine._watchdog.arguments["give_up_after_s"] == 18.0
+    )  # before the limit of torch's watchdog
     buffers = [torch.zeros(8), torch.zeros(8)]
     step(engine, buffers)
     assert engine._latch.stalled_s() == 0.0
@@ -337,7 +392,9 @@ def test_an_error_of_all_aborts_and_closing_then_waits_for_nothing(fake_world, c
     step(engine, [torch.zeros(8)])
     engine._latch.trip("comm: rank 2 gave up: OSError.")  # as from the watchdog's thread
     assert len(fake_world) == 1
-    with pytest.raises(RuntimeError, match=r"^comm: rank 2 gave up: OSError\. The gradients of this step are lost"):
+    with pytest.raises(
+        RuntimeError, match=r"^comm: rank 2 gave up: OSError\. The gradients of this step are lost"
+    ):
         engine.submit(torch.zeros(8), bucket_index=0)
     engine.close()
     engine.close()
@@ -350,7 +407,9 @@ def test_an_error_of_all_aborts_and_closing_then_waits_for_nothing(fake_world, c
 def test_a_device_that_waits_outside_of_a_bucket_counts_and_is_said(cuda):
     engine = engine_of("flat")
     cuda.hang()
-    assert engine._latch.stalled_s() == 0.0 or not engine._latch.status().is_inside  # not yet for long
+    assert (
+        engine._latch.stalled_s() == 0.0 or not engine._latch.status().is_inside
+    )  # not yet for long
     engine._carrier._waits._since_s -= 5.0
     assert engine._latch.stalled_s() > 4.0
     assert engine._latch.status().place == "waiting for its device, with no bucket in flight"
@@ -360,7 +419,9 @@ def test_a_device_that_waits_outside_of_a_bucket_counts_and_is_said(cuda):
     assert engine._latch.status().place.startswith("with no bucket in flight, in ")
 
 
-def test_an_engine_that_closes_in_health_waits_by_looking_and_not_for_ever(fake_world, cuda, monkeypatch):
+def test_an_engine_that_closes_in_health_waits_by_looking_and_not_for_ever(
+    fake_world, cuda, monkeypatch
+):
     engine = engine_of("flat")
     cuda.hang()
     step(engine, [torch.zeros(8)])
@@ -372,13 +433,17 @@ def test_an_engine_that_closes_in_health_waits_by_looking_and_not_for_ever(fake_
     cuda.hang()
     step(stuck, [torch.zeros(8)])
     monkeypatch.setattr(engines, "FAILED_CLOSE_LIMIT_S", -19.8)  # of a timeout of 20 s
-    with pytest.warns(UserWarning, match="closed while stages .* were still waiting for other ranks"):
+    with pytest.warns(
+        UserWarning, match="closed while stages .* were still waiting for other ranks"
+    ):
         stuck.close()
     assert len(fake_world) == 1
     assert cuda.host_waits == []
 
 
-def test_a_look_that_does_not_come_back_does_not_hold_up_the_watchdog(fake_world, cuda, monkeypatch):
+def test_a_look_that_does_not_come_back_does_not_hold_up_the_watchdog(
+    fake_world, cuda, monkeypatch
+):
     engine = engine_of("flat")
     cuda.hang()
     step(engine, [torch.zeros(8)])
@@ -423,7 +488,9 @@ class LateFuture:
             thread.join()
 
 
-def test_a_bucket_whose_future_comes_late_is_in_flight_until_then_and_its_times_are_reported_once(cuda, monkeypatch):
+def test_a_bucket_whose_future_comes_late_is_in_flight_until_then_and_its_times_are_reported_once(
+    cuda, monkeypatch
+):
     """CUDA says of an event that was never recorded that it is through, and raises where its time is asked for."""
     late = []
 
@@ -474,7 +541,9 @@ def test_groups_of_a_scope_are_one_split_where_the_backend_can(cuda, monkeypatch
 
     monkeypatch.setattr("lightning_hybrid.comm.engine.process_groups._can_be_split", lambda: True)
     monkeypatch.setattr(dist, "split_group", split_group)
-    monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: pytest.fail("a split would have done"))
+    monkeypatch.setattr(
+        dist, "new_group", lambda *args, **kwargs: pytest.fail("a split would have done")
+    )
     engine = engine_of("two_level")
     assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
     engine._groups._owned.clear()
@@ -502,25 +571,37 @@ def sums_by_streams(algorithm, nodes, numels, dtype):
         Cuda().installed(patch)
         engine = engine_of(algorithm, nodes)
         for _ in range(2):
-            flats = [integers(dist.get_rank(), numel, dtype, seed=index) for index, numel in enumerate(numels)]
+            flats = [
+                integers(dist.get_rank(), numel, dtype, seed=index)
+                for index, numel in enumerate(numels)
+            ]
             last = len(flats) - 1
-            futures = [engine.submit(each, bucket_index=i, is_last=i == last) for i, each in enumerate(flats)]
+            futures = [
+                engine.submit(each, bucket_index=i, is_last=i == last)
+                for i, each in enumerate(flats)
+            ]
             sums = [future.wait() for future in futures]
         summary = engine.trace.drain()
         engine.close()
-        expected = [sum_of_integers(4, numel, dtype, seed=index) for index, numel in enumerate(numels)]
+        expected = [
+            sum_of_integers(4, numel, dtype, seed=index) for index, numel in enumerate(numels)
+        ]
         return list(map(torch.equal, sums, expected)), summary.num_steps
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,)), ((0, 1, 2), (3,))], ids=str)
+@pytest.mark.parametrize(
+    "nodes", [TWO_BY_TWO, ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,)), ((0, 1, 2), (3,))], ids=str
+)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_stages_of_cuda_sum_up_right(four_ranks, algorithm, nodes):
     numels = [0, 3, 100_000, 70_001, 300_001]
     if algorithm == "two_level" and len(nodes[0]) == 3:
         algorithm = "auto"
     for last in (numels, numels[::-1]):
-        for are_right, num_steps in four_ranks.run(sums_by_streams, algorithm, nodes, last, torch.float32):
+        for are_right, num_steps in four_ranks.run(
+            sums_by_streams, algorithm, nodes, last, torch.float32
+        ):
             assert num_steps == 2
             assert are_right == [True] * len(last)
 
@@ -535,11 +616,17 @@ def sums_over_gloo():
         patch.setattr(
             dist,
             "all_reduce",
-            lambda *args, **kwargs: asynchronous.append(kwargs.get("async_op", False)) or all_reduce(*args, **kwargs),
+            lambda *args, **kwargs: (
+                asynchronous.append(kwargs.get("async_op", False)) or all_reduce(*args, **kwargs)
+            ),
         )
         engine = engine_of("flat")
-        flats = [integers(dist.get_rank(), numel, torch.float32, seed=numel) for numel in (3, 70_001)]
-        futures = [engine.submit(flat, bucket_index=i, is_last=i == 1) for i, flat in enumerate(flats)]
+        flats = [
+            integers(dist.get_rank(), numel, torch.float32, seed=numel) for numel in (3, 70_001)
+        ]
+        futures = [
+            engine.submit(flat, bucket_index=i, is_last=i == 1) for i, flat in enumerate(flats)
+        ]
         sums = [future.wait() for future in futures]
         num_steps = engine.trace.drain().num_steps
         engine.close()
@@ -587,7 +674,9 @@ def test_only_nccl_is_bound_to_its_device(monkeypatch, backend, device, is_bound
     """Where Gloo is, torch splits what cannot be split: ranks wait for each other, or miss a method of Gloo's."""
     seen = {}
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # the store is the launcher's
-    monkeypatch.setattr(rendezvous, "lightning_function", lambda name: lambda *args, **kwargs: seen.update(kwargs))
+    monkeypatch.setattr(
+        rendezvous, "lightning_function", lambda name: lambda *args, **kwargs: seen.update(kwargs)
+    )
     rendezvous.connect_ranks(None, backend, device, timedelta(seconds=5))
     assert seen["device_id"] == (device if is_bound else None)
 
@@ -615,11 +704,15 @@ def test_the_order_of_buckets_is_compared_in_the_first_steps_and_then_rarely(cud
     unchecked = engine_of("flat", check_order=False)
     for _ in range(4):
         step(unchecked, [torch.zeros(8)])
-    assert [what for what, _ in unchecked._watchdog.asked] == ["compare"]  # of the bucket, when it was new
+    assert [what for what, _ in unchecked._watchdog.asked] == [
+        "compare"
+    ]  # of the bucket, when it was new
 
 
 @pytest.mark.parametrize("algorithm", ["flat", "two_level"])
-def test_buckets_in_another_order_are_an_error_on_every_rank_and_no_host_waits_for_a_device(four_ranks, algorithm):
+def test_buckets_in_another_order_are_an_error_on_every_rank_and_no_host_waits_for_a_device(
+    four_ranks, algorithm
+):
     for text, host_waits, found in four_ranks.run(another_order, algorithm):
         assert (host_waits, found) == ([], [])
         assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text

@@ -15,16 +15,22 @@ from tests.toy import error_of
 
 TWO_BY_TWO = ((0, 1), (2, 3))
 MIXED = CommPlan(hierarchical_below_bytes=1000)  # auto: both algorithms in one run
-EVERY_STAGE = [(algorithm, stage.name) for algorithm, stages in stages.STAGES.items() for stage in stages]
+EVERY_STAGE = [
+    (algorithm, stage.name) for algorithm, stages in stages.STAGES.items() for stage in stages
+]
 # On another rank each; of `ring` others are no leaders.
-EVERY_STAGE = [(2 if stage[1] == "ring" else place % 4, *stage) for place, stage in enumerate(EVERY_STAGE)]
+EVERY_STAGE = [
+    (2 if stage[1] == "ring" else place % 4, *stage) for place, stage in enumerate(EVERY_STAGE)
+]
 
 
 def replace_stage(algorithm, name, run):
     """Put ``run(job, group, original)`` in the place of a stage, for engines built from now on; returns the undoing."""
     before = stages.STAGES[algorithm]
     stages.STAGES[algorithm] = tuple(
-        dataclasses.replace(stage, run=lambda job, group, original=stage.run: run(job, group, original))
+        dataclasses.replace(
+            stage, run=lambda job, group, original=stage.run: run(job, group, original)
+        )
         if stage.name == name
         else stage
         for stage in before
@@ -47,10 +53,15 @@ def broadcast_waits_for_the_next_reduce():
             raise TimeoutError("no overlap")
         original(job, group)
 
-    undo = replace_stage("hierarchical", "reduce", reduce), replace_stage("hierarchical", "broadcast", broadcast)
+    undo = (
+        replace_stage("hierarchical", "reduce", reduce),
+        replace_stage("hierarchical", "broadcast", broadcast),
+    )
     try:
         engine = engine_over(((0, 1),), CommPlan(algorithm="hierarchical"))
-        futures = [engine.submit(torch.full((3,), float(index)), bucket_index=index) for index in range(2)]
+        futures = [
+            engine.submit(torch.full((3,), float(index)), bucket_index=index) for index in range(2)
+        ]
         return [future.wait() for future in futures]
     finally:
         for each in reversed(undo):
@@ -74,14 +85,22 @@ def outcomes_with_a_failure(algorithm, stage, failing_rank):
             raise OSError("boom")
         original(job, group)
 
-    undo = replace_stage(algorithm, stage, fail_at_second) if dist.get_rank() == failing_rank else lambda: None
+    undo = (
+        replace_stage(algorithm, stage, fail_at_second)
+        if dist.get_rank() == failing_rank
+        else lambda: None
+    )
     try:
-        engine = engine_over(TWO_BY_TWO, CommPlan(algorithm=algorithm, num_parallel_groups=1), timeout_s=30.0)
+        engine = engine_over(
+            TWO_BY_TWO, CommPlan(algorithm=algorithm, num_parallel_groups=1), timeout_s=30.0
+        )
     finally:
         undo()
     start, futures = time.monotonic(), []
     errors = [error_of(submit_and_wait, engine, futures)]
-    errors += filter(None, (error_of(future.wait) for future in futures))  # the rest was done before it was known here
+    errors += filter(
+        None, (error_of(future.wait) for future in futures)
+    )  # the rest was done before it was known here
     waited_s = time.monotonic() - start
     errors.append(error_of(engine.submit, torch.ones(5), bucket_index=99))
     num_in_flight = engine.trace._num_in_flight
@@ -99,15 +118,23 @@ def submit_and_wait(engine, futures):
         futures.append(engine.submit(torch.ones(5), bucket_index=index))
 
 
-@pytest.mark.parametrize(("failing_rank", "algorithm", "stage"), EVERY_STAGE, ids=[stage for *_, stage in EVERY_STAGE])
-def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(four_ranks, algorithm, stage, failing_rank):
+@pytest.mark.parametrize(
+    ("failing_rank", "algorithm", "stage"), EVERY_STAGE, ids=[stage for *_, stage in EVERY_STAGE]
+)
+def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(
+    four_ranks, algorithm, stage, failing_rank
+):
     results = four_ranks.run(outcomes_with_a_failure, algorithm, stage, failing_rank)
     expected = f"comm: rank {failing_rank} failed on bucket 1 in stage `{stage}` of the {algorithm} all-reduce: OSError"
     for errors, waited_s, closed_s, threads, num_in_flight in results:
         last = errors[-1].removeprefix("RuntimeError: ")
         assert last.startswith(expected)
-        assert all(last in error for error in errors)  # a future's carries the callback's words before it
-        assert max(waited_s, closed_s) < 12  # the groups' timeout is 30 s; the watchdog looks within 0.75 s
+        assert all(
+            last in error for error in errors
+        )  # a future's carries the callback's words before it
+        assert (
+            max(waited_s, closed_s) < 12
+        )  # the groups' timeout is 30 s; the watchdog looks within 0.75 s
         assert (threads, num_in_flight) == ([], 0)
 
 
@@ -127,13 +154,17 @@ def failures_while_finishing():
     texts, counted = [], []
     for finish in (lambda flat: {}["no place"], lambda flat: engine.abort("no place") or flat):
         engine = engine_over(((0,),), MIXED)
-        texts.append(error_of(lambda: engine.submit(torch.ones(1), bucket_index=4, finish=finish).wait()))
+        texts.append(
+            error_of(lambda: engine.submit(torch.ones(1), bucket_index=4, finish=finish).wait())
+        )
         counted.append((engine.trace._num_in_flight, engine.trace.drain().buckets))
         engine.close()
     return texts, counted
 
 
-def test_a_failure_after_the_sum_is_the_same_error_and_the_bucket_is_not_counted_as_averaged(one_rank):
+def test_a_failure_after_the_sum_is_the_same_error_and_the_bucket_is_not_counted_as_averaged(
+    one_rank,
+):
     ((failed, gave_up), counted), *_ = one_rank.run(failures_while_finishing)
     assert "rank 0 failed on bucket 4 in stage `finish` of the flat all-reduce: KeyError" in failed
     assert "rank 0 gave up: no place" in gave_up
@@ -160,7 +191,9 @@ def is_freed_after_its_sum():
     freed, future = weakref.ref(flat), engine.submit(flat, bucket_index=0)
     future.wait()
     del flat, future
-    deadline_s = time.monotonic() + 5  # the threads go back to their queues a moment after the sum is there
+    deadline_s = (
+        time.monotonic() + 5
+    )  # the threads go back to their queues a moment after the sum is there
     while freed() is not None and time.monotonic() < deadline_s:
         time.sleep(0.01)
     is_freed = freed() is None

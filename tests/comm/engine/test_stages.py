@@ -12,7 +12,16 @@ from lightning_hybrid.comm.engine import gloo_p2p
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import STAGES, stage_scopes
 from lightning_hybrid.comm.topology import Topology
-from tests.comm.layouts import engine_over, integers, is_even, layouts, name, reals, sum_, sum_of_integers
+from tests.comm.layouts import (
+    engine_over,
+    integers,
+    is_even,
+    layouts,
+    name,
+    reals,
+    sum_,
+    sum_of_integers,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NUMELS = [0, 1, 2, 3, 5, 4096, 10007]
@@ -74,8 +83,12 @@ def num_roundings(algorithm, nodes, num_bytes):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("numel", [5003, 90_001])
 @pytest.mark.parametrize("algorithm", STAGES)
-@pytest.mark.parametrize("nodes", [((0, 1, 2, 3),), ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))], ids=name)
-def test_the_error_against_float64_is_that_of_the_roundings_stated(four_ranks, algorithm, nodes, numel):
+@pytest.mark.parametrize(
+    "nodes", [((0, 1, 2, 3),), ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))], ids=name
+)
+def test_the_error_against_float64_is_that_of_the_roundings_stated(
+    four_ranks, algorithm, nodes, numel
+):
     """|error| <= gamma_n * sum |x|, gamma_n = n u / (1 - n u); fp32 is rounded three times by any algorithm.
 
     16-bit sums that are rounded once have the smallest error that there is.
@@ -84,7 +97,9 @@ def test_the_error_against_float64_is_that_of_the_roundings_stated(four_ranks, a
     per_rank = four_ranks.run(sums_on_rank, nodes, algorithm, reals, cases)
     for index, (_, dtype) in enumerate(cases):
         addends = torch.stack([reals(rank, numel, dtype).double() for rank in range(4)])
-        count = 3 if dtype is torch.float32 else num_roundings(algorithm, nodes, numel * dtype.itemsize)
+        count = (
+            3 if dtype is torch.float32 else num_roundings(algorithm, nodes, numel * dtype.itemsize)
+        )
         bound = gamma(count, torch.finfo(dtype).eps / 2) * addends.abs().sum(0) + 2 * gamma(
             3, 2**-24
         ) * addends.abs().sum(0)
@@ -110,15 +125,21 @@ def test_stage_names_are_unique():
 
 def sum_in_halves_across(nodes, algorithm, numel):
     engine = engine_over(nodes, CommPlan(algorithm=algorithm), dtype_across_nodes=torch.float16)
-    flat = engine.submit(reals(dist.get_rank(), numel, torch.float32), bucket_index=0, is_last=True).wait()
+    flat = engine.submit(
+        reals(dist.get_rank(), numel, torch.float32), bucket_index=0, is_last=True
+    ).wait()
     engine.close()
     return flat
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("algorithm", STAGES)
-@pytest.mark.parametrize("nodes", [((0, 2), (1, 3)), ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))], ids=name)
-def test_halves_across_nodes_cost_the_roundings_between_nodes_and_no_more(four_ranks, algorithm, nodes):
+@pytest.mark.parametrize(
+    "nodes", [((0, 2), (1, 3)), ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))], ids=name
+)
+def test_halves_across_nodes_cost_the_roundings_between_nodes_and_no_more(
+    four_ranks, algorithm, nodes
+):
     """N node sums are rounded once each, and N - 1 times as they are added: gamma_N of fp16, and gamma_4 of fp32.
 
     ``flat`` knows no node sums: every rank's tensor is one. One node: single precision throughout.
@@ -127,7 +148,9 @@ def test_halves_across_nodes_cost_the_roundings_between_nodes_and_no_more(four_r
     num_addends = len(nodes) if algorithm in ("hierarchical", "two_level") else 4
     if len(nodes) == 1:
         num_addends = 0
-    bound = (gamma(num_addends, 2**-11) + 2 * gamma(4, 2**-24)) * addends.abs().sum(0) + num_addends * 2**-25
+    bound = (gamma(num_addends, 2**-11) + 2 * gamma(4, 2**-24)) * addends.abs().sum(
+        0
+    ) + num_addends * 2**-25
     results = four_ranks.run(sum_in_halves_across, nodes, algorithm, 5003)
     error = (results[0].double() - addends.sum(0)).abs()
     assert all(torch.equal(result, results[0]) for result in results)
@@ -139,7 +162,14 @@ def gamma(count, unit_roundoff):
     return count * unit_roundoff / (1 - count * unit_roundoff)
 
 
-COLLECTIVES = ("reduce_to_first_", "broadcast_", "scatter_reduce_", "gather_parts_", "collect_parts_", "exchange_")
+COLLECTIVES = (
+    "reduce_to_first_",
+    "broadcast_",
+    "scatter_reduce_",
+    "gather_parts_",
+    "collect_parts_",
+    "exchange_",
+)
 
 
 def sent_as_it_was(name):
@@ -165,7 +195,9 @@ def sent_as_it_was(name):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_every_send_is_through_before_its_memory_changes_or_goes_back_to_the_caller(rank_pool, name, world_size):
+def test_every_send_is_through_before_its_memory_changes_or_goes_back_to_the_caller(
+    rank_pool, name, world_size
+):
     found = rank_pool.ranks(world_size).run(sent_as_it_was, name)
     assert any(found)
     assert all(all(of_rank) for of_rank in found)
@@ -181,7 +213,9 @@ def facts_of_groups():
         groups.add({"a": "node", "b": "node", "c": "leaders", "d": "world"})
         own = {name: group for name, group in groups.by_stage.items() if group is not None}
         members = {name: dist.get_process_group_ranks(group) for name, group in own.items()}
-        timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in own.values()}
+        timeouts = {
+            group._get_backend(torch.device("cpu")).options._timeout for group in own.values()
+        }
         found.append((members, timeouts, len({id(group) for group in own.values()})))
         groups.destroy()
         groups.destroy()

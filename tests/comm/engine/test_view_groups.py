@@ -15,7 +15,12 @@ from lightning_hybrid.comm.engine.view_engine import ViewEngine
 from lightning_hybrid.comm.engine.view_groups import ViewGroups
 
 torch_groups = dist.distributed_c10d
-SCOPES = {"all_reduce": "world", "scatter_reduce": "node", "shard_all_reduce": "across", "gather": "node"}
+SCOPES = {
+    "all_reduce": "world",
+    "scatter_reduce": "node",
+    "shard_all_reduce": "across",
+    "gather": "node",
+}
 LIMIT = timedelta(seconds=20)
 
 
@@ -41,7 +46,9 @@ def happened(monkeypatch):
             seen.calls.append(("end", self.name))
             raise RuntimeError("its connections are closed")
 
-    def make(size, rank, ranks, backend, store, *, group_name, backend_options=None, device_id=None, **_):
+    def make(
+        size, rank, ranks, backend, store, *, group_name, backend_options=None, device_id=None, **_
+    ):
         # A bound device without `lazy_init`: torch would split the group of the host, and wait for its other ranks.
         assert (backend == "nccl") == (device_id == torch.device("cuda:0")) == bool(backend_options)
         assert backend != "nccl" or backend_options.lazy_init
@@ -54,14 +61,20 @@ def happened(monkeypatch):
         seen.calls.append(("synchronize", ""))
 
     monkeypatch.setattr(torch_groups, "_new_process_group_helper", make)
-    monkeypatch.setattr(torch_groups, "_abort_process_group", lambda group: seen.calls.append(("forget", group.name)))
+    monkeypatch.setattr(
+        torch_groups,
+        "_abort_process_group",
+        lambda group: seen.calls.append(("forget", group.name)),
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(view_groups, "ABORT_LIMIT_S", 0.5)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     for name, value in {"get_rank": 0, "get_world_size": 4, "is_initialized": True}.items():
         monkeypatch.setattr(dist, name, lambda value=value: value)
-    monkeypatch.setattr(torch_groups, "_get_default_group", lambda: pytest.fail("that of a host outlives the view"))
+    monkeypatch.setattr(
+        torch_groups, "_get_default_group", lambda: pytest.fail("that of a host outlives the view")
+    )
     yield seen
     for group in [one for one in torch_groups._world.pg_group_ranks if isinstance(one, Group)]:
         del torch_groups._world.pg_group_ranks[group]
@@ -93,7 +106,9 @@ def test_stages_have_a_communicator_for_each_set_of_ranks_and_plans_and_state_ha
     assert groups.by_stage["scatter_reduce"] is groups.by_stage["gather"]
 
 
-def test_a_cut_aborts_the_views_communicators_once_and_what_they_left_on_the_device_ends_before_the_next(happened):
+def test_a_cut_aborts_the_views_communicators_once_and_what_they_left_on_the_device_ends_before_the_next(
+    happened,
+):
     groups, _ = open_view()
     del happened.calls[:]
     threads = [threading.Thread(target=groups.cut) for _ in range(3)]
@@ -106,7 +121,10 @@ def test_a_cut_aborts_the_views_communicators_once_and_what_they_left_on_the_dev
     assert groups.world is None  # its threads end with the last reference
     calls = [call for call in happened.calls if call[0] != "end"]
     aborted, rest = calls[:3], calls[3:]
-    nccl = {f"lightning_hybrid.{stage}" for stage in ("all_reduce", "scatter_reduce", "shard_all_reduce")}
+    nccl = {
+        f"lightning_hybrid.{stage}"
+        for stage in ("all_reduce", "scatter_reduce", "shard_all_reduce")
+    }
     assert set(aborted) == {("abort", name) for name in nccl}
     assert rest[0] == ("synchronize", "")
     assert set(rest[1:]) == {("forget", name) for name in nccl | {"view"}}
@@ -145,7 +163,9 @@ def forget_to_end(limit):
 
 def test_a_wait_that_gloo_forgets_is_left_behind_when_the_view_has_ended(happened):
     groups, _ = open_view()
-    groups.world.allreduce = lambda tensors: SimpleNamespace(wait=forget_to_end, is_completed=lambda: False)
+    groups.world.allreduce = lambda tensors: SimpleNamespace(
+        wait=forget_to_end, is_completed=lambda: False
+    )
     threading.Timer(0.3, groups.cut).start()
     with pytest.raises(RuntimeError, match="comm: the view has ended"):
         groups.add_up(torch.zeros(1))
@@ -156,7 +176,9 @@ def test_a_wait_that_gloo_forgets_is_left_behind_when_the_view_has_ended(happene
 
 def test_an_engine_that_has_no_view_yet_takes_errors_and_is_closed():
     topology = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)
-    engine = ViewEngine(topology=topology, plan=CommPlan(), timeout=LIMIT, device=torch.device("cpu"))
+    engine = ViewEngine(
+        topology=topology, plan=CommPlan(), timeout=LIMIT, device=torch.device("cpu")
+    )
     engine.abort("a host was refused")
     engine.cut("a view has ended")
     assert (engine.failure, engine.close()) == ("", [])

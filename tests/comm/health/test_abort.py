@@ -22,7 +22,9 @@ def gone():
 
 def test_no_abort_waits_for_another_to_begin_and_what_does_not_end_is_named_and_not_waited_for():
     started, may_end = threading.Barrier(3), threading.Event()
-    groups = {str(index): aborting(lambda: started.wait(30)) for index in range(3)}  # for all the others
+    groups = {
+        str(index): aborting(lambda: started.wait(30)) for index in range(3)
+    }  # for all the others
     groups |= {"stuck": aborting(lambda: may_end.wait(60)), "gone": aborting(gone)}
     began_s = time.monotonic()
     assert abort.abort_together(groups.items(), limit_s=1) == ["stuck"]
@@ -48,7 +50,9 @@ def seconds_until_waits_end():
     return time.monotonic() - began_s
 
 
-def test_all_waits_in_a_group_of_gloo_can_be_ended_also_those_for_a_connection_that_it_does_not_look_at(rank_pool):
+def test_all_waits_in_a_group_of_gloo_can_be_ended_also_those_for_a_connection_that_it_does_not_look_at(
+    rank_pool,
+):
     assert max(rank_pool.ranks(3).run(seconds_until_waits_end)) < 20
 
 

@@ -17,15 +17,26 @@ from tests.comm.engine.test_cuda_streams import engine_of
 from tests.stand_in.recording_cuda import Cuda
 
 WAITING = RankStatus(
-    num_submitted=2, order="b", place="bucket 1 in stage `all_reduce`", recent=("x", "y"), is_inside=True
+    num_submitted=2,
+    order="b",
+    place="bucket 1 in stage `all_reduce`",
+    recent=("x", "y"),
+    is_inside=True,
 )
 BEHIND = RankStatus(num_submitted=1, order="a", place="with no bucket in flight", recent=("x",))
-STRAYED = RankStatus(num_submitted=2, order="c", place="bucket 1 in stage `all_reduce`", recent=("x", "z"))
+STRAYED = RankStatus(
+    num_submitted=2, order="c", place="bucket 1 in stage `all_reduce`", recent=("x", "z")
+)
 
 
 class Watched:
     def __init__(self, status, stalled_s, errors, rank):
-        self.status, self.stalled_s, self._errors, self._rank = lambda: status, lambda: stalled_s, errors, rank
+        self.status, self.stalled_s, self._errors, self._rank = (
+            lambda: status,
+            lambda: stalled_s,
+            errors,
+            rank,
+        )
 
     def trip(self, error, cause=None):
         self._errors.setdefault(self._rank, error)
@@ -66,13 +77,17 @@ class World:
 def soon(monkeypatch):
     monkeypatch.setattr(presence, "ASK_AFTER_S", 0.2)
     monkeypatch.setattr(presence, "PATIENCE_S", 2.0)
-    monkeypatch.setattr(watchdog, "STORE_LIMIT_S", 0.5)  # rank 0 leaves without waiting for ranks that are not there
+    monkeypatch.setattr(
+        watchdog, "STORE_LIMIT_S", 0.5
+    )  # rank 0 leaves without waiting for ranks that are not there
 
 
 def test_a_rank_that_does_not_answer_is_named_on_all_others(soon):
     errors = World({0: WAITING, 1: WAITING}).outcome(num_errors=2)
     assert len(set(errors.values())) == 1
-    assert errors[0].startswith("comm: rank 2 does not answer: its process is dead, stopped or unreachable. rank ")
+    assert errors[0].startswith(
+        "comm: rank 2 does not answer: its process is dead, stopped or unreachable. rank "
+    )
     assert "has waited 10 s, now bucket 1 in stage `all_reduce`. Rank 2 is on host z." in errors[1]
 
 
@@ -80,15 +95,23 @@ def test_a_rank_that_is_slow_answers_and_is_waited_for(monkeypatch):
     monkeypatch.setattr(presence, "ASK_AFTER_S", 0.2)
     world = World({0: WAITING, 1: WAITING, 2: BEHIND})
     end_s = time.monotonic() + 30
-    while not (are_there := world.has("question/2") and world.has("answer/1/2")) and time.monotonic() < end_s:
-        time.sleep(0.05)  # ranks 0 and 1 ask in turn, so a question may be put before the last one has its answers
+    while (
+        not (are_there := world.has("question/2") and world.has("answer/1/2"))
+        and time.monotonic() < end_s
+    ):
+        time.sleep(
+            0.05
+        )  # ranks 0 and 1 ask in turn, so a question may be put before the last one has its answers
     assert are_there
     assert world.outcome(num_errors=1, limit_s=0) == {}
 
 
 @pytest.mark.parametrize(
     ("third", "words"),
-    [(STRAYED, "comm: rank 2 handed over z where ranks 0, 1 handed over y"), (None, "comm: rank 2 has left")],
+    [
+        (STRAYED, "comm: rank 2 handed over z where ranks 0, 1 handed over y"),
+        (None, "comm: rank 2 has left"),
+    ],
 )
 def test_what_can_come_to_no_end_is_an_error_at_once(soon, third, words):
     world = World({0: WAITING, 1: WAITING, **({} if third is None else {2: third})})
@@ -103,7 +126,9 @@ def test_after_the_time_limit_the_rank_behind_is_named_on_all(monkeypatch):
     monkeypatch.setattr(presence, "ASK_AFTER_S", 1000.0)  # no rank would ask again before
     errors = World({0: WAITING, 1: WAITING, 2: BEHIND}, give_up_after_s=5.0).outcome(num_errors=3)
     assert len(set(errors.values())) == 1
-    assert errors[2].startswith("comm: rank 2 stands behind: 1 buckets handed over where others have 2; now with no")
+    assert errors[2].startswith(
+        "comm: rank 2 stands behind: 1 buckets handed over where others have 2; now with no"
+    )
 
 
 def test_where_collectives_raise_by_themselves_no_rank_asks(soon):
@@ -140,8 +165,12 @@ def watchdog_of(store, errors):
     return one
 
 
-@pytest.mark.parametrize(("is_busy", "is_error"), [(lambda num: num % 2, False), (lambda num: num > 4, True)])
-def test_only_requests_left_unanswered_in_a_row_mean_that_the_store_is_gone(monkeypatch, is_busy, is_error):
+@pytest.mark.parametrize(
+    ("is_busy", "is_error"), [(lambda num: num % 2, False), (lambda num: num > 4, True)]
+)
+def test_only_requests_left_unanswered_in_a_row_mean_that_the_store_is_gone(
+    monkeypatch, is_busy, is_error
+):
     monkeypatch.setattr(watchdog, "store_port", lambda: None)  # there is no process group
     store, errors = Unanswering(is_busy), {}
     one = watchdog_of(store, errors)
@@ -154,7 +183,9 @@ def test_only_requests_left_unanswered_in_a_row_mean_that_the_store_is_gone(monk
     assert store.num_requests >= 2 * watchdog.PATIENCE
 
 
-def test_a_comparison_has_a_limit_of_its_own_and_waits_for_a_busy_store_longer_than_a_question(monkeypatch):
+def test_a_comparison_has_a_limit_of_its_own_and_waits_for_a_busy_store_longer_than_a_question(
+    monkeypatch,
+):
     one = watchdog_of(Unanswering(bool), {})
     assert one.compare("bucket", "contents") == "contents"
     monkeypatch.setattr(watchdog, "COMPARE_LIMIT_S", 0.1)
@@ -167,7 +198,12 @@ def test_a_comparison_has_a_limit_of_its_own_and_waits_for_a_busy_store_longer_t
 def test_with_many_ranks_those_of_low_rank_ask_and_less_and_less_often():
     def after_s(rank, num_asked):
         asks = presence.Presence(
-            store=dist.HashStore(), rank=rank, world_size=1, ask=lambda do: do(), status=lambda: WAITING, wait=bool
+            store=dist.HashStore(),
+            rank=rank,
+            world_size=1,
+            ask=lambda do: do(),
+            status=lambda: WAITING,
+            wait=bool,
         )
         for _ in range(num_asked):
             asks.ask_all()
@@ -190,13 +226,17 @@ def host_in_a_sync():
         text, began_s = "", time.monotonic()
         try:
             # As NCCL's, which return at once.
-            patch.setattr(dist, "all_reduce", partial(cuda.all_reduce, lambda *args, **kwargs: None))
+            patch.setattr(
+                dist, "all_reduce", partial(cuda.all_reduce, lambda *args, **kwargs: None)
+            )
             if dist.get_rank() < 2:
                 cuda.hang()
                 engine.submit(torch.ones(8), bucket_index=0, is_last=True)
                 assert freed.wait(40), "the host still waits for its device"
             else:
-                engine.submit(torch.ones(8), bucket_index=0, is_last=True, finish=lambda flat: flat.view(3))
+                engine.submit(
+                    torch.ones(8), bucket_index=0, is_last=True, finish=lambda flat: flat.view(3)
+                )
             engine.submit(torch.ones(8), bucket_index=0)
         except RuntimeError as error:
             text = str(error)
@@ -208,4 +248,7 @@ def host_in_a_sync():
 def test_hosts_that_wait_for_their_device_are_freed_with_the_error_of_the_cause(three_ranks):
     for text, waited_s in three_ranks.run(host_in_a_sync):
         assert waited_s < 20  # the time limit is 60 s
-        assert "comm: rank 2 failed on bucket 0 in stage `finish` of the flat all-reduce: RuntimeError" in text
+        assert (
+            "comm: rank 2 failed on bucket 0 in stage `finish` of the flat all-reduce: RuntimeError"
+            in text
+        )

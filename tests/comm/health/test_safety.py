@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy
 from lightning_hybrid.comm.health import consensus
-from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus, diagnose, differing, name_ranks, places_of
+from lightning_hybrid.comm.health.diagnosis import (
+    IDLE,
+    RankStatus,
+    diagnose,
+    differing,
+    name_ranks,
+    places_of,
+)
 from tests.comm.layouts import engine_over, error_of_another_order, integers, sum_of_integers
 from tests.rank_pool import RankError
 from tests.toy import error_of
@@ -44,7 +51,9 @@ def test_a_checksum_is_wrong_on_every_rank_where_any_two_differ_and_nowhere_else
 
 
 def another_order(algorithm, is_known):
-    return error_of_another_order(engine_over(TWO_BY_TWO, CommPlan(algorithm=algorithm)), is_known=is_known)
+    return error_of_another_order(
+        engine_over(TWO_BY_TWO, CommPlan(algorithm=algorithm)), is_known=is_known
+    )
 
 
 @pytest.mark.sampled(3)
@@ -75,7 +84,9 @@ def test_plans_and_software_that_differ_are_refused_on_every_rank(four_ranks):
 def of_another_size(odd_rank):
     engine = engine_over(TWO_BY_TWO, CommPlan())
     numel = 41 if dist.get_rank() == odd_rank else 40
-    result = error_and_time_of(lambda: engine.submit(torch.ones(numel), bucket_index=0, is_last=True).wait())
+    result = error_and_time_of(
+        lambda: engine.submit(torch.ones(numel), bucket_index=0, is_last=True).wait()
+    )
     engine.close()
     return result
 
@@ -90,13 +101,19 @@ def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks):
 def one_rank_ends(number, ended_rank, algorithm):
     nodes = TWO_BY_TWO if dist.get_world_size() == 4 else ((0,), (1,))
     more = {"adasum_numels": (1500, 2500)} if algorithm == "adasum" else {}
-    plan = CommPlan(algorithm="hierarchical", chunk_bytes=2**50) if more else CommPlan(algorithm=algorithm)
+    plan = (
+        CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
+        if more
+        else CommPlan(algorithm=algorithm)
+    )
     engine = engine_over(nodes, plan, timeout_s=2.0)
     engine.submit(torch.ones(4000), bucket_index=0, is_last=True, **more).wait()
     dist.barrier()
     if dist.get_rank() == ended_rank:
         os.kill(os.getpid(), number)
-    text, _ = error_and_time_of(lambda: engine.submit(torch.ones(4000), bucket_index=0, is_last=True, **more).wait())
+    text, _ = error_and_time_of(
+        lambda: engine.submit(torch.ones(4000), bucket_index=0, is_last=True, **more).wait()
+    )
     raise AssertionError(f"error: {text}")  # this way the pool prints it next to the dead rank's
 
 
@@ -110,20 +127,35 @@ def one_rank_ends(number, ended_rank, algorithm):
         pytest.param(signal.SIGKILL, 4, 1, "adasum", marks=pytest.mark.long),
     ],
 )
-def test_a_rank_that_dies_or_was_stopped_is_named_on_all_others(rank_pool, number, world_size, ended_rank, algorithm):
+def test_a_rank_that_dies_or_was_stopped_is_named_on_all_others(
+    rank_pool, number, world_size, ended_rank, algorithm
+):
     with pytest.raises(RankError) as raised:
-        rank_pool.ranks(world_size).run(one_rank_ends, number, ended_rank, algorithm, timeout_s=40.0, grace_s=10.0)
+        rank_pool.ranks(world_size).run(
+            one_rank_ends, number, ended_rank, algorithm, timeout_s=40.0, grace_s=10.0
+        )
     text = f"error: comm: rank {ended_rank} does not answer: its process is dead, stopped or unreachable. rank"
     assert str(raised.value).count(text) == world_size - 1, str(raised.value)
 
 
 def chunked_sums(algorithm, nodes, numels, dtype):
-    engine = engine_over(nodes, CommPlan(algorithm=algorithm, chunk_bytes=2**16, num_parallel_groups=3))
-    flats = [integers(dist.get_rank(), numel, dtype, seed=index) for index, numel in enumerate(numels)]
+    engine = engine_over(
+        nodes, CommPlan(algorithm=algorithm, chunk_bytes=2**16, num_parallel_groups=3)
+    )
+    flats = [
+        integers(dist.get_rank(), numel, dtype, seed=index) for index, numel in enumerate(numels)
+    ]
     last = len(flats) - 1
-    futures = [engine.submit(flat, bucket_index=i, is_last=i == last) for i, flat in enumerate(flats)]
-    expected = [sum_of_integers(dist.get_world_size(), n, dtype, seed=index) for index, n in enumerate(numels)]
-    are_right = [torch.equal(future.wait(), one) for future, one in zip(futures, expected, strict=True)]
+    futures = [
+        engine.submit(flat, bucket_index=i, is_last=i == last) for i, flat in enumerate(flats)
+    ]
+    expected = [
+        sum_of_integers(dist.get_world_size(), n, dtype, seed=index)
+        for index, n in enumerate(numels)
+    ]
+    are_right = [
+        torch.equal(future.wait(), one) for future, one in zip(futures, expected, strict=True)
+    ]
     chunks = [bucket.num_chunks for bucket in engine.buckets]
     engine.close()
     return are_right, chunks
@@ -135,23 +167,37 @@ def chunked_sums(algorithm, nodes, numels, dtype):
 def test_chunks_of_large_buckets_round_several_groups_sum_up_right(four_ranks, algorithm, nodes):
     numels = [0, 3, 100_000, 70_001, 16_385, 300_001, 5]
     for last in (numels, numels[::-1], [1_200_017]):
-        for are_right, chunks in four_ranks.run(chunked_sums, algorithm, nodes, last, torch.float32):
-            assert max(chunks) > 1 or algorithm == "flat" or (len(nodes) == 4 and algorithm != "parallel_flat")
+        for are_right, chunks in four_ranks.run(
+            chunked_sums, algorithm, nodes, last, torch.float32
+        ):
+            assert (
+                max(chunks) > 1
+                or algorithm == "flat"
+                or (len(nodes) == 4 and algorithm != "parallel_flat")
+            )
             assert are_right == [True] * len(last)
 
 
 def at(place, num=2, order="b", recent="xy", *, is_inside=False):
-    return RankStatus(num_submitted=num, order=order, place=place, recent=tuple(recent), is_inside=is_inside)
+    return RankStatus(
+        num_submitted=num, order=order, place=place, recent=tuple(recent), is_inside=is_inside
+    )
 
 
 RING, WAITS = "in stage `ring`", "waiting for stage `ring`"
 AT_TWO, OUTSIDE = at(f"bucket 1 {RING}", is_inside=True), at(f"bucket 1 {WAITS}")
-INSIDE_ONE, WAITING_ONE = at(f"bucket 0 {RING}", 1, "a", "x", is_inside=True), at(f"bucket 0 {WAITS}", 1, "a", "x")
+INSIDE_ONE, WAITING_ONE = (
+    at(f"bucket 0 {RING}", 1, "a", "x", is_inside=True),
+    at(f"bucket 0 {WAITS}", 1, "a", "x"),
+)
 AT_ONE = at("with no bucket in flight", 1, "a", "x")
 IN_HOOK, IN_LOADER = at(f"{IDLE}, in `hook` (a.py:3)"), at(f"{IDLE}, in `load` (b.py:5)")
 IN_BARRIER = at(f"{IDLE}, in `barrier`, called by `c` (c.py:7)", is_inside=True)
 IN_GATHER = at(f"{IDLE}, in `x`, called by `d` (d.py:9)", is_inside=True)
-OTHER_BUCKET, LONG_AGO = at(f"bucket 1 {RING}", order="c", recent="xz"), at(f"bucket 1 {RING}", order="d")
+OTHER_BUCKET, LONG_AGO = (
+    at(f"bucket 1 {RING}", order="c", recent="xz"),
+    at(f"bucket 1 {RING}", order="d"),
+)
 LEFT = RankStatus(num_submitted=2, order="b", place="gone", has_left=True)
 BEHIND = "stands behind: 1 buckets handed over where others have 2; now"
 ABSENT = "does not come to the collective in which others wait; now"
@@ -168,25 +214,42 @@ ABSENT = "does not come to the collective in which others wait; now"
         ([WAITING_ONE, AT_ONE, AT_TWO], f"rank 1 {BEHIND} with no"),
         ([INSIDE_ONE, AT_TWO, AT_TWO], f"rank 0 {BEHIND} bucket 0"),
         ([AT_TWO, OUTSIDE, AT_TWO], f"rank 1 {ABSENT} bucket 1 waitin"),
-        ([OUTSIDE, OUTSIDE], "every rank answers, and none is in a collective: ranks 0, 1: bucket 1 waiting for"),
+        (
+            [OUTSIDE, OUTSIDE],
+            "every rank answers, and none is in a collective: ranks 0, 1: bucket 1 waiting for",
+        ),
         ([AT_TWO, AT_TWO, OTHER_BUCKET], "rank 2 handed over z where ranks 0, 1 handed over y"),
         ([AT_ONE, AT_TWO, OTHER_BUCKET], "rank 2 handed over z where rank 1 handed over y"),
-        ([AT_TWO, LONG_AGO, AT_TWO], "rank 1 handed over something else, longer ago than is remembered,"),
-        ([IN_HOOK, IN_LOADER], "every rank answers, and none is in a collective: rank 0: with no bucket in flight, in"),
+        (
+            [AT_TWO, LONG_AGO, AT_TWO],
+            "rank 1 handed over something else, longer ago than is remembered,",
+        ),
+        (
+            [IN_HOOK, IN_LOADER],
+            "every rank answers, and none is in a collective: rank 0: with no bucket in flight, in",
+        ),
         ([IN_BARRIER, IN_HOOK], f"rank 1 {ABSENT} with no bucket in fl"),
         (
             [IN_BARRIER, IN_GATHER],
             "ranks wait in different collectives: rank 0: with no bucket in flight, in `barrier`",
         ),
-        ([IN_BARRIER, IN_BARRIER], "every rank answers, so the network between them is the cause (ranks 0, 1: with no"),
+        (
+            [IN_BARRIER, IN_BARRIER],
+            "every rank answers, so the network between them is the cause (ranks 0, 1: with no",
+        ),
         ([AT_TWO, IN_HOOK], "every rank answers, so the network"),
-        ([AT_TWO, AT_TWO], "every rank answers, so the network between them is the cause (ranks 0, 1: bucket 1 in st"),
+        (
+            [AT_TWO, AT_TWO],
+            "every rank answers, so the network between them is the cause (ranks 0, 1: bucket 1 in st",
+        ),
     ],
 )
 def test_the_diagnosis_names_the_cause(statuses, words):
     assert diagnose("Rank 0 saw it", statuses).startswith(f"comm: {words}")
     assert diagnose("Rank 0 saw it", statuses).endswith("Rank 0 saw it.")
-    assert [None if each is None else RankStatus.from_json(each.to_json()) for each in statuses] == statuses
+    assert [
+        None if each is None else RankStatus.from_json(each.to_json()) for each in statuses
+    ] == statuses
 
 
 def test_many_ranks_are_named_in_short():

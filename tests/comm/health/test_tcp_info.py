@@ -9,7 +9,9 @@ from lightning_hybrid.comm.health import tcp_info
 from lightning_hybrid.comm.health.diagnosis import RankStatus, diagnose
 from lightning_hybrid.comm.health.tcp_info import MARGIN_S, TcpConnection, liveness_by_address
 
-LINE = TcpConnection(peer="10.0.0.2", port=29500, own="10.0.0.1", is_open=True, heard_s=3.0, is_waiting=True)
+LINE = TcpConnection(
+    peer="10.0.0.2", port=29500, own="10.0.0.1", is_open=True, heard_s=3.0, is_waiting=True
+)
 HERE = RankStatus(num_submitted=2, order="a", place="bucket 1 in stage `ring`", is_inside=True)
 HOSTS, ADDRESSES = ["a", "a", "b", "b"], [["10.0.0.1"]] * 2 + [["10.0.0.2"]] * 2
 
@@ -33,7 +35,10 @@ def test_data_that_waits_and_what_was_heard_separate_slow_from_cut_from_stopped(
 def test_one_connection_that_hears_something_says_that_the_host_lives_and_a_closed_one_nothing():
     found = [replace(LINE, heard_s=20.0), LINE, replace(LINE, peer="10.0.0.3", heard_s=20.0)]
     found.append(replace(LINE, peer="10.0.0.4", is_open=False))
-    assert liveness_by_address(found, waited_s=10.0) == {"10.0.0.2": ("slow", 3.0), "10.0.0.3": ("cut", 20.0)}
+    assert liveness_by_address(found, waited_s=10.0) == {
+        "10.0.0.2": ("slow", 3.0),
+        "10.0.0.3": ("cut", 20.0),
+    }
 
 
 def diagnosis(statuses):
@@ -61,7 +66,12 @@ LIVELY = replace(HERE, liveness={"10.0.0.2": ("slow", 3.0)})
 
 @pytest.mark.parametrize(
     "statuses",
-    [[HERE, HERE, None, None], [HERE, HERE, HERE, None], [HERE, None, HERE, HERE], [LIVELY, HERE, HERE, None]],
+    [
+        [HERE, HERE, None, None],
+        [HERE, HERE, HERE, None],
+        [HERE, None, HERE, HERE],
+        [LIVELY, HERE, HERE, None],
+    ],
 )
 def test_of_a_rank_whose_host_answers_or_says_nothing_no_rank_knows_more(statuses):
     assert "dead, stopped or unreachable" in diagnosis(statuses)
@@ -89,7 +99,9 @@ def test_the_kernel_says_what_was_sent_and_not_read_and_who_hung_up():
     server.close()
 
 
-def test_own_addresses_are_those_that_others_may_know_and_with_a_default_timeout_nothing_is_looked_at(monkeypatch):
+def test_own_addresses_are_those_that_others_may_know_and_with_a_default_timeout_nothing_is_looked_at(
+    monkeypatch,
+):
     """Python would set the descriptor, which others use, to one that does not block."""
     socket.setdefaulttimeout(3.0)
     try:

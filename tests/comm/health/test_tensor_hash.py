@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from lightning_hybrid.comm.health.tensor_hash import _BLOCK_ROWS, _ROW, Fingerprint
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
 SIZES = [0, 1, 3, _ROW - 1, _ROW, _ROW + 1, 3 * _ROW + 5, _BLOCK_ROWS * _ROW + 7]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -21,7 +29,9 @@ def of(tensor):
 
 def some(numel, dtype=torch.float32, device="cpu", seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2 if dtype is torch.bool else 100, (numel,), generator=generator).to(device, dtype)
+    return torch.randint(0, 2 if dtype is torch.bool else 100, (numel,), generator=generator).to(
+        device, dtype
+    )
 
 
 def flipped(tensor, element, bit):
@@ -53,7 +63,10 @@ def test_the_same_bit_flipped_in_several_places_shows(places, bit):
 def test_equal_bits_give_equal_fingerprints(device):
     """Whatever memory they are in; and the two devices agree, so a GPU is held to what is proved on the CPU."""
     for dtype, numel in itertools.product(DTYPES, SIZES):
-        one, other = some(numel, dtype, device), torch.empty(numel + 1, dtype=dtype, device=device)[1:]
+        one, other = (
+            some(numel, dtype, device),
+            torch.empty(numel + 1, dtype=dtype, device=device)[1:],
+        )
         other.copy_(one)
         assert of(one) == of(other) == of(some(numel, dtype)), (dtype, numel)
 
@@ -77,12 +90,18 @@ def test_a_slice_counts_its_own_elements_only():
 def test_a_combined_fingerprint_hangs_on_each_and_on_their_order():
     fingerprint = Fingerprint(torch.device("cpu"))
     one, two, three = (fingerprint.of(some(9, seed=seed)) for seed in range(3))
-    combined = {int(fingerprint.combine(each)) for each in ([one, two], [two, one], [one, three], [one, two, three])}
+    combined = {
+        int(fingerprint.combine(each))
+        for each in ([one, two], [two, one], [one, three], [one, two, three])
+    }
     assert len(combined) == 4
 
 
 def test_it_is_the_same_number_on_every_machine():
     """Computed once by hand from the formula, in Python's whole numbers."""
     weights = np.random.default_rng([1202, 4961, 0]).integers(0, 2**64, _ROW, dtype=np.uint64)
-    total = sum((int(weight) | 1) * value for weight, value in zip(weights, (5, -7, 11), strict=False)) % 2**64
+    total = (
+        sum((int(weight) | 1) * value for weight, value in zip(weights, (5, -7, 11), strict=False))
+        % 2**64
+    )
     assert of(torch.tensor([5, -7, 11], dtype=torch.int32)) % 2**64 == total

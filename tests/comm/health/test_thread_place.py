@@ -56,7 +56,10 @@ def test_a_rank_in_user_code_is_the_cause_of_a_wait_in_any_collective(two_ranks,
 
 
 def test_an_error_of_a_collective_says_which_it_was_and_who_called_it(one_rank):
-    assert "in `broadcast`, called by `failed_call` (test_thread_place.py:" in one_rank.run(failed_call)[0]
+    assert (
+        "in `broadcast`, called by `failed_call` (test_thread_place.py:"
+        in one_rank.run(failed_call)[0]
+    )
 
 
 def failed_call():
@@ -75,7 +78,9 @@ def cuda(monkeypatch):
 def test_no_event_is_asked_for_while_a_graph_is_captured(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", cuda.stream(CUDA))
     # A stream is entered on its own device: to leave it would else make a context on the first GPU, in every rank.
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.device == CUDA != cuda.current)
+    monkeypatch.setattr(
+        torch.cuda, "is_current_stream_capturing", lambda: cuda.device == CUDA != cuda.current
+    )
     waits = DeviceWaits(CUDA, also=lambda: pytest.fail("a look"))
     assert waits.stalled_s() == 0.0
     assert cuda.num_queries == cuda.number == 0
@@ -98,10 +103,15 @@ def stalled_pipeline():
         return is_aborted, errors[0]
 
 
-def test_a_pipelines_stage_that_hangs_on_a_gpu_is_named_within_the_limit_and_all_are_freed(two_ranks):
+def test_a_pipelines_stage_that_hangs_on_a_gpu_is_named_within_the_limit_and_all_are_freed(
+    two_ranks,
+):
     (first, error), (second, same) = two_ranks.run(stalled_pipeline)
     assert first
     assert second
     assert error == same
-    assert "rank 1 does not come to the collective in which others wait; now stage 1, forward of micro-batch 2" in error
+    assert (
+        "rank 1 does not come to the collective in which others wait; now stage 1, forward of micro-batch 2"
+        in error
+    )
     assert "rank 0 has waited 1 s, now stage 0, backward of micro-batch 2" in error

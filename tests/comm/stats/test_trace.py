@@ -36,17 +36,35 @@ def begins(trace, num_bytes=1, *, is_last=False, **more):
 def test_busy_is_the_union_and_exposed_the_tail_of_each_step():
     """A step: buckets in flight 1-4 and 3-6, backward over at 3; a pause; 10-11 and, the last, 12-13."""
     trace, clock = traced()
-    play(clock, (1, begins(trace, 100)), (3, begins(trace, 10, is_last=True)), (4, trace.end), (6, trace.end))
-    play(clock, (10, begins(trace)), (11, trace.end), (12, begins(trace, is_last=True)), (13, trace.end))
+    play(
+        clock,
+        (1, begins(trace, 100)),
+        (3, begins(trace, 10, is_last=True)),
+        (4, trace.end),
+        (6, trace.end),
+    )
+    play(
+        clock,
+        (10, begins(trace)),
+        (11, trace.end),
+        (12, begins(trace, is_last=True)),
+        (13, trace.end),
+    )
     clock.now_s = 20
-    assert trace.drain() == CommSummary(num_steps=2, num_buckets=4, num_bytes=112, busy_s=7.0, exposed_s=4.0)
-    assert trace.drain() == CommSummary(num_steps=0, num_buckets=0, num_bytes=0, busy_s=0.0, exposed_s=0.0)
+    assert trace.drain() == CommSummary(
+        num_steps=2, num_buckets=4, num_bytes=112, busy_s=7.0, exposed_s=4.0
+    )
+    assert trace.drain() == CommSummary(
+        num_steps=0, num_buckets=0, num_bytes=0, busy_s=0.0, exposed_s=0.0
+    )
     assert trace.drain().achieved_bytes_per_s is None
 
 
 def test_a_last_bucket_that_is_done_before_the_others_is_exposed_until_they_are():
     trace, clock = traced()
-    play(clock, (0, begins(trace)), (0, begins(trace, is_last=True)), (1, trace.end), (5, trace.end))
+    play(
+        clock, (0, begins(trace)), (0, begins(trace, is_last=True)), (1, trace.end), (5, trace.end)
+    )
     assert trace.drain().exposed_s == 5.0
 
 
@@ -63,9 +81,19 @@ def test_draining_in_mid_flight_splits_the_times():
 def test_buckets_replayed_from_device_times_count_as_if_seen():
     (seen, clock), replayed = traced(keep_events=True), CommTrace(keep_events=True)
     one_step(seen, clock)
-    times = [(event["ts"] / 1e6, event["dur"] / 1e6) for event in seen._events if event["row"] == "buckets"]
+    times = [
+        (event["ts"] / 1e6, event["dur"] / 1e6)
+        for event in seen._events
+        if event["row"] == "buckets"
+    ]
     replayed.replay(
-        DeviceTimes(bucket=bucket(i), traffic=TRAFFIC, is_last=i == 1, ready_s=begin_s, done_s=begin_s + taken_s)
+        DeviceTimes(
+            bucket=bucket(i),
+            traffic=TRAFFIC,
+            is_last=i == 1,
+            ready_s=begin_s,
+            done_s=begin_s + taken_s,
+        )
         for i, (begin_s, taken_s) in enumerate(times)
     )
     assert replayed._events == seen._events
@@ -91,7 +119,13 @@ def test_counts_survive_many_threads():
 
 
 def bucket(index, num_bytes=8, kind=BucketPlan, **more):
-    plan = {"numel": num_bytes // 4, "num_bytes": num_bytes, "dtype": "float32", "algorithm": "flat", "num_chunks": 1}
+    plan = {
+        "numel": num_bytes // 4,
+        "num_bytes": num_bytes,
+        "dtype": "float32",
+        "algorithm": "flat",
+        "num_chunks": 1,
+    }
     return kind(index=index, **plan, **more)
 
 
@@ -99,7 +133,12 @@ def test_each_bucket_is_exposed_from_the_one_done_before_it():
     """Submitted at 0, 1 and, the last, 2; done at 1.5 (hidden by backward), 4 and 7."""
     trace, clock = traced()
     play(clock, (0, begins(trace, 8)), (1, begins(trace, 8)), (1.5, trace.end, bucket(0)))
-    play(clock, (2, begins(trace, 8, is_last=True)), (4, trace.end, bucket(1)), (7, trace.end, bucket(2)))
+    play(
+        clock,
+        (2, begins(trace, 8, is_last=True)),
+        (4, trace.end, bucket(1)),
+        (7, trace.end, bucket(2)),
+    )
     summary = trace.drain()
     assert summary.exposed_by_bucket_s == {0: 0.0, 1: 2.0, 2: 3.0}
     assert sum(summary.exposed_by_bucket_s.values()) == summary.exposed_s
@@ -133,7 +172,9 @@ def test_each_bucket_has_its_time_in_flight_and_links_their_bytes():
     buckets = (bucket_summary(0, 2, 4.0, 2.0), bucket_summary(1, 2, 8.0, 6.0))
     summary = trace.drain()
     assert summary == CommSummary(**counts, **links, buckets=buckets)
-    assert CommSummary.from_state_dict(json.loads(json.dumps(summary.state_dict()))) == summary  # in a checkpoint
+    assert (
+        CommSummary.from_state_dict(json.loads(json.dumps(summary.state_dict()))) == summary
+    )  # in a checkpoint
 
 
 def test_the_total_is_that_of_all_windows():
@@ -154,10 +195,19 @@ def test_an_untimed_part_makes_the_sums_times_unknown_and_keeps_its_counts():
     timed, clock = traced()
     one_step(timed, clock)
     untimed = CommSummary(
-        num_buckets=1, busy_s=None, exposed_s=None, bytes_across=15.0, buckets=(bucket_summary(0, 1, None, None),)
+        num_buckets=1,
+        busy_s=None,
+        exposed_s=None,
+        bytes_across=15.0,
+        buckets=(bucket_summary(0, 1, None, None),),
     )
     total = timed.drain() + untimed
-    assert (total.num_buckets, total.bytes_across, total.busy_s, total.exposed_s) == (3, 45.0, None, None)
+    assert (total.num_buckets, total.bytes_across, total.busy_s, total.exposed_s) == (
+        3,
+        45.0,
+        None,
+        None,
+    )
     assert total.buckets == (bucket_summary(0, 2, None, None), bucket_summary(1, 1, 4.0, 3.0))
     assert total.achieved_bytes_per_s is None
 
@@ -175,8 +225,14 @@ def test_a_timeline_holds_backward_buckets_and_stages(tmp_path):
     assert off._events == []
     trace.write(tmp_path / "deeper" / "rank2.json", rank=2)
     events = json.loads((tmp_path / "deeper" / "rank2.json").read_text())["traceEvents"]
-    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    shown = [(rows[e["tid"]], e["name"], e["ts"], e["dur"], e["args"].get("bytes")) for e in events if e["ph"] == "X"]
+    rows = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    shown = [
+        (rows[e["tid"]], e["name"], e["ts"], e["dur"], e["args"].get("bytes"))
+        for e in events
+        if e["ph"] == "X"
+    ]
     assert shown == [
         ("backward", "backward, from its first bucket on", 0.0, 1e6, None),
         ("flat.0 all_reduce", "bucket 0", 0.5e6, 2.5e6, 4),
@@ -194,21 +250,35 @@ def topologies(draw):
     return Topology.from_identities(rank=0, identities=hosts)
 
 
-@given(st.sampled_from(ALGORITHMS), topologies(), st.integers(0, 10**9), st.sampled_from([None, 0.5]))
-def test_no_algorithm_claims_less_than_the_least_and_two_send_no_more(algorithm, topology, num_bytes, narrow):
+@given(
+    st.sampled_from(ALGORITHMS), topologies(), st.integers(0, 10**9), st.sampled_from([None, 0.5])
+)
+def test_no_algorithm_claims_less_than_the_least_and_two_send_no_more(
+    algorithm, topology, num_bytes, narrow
+):
     assume(algorithm != "two_level" or topology.ranks_per_node is not None)
     across = None if narrow is None else num_bytes * narrow
     found = traffic_of(algorithm, topology, num_bytes, num_bytes_across=across)
-    least = 2 * (topology.num_nodes - 1) / topology.num_nodes * (num_bytes if across is None else across)
+    least = (
+        2
+        * (topology.num_nodes - 1)
+        / topology.num_nodes
+        * (num_bytes if across is None else across)
+    )
     assert found.least_across == pytest.approx(least)
     assert found.across >= found.least_across * (1 - 1e-12)
     if algorithm in ("hierarchical", "two_level"):
         assert found.across == found.least_across
     # All that ranks of a node have to send one another: each but one its bytes to another, and back; a ring less.
     most = 2 * (max(map(len, topology.nodes)) - 1) * num_bytes
-    assert found.inside == most if algorithm in ("hierarchical", "two_level") else found.inside <= most
+    assert (
+        found.inside == most if algorithm in ("hierarchical", "two_level") else found.inside <= most
+    )
 
 
 def test_shards_need_nodes_of_equal_size():
-    with pytest.raises(ValueError, match=r"`algorithm` \(='two_level'\) needs nodes of equal size, and these hold \[2"):
+    with pytest.raises(
+        ValueError,
+        match=r"`algorithm` \(='two_level'\) needs nodes of equal size, and these hold \[2",
+    ):
         traffic_of("two_level", Topology(rank=0, nodes=((0, 1), (2,))), 100)

@@ -72,7 +72,9 @@ class Explorer:
         return self._numbers[content]
 
     def _new(self, index: int) -> ViewChange:
-        return self.machine(self.keys[index], ranks_per_host=self.ranks, min_hosts=self.min_hosts, max_hosts=self.n)
+        return self.machine(
+            self.keys[index], ranks_per_host=self.ranks, min_hosts=self.min_hosts, max_hosts=self.n
+        )
 
     def _load(self, index: int, node: int) -> ViewChange:
         machine = self._new(index)
@@ -88,7 +90,10 @@ class Explorer:
     def _dump(self, machine: ViewChange) -> int:
         machine.reasons = []  # words change nothing
         values = vars(machine).items()
-        ordered = {name: dict(sorted(each.items())) if isinstance(each, dict) else each for name, each in values}
+        ordered = {
+            name: dict(sorted(each.items())) if isinstance(each, dict) else each
+            for name, each in values
+        }
         return self._number(marshal.dumps(ordered, 2))
 
     def _apply(self, index: int, node: int, name: str, *args) -> tuple[int, list]:
@@ -98,14 +103,20 @@ class Explorer:
             if name == "receive":
                 machine.receive(args[0], marshal.loads(self._contents[args[1]]))
             else:
-                getattr(machine, name)(*(list(arg) if isinstance(arg, tuple) else arg for arg in args))
+                getattr(machine, name)(
+                    *(list(arg) if isinstance(arg, tuple) else arg for arg in args)
+                )
             out, machine.out = machine.out, []
             done: list = []
             for what in out:
                 if what[0] == "send":
-                    message = {name: [] if name == "reasons" else each for name, each in what[2].items()}
+                    message = {
+                        name: [] if name == "reasons" else each for name, each in what[2].items()
+                    }
                     message |= {"why": "w"} if message.get("why") else {}
-                    done.append(("send", self.keys.index(what[1]), self._number(marshal.dumps(message, 2))))
+                    done.append(
+                        ("send", self.keys.index(what[1]), self._number(marshal.dumps(message, 2)))
+                    )
                 else:
                     done.append(what)
             self._memo[memo] = self._dump(machine), done
@@ -126,7 +137,9 @@ class Explorer:
                     machine.join(joiner, list(self.steps[letter_of]))
                 machine.form("r")
             nodes.append(self._dump(machine))
-        steps = tuple(self.steps.get(letter, (0,) * self.ranks) for letter in self.hosts + self.joiners)
+        steps = tuple(
+            self.steps.get(letter, (0,) * self.ranks) for letter in self.hosts + self.joiners
+        )
         installed = () if self.is_founding else ((0, tuple(self.keys[: len(self.hosts)])),)
         budget = tuple(sorted(self.budget.items()))
         return World(
@@ -182,20 +195,30 @@ class Explorer:
             else:
                 without_state.append(index)
         if not with_state:
-            raise WrongError(f"no host of {view['next']} has had a view: nobody has the state of the run")
-        steps = {f"{self.keys[i]}/{local}": n for i in with_state for local, n in enumerate(world.steps[i])}
+            raise WrongError(
+                f"no host of {view['next']} has had a view: nobody has the state of the run"
+            )
+        steps = {
+            f"{self.keys[i]}/{local}": n
+            for i in with_state
+            for local, n in enumerate(world.steps[i])
+        }
         # Another may have installed it already and made its steps those of the target.
         if view["target"] < max(steps.values()) or view["target"] not in steps.values():
             raise WrongError(f"target {view['target']} of {steps}")
         if any(steps.get(donor) != view["target"] for donor in view["donors"]):
             raise WrongError(f"donors {view['donors']} of {steps}")
         late = {f"{self.keys[i]}/{local}" for i in without_state for local in range(self.ranks)}
-        if not ({rank for rank, n in steps.items() if n < view["target"]} | late) <= set(view["behind"]):
+        if not ({rank for rank, n in steps.items() if n < view["target"]} | late) <= set(
+            view["behind"]
+        ):
             raise WrongError(f"behind {view['behind']} of {steps}")
 
     def required(self, world: World) -> Iterator[tuple[str, World]]:
         """Events that must happen sometime."""
-        machines = [self.look(world, i) if world.status[i] == "lives" else None for i in range(self.n)]
+        machines = [
+            self.look(world, i) if world.status[i] == "lives" else None for i in range(self.n)
+        ]
         for sender, to in product(range(self.n), repeat=2):
             queue = world.channels[sender * self.n + to]
             if queue and world.status[to] == "lives":
@@ -203,7 +226,10 @@ class Explorer:
                 channels[sender * self.n + to] = queue[1:]
                 after = world._replace(channels=tuple(channels))
                 if queue[0] == FIN:
-                    yield f"{to} sees {sender} closed", self.do(after, to, "lose", self.keys[sender], "closed", "w")
+                    yield (
+                        f"{to} sees {sender} closed",
+                        self.do(after, to, "lose", self.keys[sender], "closed", "w"),
+                    )
                 else:
                     yield (
                         f"{to} gets #{queue[0]} of {sender}",
@@ -215,20 +241,35 @@ class Explorer:
             if machine.has_ended:
                 for local in range(self.ranks):
                     if local not in machine.committed:
-                        yield f"{i}.{local} comes", self.do(world, i, "come", local, world.steps[i][local])
+                        yield (
+                            f"{i}.{local} comes",
+                            self.do(world, i, "come", local, world.steps[i][local]),
+                        )
             watched = machine.candidates() if machine.run else []
             for j, key in enumerate(self.keys):
                 has_ended = world.status[j] == "isolated" and not world.channels[j * self.n + i]
                 is_silent = has_ended or frozenset((i, j)) in world.cut
-                if i != j and is_silent and key in [*watched, *machine.lobby] and key not in machine.lost:
+                if (
+                    i != j
+                    and is_silent
+                    and key in [*watched, *machine.lobby]
+                    and key not in machine.lost
+                ):
                     yield f"{j} is silent for {i}", self.do(world, i, "lose", key, "silent", "w")
             if (
                 not machine.run and len(machine.committed) == self.ranks and not self.is_founding
             ):  # asks for the run, and is sent to who coordinates
                 for j, head in enumerate(machines):
-                    known = [*head.lobby, *head.candidates(), *head.lost] if head and head.is_head() else self.keys
+                    known = (
+                        [*head.lobby, *head.candidates(), *head.lost]
+                        if head and head.is_head()
+                        else self.keys
+                    )
                     if self.keys[i] not in known and frozenset((i, j)) not in world.cut:
-                        yield f"{i} joins at {j}", self.do(world, j, "join", self.keys[i], world.steps[i])
+                        yield (
+                            f"{i} joins at {j}",
+                            self.do(world, j, "join", self.keys[i], world.steps[i]),
+                        )
 
     def optional(self, world: World) -> Iterator[tuple[str, World]]:
         """Losses that may happen."""
@@ -248,10 +289,14 @@ class Explorer:
                         is_heard = world.status[j] == "lives" and frozenset((i, j)) not in world.cut
                         channels[i * self.n + j] = (*queue[:count], FIN) if is_heard else ()
                         channels[j * self.n + i] = ()
-                    status = tuple("dead" if j == i else each for j, each in enumerate(world.status))
+                    status = tuple(
+                        "dead" if j == i else each for j, each in enumerate(world.status)
+                    )
                     yield (
                         f"kill {i} {kept}",
-                        world._replace(channels=tuple(channels), status=status, budget=spend("kill")),
+                        world._replace(
+                            channels=tuple(channels), status=status, budget=spend("kill")
+                        ),
                     )
         if budget.get("cut"):
             ends = (
@@ -266,18 +311,31 @@ class Explorer:
                     channels[i * self.n + j] = channels[j * self.n + i] = ()
                 yield (
                     f"cut {[sorted(pair) for pair in pairs]}",
-                    world._replace(channels=tuple(channels), cut=world.cut | frozenset(pairs), budget=spend("cut")),
+                    world._replace(
+                        channels=tuple(channels),
+                        cut=world.cut | frozenset(pairs),
+                        budget=spend("cut"),
+                    ),
                 )
         if budget.get("suspect"):
             for i in living:
                 machine = self.look(world, i)
                 for j, key in enumerate(self.keys):
-                    if i != j and machine.run and key in machine.candidates() and key not in machine.lost:
+                    if (
+                        i != j
+                        and machine.run
+                        and key in machine.candidates()
+                        and key not in machine.lost
+                    ):
                         after = world._replace(budget=spend("suspect"))
                         yield f"{i} suspects {j}", self.do(after, i, "lose", key, "silent", "w")
 
         if budget.get("early"):  # a sum breaks before any word has come
-            gone = {self.keys[i] for i in range(self.n) if world.status[i] != "lives" or self.look(world, i).has_ended}
+            gone = {
+                self.keys[i]
+                for i in range(self.n)
+                if world.status[i] != "lives" or self.look(world, i).has_ended
+            }
             for i in living:
                 machine = self.look(world, i)
                 if not machine.has_ended and gone & set(machine.hosts):
@@ -315,7 +373,9 @@ class Explorer:
             if self.first and len(came_from) > self.first:
                 return len(came_from)
             if len(came_from) > most:
-                raise WrongError(f"more than {most} states:\n" + "\n".join(self.path(came_from, world)))
+                raise WrongError(
+                    f"more than {most} states:\n" + "\n".join(self.path(came_from, world))
+                )
         return len(came_from)
 
     def path(self, came_from: dict, world: World | None) -> list[str]:
@@ -324,7 +384,9 @@ class Explorer:
             world, name = came_from[world]
             if "#" in name:
                 message = marshal.loads(self._contents[int(name.split("#")[1].split()[0])])
-                name = name.replace("#", f"{message['kind']} {message.get('to', message.get('number', ''))} #")
+                name = name.replace(
+                    "#", f"{message['kind']} {message.get('to', message.get('number', ''))} #"
+                )
             names.append(name)
         return names[::-1]
 
@@ -339,7 +401,11 @@ class Explorer:
         for i in going:
             machine = self.look(world, i)
             hosts = [self.keys.index(host) for host in machine.hosts]
-            if machine.has_ended or hosts != sorted(going, key=hosts.index if set(hosts) == set(going) else None):
-                raise WrongError(f"host {i} waits, or is in a view of {hosts} where {going} live: {vars(machine)}")
+            if machine.has_ended or hosts != sorted(
+                going, key=hosts.index if set(hosts) == set(going) else None
+            ):
+                raise WrongError(
+                    f"host {i} waits, or is in a view of {hosts} where {going} live: {vars(machine)}"
+                )
             if machine.number > 0 and {world.steps[j] for j in going} != {world.steps[i]}:
                 raise WrongError(f"steps {world.steps}")

@@ -30,8 +30,18 @@ class Hosts:
         self.pool = ThreadPoolExecutor(8)
 
     def __call__(self, name: str, **more) -> Membership:
-        options = {"local": 0, "ranks_per_host": 1, "min_hosts": 1, "max_hosts": 3, "token": "t", "wait_s": 10.0}
-        calls = {"on_change": lambda _, why: self.changes.append((name, why)), "make_store": lambda: f"of-{name}:1"}
+        options = {
+            "local": 0,
+            "ranks_per_host": 1,
+            "min_hosts": 1,
+            "max_hosts": 3,
+            "token": "t",
+            "wait_s": 10.0,
+        }
+        calls = {
+            "on_change": lambda _, why: self.changes.append((name, why)),
+            "make_store": lambda: f"of-{name}:1",
+        }
         made = Membership(host=name, meet=self.meet, **{**options, **calls, **more})
         self.made.append(made)
         return made
@@ -40,7 +50,10 @@ class Hosts:
         return self.all("enter", *hosts, committed=committed, timeout_s=timeout_s)
 
     def all(self, method: str, *hosts: Membership, committed: int = 0, timeout_s: float = 20):
-        waiting = [self.pool.submit(getattr(host, method), committed, timeout_s=timeout_s) for host in hosts]
+        waiting = [
+            self.pool.submit(getattr(host, method), committed, timeout_s=timeout_s)
+            for host in hosts
+        ]
         return [each.result(timeout_s + 5) for each in waiting]
 
 
@@ -76,7 +89,9 @@ def test_hosts_meet_one_leaves_as_planned_one_dies_and_one_joins(hosts):
     (alone,) = hosts.all("next_view", a, committed=7)
     assert (alone.hosts, alone.target, alone.store) == (("a",), 7, "of-a:1")
     d = hosts("d")
-    joining = hosts.pool.submit(d.enter, 3, timeout_s=20)  # steps of some checkpoint, which count for nothing here
+    joining = hosts.pool.submit(
+        d.enter, 3, timeout_s=20
+    )  # steps of some checkpoint, which count for nothing here
     wait_until(lambda: len(hosts.changes) == 2)
     (both,) = hosts.all("next_view", a, committed=9)
     assert both == joining.result(20)
@@ -139,7 +154,9 @@ def connections_from(leaver: Membership, *, to: Membership) -> list[Connection]:
     """Return the connections at one host that another host has opened."""
     peer = to._part
     outward = [*peer._peers.values(), *peer._asked.values()]
-    return [one for one in open_connections(to) if one.peer == leaver._part.key and one not in outward]
+    return [
+        one for one in open_connections(to) if one.peer == leaver._part.key and one not in outward
+    ]
 
 
 def open_connections(membership_of_one: Membership) -> list[Connection]:
@@ -149,10 +166,14 @@ def open_connections(membership_of_one: Membership) -> list[Connection]:
 
 def break_connection(membership: Membership, connection: Connection, error_number: int) -> None:
     """End one connection by an error of its socket; the other end is not told, as on a link that is cut."""
-    kept_open = connection.sock.dup()  # the kernel says nothing to the other end while there is a copy
+    kept_open = (
+        connection.sock.dup()
+    )  # the kernel says nothing to the other end while there is a copy
     kept_open.set_inheritable(False)
     KEPT_OPEN.append(kept_open)
-    membership._part.post(connection._transport._force_close, OSError(error_number, os.strerror(error_number)))
+    membership._part.post(
+        connection._transport._force_close, OSError(error_number, os.strerror(error_number))
+    )
 
 
 KEPT_OPEN: list[socket.socket] = []  # copies of sockets, until a test ends
@@ -176,7 +197,9 @@ def test_the_first_meeting_takes_the_latest_checkpoint_of_all(hosts):
 def test_a_late_member_is_waited_for_as_long_as_it_lives(hosts):
     a, b = hosts("a", max_hosts=2, silent_s=0.5), hosts("b", max_hosts=2, silent_s=0.5)
     hosts.enter(a, b)
-    early = hosts.pool.submit(a.next_view, 4, timeout_s=20)  # before any notice: it has seen a sum break
+    early = hosts.pool.submit(
+        a.next_view, 4, timeout_s=20
+    )  # before any notice: it has seen a sum break
     wait_until(lambda: [host for host, _ in hosts.changes] == ["b"])
     time.sleep(1.5)
     assert not early.done()
@@ -190,7 +213,9 @@ def test_a_late_member_is_waited_for_as_long_as_it_lives(hosts):
 def test_a_host_of_another_token_is_refused_in_words(hosts):
     a = hosts("a", wait_s=0.2)
     hosts.enter(a)
-    with pytest.raises(RefusedError, match=r"`token` of host a \(=t\) must be that of this host \(=other\)"):
+    with pytest.raises(
+        RefusedError, match=r"`token` of host a \(=t\) must be that of this host \(=other\)"
+    ):
         hosts("b", token="other").enter(0, timeout_s=20)
 
 
@@ -234,33 +259,48 @@ def test_it_listens_on_one_address_alone(hosts):
         if before.get(fd) == what:
             continue
         with socket.socket(fileno=os.dup(fd)) as each:
-            if each.family == socket.AF_INET and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if each.family == socket.AF_INET and each.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
                 listening.append(each.getsockname())
-    assert [f"{ip}:{port}" for ip, port in sorted(listening)] == sorted([hosts.meet[0], address_of(a.me.id)])
+    assert [f"{ip}:{port}" for ip, port in sorted(listening)] == sorted(
+        [hosts.meet[0], address_of(a.me.id)]
+    )
 
 
 def test_a_rank_that_cannot_be_in_a_view_ends_it_for_all(hosts):
     ways = {"ranks_per_host": 2, "max_hosts": 2, "on_own_host_lost": lambda why: None}
     ranks = [hosts(name, local=local, **ways) for name in "ab" for local in (0, 1)]
     hosts.enter(*ranks)
-    ranks[1].end_view("no groups")  # it waits for the first rank of its host, and that in a group for it
+    ranks[1].end_view(
+        "no groups"
+    )  # it waits for the first rank of its host, and that in a group for it
     wait_until(lambda: len(hosts.changes) == 4)
     assert {why for _, why in hosts.changes} == {"no groups"}
 
 
 @pytest.mark.parametrize(
     ("stopped", "words"),
-    [(0, "the first rank of this host was silent for 1 s"), (1, "rank 1 of this host was silent for 1 s")],
+    [
+        (0, "the first rank of this host was silent for 1 s"),
+        (1, "rank 1 of this host was silent for 1 s"),
+    ],
 )
-def test_ranks_of_a_host_hear_each_other_often_enough_and_miss_one_that_hangs(hosts, stopped, words):
+def test_ranks_of_a_host_hear_each_other_often_enough_and_miss_one_that_hangs(
+    hosts, stopped, words
+):
     lost: dict[int, list[str]] = {0: [], 1: []}
     ways = {"ranks_per_host": 2, "max_hosts": 1, "silent_s": 0.5}
-    ranks = [hosts("a", local=local, on_own_host_lost=lost[local].append, **ways) for local in (0, 1)]
+    ranks = [
+        hosts("a", local=local, on_own_host_lost=lost[local].append, **ways) for local in (0, 1)
+    ]
     hosts.enter(*ranks)
     time.sleep(2.5)  # each is lost after 1 s
     assert lost == {0: [], 1: []}
     goes_on = threading.Event()
-    ranks[stopped]._part.post(goes_on.wait, 20)  # its sockets stay open, as of a process that is stopped
+    ranks[stopped]._part.post(
+        goes_on.wait, 20
+    )  # its sockets stay open, as of a process that is stopped
     try:
         wait_until(lambda: lost[1 - stopped], within_s=5)
         assert lost[1 - stopped][0] == words
@@ -299,7 +339,10 @@ def test_an_error_of_the_network_is_no_proof_of_death(hosts, error_number):
             ("b", "host a was silent for 0.8 s"),
         }
         assert hosts.all("next_view", a)[0].hosts == ("a",)  # it holds the first address
-        with pytest.raises(IsolatedError, match=r"host a cannot be heard and may go on; here are too few \(host b\)"):
+        with pytest.raises(
+            IsolatedError,
+            match=r"host a cannot be heard and may go on; here are too few \(host b\)",
+        ):
             b.next_view(0, timeout_s=20)
 
 
@@ -359,7 +402,9 @@ def test_a_cut_link_leaves_the_arbiter_and_words(hosts, monkeypatch):
     monkeypatch.setattr(Connection, "data_received", lambda connection, data: None)
     wait_until(lambda: {host for host, _ in hosts.changes} == {"a", "b"})
     assert hosts.all("next_view", a)[0].hosts == ("a",)  # it holds the first address
-    with pytest.raises(IsolatedError, match=r"host a cannot be heard and may go on; here are too few \(host b\)"):
+    with pytest.raises(
+        IsolatedError, match=r"host a cannot be heard and may go on; here are too few \(host b\)"
+    ):
         b.next_view(0, timeout_s=20)
 
 

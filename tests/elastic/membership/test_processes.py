@@ -42,7 +42,12 @@ class Cluster:
         for host in hosts:
             command = [sys.executable, str(WORKER), host]
             self.processes[host] = [
-                subprocess.Popen([*command, str(local), str(self.ranks), *self.more], stdout=-1, stderr=-3, text=True)
+                subprocess.Popen(
+                    [*command, str(local), str(self.ranks), *self.more],
+                    stdout=-1,
+                    stderr=-3,
+                    text=True,
+                )
                 for local in range(self.ranks)
             ]
             for each in self.processes[host]:
@@ -70,7 +75,9 @@ class Cluster:
         return since_s
 
     def latest(self, host: str, local: int) -> dict:
-        mine = (each for each in reversed(self.said) if (each["host"], each["local"]) == (host, local))
+        mine = (
+            each for each in reversed(self.said) if (each["host"], each["local"]) == (host, local)
+        )
         return next((each for each in mine if each["event"] != "change"), {"event": "nothing"})
 
     def agree_on(self, *hosts: str, within_s: float = 20.0) -> float:
@@ -177,4 +184,6 @@ def test_twenty_random_rounds_end_in_one_view(cluster):
         cluster.start(*new)
         cluster.agree_on(*living, *new)
         living += new
-    print(f"killed -> agreed: median {statistics.median(times_s):.3f} s, worst {max(times_s):.3f} s")
+    print(
+        f"killed -> agreed: median {statistics.median(times_s):.3f} s, worst {max(times_s):.3f} s"
+    )

@@ -33,22 +33,34 @@ def no_more(explorer: Explorer, world: World) -> None:
 SMALL = {
     "2 hosts, any may die": (all_go_on, {"hosts": "ab", "budget": {"kill": 1, "early": 2}}),
     "3 hosts, two may die": (all_go_on, {"hosts": "abc", "budget": {"kill": 2}}),
-    "3 hosts, a sum breaks before word comes": (all_go_on, {"hosts": "abc", "budget": {"kill": 1, "early": 2}}),
+    "3 hosts, a sum breaks before word comes": (
+        all_go_on,
+        {"hosts": "abc", "budget": {"kill": 1, "early": 2}},
+    ),
     "2 hosts of 2 ranks": (all_go_on, {"hosts": "ab", "steps": TWO_RANKS, "budget": {"kill": 1}}),
     "a host joins one": (all_go_on, {"hosts": "a", "joiners": "j"}),
-    "a host joins two, any may die": (no_more, {"hosts": "ab", "joiners": "j", "budget": {"kill": 1}}),
+    "a host joins two, any may die": (
+        no_more,
+        {"hosts": "ab", "joiners": "j", "budget": {"kill": 1}},
+    ),
     "a host joins 2 of 2 ranks, any may die": (
         no_more,
         {"hosts": "ab", "joiners": "j", "steps": TWO_RANKS, "budget": {"kill": 1}},
     ),
     "2 hosts, a cut": (the_arbiter_goes_on, {"hosts": "ab", "budget": {"cut": 1}}),
     "3 hosts, a cut": (somebody_goes_on, {"hosts": "abc", "budget": {"cut": 1}}),
-    "3 hosts, one is cut off": (somebody_goes_on, {"hosts": "abc", "budget": {"cut": 1}, "cut_whole": True}),
+    "3 hosts, one is cut off": (
+        somebody_goes_on,
+        {"hosts": "abc", "budget": {"cut": 1}, "cut_whole": True},
+    ),
     "a host joins two, one is cut off": (  # in the middle of it none may have the votes
         no_more,
         {"hosts": "ba", "joiners": "j", "budget": {"cut": 1}, "cut_whole": True},
     ),
-    "a host joins one, any may die": (no_more, {"hosts": "a", "joiners": "j", "budget": {"kill": 1}}),
+    "a host joins one, any may die": (
+        no_more,
+        {"hosts": "a", "joiners": "j", "budget": {"kill": 1}},
+    ),
     "a host joins one with more steps than the run has, any may die": (
         no_more,
         {"hosts": "a", "joiners": "j", "steps": {"a": (3,), "j": (9,)}, "budget": {"kill": 1}},
@@ -57,20 +69,41 @@ SMALL = {
         no_more,
         {"hosts": "ab", "joiners": "j", "steps": {**STEPS, "j": (9,)}, "budget": {"kill": 1}},
     ),
-    "first meeting, any may die": (no_more, {"hosts": "abc", "budget": {"kill": 1}, "is_founding": True}),
+    "first meeting, any may die": (
+        no_more,
+        {"hosts": "abc", "budget": {"kill": 1}, "is_founding": True},
+    ),
 }
 LARGE = {
     "3 hosts, a cut, and any may die": (no_more, {"hosts": "abc", "budget": {"kill": 1, "cut": 1}}),
     "3 hosts, two cuts": (no_more, {"hosts": "abc", "budget": {"cut": 2}}),
-    "3 hosts, one is taken for lost": (somebody_goes_on, {"hosts": "abc", "budget": {"suspect": 1}}),
+    "3 hosts, one is taken for lost": (
+        somebody_goes_on,
+        {"hosts": "abc", "budget": {"suspect": 1}},
+    ),
     "3 hosts, two are taken for lost": (no_more, {"hosts": "abc", "budget": {"suspect": 2}}),
     "a host joins three, any may die: the first 200,000 states": (
         no_more,
-        {"hosts": "abc", "joiners": "j", "budget": {"kill": 1}, "are_waiting": True, "first": 200_000},
+        {
+            "hosts": "abc",
+            "joiners": "j",
+            "budget": {"kill": 1},
+            "are_waiting": True,
+            "first": 200_000,
+        },
     ),
-    "a host joins two, two may die": (no_more, {"hosts": "ab", "joiners": "j", "budget": {"kill": 2}}),
-    "a host joins two, a cut": (the_arbiter_goes_on, {"hosts": "ab", "joiners": "j", "budget": {"cut": 1}}),
-    "a host joins two, one is taken for lost": (no_more, {"hosts": "ab", "joiners": "j", "budget": {"suspect": 1}}),
+    "a host joins two, two may die": (
+        no_more,
+        {"hosts": "ab", "joiners": "j", "budget": {"kill": 2}},
+    ),
+    "a host joins two, a cut": (
+        the_arbiter_goes_on,
+        {"hosts": "ab", "joiners": "j", "budget": {"cut": 1}},
+    ),
+    "a host joins two, one is taken for lost": (
+        no_more,
+        {"hosts": "ab", "joiners": "j", "budget": {"suspect": 1}},
+    ),
 }
 
 
@@ -106,7 +139,11 @@ MUTANTS = {
         "if not self.proposal:",
         "a host joins two, any may die",
     ),
-    "does not vote": ("if not have_the_votes(kept, hosts, self.lost):", "if False:", "2 hosts, a cut"),
+    "does not vote": (
+        "if not have_the_votes(kept, hosts, self.lost):",
+        "if False:",
+        "2 hosts, a cut",
+    ),
     "does not vote of attempts": (
         "[self.hosts, *self.attempts.values()]",
         "[self.hosts]",
@@ -147,7 +184,14 @@ def test_a_host_accepts_no_older_proposal_and_none_that_has_not_heard_of_what_it
 
     def answer_to(head: str, **offer) -> list[str]:
         machine.out = []
-        base = {"kind": "propose", "run": "r", "number": 0, "hosts": [a, b, c], "attempts": [], "lost": {}}
+        base = {
+            "kind": "propose",
+            "run": "r",
+            "number": 0,
+            "hosts": [a, b, c],
+            "attempts": [],
+            "lost": {},
+        }
         machine.receive(head, {**base, "next": [a, b, c], **offer})
         return [message["kind"] for _, host, message in machine.out if host == head]
 

@@ -27,7 +27,9 @@ def main(host, local, ranks_per_host, meet, min_hosts, max_hosts, silent_s, wait
     from lightning_hybrid.elastic.membership.view import IsolatedError
 
     def say(event, **more):
-        line = json.dumps({"t": time.time(), "host": host, "local": int(local), "event": event, **more})
+        line = json.dumps(
+            {"t": time.time(), "host": host, "local": int(local), "event": event, **more}
+        )
         os.write(1, f"{line}\n".encode())  # whole, as two threads do so
 
     def change(number, why):
@@ -53,7 +55,14 @@ def main(host, local, ranks_per_host, meet, min_hosts, max_hosts, silent_s, wait
     try:
         view = membership.enter(0, timeout_s=60)
         while True:
-            say("view", number=view.number, hosts=view.hosts, store=view.store, target=view.target, why=view.reasons)
+            say(
+                "view",
+                number=view.number,
+                hosts=view.hosts,
+                store=view.store,
+                target=view.target,
+                why=view.reasons,
+            )
             step = view.target
             while not has_ended.wait(0.01):
                 step += 1

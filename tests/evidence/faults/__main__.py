@@ -34,7 +34,9 @@ KEYS: dict[str, Any] = {
 def main(cfg: DictConfig) -> None:
     """Run one short run for each case; print each, write the table. Exit with status 1 where one broke."""
     launch.ignore_lightning_warnings()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks that were stopped do not outlive this
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that ranks that were stopped do not outlive this
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         made: list[OneHost] = [instantiate(cfg.world) for _ in range(cfg.at_once)]
@@ -46,7 +48,9 @@ def main(cfg: DictConfig) -> None:
         with launch.short_errors():
             chosen = fault_table.chosen_of(cases, cfg.only, cfg.part)
         config, folder = config_and_folder(cfg)
-        ran = fault_case.run_cases(chosen, worlds, comm_dtype_across_nodes=cfg.comm_dtype_across_nodes)
+        ran = fault_case.run_cases(
+            chosen, worlds, comm_dtype_across_nodes=cfg.comm_dtype_across_nodes
+        )
         found = entered.enter_context(closing(ran))
         fault_table.record(found, folder, config=config, title=cfg.about or "Injected faults")
 

@@ -60,11 +60,16 @@ class FaultCase:
         """Promise, in the words of the table."""
         if not self.is_survived:
             return "named on every rank"
-        return f"{'the others end' if self.no_answer else 'survived'}, same bits"  # as in the records
+        return (
+            f"{'the others end' if self.no_answer else 'survived'}, same bits"  # as in the records
+        )
 
 
 def run_cases(
-    cases: Sequence[FaultCase], worlds: Sequence[OneHost], *, comm_dtype_across_nodes: str | None = None
+    cases: Sequence[FaultCase],
+    worlds: Sequence[OneHost],
+    *,
+    comm_dtype_across_nodes: str | None = None,
 ) -> Generator[FaultOutcome]:
     """Run every case once, as many at the same time as there are worlds; yield outcomes in the order of `cases`.
 
@@ -91,34 +96,58 @@ def run_cases(
         for future in [pool.submit(run, case) for case in others]:
             yield future.result()
     finally:
-        pool.shutdown(cancel_futures=True)  # interrupted, it waits for the cases under way: no rank is left behind
+        pool.shutdown(
+            cancel_futures=True
+        )  # interrupted, it waits for the cases under way: no rank is left behind
 
 
 def run_case(
-    case: FaultCase, world: OneHost, weights: int | None = None, *, dtype_between_nodes: str | None = None
+    case: FaultCase,
+    world: OneHost,
+    weights: int | None = None,
+    *,
+    dtype_between_nodes: str | None = None,
 ) -> tuple[FaultOutcome, int | None]:
     """Inject the fault; return the outcome, and a hash of the weights where all ranks have the same.
 
     `weights`: hash of an undisturbed run, to be compared with. `dtype_between_nodes`: of the strategy.
     """
     no_answer = (case.rank,) if case.no_answer else ()
-    spec = {name: getattr(case, name) for name in ("kind", "rank", "phase", "step", "pause_s", "timeout_s")}
+    spec = {
+        name: getattr(case, name)
+        for name in ("kind", "rank", "phase", "step", "pause_s", "timeout_s")
+    }
     spec |= {"num_steps": case.num_steps, "dtype_between_nodes": dtype_between_nodes}
     # Beyond this a rank hangs: that itself breaks the promise.
     limit_s = START_S + case.timeout_s + ALLOWED_S
     for _ in range(MOST_TRIES):
-        run = world.run(train_rank, spec, limit_s=limit_s, no_answer=no_answer, when_injected=_spoiler(case, world))
+        run = world.run(
+            train_rank,
+            spec,
+            limit_s=limit_s,
+            no_answer=no_answer,
+            when_injected=_spoiler(case, world),
+        )
         if run.injected_s is not None:
             break
     hashes = {None if one is None else one["weights"] for one in run.ranks}
     outcome = fault_outcome(
-        case, run, host=world.host_name(world.host_of(case.rank)), no_answer=no_answer, weights=weights
+        case,
+        run,
+        host=world.host_name(world.host_of(case.rank)),
+        no_answer=no_answer,
+        weights=weights,
     )
     return outcome, hashes.pop() if len(hashes) == 1 else None
 
 
 def fault_outcome(
-    case: FaultCase, run: RunOutcome, *, host: str, no_answer: Sequence[int] = (), weights: int | None = None
+    case: FaultCase,
+    run: RunOutcome,
+    *,
+    host: str,
+    no_answer: Sequence[int] = (),
+    weights: int | None = None,
 ) -> FaultOutcome:
     """Judge whether the promise was held, by what the ranks wrote."""
     living = {rank: one for rank, one in enumerate(run.ranks) if rank not in no_answer}
@@ -131,7 +160,9 @@ def fault_outcome(
         problems.append("the fault was never injected")
     elif errors:
         seconds = max(one["time_s"] for one in words.values()) - run.injected_s
-    problems += _not_survived(case, words, weights) if case.is_survived else _not_named(case, words, host)
+    problems += (
+        _not_survived(case, words, weights) if case.is_survived else _not_named(case, words, host)
+    )
     if not case.is_survived and seconds is not None and seconds > case.timeout_s + ALLOWED_S:
         problems.append(f"after {seconds:.0f} s, beyond {case.timeout_s + ALLOWED_S:g}")
     seen = [*errors.values(), "all ranks end with the same weights"]
@@ -147,7 +178,9 @@ def fault_outcome(
     )
 
 
-def _not_survived(case: FaultCase, words: dict[int, dict[str, Any]], weights: int | None) -> list[str]:
+def _not_survived(
+    case: FaultCase, words: dict[int, dict[str, Any]], weights: int | None
+) -> list[str]:
     """List what is wrong where every rank that can should have ended as without a fault."""
     problems = [f"rank {rank}: {one['error']}" for rank, one in words.items() if one["error"]]
     problems += [
@@ -176,7 +209,11 @@ def _not_named(case: FaultCase, words: dict[int, dict[str, Any]], host: str) -> 
         missing = [name for name in asked if name not in error]
         problems += [f"rank {rank} does not say {name!r}: {error}" for name in missing]
         wrong = [_filled(name, case, host) for name in case.never_says]
-        problems += [f"rank {rank} says {name!r}, which is not so: {error}" for name in wrong if name in error]
+        problems += [
+            f"rank {rank} says {name!r}, which is not so: {error}"
+            for name in wrong
+            if name in error
+        ]
     return problems
 
 

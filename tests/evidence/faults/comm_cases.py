@@ -6,7 +6,10 @@ from tests.evidence.faults.case import FaultCase
 from tests.evidence.faults.inject import OF_A_SUM, PHASES
 
 DEAD = ("rank RANK does not answer", "on host HOST")
-STORE = ("the store through which the ranks met does not answer: rank 0, or the launcher that keeps it", "on host HOST")
+STORE = (
+    "the store through which the ranks met does not answer: rank 0, or the launcher that keeps it",
+    "on host HOST",
+)
 GAVE_UP = ("comm: rank RANK gave up: OutOfMemoryError", "on host HOST")
 OUT_OF_MEMORY = ("OutOfMemoryError", "rank RANK (host HOST)")
 HUNG = ("rank RANK stands behind", "on host HOST")
@@ -39,12 +42,33 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
     common: dict[str, Any] = {"rank": last}
     for phase in ("forward", "backward", OF_A_SUM[1], "validation", "between epochs"):
         found.append(
-            FaultCase(fault="rank lags by 3 s", kind="lags", phase=phase, is_survived=True, lost="nothing", **common)
+            FaultCase(
+                fault="rank lags by 3 s",
+                kind="lags",
+                phase=phase,
+                is_survived=True,
+                lost="nothing",
+                **common,
+            )
         )
-    for phase in ("setup", "forward", "backward", OF_A_SUM[0], "update", "validation", "between epochs"):
+    for phase in (
+        "setup",
+        "forward",
+        "backward",
+        OF_A_SUM[0],
+        "update",
+        "validation",
+        "between epochs",
+    ):
         own: dict[str, Any] = {"names": GAVE_UP, "own_names": OUT_OF_MEMORY}
         if phase in OF_A_SUM:
-            own = {"names": ("rank RANK failed on bucket 0 in stage `", "OutOfMemoryError", "on host HOST")}
+            own = {
+                "names": (
+                    "rank RANK failed on bucket 0 in stage `",
+                    "OutOfMemoryError",
+                    "on host HOST",
+                )
+            }
         found.append(FaultCase(fault="out of memory", kind="raises", phase=phase, **own, **common))
     found += [
         FaultCase(
@@ -68,7 +92,13 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
 
 def _gone(fault: str, kind: str, rank: int, phase: str) -> FaultCase:
     """Make the case of a rank that no longer answers."""
-    common: dict[str, Any] = {"fault": fault, "kind": kind, "rank": rank, "phase": phase, "no_answer": True}
+    common: dict[str, Any] = {
+        "fault": fault,
+        "kind": kind,
+        "rank": rank,
+        "phase": phase,
+        "no_answer": True,
+    }
     if phase in OVER:
         return FaultCase(is_survived=True, lost="nothing", **common)
     if kind == "hangs":
@@ -97,7 +127,9 @@ def cases_of_links(num_ranks: int) -> list[FaultCase]:
             fault="link 10,000 times slower",
             host_link=(("mbit_per_s", 0.01),),
             names=("link", *where),
-            never_says=("dead",),  # from either side: whether anything was heard in time differs from run to run
+            never_says=(
+                "dead",
+            ),  # from either side: whether anything was heard in time differs from run to run
             **common,
         ),
     ]

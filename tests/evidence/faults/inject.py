@@ -56,7 +56,9 @@ class Inject(Callback):
             threads: Any = trainer.strategy._comm.engine._carrier  # type: ignore[attr-defined]
             threads._has_run = self._before_a_stage(trainer, threads._has_run)
 
-    def _before_a_stage(self, trainer: pl.Trainer, has_run: Callable[..., bool]) -> Callable[..., bool]:
+    def _before_a_stage(
+        self, trainer: pl.Trainer, has_run: Callable[..., bool]
+    ) -> Callable[..., bool]:
         phase = self.spec["phase"]
 
         def reached(stage_thread: Any, chunk: Any) -> bool:
@@ -70,7 +72,9 @@ class Inject(Callback):
                 if is_here[phase]:
                     self._reach(trainer, phase)
             except torch.OutOfMemoryError as error:
-                bucket.compare_contents = partial(_raise, error)  # where a stage's own errors come from, once it begins
+                bucket.compare_contents = partial(
+                    _raise, error
+                )  # where a stage's own errors come from, once it begins
             return has_run(stage_thread, chunk)
 
         return reached
@@ -111,10 +115,18 @@ class Inject(Callback):
 
     def _is_now(self, trainer: pl.Trainer, step: int | None = None) -> bool:
         is_mine = self.spec["rank"] == trainer.global_rank
-        return is_mine and trainer.global_step >= (self.spec["step"] if step is None else step) and not self._is_done
+        return (
+            is_mine
+            and trainer.global_step >= (self.spec["step"] if step is None else step)
+            and not self._is_done
+        )
 
     def _reach(self, trainer: pl.Trainer, phase: str, step: int | None = None) -> None:
-        if phase != self.spec["phase"] or self.spec["kind"] in AT_CONSTRUCTION or not self._is_now(trainer, step):
+        if (
+            phase != self.spec["phase"]
+            or self.spec["kind"] in AT_CONSTRUCTION
+            or not self._is_now(trainer, step)
+        ):
             return
         self._is_done = True
         write_answer(self.folder / "injected.json", {"time_s": time.monotonic()})

@@ -92,7 +92,9 @@ def train_rank(spec: dict[str, Any]) -> None:
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
-        strategy=HybridAllReduceStrategy(comm=Comm(plan=plan), timeout=timedelta(seconds=spec["timeout_s"]), **between),
+        strategy=HybridAllReduceStrategy(
+            comm=Comm(plan=plan), timeout=timedelta(seconds=spec["timeout_s"]), **between
+        ),
         precision="16-true",
         max_steps=spec["num_steps"],
         max_epochs=-1,
@@ -107,7 +109,9 @@ def train_rank(spec: dict[str, Any]) -> None:
         callbacks=[NumericsMonitor(), Inject(spec)],
     )
     images = SyntheticImages(NUM_SAMPLES)
-    sampler: DistributedSampler = DistributedSampler(images, num_replicas=int(os.environ["WORLD_SIZE"]), rank=rank)
+    sampler: DistributedSampler = DistributedSampler(
+        images, num_replicas=int(os.environ["WORLD_SIZE"]), rank=rank
+    )
     loader = DataLoader(images, batch_size=8, sampler=sampler)
     module = Network()
     if spec["kind"] in AT_CONSTRUCTION:
@@ -118,8 +122,12 @@ def train_rank(spec: dict[str, Any]) -> None:
         try:
             trainer.fit(module, loader, DataLoader(SyntheticImages(32), batch_size=8))
         except BaseException as error:
-            answer["error"] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+            answer["error"] = "\n".join(
+                [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+            )
     answer |= {"time_s": time.monotonic(), "num_steps": trainer.global_step}
     fingerprint = Fingerprint(torch.device("cpu"))
-    answer["weights"] = int(fingerprint.combine([fingerprint.of(weight) for weight in module.parameters()]))
+    answer["weights"] = int(
+        fingerprint.combine([fingerprint.of(weight) for weight in module.parameters()])
+    )
     write_answer(folder / f"rank{rank}.json", answer)

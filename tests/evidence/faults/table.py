@@ -59,12 +59,16 @@ def markdown(outcomes: Sequence[FaultOutcome]) -> str:
     return f"{table}\n\n{num_held} of {len(outcomes)} held."
 
 
-def write_table(folder: Path, outcomes: Sequence[FaultOutcome], *, config: dict[str, Any], title: str) -> None:
+def write_table(
+    folder: Path, outcomes: Sequence[FaultOutcome], *, config: dict[str, Any], title: str
+) -> None:
     """Write `table.md`, `table.csv` and `faults.json` with configuration and versions into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(f"{title}\n\n{markdown(outcomes)}\n")
     with open(folder / "table.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(FaultOutcome)], lineterminator="\n")
+        writer = csv.DictWriter(
+            file, [field.name for field in fields(FaultOutcome)], lineterminator="\n"
+        )
         writer.writeheader()
         writer.writerows(asdict(outcome) for outcome in outcomes)
     content = {
@@ -76,7 +80,9 @@ def write_table(folder: Path, outcomes: Sequence[FaultOutcome], *, config: dict[
     write_json(folder / "faults.json", content)
 
 
-def record(found: Iterable[FaultOutcome], folder: Path, *, config: dict[str, Any], title: str) -> None:
+def record(
+    found: Iterable[FaultOutcome], folder: Path, *, config: dict[str, Any], title: str
+) -> None:
     """Print each outcome and write the table as they come; exit with status 1 where a promise was broken."""
     outcomes = list[FaultOutcome]()
     for outcome in found:
@@ -88,7 +94,9 @@ def record(found: Iterable[FaultOutcome], folder: Path, *, config: dict[str, Any
         sys.exit(1)
 
 
-def chosen_of(cases: Sequence[Any], only: Sequence[str] | None, part: str | None = None) -> list[Any]:
+def chosen_of(
+    cases: Sequence[Any], only: Sequence[str] | None, part: str | None = None
+) -> list[Any]:
     """Return the cases whose fault is in `only`, and the run without a fault; all of them where it is None.
 
     `part`, as in "2/16": of these every 16th, from number 2 on, and the run without a fault.
@@ -110,4 +118,6 @@ def chosen_of(cases: Sequence[Any], only: Sequence[str] | None, part: str | None
         raise ValueError(
             f"`part` (={part}) must be k/n with k below n: every n-th case from number k on. Set part=0/16."
         )
-    return [case for i, case in enumerate(chosen) if case.fault == "none" or i % int(num) == int(first)]
+    return [
+        case for i, case in enumerate(chosen) if case.fault == "none" or i % int(num) == int(first)
+    ]

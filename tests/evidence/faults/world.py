@@ -74,11 +74,17 @@ class OneHost:
         """Return the environment of all ranks: where they meet."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
+            return {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(probe.getsockname()[1]),
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
 
     def spoil_link(self, host: int, *, loss: float = 0.0, mbit_per_s: float | None = None) -> None:
         """Refuse: there are no links between hosts."""
-        raise NotImplementedError("one host has no links: run this case with `python -m tests.netlab.faults`")
+        raise NotImplementedError(
+            "one host has no links: run this case with `python -m tests.netlab.faults`"
+        )
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return torchrun's variables for this rank."""
@@ -118,7 +124,12 @@ class OneHost:
             network, processes = self.network(), list[BaseProcess]()
             try:
                 for rank in range(self.num_ranks):
-                    arguments = (train, spec | {"folder": folder}, self.environment(rank) | network, self.enter(rank))
+                    arguments = (
+                        train,
+                        spec | {"folder": folder},
+                        self.environment(rank) | network,
+                        self.enter(rank),
+                    )
                     processes.append(context.Process(target=_serve, args=arguments))
                     processes[-1].start()
                 _wait(processes, Path(folder), limit_s, no_answer, when_injected)
@@ -131,7 +142,9 @@ class OneHost:
             injected = _read(Path(folder, "injected.json"))
         still_ran = [rank for rank, ran in enumerate(alive) if ran and rank not in no_answer]
         return RunOutcome(
-            injected_s=None if injected is None else injected["time_s"], ranks=written, still_ran=still_ran
+            injected_s=None if injected is None else injected["time_s"],
+            ranks=written,
+            still_ran=still_ran,
         )
 
 

@@ -68,7 +68,10 @@ def rows() -> list[MeasuredRow]:
 
 
 GENERATIONS = {"A100": "ampere", "H100": "hopper"}
-INSIDE_BYTES_PER_S = {"nvlink": {"A100": 240e9, "H100": 370.8e9}, "pci": {"A100": 12e9, "H100": 24e9}}
+INSIDE_BYTES_PER_S = {
+    "nvlink": {"A100": 240e9, "H100": 370.8e9},
+    "pci": {"A100": 12e9, "H100": 24e9},
+}
 ALGORITHMS = {"ring": "ring", "nvlstree": "nvls_tree"}
 
 
@@ -109,7 +112,9 @@ def class_of(row: MeasuredRow) -> tuple[str, str]:
 
 def interval(errors: dict[str, list[float]]) -> tuple[float, float]:
     """Return the 10 and 90 % quantiles of the errors by source, each source of equal weight, widened."""
-    weighted = sorted((error, 1 / len(each) / len(errors)) for each in errors.values() for error in each)
+    weighted = sorted(
+        (error, 1 / len(each) / len(errors)) for each in errors.values() for error in each
+    )
     middles = list(accumulate(weight for _, weight in weighted))
     places = [end - weight / 2 for end, (_, weight) in zip(middles, weighted, strict=True)]
     low, high = np.interp([0.1, 0.9], places, [error for error, _ in weighted])

@@ -29,7 +29,9 @@ from tests.evidence.planner import known_clusters
 
 RECORD = ROOT / "recipes/records/simulate/2026-11-26_check_emulated"
 STOCK, COMPRESSED, BACKEND = "ddp", "fp16_compress", "torch"
-BYTES_PER_ELEMENT = 40  # by count: what backward, bucket, unscaling, SGD and the half copy read and write
+BYTES_PER_ELEMENT = (
+    40  # by count: what backward, bucket, unscaling, SGD and the half copy read and write
+)
 BACKWARD_SHARE = 0.2  # of these, before the bucket is handed over
 GLOO_THREADS = 2  # torch's default: collectives of one group that run side by side
 
@@ -77,7 +79,9 @@ class Checked:
     def is_held(self) -> bool:
         """Whether the interval holds what was measured."""
         ends = bounds(cluster_of(self.machine, self.setting))
-        return ends is not None and self.seconds(ends[0]) <= self.row["median_s"] <= self.seconds(ends[1])
+        return ends is not None and self.seconds(ends[0]) <= self.row["median_s"] <= self.seconds(
+            ends[1]
+        )
 
     def seconds(self, cluster: Cluster) -> float:
         """Predict the seconds on a cluster."""
@@ -90,9 +94,13 @@ class Checked:
         work = StepWorkload(forward_s=0.0, gradients=((self.row["num_bytes"] // itemsize, 0.0),))
         if self.row["arm"] == BACKEND:
             return run(work, plan=plan, itemsize=itemsize, algorithm="gloo_ring", cuts=[]).step_s
-        return run(work, plan=replace(plan, algorithm=self.row["arm"]), itemsize=itemsize, cuts=[]).step_s
+        return run(
+            work, plan=replace(plan, algorithm=self.row["arm"]), itemsize=itemsize, cuts=[]
+        ).step_s
 
-    def _step_s(self, cluster: Cluster, plan: CommPlan, run: Callable[..., SimulatedSteps]) -> float:
+    def _step_s(
+        self, cluster: Cluster, plan: CommPlan, run: Callable[..., SimulatedSteps]
+    ) -> float:
         shapes = list(reversed(GRADIENT_SETS[self.row["case"]]()))
         gloo, ranks = cluster.transport, cluster.world_size
         assert isinstance(gloo, Gloo)
@@ -102,7 +110,9 @@ class Checked:
         in_backward_s = BACKWARD_SHARE * passes_s + self.row["backward_s"]
         work = StepWorkload(
             forward_s=loop_s / 2,
-            gradients=tuple((numel([shape]), in_backward_s * numel([shape]) / numel(shapes)) for shape in shapes),
+            gradients=tuple(
+                (numel([shape]), in_backward_s * numel([shape]) / numel(shapes)) for shape in shapes
+            ),
             update_s=loop_s / 2 + (1 - BACKWARD_SHARE) * passes_s,
         )
         arm = self.row["arm"].partition(",")[0]
@@ -111,8 +121,15 @@ class Checked:
         itemsize = 4 if arm == STOCK or arm.endswith("_fp32") else 2
         if arm in (STOCK, COMPRESSED):
             tensors = [torch.empty(shape, device="meta") for shape in shapes]
-            cuts = [max(bucket) + 1 for bucket in _compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])[0]]
-            own: dict[str, Any] = {"algorithm": "gloo_ring", "cuts": cuts, "num_columns": GLOO_THREADS}
+            cuts = [
+                max(bucket) + 1
+                for bucket in _compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])[0]
+            ]
+            own: dict[str, Any] = {
+                "algorithm": "gloo_ring",
+                "cuts": cuts,
+                "num_columns": GLOO_THREADS,
+            }
             return run(work, plan=plan, itemsize=itemsize, **own).step_s
         algorithm, _, codec = arm.removesuffix("_fp32").rpartition("_")
         wire = NodeWire(name=codec, itemsize=itemsize) if codec in ("int8", "int4") else None
@@ -136,7 +153,9 @@ def error_summary(found: Sequence[Checked]) -> dict[str, dict[str, float]]:
                 "num": len(errors),
                 "median": round(statistics.median(errors), 4),
                 "worst": round(max(errors), 4),
-                "share_within_20_percent": round(sum(error <= 0.2 for error in errors) / len(errors), 4),
+                "share_within_20_percent": round(
+                    sum(error <= 0.2 for error in errors) / len(errors), 4
+                ),
             }
     return content
 
@@ -160,4 +179,8 @@ def checked_again() -> tuple[dict[str, Any], list[Checked], list[Checked]]:
     ask = {"machine": content["machine"]}
     folders = [RECORD.parents[2] / path for path in content["records"]]
     equal = [one for at in folders for one in checked_of(at.name, lines_of(at), **ask)]
-    return content, equal, [one for lines in unequal for one in checked_of(RECORD.name, lines, **ask)]
+    return (
+        content,
+        equal,
+        [one for lines in unequal for one in checked_of(RECORD.name, lines, **ask)],
+    )

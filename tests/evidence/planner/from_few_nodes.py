@@ -28,13 +28,17 @@ def runs() -> Runs:
     found: Runs = defaultdict(lambda: defaultdict(list))
     for row in rows():
         v = row.values
-        found[row.fabric, row.source, v["system"], v["gpus_per_node"], v["algo"]][int(v["nodes"])].append(row)
+        found[row.fabric, row.source, v["system"], v["gpus_per_node"], v["algo"]][
+            int(v["nodes"])
+        ].append(row)
     return found
 
 
 def calibrated(row: MeasuredRow, few: list[MeasuredRow]) -> Cluster:
     """Describe where a row was measured, with the curve of those on fewer nodes."""
-    return replace(cluster_of(row), curves={"nccl": {each.num_bytes: each.time_s / each.now_s for each in few}})
+    return replace(
+        cluster_of(row), curves={"nccl": {each.num_bytes: each.time_s / each.now_s for each in few}}
+    )
 
 
 @cache
@@ -44,7 +48,9 @@ def pairs() -> dict[tuple[str, int, int], list[tuple[MeasuredRow, float]]]:
     for by_nodes in runs().values():
         for few, many in ((a, b) for a in by_nodes for b in by_nodes if 1 < a < b):
             for row in by_nodes[many]:
-                error = math.log(row.time_s / calibrated(row, by_nodes[few]).alone_s("nccl", row.num_bytes))
+                error = math.log(
+                    row.time_s / calibrated(row, by_nodes[few]).alone_s("nccl", row.num_bytes)
+                )
                 found[class_of(row)[0], few, many].append((row, error))
     return found
 
@@ -60,4 +66,6 @@ def errors_of_measured() -> Errors:
 
 def median(kind: str, few: int, many: int) -> float:
     """Return the median error of calibrated sums from 1 MiB on."""
-    return math.expm1(statistics.median(abs(e) for row, e in pairs()[kind, few, many] if row.num_bytes >= MIB))
+    return math.expm1(
+        statistics.median(abs(e) for row, e in pairs()[kind, few, many] if row.num_bytes >= MIB)
+    )

@@ -23,7 +23,9 @@ Prediction = tuple[str, float]
 
 TRAIN_IMAGES = 1_281_167  # images of ImageNet
 P40_IMAGES_PER_S = 218  # at 64 images; see conf/cluster/p40_roce.yaml
-P100_32_OVER_64 = 195 / 219  # ResNet-50 on a P100 at 32 and at 64 images, TensorFlow 1 benchmarks page
+P100_32_OVER_64 = (
+    195 / 219
+)  # ResNet-50 on a P100 at 32 and at 64 images, TensorFlow 1 benchmarks page
 SMALL_LL_BYTES = 16384  # NCCL_LL_THRESHOLD's default in 2018
 RESNET_CUT = 76  # tensors, from the input; the article: between 76 and 77
 ALEXNET_CUT = 17  # where fully connected layers begin. The article: between 20 and 21, which is there where five
@@ -31,7 +33,13 @@ ALEXNET_CUT = 17  # where fully connected layers begin. The article: between 20 
 
 
 def jia(
-    net: str, *, num_nodes: int, batch: int, images_per_s: float, cut: int | None, ll_up_to_bytes: int = SMALL_LL_BYTES
+    net: str,
+    *,
+    num_nodes: int,
+    batch: int,
+    images_per_s: float,
+    cut: int | None,
+    ll_up_to_bytes: int = SMALL_LL_BYTES,
 ) -> SimulatedSteps:
     """Simulate P40s with fp16 gradients. `cut`: theirs, hierarchical in two segments; None: NCCL's ring by tensor."""
     cluster, layers = cluster_of("p40_roce", num_nodes), network(net)
@@ -51,7 +59,9 @@ def jia_rows() -> Iterator[Prediction]:
     steps = 90 * TRAIN_IMAGES / 65536
     ours = jia("resnet50", num_nodes=128, batch=64, images_per_s=at_64, cut=RESNET_CUT)
     base = jia("resnet50", num_nodes=128, batch=64, images_per_s=at_64, cut=None)
-    simple = jia("resnet50", num_nodes=128, batch=64, images_per_s=at_64, cut=None, ll_up_to_bytes=0)
+    simple = jia(
+        "resnet50", num_nodes=128, batch=64, images_per_s=at_64, cut=None, ll_up_to_bytes=0
+    )
     twice = jia("resnet50", num_nodes=256, batch=32, images_per_s=at_32, cut=RESNET_CUT)
     yield "ResNet-50, 1,024 P40, all on: efficiency", 100 * ours.efficiency
     yield "ResNet-50, 1,024 P40, baseline: efficiency", 100 * base.efficiency
@@ -61,7 +71,11 @@ def jia_rows() -> Iterator[Prediction]:
     yield "ResNet-50, 2,048 P40: efficiency, one account", 100 * twice.efficiency
     yield "ResNet-50, 2,048 P40: efficiency, the other", 100 * twice.efficiency
     yield "ResNet-50, 2,048 P40: 90 epochs", steps * twice.step_s / 60
-    rate = P40_IMAGES_PER_S * flops_per_image(network("resnet50")) / flops_per_image(network("alexnet_bn"))
+    rate = (
+        P40_IMAGES_PER_S
+        * flops_per_image(network("resnet50"))
+        / flops_per_image(network("alexnet_bn"))
+    )
     fast = jia("alexnet_bn", num_nodes=128, batch=64, images_per_s=rate, cut=ALEXNET_CUT)
     slow = jia("alexnet_bn", num_nodes=128, batch=64, images_per_s=rate, cut=None)
     yield "AlexNet, 1,024 P40: speed-up over NCCL", slow.step_s / fast.step_s
@@ -78,13 +92,23 @@ def training_rows() -> Iterator[Prediction]:
         work = work_of(network(net), batch_size=64, images_per_s=rate)
         found = simulate(work, cluster, plan, itemsize=4, algorithm="nccl_ring")
         yield f"{net}, 512 Pascal: efficiency", 100 * found.efficiency
-    goyal = replace(cluster_of("p100_25gbe", 32), ranks_per_node=8, across=Link(latency_s=20e-6, bytes_per_s=6.25e9))
+    goyal = replace(
+        cluster_of("p100_25gbe", 32),
+        ranks_per_node=8,
+        across=Link(latency_s=20e-6, bytes_per_s=6.25e9),
+    )
     work = work_of(network("resnet50"), batch_size=32, images_per_s=195.0)
     found = simulate(work, goyal, CommPlan(num_buckets=1), itemsize=4, algorithm="halving_doubling")
     yield "ResNet-50, 256 P100: efficiency", 100 * found.efficiency
     edr = Link(latency_s=0.0, bytes_per_s=12.5e9)
     nccl = Nccl(inside="nvlink", generation="volta", fabric="ib")
-    sony = replace(cluster_of("cloud_100gbe", 272), ranks_per_node=4, nics_per_node=2, across=edr, transport=nccl)
+    sony = replace(
+        cluster_of("cloud_100gbe", 272),
+        ranks_per_node=4,
+        nics_per_node=2,
+        across=edr,
+        transport=nccl,
+    )
     work = work_of(network("resnet50"), batch_size=32, images_per_s=1200.0)
     found = simulate(work, sony, CommPlan(num_buckets=1), itemsize=2, algorithm="two_level")
     yield "ResNet-50, 1,088 V100, 2D torus: efficiency", 100 * found.efficiency
@@ -93,20 +117,35 @@ def training_rows() -> Iterator[Prediction]:
 def nccl_rows() -> Iterator[Prediction]:
     """Yield NCCL's own tests: between nodes, at the size of a bucket too, and inside a node."""
     h100, a100 = replace(cluster_of("dgx_h100", 5), nics_per_node=4), cluster_of("dgx_a100", 2)
-    hdr, tcp, gib = replace(cluster_of("dgx_a100", 3), nics_per_node=4), cluster_of("cloud_100gbe", 4), 2**30
+    hdr, tcp, gib = (
+        replace(cluster_of("dgx_a100", 3), nics_per_node=4),
+        cluster_of("cloud_100gbe", 4),
+        2**30,
+    )
     for algorithm in ("ring", "tree"):
-        yield f"5 x 8 H100, 4 x 400G, {algorithm}, 1 GiB", bus_gb_per_s(h100, f"nccl_{algorithm}", gib)
+        yield (
+            f"5 x 8 H100, 4 x 400G, {algorithm}, 1 GiB",
+            bus_gb_per_s(h100, f"nccl_{algorithm}", gib),
+        )
     yield "5 x 8 H100, 4 x 400G, ring, 1 MiB", 1e6 * h100.alone_s("nccl_ring", MIB)
     yield "2 x DGX A100, ring, 8 B", 1e6 * a100.alone_s("nccl_ring", 8)
     yield "DGX A100, 8 x 200G, all-reduce, large", bus_gb_per_s(a100, "nccl_ring", 8 * gib)
     yield "3 x 8 A100, 4 x HDR, peak", bus_gb_per_s(hdr, "nccl_ring", 8 * gib)
     yield "4 x 8 V100, 100 Gbit/s TCP, large", bus_gb_per_s(tcp, "nccl_ring", gib)
-    for name, num_nodes, cards in (("h100", 2, 400), ("h100", 4, 400), ("h100", 8, 400), ("a100", 2, 200)):
+    for name, num_nodes, cards in (
+        ("h100", 2, 400),
+        ("h100", 4, 400),
+        ("h100", 8, 400),
+        ("a100", 2, 200),
+    ):
         found = cluster_of(f"dgx_{name}", num_nodes).alone_s("nccl", 16 * MIB)
         yield f"{num_nodes} x 8 {name.upper()}, 8 x {cards}G, 16 MiB", 1e6 * found
     for name, what in (("dgx_a100", "8 A100"), ("hgx_h200", "8 H200"), ("hgx_b200", "8 B200")):
         for kib in (32, 1024, 131072, 2097152):
-            yield f"{what}, one node, {kib} KiB", 1e6 * cluster_of(name, 1).alone_s("nccl", kib * 1024)
+            yield (
+                f"{what}, one node, {kib} KiB",
+                1e6 * cluster_of(name, 1).alone_s("nccl", kib * 1024),
+            )
 
 
 def predictions() -> list[Prediction]:

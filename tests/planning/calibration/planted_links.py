@@ -35,13 +35,25 @@ def gloo_cluster(num_nodes, ranks_per_node, *, mbit_per_s=1000.0, latency_s=2e-4
 
 def world_of(cluster, **more):
     known = {"on_cuda": False, "itemsize": 2, "num_shared_cores": 2}
-    return MeasuredSetup(num_nodes=cluster.num_nodes, ranks_per_node=cluster.ranks_per_node, **(known | more))
+    return MeasuredSetup(
+        num_nodes=cluster.num_nodes, ranks_per_node=cluster.ranks_per_node, **(known | more)
+    )
 
 
 FLOW_BYTES = 1 << 26  # the largest message of the real probes
 
 
-def planted(cluster, world, *, noise=0.02, seed=0, num_samples=9, flow_gain=1.0, backend="gloo_ring", sums_s=None):
+def planted(
+    cluster,
+    world,
+    *,
+    noise=0.02,
+    seed=0,
+    num_samples=9,
+    flow_gain=1.0,
+    backend="gloo_ring",
+    sums_s=None,
+):
     """``sums_s``: measured instead of what the model says, by algorithm and bytes."""
     generator = np.random.default_rng(seed)
     times_s = {}
@@ -50,8 +62,13 @@ def planted(cluster, world, *, noise=0.02, seed=0, num_samples=9, flow_gain=1.0,
         drawn = time_s * (1 + noise * generator.standard_normal(num_samples))
         times_s[Microbenchmark(kind=kind, what=what, num_bytes=size)] = [float(t) for t in drawn]
 
-    memory = Link(latency_s=SOFTWARE_S, bytes_per_s=cluster.inside.bytes_per_s if world.on_cuda else MEMORY_BYTES_PER_S)
-    far = Link(latency_s=SOFTWARE_S + cluster.across.latency_s, bytes_per_s=cluster.across.bytes_per_s)
+    memory = Link(
+        latency_s=SOFTWARE_S,
+        bytes_per_s=cluster.inside.bytes_per_s if world.on_cuda else MEMORY_BYTES_PER_S,
+    )
+    far = Link(
+        latency_s=SOFTWARE_S + cluster.across.latency_s, bytes_per_s=cluster.across.bytes_per_s
+    )
     places = {"inside": memory} if cluster.ranks_per_node > 1 else {}
     places |= {"across": far} if cluster.num_nodes > 1 else {}
     for place, link in places.items():
@@ -64,13 +81,22 @@ def planted(cluster, world, *, noise=0.02, seed=0, num_samples=9, flow_gain=1.0,
     add("add", "float16", ADD_BYTES, ADD_BYTES / MEMORY_BYTES_PER_S)
     if "across" in places:
         for name in CODECS:
-            turns = 1.0 if world.on_cuda else GLOO.work_s(1.0, of_busiest=1, of_all=cluster.world_size)
-            add("codec", name, ADD_BYTES, turns * ADD_BYTES / getattr(cluster.codec, f"{name}_bytes_per_s"))
+            turns = (
+                1.0 if world.on_cuda else GLOO.work_s(1.0, of_busiest=1, of_all=cluster.world_size)
+            )
+            add(
+                "codec",
+                name,
+                ADD_BYTES,
+                turns * ADD_BYTES / getattr(cluster.codec, f"{name}_bytes_per_s"),
+            )
     sums = [*(CODED_SUMS if "across" in places else ())]
     sums += [
         (name, size) for name in (backend, *ALGORITHMS) for size in SUM_BYTES if size <= 8 << 20
     ]  # others take long
     for name, size in sums:
-        time_s = (sums_s or {}).get((name, size)) or predicted_all_reduce_s(cluster, name, size, world)
+        time_s = (sums_s or {}).get((name, size)) or predicted_all_reduce_s(
+            cluster, name, size, world
+        )
         add("sum", name, size, time_s)
     return Measurements(times_s=times_s, took_s=1.0)

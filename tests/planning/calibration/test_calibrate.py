@@ -36,7 +36,8 @@ def drawn(latency_s, bytes_per_s, *, seed, sizes=MESSAGES, burst=0, noise=0.05, 
     generator = np.random.default_rng(seed)
     return {
         size: list(
-            (latency_s + (size + min(size, burst)) / bytes_per_s) * (1 + noise * generator.standard_normal(num_samples))
+            (latency_s + (size + min(size, burst)) / bytes_per_s)
+            * (1 + noise * generator.standard_normal(num_samples))
         )
         for size in sizes
     }
@@ -70,7 +71,10 @@ def test_a_size_that_is_off_is_told_and_does_not_bend_the_line():
 
 def test_single_late_samples_do_not_matter():
     times_s = drawn(1e-4, 1e8, seed=3, noise=0.0)
-    late = {size: [*samples_s[:-2], 50 * samples_s[0], 9 * samples_s[0]] for size, samples_s in times_s.items()}
+    late = {
+        size: [*samples_s[:-2], 50 * samples_s[0], 9 * samples_s[0]]
+        for size, samples_s in times_s.items()
+    }
     assert fit_line(late).latency_s == pytest.approx(1e-4)
 
 
@@ -79,7 +83,9 @@ def test_a_burst_that_switches_store_is_found_and_noise_finds_none():
     fit = fit_line(slow)
     assert fit.burst_bytes == 16384
     assert fit.latency_s == pytest.approx(2e-4, rel=0.05)
-    far = [fit_line(drawn(2e-3, 1e9, seed=seed)).burst_bytes for seed in range(30)]  # bursts of 1.5 us: none is seen
+    far = [
+        fit_line(drawn(2e-3, 1e9, seed=seed)).burst_bytes for seed in range(30)
+    ]  # bursts of 1.5 us: none is seen
     assert sum(burst > 0 for burst in far) <= 1
 
 
@@ -89,13 +95,18 @@ def test_neither_latency_nor_rate_is_negative():
     # By lines alone: a rate below zero, and a latency below zero.
     for times_s, latency_s, bytes_per_s in ((falling, 1e-3 / 6, math.inf), (steep, 0.0, 2.5e8)):
         fit = fit_line(times_s)
-        assert (fit.latency_s, fit.bytes_per_s) == (pytest.approx(latency_s), pytest.approx(bytes_per_s))
+        assert (fit.latency_s, fit.bytes_per_s) == (
+            pytest.approx(latency_s),
+            pytest.approx(bytes_per_s),
+        )
         for size, error in fit.errors:
             assert times_s[size][0] / fit.seconds(size) - 1 == pytest.approx(error)
 
 
 def test_too_little_for_a_line_is_refused():
-    with pytest.raises(ValueError, match=r"`times_s` \(of \[4, 8\] bytes\) must be of three sizes or more"):
+    with pytest.raises(
+        ValueError, match=r"`times_s` \(of \[4, 8\] bytes\) must be of three sizes or more"
+    ):
         fit_line({4: [1.0], 8: [1.0]})
     with pytest.raises(ValueError, match="must hold a positive number of seconds"):
         fit_line({4: [1.0], 8: [0.0], 16: [1.0]})
@@ -106,13 +117,17 @@ SHAPES = [(2, 2, 100.0, 2e-4), (2, 4, 1000.0, 2e-4), (4, 2, 1000.0, 2e-3), (4, 1
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("num_nodes", "ranks", "mbit_per_s", "latency_s"), SHAPES)
-def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(num_nodes, ranks, mbit_per_s, latency_s):
+def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(
+    num_nodes, ranks, mbit_per_s, latency_s
+):
     """Times have 2 % of noise, medians of nine 0.8 %: links within 5 %, other sums within 15 % (what software costs is
     not determined by them, only its sum is)."""
     truth = gloo_cluster(num_nodes, ranks, mbit_per_s=mbit_per_s, latency_s=latency_s)
     world = world_of(truth)
     found = calibrate(planted(truth, world), world)
-    software_s = 0.0 if ranks > 1 else SOFTWARE_S  # with one rank per node, software and wire cannot be separated
+    software_s = (
+        0.0 if ranks > 1 else SOFTWARE_S
+    )  # with one rank per node, software and wire cannot be separated
     assert found.cluster.across.latency_s == pytest.approx(latency_s + software_s, rel=0.05)
     assert found.cluster.across.bytes_per_s == pytest.approx(mbit_per_s * 1e6 / 8, rel=0.05)
     # What consent costs is the exchange less the message.
@@ -130,7 +145,10 @@ def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(num_n
 def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_whose_rate_is_found():
     """Sums of 2 and 4 MiB of one algorithm take 1.5 times what the model says, which links cannot explain, and those of
     4 MiB in 8 bits 1.4 times; links and software are fitted to sums that go through no codec. Mutation: one ratio."""
-    truth = replace(gloo_cluster(2, 2, mbit_per_s=100.0), codec=CodecRates(int8_bytes_per_s=2e9, int4_bytes_per_s=1e9))
+    truth = replace(
+        gloo_cluster(2, 2, mbit_per_s=100.0),
+        codec=CodecRates(int8_bytes_per_s=2e9, int4_bytes_per_s=1e9),
+    )
     world = world_of(truth)
 
     def slow_s(name, size, factor):
@@ -144,9 +162,13 @@ def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_
     assert plain.measured_nodes == 2
     for size, factor in ((2 * MIB, 1.5), (4 * MIB, 1.5), (8 * MIB, 1.0)):
         expected = slow_s("two_level", size, factor)["two_level", size]
-        assert predicted_all_reduce_s(plain, "two_level", size, world) == pytest.approx(expected, rel=0.03)
+        assert predicted_all_reduce_s(plain, "two_level", size, world) == pytest.approx(
+            expected, rel=0.03
+        )
     assert plain.codec.is_measured
-    assert plain.codec.int8_bytes_per_s == pytest.approx(2e9, rel=0.03)  # medians of nine with 2 % of noise
+    assert plain.codec.int8_bytes_per_s == pytest.approx(
+        2e9, rel=0.03
+    )  # medians of nine with 2 % of noise
     assert plain.codec.int4_bytes_per_s == pytest.approx(1e9, rel=0.03)
     assert coded.transport == plain.transport
     slower = 1.4 * plain.curves["two_level_int8"][4 * MIB]
@@ -158,7 +180,9 @@ def test_on_gpus_the_launch_is_what_software_adds():
     """Sums are NCCL's model with a launch of 25 us; with as many cards as flows, the link is one card's."""
     nccl = Nccl(inside="nvlink", launch_s=25e-6)
     near, far = Link(latency_s=0.0, bytes_per_s=2e11), Link(latency_s=5e-6, bytes_per_s=2.5e10)
-    truth = Cluster(num_nodes=2, ranks_per_node=4, inside=near, across=far, transport=nccl, nics_per_node=4)
+    truth = Cluster(
+        num_nodes=2, ranks_per_node=4, inside=near, across=far, transport=nccl, nics_per_node=4
+    )
     world = world_of(truth, on_cuda=True, num_shared_cores=None)
     found = calibrate(planted(truth, world, backend="nccl", flow_gain=4.0), world)
     assert isinstance(found.cluster.transport, Nccl)
@@ -169,7 +193,9 @@ def test_on_gpus_the_launch_is_what_software_adds():
 
 
 def test_nothing_measured_is_refused():
-    with pytest.raises(ValueError, match=r"`limit_s` \(=0.5\) must leave time for messages and sums"):
+    with pytest.raises(
+        ValueError, match=r"`limit_s` \(=0.5\) must leave time for messages and sums"
+    ):
         calibrate(Measurements(times_s={}, took_s=0.5), world_of(gloo_cluster(2, 2)))
 
 
@@ -192,7 +218,14 @@ def measured_on_rank(limit_s, ranks_per_node):
 def test_every_kind_is_timed_and_all_ranks_know_the_same(four_ranks):
     first, *others = four_ranks.run(measured_on_rank, 60.0, 2)
     assert all(other == first for other in others)
-    assert {case.kind for case in first.times_s} == {"ping", "exchange", "flows", "add", "codec", "sum"}
+    assert {case.kind for case in first.times_s} == {
+        "ping",
+        "exchange",
+        "flows",
+        "add",
+        "codec",
+        "sum",
+    }
     assert set(first.whats("codec")) == {"int8", "int4"}
     assert set(first.whats("ping")) == {"inside", "across"}
     assert set(first.whats("flows")) == {"1", "2"}
@@ -211,13 +244,22 @@ def test_one_node_has_no_link_between_nodes_and_the_time_limit_holds(two_ranks):
 
 
 def test_one_rank_and_uneven_nodes_are_refused_before_anything_is_measured():
-    with pytest.raises(ValueError, match=r"`world_size` \(=1\) must be 2 or more: links are between ranks"):
+    with pytest.raises(
+        ValueError, match=r"`world_size` \(=1\) must be 2 or more: links are between ranks"
+    ):
         validate(Topology(rank=0, nodes=((0,),)))
     with pytest.raises(ValueError, match=r"`nodes` \(of 2, 1 ranks\) must be of equal size"):
         validate(Topology(rank=0, nodes=((0, 1), (2,))))
 
 
-MISTAKES = {"limit_s": 0.0, "timeout_s": -1.0, "num_rounds": 2, "max_bytes": 10, "dtype": "int8", "min_sample_s": 0.0}
+MISTAKES = {
+    "limit_s": 0.0,
+    "timeout_s": -1.0,
+    "num_rounds": 2,
+    "max_bytes": 10,
+    "dtype": "int8",
+    "min_sample_s": 0.0,
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)

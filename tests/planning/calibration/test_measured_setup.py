@@ -7,13 +7,19 @@ import pytest
 import torch
 
 from lightning_hybrid.comm.topology import Topology
-from lightning_hybrid.planning.calibration.measured_setup import check_same_on_all_ranks, read_nccl_log, world_of
+from lightning_hybrid.planning.calibration.measured_setup import (
+    check_same_on_all_ranks,
+    read_nccl_log,
+    world_of,
+)
 from lightning_hybrid.planning.calibration.microbenchmarks import Measurement
 
 
 def test_ranks_that_would_measure_different_things_are_refused():
     content = [asdict(Measurement()), asdict(Measurement(limit_s=3.0))]
-    with pytest.raises(ValueError, match=r"`measure.limit_s` \(=3.0 on rank 1\) must be the same on all ranks"):
+    with pytest.raises(
+        ValueError, match=r"`measure.limit_s` \(=3.0 on rank 1\) must be the same on all ranks"
+    ):
         check_same_on_all_ranks(content)
     check_same_on_all_ranks(content[:1] * 2)
 
@@ -31,7 +37,9 @@ def test_channels_come_from_a_log_of_nccl(tmp_path):
     (tmp_path / "log").write_text(LOG)
     assert read_nccl_log(str(tmp_path / "log")) == {"channels": 12, "nccl_version": "2.27.5"}
     (tmp_path / "log").write_text(LOG.replace("Pattern 4", "Pattern 1"))
-    with pytest.raises(ValueError, match=r"`nccl_log` \(=.*log\) must be a log of NCCL with its graph"):
+    with pytest.raises(
+        ValueError, match=r"`nccl_log` \(=.*log\) must be a log of NCCL with its graph"
+    ):
         read_nccl_log(str(tmp_path / "log"))
 
 

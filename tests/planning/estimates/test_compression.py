@@ -29,7 +29,10 @@ BARE = StepWorkload(forward_s=0.0, gradients=((MIB, 0.0),) * 16)
 
 
 def across_bytes(found, algorithm, wire):
-    return sum(s.work_s for s in found.stages(algorithm, SIZE, wire) if s.place == "across") * found.node_bytes_per_s
+    return (
+        sum(s.work_s for s in found.stages(algorithm, SIZE, wire) if s.place == "across")
+        * found.node_bytes_per_s
+    )
 
 
 @pytest.mark.parametrize("wire", [INT8, INT4], ids=str)
@@ -48,23 +51,33 @@ def test_links_carry_the_bytes_that_the_engine_counts(wire, algorithm, num_nodes
 @pytest.mark.parametrize("num_nodes", [2, 5])
 @pytest.mark.parametrize("algorithm", ["flat", "parallel_flat", "hierarchical", "two_level"])
 @pytest.mark.parametrize("transport", [FREE_GLOO, NCCL], ids=["gloo", "nccl"])
-def test_with_one_rank_per_node_every_algorithm_sends_the_same_coded_bytes(transport, algorithm, num_nodes):
+def test_with_one_rank_per_node_every_algorithm_sends_the_same_coded_bytes(
+    transport, algorithm, num_nodes
+):
     across = Link(latency_s=0.0, bytes_per_s=1e9)
     found = cluster(num_nodes, 1, transport=transport, across=across)
     (stage,) = found.stages(algorithm, SIZE, INT4)
-    assert stage.work_s * 1e9 == pytest.approx(2 * (num_nodes - 1) / num_nodes * INT4.num_bytes(SIZE), rel=1e-9)
+    assert stage.work_s * 1e9 == pytest.approx(
+        2 * (num_nodes - 1) / num_nodes * INT4.num_bytes(SIZE), rel=1e-9
+    )
 
 
 def test_small_gradients_are_sent_as_whole_blocks():
     """Sixteen gradients of one element become sixteen blocks of 256."""
     work = StepWorkload(forward_s=0.0, gradients=((1, 0.0),) * 16)
-    found = [simulate(work, cluster(2, 2), CommPlan(), itemsize=2, on_cuda=False, wire=w) for w in (None, INT8)]
+    found = [
+        simulate(work, cluster(2, 2), CommPlan(), itemsize=2, on_cuda=False, wire=w)
+        for w in (None, INT8)
+    ]
     assert [sum(bucket.numel for bucket in outcome.buckets) for outcome in found] == [16, 16 * 256]
 
 
 def test_ranks_that_share_cores_encode_one_after_another():
     emulated = Gloo(stage_s=0.0, message_s=0.0, segment_s=0.0, num_shared_cores=2)
-    alone, shared = (cluster(4, 2, transport=each).codec_s("two_level", SIZE, INT8) for each in (FREE_GLOO, emulated))
+    alone, shared = (
+        cluster(4, 2, transport=each).codec_s("two_level", SIZE, INT8)
+        for each in (FREE_GLOO, emulated)
+    )
     assert shared == pytest.approx(4 * alone)  # eight ranks on two cores
 
 
@@ -73,20 +86,30 @@ def test_on_accelerators_every_part_of_every_node_is_a_kernel():
     two, many = (rates.seconds(INT8, 0, num_nodes) for num_nodes in (2, 64))
     assert two == pytest.approx(5 * rates.kernel_s)
     assert many == pytest.approx(133 * rates.kernel_s)
-    assert rates.int4_bytes_per_s > rates.int8_bytes_per_s > 4.8e12 / 6  # fewer codes are read and written
+    assert (
+        rates.int4_bytes_per_s > rates.int8_bytes_per_s > 4.8e12 / 6
+    )  # fewer codes are read and written
 
 
 def test_a_measured_curve_of_sums_through_a_codec_is_theirs_alone():
-    plain, scaled = (cluster(2, 2, curves=curves) for curves in ({}, {"two_level_int8": {SIZE: 1.5}}))
-    assert scaled.alone_s("two_level", SIZE, INT8) == pytest.approx(1.5 * plain.alone_s("two_level", SIZE, INT8))
+    plain, scaled = (
+        cluster(2, 2, curves=curves) for curves in ({}, {"two_level_int8": {SIZE: 1.5}})
+    )
+    assert scaled.alone_s("two_level", SIZE, INT8) == pytest.approx(
+        1.5 * plain.alone_s("two_level", SIZE, INT8)
+    )
     assert scaled.alone_s("two_level", SIZE, INT4) == plain.alone_s("two_level", SIZE, INT4)
     assert scaled.alone_s("two_level", SIZE) == plain.alone_s("two_level", SIZE)
     known = cluster(2, 2, curves={"two_level": {SIZE: 1.2}, "two_level_int8": {SIZE: 1.5}})
     assert known.alone_s("two_level", SIZE, INT8) == scaled.alone_s("two_level", SIZE, INT8)
-    assert known.alone_s("two_level", SIZE, INT4) == pytest.approx(1.2 * plain.alone_s("two_level", SIZE, INT4))
+    assert known.alone_s("two_level", SIZE, INT4) == pytest.approx(
+        1.2 * plain.alone_s("two_level", SIZE, INT4)
+    )
 
 
-@pytest.mark.parametrize(("transport", "on_cuda"), [(FREE_GLOO, False), (NCCL, True)], ids=["gloo", "nccl"])
+@pytest.mark.parametrize(
+    ("transport", "on_cuda"), [(FREE_GLOO, False), (NCCL, True)], ids=["gloo", "nccl"]
+)
 def test_plans_for_a_codec_add_up_in_nodes_first(transport, on_cuda):
     """With links inside nodes as slow as these, the best plan without one is flat."""
     far, near = Link(latency_s=1e-6, bytes_per_s=1e10), Link(latency_s=2e-2, bytes_per_s=5e8)
@@ -95,7 +118,9 @@ def test_plans_for_a_codec_add_up_in_nodes_first(transport, on_cuda):
     assert on_cuda or choose_plan([MIB] * 16, found, **ask).algorithm == "flat"
     kinds = {one.plan.algorithm for one in candidates(BARE, found, wire=INT8, **ask)}
     assert kinds <= {"hierarchical", "two_level"} | (set() if on_cuda else {"auto"})
-    with pytest.raises(ValueError, match=r"`algorithm` \(='flat'\) has no stage between nodes, .* \(='int8'\)"):
+    with pytest.raises(
+        ValueError, match=r"`algorithm` \(='flat'\) has no stage between nodes, .* \(='int8'\)"
+    ):
         simulate(BARE, found, CommPlan(algorithm="flat"), wire=INT8, **ask)
 
 
@@ -122,8 +147,12 @@ def test_a_slow_link_pays_by_the_ratio_of_bytes_and_a_fast_one_or_a_slow_codec_d
 
 def test_where_gradients_are_fp32_float16_comes_first():
     work, found = BARE, cluster(2, 2, across=Link(latency_s=0.0, bytes_per_s=1e7))
-    plain = wire_step(simulate(work, found, CommPlan(), itemsize=4, on_cuda=False), found, itemsize=4, name=None)
-    steps = compressed_steps(work, found, [CommPlan(), CommPlan(algorithm="flat")], itemsize=4, on_cuda=False)
+    plain = wire_step(
+        simulate(work, found, CommPlan(), itemsize=4, on_cuda=False), found, itemsize=4, name=None
+    )
+    steps = compressed_steps(
+        work, found, [CommPlan(), CommPlan(algorithm="flat")], itemsize=4, on_cuda=False
+    )
     assert [step.name for step in steps] == ["float16", "int8", "int4"]
     assert plain.step_s / steps[0].step_s == pytest.approx(2, rel=0.05)
 

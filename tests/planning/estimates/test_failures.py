@@ -8,7 +8,11 @@ import pytest
 from lightning_hybrid.planning.estimates.failures import Failures
 
 DAY_S = 86400.0
-JOBS = [(64, 5.0, 300.0, 7), (1024, 10.0, 600.0, 30), (16384, 30.0, 900.0, 5)]  # GPUs, checkpoint, restart, days
+JOBS = [
+    (64, 5.0, 300.0, 7),
+    (1024, 10.0, 600.0, 30),
+    (16384, 30.0, 900.0, 5),
+]  # GPUs, checkpoint, restart, days
 
 
 @pytest.mark.parametrize(("gpus", "checkpoint_s", "restart_s", "days"), JOBS)
@@ -21,7 +25,9 @@ def test_no_other_interval_loses_a_tenth_less_than_dalys(gpus, checkpoint_s, res
 
 @pytest.mark.parametrize(("gpus", "checkpoint_s", "restart_s", "days"), JOBS)
 @pytest.mark.parametrize("elastic", [False, True])
-def test_the_expected_time_is_the_mean_of_simulated_runs(gpus, checkpoint_s, restart_s, days, elastic):
+def test_the_expected_time_is_the_mean_of_simulated_runs(
+    gpus, checkpoint_s, restart_s, days, elastic
+):
     failures = Failures(checkpoint_s=checkpoint_s, restart_s=restart_s, detection_s=30.0)
     found_s = failures.simulated_s(days * DAY_S, gpus, elastic=elastic)
     expected_s = (failures.elastic_s if elastic else failures.restarted_s)(days * DAY_S, gpus)
@@ -51,9 +57,13 @@ def test_a_second_of_detection_costs_what_a_second_of_the_way_back_costs():
         assert getattr(late, name)(DAY_S, 1) == pytest.approx(getattr(slow, name)(DAY_S, 1))
         assert getattr(late, name)(DAY_S, 1) > 1.2 * getattr(at_once, name)(DAY_S, 1)
     for elastic in (False, True):
-        assert late.simulated_s(DAY_S, 1, elastic=elastic) == slow.simulated_s(DAY_S, 1, elastic=elastic)
+        assert late.simulated_s(DAY_S, 1, elastic=elastic) == slow.simulated_s(
+            DAY_S, 1, elastic=elastic
+        )
         lost_s = statistics.fmean(late.simulated_s(DAY_S, 1, elastic=elastic)) - DAY_S
-        assert lost_s > 1.2 * (statistics.fmean(at_once.simulated_s(DAY_S, 1, elastic=elastic)) - DAY_S)
+        assert lost_s > 1.2 * (
+            statistics.fmean(at_once.simulated_s(DAY_S, 1, elastic=elastic)) - DAY_S
+        )
 
 
 def test_failures_within_a_restart_are_simulated():

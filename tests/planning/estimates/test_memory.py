@@ -30,7 +30,11 @@ def resnet_50():
 def test_bytes_per_parameter_are_those_measured_on_two_ranks(precision):
     """Nothing is fitted but the engine's buffers, 0.1; the measured rows are in the record."""
     rows = [json.loads(line) for line in (RECORD / "rows.jsonl").read_text().splitlines()[1:]]
-    measured = {row["optimizer"]: row["bytes_per_parameter"]["total"] for row in rows if row["precision"] == precision}
+    measured = {
+        row["optimizer"]: row["bytes_per_parameter"]["total"]
+        for row in rows
+        if row["precision"] == precision
+    }
     assert set(measured) == {"sgd", "lars", "lars_fused", "adamw", "lamb", "lamb_fused"}
     for name, total in measured.items():
         optimizer, _, fused = name.partition("_")
@@ -48,21 +52,36 @@ def test_zeros_table_follows_from_dtypes():
         {"state_share": part, "gradient_share": part},
         {"state_share": part, "gradient_share": part, "weight_share": part},
     ]
-    assert [round(7.5 * adam.per_parameter(**shares), 1) for shares in stages] == [120.0, 31.4, 16.6, 1.9]
+    assert [round(7.5 * adam.per_parameter(**shares), 1) for shares in stages] == [
+        120.0,
+        31.4,
+        16.6,
+        1.9,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "bytes_each"), [("lars", (12.1, 8.13, 6.17, 5.31)), ("lamb", (16.1, 10.14, 7.21, 5.92))]
+    ("optimizer", "bytes_each"),
+    [("lars", (12.1, 8.13, 6.17, 5.31)), ("lamb", (16.1, 10.14, 7.21, 5.92))],
 )
 def test_a_shared_update_leaves_small_tensors_whole(optimizer, bytes_each):
     """ResNet-50 on 1, 2, 4 and 8 ranks per node; 3 % of it is in tensors of fewer than 8 parts."""
-    state, numels = StateBytes.of(precision="16-true", optimizer=optimizer, copies_gradients=False), resnet_50()
+    state, numels = (
+        StateBytes.of(precision="16-true", optimizer=optimizer, copies_gradients=False),
+        resnet_50(),
+    )
     found = [state.per_parameter(state_share=shared_share(numels, ranks)) for ranks in (1, 2, 4, 8)]
     assert found == pytest.approx(bytes_each, abs=0.006)
-    assert (shared_share([3 * BLOCK + 1], 4), shared_share([3 * BLOCK], 4)) == (1 / 4, 1.0)  # as many parts as ranks
+    assert (shared_share([3 * BLOCK + 1], 4), shared_share([3 * BLOCK], 4)) == (
+        1 / 4,
+        1.0,
+    )  # as many parts as ranks
     assert found[-1] > state.per_parameter(state_share=1 / 8) + 0.1
     # Of the world it is tensors of one block that stay.
-    assert (shared_share([BLOCK + 1], 64, is_world=True), shared_share([BLOCK], 64, is_world=True)) == (1 / 64, 1.0)
+    assert (
+        shared_share([BLOCK + 1], 64, is_world=True),
+        shared_share([BLOCK], 64, is_world=True),
+    ) == (1 / 64, 1.0)
 
 
 def choices(**more):
@@ -92,8 +111,14 @@ def choices(**more):
 
 def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
     total, found = 100 * BLOCK, {need.settings: need for need in choices().needs()}
-    assert len(found) == 2 * 4 * 5 * 2  # precision, batches of 8, 4, 2, 1, sharing, re-materialisation
-    node, again, all_ranks = "strategy.shard_update=node", "model.checkpoint_activations=true", "strategy=fsdp2"
+    assert (
+        len(found) == 2 * 4 * 5 * 2
+    )  # precision, batches of 8, 4, 2, 1, sharing, re-materialisation
+    node, again, all_ranks = (
+        "strategy.shard_update=node",
+        "model.checkpoint_activations=true",
+        "strategy=fsdp2",
+    )
     host = "strategy=fsdp2 strategy.offload=true"
     world = "strategy.shard_update=world"  # its gather of 0.3 s is behind a forward of one
     expected = {
@@ -106,7 +131,10 @@ def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
         (all_ranks,): ((4 + 4 + 4) / 8 * total + 16e6 + 1e9, 0.3),
         (host,): (16e6 + 1e9, 0.3 + 12 * total / 8 / HOST_LINK_BYTES_PER_S),
         ("precision=16-true", host): (10e6 + 5.5e8, 0.3 + 12 * total / 8 / HOST_LINK_BYTES_PER_S),
-        ("precision=16-true", "batch_size_per_rank=4", node, again): (6.1 * total + 1e8 * (1 + 3 / 7), 1.1),
+        ("precision=16-true", "batch_size_per_rank=4", node, again): (
+            6.1 * total + 1e8 * (1 + 3 / 7),
+            1.1,
+        ),
     }
     for settings, (num_bytes, extra_s) in expected.items():
         assert found[settings].total_bytes == pytest.approx(num_bytes)
@@ -114,7 +142,9 @@ def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
     short = choices(forward_s=0.1, activations={("16-true", False): (total, total)})
     need = short.need("16-true", 8, sharing="world")
     assert need.extra_s == pytest.approx(0.2)
-    assert need.total_bytes == pytest.approx((5.1 + 2) * total)  # weights on their way, of 2 bytes, are more than 1
+    assert need.total_bytes == pytest.approx(
+        (5.1 + 2) * total
+    )  # weights on their way, of 2 bytes, are more than 1
 
 
 def test_what_to_try_alone_comes_by_its_time_for_what_it_saves_and_the_fewest_settings_are_the_smallest_list():
@@ -124,17 +154,32 @@ def test_what_to_try_alone_comes_by_its_time_for_what_it_saves_and_the_fewest_se
     # 6.6e8, a tenth 4.9e6, three tenths 1.4e6, on the host 3.8e6. Where all share, 5.7e6 bytes cost nothing.
     first = ["precision=16-true", "batch_size_per_rank=4", "strategy.shard_update=world"]
     of_all = ["strategy=fsdp2 strategy.offload=true", "strategy=fsdp2"]
-    assert found == [*first, "model.checkpoint_activations=true", "strategy.shard_update=node", *of_all]
+    assert found == [
+        *first,
+        "model.checkpoint_activations=true",
+        "strategy.shard_update=node",
+        *of_all,
+    ]
     fitting = [need for need in choices().needs() if need.fits(room)]
-    assert [need.settings for need in fitting[:2]] == [("precision=16-true",), ("batch_size_per_rank=4",)]
-    assert [len(need.settings) for need in fitting] == sorted(len(need.settings) for need in fitting)
+    assert [need.settings for need in fitting[:2]] == [
+        ("precision=16-true",),
+        ("batch_size_per_rank=4",),
+    ]
+    assert [len(need.settings) for need in fitting] == sorted(
+        len(need.settings) for need in fitting
+    )
     assert all(need.settings for need in fitting)
 
 
 def test_what_there_is_nothing_to_share_with_is_not_tried_and_a_tenth_of_the_device_stays_free():
-    of_all, host = [("strategy.shard_update=world",), ("strategy=fsdp2",)], ("strategy=fsdp2 strategy.offload=true",)
+    of_all, host = (
+        [("strategy.shard_update=world",), ("strategy=fsdp2",)],
+        ("strategy=fsdp2 strategy.offload=true",),
+    )
     for world_size, expected in ((1, [(), host]), (2, [(), *of_all, host])):
-        alone = choices(activations={("32-true", False): (1.0, 1.0)}, ranks_per_node=1, batch_size=1)
+        alone = choices(
+            activations={("32-true", False): (1.0, 1.0)}, ranks_per_node=1, batch_size=1
+        )
         needs = replace(alone, world_size=world_size).needs()
         assert [need.settings for need in needs] == expected
     need = MemoryNeed(settings=(), state_bytes=60.0, activation_bytes=30.0)
@@ -143,7 +188,12 @@ def test_what_there_is_nothing_to_share_with_is_not_tried_and_a_tenth_of_the_dev
 
 
 def test_what_was_not_measured_is_refused():
-    with pytest.raises(ValueError, match=r"`precision` \(='16-mixed'\) must be one of '16-true', 'bf16-true', '32-tr"):
+    with pytest.raises(
+        ValueError,
+        match=r"`precision` \(='16-mixed'\) must be one of '16-true', 'bf16-true', '32-tr",
+    ):
         StateBytes.of(precision="16-mixed", optimizer="lars", copies_gradients=False)
-    with pytest.raises(ValueError, match=r"`optimizer` \(='lion'\) must be one of 'sgd', 'lars', 'adamw', 'lamb'"):
+    with pytest.raises(
+        ValueError, match=r"`optimizer` \(='lion'\) must be one of 'sgd', 'lars', 'adamw', 'lamb'"
+    ):
         StateBytes.of(precision="16-true", optimizer="lion", copies_gradients=False)

@@ -30,25 +30,41 @@ def even(num_stages, **more):
 def test_an_even_pipeline_takes_what_the_formula_says(schedule, num_ranks, rounds):
     per_rank, num_micro = PER_RANK[schedule], num_ranks * rounds
     loads = even(num_ranks * per_rank)
-    tasks = simulate_pipeline(schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads)
+    tasks = simulate_pipeline(
+        schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads
+    )
     expected_s = 3 * (num_micro * per_rank + num_ranks - 1)
     assert pipeline_step_s(tasks, loads) == pytest.approx(expected_s)
-    assert waiting_share(tasks) == pytest.approx((num_ranks - 1) / (per_rank * num_micro + num_ranks - 1))
+    assert waiting_share(tasks) == pytest.approx(
+        (num_ranks - 1) / (per_rank * num_micro + num_ranks - 1)
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), num_ranks=RANKS, rounds=ROUNDS)
-def test_every_stage_does_every_micro_batch_once_after_what_it_needs(schedule, data, num_ranks, rounds):
+def test_every_stage_does_every_micro_batch_once_after_what_it_needs(
+    schedule, data, num_ranks, rounds
+):
     """Stages and messages of any length: nothing overlaps on a rank, nothing begins before its input has arrived."""
     per_rank, num_micro = PER_RANK[schedule], num_ranks * rounds
     times = st.floats(0.1, 10)
     loads = [
-        StageLoad(forward_s=data.draw(times), backward_s=data.draw(times), send_s=data.draw(st.floats(0, 1)))
+        StageLoad(
+            forward_s=data.draw(times),
+            backward_s=data.draw(times),
+            send_s=data.draw(st.floats(0, 1)),
+        )
         for _ in range(num_ranks * per_rank)
     ]
-    tasks = simulate_pipeline(schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads)
-    spans = {(task.stage, task.microbatch, task.is_forward): task for of_rank in tasks for task in of_rank}
+    tasks = simulate_pipeline(
+        schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads
+    )
+    spans = {
+        (task.stage, task.microbatch, task.is_forward): task
+        for of_rank in tasks
+        for task in of_rank
+    }
     assert len(spans) == 2 * num_micro * len(loads) == sum(map(len, tasks))
     for of_rank in tasks:
         assert all(one.end_s <= other.begin_s for one, other in pairwise(of_rank))
@@ -71,7 +87,10 @@ def test_micro_batches_alive_are_those_that_torch_keeps():
     ):
         per_rank = PER_RANK[schedule]
         order = schedule_tasks(schedule, 4, num_micro, stages_per_rank=per_rank)
-        assert [most_kept_bytes(tasks, even(4 * per_rank)) for tasks in order] == alive, (schedule, num_micro)
+        assert [most_kept_bytes(tasks, even(4 * per_rank)) for tasks in order] == alive, (
+            schedule,
+            num_micro,
+        )
 
 
 def test_gradients_are_hidden_by_the_last_backward_and_by_earlier_stages():
@@ -93,8 +112,14 @@ def test_an_order_that_cannot_go_on_is_refused():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (("pipedream", 2, 4, 1), r"`schedule` \(='pipedream'\) must be one of 'gpipe', '1f1b', 'interleaved'"),
-        (("interleaved", 4, 6, 2), r"`num_microbatches` \(=6\) must be a multiple .* Write num_microbatches=8"),
+        (
+            ("pipedream", 2, 4, 1),
+            r"`schedule` \(='pipedream'\) must be one of 'gpipe', '1f1b', 'interleaved'",
+        ),
+        (
+            ("interleaved", 4, 6, 2),
+            r"`num_microbatches` \(=6\) must be a multiple .* Write num_microbatches=8",
+        ),
         (("1f1b", 4, 6, 2), r"`stages_per_rank` \(=2\) must be 1 with schedule='1f1b'"),
         (("gpipe", 2, 0, 1), r"`num_microbatches` \(=0\) must be a whole number"),
     ],

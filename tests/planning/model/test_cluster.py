@@ -11,10 +11,28 @@ from lightning_hybrid.comm import Topology, traffic_of
 from lightning_hybrid.comm.engine.in_flight import InFlightBucket
 from lightning_hybrid.planning.model import workload
 from lightning_hybrid.planning.model.cluster_costs import OURS, PEERS
-from lightning_hybrid.planning.model.cost import Cost, Link, double_tree, halving_doubling, least_s, levels, ring
+from lightning_hybrid.planning.model.cost import (
+    Cost,
+    Link,
+    double_tree,
+    halving_doubling,
+    least_s,
+    levels,
+    ring,
+)
 from lightning_hybrid.planning.model.cost_gloo import Gloo
 from lightning_hybrid.planning.model.cost_nccl import Nccl
-from tests.planning.model.clusters import BYTES, FAST, FREE_GLOO, LINKS, NCCL, NODES, RANKS, SLOW, cluster
+from tests.planning.model.clusters import (
+    BYTES,
+    FAST,
+    FREE_GLOO,
+    LINKS,
+    NCCL,
+    NODES,
+    RANKS,
+    SLOW,
+    cluster,
+)
 
 MIB = 2**20
 
@@ -22,15 +40,21 @@ MIB = 2**20
 def topology_of(found):
     ranks, nodes = found.world_size, found.num_nodes
     if found.is_interleaved:
-        return Topology(rank=0, nodes=tuple(tuple(range(node, ranks, nodes)) for node in range(nodes)))
-    return Topology.from_ranks_per_node(rank=0, world_size=ranks, ranks_per_node=found.ranks_per_node)
+        return Topology(
+            rank=0, nodes=tuple(tuple(range(node, ranks, nodes)) for node in range(nodes))
+        )
+    return Topology.from_ranks_per_node(
+        rank=0, world_size=ranks, ranks_per_node=found.ranks_per_node
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @settings(max_examples=25)
 @given(num_nodes=st.integers(2, 6), ranks=st.integers(2, 6))
-def test_links_carry_the_bytes_that_an_emulated_cluster_counts(algorithm, is_interleaved, num_nodes, ranks):
+def test_links_carry_the_bytes_that_an_emulated_cluster_counts(
+    algorithm, is_interleaved, num_nodes, ranks
+):
     """traffic.py is held to the kernels' counters by tests/netlab; here the model is held to traffic.py."""
     found = cluster(num_nodes, ranks, is_interleaved=is_interleaved)
     size = 64.0 * MIB
@@ -43,10 +67,14 @@ OVER = [(FREE_GLOO, name) for name in (*OURS, *PEERS) if not name.startswith("nc
 OVER += [(NCCL, name) for name in (*OURS, *PEERS) if not name.startswith("gloo")]
 
 
-@pytest.mark.parametrize(("transport", "algorithm"), OVER, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("transport", "algorithm"), OVER, ids=lambda value: value if isinstance(value, str) else ""
+)
 @settings(max_examples=25)
 @given(num_bytes=BYTES, num_nodes=NODES, ranks=RANKS, across=LINKS)
-def test_nothing_beats_the_bytes_that_must_leave_a_node(transport, algorithm, num_bytes, num_nodes, ranks, across):
+def test_nothing_beats_the_bytes_that_must_leave_a_node(
+    transport, algorithm, num_bytes, num_nodes, ranks, across
+):
     """Of NCCL the rate alone: it has latencies of its own."""
     if transport is NCCL:
         across = Link(latency_s=0.0, bytes_per_s=max(across.bytes_per_s, 1e8))
@@ -59,16 +87,22 @@ def test_nothing_beats_the_bytes_that_must_leave_a_node(transport, algorithm, nu
 @given(num_bytes=BYTES, num_nodes=st.integers(2, 300))
 def test_with_one_rank_per_node_all_hierarchies_are_one(transport, num_bytes, num_nodes):
     found = cluster(num_nodes, 1, transport=transport)
-    times_s = {found.alone_s(name, num_bytes) for name in ("parallel_flat", "hierarchical", "two_level")}
+    times_s = {
+        found.alone_s(name, num_bytes) for name in ("parallel_flat", "hierarchical", "two_level")
+    }
     assert len(times_s) == 1
 
 
 def test_chunks_are_those_of_the_engine():
     for numel in (1, 17, 1000, 12345, 10**6):
         for num_chunks in (1, 2, 3, 4, 7, 30):
-            bucket = InFlightBucket(flat=torch.empty(numel, dtype=torch.half), plan=None, finish=None)
+            bucket = InFlightBucket(
+                flat=torch.empty(numel, dtype=torch.half), plan=None, finish=None
+            )
             bucket.split(lambda part: None, num_chunks, checksum=None)
-            assert workload.chunk_sizes_bytes(2 * numel, num_chunks, 2) == [chunk.num_bytes for chunk in bucket.chunks]
+            assert workload.chunk_sizes_bytes(2 * numel, num_chunks, 2) == [
+                chunk.num_bytes for chunk in bucket.chunks
+            ]
 
 
 def test_before_its_model_nccl_took_ll_up_to_a_size():
@@ -82,7 +116,10 @@ def test_before_its_model_nccl_took_ll_up_to_a_size():
 def test_a_link_slower_than_nccl_thinks_counts():
     fast, slow = (Link(latency_s=latency_s, bytes_per_s=1e9) for latency_s in (0.0, 1e-3))
     ask = {"num_nodes": 3, "ranks_per_node": 1, "inside": fast, "algorithm": "ring"}
-    more = NCCL.all_reduce(4, across=slow, **ask).latency_s - NCCL.all_reduce(4, across=fast, **ask).latency_s
+    more = (
+        NCCL.all_reduce(4, across=slow, **ask).latency_s
+        - NCCL.all_reduce(4, across=fast, **ask).latency_s
+    )
     assert more == pytest.approx(4 * (1e-3 - 2.7e-6), rel=1e-6)
 
 
@@ -93,12 +130,21 @@ def test_a_link_slower_than_nccl_thinks_counts():
         (lambda: cluster(2, 0), r"`ranks_per_node` \(=0\)"),
         (lambda: cluster(nics_per_node=0), r"`nics_per_node` \(=0\)"),
         (lambda: cluster().stages("star", 1.0), r"`algorithm` \(='star'\) must be one of flat"),
-        (lambda: cluster().stages("nccl", 1.0), r"`algorithm` \(='nccl'\) must be one that Gloo has"),
+        (
+            lambda: cluster().stages("nccl", 1.0),
+            r"`algorithm` \(='nccl'\) must be one that Gloo has",
+        ),
         (lambda: cluster(transport=NCCL).stages("gloo_ring", 1.0), r"must be one that NCCL has"),
         (lambda: Nccl(inside="ethernet"), r"`inside` \(=\['ethernet'\]\) must be of nvlink, pci"),
         (lambda: Nccl(inside="pci", algorithms=()), r"`algorithms` \(=\[\]\)"),
-        (lambda: Gloo(stage_s=0, message_s=0, segment_s=0, ring_share=1.5), r"`ring_share` \(=1.5\)"),
-        (lambda: Link(latency_s=-1.0, bytes_per_s=1.0), r"`latency_s` \(=-1.0\) must be a number in \[0, inf\)"),
+        (
+            lambda: Gloo(stage_s=0, message_s=0, segment_s=0, ring_share=1.5),
+            r"`ring_share` \(=1.5\)",
+        ),
+        (
+            lambda: Link(latency_s=-1.0, bytes_per_s=1.0),
+            r"`latency_s` \(=-1.0\) must be a number in \[0, inf\)",
+        ),
         (lambda: Link(latency_s=0.0, bytes_per_s=0.0), r"`bytes_per_s` \(=0.0\) must be positive"),
         (lambda: ring(-1.0, 2, FAST), r"`num_bytes` \(=-1.0\) must not be negative"),
         (lambda: ring(1.0, 0, FAST), r"`num_ranks` \(=0\) must be a whole number"),
@@ -116,7 +162,9 @@ A_LITTLE_LESS = 1 - 1e-9  # the sums are of floats, in different orders
 @pytest.mark.parametrize("name", FLAT)
 @settings(max_examples=25)
 @given(few=BYTES, more=BYTES, num_ranks=NODES, link=LINKS)
-def test_more_bytes_never_take_less_time_and_nothing_beats_the_bound_between_nodes(name, few, more, num_ranks, link):
+def test_more_bytes_never_take_less_time_and_nothing_beats_the_bound_between_nodes(
+    name, few, more, num_ranks, link
+):
     times_s = [FLAT[name](num_bytes, num_ranks, link).total_s for num_bytes in sorted((few, more))]
     assert times_s[0] <= times_s[1]
     assert times_s[1] >= least_s(max(few, more), num_nodes=num_ranks, across=link) * A_LITTLE_LESS
@@ -125,7 +173,9 @@ def test_more_bytes_never_take_less_time_and_nothing_beats_the_bound_between_nod
 
 @settings(max_examples=25)
 @given(num_bytes=BYTES, num_nodes=NODES, ranks=RANKS, across=LINKS)
-def test_two_levels_send_what_the_bound_says_when_each_rank_has_its_rail(num_bytes, num_nodes, ranks, across):
+def test_two_levels_send_what_the_bound_says_when_each_rank_has_its_rail(
+    num_bytes, num_nodes, ranks, across
+):
     """Each of k ranks sends 2 (N - 1) / N of its k-th; the node with k cards is at its bound."""
     free = Link(latency_s=0.0, bytes_per_s=math.inf)
     cost = levels(num_bytes, [(ranks, free), (num_nodes, across)])

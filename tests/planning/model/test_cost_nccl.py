@@ -42,7 +42,9 @@ def test_hops_take_what_the_tables_say(inside, algorithm, place):
         hops = 2 * ((RANKS - 1) * intra + math.log2(NODES) * inter)
     else:
         overhead = 1.0 * (3 if PROTOCOLS[place] == "simple" else 1)  # of a host by Intel
-        hops = (2 * (NODES * RANKS - 1) - 2 * (NODES - 1)) * max(intra, overhead) + 2 * (NODES - 1) * inter
+        hops = (2 * (NODES * RANKS - 1) - 2 * (NODES - 1)) * max(intra, overhead) + 2 * (
+            NODES - 1
+        ) * inter
     found = latency_us(Nccl(inside=inside, protocols=(PROTOCOLS[place],)), algorithm)
     assert found == pytest.approx(BASE_LATENCIES[algorithm][place] + hops)
 
@@ -54,7 +56,13 @@ FAST = Link(latency_s=0.0, bytes_per_s=1e15)
 def test_a_channel_of_an_nvls_tree_has_a_limit_that_two_nodes_share_less(num_nodes, limit):
     """`perChMaxNVLSTreeBws` of Hopper: eight channels of bus bandwidth, however fast the links are."""
     nccl = Nccl(inside="nvlink", generation="hopper")
-    ask = {"num_nodes": num_nodes, "ranks_per_node": 8, "inside": FREE, "across": FAST, "num_nics": 8}
+    ask = {
+        "num_nodes": num_nodes,
+        "ranks_per_node": 8,
+        "inside": FREE,
+        "across": FAST,
+        "num_nics": 8,
+    }
     found_s = nccl.all_reduce(2**33, algorithm="nvls_tree", **ask).transfer_s
     ranks = 8 * num_nodes
     assert found_s == pytest.approx(2 * (ranks - 1) / ranks * 2**33 / (8 * limit))
@@ -82,7 +90,8 @@ def test_the_plug_in_chooses_in_place_of_nccl():
 
 
 @pytest.mark.parametrize(
-    ("version", "last"), [("2.3", "ring"), ("2.4", "tree"), ("2.17", "nvls"), ("2.18.3", "nvls_tree")]
+    ("version", "last"),
+    [("2.3", "ring"), ("2.4", "tree"), ("2.17", "nvls"), ("2.18.3", "nvls_tree")],
 )
 def test_a_version_has_the_algorithms_of_its_time(version, last):
     assert Nccl(inside="nvlink", generation="hopper", version=version).available[-1] == last

@@ -10,7 +10,12 @@ from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.planning.calibration.calibrate import calibrate
 from lightning_hybrid.planning.model.cost import StageCost
 from lightning_hybrid.planning.model.event_simulation import SimulatedChunk, simulate_events
-from lightning_hybrid.planning.model.plan_search import candidates, choose_plan, rank_plans, with_buckets
+from lightning_hybrid.planning.model.plan_search import (
+    candidates,
+    choose_plan,
+    rank_plans,
+    with_buckets,
+)
 from lightning_hybrid.planning.model.simulate import simulate
 from lightning_hybrid.planning.model.workload import StepWorkload
 from tests.planning.calibration.planted_links import gloo_cluster, planted, world_of
@@ -20,7 +25,10 @@ SIXTEEN = [MIB] * 16
 
 
 def work(numels, backward_s=0.0):
-    return StepWorkload(forward_s=0.0, gradients=tuple((numel, backward_s * numel / sum(numels)) for numel in numels))
+    return StepWorkload(
+        forward_s=0.0,
+        gradients=tuple((numel, backward_s * numel / sum(numels)) for numel in numels),
+    )
 
 
 def step_s(plan, cluster, numels, backward_s=0.0):
@@ -32,7 +40,9 @@ def test_at_1_gbit_and_2_ms_four_mebibytes_go_hierarchical_where_the_rule_says_t
     than one, 99 and 101 ms for 2 MiB, 147 for 4; the model would have them at four fifths. The rest is the model's."""
     truth = gloo_cluster(4, 2, mbit_per_s=1000.0, latency_s=2e-3)
     world = world_of(truth)
-    told_s = {(name, 4 * MIB): time_s for name, time_s in (("hierarchical", 0.097), ("two_level", 0.153))}
+    told_s = {
+        (name, 4 * MIB): time_s for name, time_s in (("hierarchical", 0.097), ("two_level", 0.153))
+    }
     told_s |= {(name, 2 * MIB): 0.1 for name in ("flat", "gloo_ring", "parallel_flat")}
     told_s |= {(name, 4 * MIB): 0.147 for name in ("flat", "gloo_ring", "parallel_flat")}
     found = calibrate(planted(truth, world, sums_s=told_s), world)
@@ -68,7 +78,9 @@ def test_no_plan_is_chosen_that_the_model_sees_slower_than_the_librarys(
 def test_where_the_model_sees_no_difference_the_librarys_plan_stays_and_what_is_no_matter_of_speed_is_kept():
     """A backward of 100 s hides all but the end of anything."""
     base = CommPlan(algorithm="hierarchical", check_order=False)
-    assert choose_plan(SIXTEEN, gloo_cluster(2, 2), backward_s=100.0, on_cuda=False, base=base) == base
+    assert (
+        choose_plan(SIXTEEN, gloo_cluster(2, 2), backward_s=100.0, on_cuda=False, base=base) == base
+    )
     slow = gloo_cluster(4, 4, mbit_per_s=1000.0, latency_s=2e-3)
     chosen = choose_plan(SIXTEEN, slow, on_cuda=False, base=base)
     assert chosen != base
@@ -100,7 +112,13 @@ def test_gpus_have_no_chunks_to_choose():
 
 def chunk(bucket, *stages, ready_s=0.0, algorithm="x", column=0, **more):
     return SimulatedChunk(
-        bucket=bucket, num_bytes=1, ready_s=ready_s, algorithm=algorithm, column=column, stages=stages, **more
+        bucket=bucket,
+        num_bytes=1,
+        ready_s=ready_s,
+        algorithm=algorithm,
+        column=column,
+        stages=stages,
+        **more,
     )
 
 
@@ -116,7 +134,9 @@ STAGES = st.builds(
     share=st.floats(0.1, 1),
 )
 PIECES = st.lists(
-    st.tuples(st.lists(STAGES, min_size=1, max_size=3), st.floats(0, 3), st.integers(0, 1), st.booleans()),
+    st.tuples(
+        st.lists(STAGES, min_size=1, max_size=3), st.floats(0, 3), st.integers(0, 1), st.booleans()
+    ),
     min_size=1,
     max_size=6,
 )
@@ -154,13 +174,18 @@ def test_a_time_in_which_nothing_would_end_is_refused(time_s):
 def test_equal_chunks_through_places_of_their_own_are_the_formula():
     stages = (stage("reduce", "inside", work_s=0.5), stage("ring", "across", work_s=2.0))
     spans = simulate_events([chunk(index, *stages) for index in range(5)])
-    assert spans[-1].end_s == pytest.approx((0.5 + 2.0) + (5 - 1) * 2.0)  # one of each, then the slowest stage
+    assert spans[-1].end_s == pytest.approx(
+        (0.5 + 2.0) + (5 - 1) * 2.0
+    )  # one of each, then the slowest stage
 
 
 def test_what_a_slow_flow_leaves_goes_to_the_others():
     """A quarter to the slow one; the other has three quarters until it is done."""
     slow, fast = chunk(0, stage(share=0.25), column=0), chunk(1, stage(work_s=0.75), column=1)
-    assert {span.chunk.bucket: span.end_s for span in simulate_events([slow, fast])} == {0: 4.0, 1: 1.0}
+    assert {span.chunk.bucket: span.end_s for span in simulate_events([slow, fast])} == {
+        0: 4.0,
+        1: 1.0,
+    }
 
 
 def test_a_stream_does_all_stages_of_one_before_the_next():

@@ -24,13 +24,19 @@ RDMA = Link(latency_s=0.0, bytes_per_s=1e10)
 
 def on_gpus(num_nodes=4, ranks_per_node=8, across=RDMA, **more):
     return cluster(
-        num_nodes, ranks_per_node, transport=NCCL, inside=Link(latency_s=0.0, bytes_per_s=1e11), across=across
+        num_nodes,
+        ranks_per_node,
+        transport=NCCL,
+        inside=Link(latency_s=0.0, bytes_per_s=1e11),
+        across=across,
     )
 
 
 @settings(max_examples=25)
 @given(num_nodes=NODES, ranks=RANKS, rate=st.floats(1e8, 1e11), backward_s=st.floats(1e-3, 1))
-def test_a_step_is_never_shorter_than_its_arithmetic_nor_than_its_bytes(num_nodes, ranks, rate, backward_s):
+def test_a_step_is_never_shorter_than_its_arithmetic_nor_than_its_bytes(
+    num_nodes, ranks, rate, backward_s
+):
     work = StepWorkload(forward_s=0.0, gradients=((4 * MIB, backward_s),) * 4)
     found = on_gpus(num_nodes, ranks, across=Link(latency_s=0.0, bytes_per_s=rate))
     outcome = simulate(work, found, PLAN, itemsize=2)
@@ -56,9 +62,14 @@ def test_everything_waits_for_the_slowest_nodes():
         (many, NodeGroup(slowdown=1.5), on_gpus()),
     ):
         found = simulate(work, replace(on_gpus(), groups=[group]), PLAN, itemsize=2)
-        assert found.step_s == pytest.approx(simulate(work.scaled(group.slowdown), same, PLAN, itemsize=2).step_s)
+        assert found.step_s == pytest.approx(
+            simulate(work.scaled(group.slowdown), same, PLAN, itemsize=2).step_s
+        )
         assert found.step_s > 1.4 * simulate(work, on_gpus(), PLAN, itemsize=2).step_s
-        assert simulate(work, replace(on_gpus(1), groups=[group]), PLAN, itemsize=2).alone_s == work.alone_s
+        assert (
+            simulate(work, replace(on_gpus(1), groups=[group]), PLAN, itemsize=2).alone_s
+            == work.alone_s
+        )
 
 
 def test_sums_slow_the_arithmetic_beside_them_down():
@@ -73,7 +84,9 @@ def test_sums_slow_the_arithmetic_beside_them_down():
     assert slowed.exposed_s[0] == pytest.approx(plain.exposed_s[0])
 
 
-@pytest.mark.parametrize(("options", "num_buckets"), [({}, range(9, 99)), ({"cuts": []}, [1])], ids=["many", "one"])
+@pytest.mark.parametrize(
+    ("options", "num_buckets"), [({}, range(9, 99)), ({"cuts": []}, [1])], ids=["many", "one"]
+)
 def test_all_but_the_last_bucket_is_hidden_by_a_long_backward(options, num_buckets):
     found = on_gpus()
     outcome = simulate(SIXTEEN, found, CommPlan(num_buckets=16), itemsize=2, **options)
@@ -87,8 +100,12 @@ def test_segments_end_where_they_are_cut():
     found = buckets_of(numels, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[3])
     assert [bucket.numel for bucket in found] == [23, 13]
     each = buckets_of(numels, on_gpus(), PLAN, itemsize=4, on_cuda=True, cuts=range(1, 4))
-    assert [(bucket.numel, bucket.dtype) for bucket in each] == [(numel, "float32") for numel in numels]
-    with pytest.raises(ValueError, match=r"`cuts` \(=\[5\]\) must be places from 0 to the number of tensors \(4\)"):
+    assert [(bucket.numel, bucket.dtype) for bucket in each] == [
+        (numel, "float32") for numel in numels
+    ]
+    with pytest.raises(
+        ValueError, match=r"`cuts` \(=\[5\]\) must be places from 0 to the number of tensors \(4\)"
+    ):
         buckets_of(numels, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[5])
 
 
@@ -108,7 +125,9 @@ def test_a_spread_that_is_none_and_work_without_gradients_are_refused(relative_s
 
 def test_the_step_is_the_slowest_ranks():
     jitter = Jitter(slow_share=1.0, slow_factor=3.0)
-    found, slow = (simulate(SIXTEEN, on_gpus(), PLAN, itemsize=2, jitter=j) for j in (Jitter(), jitter))
+    found, slow = (
+        simulate(SIXTEEN, on_gpus(), PLAN, itemsize=2, jitter=j) for j in (Jitter(), jitter)
+    )
     assert slow.step_s - slow.exposed_s[0] == pytest.approx(3 * (found.step_s - found.exposed_s[0]))
 
 
@@ -125,7 +144,9 @@ def test_quantiles_are_of_the_steps_and_the_seed_repeats_them():
     one, same = (simulate(SIXTEEN, on_gpus(), PLAN, **ask) for _ in range(2))
     assert one.steps_s.tolist() == same.steps_s.tolist()
     assert one.steps_s.min() < one.quantile_s(0.5) < one.quantile_s(0.99) <= one.steps_s.max()
-    other = simulate(SIXTEEN, on_gpus(), PLAN, itemsize=2, jitter=Jitter(relative_std=0.05, seed=4), num_steps=50)
+    other = simulate(
+        SIXTEEN, on_gpus(), PLAN, itemsize=2, jitter=Jitter(relative_std=0.05, seed=4), num_steps=50
+    )
     assert other.steps_s.tolist() != one.steps_s.tolist()
 
 
@@ -138,7 +159,9 @@ def test_2048_ranks_and_100_steps_take_seconds():
     assert time.process_time() - began_s < 10
 
 
-def test_the_timeline_is_in_the_format_of_the_real_one_and_its_counters_see_what_the_simulator_says(tmp_path):
+def test_the_timeline_is_in_the_format_of_the_real_one_and_its_counters_see_what_the_simulator_says(
+    tmp_path,
+):
     outcome = simulate(SIXTEEN, cluster(2, 2), PLAN, itemsize=2, on_cuda=False)
     counted = to_trace(outcome).total()
     assert (counted.num_buckets, counted.num_bytes) == (len(outcome.buckets), 16 * MIB * 2)
@@ -151,10 +174,14 @@ def test_the_timeline_is_in_the_format_of_the_real_one_and_its_counters_see_what
     real.stage(outcome.buckets[0], "ring", 0, began_s, 8)
     real.end(outcome.buckets[0], began_s)
     real.write(tmp_path / "real.json", rank=0)
-    ours, theirs = (json.loads((tmp_path / name).read_text()) for name in ("ours.json", "real.json"))
+    ours, theirs = (
+        json.loads((tmp_path / name).read_text()) for name in ("ours.json", "real.json")
+    )
     assert ours.keys() == theirs.keys()
     assert {tuple(sorted(event)) for event in ours["traceEvents"]} == {
         tuple(sorted(event)) for event in theirs["traceEvents"]
     }
-    rows = {event["args"]["name"] for event in ours["traceEvents"] if event["name"] == "thread_name"}
+    rows = {
+        event["args"]["name"] for event in ours["traceEvents"] if event["name"] == "thread_name"
+    }
     assert {"backward", "buckets", "two_level.0 scatter_reduce", "two_level.1 gather"} <= rows

@@ -21,7 +21,9 @@ def test_the_ends_of_a_sum_are_those_of_its_class_of_bytes():
     ends = bounds(known)
     for num_bytes, (low, high) in zip((1000.0, 2 * MIB, 65 * MIB), VERBS, strict=True):
         alone_s = known.alone_s("flat", num_bytes)
-        assert [end.alone_s("flat", num_bytes) / alone_s for end in ends] == pytest.approx([low, high])
+        assert [end.alone_s("flat", num_bytes) / alone_s for end in ends] == pytest.approx(
+            [low, high]
+        )
 
 
 @pytest.mark.parametrize(
@@ -42,10 +44,15 @@ def test_the_intervals_are_those_of_the_published_rows():
     """And hold 70 to 90 % of the rows of a source that was left out; from 4 nodes on those of what was measured."""
     told = {"ib, roce, efa": VERBS, "slingshot": ERRORS["slingshot"], "tcp": ERRORS["tcp"]}
     measured = {"ib, roce, efa": MEASURED_VERBS, "slingshot": MEASURED}
-    for errors, known in ((between_nodes.errors_of(between_nodes.rows()), told), (few.errors_of_measured(), measured)):
+    for errors, known in (
+        (between_nodes.errors_of(between_nodes.rows()), told),
+        (few.errors_of_measured(), measured),
+    ):
         for (kind, size), by_source in errors.items():
             ends = known[kind][between_nodes.SIZES.index(size)]
-            assert [math.exp(end) for end in between_nodes.interval(by_source)] == pytest.approx(ends, abs=0.006)
+            assert [math.exp(end) for end in between_nodes.interval(by_source)] == pytest.approx(
+                ends, abs=0.006
+            )
     read = (row for row in between_nodes.rows() if not row.is_unread)
     for found in (read, between_nodes.rows()):
         assert 0.7 <= between_nodes.coverage(between_nodes.errors_of(found)) <= 0.9
@@ -63,7 +70,9 @@ def test_intervals_of_what_was_measured_hold_to_eight_times_the_nodes_and_widen_
 
     assert high(32, measured_nodes=4) == pytest.approx(MEASURED[2][1])
     assert high(128, measured_nodes=4) == pytest.approx(MEASURED[2][1] ** 1.5)
-    assert high(16, measured_nodes=2) == pytest.approx(ERRORS["slingshot"][2][1])  # two are a special case of trees
+    assert high(16, measured_nodes=2) == pytest.approx(
+        ERRORS["slingshot"][2][1]
+    )  # two are a special case of trees
 
 
 def test_on_links_that_nobody_measured_the_library_keeps_its_plan():
@@ -79,7 +88,9 @@ def test_on_links_that_nobody_measured_the_library_keeps_its_plan():
 
 def test_the_unread_half_is_predicted_within_what_was_asked():
     """Median 7 % above 64 MiB, 15 % from 1 MiB; nothing is off by two."""
-    unread = [row for row in between_nodes.rows() if row.is_unread and row.values["gpus_per_node"] == "8"]
+    unread = [
+        row for row in between_nodes.rows() if row.is_unread and row.values["gpus_per_node"] == "8"
+    ]
     errors = {
         size: sorted(abs(between_nodes.log_error(row)) for row in unread if row.size == size)
         for size in between_nodes.SIZES[1:]

@@ -11,7 +11,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import cross_entropy
 
 from lightning_hybrid.optim import LAMB
-from lightning_hybrid.planning.estimates.activations import LiveBytes, has_checkpointing, step_bytes, with_checkpointing
+from lightning_hybrid.planning.estimates.activations import (
+    LiveBytes,
+    has_checkpointing,
+    step_bytes,
+    with_checkpointing,
+)
 from lightning_hybrid.planning.estimates.blocks import traced_blocks
 from lightning_hybrid.planning.estimates.layers import WithoutValues, layers_of
 from lightning_hybrid.planning.estimates.memory import MemoryNeed, StateBytes
@@ -71,7 +76,13 @@ def test_activations_of_resnet_50_are_those_that_its_docstring_says():
     """82 MiB per image in fp32, 30 with re-materialisation."""
     network = on_meta(ResNet)
     plain = step_bytes(network, IMAGE, batch_size=8, precision="32-true") / 8 / 2**20
-    again = step_bytes(with_checkpointing(network, is_on=True), IMAGE, batch_size=8, precision="32-true") / 8 / 2**20
+    again = (
+        step_bytes(
+            with_checkpointing(network, is_on=True), IMAGE, batch_size=8, precision="32-true"
+        )
+        / 8
+        / 2**20
+    )
     assert 82 <= plain <= 1.06 * 82
     assert 30 <= again <= 1.25 * 30  # and one block at a time, which is computed again
     assert network.checkpoint_activations is False
@@ -87,7 +98,11 @@ def test_blocks_have_all_parameters_all_flops_and_all_that_is_kept(name):
     assert sum(block.forward_flops for block in blocks) == forward_flops_per_image(network, IMAGE)
     # The peak of a step has the largest gradient of a parameter too, before it is in its bucket.
     kept = 8 * sum(block.kept_bytes for block in blocks)
-    assert kept < step_bytes(network, IMAGE, batch_size=8, precision="16-true") < 1.05 * kept + 2 * max(numels)
+    assert (
+        kept
+        < step_bytes(network, IMAGE, batch_size=8, precision="16-true")
+        < 1.05 * kept + 2 * max(numels)
+    )
 
 
 class Shortcut(nn.Module):
@@ -108,14 +123,23 @@ def test_no_cut_goes_through_a_shortcut():
 
 
 def test_no_cut_separates_two_uses_of_a_parameter_which_is_counted_once():
-    network = on_meta(lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.ReLU()))
-    assert [block.numels for block in traced_blocks(network, (4, 1, 1))] == [(16, 4), (), (16, 4), ()]
+    network = on_meta(
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.ReLU())
+    )
+    assert [block.numels for block in traced_blocks(network, (4, 1, 1))] == [
+        (16, 4),
+        (),
+        (16, 4),
+        (),
+    ]
     network[2].weight = network[0].weight
     assert [block.numels for block in traced_blocks(network, (4, 1, 1))] == [(16, 4, 4), ()]
 
 
 def need_of(settings, state_bytes, activation_bytes, **more):
-    return MemoryNeed(settings=settings, state_bytes=state_bytes, activation_bytes=activation_bytes, **more)
+    return MemoryNeed(
+        settings=settings, state_bytes=state_bytes, activation_bytes=activation_bytes, **more
+    )
 
 
 ASKED = need_of((), 60e9, 40e9, batch_size=10)
@@ -171,7 +195,9 @@ def test_what_fits_is_said_or_what_each_setting_saves_and_the_smallest_list(
 
 
 def choices_of(found: Scenario, usable_bytes=None, **more):
-    return pipeline_choices(found, blocks_of_known("resnet50"), STATE, usable_bytes=usable_bytes, **more)
+    return pipeline_choices(
+        found, blocks_of_known("resnet50"), STATE, usable_bytes=usable_bytes, **more
+    )
 
 
 @pytest.mark.parametrize(("cluster", "num_nodes"), [("p40_roce", 1), ("dgx_h100", 16)])
@@ -180,14 +206,20 @@ def test_for_resnet_50_data_parallelism_pays_as_pipedreams_planner_said(cluster,
     choices = choices_of(found)
     assert len(choices) > 4
     assert [choice.step_s for choice in choices] == sorted(choice.step_s for choice in choices)
-    assert what_pays(choices, found.run().step_s).startswith("Data parallelism pays: the best pipeline, of 2 ranks in")
+    assert what_pays(choices, found.run().step_s).startswith(
+        "Data parallelism pays: the best pipeline, of 2 ranks in"
+    )
 
 
 def test_a_pipeline_pays_where_weights_are_many_and_links_slow():
     """Eight layers of 4096 x 4096 on one node at 1 GB/s: 268 MB of gradients, 16 kB an image between layers."""
-    network = on_meta(lambda: nn.Sequential(nn.Flatten(), *[nn.Linear(4096, 4096) for _ in range(8)]))
+    network = on_meta(
+        lambda: nn.Sequential(nn.Flatten(), *[nn.Linear(4096, 4096) for _ in range(8)])
+    )
     slow = replace(cluster_of("p40_roce", 1), inside=Link(latency_s=0.0, bytes_per_s=1e9))
-    found = scenario(cluster=slow, layers=tuple(layers_of(network, (1, 64, 64))), images_per_s=2000.0)
+    found = scenario(
+        cluster=slow, layers=tuple(layers_of(network, (1, 64, 64))), images_per_s=2000.0
+    )
     choices = pipeline_choices(found, traced_blocks(network, (1, 64, 64)), STATE, usable_bytes=None)
     said = what_pays(choices, found.run().step_s)
     assert said.startswith("A pipeline pays: of 8 ranks in a node (")
@@ -205,7 +237,11 @@ def test_recomputing_blocks_needs_less_memory_and_a_third_more_time_and_what_nee
 
     def best(choices):
         asked = ("1f1b", 2, 16)
-        return next(each for each in choices if (each.schedule, each.num_ranks, each.num_microbatches) == asked)
+        return next(
+            each
+            for each in choices
+            if (each.schedule, each.num_ranks, each.num_microbatches) == asked
+        )
 
     plain, again = best(free), best(choices_of(found, recomputes=True))
     assert again.most_bytes < plain.most_bytes
@@ -222,13 +258,21 @@ def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
 
     A stage's million half gradients take 2 s between two nodes at 1 MB/s, and both stages share the card.
     """
-    two = replace(cluster_of("p40_roce", 1), ranks_per_node=2, across=Link(latency_s=0.0, bytes_per_s=1e6))
-    blocks = traced_blocks(on_meta(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))), (1000,))
+    two = replace(
+        cluster_of("p40_roce", 1), ranks_per_node=2, across=Link(latency_s=0.0, bytes_per_s=1e6)
+    )
+    blocks = traced_blocks(
+        on_meta(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))), (1000,)
+    )
     found = scenario(cluster=two, batch_size_per_rank=1)
     alone, *_ = pipeline_choices(found, blocks, STATE, usable_bytes=None)
-    shared, *_ = pipeline_choices(replace(found, cluster=two.of(2)), blocks, STATE, usable_bytes=None)
+    shared, *_ = pipeline_choices(
+        replace(found, cluster=two.of(2)), blocks, STATE, usable_bytes=None
+    )
     assert alone.step_s < 0.1
-    assert shared.step_s == pytest.approx(2 * 2.002 / 0.94, rel=0.05)  # of line rate, 0.94 is payload
+    assert shared.step_s == pytest.approx(
+        2 * 2.002 / 0.94, rel=0.05
+    )  # of line rate, 0.94 is payload
 
 
 def peaks(**options):
@@ -236,7 +280,9 @@ def peaks(**options):
     torch.manual_seed(0)
     with WithoutValues():
         on_meta = Bert(**options)
-    state = StateBytes.of(precision="32-true", optimizer="lamb", copies_gradients=False).per_parameter()
+    state = StateBytes.of(
+        precision="32-true", optimizer="lamb", copies_gradients=False
+    ).per_parameter()
     predicted = state * sum(map(torch.numel, on_meta.parameters()))
     predicted += step_bytes(on_meta, [64], batch_size=16, precision="32-true")
     model = Bert(**options)
@@ -256,19 +302,34 @@ def peaks(**options):
 def test_the_peak_of_a_step_of_bert_is_that_of_torch_s_tracker_within_5_percent():
     """A real step on the CPU, without and with activation checkpointing; the shared embedding is counted once."""
     pytest.importorskip("transformers")
-    small = {"num_classes": 1000, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
-    found = [peaks(intermediate_size=256, checkpoint_activations=is_on, **small) for is_on in (False, True)]
+    small = {
+        "num_classes": 1000,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
+    found = [
+        peaks(intermediate_size=256, checkpoint_activations=is_on, **small)
+        for is_on in (False, True)
+    ]
     assert all(0.95 < predicted / tracked < 1.05 for predicted, tracked in found), found
     assert found[1][1] < 0.6 * found[0][1]
     with WithoutValues():
         network = Bert(**small)
-    assert sum(sum(layer.numels) for layer in layers_of(network, (64,))) == sum(map(torch.numel, network.parameters()))
+    assert sum(sum(layer.numels) for layer in layers_of(network, (64,))) == sum(
+        map(torch.numel, network.parameters())
+    )
 
 
 def test_bert_is_cut_between_its_layers_and_both_stages_of_the_shared_embedding_hold_it():
     """All hidden states cross a cut, and between both stages the embedding's gradient once a step."""
     pytest.importorskip("transformers")
-    small = {"num_classes": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small = {
+        "num_classes": 1000,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     with WithoutValues():
         network = Bert(**small, intermediate_size=256)
     blocks = traced_blocks(network, (64,))
@@ -276,13 +337,21 @@ def test_bert_is_cut_between_its_layers_and_both_stages_of_the_shared_embedding_
     assert [block.name for block in blocks] == ["network.bert.embeddings", *layers, "network.cls"]
     assert [block.num_tied for block in blocks] == [0, 0, 0, 64_000]
     assert sum(sum(block.numels) for block in blocks) == sum(map(torch.numel, network.parameters()))
-    assert [block.input_bytes for block in blocks[1:]] == [64 * 64 * 2 + 9 * 8] * 3  # and the masked positions
-    two = replace(cluster_of("p40_roce", 1), ranks_per_node=2, inside=Link(latency_s=0.0, bytes_per_s=1e6))
+    assert [block.input_bytes for block in blocks[1:]] == [
+        64 * 64 * 2 + 9 * 8
+    ] * 3  # and the masked positions
+    two = replace(
+        cluster_of("p40_roce", 1), ranks_per_node=2, inside=Link(latency_s=0.0, bytes_per_s=1e6)
+    )
     found = scenario(cluster=two, batch_size_per_rank=1)
     best, *_ = pipeline_choices(found, blocks, STATE, usable_bytes=None)
-    apart, *_ = pipeline_choices(found, [replace(block, num_tied=0) for block in blocks], STATE, usable_bytes=None)
+    apart, *_ = pipeline_choices(
+        found, [replace(block, num_tied=0) for block in blocks], STATE, usable_bytes=None
+    )
     assert best.step_s - apart.step_s == pytest.approx(2 * 64_000 / 1e6)
-    assert sum(best.rank_bytes) - sum(apart.rank_bytes) == pytest.approx(STATE.per_parameter() * 64_000)
+    assert sum(best.rank_bytes) - sum(apart.rank_bytes) == pytest.approx(
+        STATE.per_parameter() * 64_000
+    )
 
 
 def test_the_answer_orders_what_to_try(monkeypatch):
@@ -290,7 +359,8 @@ def test_the_answer_orders_what_to_try(monkeypatch):
     found = reported(monkeypatch, *ask)
     assert "does not fit into 24 GB" in found.answer()
     tried = re.findall(
-        r"([\w.=]+) \(saves ([\d.]+) GB, (?:at least )?(no|[\d.]+%) more time(, fits)?\)", found.answer()
+        r"([\w.=]+) \(saves ([\d.]+) GB, (?:at least )?(no|[\d.]+%) more time(, fits)?\)",
+        found.answer(),
     )
     assert [(name, bool(fits)) for name, _, _, fits in tried] == [
         ("batch_size_per_rank=256", True),
@@ -303,7 +373,8 @@ def test_the_answer_orders_what_to_try(monkeypatch):
     again = float(tried[-1][2].rstrip("%"))
     assert 30 < again < 100 / 3  # a forward, of a step that waits a little for gradients
     assert re.search(
-        r"The smallest list that fits: batch_size_per_rank=256 \([\d.]+ GB, no more time\)", found.answer()
+        r"The smallest list that fits: batch_size_per_rank=256 \([\d.]+ GB, no more time\)",
+        found.answer(),
     )
     assert "| as asked for " in found.markdown()
     assert "Data parallelism pays: the best pipeline, of 2 ranks in a node (" in found.answer()
@@ -314,9 +385,13 @@ def test_bert_base_on_a_card_of_12_gb_is_answered_from_one_line(monkeypatch):
     quick = "search=null", "scaling_ranks=[]"
     found = reported(monkeypatch, "model=bert_base", "cluster.gpu_memory_bytes=12e9", *quick)
     assert re.search(
-        r"A GPU needs [\d.]+ GB: 1\.76 for 109\.5 million parameters.* does not fit into 12 GB", found.answer()
+        r"A GPU needs [\d.]+ GB: 1\.76 for 109\.5 million parameters.* does not fit into 12 GB",
+        found.answer(),
     )
-    assert re.search(r"The smallest list that fits: batch_size_per_rank=8 \(7\.\d+ GB, no more time\)", found.answer())
+    assert re.search(
+        r"The smallest list that fits: batch_size_per_rank=8 \(7\.\d+ GB, no more time\)",
+        found.answer(),
+    )
 
 
 @pytest.mark.long  # of the whole step: the test of BERT's peak, above
@@ -324,13 +399,27 @@ def test_each_line_is_tracked_by_torch_too_where_asked(monkeypatch):
     """Of Bert's layers in small; the answer's bytes and the tracker's differ by less than 5 %."""
     pytest.importorskip("transformers")
     small = "num_classes=1000 hidden_size=64 num_hidden_layers=3 num_attention_heads=2 intermediate_size=256"
-    ask = [f"model.{each}" for each in small.split()] + ["image_shape=[64]", "batch_size_per_rank=16", "num_nodes=1"]
-    ask += ["model=bert_base", "precision=32-true", "cluster.gpu_memory_bytes=2e7", "track_memory=true"]
+    ask = [f"model.{each}" for each in small.split()] + [
+        "image_shape=[64]",
+        "batch_size_per_rank=16",
+        "num_nodes=1",
+    ]
+    ask += [
+        "model=bert_base",
+        "precision=32-true",
+        "cluster.gpu_memory_bytes=2e7",
+        "track_memory=true",
+    ]
     found = reported(monkeypatch, *ask, "search=null", "scaling_ranks=[]").memory
     kinds = "batch_size_per_rank=8 precision=16-true model.checkpoint_activations=true"  # not FSDP2: its block is all
     kinds += " strategy.shard_update=world"  # the embedding is less than eight blocks, which a node's ranks would share
-    assert {need.settings[0] for need in found.alone} == {*kinds.split(), "strategy=fsdp2 strategy.offload=true"}
+    assert {need.settings[0] for need in found.alone} == {
+        *kinds.split(),
+        "strategy=fsdp2 strategy.offload=true",
+    }
     assert found.fitting
     for need in (found.asked, *found.alone, *found.fitting):
-        assert need.activation_bytes == pytest.approx(found.tracked[need.kind, need.batch_size], rel=0.05), need
+        assert need.activation_bytes == pytest.approx(
+            found.tracked[need.kind, need.batch_size], rel=0.05
+        ), need
     assert "| tracked GB |" in found.table()

@@ -30,7 +30,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
-from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricHybridAllReduceStrategy
+from lightning_hybrid.flavours.fabric import (
+    HybridAllReduceStrategy as FabricHybridAllReduceStrategy,
+)
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from tests import toy
 from tests.scenes import same, this_rank
@@ -182,7 +184,9 @@ class Frozen(UserCode):
 
 def parameters_equal(module: nn.Module, values: dict[str, Tensor]) -> bool:
     """Return whether the parameters are fp32 and hold exactly these values."""
-    return all(same(parameter.detach(), values[name]) for name, parameter in module.named_parameters())
+    return all(
+        same(parameter.detach(), values[name]) for name, parameter in module.named_parameters()
+    )
 
 
 def dtypes_of_parameters(module: nn.Module) -> list[torch.dtype]:
@@ -192,12 +196,19 @@ def dtypes_of_parameters(module: nn.Module) -> list[torch.dtype]:
 
 def dtypes_of_gradients(module: nn.Module) -> list[torch.dtype]:
     """Return the distinct dtypes of the gradients."""
-    return sorted({parameter.grad.dtype for parameter in module.parameters() if parameter.grad is not None}, key=str)
+    return sorted(
+        {parameter.grad.dtype for parameter in module.parameters() if parameter.grad is not None},
+        key=str,
+    )
 
 
 def copies_of_gradients(module: nn.Module) -> list[Tensor]:
     """Return copies of the gradients that are there."""
-    return [parameter.grad.detach().clone() for parameter in module.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad.detach().clone()
+        for parameter in module.parameters()
+        if parameter.grad is not None
+    ]
 
 
 # ---- running them ----------------------------------------------------------------------------------------------------
@@ -209,7 +220,9 @@ def strategy_of(user_code: UserCode, setup: Setup) -> Any:
         return DDPStrategy(**user_code.ddp_options)
     loss_scale = DynamicLossScale(FIRST_SCALE) if setup.precision == "16-true" else None
     if user_code.keep_fp32:
-        plugin = MasterWeightPrecision(setup.precision, loss_scale=loss_scale, keep_fp32=user_code.keep_fp32)
+        plugin = MasterWeightPrecision(
+            setup.precision, loss_scale=loss_scale, keep_fp32=user_code.keep_fp32
+        )
         return HybridAllReduceStrategy(precision_plugin=plugin, **user_code.ddp_options)
     return HybridAllReduceStrategy(loss_scale=loss_scale, **user_code.ddp_options)
 
@@ -308,7 +321,9 @@ def fabric_of(loop: FabricLoop, setup: Setup) -> Fabric:
     else:
         loss_scale = DynamicLossScale(FIRST_SCALE) if setup.precision == "16-true" else None
         strategy = FabricHybridAllReduceStrategy(loss_scale=loss_scale, **loop.ddp_options)
-    fabric = Fabric(strategy=strategy, precision=setup.precision, accelerator="cpu", devices=num_ranks())
+    fabric = Fabric(
+        strategy=strategy, precision=setup.precision, accelerator="cpu", devices=num_ranks()
+    )
     fabric.launch()
     return fabric
 
@@ -334,7 +349,11 @@ def run_loop(make_loop: Callable[[], FabricLoop], setup: Setup) -> Outcome:
 
 def described(error: BaseException) -> str:
     """Return type, message, notes and place of an error."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename
+    ]
     notes = " ".join(getattr(error, "__notes__", []))
     file_name = frames[-1].filename.rpartition("/")[2]
     return f"{type(error).__name__}: {error} {notes} [{file_name}:{frames[-1].lineno}]"
@@ -358,7 +377,9 @@ def faults_of_reference(case: Any, outcomes: list[Outcome]) -> list[str]:
         broken = [name for name, value in outcome.facts.items() if value is False]
         if broken:
             faults.append(f"ddp, rank {rank}: not true: {broken}")
-        is_unchanged = all(torch.equal(outcome.start[name], value) for name, value in outcome.weights.items())
+        is_unchanged = all(
+            torch.equal(outcome.start[name], value) for name, value in outcome.weights.items()
+        )
         if is_unchanged and not case.is_exact:
             faults.append(f"ddp, rank {rank}: no weight has changed")
     if len(outcomes) > 1:
@@ -368,7 +389,9 @@ def faults_of_reference(case: Any, outcomes: list[Outcome]) -> list[str]:
     return faults
 
 
-def differences(case: Any, precision: str, reference: list[Outcome], outcomes: list[Outcome]) -> list[str]:
+def differences(
+    case: Any, precision: str, reference: list[Outcome], outcomes: list[Outcome]
+) -> list[str]:
     """Return what differs from `ddp` in fp32 by more than rounding, and what differs between ranks."""
     faults = []
     for rank, outcome in enumerate(outcomes):
@@ -378,9 +401,17 @@ def differences(case: Any, precision: str, reference: list[Outcome], outcomes: l
         return faults
     for rank, (expected, outcome) in enumerate(zip(reference, outcomes, strict=True)):
         faults += [f"rank {rank}: {fault}" for fault in differences_of_facts(expected, outcome)]
-        faults += [f"rank {rank}: {fault}" for fault in differences_of_losses(precision, expected, outcome)]
-        faults += [f"rank {rank}: {fault}" for fault in differences_of_readings(precision, expected, outcome)]
-        faults += [f"rank {rank}: {fault}" for fault in differences_of_weights(case, precision, expected, outcome)]
+        faults += [
+            f"rank {rank}: {fault}" for fault in differences_of_losses(precision, expected, outcome)
+        ]
+        faults += [
+            f"rank {rank}: {fault}"
+            for fault in differences_of_readings(precision, expected, outcome)
+        ]
+        faults += [
+            f"rank {rank}: {fault}"
+            for fault in differences_of_weights(case, precision, expected, outcome)
+        ]
     return faults + differences_between_ranks(outcomes)
 
 
@@ -397,7 +428,9 @@ def differences_of_facts(expected: Outcome, outcome: Outcome) -> list[str]:
     for name in sorted(expected.facts.keys() | outcome.facts.keys()):
         fact = outcome.facts.get(name)
         if not same(expected.facts.get(name), fact):
-            faults.append(f"{name}: {shortened(fact)}, under ddp {shortened(expected.facts.get(name))}")
+            faults.append(
+                f"{name}: {shortened(fact)}, under ddp {shortened(expected.facts.get(name))}"
+            )
     return faults
 
 
@@ -413,7 +446,9 @@ def differences_of_losses(precision: str, expected: Outcome, outcome: Outcome) -
             bound = ROUNDINGS * UNIT[precision] * float(theirs.abs().max())
             gap = float((ours - theirs).abs().max())
             if not gap <= bound:  # also where it is nan
-                faults.append(f"{name}: {gap:.3g} from those of ddp, allowed {bound:.3g}: {ours.tolist()}")
+                faults.append(
+                    f"{name}: {gap:.3g} from those of ddp, allowed {bound:.3g}: {ours.tolist()}"
+                )
     return faults
 
 
@@ -436,13 +471,20 @@ def differences_of_readings(precision: str, expected: Outcome, outcome: Outcome)
     return faults[:4]
 
 
-def differences_of_weights(case: Any, precision: str, expected: Outcome, outcome: Outcome) -> list[str]:
+def differences_of_weights(
+    case: Any, precision: str, expected: Outcome, outcome: Outcome
+) -> list[str]:
     """Return the weights that are too far from those under `ddp` for the way that these went, or have another dtype."""
     if expected.weights.keys() != outcome.weights.keys():
-        return [f"weights: {sorted(expected.weights.keys() ^ outcome.weights.keys())} under one strategy only"]
+        return [
+            f"weights: {sorted(expected.weights.keys() ^ outcome.weights.keys())} under one strategy only"
+        ]
     bound = 0.0
     if not case.is_exact and precision != "32-true":
-        bound = STEPS_CANCEL * ROUNDINGS * UNIT[precision] * distance(expected.start, expected.weights) + 1e-6
+        bound = (
+            STEPS_CANCEL * ROUNDINGS * UNIT[precision] * distance(expected.start, expected.weights)
+            + 1e-6
+        )
     faults = []
     for name, theirs in expected.weights.items():
         ours = outcome.weights[name]
@@ -505,24 +547,33 @@ def in_half_precision(
     for world_size, precision in SETUPS:
         if world_size in world_sizes and precision in precisions:
             marks = [] if (world_size, precision) in usual else LONG
-            setups.append(pytest.param(world_size, precision, marks=marks, id=f"{world_size}-{precision}"))
+            setups.append(
+                pytest.param(world_size, precision, marks=marks, id=f"{world_size}-{precision}")
+            )
     return pytest.mark.parametrize(("world_size", "precision"), setups)
 
 
 def in_every_precision() -> pytest.MarkDecorator:
     """Return a mark that runs a test in fp32 as well, where the promise is not about half precision."""
-    setups = [pytest.param(2, "32-true", id="2-32-true"), *in_half_precision(usual_world_size=2).args[1]]
+    setups = [
+        pytest.param(2, "32-true", id="2-32-true"),
+        *in_half_precision(usual_world_size=2).args[1],
+    ]
     return pytest.mark.parametrize(("world_size", "precision"), setups)
 
 
 def code_of_users(*cases: Any) -> pytest.MarkDecorator:
     """Return a mark that runs a test for each of these cases."""
-    return pytest.mark.parametrize("user_code", [pytest.param(case, id=name_of(case)) for case in cases])
+    return pytest.mark.parametrize(
+        "user_code", [pytest.param(case, id=name_of(case)) for case in cases]
+    )
 
 
 def name_of(case: Any) -> str:
     """Return the name of a class, with the arguments that a `partial` gives it."""
     if isinstance(case, partial):
         arguments = [*case.args, *case.keywords.values()]
-        return "-".join([case.func.__name__, *[getattr(value, "__name__", str(value)) for value in arguments]])
+        return "-".join(
+            [case.func.__name__, *[getattr(value, "__name__", str(value)) for value in arguments]]
+        )
     return case.__name__

@@ -29,11 +29,19 @@ from tests.scenes import same
 
 
 def data_of_parameters(module):
-    return {name: parameter.data.cpu() for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter.data.cpu()
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def detached_parameters(module):
-    return {name: parameter.detach().cpu() for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter.detach().cpu()
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def parameters_themselves(module):
@@ -41,7 +49,10 @@ def parameters_themselves(module):
 
 
 def numpy_arrays(module):
-    return {name: torch.from_numpy(p.detach().cpu().numpy().copy()) for name, p in module.named_parameters()}
+    return {
+        name: torch.from_numpy(p.detach().cpu().numpy().copy())
+        for name, p in module.named_parameters()
+    }
 
 
 class SavesWhatItTrains(UserCode):
@@ -93,7 +104,9 @@ class SavesAfterAnEpoch(pl.Callback):
     def on_train_epoch_end(self, trainer, module):
         if trainer.current_epoch == 0:
             trainer.save_checkpoint(self.path)
-            self.weights = {name: value.detach().clone() for name, value in module.named_parameters()}
+            self.weights = {
+                name: value.detach().clone() for name, value in module.named_parameters()
+            }
 
 
 def continue_from_a_file(make_user_code, setup):
@@ -211,7 +224,9 @@ class CopiesInsideAStep(Frozen):
 
     def copy_weights(self, moment):
         for copied in COPIES:
-            self.outcome.facts[f"{copied.__name__} {moment}"] = copied(self, self.trainer.default_root_dir)
+            self.outcome.facts[f"{copied.__name__} {moment}"] = copied(
+                self, self.trainer.default_root_dir
+            )
 
 
 COPIES = [
@@ -287,7 +302,9 @@ def test_reading_weights_inside_a_step_rounds_none(comparison, user_code, world_
     partial(CopiesInsideAStep, False),
     TrainsACopyInsideAStep,
 )
-def test_copies_made_inside_a_step_are_fp32_with_all_digits(comparison, user_code, world_size, precision):
+def test_copies_made_inside_a_step_are_fp32_with_all_digits(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -299,7 +316,9 @@ class NotesWeights(pl.Callback):
 
     def on_exception(self, trainer, module, exception):
         facts = module.outcome.facts
-        facts["weights in on_exception"] = {name: value.detach().clone() for name, value in module.named_parameters()}
+        facts["weights in on_exception"] = {
+            name: value.detach().clone() for name, value in module.named_parameters()
+        }
         path = f"{trainer.default_root_dir}/broken.ckpt"
         trainer.save_checkpoint(path)
         facts["weights in the file"] = dict(torch.load(path)["state_dict"])
@@ -401,7 +420,9 @@ HOOKS = [
 
 @in_half_precision(world_sizes=(1,))
 @code_of_users(*[partial(Breaks, hook) for hook in HOOKS], BreaksByHand, IsInterrupted)
-def test_after_an_error_weights_and_file_are_fp32_with_all_digits(comparison, user_code, world_size, precision):
+def test_after_an_error_weights_and_file_are_fp32_with_all_digits(
+    comparison, user_code, world_size, precision
+):
     """Its learning rate is 0, so that they are those of the start."""
     (outcome,) = comparison.assert_as_under_ddp(user_code, world_size, precision)
     assert same(outcome.facts["weights in on_exception"], outcome.start)

@@ -83,14 +83,18 @@ class SavesItsAverage(Loop):
 
     def after_step(self):
         with torch.no_grad():
-            for average, parameter in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            for average, parameter in zip(
+                self.average.parameters(), self.net.parameters(), strict=True
+            ):
                 average.mul_(0.9).add_(parameter, alpha=0.1)
         if self.number % 2 == 1:
             self.save_average()
 
     def save_average(self):
         kept = [parameter.data.clone() for parameter in self.net.parameters()]
-        for parameter, average in zip(self.net.parameters(), self.average.parameters(), strict=True):
+        for parameter, average in zip(
+            self.net.parameters(), self.average.parameters(), strict=True
+        ):
             parameter.data.copy_(average)
         path = f"{self.folder}/average.ckpt"
         self.fabric.save(path, {"model": self.model, "optimizer": self.optimizer})
@@ -128,8 +132,12 @@ class ClampsWeights(Loop):
     def after_step(self):
         for parameter in self.net.parameters():
             parameter.data.clamp_(-0.1, 0.1)
-        largest = max(float(parameter.detach().abs().max()) for parameter in self.model.parameters())
-        self.outcome.facts[f"weights are clamped after {self.number + 1} steps"] = largest <= 0.1 + 1e-8
+        largest = max(
+            float(parameter.detach().abs().max()) for parameter in self.model.parameters()
+        )
+        self.outcome.facts[f"weights are clamped after {self.number + 1} steps"] = (
+            largest <= 0.1 + 1e-8
+        )
 
 
 class CallsParts(FrozenLoop):
@@ -177,8 +185,12 @@ class SeesFp32(Loop):
 
 
 @in_half_precision()
-@code_of_users(SavesItsAverage, ExchangesWeights, WritesWeights, ClampsWeights, CallsParts, SeesFp32)
-def test_weights_between_the_statements_of_a_loop_are_fp32(comparison, user_code, world_size, precision):
+@code_of_users(
+    SavesItsAverage, ExchangesWeights, WritesWeights, ClampsWeights, CallsParts, SeesFp32
+)
+def test_weights_between_the_statements_of_a_loop_are_fp32(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -282,7 +294,9 @@ class CallsTheNetWithoutTheWrapper(Loop):
     StaysNearTheStart,
     CallsTheNetWithoutTheWrapper,
 )
-def test_a_term_computed_from_weights_is_in_the_averaged_gradients(comparison, user_code, world_size, precision):
+def test_a_term_computed_from_weights_is_in_the_averaged_gradients(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -318,7 +332,9 @@ class KeepsGradients(Loop):
         self.kept.extend(parameter.grad for parameter in self.net.parameters())
 
     def after_training(self):
-        self.outcome.readings["gradients of all steps"] = [gradient.clone() for gradient in self.kept]
+        self.outcome.readings["gradients of all steps"] = [
+            gradient.clone() for gradient in self.kept
+        ]
 
 
 class DetachesGradients(Loop):
@@ -330,7 +346,9 @@ class DetachesGradients(Loop):
 
 @in_every_precision()
 @code_of_users(AddsGradientsOfTwoLosses, KeepsGradients, DetachesGradients)
-def test_a_gradient_that_the_loop_holds_stays_what_it_is(comparison, user_code, world_size, precision):
+def test_a_gradient_that_the_loop_holds_stays_what_it_is(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -350,7 +368,9 @@ class ComputesGradientsByHand(Loop):
         parameters = list(self.net.parameters())
         for images, targets in self.batches():
             loss = self.noted(F.cross_entropy(self.net(images), targets))
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(loss, parameters), strict=True
+            ):
                 parameter.grad = gradient
             optimizer.step()
 
@@ -431,7 +451,9 @@ class ForwardsTwice(Loop):
     partial(CatchesAnError, False),
     ForwardsTwice,
 )
-def test_a_step_of_the_loop_has_the_gradients_of_its_backwards(comparison, user_code, world_size, precision):
+def test_a_step_of_the_loop_has_the_gradients_of_its_backwards(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -459,7 +481,9 @@ def test_gradients_of_the_wrapper_by_torch_are_right_or_an_error(comparison, wor
 
 @in_half_precision(world_sizes=(1,))
 @code_of_users(ComputesGradientsByHand)
-def test_gradients_computed_by_hand_in_a_loop_are_stepped_with(comparison, user_code, world_size, precision):
+def test_gradients_computed_by_hand_in_a_loop_are_stepped_with(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -479,11 +503,15 @@ class RollsBack(Loop):
         if self.number == 3:
             self.model.load_state_dict(self.kept_weights)
             self.optimizer.load_state_dict(self.kept_state)
-            self.outcome.facts["weights are the kept ones"] = parameters_equal(self.net, dict(self.kept_weights))
+            self.outcome.facts["weights are the kept ones"] = parameters_equal(
+                self.net, dict(self.kept_weights)
+            )
 
     def after_training(self):
         states = self.optimizer.state_dict()["state"].values()
-        self.outcome.facts["dtypes of state"] = sorted({str(v.dtype) for state in states for v in state.values()})
+        self.outcome.facts["dtypes of state"] = sorted(
+            {str(v.dtype) for state in states for v in state.values()}
+        )
 
 
 class Sharpness(Loop):
@@ -515,7 +543,9 @@ class SharpnessByHand(Loop):
             fabric.backward(self.loss_of(batch))
             kept = []
             with torch.no_grad():
-                norm = torch.stack([parameter.grad.norm() for parameter in self.net.parameters()]).norm()
+                norm = torch.stack(
+                    [parameter.grad.norm() for parameter in self.net.parameters()]
+                ).norm()
                 for parameter in self.net.parameters():
                     kept.append(parameter.detach().clone())
                     parameter.add_(0.05 * parameter.grad / norm)
@@ -537,7 +567,9 @@ class WithoutSchedule(Loop):
         optimizer = self.optimizer.optimizer
         optimizer.eval()
         with torch.no_grad():
-            self.outcome.validation_losses.append(self.model(torch.ones(2, 12)).square().mean().item())
+            self.outcome.validation_losses.append(
+                self.model(torch.ones(2, 12)).square().mean().item()
+            )
         optimizer.train()
 
 
@@ -618,14 +650,18 @@ class TrainsTwoNetworks(Loop):
         for images, targets in self.batches():
             real = F.one_hot(targets, 3).float()
             critic_optimizer.zero_grad()
-            fabric.backward(self.noted(critic(generator(images).detach()).mean() - critic(real).mean()))
+            fabric.backward(
+                self.noted(critic(generator(images).detach()).mean() - critic(real).mean())
+            )
             critic_optimizer.step()
             for parameter in critic.parameters():
                 parameter.data.clamp_(-0.5, 0.5)
             optimizer.zero_grad()
             fabric.backward(self.noted(-critic(generator(images)).mean()))
             optimizer.step()
-        self.outcome.readings["critic"] = [parameter.detach().clone() for parameter in critic.parameters()]
+        self.outcome.readings["critic"] = [
+            parameter.detach().clone() for parameter in critic.parameters()
+        ]
 
 
 @in_half_precision()
@@ -686,7 +722,9 @@ class StepsInsideBackward(Loop):
 
 
 @in_half_precision(world_sizes=(1,))
-def test_an_optimizer_that_steps_inside_backward_is_refused_in_a_loop(comparison, world_size, precision):
+def test_an_optimizer_that_steps_inside_backward_is_refused_in_a_loop(
+    comparison, world_size, precision
+):
     comparison.reference(StepsInsideBackward, world_size)
     (outcome,) = comparison.run(StepsInsideBackward, "hybrid_allreduce", world_size, precision)
     assert "SGD" in outcome.error

@@ -134,7 +134,9 @@ class SkipsABatch(UserCode):
     LimitsABadBatch,
     TakesTheIterator,
 )
-def test_gradients_that_the_user_drops_are_in_no_later_step(comparison, user_code, world_size, precision):
+def test_gradients_that_the_user_drops_are_in_no_later_step(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -179,7 +181,9 @@ class KeepsGradientsOfAllSteps(UserCode):
         self.kept.extend(parameter.grad for parameter in self.parameters())
 
     def on_train_end(self):
-        self.outcome.readings["gradients of all steps"] = [gradient.clone() for gradient in self.kept]
+        self.outcome.readings["gradients of all steps"] = [
+            gradient.clone() for gradient in self.kept
+        ]
 
 
 class DetachesGradients(UserCode):
@@ -194,7 +198,9 @@ class DetachesGradients(UserCode):
 
 @in_every_precision()
 @code_of_users(AddsGradientsOfTwoLosses, KeepsGradientsOfAllSteps, DetachesGradients)
-def test_a_gradient_that_the_user_holds_stays_what_it_is(comparison, user_code, world_size, precision):
+def test_a_gradient_that_the_user_holds_stays_what_it_is(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -304,14 +310,26 @@ class ComputesGradientsByHand(Manual):
 
 
 @in_half_precision(usual_world_size=2)
-@code_of_users(HalvesGradients, StartsFromAGradient, KeepsHalfOfTheLastGradient, UsesALayerOnOneRank, UsesHeadsInTurns)
-def test_gradients_that_the_user_writes_are_those_of_the_step(comparison, user_code, world_size, precision):
+@code_of_users(
+    HalvesGradients,
+    StartsFromAGradient,
+    KeepsHalfOfTheLastGradient,
+    UsesALayerOnOneRank,
+    UsesHeadsInTurns,
+)
+def test_gradients_that_the_user_writes_are_those_of_the_step(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
 @in_half_precision(world_sizes=(1,))
-@code_of_users(partial(ComputesGradientsByHand, as_they_are), partial(ComputesGradientsByHand, in_fp32))
-def test_gradients_computed_by_hand_are_taken_in_their_own_dtype(comparison, user_code, world_size, precision):
+@code_of_users(
+    partial(ComputesGradientsByHand, as_they_are), partial(ComputesGradientsByHand, in_fp32)
+)
+def test_gradients_computed_by_hand_are_taken_in_their_own_dtype(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -392,7 +410,9 @@ def fused_lamb(parameters):
     partial(LooksAfterTheStepOnly, fused_lars),
     partial(LooksAfterTheStepOnly, fused_lamb),
 )
-def test_every_hook_after_backward_sees_fp32_unscaled_gradients(comparison, user_code, world_size, precision):
+def test_every_hook_after_backward_sees_fp32_unscaled_gradients(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -472,13 +492,17 @@ LATE_LOOKS = [
 
 @in_half_precision(precisions=("16-true",))
 @code_of_users(*[partial(look, make_optimizer=sgd) for look in LATE_LOOKS])
-def test_gradients_stay_after_the_step_until_they_are_zeroed(comparison, user_code, world_size, precision):
+def test_gradients_stay_after_the_step_until_they_are_zeroed(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
 @in_half_precision(world_sizes=(1,), precisions=("16-true",))
 @code_of_users(*[partial(look, make_optimizer=fused_lars) for look in LATE_LOOKS])
-def test_gradients_that_a_step_has_used_unseen_are_none_and_never_scaled(comparison, user_code, world_size, precision):
+def test_gradients_that_a_step_has_used_unseen_are_none_and_never_scaled(
+    comparison, user_code, world_size, precision
+):
     """LARS and LAMB take gradients in half precision if no hook up to `on_train_batch_end` can see them."""
     comparison.reference(user_code, world_size)
     (outcome,) = comparison.run(user_code, "hybrid_allreduce", world_size, precision)
@@ -518,7 +542,9 @@ class HooksOnParameters(UserCode):
 
 @in_half_precision(usual_world_size=2)
 @code_of_users(HooksOnParameters)
-def test_hooks_on_parameters_run_once_in_each_backward(comparison, user_code, world_size, precision):
+def test_hooks_on_parameters_run_once_in_each_backward(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -627,5 +653,7 @@ class SeesGradientsByHand(Manual):
     StaticGraphByHand,
     SeesGradientsByHand,
 )
-def test_manual_optimization_steps_with_the_gradients_of_its_backwards(comparison, user_code, world_size, precision):
+def test_manual_optimization_steps_with_the_gradients_of_its_backwards(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)

@@ -114,7 +114,9 @@ class TiedLate(UserCode):
     SharedParametrization,
     TiedLate,
 )
-def test_a_shared_parameter_is_in_fp32_where_one_of_its_places_is(comparison, user_code, world_size, precision):
+def test_a_shared_parameter_is_in_fp32_where_one_of_its_places_is(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -127,7 +129,9 @@ class AutoEncoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(NUM_FEATURES, 8), nn.Tanh())
-        self.decoder = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, NUM_FEATURES))
+        self.decoder = nn.Sequential(
+            nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, NUM_FEATURES)
+        )
 
     def forward(self, images):
         return self.decode(self.encoder(images))
@@ -235,7 +239,9 @@ class PlaysInTheLoader(CallsParts):
 
 @in_half_precision()
 @code_of_users(CallsParts, CallsPartsInACallback, PlaysInTheLoader)
-def test_parts_called_outside_of_a_step_compute_in_fp32(comparison, user_code, world_size, precision):
+def test_parts_called_outside_of_a_step_compute_in_fp32(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -252,7 +258,9 @@ class CallsInAThread(CallsParts):
     def play(self):
         try:
             with torch.no_grad():
-                self.played = self.model.get_submodule(self.part)(self.codes if self.part else self.images)
+                self.played = self.model.get_submodule(self.part)(
+                    self.codes if self.part else self.images
+                )
         except RuntimeError as error:
             self.refusal = str(error)
 
@@ -356,7 +364,14 @@ class CutsWeights(Validated):
 
     def configure_callbacks(self):
         parts = [(self.net[0], "weight"), (self.net[2], "weight")]
-        return [ModelPruning("l1_unstructured", parameters_to_prune=parts, amount=0.3, make_pruning_permanent=False)]
+        return [
+            ModelPruning(
+                "l1_unstructured",
+                parameters_to_prune=parts,
+                amount=0.3,
+                make_pruning_permanent=False,
+            )
+        ]
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -364,7 +379,9 @@ class CutsWeights(Validated):
     def on_train_end(self):
         cut = {name: buffer == 0 for name, buffer in self.named_buffers() if name.endswith("_mask")}
         self.cut = cut
-        self.outcome.facts["numbers of elements that were cut"] = [int(mask.sum()) for mask in cut.values()]
+        self.outcome.facts["numbers of elements that were cut"] = [
+            int(mask.sum()) for mask in cut.values()
+        ]
         if self.lr == 0.0:
             self.outcome.facts["elements that were cut"] = cut
         for layer in (self.net[0], self.net[2]):
@@ -380,7 +397,9 @@ class PrunesFromTheStart(UserCode):
 
     def on_train_epoch_end(self):
         weight = self.net[0].weight.detach()
-        self.outcome.facts[f"sparsity after epoch {self.current_epoch}"] = float((weight == 0).float().mean())
+        self.outcome.facts[f"sparsity after epoch {self.current_epoch}"] = float(
+            (weight == 0).float().mean()
+        )
         self.outcome.facts["dtype of the computed weight"] = weight.dtype
         self.outcome.readings["computed weights"].append(weight.clone())
 
@@ -411,7 +430,10 @@ class NormalisesWeights(UserCode):
             nn.utils.spectral_norm(self.net[2])
 
     def on_train_batch_end(self, *args):
-        self.outcome.facts["dtypes of computed weights"] = [self.net[0].weight.dtype, self.net[2].weight.dtype]
+        self.outcome.facts["dtypes of computed weights"] = [
+            self.net[0].weight.dtype,
+            self.net[2].weight.dtype,
+        ]
         self.outcome.readings["computed weights"].append(self.net[0].weight.detach().clone())
 
 
@@ -433,7 +455,9 @@ def test_pruning_cuts_the_elements_that_it_cuts_under_ddp(comparison, world_size
         num_different = 0
         num_elements = 0
         for name in ("net.0.weight", "net.2.weight"):
-            num_different += int(((outcome.weights[name] == 0) != (expected.weights[name] == 0)).sum())
+            num_different += int(
+                ((outcome.weights[name] == 0) != (expected.weights[name] == 0)).sum()
+            )
             num_elements += expected.weights[name].numel()
         assert num_different <= 0.02 * num_elements
 
@@ -550,7 +574,9 @@ class CountsCallsOfHooks(UserCode):
     CallsTheNetBeforeTheStep,
     CountsCallsOfHooks,
 )
-def test_gradients_reach_parameters_from_wherever_they_were_used(comparison, user_code, world_size, precision):
+def test_gradients_reach_parameters_from_wherever_they_were_used(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -637,9 +663,13 @@ OPERATIONS = [
 
 @in_half_precision(world_sizes=(1,))
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_of_one_dtype_trains_or_ends_with_the_cure(comparison, operation, world_size, precision):
+def test_an_operation_of_one_dtype_trains_or_ends_with_the_cure(
+    comparison, operation, world_size, precision
+):
     comparison.reference(partial(UsesOneDtype, operation), world_size)
-    (outcome,) = comparison.run(partial(UsesOneDtype, operation), "hybrid_allreduce", world_size, precision)
+    (outcome,) = comparison.run(
+        partial(UsesOneDtype, operation), "hybrid_allreduce", world_size, precision
+    )
     if outcome.error:
         assert "keep_fp32" in outcome.error
     else:

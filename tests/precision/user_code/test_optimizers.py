@@ -65,7 +65,9 @@ class Optimized(UserCode):
         optimizer = self.trainer.optimizers[0]
         self.outcome.facts["dtypes of state"] = dtypes_of_state(optimizer)
         ids = {id(parameter) for parameter in self.parameters()}
-        self.outcome.facts["state belongs to parameters"] = {id(key) for key in optimizer.state} <= ids
+        self.outcome.facts["state belongs to parameters"] = {
+            id(key) for key in optimizer.state
+        } <= ids
 
 
 class RollsBack(Optimized):
@@ -154,7 +156,9 @@ class UnfreezesALayer(UserCode):
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
             self.net[0].requires_grad_(True)
-            self.trainer.optimizers[0].add_param_group({"params": list(self.net[0].parameters()), "lr": 0.05})
+            self.trainer.optimizers[0].add_param_group(
+                {"params": list(self.net[0].parameters()), "lr": 0.05}
+            )
 
     def configure_optimizers(self):
         return SGD(self.net[2].parameters(), lr=0.1)
@@ -184,7 +188,9 @@ class FreezesALayer(UserCode):
     partial(ResetsMoments, adam),
     FreezesALayer,
 )
-def test_state_of_optimizers_is_fp32_however_it_is_made(comparison, user_code, world_size, precision):
+def test_state_of_optimizers_is_fp32_however_it_is_made(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -549,7 +555,9 @@ class TrainsInValidation(Validated):
     DecaysInACallback,
     TrainsInValidation,
 )
-def test_optimizers_of_the_users_own_step_on_fp32_parameters(comparison, user_code, world_size, precision):
+def test_optimizers_of_the_users_own_step_on_fp32_parameters(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -558,7 +566,10 @@ class UpdatesWeightsByHand(Manual):
 
     num_batches = 6
     lr = 0.1
-    ignored_warnings = ("`LightningModule.configure_optimizers` returned `None`", "`net.0.weight` was written inside")
+    ignored_warnings = (
+        "`LightningModule.configure_optimizers` returned `None`",
+        "`net.0.weight` was written inside",
+    )
 
     def configure_optimizers(self):
         return None
@@ -581,7 +592,9 @@ class MovesATeacherByHand(Manual):
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
         with torch.no_grad():
-            for teacher, student in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            for teacher, student in zip(
+                self.teacher.parameters(), self.net.parameters(), strict=True
+            ):
                 teacher.lerp_(student, 0.01)
 
 
@@ -600,7 +613,9 @@ class UpdatesWeightsInSmallSteps(UpdatesWeightsByHand):
 
 @in_half_precision()
 @code_of_users(UpdatesWeightsInSmallSteps)
-def test_an_update_written_in_a_manual_step_is_said_to_be_rounded(comparison, user_code, world_size, precision):
+def test_an_update_written_in_a_manual_step_is_said_to_be_rounded(
+    comparison, user_code, world_size, precision
+):
     comparison.reference(user_code, world_size)
     for outcome in comparison.run(user_code, "hybrid_allreduce", world_size, precision):
         assert re.search(r"`net\.\d\.\w+` was written inside", outcome.error)
@@ -608,7 +623,9 @@ def test_an_update_written_in_a_manual_step_is_said_to_be_rounded(comparison, us
 
 @in_half_precision()
 @code_of_users(MovesATeacherByHand)
-def test_a_teacher_that_is_moved_in_a_manual_step_ends_with_the_cure(comparison, user_code, world_size, precision):
+def test_a_teacher_that_is_moved_in_a_manual_step_ends_with_the_cure(
+    comparison, user_code, world_size, precision
+):
     comparison.reference(user_code, world_size)
     for outcome in comparison.run(user_code, "hybrid_allreduce", world_size, precision):
         assert "got dtype" in outcome.error
@@ -639,7 +656,9 @@ class StepsInsideBackward(Manual):
 
 
 @in_half_precision()
-def test_an_optimizer_that_steps_inside_backward_is_refused_by_name(comparison, world_size, precision):
+def test_an_optimizer_that_steps_inside_backward_is_refused_by_name(
+    comparison, world_size, precision
+):
     if world_size == 1:
         comparison.reference(StepsInsideBackward, world_size)
     for outcome in comparison.run(StepsInsideBackward, "hybrid_allreduce", world_size, precision):
@@ -680,14 +699,22 @@ class WatchesTheScale(Toy):
 def scales_of_a_fit(replace):
     module = WatchesTheScale(replace)
     scale = DynamicLossScale(2.0**4, growth_interval=2)
-    fit(None, module, strategy=HybridAllReduceStrategy(loss_scale=scale), precision="16-true", max_epochs=3)
+    fit(
+        None,
+        module,
+        strategy=HybridAllReduceStrategy(loss_scale=scale),
+        precision="16-true",
+        max_epochs=3,
+    )
     return module.scales
 
 
 @pytest.mark.parametrize("replace", [assign_new_optimizer, make_optimizers_again])
 def test_the_loss_scale_grows_on_after_an_optimizer_was_replaced(two_ranks, replace):
     """The growth of two clean steps at most is lost."""
-    for never, again in zip(two_ranks.run(scales_of_a_fit, None), two_ranks.run(scales_of_a_fit, replace), strict=True):
+    for never, again in zip(
+        two_ranks.run(scales_of_a_fit, None), two_ranks.run(scales_of_a_fit, replace), strict=True
+    ):
         assert len(never) == len(again) == 12
         assert never[-1] == 2.0 ** (4 + 5)
         assert again[-1] >= never[-1] / 2

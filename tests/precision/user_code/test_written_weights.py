@@ -155,7 +155,11 @@ class ValidatesItsAverage(Validated):
         self.average = [parameter.detach().clone() for parameter in self.parameters()]
 
     def configure_callbacks(self):
-        return [ModelCheckpoint(dirpath=f"{self.trainer.default_root_dir}/averages", save_on_train_epoch_end=False)]
+        return [
+            ModelCheckpoint(
+                dirpath=f"{self.trainer.default_root_dir}/averages", save_on_train_epoch_end=False
+            )
+        ]
 
     def on_train_batch_end(self, *args):
         for average, parameter in zip(self.average, self.parameters(), strict=True):
@@ -224,7 +228,9 @@ class MeasuresOtherWeights(EvaluatesOtherWeights):
     partial(ExchangesWeightsAfterEachStep, replace_data),
     ValidatesItsAverage,
 )
-def test_trained_weights_are_back_after_others_were_validated_and_saved(comparison, user_code, world_size, precision):
+def test_trained_weights_are_back_after_others_were_validated_and_saved(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -249,11 +255,15 @@ def write_values_of_children(net):
 
 
 def load_state_dict(net):
-    net.load_state_dict({name: torch.full_like(value, PRETRAINED) for name, value in net.state_dict().items()})
+    net.load_state_dict(
+        {name: torch.full_like(value, PRETRAINED) for name, value in net.state_dict().items()}
+    )
 
 
 def load_vector(net):
-    vector_to_parameters(torch.full_like(parameters_to_vector(net.parameters()), PRETRAINED), net.parameters())
+    vector_to_parameters(
+        torch.full_like(parameters_to_vector(net.parameters()), PRETRAINED), net.parameters()
+    )
 
 
 class WritesPretrainedWeights(Validated, Frozen):
@@ -279,19 +289,26 @@ class WritesPretrainedWeights(Validated, Frozen):
             self.write(self.net)
 
     def on_train_end(self):
-        expected = {name: torch.full_like(value, PRETRAINED) for name, value in self.outcome.start.items()}
+        expected = {
+            name: torch.full_like(value, PRETRAINED) for name, value in self.outcome.start.items()
+        }
         self.outcome.facts["weights are the written ones"] = parameters_equal(self, expected)
 
 
 HOOKS = ("on_fit_start", "on_train_batch_start", "on_validation_start")
 WRITTEN_THROUGH_STATE_DICTS = itertools.product(
-    (write_values, write_data_of_values, write_values_of_children, load_state_dict, load_vector), HOOKS
+    (write_values, write_data_of_values, write_values_of_children, load_state_dict, load_vector),
+    HOOKS,
 )
 
 
 @in_half_precision(world_sizes=(1,))
-@code_of_users(*[partial(WritesPretrainedWeights, write, hook) for write, hook in WRITTEN_THROUGH_STATE_DICTS])
-def test_weights_written_in_a_hook_count_from_there_on(comparison, user_code, world_size, precision):
+@code_of_users(
+    *[partial(WritesPretrainedWeights, write, hook) for write, hook in WRITTEN_THROUGH_STATE_DICTS]
+)
+def test_weights_written_in_a_hook_count_from_there_on(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -320,7 +337,9 @@ class HoldsItsAverage(Validated):
 
 @in_half_precision()
 @code_of_users(HoldsItsAverage)
-def test_an_average_that_no_optimizer_has_moves_and_is_validated(comparison, user_code, world_size, precision):
+def test_an_average_that_no_optimizer_has_moves_and_is_validated(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -393,7 +412,12 @@ class CopiesToATeacher(UserCode):
 
 @in_half_precision()
 @code_of_users(
-    ShrinksWeights, MovesWeightsAndBack, WritesThroughNumpy, CastsToFp32, CastsToFp32AndTrainsSlowly, CopiesToATeacher
+    ShrinksWeights,
+    MovesWeightsAndBack,
+    WritesThroughNumpy,
+    CastsToFp32,
+    CastsToFp32AndTrainsSlowly,
+    CopiesToATeacher,
 )
 def test_fp32_code_between_steps_computes_in_fp32(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
@@ -416,7 +440,9 @@ class WritesARowInsideAStep(Frozen):
 
 class LoadsInsideAStep(Frozen):
     def training_step(self, batch, batch_idx):
-        self.net[0].load_state_dict({"weight": torch.full((16, toy.NUM_FEATURES), 0.25), "bias": torch.zeros(16)})
+        self.net[0].load_state_dict(
+            {"weight": torch.full((16, toy.NUM_FEATURES), 0.25), "bias": torch.zeros(16)}
+        )
         return super().training_step(batch, batch_idx)
 
 
@@ -455,7 +481,9 @@ class MovesATeacherInsideAStep(UserCode):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         with torch.no_grad():
-            for teacher, student in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            for teacher, student in zip(
+                self.teacher.parameters(), self.net.parameters(), strict=True
+            ):
                 teacher.mul_(0.9).add_(student, alpha=0.1)
         return loss
 
@@ -477,8 +505,12 @@ class ClampsTheCritic(Manual):
 
     def on_train_batch_end(self, *args):
         largest = max(float(parameter.detach().abs().max()) for parameter in self.parameters())
-        is_clamped = largest <= self.limit * (1 + 2**-8)  # what is written inside of a step passes through half
-        self.outcome.facts[f"weights are clamped after {self.trainer.global_step} steps"] = is_clamped
+        is_clamped = largest <= self.limit * (
+            1 + 2**-8
+        )  # what is written inside of a step passes through half
+        self.outcome.facts[f"weights are clamped after {self.trainer.global_step} steps"] = (
+            is_clamped
+        )
 
 
 class ClampsTheCriticByAList(ClampsTheCritic):
@@ -524,9 +556,13 @@ class GivesAWeightNewMemoryInsideAStep(UserCode):
 
 
 @in_half_precision()
-def test_new_fp32_memory_inside_a_step_is_taken_over_or_ends_with_an_error(comparison, world_size, precision):
+def test_new_fp32_memory_inside_a_step_is_taken_over_or_ends_with_an_error(
+    comparison, world_size, precision
+):
     comparison.reference(GivesAWeightNewMemoryInsideAStep, world_size)
-    outcomes = comparison.run(GivesAWeightNewMemoryInsideAStep, "hybrid_allreduce", world_size, precision)
+    outcomes = comparison.run(
+        GivesAWeightNewMemoryInsideAStep, "hybrid_allreduce", world_size, precision
+    )
     if not all(outcome.error for outcome in outcomes):
         comparison.assert_as_under_ddp(GivesAWeightNewMemoryInsideAStep, world_size, precision)
 
@@ -551,17 +587,27 @@ class KeepsReferences(UserCode):
         self.kept_list = list(self.net.parameters())
         self.name_by_id = {id(parameter): name for name, parameter in self.named_parameters()}
         self.references = [weakref.ref(parameter) for parameter in self.net.parameters()]
-        self.numbers = WeakTensorKeyDictionary((parameter, 1) for parameter in self.net.parameters())
+        self.numbers = WeakTensorKeyDictionary(
+            (parameter, 1) for parameter in self.net.parameters()
+        )
 
     def look(self, moment):
         facts = self.outcome.facts
         pairs = list(zip(self.kept_list, self.net.parameters(), strict=True))
         group = self.trainer.optimizers[0].param_groups[0]["params"]
         facts[f"the list is valid {moment}"] = all(kept is parameter for kept, parameter in pairs)
-        facts[f"the optimizer has the list {moment}"] = all(a is b for a, b in zip(self.kept_list, group, strict=True))
-        facts[f"ids are known {moment}"] = all(id(parameter) in self.name_by_id for parameter in self.parameters())
-        facts[f"keys are found {moment}"] = all(parameter in self.numbers for parameter in self.parameters())
-        facts[f"references live {moment}"] = all(a() is b for a, b in zip(self.references, self.kept_list, strict=True))
+        facts[f"the optimizer has the list {moment}"] = all(
+            a is b for a, b in zip(self.kept_list, group, strict=True)
+        )
+        facts[f"ids are known {moment}"] = all(
+            id(parameter) in self.name_by_id for parameter in self.parameters()
+        )
+        facts[f"keys are found {moment}"] = all(
+            parameter in self.numbers for parameter in self.parameters()
+        )
+        facts[f"references live {moment}"] = all(
+            a() is b for a, b in zip(self.references, self.kept_list, strict=True)
+        )
         facts[f"the class is the user's {moment}"] = type(self.net[0].weight) is Marked
         facts[f"the attribute is there {moment}"] = getattr(self.net[0].weight, "no_decay", False)
 
@@ -654,12 +700,18 @@ class SeesFp32(Validated):
 
 @in_half_precision(usual_world_size=2)
 @code_of_users(KeepsReferences, SeesFp32)
-def test_parameters_outside_of_a_step_are_the_users_own_in_fp32(comparison, user_code, world_size, precision):
+def test_parameters_outside_of_a_step_are_the_users_own_in_fp32(
+    comparison, user_code, world_size, precision
+):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
 @in_half_precision(usual_world_size=2)
-def test_a_view_kept_from_the_constructor_shows_the_weight(pytestconfig, comparison, world_size, precision):
+def test_a_view_kept_from_the_constructor_shows_the_weight(
+    pytestconfig, comparison, world_size, precision
+):
     if pytestconfig.getoption("--moving-device"):
-        pytest.skip("a move to a device gives weights new memory, which no earlier view shows under `ddp` either")
+        pytest.skip(
+            "a move to a device gives weights new memory, which no earlier view shows under `ddp` either"
+        )
     comparison.assert_as_under_ddp(KeepsAView, world_size, precision)

@@ -62,7 +62,10 @@ def test_a_set_with_arithmetic_is_a_network_of_linear_layers():
 
 def test_the_report_says_what_was_hidden_and_compares_with_the_first_row_of_a_case(tmp_path):
     times_s = (3.0, 1.0, 3.2, 3.0)  # 2 s of communication; 0.2 s remain next to a backward of 2 s
-    rows = [Timing(section="overlap", case="x", arm="auto", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
+    rows = [
+        Timing(section="overlap", case="x", arm="auto", num_bytes=1, num_nodes=2, times_s=(t,))
+        for t in times_s
+    ]
     assert "x, auto: 90.0% of 2000 ms hidden" in markdown(rows, None)
     given = (("ddp", 1000, (4.0,)), ("auto", 500, (1.0, 2.0, 3.0)))
     steps = [
@@ -72,8 +75,15 @@ def test_the_report_says_what_was_hidden_and_compares_with_the_first_row_of_a_ca
     assert [line[-2:] for line in cells(steps, 100.0)] == [["1.00", "0.400"], ["2.00", "0.400"]]
     header, row = aligned(HEADER), aligned(cells(steps, 100.0)[-1])
     assert "median ms" in header
-    assert header.index("median ms") + len("median ms") == row.index("2000") + len("2000"), "numbers below their unit"
+    assert header.index("median ms") + len("median ms") == row.index("2000") + len("2000"), (
+        "numbers below their unit"
+    )
     assert replace(steps[0], num_nodes=1).bound_s(100.0) is None  # one node has no byte bound
     write_bench(tmp_path, rows, link_bytes_per_s=None, config={}, title="t")
     assert ">overlap, x: 90% of the communication is" in (tmp_path / "bench.svg").read_text()
-    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "table.csv", "table.md", "bench.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "rows.jsonl",
+        "table.csv",
+        "table.md",
+        "bench.svg",
+    }

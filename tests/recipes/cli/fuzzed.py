@@ -24,7 +24,10 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
 
 # What each program is composed with; `TMP` stands for a folder with an image set and a run in it.
 BASES: dict[str, list[str]] = {
-    "recipes.train": ["callbacks=[default,ema,time_to_accuracy]", "callbacks.time_to_accuracy.target=0.9"],
+    "recipes.train": [
+        "callbacks=[default,ema,time_to_accuracy]",
+        "callbacks.time_to_accuracy.target=0.9",
+    ],
     "recipes.train ": "data=images data.root=TMP/images model=resnet50 model.depth=18 "
     "model.width=0.0625 global_batch_size=2 data.image_size=32 optim=lamb logger=csv".split(),
     "recipes.train  ": "data=synthetic data.image_size=16 model.in_channels=3 model.num_classes=1000 optim=sgd "
@@ -93,16 +96,43 @@ def keys_of(cfg: DictConfig) -> list[str]:
     plain = OmegaConf.to_container(cfg, resolve=False)
     del plain["hydra"]
     places = ("run_dir", "out", "packing.out")
-    return [key for key in walk(plain, "") if key not in places and not any(mark in key for mark in ",[ ")]
+    return [
+        key
+        for key in walk(plain, "")
+        if key not in places and not any(mark in key for mark in ",[ ")
+    ]
 
 
 NUMBERS = [-1, 0, 2, 2**31, 10**30, -0.5, 1.5, float("nan"), float("inf"), -float("inf")]
-WORDS = ["", "zzz", "???", "ä ☃", "/dev/null/no", "${nope.nope}", "${", "null", "1e3", "os.system", "torch.nn.ReLU"]
+WORDS = [
+    "",
+    "zzz",
+    "???",
+    "ä ☃",
+    "/dev/null/no",
+    "${nope.nope}",
+    "${",
+    "null",
+    "1e3",
+    "os.system",
+    "torch.nn.ReLU",
+]
 VALUES = st.one_of(
     st.sampled_from(NUMBERS),
     st.sampled_from(WORDS),
     st.sampled_from(
-        [None, True, False, [], [1], ["zzz"], {}, {"a": 1}, [[]], {"_target_": "os.system", "command": ":"}]
+        [
+            None,
+            True,
+            False,
+            [],
+            [1],
+            ["zzz"],
+            {},
+            {"a": 1},
+            [[]],
+            {"_target_": "os.system", "command": ":"},
+        ]
     ),
     st.text(max_size=12),
 )

@@ -12,7 +12,9 @@ from recipes.cli import command_line, preflight, usage
 from tests.checkout import ROOT, tracked_in
 
 HYDRA_PROGRAMS = sorted(
-    path.stem for path in tracked_in(ROOT / "recipes", "[!_]*.py") if (ROOT / "conf" / f"{path.stem}.yaml").exists()
+    path.stem
+    for path in tracked_in(ROOT / "recipes", "[!_]*.py")
+    if (ROOT / "conf" / f"{path.stem}.yaml").exists()
 )
 
 
@@ -50,7 +52,11 @@ def test_help_fits_a_screen_and_names_keys_that_are_there(name, read, monkeypatc
     assert len(examples) >= 2
     assert f"python recipes/{name}.py --cfg job" in text
     for words in examples:
-        given = [word for word in words if "=" in word and not word.startswith("--") and word != "cluster=ours"]
+        given = [
+            word
+            for word in words
+            if "=" in word and not word.startswith("--") and word != "cluster=ours"
+        ]
         assert command_line.refusals(name, [], given, is_sweep="--multirun" in words) == []
     rows = [line[2:].partition("  ")[0] for line in lines[2:] if re.match(r"  [a-z_.]+=", line)]
     keys = {key for row in rows for key in re.findall(r"(?:^| )([a-z_.]+)=", row)}
@@ -94,7 +100,10 @@ def test_a_question_is_answered_without_the_extras_of_the_command(words, read, m
     assert ("pip install 'lightning-hybrid[recipes]'" in last) == (words == "--help")
     code, out, err = read("train", "optim.lr=1")
     assert (code, out) == (2, "")
-    assert "needs packages that are not installed (hydra-core, omegaconf, pydantic, scikit-learn, Pillow)" in err
+    assert (
+        "needs packages that are not installed (hydra-core, omegaconf, pydantic, scikit-learn, Pillow)"
+        in err
+    )
 
 
 def test_packages_of_a_part_are_asked_for_before_torch_is_imported(read, monkeypatch):
@@ -111,8 +120,14 @@ def test_packages_of_a_part_are_asked_for_before_torch_is_imported(read, monkeyp
     ("words", "message"),
     [
         ("", "error: `root` (=???) must have a value. Missing: root, out."),
-        ("root=/nope out=x", "error: `root`: no such folder: /nope. Set root to the folder to pack."),
-        ("root=/ out=x packing.quality=high", "error: `packing.quality`: expected a number, got 'high'."),
+        (
+            "root=/nope out=x",
+            "error: `root`: no such folder: /nope. Set root to the folder to pack.",
+        ),
+        (
+            "root=/ out=x packing.quality=high",
+            "error: `packing.quality`: expected a number, got 'high'.",
+        ),
     ],
 )
 def test_what_pack_needs_is_asked_for_before_torch_is_imported(words, message, read):
@@ -122,7 +137,9 @@ def test_what_pack_needs_is_asked_for_before_torch_is_imported(words, message, r
 
 
 @pytest.mark.parametrize(("resume", "overwrite"), [("auto", False), (None, True)])
-def test_a_directory_of_another_run_is_taken_to_continue_or_where_the_user_says_so(tmp_path, resume, overwrite):
+def test_a_directory_of_another_run_is_taken_to_continue_or_where_the_user_says_so(
+    tmp_path, resume, overwrite
+):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").write_bytes(b"weights")
     preflight.refuse_to_overwrite(tmp_path, resume=resume, overwrite=overwrite)
@@ -132,7 +149,12 @@ def test_a_directory_of_another_run_is_taken_to_continue_or_where_the_user_says_
 
 
 def test_what_hydra_composes_goes_on_and_of_several_ranks_the_first_speaks(read, monkeypatch):
-    for words in ("", "--multirun optim.lr=5,10,20 seed=1,2", "+mine=0.5 optim.lr=${mine}", "logger=csv"):
+    for words in (
+        "",
+        "--multirun optim.lr=5,10,20 seed=1,2",
+        "+mine=0.5 optim.lr=${mine}",
+        "logger=csv",
+    ):
         assert read("train", *words.split()) == (None, "", "")
     waits = []
     monkeypatch.setattr("time.sleep", waits.append)
@@ -147,7 +169,10 @@ def test_a_command_is_named_as_this_one_was_started(tmp_path, monkeypatch):
     program = tmp_path / "program.py"
     program.write_text("from recipes.cli.usage import command\nname = command('gpu_check')\n")
     started_as = {"STARTED_AS": "lightning-hybrid"}
-    assert runpy.run_path(str(program), started_as, run_name="__main__")["name"] == "lightning-hybrid gpu-check"
+    assert (
+        runpy.run_path(str(program), started_as, run_name="__main__")["name"]
+        == "lightning-hybrid gpu-check"
+    )
     monkeypatch.chdir(ROOT)
     assert usage.command("gpu_check") == "python recipes/gpu_check.py"
     monkeypatch.chdir(tmp_path)

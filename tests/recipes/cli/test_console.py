@@ -34,7 +34,11 @@ def test_help_names_every_command_in_a_line_each():
     done = console()
     lines = done.stdout.splitlines()
     assert (done.returncode, done.stderr) == (0, "")
-    named = [line.split(maxsplit=1) for line in lines if line.startswith("  ") and line.split()[0] in COMMANDS]
+    named = [
+        line.split(maxsplit=1)
+        for line in lines
+        if line.startswith("  ") and line.split()[0] in COMMANDS
+    ]
     assert {"train", "gpu-check"} < {name for name, _ in named} == set(COMMANDS)
     assert all(len(about) > 10 for _, about in named)
     assert len(lines) <= 24
@@ -60,14 +64,18 @@ COMPLETED = {
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_commands_and_then_keys_and_choices():
     """The function is called as bash calls it at a Tab."""
-    lines = [f'lightning-hybrid() {{ "{sys.executable}" "{ROOT}/lightning_hybrid/__main__.py" "$@"; }}']
+    lines = [
+        f'lightning-hybrid() {{ "{sys.executable}" "{ROOT}/lightning_hybrid/__main__.py" "$@"; }}'
+    ]
     lines.append('eval "$(lightning-hybrid --shell-completion bash)"')
     for line in COMPLETED:
         words = " ".join(f"'{word}'" for word in line.split(" "))
         lines.append(f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDS=({words})")
         lines.append('_lightning_hybrid; IFS=" "; echo "${COMPREPLY[*]}"; unset IFS')
     lines.append("complete -p lightning-hybrid | grep -o 'F .*'")
-    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.splitlines() == [
         *COMPLETED.values(),
         "F _lightning_hybrid lightning-hybrid",
@@ -81,15 +89,29 @@ RUN = "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.ar
 @pytest.mark.parametrize(
     ("words", "code", "first"),
     [
-        ("strategy/between_nodes=?", 0, "strategy/between_nodes=\n  adasum                  Of the nodes"),
+        (
+            "strategy/between_nodes=?",
+            0,
+            "strategy/between_nodes=\n  adasum                  Of the nodes",
+        ),
         ("precision=fp16", 2, "error: `precision` (='fp16') must be"),
-        ("optim.lr=abc", 2, "error: `optim.lr`: expected a number, got 'abc'. Example: optim.lr=10.0."),
+        (
+            "optim.lr=abc",
+            2,
+            "error: `optim.lr`: expected a number, got 'abc'. Example: optim.lr=10.0.",
+        ),
         ("global_batch_size=0", 2, "error: `global_batch_size` (=0) must be above 0"),
-        ("trainer.devices=3", 2, "error: `global_batch_size` (=128) must be a multiple of the number of ranks (=3)"),
+        (
+            "trainer.devices=3",
+            2,
+            "error: `global_batch_size` (=128) must be a multiple of the number of ranks (=3)",
+        ),
         ("data=images", 2, "error: `data.root` (=???) must have a value. Missing: data.root."),
     ],
 )
-def test_a_question_or_a_wrong_value_is_answered_before_torch_is_imported(words, code, first, tmp_path):
+def test_a_question_or_a_wrong_value_is_answered_before_torch_is_imported(
+    words, code, first, tmp_path
+):
     program = [sys.executable, "-c", f"{SAY}; {RUN}", str(ROOT / "recipes" / "train.py"), words]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == code
@@ -109,28 +131,41 @@ def test_a_command_whose_packages_are_missing_says_the_line_that_installs_them(m
         "pip install 'lightning-hybrid[recipes,report]'\n"
     )
     monkeypatch.setattr(usage, "find_spec", lambda name: None)
-    assert "(hydra-core, omegaconf, pydantic, scikit-learn, Pillow)" in usage.missing_extras("train")
+    assert "(hydra-core, omegaconf, pydantic, scikit-learn, Pillow)" in usage.missing_extras(
+        "train"
+    )
 
 
-@pytest.mark.parametrize("words", [("train",), ("train", "--help"), ("simulate", "num_nodes=2")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [("train",), ("train", "--help"), ("simulate", "num_nodes=2")], ids=" ".join
+)
 def test_a_core_install_says_which_extras_a_command_lacks(words, tmp_path):
     """Without Hydra nothing can read the command line, or write the help."""
     there = environment_without(tmp_path, ("hydra", "omegaconf"))
     command = [sys.executable, "-m", "lightning_hybrid", *words]
-    done = subprocess.run(command, env=there, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=there, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: `python -m lightning_hybrid {words[0]}` needs packages")
-    assert done.stderr.endswith("(hydra-core, omegaconf). Install them with: pip install 'lightning-hybrid[recipes]'\n")
+    assert done.stderr.endswith(
+        "(hydra-core, omegaconf). Install them with: pip install 'lightning-hybrid[recipes]'\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["sklearn", "matplotlib"])
 def test_quickstart_says_which_extra_it_lacks(name, monkeypatch, capsys):
-    monkeypatch.setattr(console_command, "find_spec", lambda package: None if package == name else package)
+    monkeypatch.setattr(
+        console_command, "find_spec", lambda package: None if package == name else package
+    )
     monkeypatch.setattr(sys, "argv", ["lightning-hybrid", "quickstart"])
     with pytest.raises(SystemExit) as end:
         console_command.main()
     assert end.value.code == 2
-    assert f"({name}). Install them with: pip install 'lightning-hybrid[recipes,report]'" in capsys.readouterr().err
+    assert (
+        f"({name}). Install them with: pip install 'lightning-hybrid[recipes,report]'"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_refused_start_leaves_no_folder(tmp_path):

@@ -14,7 +14,9 @@ from tests.recipes.cli import fuzzed
 NUM_CASES = [5, pytest.param(30, marks=pytest.mark.long)]
 
 # Words of which a message needs one: what must be, or what to do.
-CURES = re.compile(r"\b(must|Set|Give|Given|Leave|Correct|correct|Use|Run|Choose|Did you mean|Options)\b")
+CURES = re.compile(
+    r"\b(must|Set|Give|Given|Leave|Correct|correct|Use|Run|Choose|Did you mean|Options)\b"
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,14 @@ def folder(tmp_path_factory):
         for name in "xy":
             Image.new("RGB", (8, 8)).save(folder / "images" / place / f"{name}.jpg")
     (folder / "run").mkdir()
-    content = {"metrics": {}, "best": {}, "config": {}, "num_steps": 1, "images_per_s": None, "environment": {}}
+    content = {
+        "metrics": {},
+        "best": {},
+        "config": {},
+        "num_steps": 1,
+        "images_per_s": None,
+        "environment": {},
+    }
     (folder / "run" / "summary.json").write_text(json.dumps(content))
     (folder / "run" / "curves.json").write_text(json.dumps({"train/loss": [[1, 0.5]]}))
     return folder
@@ -35,12 +44,17 @@ def folder(tmp_path_factory):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_cases", NUM_CASES)
 @pytest.mark.parametrize("recipe", fuzzed.BASES, ids=lambda recipe: recipe.replace(" ", "+"))
-def test_every_value_is_built_or_refused_by_name(recipe, num_cases, folder, monkeypatch, tmp_path, pytestconfig):
+def test_every_value_is_built_or_refused_by_name(
+    recipe, num_cases, folder, monkeypatch, tmp_path, pytestconfig
+):
     monkeypatch.chdir(tmp_path)  # some values are paths
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     fuzzed.stop_where_work_starts(monkeypatch)
-    program, overrides = recipe.strip(), [each.replace("TMP", str(folder)) for each in fuzzed.BASES[recipe]]
+    program, overrides = (
+        recipe.strip(),
+        [each.replace("TMP", str(folder)) for each in fuzzed.BASES[recipe]],
+    )
     base = fuzzed.composed(program, *overrides, folder=str(folder))
     assert fuzzed.outcome_of(program, base) == ("built", "")
     keys = fuzzed.keys_of(base)

@@ -23,7 +23,9 @@ def streams_as_they_were(monkeypatch):
 
 
 def test_every_recipe_looks_around_before_hydra_writes():
-    entries = [OmegaConf.load(path) for path in tracked_in(ROOT / "conf", "*.yaml") if path.stem != "job"]
+    entries = [
+        OmegaConf.load(path) for path in tracked_in(ROOT / "conf", "*.yaml") if path.stem != "job"
+    ]
     assert all({"job", "/job"} & set(cfg.defaults) for cfg in entries)
     callbacks = composed("train", return_hydra_config=True).hydra.callbacks
     assert callbacks.before_run._target_ == "recipes.cli.hydra_callbacks.BeforeRun"
@@ -34,7 +36,10 @@ def test_a_directory_that_takes_nothing_ends_the_program_in_words_on_rank_zero(m
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     start = BeforeRun().on_run_start if mode == "run" else BeforeRun().on_multirun_start
     cfg = composed("train", f"hydra.{mode}.dir=/proc/none/x", return_hydra_config=True)
-    with pytest.raises(SystemExit, match=r"^error: `hydra.run.dir` \(=/proc/none/x\) must be a directory that can be"):
+    with pytest.raises(
+        SystemExit,
+        match=r"^error: `hydra.run.dir` \(=/proc/none/x\) must be a directory that can be",
+    ):
         start(cfg)
     monkeypatch.setattr(launch, "is_rank_zero", lambda: False)
     BeforeRun().on_run_start(cfg)  # other ranks write nothing
@@ -46,7 +51,9 @@ def test_a_key_in_the_configuration_is_refused_and_not_repeated(key, tmp_path, m
     value = f"[{{api_key: {MARKER}}}]" if key == "logger.tags" else MARKER
     given = f"{key}={value}" if "tags" in key else f"+{key}={value}"
     cfg = composed("train", given, f"hydra.run.dir={tmp_path}/x", return_hydra_config=True)
-    with pytest.raises(SystemExit, match=r"must not be in the configuration.* Set WANDB_API_KEY") as message:
+    with pytest.raises(
+        SystemExit, match=r"must not be in the configuration.* Set WANDB_API_KEY"
+    ) as message:
         BeforeRun().on_run_start(cfg)
     assert MARKER not in str(message.value)
     assert not (tmp_path / "x").exists()

@@ -18,7 +18,12 @@ from tests.checkout import ROOT
 from tests.recipes.composed import composed
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
-ALONE = ["trainer.devices=1", "logger=none", "run_dir=/nowhere", "trainer.enable_progress_bar=false"]
+ALONE = [
+    "trainer.devices=1",
+    "logger=none",
+    "run_dir=/nowhere",
+    "trainer.enable_progress_bar=false",
+]
 
 
 def configured(*overrides):
@@ -28,7 +33,11 @@ def configured(*overrides):
 def test_the_defaults_are_the_main_job():
     trainer, module, data = build(configured("trainer.devices=2"))
     assert isinstance(trainer.strategy, HybridAllReduceStrategy)
-    assert (trainer.world_size, str(trainer.precision), trainer.accumulate_grad_batches) == (2, "16-true", 1)
+    assert (trainer.world_size, str(trainer.precision), trainer.accumulate_grad_batches) == (
+        2,
+        "16-true",
+        1,
+    )
     assert module.optimizer.func.__name__ == "LARS"
     assert data.seed == 0
     cfg = configured("+mine=0.5", "optim.lr=${mine}")  # a key of the user's own may be referred to
@@ -42,7 +51,12 @@ def test_the_defaults_are_the_main_job():
         ("cpu", [], 5, 1),
         ("auto", ["trainer.devices=2"], 50, 1),  # no GPU here
         ("gpu", ["trainer.devices=2"], 50, 20),
-        ("gpu", ["trainer.devices=2", "global_batch_size=64", "batch_size_per_rank=8"], 50, 1),  # steps of 4 batches
+        (
+            "gpu",
+            ["trainer.devices=2", "global_batch_size=64", "batch_size_per_rank=8"],
+            50,
+            1,
+        ),  # steps of 4 batches
     ],
 )
 def test_on_gpus_the_host_seldom_waits(trainer, more, every, question, monkeypatch):
@@ -86,7 +100,10 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_reported_in_one_message_before_training(mistake, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]) as raised, launch.short_errors():
+    with (
+        pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]) as raised,
+        launch.short_errors(),
+    ):
         build(configured(*mistake.split()))
     assert "full_key" not in str(raised.value)
     assert "raised while resolving" not in str(raised.value)
@@ -112,7 +129,10 @@ WITH_KEYS = {
         "Write every_n_steps=100",
         "`every_n_steps` is callbacks.replicas.every_n_steps",
     ],
-    "strategy=pipeline strategy.num_microbatches=1": ["Write num_microbatches=8", "is strategy.num_microbatches"],
+    "strategy=pipeline strategy.num_microbatches=1": [
+        "Write num_microbatches=8",
+        "is strategy.num_microbatches",
+    ],
 }
 
 
@@ -142,12 +162,19 @@ def test_a_key_that_hydra_notes_on_an_error_is_named_as_one_in_its_message():
     error = ValueError("`width` (=0) must be above zero.")
     error.add_note("full_key: model")
     in_message = ValueError("`width` (=0) must be above zero.\nfull_key: model")
-    assert launch.message_of(error) == launch.message_of(in_message) == "`width` (=0) must be above zero. [model]"
+    assert (
+        launch.message_of(error)
+        == launch.message_of(in_message)
+        == "`width` (=0) must be above zero. [model]"
+    )
 
 
 @pytest.mark.parametrize(
     ("partial", "message"),
-    [(0, r"`steps.trainer._partial_` \(=0\) must be true or false"), (False, r"`steps.trainer` .*`_partial_: true`")],
+    [
+        (0, r"`steps.trainer._partial_` \(=0\) must be true or false"),
+        (False, r"`steps.trainer` .*`_partial_: true`"),
+    ],
 )
 def test_a_part_that_must_be_partial_says_so(partial, message):
     trainer = {"_target_": "lightning.pytorch.Trainer", "_partial_": partial}
@@ -162,7 +189,15 @@ def test_a_part_that_must_be_partial_says_so(partial, message):
         ({}, "2026/12"),
         ({"TORCHELASTIC_RUN_ID": "7f3a"}, "torchrun-7f3a"),
         ({"TORCHELASTIC_RUN_ID": "none"}, "2026/12"),
-        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "2", "SLURM_JOB_NAME": "train"}, "slurm-9.2"),
+        (
+            {
+                "SLURM_NTASKS": "4",
+                "SLURM_JOB_ID": "9",
+                "SLURM_STEP_ID": "2",
+                "SLURM_JOB_NAME": "train",
+            },
+            "slurm-9.2",
+        ),
         ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "9", "SLURM_JOB_NAME": "bash"}, "2026/12"),
     ],
     ids=str,
@@ -183,14 +218,21 @@ def test_an_interpolation_reaches_the_other_processes_as_it_was_given(monkeypatc
     monkeypatch.setattr(HydraConfig, "get", lambda: cfg.hydra)
     cfg.hydra.job.config_name = "train"
     cfg.hydra.runtime.config_sources = []
-    assert launch.command_of_this_job()[-4:] == ["+cluster=netlab", "+num_nodes=1", given, "hydra.mode=RUN"]
+    assert launch.command_of_this_job()[-4:] == [
+        "+cluster=netlab",
+        "+num_nodes=1",
+        given,
+        "hydra.mode=RUN",
+    ]
 
 
 FROM_THE_RECIPE = {"root", "global_batch_size", "seed", "num_classes"}
 MODELS = ("alexnet_bn_imagenet", "alexnet", "resnet50")
 
 
-@pytest.mark.parametrize("name", [*(f"model/{name}" for name in MODELS), "data/imagenet", "data/synthetic"])
+@pytest.mark.parametrize(
+    "name", [*(f"model/{name}" for name in MODELS), "data/imagenet", "data/synthetic"]
+)
 def test_a_file_holds_exactly_the_arguments_and_for_data_their_defaults(name):
     conf = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{name}.yaml"))
     arguments = inspect.signature(get_class(conf.pop("_target_"))).parameters
@@ -201,7 +243,12 @@ def test_a_file_holds_exactly_the_arguments_and_for_data_their_defaults(name):
 
 
 LAUNCHERS = "LOCAL_WORLD_SIZE GROUP_WORLD_SIZE SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_NNODES SLURM_JOB_NAME".split()
-SLURM = {"SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "train"}
+SLURM = {
+    "SLURM_NTASKS": "16",
+    "SLURM_NTASKS_PER_NODE": "8",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NAME": "train",
+}
 
 
 @pytest.mark.parametrize(
@@ -210,9 +257,15 @@ SLURM = {"SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8", "SLURM_NNODES": "2"
         ({}, ("auto", 1)),
         ({"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "3"}, (4, 3)),
         (SLURM, (8, 2)),
-        (SLURM | {"SLURM_JOB_NAME": "bash"}, ("auto", 1)),  # an interactive shell: Lightning starts the ranks
+        (
+            SLURM | {"SLURM_JOB_NAME": "bash"},
+            ("auto", 1),
+        ),  # an interactive shell: Lightning starts the ranks
         ({name: SLURM[name] for name in ("SLURM_NTASKS", "SLURM_NNODES")}, ("auto", 2)),
-        (SLURM | {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}, (4, 2)),  # torchrun in a SLURM job
+        (
+            SLURM | {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
+            (4, 2),
+        ),  # torchrun in a SLURM job
     ],
     ids=str,
 )
@@ -226,7 +279,16 @@ def test_the_world_is_the_launchers(monkeypatch, variables, world):
 
 @pytest.mark.parametrize(
     ("share", "limit", "rounds"),
-    [(100, 100, 1), (101, 101, 1), (100, 99, 2), (99, 50, 3), (90, 40, 3), (1, 1, 1), (121, 70, None), (106, 32, None)],
+    [
+        (100, 100, 1),
+        (101, 101, 1),
+        (100, 99, 2),
+        (99, 50, 3),
+        (90, 40, 3),
+        (1, 1, 1),
+        (121, 70, None),
+        (106, 32, None),
+    ],
 )
 def test_a_limit_takes_the_fewest_equal_batches(share, limit, rounds):
     if rounds is not None:

@@ -8,10 +8,27 @@ import pytest
 from recipes.cli import preflight
 from tests.toy import error_of
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-TORCHRUN |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "1",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+}
+TORCHRUN |= {
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 TORCHRUN |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-SLURM = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+SLURM = {
+    "SLURM_NTASKS": "2",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+}
 
 
 WRONG = [
@@ -20,14 +37,38 @@ WRONG = [
     (TORCHRUN, {"RANK": "²"}, r"`RANK` \(='²'\) must be a whole number, at least 0"),
     (TORCHRUN, {"LOCAL_RANK": "2"}, r"`LOCAL_RANK` \(=2\) must be below `LOCAL_WORLD_SIZE` \(=2\)"),
     (TORCHRUN, {"GROUP_RANK": "2"}, r"`GROUP_RANK` \(=2\) must be below"),
-    (TORCHRUN, {"WORLD_SIZE": "5"}, r"`WORLD_SIZE` \(=5\) must be `LOCAL_WORLD_SIZE \* GROUP_WORLD_SIZE`"),
+    (
+        TORCHRUN,
+        {"WORLD_SIZE": "5"},
+        r"`WORLD_SIZE` \(=5\) must be `LOCAL_WORLD_SIZE \* GROUP_WORLD_SIZE`",
+    ),
     (TORCHRUN, {"LOCAL_RANK": None}, r"`LOCAL_RANK` must be set, as `TORCHELASTIC_RUN_ID` is"),
     (TORCHRUN, {"MASTER_PORT": "70000"}, r"`MASTER_PORT` \(=70000\) must be a port"),
-    (TORCHRUN, {"MASTER_ADDR": "no such host"}, r"`MASTER_ADDR` \(=no such host\) must be an address that this host"),
-    (TORCHRUN, {"OMP_NUM_THREADS": "0"}, r"`OMP_NUM_THREADS` \(='0'\) must be a whole number above zero"),
-    (TORCHRUN, {"WANDB_MODE": "ofline"}, r"`WANDB_MODE` \(='ofline'\) must be online.* Set WANDB_MODE=offline\.$"),
-    (TORCHRUN, {"GLOO_SOCKET_IFNAME": "lo,eth99"}, r"`GLOO_SOCKET_IFNAME` \(=lo,eth99\) must name .*eth99 is none"),
-    (SLURM, {"SLURM_PROCID": "2"}, r"`SLURM_PROCID` \(=2\) must be below `SLURM_NTASKS` \(=2\).* with srun"),
+    (
+        TORCHRUN,
+        {"MASTER_ADDR": "no such host"},
+        r"`MASTER_ADDR` \(=no such host\) must be an address that this host",
+    ),
+    (
+        TORCHRUN,
+        {"OMP_NUM_THREADS": "0"},
+        r"`OMP_NUM_THREADS` \(='0'\) must be a whole number above zero",
+    ),
+    (
+        TORCHRUN,
+        {"WANDB_MODE": "ofline"},
+        r"`WANDB_MODE` \(='ofline'\) must be online.* Set WANDB_MODE=offline\.$",
+    ),
+    (
+        TORCHRUN,
+        {"GLOO_SOCKET_IFNAME": "lo,eth99"},
+        r"`GLOO_SOCKET_IFNAME` \(=lo,eth99\) must name .*eth99 is none",
+    ),
+    (
+        SLURM,
+        {"SLURM_PROCID": "2"},
+        r"`SLURM_PROCID` \(=2\) must be below `SLURM_NTASKS` \(=2\).* with srun",
+    ),
     (SLURM, {"SLURM_PROCID": None}, r"`SLURM_PROCID` must be set, as `SLURM_NTASKS` is"),
     # left behind: Lightning would take it for a launcher's, start no other rank, and wait for them
     (
@@ -60,8 +101,14 @@ def test_a_rank_beyond_the_trainers_world_is_refused():
     place = {"local_rank": 1, "num_devices": 2, "node_rank": 2, "num_nodes": 3}
     preflight.check_place(**place)
     for change, message in (
-        ({"local_rank": 2}, r"`LOCAL_RANK` \(=2\) must be below `trainer.devices` \(=2\).*`unset LOCAL_RANK`"),
-        ({"node_rank": 3}, r"`NODE_RANK` \(=3\) must be below `trainer.num_nodes` \(=3\).*set trainer.num_nodes\.$"),
+        (
+            {"local_rank": 2},
+            r"`LOCAL_RANK` \(=2\) must be below `trainer.devices` \(=2\).*`unset LOCAL_RANK`",
+        ),
+        (
+            {"node_rank": 3},
+            r"`NODE_RANK` \(=3\) must be below `trainer.num_nodes` \(=3\).*set trainer.num_nodes\.$",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             preflight.check_place(**place | change)
@@ -69,7 +116,12 @@ def test_a_rank_beyond_the_trainers_world_is_refused():
 
 @pytest.mark.parametrize(
     ("limits", "allowed"),
-    [((64, 4096), 4096), ((64, -1), preflight.MANY_DESCRIPTORS), ((256, 256), None), ((-1, -1), None)],
+    [
+        ((64, 4096), 4096),
+        ((64, -1), preflight.MANY_DESCRIPTORS),
+        ((256, 256), None),
+        ((-1, -1), None),
+    ],
     ids=str,
 )
 def test_as_many_files_as_are_allowed_may_be_open(monkeypatch, limits, allowed):
@@ -78,7 +130,9 @@ def test_as_many_files_as_are_allowed_may_be_open(monkeypatch, limits, allowed):
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: asked.append((which, both)))
     preflight.raise_descriptors()
     assert asked == ([] if allowed is None else [(resource.RLIMIT_NOFILE, (allowed, limits[1]))])
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 255))  # before ranks fail to connect
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda which: (64, 255)
+    )  # before ranks fail to connect
     with pytest.raises(ValueError, match=r"`ulimit -n` \(=255\) must be at least 256"):
         preflight.check_environment(None, {})
 
@@ -88,17 +142,23 @@ def test_a_port_that_is_taken_is_refused_where_it_would_be_opened():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         mine = {"MASTER_PORT": str(taken.getsockname()[1])}
-        with pytest.raises(ValueError, match=r"`MASTER_PORT` \(=\d+\) must be a port that this process may open"):
+        with pytest.raises(
+            ValueError, match=r"`MASTER_PORT` \(=\d+\) must be a port that this process may open"
+        ):
             preflight.check_environment(None, mine)
         preflight.check_environment(None, mine | {"NODE_RANK": "1"})  # the first node opens it
-        preflight.check_environment(None, TORCHRUN | mine | {"RANK": "0", "LOCAL_RANK": "0"})  # torchrun's agent has
+        preflight.check_environment(
+            None, TORCHRUN | mine | {"RANK": "0", "LOCAL_RANK": "0"}
+        )  # torchrun's agent has
 
 
 def test_nccls_own_way_of_naming_interfaces_is_let_through():
     """A list begins with ^ (all but these) or = (these very names); otherwise it holds beginnings of names."""
     for names in ("^docker,eth99", "=eth99", "l", ""):
         preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": names})
-    with pytest.raises(ValueError, match=r"`NCCL_SOCKET_IFNAME` \(=lo,eth99\) must name interfaces.*eth99 is none"):
+    with pytest.raises(
+        ValueError, match=r"`NCCL_SOCKET_IFNAME` \(=lo,eth99\) must name interfaces.*eth99 is none"
+    ):
         preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": "lo,eth99"})
 
 
@@ -120,5 +180,8 @@ def test_a_port_that_only_lingers_is_free():
 
 def test_a_run_directory_that_takes_no_files_is_found_before_training(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"`hydra.run.dir` \(=.*\) must be a directory that can be written to: Not a"):
+    with pytest.raises(
+        ValueError,
+        match=r"`hydra.run.dir` \(=.*\) must be a directory that can be written to: Not a",
+    ):
         preflight.check_environment(tmp_path / "file" / "run", {})

@@ -27,7 +27,9 @@ def planted(request):
     with open(folder / "calls", "a") as file:
         file.write(f"{Path(request.run_dir).parent.name}/{Path(request.run_dir).name}\n")
     kill_at = folder / "kill_at"
-    if kill_at.exists() and len((folder / "calls").read_text().splitlines()) >= int(kill_at.read_text()):
+    if kill_at.exists() and len((folder / "calls").read_text().splitlines()) >= int(
+        kill_at.read_text()
+    ):
         kill_at.unlink()
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)  # this process ends with the study
@@ -37,5 +39,11 @@ def planted(request):
         os._exit(3)
     seed = int(values["seed"])
     distance = abs(float(values["optim.lr"]) - 0.5)
-    accuracy = 0.9 - 0.1 * distance - float(values["offset"]) - 0.01 * (seed * 7 % 5) - 0.001 * (seed * 3 % 4)
+    accuracy = (
+        0.9
+        - 0.1 * distance
+        - float(values["offset"])
+        - 0.01 * (seed * 7 % 5)
+        - 0.001 * (seed * 3 % 4)
+    )
     return FitResult(accuracy=accuracy, num_steps=int(values["global_batch_size"]), core_s=1.0)

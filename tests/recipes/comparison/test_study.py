@@ -54,7 +54,9 @@ def studied(folder, *, pool_class=PoolOfThreads, num_workers=2, **changes):
     plan = plan_of(folder, **changes)
     results = {}
     with journal.only_user_of(folder), pool_class(num_workers) as pool:
-        study_journal = journal.StudyJournal(folder, plan, pool, tell=lambda line: None, run=planted)
+        study_journal = journal.StudyJournal(
+            folder, plan, pool, tell=lambda line: None, run=planted
+        )
         for cell in plan.cells:
             results[cell] = study_journal.test(cell, study_journal.tune(cell))
     return plan, results
@@ -105,7 +107,9 @@ FEW_FITS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [2, 4])
-def test_a_killed_study_continues_to_the_same_table_and_repeats_only_what_was_under_way(tmp_path, kill_at):
+def test_a_killed_study_continues_to_the_same_table_and_repeats_only_what_was_under_way(
+    tmp_path, kill_at
+):
     whole_folder = tmp_path / "whole"
     folder = tmp_path / "killed"
     whole_folder.mkdir()
@@ -120,7 +124,11 @@ def test_a_killed_study_continues_to_the_same_table_and_repeats_only_what_was_un
     )
     (tmp_path / "program.py").write_text(script)
     killed = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py")], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, str(tmp_path / "program.py")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert killed.returncode == -9, killed.stderr
     with open(folder / "journal.jsonl", "a") as file:
@@ -146,7 +154,10 @@ def test_a_study_that_is_complete_runs_nothing_and_one_with_more_seeds_runs_thos
 
 def test_other_settings_in_the_same_folder_are_refused(tmp_path):
     studied(tmp_path)
-    with pytest.raises(ValueError, match=r"`hydra.run.dir` \(=.*\) holds fits of `base_1/tuning` with other settings"):
+    with pytest.raises(
+        ValueError,
+        match=r"`hydra.run.dir` \(=.*\) holds fits of `base_1/tuning` with other settings",
+    ):
         studied(tmp_path, trial=("trainer.max_epochs=2",))
 
 
@@ -159,7 +170,10 @@ def test_a_folder_in_use_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("error", r"`optim.lr` \(=-1\) must be positive"), ("exit", "the process of a fit ended with exit code 3")],
+    [
+        ("error", r"`optim.lr` \(=-1\) must be positive"),
+        ("exit", "the process of a fit ended with exit code 3"),
+    ],
 )
 def test_an_error_of_a_fit_ends_the_study_with_its_words(tmp_path, fault, message):
     with pytest.raises(fits.FitError, match=message):
@@ -202,7 +216,12 @@ def test_the_paper_share_and_the_number_of_updates_are_the_same_in_tuning_and_te
         sizes[cell.share] = (tuned, tested)
         if cell.arm != "base":
             assert plan.tuning.num_images // tuned == plan.testing.num_images // tested
-    assert sizes == {0.00214: (128, 128), 0.0512: (2560, 3072), 0.25: (12416, 14976), 1.0: (49920, 59904)}
+    assert sizes == {
+        0.00214: (128, 128),
+        0.0512: (2560, 3072),
+        0.25: (12416, 14976),
+        1.0: (49920, 59904),
+    }
 
 
 def test_every_arm_is_a_configuration_that_train_accepts():
@@ -210,7 +229,10 @@ def test_every_arm_is_a_configuration_that_train_accepts():
     batches = set()
     for name, arm in plan.arms.items():
         cell = Cell(name, arm.shares[-1])
-        for overrides in (plan.tuning_overrides(cell), plan.testing_overrides(cell, plan.points(cell)[0])):
+        for overrides in (
+            plan.tuning_overrides(cell),
+            plan.testing_overrides(cell, plan.points(cell)[0]),
+        ):
             cfg = composed("train", *overrides, "run_dir=x")
             config_check.check(cfg, TRAIN_KEYS)
             batches.add((cfg.batch_size_per_rank, cfg.trainer.max_epochs))
@@ -262,13 +284,28 @@ def flat(mapping, prefix=""):
         ("study.only=[methods]", r"`study.only` \(=methods\) must be one of the arms"),
         ("study.testing.seeds=[0,1]", r"`study.tuning.seed` \(=0\) must not be among"),
         ("study.testing.seeds=[]", r"`study.testing.seeds` \(=\[\]\) must have a seed"),
-        ("study.arms.method.axes.lr=[3,2]", r"`study.arms.method.axes.lr` \(=\[3.0, 2.0\]\) must be two numbers"),
-        ("study.arms.method.shares=[1.5]", r"`study.arms.method.shares` \(=1.5\) must be above 0 and at most 1"),
-        ("study.arms.base.shares=[0.1,0.2]", r"`study.arms.base.shares` \(=\[0.1, 0.2\]\) must be one share"),
+        (
+            "study.arms.method.axes.lr=[3,2]",
+            r"`study.arms.method.axes.lr` \(=\[3.0, 2.0\]\) must be two numbers",
+        ),
+        (
+            "study.arms.method.shares=[1.5]",
+            r"`study.arms.method.shares` \(=1.5\) must be above 0 and at most 1",
+        ),
+        (
+            "study.arms.base.shares=[0.1,0.2]",
+            r"`study.arms.base.shares` \(=\[0.1, 0.2\]\) must be one share",
+        ),
         ("study.micro_batch=0", r"`study.micro_batch` \(=0\) must be a whole number, 1 or more"),
-        ("study.tuning.num_trials=0", r"`study.tuning.num_trials` \(=0\) must be a whole number, 1 or more"),
+        (
+            "study.tuning.num_trials=0",
+            r"`study.tuning.num_trials` \(=0\) must be a whole number, 1 or more",
+        ),
         ("study.margin=0", r"`study.margin` \(=.*\) must be positive"),
-        ("+study.arms.method.share=0.1", r"`study.arms.method.share` \(=0.1\) must be a key that something reads"),
+        (
+            "+study.arms.method.share=0.1",
+            r"`study.arms.method.share` \(=0.1\) must be a key that something reads",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_key(override, message):
@@ -309,7 +346,12 @@ DIGITS = (
     "callbacks=[default]",
     *("~callbacks.report", "~callbacks.best", "~callbacks.progress"),
     *("logger=none", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"),
-    *("trainer.devices=1", "trainer.log_every_n_steps=1", "model.width=0.0625", "global_batch_size=600"),
+    *(
+        "trainer.devices=1",
+        "trainer.log_every_n_steps=1",
+        "model.width=0.0625",
+        "global_batch_size=600",
+    ),
     "trainer.check_val_every_n_epoch=1000000",
     "strategy.checkpoint_io.in_background=false",
 )
@@ -317,12 +359,16 @@ DIGITS = (
 
 def fit_here(folder, *overrides, stage="test"):
     """Run a fit in this process."""
-    return fits.fit(fits.FitRequest(overrides=(*DIGITS, *overrides), run_dir=str(folder), stage=stage))
+    return fits.fit(
+        fits.FitRequest(overrides=(*DIGITS, *overrides), run_dir=str(folder), stage=stage)
+    )
 
 
 def test_a_fit_that_was_interrupted_continues_from_its_last_checkpoint(tmp_path):
     whole = fit_here(tmp_path / "whole", "trainer.max_epochs=2", "warmup_epochs=0")
-    cut = fit_here(tmp_path / "cut", "trainer.max_epochs=2", "warmup_epochs=0", "+trainer.max_time=00:00:00:00")
+    cut = fit_here(
+        tmp_path / "cut", "trainer.max_epochs=2", "warmup_epochs=0", "+trainer.max_time=00:00:00:00"
+    )
     assert cut.num_steps < 4
     continued = fit_here(tmp_path / "cut", "trainer.max_epochs=2", "warmup_epochs=0")
     assert continued.num_steps == whole.num_steps == 4
@@ -335,7 +381,13 @@ def test_a_fit_that_was_interrupted_continues_from_its_last_checkpoint(tmp_path)
 
 
 def test_a_fit_that_diverges_counts_as_guessing(tmp_path):
-    overrides = ("optim=sgd", "optim.lr=1e30", "warmup_epochs=0", "precision=32-true", "trainer.max_epochs=2")
+    overrides = (
+        "optim=sgd",
+        "optim.lr=1e30",
+        "warmup_epochs=0",
+        "precision=32-true",
+        "trainer.max_epochs=2",
+    )
     lost = fit_here(tmp_path, *overrides)
     assert lost.accuracy == 0.1
     assert lost.divergence.startswith("NonFiniteLossError: ")

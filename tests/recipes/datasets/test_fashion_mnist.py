@@ -31,7 +31,9 @@ def idx_file(array: np.ndarray) -> bytes:
 def random_images(num_images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Images of noise, and labels of which each class has as many."""
     generator = np.random.default_rng(seed)
-    return generator.integers(0, 256, (num_images, 28, 28), dtype=np.uint8), np.arange(num_images) % 10
+    return generator.integers(0, 256, (num_images, 28, 28), dtype=np.uint8), np.arange(
+        num_images
+    ) % 10
 
 
 @pytest.fixture
@@ -81,7 +83,9 @@ def test_held_out_images_leave_training_are_of_every_class_and_always_the_same(r
     assert {image.numpy().tobytes() for image in images} == {
         image.tobytes() for image in random_images(NUM_TRAIN, 0)[0]
     }
-    other_seed = FashionMNISTDataModule(global_batch_size=8, seed=5, root=str(root), num_held_out=20)
+    other_seed = FashionMNISTDataModule(
+        global_batch_size=8, seed=5, root=str(root), num_held_out=20
+    )
     assert torch.equal(other_seed.load()["val"].images, sets["val"].images)
     assert torch.equal(image_sets(root)["test"].images, sets["test"].images)
 
@@ -106,7 +110,9 @@ def test_one_changed_pixel_is_refused_by_the_checksum(root):
     content = bytearray(gzip.decompress(path.read_bytes()))
     content[-1] ^= 1
     path.write_bytes(gzip.compress(bytes(content)))
-    with pytest.raises(ValueError, match=r"its t10k-images-idx3-ubyte.gz has a content with the SHA-256 "):
+    with pytest.raises(
+        ValueError, match=r"its t10k-images-idx3-ubyte.gz has a content with the SHA-256 "
+    ):
         image_sets(root)
 
 
@@ -119,7 +125,10 @@ def test_a_file_that_was_cut_is_refused(root):
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(b"\0\0\x09\x01\0\0\0\x01a", "must begin as an IDX file"), (b"\0\0\x08\x01\0\0\0\x02a", r"\(=1 values\) must")],
+    [
+        (b"\0\0\x09\x01\0\0\0\x01a", "must begin as an IDX file"),
+        (b"\0\0\x08\x01\0\0\0\x02a", r"\(=1 values\) must"),
+    ],
 )
 def test_a_content_that_is_no_idx_file_is_refused(content, problem):
     with pytest.raises(ValueError, match=problem):
@@ -128,17 +137,26 @@ def test_a_content_that_is_no_idx_file_is_refused(content, problem):
 
 def test_from_python_the_error_names_the_argument_the_missing_file_and_the_package(root):
     (root / "t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(ValueError, match=r"`root` \(=.*lacks t10k-labels-idx1-ubyte.gz\. Install .*apt-get install "):
+    with pytest.raises(
+        ValueError,
+        match=r"`root` \(=.*lacks t10k-labels-idx1-ubyte.gz\. Install .*apt-get install ",
+    ):
         FashionMNISTDataModule(global_batch_size=8, seed=0, root=str(root))
 
 
 def test_the_command_line_refuses_a_folder_without_the_files_in_one_line(tmp_path):
-    for overrides in (["data=fashion_mnist"], ["recipe=fashion_mnist"], ["recipe=fashion_mnist_small_batch"]):
+    for overrides in (
+        ["data=fashion_mnist"],
+        ["recipe=fashion_mnist"],
+        ["recipe=fashion_mnist_small_batch"],
+    ):
         lines = command_line.refusals(
             "train", [], [*overrides, f"data.root={tmp_path}"], is_sweep=False, also_values=True
         )
         assert len(lines) == 1
-        assert lines[0].startswith(f"error: `data.root` (={tmp_path}) must be a folder with the files of Fashion-MNIST")
+        assert lines[0].startswith(
+            f"error: `data.root` (={tmp_path}) must be a folder with the files of Fashion-MNIST"
+        )
         assert "apt-get install dataset-fashion-mnist" in lines[0]
 
 
@@ -151,7 +169,12 @@ def test_the_command_ends_with_that_error_alone_before_torch_is_imported(tmp_pat
     )
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'recipes'}"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 2
     assert done.stdout.strip() == "False"

@@ -14,10 +14,16 @@ def test_no_font_is_in_two_sets():
 
 @pytest.mark.parametrize("name", FONTS)
 def test_every_font_draws_every_character_whole_and_no_two_alike(name):
-    masks = {(font, character): glyphs._mask(font, character) for font in FONTS[name] for character in CHARACTERS}
+    masks = {
+        (font, character): glyphs._mask(font, character)
+        for font in FONTS[name]
+        for character in CHARACTERS
+    }
     for mask in masks.values():
         assert mask.sum() > 100  # pixels of ink; an I would have about 300
-        assert mask[:2].sum() == mask[-2:].sum() == mask[:, :2].sum() == mask[:, -2:].sum() == 0  # nothing cut off
+        assert (
+            mask[:2].sum() == mask[-2:].sum() == mask[:, :2].sum() == mask[:, -2:].sum() == 0
+        )  # nothing cut off
     assert len({mask.numpy().tobytes() for mask in masks.values()}) == len(masks)
 
 
@@ -39,7 +45,11 @@ def test_the_module_serves_three_sets(monkeypatch):
     try:
         data = GlyphsDataModule(global_batch_size=64, seed=1, num_train=320)
         data.setup("fit")
-        assert [len(data.image_sets[name].labels) for name in ("train", "val", "test")] == [320, 64, 32]
+        assert [len(data.image_sets[name].labels) for name in ("train", "val", "test")] == [
+            320,
+            64,
+            32,
+        ]
         assert next(iter(data.train_dataloader()))[0].shape == (64, 1, IMAGE_SIZE, IMAGE_SIZE)
     finally:
         glyphs.glyphs_split.cache_clear()

@@ -17,13 +17,23 @@ def root(tmp_path):
 
 
 def packing_of(root, out, **changes):
-    options = {"splits": ["train", "val"], "seed": 0, "short_side": None, "quality": 90, "shard_bytes": 6000}
+    options = {
+        "splits": ["train", "val"],
+        "seed": 0,
+        "short_side": None,
+        "quality": 90,
+        "shard_bytes": 6000,
+    }
     options |= {"max_corrupt_images": 0, "num_threads": 2, "verify": True}
     return Packing(root=str(root), out=str(out), **options | changes)
 
 
 def files_of(out):
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(out).as_posix(): path.read_bytes()
+        for path in sorted(out.rglob("*"))
+        if path.is_file()
+    }
 
 
 def numbers_of(out):
@@ -33,7 +43,10 @@ def numbers_of(out):
 
 def test_images_are_stored_once_each_in_a_shuffled_order_that_the_seed_decides(root, tmp_path):
     packed = packing_of(root, tmp_path / "a").run()
-    assert [(part.split, part.num_images, part.num_corrupt) for part in packed] == [("train", 23, 0), ("val", 4, 0)]
+    assert [(part.split, part.num_images, part.num_corrupt) for part in packed] == [
+        ("train", 23, 0),
+        ("val", 4, 0),
+    ]
     packing_of(root, tmp_path / "b").run()
     packing_of(root, tmp_path / "c", seed=1).run()
     numbers, other = numbers_of(tmp_path / "a"), numbers_of(tmp_path / "c")
@@ -42,7 +55,9 @@ def test_images_are_stored_once_each_in_a_shuffled_order_that_the_seed_decides(r
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     sizes = [path.stat().st_size for path in sorted((tmp_path / "a" / "train").glob("*.bin"))]
     assert len(sizes) > 3
-    assert all(3000 < size < 9000 for size in sizes[:-1])  # about 6000, from the mean size of a sample
+    assert all(
+        3000 < size < 9000 for size in sizes[:-1]
+    )  # about 6000, from the mean size of a sample
     assert not list(tmp_path.glob("a/*/*.part")) + list(tmp_path.glob("a/*/*.unfinished"))
 
 
@@ -67,7 +82,9 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(root, tmp_path, m
     assert not (tmp_path / "killed" / "train" / "index.npz").exists()
     num_whole = len(list((tmp_path / "killed" / "train").glob("*.part")))
     calls.clear()
-    monkeypatch.setattr(Packing, "prepared", lambda self, data: calls.append(1) or prepared(self, data))
+    monkeypatch.setattr(
+        Packing, "prepared", lambda self, data: calls.append(1) or prepared(self, data)
+    )
     packing_of(root, tmp_path / "killed", num_threads=1).run()
     assert files_of(tmp_path / "whole") == files_of(tmp_path / "killed")
     assert len(calls) < 23 + 8 or num_whole == 0  # whole shards were not made again
@@ -78,7 +95,9 @@ def test_another_packing_into_the_same_folder_is_refused(root, tmp_path):
     before = files_of(tmp_path / "out")
     packing_of(root, tmp_path / "out").run()
     assert files_of(tmp_path / "out") == before
-    with pytest.raises(ValueError, match=r"`short_side` \(=32\) must be that of the packing in .*\(=None\)"):
+    with pytest.raises(
+        ValueError, match=r"`short_side` \(=32\) must be that of the packing in .*\(=None\)"
+    ):
         packing_of(root, tmp_path / "out", short_side=32).run()
     (root / "train" / "n01" / "00099.JPEG").write_bytes(image_of(99))
     with pytest.raises(ValueError, match=r"`num_images` \(=24\)"):
@@ -98,16 +117,24 @@ def test_long_short_sides_are_resized_and_others_stay_as_they_are(root, tmp_path
             assert data == small.read_bytes()
             continue
         assert image.size == ((44, 32) if number % 2 else (32, 44))
-        whole = Image.open(io.BytesIO(image_of(number))).resize(image.size, Image.Resampling.BILINEAR)
-        assert np.abs(np.asarray(image).astype(int) - np.asarray(whole).astype(int)).mean() < 4  # of the second JPEG
+        whole = Image.open(io.BytesIO(image_of(number))).resize(
+            image.size, Image.Resampling.BILINEAR
+        )
+        assert (
+            np.abs(np.asarray(image).astype(int) - np.asarray(whole).astype(int)).mean() < 4
+        )  # of the second JPEG
 
 
 def test_corrupt_images_are_listed_and_left_out_within_the_budget(root, tmp_path):
     for number in (3, 8):
-        (root / "train" / f"n0{number % 3 + 1}" / f"{number:05d}.JPEG").write_bytes(image_of(number)[:-200])
+        (root / "train" / f"n0{number % 3 + 1}" / f"{number:05d}.JPEG").write_bytes(
+            image_of(number)[:-200]
+        )
     packed = packing_of(root, tmp_path / "out", max_corrupt_images=2).run()
     assert (packed[0].num_images, packed[0].num_corrupt) == (21, 2)
-    assert sorted(numbers_of(tmp_path / "out")) == [number for number in range(23) if number not in (3, 8)]
+    assert sorted(numbers_of(tmp_path / "out")) == [
+        number for number in range(23) if number not in (3, 8)
+    ]
     listed = (tmp_path / "out" / "train" / "corrupt.txt").read_text().splitlines()
     assert sorted(line.split("\t")[0][-10:] for line in listed) == ["00003.JPEG", "00008.JPEG"]
     with pytest.raises(ValueError, match=r"`max_corrupt_images` \(=1\).*there are 2 so far"):

@@ -11,7 +11,15 @@ import torch
 
 from lightning_hybrid.data.order import EpochOrder
 from recipes.datasets.text import Sequences, TextDataModule, TextLoader, mask_tokens
-from recipes.datasets.text_packing import CLS, MASK, SEP, SPECIAL_TOKENS, TextPacking, files_of, shard_path
+from recipes.datasets.text_packing import (
+    CLS,
+    MASK,
+    SEP,
+    SPECIAL_TOKENS,
+    TextPacking,
+    files_of,
+    shard_path,
+)
 from tests.scenes import same
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -33,7 +41,9 @@ def text(tmp_path_factory):
 
 
 def packing(root, out, **options):
-    return TextPacking(root=str(root), out=str(out), **{"vocab_size": 300, "shard_tokens": 1000, **options})
+    return TextPacking(
+        root=str(root), out=str(out), **{"vocab_size": 300, "shard_tokens": 1000, **options}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +59,16 @@ def test_shards_hold_the_text_and_other_packings_are_refused(text, packed):
     tokenizer = tokenizers.Tokenizer.from_file(str(packed / "tokenizer.json"))
     index = json.loads((packed / "text.json").read_text())
     read = [
-        np.fromfile(shard_path(packed, "train", shard), np.uint16) for shard in range(len(index["crc32s"]["train"]))
+        np.fromfile(shard_path(packed, "train", shard), np.uint16)
+        for shard in range(len(index["crc32s"]["train"]))
     ]
     assert [len(shard) for shard in read[:-1]] == [1000] * (len(read) - 1)
-    words = Counter(tokenizer.decode([int(one) for one in np.concatenate(read) if one != SEP]).split())
-    assert words.keys() == {word.lower() for word in WORDS}  # whole words, of lower case, none unknown
+    words = Counter(
+        tokenizer.decode([int(one) for one in np.concatenate(read) if one != SEP]).split()
+    )
+    assert words.keys() == {
+        word.lower() for word in WORDS
+    }  # whole words, of lower case, none unknown
     with pytest.raises(ValueError, match=r"`out` .* must be empty or hold this very packing"):
         packing(text, packed, vocab_size=400).run()
 
@@ -62,7 +77,9 @@ def test_a_tokenizer_is_the_same_in_each_process(text, packed, tmp_path):
     """Its trainer goes through hash tables, whose order differs between processes, and within one."""
     for number in range(3):
         packing(text, tmp_path / str(number)).run()
-        assert (tmp_path / str(number) / "tokenizer.json").read_text() == (packed / "tokenizer.json").read_text()
+        assert (tmp_path / str(number) / "tokenizer.json").read_text() == (
+            packed / "tokenizer.json"
+        ).read_text()
 
 
 def test_a_damaged_shard_is_found(text, tmp_path):
@@ -122,11 +139,15 @@ def test_what_is_masked_does_not_depend_on_ranks_accumulation_or_a_resume(packed
     other = batches(packed, epoch=1)
     texts = [{row[20:] for rows in epoch.values() for row in rows} for epoch in (whole, other)]
     assert texts[0] == texts[1]  # the same text
-    assert not {row for rows in whole.values() for row in rows} & {row for rows in other.values() for row in rows}
+    assert not {row for rows in whole.values() for row in rows} & {
+        row for rows in other.values() for row in rows
+    }
 
 
 def test_validation_hides_the_same_tokens_each_time_and_reads_each_sequence_once(packed):
-    data = TextDataModule(root=str(packed), sequence_length=20, vocab_size=300, global_batch_size=4, seed=0)
+    data = TextDataModule(
+        root=str(packed), sequence_length=20, vocab_size=300, global_batch_size=4, seed=0
+    )
     data.setup("fit")
     loader = data.val_dataloader()
     assert same(list(loader), list(loader))
@@ -134,11 +155,19 @@ def test_validation_hides_the_same_tokens_each_time_and_reads_each_sequence_once
 
 
 def test_a_vocabulary_that_the_network_does_not_know_is_refused(packed):
-    with pytest.raises(ValueError, match=r"`model.num_classes` \(=60\) must be at least the vocabulary of"):
-        TextDataModule(root=str(packed), sequence_length=20, vocab_size=60, global_batch_size=4, seed=0)
+    with pytest.raises(
+        ValueError, match=r"`model.num_classes` \(=60\) must be at least the vocabulary of"
+    ):
+        TextDataModule(
+            root=str(packed), sequence_length=20, vocab_size=60, global_batch_size=4, seed=0
+        )
     with pytest.raises(ValueError, match=r"must be a folder that was packed to its end"):
         TextDataModule(
-            root=os.path.dirname(sys.executable), sequence_length=20, vocab_size=60, global_batch_size=4, seed=0
+            root=os.path.dirname(sys.executable),
+            sequence_length=20,
+            vocab_size=60,
+            global_batch_size=4,
+            seed=0,
         )
 
 

@@ -18,7 +18,18 @@ from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from lightning_hybrid.precision.schedule_guard import ScheduleGuard
 from lightning_hybrid.strategy.rendezvous import RendezvousError
 from recipes import gpu_check
-from recipes.gpu import features, hosts, machine, page, runner, scales, speed, updates, waits, worlds
+from recipes.gpu import (
+    features,
+    hosts,
+    machine,
+    page,
+    runner,
+    scales,
+    speed,
+    updates,
+    waits,
+    worlds,
+)
 from recipes.gpu.runner import Check, Given, NotHere
 from tests.checkout import ROOT
 from tests.without import environment_without
@@ -38,7 +49,9 @@ def ends(how, given):
     if how == "leaves":
         os._exit(3)
     if how == "of_a_rank":
-        worlds.run_world(given, lambda given, rank, num_ranks: {"rank": [0][rank]}, num_ranks=2, limit_s=50)
+        worlds.run_world(
+            given, lambda given, rank, num_ranks: {"rank": [0][rank]}, num_ranks=2, limit_s=50
+        )
     if how == "hangs":
         (given.folder / "pid").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
         time.sleep(600)
@@ -79,10 +92,14 @@ def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(tmp_path):
     assert found["well"].details == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
     assert "what led to it" in found["wrong"].details["log"]
     assert "and more" in found["wrong"].details["error"]
-    assert runner.tables(list(found.values())) == "well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
+    assert (
+        runner.tables(list(found.values())) == "well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
+    )
 
 
-def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_own_limit_fails(tmp_path):
+def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_own_limit_fails(
+    tmp_path,
+):
     for limit_s, total_s, status in ((60, 0.0, "SKIP"), (60, 0.5, "SKIP"), (0.5, 60.0, "FAIL")):
         began_s = time.monotonic()
         found = run_all([check("hangs", limit_s=limit_s)], tmp_path, limit_s=total_s)["hangs"]
@@ -95,19 +112,28 @@ def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_
 
 def finishes_late(given):
     """Be a check whose ranks take longer than they are given, as where most of the time is over."""
-    worlds.run_world(given, lambda given, rank, num_ranks: time.sleep(60), num_ranks=2, limit_s=0.3 * given.limit_s)
+    worlds.run_world(
+        given,
+        lambda given, rank, num_ranks: time.sleep(60),
+        num_ranks=2,
+        limit_s=0.3 * given.limit_s,
+    )
 
 
 def finds_nobody(given):
     """Be a check of which a rank waits in vain for the others."""
 
     def run(given, rank, num_ranks):
-        raise RendezvousError("`WORLD_SIZE` (=2) ranks must meet, and within 15 s rank 1 did not come.")
+        raise RendezvousError(
+            "`WORLD_SIZE` (=2) ranks must meet, and within 15 s rank 1 did not come."
+        )
 
     worlds.run_world(given, run, num_ranks=2, limit_s=50)
 
 
-@pytest.mark.parametrize("run", [finishes_late, finds_nobody], ids=["finishes_late", "finds_nobody"])
+@pytest.mark.parametrize(
+    "run", [finishes_late, finds_nobody], ids=["finishes_late", "finds_nobody"]
+)
 def test_ranks_that_are_late_are_a_skip_where_the_check_was_cut_and_else_a_failure(tmp_path, run):
     late = Check(name="late", run=run, limit_s=600)
     cut = run_all([late], tmp_path, limit_s=20)["late"]
@@ -119,30 +145,47 @@ def test_ranks_that_are_late_are_a_skip_where_the_check_was_cut_and_else_a_failu
 
 
 def test_a_wrong_result_of_a_check_that_was_cut_is_a_failure(tmp_path):
-    assert run_all([check("of_a_rank", limit_s=600)], tmp_path, limit_s=60)["of_a_rank"].status == "FAIL"
+    assert (
+        run_all([check("of_a_rank", limit_s=600)], tmp_path, limit_s=60)["of_a_rank"].status
+        == "FAIL"
+    )
 
 
-def test_it_writes_at_once_counts_failures_and_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
+def test_it_writes_at_once_counts_failures_and_goes_on_where_it_ended(
+    tmp_path, monkeypatch, capsys
+):
     environment, written = {"commit": "abc", "has_changes": False}, []
     monkeypatch.setattr(gpu_check.machine, "gpu_environment", lambda root: dict(environment))
     statuses = {"well": "PASS", "slow": "SLOW", "wrong": "FAIL"}
     monkeypatch.setattr(gpu_check, "CHECKS", [check(each, gpu_s=90) for each in statuses])
 
     def run_one(one, *args, **kwargs):
-        written.append([each.name for each in runner.read_report(tmp_path / "report.json")[0]] if written else [])
+        written.append(
+            [each.name for each in runner.read_report(tmp_path / "report.json")[0]]
+            if written
+            else []
+        )
         return runner.CheckOutcome(name=one.name, status=statuses[one.name], seconds=0, message="")
 
     def num_run(*more):
         del written[:]
-        assert gpu_check.main([f"out={tmp_path}", *more, "--device", "cpu"]) == 1, "of failures: speed is none"
+        assert gpu_check.main([f"out={tmp_path}", *more, "--device", "cpu"]) == 1, (
+            "of failures: speed is none"
+        )
         return len(written)
 
     monkeypatch.setattr(runner, "run_one", run_one)
     assert num_run() == 3
     assert written == [[], ["well"], ["well", "slow"]]
     said = capsys.readouterr().out
-    words = ("on one GPU some 4 minutes by estimate, here 50 at most", "\nSLOW  slow ", "\nFAIL  wrong ")
-    assert all(each in said for each in (*words, "1 passed, 1 failed, 0 skipped; of speed 0 fast, 1 slow."))
+    words = (
+        "on one GPU some 4 minutes by estimate, here 50 at most",
+        "\nSLOW  slow ",
+        "\nFAIL  wrong ",
+    )
+    assert all(
+        each in said for each in (*words, "1 passed, 1 failed, 0 skipped; of speed 0 fast, 1 slow.")
+    )
     assert (num_run(), num_run("again=well")) == (1, 2)
     assert "Passed here before, and not run again: well, slow." in capsys.readouterr().out
     for other in ({"commit": "def"}, {"has_changes": True}):
@@ -154,12 +197,17 @@ def test_it_writes_at_once_counts_failures_and_goes_on_where_it_ended(tmp_path, 
 
 def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
     def run_world(given, run, **settings):
-        torch.save({"weight": torch.full((9,), 1.05 if given.on_cuda else 1.0)}, given.folder / f"{given.device}.pt")
+        torch.save(
+            {"weight": torch.full((9,), 1.05 if given.on_cuda else 1.0)},
+            given.folder / f"{given.device}.pt",
+        )
         return [{"bits": str(rank // num_equal)} for rank in range(settings["num_ranks"])]
 
     monkeypatch.setattr(features, "run_world", run_world)
     given, num_equal = Given(device="cuda", folder=tmp_path, limit_s=1, num_gpus=8), 8
-    assert features.fits_as_on_cpu("bf16", given)["message"].startswith("8 ranks over nccl: the same bits, 5.0e-02 of")
+    assert features.fits_as_on_cpu("bf16", given)["message"].startswith(
+        "8 ranks over nccl: the same bits, 5.0e-02 of"
+    )
     with pytest.raises(AssertionError, match="agree with the CPU to"):
         features.fits_as_on_cpu("flat", given)
     num_equal = 7
@@ -179,11 +227,22 @@ def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_it_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
     """All its modules are imported at once; of the checks some that start processes, train, save and draw no page."""
-    names = ("resumes", "who_waits", "one_rank", "two_level", "fabric", "rank_killed", "resnet50", "sums")
+    names = (
+        "resumes",
+        "who_waits",
+        "one_rank",
+        "two_level",
+        "fabric",
+        "rank_killed",
+        "resnet50",
+        "sums",
+    )
     keys = [f"out={tmp_path / 'out'}", f"only={','.join(names)}", "--device", "cpu"]
     command = [sys.executable, str(ROOT / "recipes" / "gpu_check.py"), *keys]
     there = environment_without(tmp_path) | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path, env=there)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, cwd=tmp_path, env=there
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "out" / "report.json").read_text())
     assert {check["name"]: check["status"] for check in content["checks"]} == {
@@ -196,18 +255,34 @@ def test_it_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
 def test_page_archive_and_rows_say_what_was_found(tmp_path, monkeypatch):
     statuses = {"good": "PASS", "bad": "FAIL", "late": "SKIP", "quick": "FAST"}
     checks = [check(name, promise=f"what is {name}") for name in statuses][:3]
-    shared = {"seconds": 1, "details": {"table": [{"arm": "<b>", "ms": 1.5}], "error": "Traceback <x>"}}
-    found = [runner.CheckOutcome(name=n, status=s, message=f"{n} | x", **shared) for n, s in statuses.items()]
-    promised = ["Holds here: what is good.", "Does not hold here: what is bad.", "Not tried (1 of 3): what is late."]
+    shared = {
+        "seconds": 1,
+        "details": {"table": [{"arm": "<b>", "ms": 1.5}], "error": "Traceback <x>"},
+    }
+    found = [
+        runner.CheckOutcome(name=n, status=s, message=f"{n} | x", **shared)
+        for n, s in statuses.items()
+    ]
+    promised = [
+        "Holds here: what is good.",
+        "Does not hold here: what is bad.",
+        "Not tried (1 of 3): what is late.",
+    ]
     assert page.promises(checks, found) == promised
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "rank0.log").write_bytes(os.urandom(6 << 20) + b"the end")
     (tmp_path / "bad" / "nccl.7.log").write_text("NCCL version 2\n" + "x" * 100_000)
     runner.write_outcomes(tmp_path / "report.json", found, {"torch": "2", "topology": "a\nb"})
-    assert runner.read_report(tmp_path / "report.json") == (found, {"torch": "2", "topology": "a\nb"})
+    assert runner.read_report(tmp_path / "report.json") == (
+        found,
+        {"torch": "2", "topology": "a\nb"},
+    )
     page.write(tmp_path, checks, found, {"torch": "2", "topology": "a\nb"})
     html = (tmp_path / "report.html").read_text()
-    assert all(line in html for line in (*promised, "&lt;b&gt;", "Traceback &lt;x&gt;", "<pre>a\nb</pre>", "viewport"))
+    assert all(
+        line in html
+        for line in (*promised, "&lt;b&gt;", "Traceback &lt;x&gt;", "<pre>a\nb</pre>", "viewport")
+    )
     assert "http" not in html
     assert (tmp_path / page.ARCHIVE).stat().st_size < 5_000_000
     with zipfile.ZipFile(tmp_path / page.ARCHIVE) as archive:
@@ -216,7 +291,10 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path, monkeypatch):
         assert {"report.json", "report.html"} < set(archive.namelist())
     assert "\n## Results in one table\n" in (ROOT / page.RECORDS).read_text()
     monkeypatch.setattr(gpu_check, "CHECKS", checks)
-    records, before = tmp_path / "README.md", "| command |\n|---|\n\n## Results in one table\n\n| command |\n|---|\n"
+    records, before = (
+        tmp_path / "README.md",
+        "| command |\n|---|\n\n## Results in one table\n\n| command |\n|---|\n",
+    )
     for after in ("", "\nAfter.\n"):
         records.write_text(before + after)
         for _ in range(2):
@@ -249,7 +327,9 @@ def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, monkeypatch):
 def test_what_gloo_alone_has_carried_was_not_tried_over_nccl():
     checks = [check(name, promise="sums") for name in ("flat", "two_level")]
     outcomes = [
-        runner.CheckOutcome(name=name, status="PASS", seconds=1, message="", details={"carrier": carrier})
+        runner.CheckOutcome(
+            name=name, status="PASS", seconds=1, message="", details={"carrier": carrier}
+        )
         for name, carrier in (("flat", "gloo"), ("two_level", "nccl"))
     ]
     assert page.promises(checks[1:], outcomes)[0] == "Holds here: sums."
@@ -266,10 +346,19 @@ def test_a_host_gets_one_of_the_gpus_that_a_scheduler_gave():
 
 def test_a_machine_is_asked_for_its_gpus_by_a_process_of_its_own(monkeypatch):
     for name in ("device_count", "get_device_properties", "get_device_capability"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: pytest.fail(f"{name} makes a context here"))
+        monkeypatch.setattr(
+            torch.cuda, name, lambda *args, name=name: pytest.fail(f"{name} makes a context here")
+        )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    answer = {"gpus": ["NVIDIA H100, 80 GiB"], "capability": "9.0", "cudnn": 91002, "nccl": "2.30.7"}
-    monkeypatch.setattr(machine, "_output", lambda *command, **limits: f"a warning\n{json.dumps(answer)}")
+    answer = {
+        "gpus": ["NVIDIA H100, 80 GiB"],
+        "capability": "9.0",
+        "cudnn": 91002,
+        "nccl": "2.30.7",
+    }
+    monkeypatch.setattr(
+        machine, "_output", lambda *command, **limits: f"a warning\n{json.dumps(answer)}"
+    )
     environment = machine.gpu_environment(ROOT)
     assert {name: environment[name] for name in answer} == answer
     monkeypatch.undo()
@@ -285,7 +374,9 @@ def test_a_queue_of_a_gpu_is_not_filled_by_updates_of_many_launches():
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("fault", ["none", "a schedule that does not wait", "no skipped step"])
-def test_a_schedule_that_does_not_wait_for_a_skipped_step_fails_the_check(tmp_path, monkeypatch, fault):
+def test_a_schedule_that_does_not_wait_for_a_skipped_step_fails_the_check(
+    tmp_path, monkeypatch, fault
+):
     given = Given(device="cpu", folder=tmp_path, limit_s=60)
     if fault == "a schedule that does not wait":
         monkeypatch.setattr(ScheduleGuard, "guard", lambda self, config: None)
@@ -294,6 +385,8 @@ def test_a_schedule_that_does_not_wait_for_a_skipped_step_fails_the_check(tmp_pa
     if fault == "none":
         assert scales.dynamic_scale(given)["num_skipped"] == {"lars": 1, "sgd": 1}
         return
-    words = {"no skipped step": "one step must be skipped"}.get(fault, "the rate after step 3, 1 of them skipped")
+    words = {"no skipped step": "one step must be skipped"}.get(
+        fault, "the rate after step 3, 1 of them skipped"
+    )
     with pytest.raises(AssertionError, match=words):
         scales.dynamic_scale(given)

@@ -62,7 +62,9 @@ def best_rate(search):
 
 @settings(max_examples=20, deadline=None)
 @given(decade=st.floats(-2, 2))
-def test_the_best_is_as_close_to_a_planted_optimum_as_the_finest_grid_allows(tmp_path_factory, decade):
+def test_the_best_is_as_close_to_a_planted_optimum_as_the_finest_grid_allows(
+    tmp_path_factory, decade
+):
     """Grid points are 1 decade apart, after two zooms by 2 a quarter; so the best is an eighth away at most."""
     search = open_search(tmp_path_factory.mktemp("search"))
     run_here(search, Planted(optimum=10**decade))
@@ -98,12 +100,17 @@ def test_a_search_ends_if_all_trials_of_the_grid_fail(tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_trials_that_fail_diverge_or_kill_their_process_are_worst_and_the_search_goes_on(tmp_path, num_workers):
+def test_trials_that_fail_diverge_or_kill_their_process_are_worst_and_the_search_goes_on(
+    tmp_path, num_workers
+):
     search = open_search(tmp_path, sampler=CoarseToFine([LR], num_rounds=1))
     trial = Planted(optimum=100.0, diverge_above=0.5, fail_above=5.0, exit_above=50.0)
     TrialRunner(search, trial, num_workers=num_workers, log_dir=tmp_path / "logs").run()
     assert search.is_complete()
-    reasons = {trial.params["lr"]: (status_of(trial), trial.user_attrs["reason"]) for trial in ended(search)}
+    reasons = {
+        trial.params["lr"]: (status_of(trial), trial.user_attrs["reason"])
+        for trial in ended(search)
+    }
     assert reasons == {
         0.01: ("done", ""),
         0.1: ("done", ""),
@@ -142,12 +149,16 @@ def test_a_killed_search_continues_and_runs_no_trial_twice(tmp_path):
 
     whole = open_search(tmp_path / "whole")
     run_here(whole, Planted(optimum=3.0))
-    assert [rates(trials) for trials in search.rounds()] == [rates(trials) for trials in whole.rounds()]
+    assert [rates(trials) for trials in search.rounds()] == [
+        rates(trials) for trials in whole.rounds()
+    ]
 
 
 def test_trials_of_other_settings_are_refused(tmp_path):
     open_search(tmp_path)
-    with pytest.raises(ValueError, match=r"must hold trials of the same settings: they are f there and g now"):
+    with pytest.raises(
+        ValueError, match=r"must hold trials of the same settings: they are f there and g now"
+    ):
         open_search(tmp_path, fingerprint="g")
 
 
@@ -161,14 +172,21 @@ time.sleep(600)
 """
 
 
-def test_two_searches_share_a_directory_and_a_trial_is_interrupted_only_once_its_process_has_ended(tmp_path):
+def test_two_searches_share_a_directory_and_a_trial_is_interrupted_only_once_its_process_has_ended(
+    tmp_path,
+):
     command = [sys.executable, "-c", HOLD_A_TRIAL, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
         try:
             assert float(other.stdout.readline()) == 0.01
             search = open_search(tmp_path)
             run_here(search, Planted())
-            assert rates(ended(search)) == [0.1, 1.0, 10.0, 100.0]  # the round waits for the other's trial
+            assert rates(ended(search)) == [
+                0.1,
+                1.0,
+                10.0,
+                100.0,
+            ]  # the round waits for the other's trial
             assert search.others_run()
         finally:
             other.kill()
@@ -211,10 +229,22 @@ def test_tpe_resumes_with_new_points(tmp_path):
 
 
 MISTAKES = {
-    "empty range": (lambda: Axis(key="lr", low=1.0, high=1.0, num=3), r"`axes.lr.low` \(=1.0\) must be below"),
-    "log of 0": (lambda: Axis(key="lr", low=0.0, high=2.0, num=3), r"`axes.lr.low` \(=0.0\) must be above zero"),
-    "scale": (lambda: Axis(key="lr", low=1.0, high=2.0, num=3, scale="ln"), r"`axes.lr.scale` \(='ln'\)"),
-    "no values": (lambda: axes_from({"optim": {"lr": 0.1}}), r"`axes.optim.lr` \(=0.1\) must be an axis"),
+    "empty range": (
+        lambda: Axis(key="lr", low=1.0, high=1.0, num=3),
+        r"`axes.lr.low` \(=1.0\) must be below",
+    ),
+    "log of 0": (
+        lambda: Axis(key="lr", low=0.0, high=2.0, num=3),
+        r"`axes.lr.low` \(=0.0\) must be above zero",
+    ),
+    "scale": (
+        lambda: Axis(key="lr", low=1.0, high=2.0, num=3, scale="ln"),
+        r"`axes.lr.scale` \(='ln'\)",
+    ),
+    "no values": (
+        lambda: axes_from({"optim": {"lr": 0.1}}),
+        r"`axes.optim.lr` \(=0.1\) must be an axis",
+    ),
     "no high": (lambda: axes_from({"optim": {"lr": {"low": 0.1}}}), r"`axes.optim.lr` .* see high"),
     "no axis": (lambda: axes_from({}), r"`axes` \(=\{\}\) must name what to search"),
     "no zoom": (lambda: CoarseToFine([LR], zoom=1), r"`sampler.zoom` \(=1\)"),
@@ -259,13 +289,18 @@ class Places:
             time.sleep(600)
         if rank == 0:
             ask_pruner(Report(percent=50, value=7.0))
-        return Outcome(status="done", value=rank, metrics={"world_size": int(os.environ["WORLD_SIZE"])})
+        return Outcome(
+            status="done", value=rank, metrics={"world_size": int(os.environ["WORLD_SIZE"])}
+        )
 
 
 @pytest.mark.parametrize(
-    ("bad", "reason"), [("", ""), ("fails", "FileNotFoundError"), ("dies", "the process of rank 1 ended with exit")]
+    ("bad", "reason"),
+    [("", ""), ("fails", "FileNotFoundError"), ("dies", "the process of rank 1 ended with exit")],
 )
-def test_a_trial_on_ranks_is_that_of_rank_zero_or_of_the_first_rank_that_failed(tmp_path, bad, reason):
+def test_a_trial_on_ranks_is_that_of_rank_zero_or_of_the_first_rank_that_failed(
+    tmp_path, bad, reason
+):
     search = open_search(tmp_path, sampler=optuna.samplers.RandomSampler(seed=0), num_trials=1)
     TrialRunner(search, Places(bad), num_ranks=3).run()
     (trial,) = ended(search)
@@ -277,7 +312,9 @@ def test_a_trial_on_ranks_is_that_of_rank_zero_or_of_the_first_rank_that_failed(
 
 
 def test_a_search_without_optuna_ends_with_the_line_that_installs_it(monkeypatch, capsys):
-    monkeypatch.setattr(usage, "find_spec", lambda name: None if name == "optuna" else find_spec(name))
+    monkeypatch.setattr(
+        usage, "find_spec", lambda name: None if name == "optuna" else find_spec(name)
+    )
     usage.refuse_missing_extras("train")  # needs no optuna
     with pytest.raises(usage.UsageError):
         usage.refuse_missing_extras("search")

@@ -78,7 +78,8 @@ def test_a_trial_that_ends_at_chance_has_diverged_although_its_loss_is_finite(mo
     assert (lost.status, lost.value) == ("diverged", None)
     assert lost.metrics["val/loss"] == pytest.approx(math.log(10))
     assert (
-        lost.reason == f"val/acc is {lost.metrics['val/acc']:.4g} at the end, no better than guessing one of 10 classes"
+        lost.reason
+        == f"val/acc is {lost.metrics['val/acc']:.4g} at the end, no better than guessing one of 10 classes"
     )
     assert "test/acc" not in lost.metrics
 
@@ -108,7 +109,11 @@ def trial_that_is_lost_on_a_rank():
 
 def test_a_loss_that_one_rank_has_lost_ends_the_trial_on_all_at_the_same_step(two_ranks):
     one, other = two_ranks.run(trial_that_is_lost_on_a_rank, timeout_s=180.0)
-    assert (one.status, one.metrics["num_steps"]) == (other.status, other.metrics["num_steps"]) == ("diverged", 1)
+    assert (
+        (one.status, one.metrics["num_steps"])
+        == (other.status, other.metrics["num_steps"])
+        == ("diverged", 1)
+    )
 
 
 def test_settings_of_trials_change_with_all_that_they_share():

@@ -24,7 +24,10 @@ def on_meta(kind, **arguments):
 
 
 def tiny(**changes):
-    return ResNet(**{"depth": 18, "num_classes": 10, "in_channels": 2, "width": 0.125, "stem": "small"} | changes)
+    return ResNet(
+        **{"depth": 18, "num_classes": 10, "in_channels": 2, "width": 0.125, "stem": "small"}
+        | changes
+    )
 
 
 def shapes_of(network):
@@ -59,7 +62,11 @@ def test_the_variant_says_which_convolution_of_a_bottleneck_has_the_stride(varia
         first, *others = stage
         assert (first.conv1.stride, first.conv2.stride) == ((conv1, conv1), (conv2, conv2))
         assert first.downsample[0].stride == (2, 2)
-        assert all(conv.stride == (1, 1) for block in others for conv in (block.conv1, block.conv2, block.conv3))
+        assert all(
+            conv.stride == (1, 1)
+            for block in others
+            for conv in (block.conv1, block.conv2, block.conv3)
+        )
     assert all(block.conv2.stride == (1, 1) for block in network.layer1)
 
 
@@ -71,10 +78,14 @@ def test_the_variant_says_which_convolution_of_a_bottleneck_has_the_stride(varia
     ],
     ids=["as in the table", "small stem"],
 )
-def test_sizes_are_those_of_the_table_and_the_small_stem_keeps_that_of_small_images(network, images, expected):
+def test_sizes_are_those_of_the_table_and_the_small_stem_keeps_that_of_small_images(
+    network, images, expected
+):
     sizes = []
     for name in ("conv1", "maxpool", "layer1", "layer2", "layer3", "layer4"):
-        getattr(network, name).register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[-1]))
+        getattr(network, name).register_forward_hook(
+            lambda module, inputs, output: sizes.append(output.shape[-1])
+        )
     assert network(images).shape == (len(images), network.fc.out_features)
     assert sizes == expected
 
@@ -107,13 +118,19 @@ def test_convolutions_start_at_fan_in_scale_and_fc_at_one_hundredth():
 def test_zero_gamma_says_which_normalisations_start_at_zero(depth, last):
     def norms(**options):
         network = tiny(depth=depth, bn_eps=0.5, bn_momentum=0.25, **options)
-        found = {name: layer for name, layer in network.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+        found = {
+            name: layer
+            for name, layer in network.named_modules()
+            if isinstance(layer, nn.BatchNorm2d)
+        }
         assert {(layer.eps, layer.momentum) for layer in found.values()} == {(0.5, 0.25)}
         return {name for name, layer in found.items() if not layer.weight.any()}
 
     modules = tiny(depth=depth).named_modules()
     blocks = {name: block for name, block in modules if isinstance(block, BasicBlock | Bottleneck)}
-    projected = {f"{name}.downsample.1" for name, block in blocks.items() if block.downsample is not None}
+    projected = {
+        f"{name}.downsample.1" for name, block in blocks.items() if block.downsample is not None
+    }
     assert norms() == {f"{name}.{last}" for name in blocks}
     assert norms(zero_gamma="shortcut") == projected
     assert len(projected) == (4 if depth == 50 else 3)
@@ -121,7 +138,9 @@ def test_zero_gamma_says_which_normalisations_start_at_zero(depth, last):
     for name in ("layer1.1", "layer2.0"):  # so a block starts as its shortcut
         block = blocks[name]
         x = torch.randn(2, block.conv1.in_channels, 8, 8)
-        assert torch.equal(block(x), (x if block.downsample is None else block.downsample(x)).relu())
+        assert torch.equal(
+            block(x), (x if block.downsample is None else block.downsample(x)).relu()
+        )
 
 
 @pytest.mark.parametrize(
@@ -136,18 +155,26 @@ def test_what_cannot_be_built_is_refused_by_name(changes):
 
 
 # `_ops` of the weights in torchvision 0.28.0: 1e9 multiply-adds at 224 x 224, to three decimals.
-PUBLISHED_GIGA_MULTIPLY_ADDS = [(ResNet, {"depth": 18}, 1.814), (ResNet, {"depth": 50}, 4.089), (AlexNet, {}, 0.714)]
+PUBLISHED_GIGA_MULTIPLY_ADDS = [
+    (ResNet, {"depth": 18}, 1.814),
+    (ResNet, {"depth": 50}, 4.089),
+    (AlexNet, {}, 0.714),
+]
 
 
 def alexnet_bn(**changes):
-    return AlexNetBN(**{"num_classes": 4, "in_channels": 1, "image_size": 16, "width": 0.0625} | changes)
+    return AlexNetBN(
+        **{"num_classes": 4, "in_channels": 1, "image_size": 16, "width": 0.0625} | changes
+    )
 
 
 @pytest.mark.parametrize(("kind", "arguments", "giga_multiply_adds"), PUBLISHED_GIGA_MULTIPLY_ADDS)
 def test_multiply_adds_are_the_published_ones(kind, arguments, giga_multiply_adds):
     with torch.device("meta"):
         network = kind(**arguments)
-    assert forward_flops_per_image(network, (3, 224, 224)) / 2e9 == pytest.approx(giga_multiply_adds, abs=0.0005)
+    assert forward_flops_per_image(network, (3, 224, 224)) / 2e9 == pytest.approx(
+        giga_multiply_adds, abs=0.0005
+    )
 
 
 def by_layer(network, images):

@@ -14,8 +14,13 @@ from tests.scenes import Saves, at, same
 pytest.importorskip("transformers")
 
 NUM_STEPS = 20
-BOUNDS = {"32-true": 1e-5, "16-true": 2e-5}  # the second: a change of a thousandth moves losses of 6 by 1.1e-4
-SMALL = "recipe=bert_tiny model.num_classes=500 global_batch_size=16 warmup_epochs=null warmup_steps=4"
+BOUNDS = {
+    "32-true": 1e-5,
+    "16-true": 2e-5,
+}  # the second: a change of a thousandth moves losses of 6 by 1.1e-4
+SMALL = (
+    "recipe=bert_tiny model.num_classes=500 global_batch_size=16 warmup_epochs=null warmup_steps=4"
+)
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +31,12 @@ def text(tmp_path_factory):
 
 
 def configured(root, *overrides):
-    words = [*SMALL.split(), f"trainer.max_steps={NUM_STEPS}", f"data.root={root}", "trainer.limit_val_batches=0"]
+    words = [
+        *SMALL.split(),
+        f"trainer.max_steps={NUM_STEPS}",
+        f"data.root={root}",
+        "trainer.limit_val_batches=0",
+    ]
     return composed("train", *QUIET, *NO_FILES, *words, "trainer.accelerator=cpu", *overrides)
 
 
@@ -40,7 +50,9 @@ def fitted(root, *overrides, spoil=0.0, callbacks=(), ckpt_path=None, node_slice
     module.model.node_slices = node_slices
     with torch.no_grad():
         for number, one in enumerate(module.parameters()):
-            one *= 1 + spoil * torch.randn(one.shape, generator=torch.Generator().manual_seed(number))
+            one *= 1 + spoil * torch.randn(
+                one.shape, generator=torch.Generator().manual_seed(number)
+            )
     looks = at(on_train_batch_end=losses_of)
     trainer.callbacks += [looks, *callbacks]
     trainer.fit(module, data, ckpt_path=ckpt_path)
@@ -59,8 +71,14 @@ def test_twenty_steps_are_the_same_on_one_two_and_four_ranks_and_accumulated(ran
     assert whole[0] > 6 > whole[-1]  # log 500 = 6.2
     for num_ranks, *overrides in ((1, "batch_size_per_rank=4"), (2,), (4,)):
         words = (f"trainer.devices={num_ranks}", *overrides)
-        of_ranks = [fitted(text, *words)] if num_ranks == 1 else rank_pool.ranks(num_ranks).run(fitted, text, *words)
-        torch.testing.assert_close(sum(each for each, _ in of_ranks) / num_ranks, whole, rtol=1e-5, atol=0)
+        of_ranks = (
+            [fitted(text, *words)]
+            if num_ranks == 1
+            else rank_pool.ranks(num_ranks).run(fitted, text, *words)
+        )
+        torch.testing.assert_close(
+            sum(each for each, _ in of_ranks) / num_ranks, whole, rtol=1e-5, atol=0
+        )
         assert all(same(one, of_ranks[0][1]) for _, one in of_ranks)
 
 
@@ -71,14 +89,21 @@ STAGES = "strategy=pipeline trainer.accumulate_grad_batches=1 strategy.num_micro
     ("num_stages", "precision", "bound"),
     [
         (4, "64-true", 1e-10),
-        pytest.param(2, "32-true", 1e-5, marks=pytest.mark.long),  # with layers cut it is in every run
+        pytest.param(
+            2, "32-true", 1e-5, marks=pytest.mark.long
+        ),  # with layers cut it is in every run
         pytest.param(4, "32-true", 1e-5, marks=pytest.mark.long),
         pytest.param(2, "64-true", 1e-10, marks=pytest.mark.long),
     ],
 )
 def test_twenty_steps_are_the_same_in_stages(rank_pool, text, num_stages, precision, bound):
     whole, weights = undisturbed(text, f"precision={precision}", "strategy=ddp")
-    words = (*STAGES, f"trainer.devices={num_stages}", f"strategy.num_stages={num_stages}", f"precision={precision}")
+    words = (
+        *STAGES,
+        f"trainer.devices={num_stages}",
+        f"strategy.num_stages={num_stages}",
+        f"precision={precision}",
+    )
     for losses, own in rank_pool.ranks(num_stages).run(fitted, text, *words, timeout_s=300):
         torch.testing.assert_close(losses, whole, rtol=bound, atol=0)
         assert list(own) == list(weights)
@@ -97,23 +122,34 @@ def fitted_in(layout, rank_pool, *args, **options):
         return fitted(*args, *layout, **options)
     found = rank_pool.ranks(4).run(fitted_in_slices, options, *args, *layout, timeout_s=300)
     assert all(same(own, found[0][1]) for _, own in found)
-    means = [(found[stage][0] + found[2 + stage][0]) / 2 for stage in range(2)]  # each data rank has half of a batch
+    means = [
+        (found[stage][0] + found[2 + stage][0]) / 2 for stage in range(2)
+    ]  # each data rank has half of a batch
     assert torch.equal(*means)
     return means[0], found[0][1]
 
 
 @pytest.mark.parametrize(
-    ("precision", "bound"), [("32-true", 1e-5), pytest.param("64-true", 1e-10, marks=pytest.mark.long)]
+    ("precision", "bound"),
+    [("32-true", 1e-5), pytest.param("64-true", 1e-10, marks=pytest.mark.long)],
 )
-def test_twenty_steps_are_the_same_in_stages_whose_layers_are_cut(rank_pool, text, precision, bound):
-    words = (text, f"precision={precision}", "trainer.gradient_clip_val=0.5")  # moves losses by a thousandth
+def test_twenty_steps_are_the_same_in_stages_whose_layers_are_cut(
+    rank_pool, text, precision, bound
+):
+    words = (
+        text,
+        f"precision={precision}",
+        "trainer.gradient_clip_val=0.5",
+    )  # moves losses by a thousandth
     whole, weights = undisturbed(*words, "strategy=ddp")
     losses, own = fitted_in(TWO_BY_TWO, rank_pool, *words)
     torch.testing.assert_close(losses, whole, rtol=bound, atol=0)
     assert own.keys() == weights.keys()
 
 
-@pytest.mark.parametrize("layout", [ONE_RANK, pytest.param(TWO_BY_TWO, marks=pytest.mark.long)], ids=["1", "2x2"])
+@pytest.mark.parametrize(
+    "layout", [ONE_RANK, pytest.param(TWO_BY_TWO, marks=pytest.mark.long)], ids=["1", "2x2"]
+)
 def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(rank_pool, text, layout):
     """The band: largest distance from fp32 where each weight is changed by a random thousandth at the start."""
     whole, _ = undisturbed(text)
@@ -131,10 +167,15 @@ def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(rank_p
 )
 def test_a_run_goes_on_in_another_layout(rank_pool, text, tmp_path, first, then, precision):
     """To the bit in the same one; the checkpoint is within an epoch."""
-    words, path = (text, f"precision={precision}", "trainer.max_steps=10"), str(tmp_path / "some.ckpt")
+    words, path = (
+        (text, f"precision={precision}", "trainer.max_steps=10"),
+        str(tmp_path / "some.ckpt"),
+    )
     losses, weights = fitted_in(first, rank_pool, *words, callbacks=[Saves(path, step=6)])
     rest, again = fitted_in(then, rank_pool, *words, ckpt_path=path)
-    torch.testing.assert_close(rest, losses[6:], rtol=0 if first is then else BOUNDS[precision], atol=0)
+    torch.testing.assert_close(
+        rest, losses[6:], rtol=0 if first is then else BOUNDS[precision], atol=0
+    )
     assert same(weights, again) or first is not then
 
 
@@ -152,7 +193,12 @@ def test_a_resumed_run_ends_with_the_same_bits(text, tmp_path):
 
 def test_activation_checkpointing_changes_no_bit(text):
     for precision in ("32-true", "16-true"):
-        words = ("trainer.devices=1", f"precision={precision}", "model.dropout=0.1", "trainer.max_steps=3")
+        words = (
+            "trainer.devices=1",
+            f"precision={precision}",
+            "model.dropout=0.1",
+            "trainer.max_steps=3",
+        )
         (one, weights), (other, again) = (
             fitted(text, *words, f"model.checkpoint_activations={on}") for on in ("false", "true")
         )

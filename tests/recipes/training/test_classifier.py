@@ -51,7 +51,9 @@ def rate(trainer, module, optimizer):
 
 def resumed_rates(ckpt_path, *, max_epochs):
     module, looks = classifier(warmup_epochs=1.0), at(on_train_batch_start=rate_of_step)
-    trainer = toy.trainer(callbacks=[looks], max_epochs=max_epochs, limit_val_batches=0, precision="32-true")
+    trainer = toy.trainer(
+        callbacks=[looks], max_epochs=max_epochs, limit_val_batches=0, precision="32-true"
+    )
     trainer.fit(module, DigitsDataModule(global_batch_size=300, seed=0), ckpt_path=ckpt_path)
     return trainer, looks.kept["on_train_batch_start"]
 
@@ -73,14 +75,20 @@ def test_a_run_that_resumes_to_a_greater_length_follows_its_own_schedule_and_war
     finally:
         logger.removeHandler(handler)
     assert rest == whole[-4:]
-    (message,) = [record.getMessage() for record in handler.buffer if "schedule now has" in record.getMessage()]
+    (message,) = [
+        record.getMessage()
+        for record in handler.buffer
+        if "schedule now has" in record.getMessage()
+    ]
     assert "12 steps instead of 8, and 4 steps of warm-up instead of 4" in message
     assert "after step 8 the learning rate jumps from 0 to 2" in message
 
 
 def test_every_rank_tests_the_network_of_rank_zero(two_ranks):
     """BatchNorm statistics are each rank's own after a step of training; all must judge the ones that are saved."""
-    (trained_one, one, accuracy_one), (trained_other, other, accuracy_other) = two_ranks.run(statistics_of_a_test)
+    (trained_one, one, accuracy_one), (trained_other, other, accuracy_other) = two_ranks.run(
+        statistics_of_a_test
+    )
     assert not torch.equal(trained_one, trained_other)
     assert torch.equal(one, trained_one)
     assert torch.equal(other, trained_one)
@@ -89,11 +97,16 @@ def test_every_rank_tests_the_network_of_rank_zero(two_ranks):
 
 def statistics_of_a_test():
     looks = dict.fromkeys(
-        ("on_train_end", "on_test_end"), lambda trainer, module: module.model.features[1].running_mean.clone()
+        ("on_train_end", "on_test_end"),
+        lambda trainer, module: module.model.features[1].running_mean.clone(),
     )
     trainer, module, kept = fit(looks=looks, max_epochs=1)
     trainer.test(module, DigitsDataModule(global_batch_size=300, seed=0), verbose=False)
-    return kept["on_train_end"][0], kept["on_test_end"][0], trainer.callback_metrics[m.TEST_ACC].item()
+    return (
+        kept["on_train_end"][0],
+        kept["on_test_end"][0],
+        trainer.callback_metrics[m.TEST_ACC].item(),
+    )
 
 
 class Odd(DigitsDataModule):
@@ -104,7 +117,9 @@ class Odd(DigitsDataModule):
 
     def setup(self, stage):
         super().setup(stage)
-        self.image_sets["val"] = type(self.image_sets["val"])(*(part[:178] for part in self.image_sets["val"]))
+        self.image_sets["val"] = type(self.image_sets["val"])(
+            *(part[:178] for part in self.image_sets["val"])
+        )
 
 
 def test_validation_with_unequal_shares_ends_and_is_exact_and_alike_on_all_ranks(three_ranks):
@@ -140,14 +155,19 @@ def validated():
     own = {"max_epochs": 1, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
     trainer, _, kept = fit(data=Odd, looks=looks, **own)
     counts = [sum(column) for column in zip(*kept["on_validation_batch_end"], strict=True)]
-    return tuple(trainer.callback_metrics[name].item() for name in (m.VAL_ACC, m.VAL_ACC_TOP5)), counts
+    return tuple(
+        trainer.callback_metrics[name].item() for name in (m.VAL_ACC, m.VAL_ACC_TOP5)
+    ), counts
 
 
 @pytest.mark.parametrize(
     ("settings", "rates"),
     [
         # 2 epochs of 4 steps, 2 of them warm-up
-        ({"accumulate_grad_batches": 2}, [0, 2, 4, 4 * 5 / 6, 4 * 4 / 6, 4 * 3 / 6, 4 * 2 / 6, 4 / 6]),
+        (
+            {"accumulate_grad_batches": 2},
+            [0, 2, 4, 4 * 5 / 6, 4 * 4 / 6, 4 * 3 / 6, 4 * 2 / 6, 4 / 6],
+        ),
         ({"max_steps": 4}, [0, 2, 4, 2]),
     ],
     ids=str,
@@ -157,7 +177,9 @@ def test_the_schedule_spans_the_run(two_ranks, settings, rates):
 
 
 def rates_of(settings):
-    return fit(looks={"on_before_optimizer_step": rate}, precision="32-true", **settings)[2]["on_before_optimizer_step"]
+    return fit(looks={"on_before_optimizer_step": rate}, precision="32-true", **settings)[2][
+        "on_before_optimizer_step"
+    ]
 
 
 @pytest.mark.parametrize(("max_steps", "is_told"), [(4, True), (5, False)])
@@ -165,7 +187,11 @@ def test_a_run_that_ends_within_its_warmup_is_told_so(one_rank, max_steps, is_to
     (found,) = one_rank.run(warnings_of, max_steps)
     expected = f"`warmup_steps` (=4) is 4 steps, and the run has {max_steps}: all of it is warm-up"
     assert [expected in words for words in found if "warm-up" in words] == [True] * is_told
-    assert [words for words in found if re.match(rf"an epoch has \d steps, and the run {max_steps}: ", words)]
+    assert [
+        words
+        for words in found
+        if re.match(rf"an epoch has \d steps, and the run {max_steps}: ", words)
+    ]
 
 
 def warnings_of(max_steps):
@@ -218,10 +244,16 @@ def test_weight_decay_is_for_weights_and_an_ablation_changes_its_group_and_no_ot
 
 
 def groups_of(options):
-    trainer, _, kept = fit(options, looks={"on_before_backward": lambda _, __, loss: loss.dtype}, max_steps=1)
+    trainer, _, kept = fit(
+        options, looks={"on_before_backward": lambda _, __, loss: loss.dtype}, max_steps=1
+    )
     groups = trainer.optimizers[0].param_groups
     dims = [{parameter.dim() > 1 for parameter in group["params"]} for group in groups]
-    return kept["on_before_backward"], [(group["weight_decay"], group["trust_ratio"]) for group in groups], dims
+    return (
+        kept["on_before_backward"],
+        [(group["weight_decay"], group["trust_ratio"]) for group in groups],
+        dims,
+    )
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -238,7 +270,10 @@ def test_the_network_sees_images_in_its_own_layout(channels_last):
 def test_a_compiled_network_keeps_its_names_in_checkpoints():
     """`torch.compile(network)` would put `_orig_mod` before them. Compilation itself is lazy, and takes a minute."""
     plain, compiled = classifier(), classifier(compile=True)
-    assert (plain.model._compiled_call_impl, callable(compiled.model._compiled_call_impl)) == (None, True)
+    assert (plain.model._compiled_call_impl, callable(compiled.model._compiled_call_impl)) == (
+        None,
+        True,
+    )
     assert plain.state_dict().keys() == compiled.state_dict().keys()
 
 
@@ -258,8 +293,14 @@ def test_a_wrong_option_is_refused_by_name(wrong):
         classifier(**options)
 
 
-CONFIG = {"precision": "16-true", "data": {"image_size": 4}, "model": {"in_channels": 2, "image_size": 9}}
-FLOPS = 2 * 2 * (2 * 3) * 4 * 4  # a 1x1 convolution on 2 channels to 3: forward and the weights' gradient, no image's
+CONFIG = {
+    "precision": "16-true",
+    "data": {"image_size": 4},
+    "model": {"in_channels": 2, "image_size": 9},
+}
+FLOPS = (
+    2 * 2 * (2 * 3) * 4 * 4
+)  # a 1x1 convolution on 2 channels to 3: forward and the weights' gradient, no image's
 
 
 def filled(monkeypatch, *, device_name, given=(), config=CONFIG):
@@ -267,7 +308,9 @@ def filled(monkeypatch, *, device_name, given=(), config=CONFIG):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: device_name)
     callback = TrainingMetrics(**dict(given))
     device = torch.device("cuda" if device_name else "cpu")
-    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=device), callbacks=[object(), callback])
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=device), callbacks=[object(), callback]
+    )
     mfu.fill_in(trainer, nn.Conv2d(2, 3, 1, bias=False), OmegaConf.create(config))
     return callback.flops_per_image, callback.peak_flops_per_s
 
@@ -280,7 +323,12 @@ GIVEN = {"flops_per_image": 5.0, "peak_flops_per_s": 7.0}
     [
         ("NVIDIA H200", {}, {}, (FLOPS, 989.5e12)),
         ("NVIDIA H200", {"precision": "32-true"}, {}, (FLOPS, 67e12)),
-        ("NVIDIA H200", {"data": {}}, {}, (FLOPS * 81 / 16, 989.5e12)),  # the model says how large images are
+        (
+            "NVIDIA H200",
+            {"data": {}},
+            {},
+            (FLOPS * 81 / 16, 989.5e12),
+        ),  # the model says how large images are
         ("NVIDIA H200", {}, GIVEN, tuple(GIVEN.values())),
         ("Some other GPU", {}, {}, (None, None)),
     ],
@@ -289,4 +337,7 @@ GIVEN = {"flops_per_image": 5.0, "peak_flops_per_s": 7.0}
 def test_a_known_device_gets_its_peak_and_counted_operations_and_what_is_given_stays(
     monkeypatch, device_name, config, given, expected
 ):
-    assert filled(monkeypatch, device_name=device_name, config=CONFIG | config, given=given) == expected
+    assert (
+        filled(monkeypatch, device_name=device_name, config=CONFIG | config, given=given)
+        == expected
+    )

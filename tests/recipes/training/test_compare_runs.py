@@ -48,16 +48,27 @@ def test_runs_are_laid_side_by_side(two_runs, tmp_path):
     html = (tmp_path / "out/report.html").read_text()
     assert "Two &lt;rates&gt;" in html
     assert "src=" not in html
-    assert html.index("Final metrics") < html.index(">Validation accuracy</text>") < html.index("Differing keys")
-    assert '<td class="good" data-label="b">0.6 (best)</td>' in html  # a phone shows the name of the column
+    assert (
+        html.index("Final metrics")
+        < html.index(">Validation accuracy</text>")
+        < html.index("Differing keys")
+    )
+    assert (
+        '<td class="good" data-label="b">0.6 (best)</td>' in html
+    )  # a phone shows the name of the column
     assert '<td>optim.lr</td><td data-label="a">1</td><td data-label="b">2</td>' in html
 
 
 def test_differing_keys_name_classes_and_leave_out_copies(two_runs):
     runs = compare_runs.read_runs(two_runs)
-    for run, optimizer in zip(runs, ("lightning_hybrid.optim.LARS", "torch.optim.SGD"), strict=True):
+    for run, optimizer in zip(
+        runs, ("lightning_hybrid.optim.LARS", "torch.optim.SGD"), strict=True
+    ):
         part = {"_target_": optimizer, "_partial_": optimizer.endswith("SGD"), "lr": 1.0}
-        run.summary["config"] = {"optim": part, "callbacks": {"configuration": {"kept": {"optim": part}}}}
+        run.summary["config"] = {
+            "optim": part,
+            "callbacks": {"configuration": {"kept": {"optim": part}}},
+        }
     assert compare_runs.differing_keys(runs) == {"optim": ["LARS", "SGD"]}
 
 
@@ -75,7 +86,10 @@ def test_what_is_no_run_is_named(two_runs, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     refused = {
-        rf"`runs` \(={empty}\) must name directories.*: it holds no summary.json": [*two_runs, empty],
+        rf"`runs` \(={empty}\) must name directories.*: it holds no summary.json": [
+            *two_runs,
+            empty,
+        ],
         r"`runs` .* there is no such folder": [tmp_path / "none"],
         "must name at least one run directory": [],
     }
@@ -90,5 +104,7 @@ def test_what_is_no_run_is_named(two_runs, tmp_path):
             compare_runs.read_runs(two_runs)
         path.write_text(whole)
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"must hold a run's summary: summary.json has no `metrics`"):
+    with pytest.raises(
+        ValueError, match=r"must hold a run's summary: summary.json has no `metrics`"
+    ):
         compare_runs.read_runs(two_runs)

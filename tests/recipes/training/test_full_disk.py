@@ -37,14 +37,21 @@ def test_rows_that_the_disk_does_not_take_are_written_when_it_does(tmp_path, mor
     log(logger, 0, loss=1.0)
     whole = path.read_bytes()
     with no_file_beyond(len(whole) + 2):
-        with pytest.warns(UserWarning, match=r"metrics.csv takes no more rows \(File too large\): the run goes on"):
+        with pytest.warns(
+            UserWarning, match=r"metrics.csv takes no more rows \(File too large\): the run goes on"
+        ):
             log(logger, 1, loss=2.0, **more)
         log(logger, 2, loss=3.0)  # a second warning would be an error
         assert path.read_bytes() == whole
         assert [each.name for each in path.parent.iterdir()] == ["metrics.csv"]
     log(logger, 3, loss=4.0)
     rows = read_rows(path)
-    assert [(row["step"], row["loss"]) for row in rows] == [("0", "1.0"), ("1", "2.0"), ("2", "3.0"), ("3", "4.0")]
+    assert [(row["step"], row["loss"]) for row in rows] == [
+        ("0", "1.0"),
+        ("1", "2.0"),
+        ("2", "3.0"),
+        ("3", "4.0"),
+    ]
     assert [row.get("val") for row in rows] == (["", "0.5", "", ""] if more else [None] * 4)
     with no_file_beyond(path.stat().st_size), pytest.warns(UserWarning, match="takes no more rows"):
         log(logger, 4, loss=5.0)  # said again, as there was space in between
@@ -56,29 +63,48 @@ def test_rows_that_are_lost_at_the_end_are_counted(tmp_path):
         with pytest.warns(UserWarning, match="takes no more rows"):
             log(logger, 0, loss=1.0)
         logger.log_metrics({"loss": 2.0}, step=1)
-        with pytest.warns(UserWarning, match=r"2 rows of metrics are not in .*/csv: no space for them"):
+        with pytest.warns(
+            UserWarning, match=r"2 rows of metrics are not in .*/csv: no space for them"
+        ):
             logger.finalize("success")
 
 
-def test_a_tracker_on_a_full_disk_hides_no_other_error_and_one_that_does_not_mention_it_is_named(monkeypatch, tmp_path):
+def test_a_tracker_on_a_full_disk_hides_no_other_error_and_one_that_does_not_mention_it_is_named(
+    monkeypatch, tmp_path
+):
     def fails(exit_code):
         raise OSError(28, "No space left on device")
 
     wandb = SimpleNamespace(finish=fails)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with pytest.warns(UserWarning, match=r"W&B's files of this run are not whole \(No space left on device\)"):
+    with pytest.warns(
+        UserWarning, match=r"W&B's files of this run are not whole \(No space left on device\)"
+    ):
         launch.finish(1)
     wandb.run, wandb.finish = SimpleNamespace(dir=str(tmp_path)), lambda exit_code: None
     launch.finish(0)
-    with no_file_beyond(0), pytest.warns(UserWarning, match=r"files of this run are not whole \(File too large\)"):
+    with (
+        no_file_beyond(0),
+        pytest.warns(UserWarning, match=r"files of this run are not whole \(File too large\)"),
+    ):
         launch.finish(0)
 
 
 def test_what_a_run_cannot_write_of_itself_costs_no_run(one_rank, tmp_path):
-    (seen,) = fit(one_rank, callbacks=[RunReport("/proc/none")], max_epochs=1, limit_train_batches=1, warns=True)
+    (seen,) = fit(
+        one_rank,
+        callbacks=[RunReport("/proc/none")],
+        max_epochs=1,
+        limit_train_batches=1,
+        warns=True,
+    )
     warned = [words for words in seen.warnings if "was not written" in words]
     assert (seen.global_step, len(warned)) == (1, 4)
-    assert warned[0].startswith("/proc/none/summary.json was not written (No such file or directory)")
+    assert warned[0].startswith(
+        "/proc/none/summary.json was not written (No such file or directory)"
+    )
     (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match=r"`report.trace_dir`: .*/rank0.json was not written \(Not a directory\)"):
+    with pytest.warns(
+        UserWarning, match=r"`report.trace_dir`: .*/rank0.json was not written \(Not a directory\)"
+    ):
         CommTrace(keep_events=True).write_if_possible(tmp_path / "file" / "folder", rank=0)

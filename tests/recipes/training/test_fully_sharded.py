@@ -13,7 +13,12 @@ from tests.checkout import ROOT
 CASES = {
     "whole": {"offload": False},
     "offloaded": {},
-    "resumed": {"is_resumed": True, "optimizer": "lamb", "precision": "32-true", "gradient_clip_val": 1.0},
+    "resumed": {
+        "is_resumed": True,
+        "optimizer": "lamb",
+        "precision": "32-true",
+        "gradient_clip_val": 1.0,
+    },
     "refused": {"offload": False, "has_policy": True},
 }
 
@@ -38,5 +43,11 @@ def test_offload_leaves_a_device_what_is_gathered_of_a_block():
 
 
 def test_blocks_of_a_transformer_are_its_layers_and_none_has_the_weight_that_two_uses_share():
-    network = Bert(num_classes=300, hidden_size=8, num_hidden_layers=3, num_attention_heads=2, intermediate_size=8)
+    network = Bert(
+        num_classes=300,
+        hidden_size=8,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
     assert gathered_alone(network) == list(network.network.bert.encoder.layer)

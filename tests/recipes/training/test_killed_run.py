@@ -31,8 +31,23 @@ OF_A_FILE = {
     "rename": (os, "replace", 1, True),
     "renamed": (checkpoint_file, "sync_directory", 1, False),
 }
-KILLS = {"loading": 0, "forward": 1, "backward": None, "communication": 1, "optimizer": 0, "after the step": None}
-KILLS |= {"validation": 1, "copy": 0, "write": None, "fsync": 0, "rename": None, "renamed": 0, "test": 1}
+KILLS = {
+    "loading": 0,
+    "forward": 1,
+    "backward": None,
+    "communication": 1,
+    "optimizer": 0,
+    "after the step": None,
+}
+KILLS |= {
+    "validation": 1,
+    "copy": 0,
+    "write": None,
+    "fsync": 0,
+    "rename": None,
+    "renamed": 0,
+    "test": 1,
+}
 
 
 class DieAt(Callback):
@@ -45,7 +60,9 @@ class DieAt(Callback):
         if not self.mark.exists():
             self.mark.touch()
             os.kill(0 if self.rank is None else os.getpid(), signal.SIGKILL)
-            time.sleep(60)  # a signal to others of the group may be faster than the one to this process
+            time.sleep(
+                60
+            )  # a signal to others of the group may be faster than the one to this process
 
     def dies_in(self, owner, name, num_calls=1, is_before=False):
         function, calls = getattr(owner, name), []
@@ -63,7 +80,11 @@ class DieAt(Callback):
         setattr(owner, name, trapped)
 
     def is_here(self, trainer, *phases):
-        return self.phase in phases and trainer.global_rank == (self.rank or 0) and not self.mark.exists()
+        return (
+            self.phase in phases
+            and trainer.global_rank == (self.rank or 0)
+            and not self.mark.exists()
+        )
 
     def on_train_batch_start(self, trainer, module, *_):
         if not self.is_here(trainer, *KILLS) or trainer.global_step != 4:
@@ -101,7 +122,10 @@ def end_of(folder):
         place = content["loops"]["fit_loop"]["state_dict"].get("combined_loader")
         found.append([place, *(content[part] for part in SAME.split())])
     rows = read_rows(folder / "csv" / "metrics.csv")
-    return found, [{name: value for name, value in row.items() if value and is_repeatable(name)} for row in rows]
+    return found, [
+        {name: value for name, value in row.items() if value and is_repeatable(name)}
+        for row in rows
+    ]
 
 
 def is_repeatable(name):
@@ -118,7 +142,9 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("phase", KILLS)
-def test_a_killed_run_goes_on_by_the_same_command_to_the_same_bits_and_rows(undisturbed, phase, tmp_path):
+def test_a_killed_run_goes_on_by_the_same_command_to_the_same_bits_and_rows(
+    undisturbed, phase, tmp_path
+):
     die = f"{{_target_: tests.recipes.training.test_killed_run.DieAt, mark: '{tmp_path}/died', phase: {phase}}}"
     command = [*SHORT, f"+callbacks.die={die}", f"hydra.run.dir={tmp_path}/run"]
     assert run(*command).returncode

@@ -27,22 +27,46 @@ from tests.scenes import at
 
 ROOT = Path(__file__).resolve().parents[3]
 CONF = ROOT / "conf"
-RECIPES = ("resnet50_64k", "resnet50_64k_orthogonal", "resnet50_32k", "resnet50_8k", "alexnet_64k", "alexnet_bn_32k")
-QUICK = ("resnet50_64k", "alexnet_64k", "alexnet_bn_32k")  # the others are ResNet-50 with other numbers
+RECIPES = (
+    "resnet50_64k",
+    "resnet50_64k_orthogonal",
+    "resnet50_32k",
+    "resnet50_8k",
+    "alexnet_64k",
+    "alexnet_bn_32k",
+)
+QUICK = (
+    "resnet50_64k",
+    "alexnet_64k",
+    "alexnet_bn_32k",
+)  # the others are ResNet-50 with other numbers
 NUM_IMAGES = 1_281_167
 MLPERF = [
     ("resnet50_64k", 31, 1133),
     ("resnet50_32k", 16, 2267),
     ("resnet50_8k", 5, 6095),
 ]  # warm-up epochs, decay steps
-QUIET = ["logger=none", "run_dir=/nowhere", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
-NO_FILES = ["~callbacks.report", "~callbacks.best", "~callbacks.last", "+trainer.enable_checkpointing=false"]
+QUIET = [
+    "logger=none",
+    "run_dir=/nowhere",
+    "trainer.enable_progress_bar=false",
+    "trainer.enable_model_summary=false",
+]
+NO_FILES = [
+    "~callbacks.report",
+    "~callbacks.best",
+    "~callbacks.last",
+    "+trainer.enable_checkpointing=false",
+]
 ALONE = [*QUIET, *NO_FILES, "trainer.accelerator=cpu", "trainer.devices=1"]
 SMALL = [
     "data=synthetic data.image_size=32 data.num_train_images=64 data.num_val_images=8 data.num_stored_images=16",
     "model.num_classes=10 global_batch_size=16 max_batch_size_per_rank=4 trainer.max_steps=2 warmup_steps=1",
 ]
-SMALL_NETWORK = {"resnet50": "model.width=0.0625", "alexnet": "model.width=0.0625 model.pool_padding=1"}
+SMALL_NETWORK = {
+    "resnet50": "model.width=0.0625",
+    "alexnet": "model.width=0.0625 model.pool_padding=1",
+}
 
 
 def configured(*overrides):
@@ -56,13 +80,19 @@ def small(recipe, *overrides):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(recipe, marks=[] if recipe in QUICK else [pytest.mark.long]) for recipe in RECIPES]
+    "recipe",
+    [
+        pytest.param(recipe, marks=[] if recipe in QUICK else [pytest.mark.long])
+        for recipe in RECIPES
+    ],
 )
 def test_every_recipe_trains(two_ranks, recipe):
     """Two steps of two batches on each rank, all else as in the recipe; update 0 of ResNet is at rate 0."""
     one, other = two_ranks.run(trained, recipe)
     assert toy.same_bits(one["weights"], other["weights"])
-    assert not torch.equal(one["statistics"], other["statistics"])  # each rank saw images of its own
+    assert not torch.equal(
+        one["statistics"], other["statistics"]
+    )  # each rank saw images of its own
     assert one["moved"] == {True}
     assert one["finite"]
     assert one["steps"] == 2
@@ -74,10 +104,13 @@ def test_every_recipe_trains(two_ranks, recipe):
 def look(trainer, module, optimizer):
     """dtypes of convolutions and of normalisations, and whether kernels lie in channels-last."""
     convs, norms = (
-        [layer for layer in module.modules() if isinstance(layer, kind)] for kind in (nn.Conv2d, nn.BatchNorm2d)
+        [layer for layer in module.modules() if isinstance(layer, kind)]
+        for kind in (nn.Conv2d, nn.BatchNorm2d)
     )
     layouts = {
-        conv.weight.is_contiguous(memory_format=torch.channels_last) for conv in convs if conv.kernel_size > (1, 1)
+        conv.weight.is_contiguous(memory_format=torch.channels_last)
+        for conv in convs
+        if conv.kernel_size > (1, 1)
     }
     return {conv.weight.dtype for conv in convs}, {norm.weight.dtype for norm in norms}, layouts
 
@@ -87,14 +120,20 @@ def trained(recipe):
     assert trainer.accumulate_grad_batches == 2
     looks = at(on_before_optimizer_step=look)
     trainer.callbacks.append(looks)
-    before = {name: value.detach().clone() for name, value in module.named_parameters() if value.dim() > 1}
+    before = {
+        name: value.detach().clone() for name, value in module.named_parameters() if value.dim() > 1
+    }
     trainer.fit(module, data)
     norms = [layer for layer in module.modules() if isinstance(layer, nn.BatchNorm2d)]
     return {
         "looks": looks.kept["on_before_optimizer_step"],
         "weights": {name: value.detach() for name, value in module.named_parameters()},
         "statistics": norms[0].running_mean,
-        "moved": {not torch.equal(value, before[name]) for name, value in module.named_parameters() if name in before},
+        "moved": {
+            not torch.equal(value, before[name])
+            for name, value in module.named_parameters()
+            if name in before
+        },
         "finite": all(torch.isfinite(value).all() for value in module.parameters()),
         "steps": trainer.global_step,
         "momenta": {layer.momentum for layer in norms},
@@ -124,7 +163,9 @@ def test_resnet_follows_the_learning_rates_of_mlperf(recipe, warmup_epochs, deca
 
 def test_alexnet_follows_the_learning_rates_of_nvcaffe():
     """`GetLearningRate` of its solver: a linear ramp from `rampup_lr`, then base * (1 - iter / max_iter) ** power."""
-    for step, rate in enumerate(rates_of(configured("recipe=alexnet_bn_32k", "data.root=/nowhere"))):
+    for step, rate in enumerate(
+        rates_of(configured("recipe=alexnet_bn_32k", "data.root=/nowhere"))
+    ):
         expected = 1 + 31 * step / 400 if step < 400 else 32 * (1 - step / 4000) ** 2
         assert rate == pytest.approx(expected, rel=1e-12)
 
@@ -139,10 +180,19 @@ def rates_of(cfg):
 def test_the_paper_s_runs_are_as_long_as_it_says():
     """90 and 95 epochs of 1,281,167 images; the reference for ResNet-50 stops a step of an epoch or so before."""
     steps_per_epoch = NUM_IMAGES / 65536
-    assert configured("recipe=alexnet_64k", "data.root=/").trainer.max_steps == int(95 * steps_per_epoch)
-    assert 88 < configured("recipe=resnet50_64k", "data.root=/").trainer.max_steps / steps_per_epoch <= 90
+    assert configured("recipe=alexnet_64k", "data.root=/").trainer.max_steps == int(
+        95 * steps_per_epoch
+    )
+    assert (
+        88
+        < configured("recipe=resnet50_64k", "data.root=/").trainer.max_steps / steps_per_epoch
+        <= 90
+    )
     # an extrapolation of ours: of the 64k recipe but for the direction
-    ours, plain = (configured(f"recipe={name}", "data.root=/") for name in ("resnet50_64k_orthogonal", "resnet50_64k"))
+    ours, plain = (
+        configured(f"recipe={name}", "data.root=/")
+        for name in ("resnet50_64k_orthogonal", "resnet50_64k")
+    )
     assert (ours.optim.direction, plain.optim.direction) == ("orthogonal", "momentum")
     ours.optim.direction = plain.optim.direction
     assert ours == plain
@@ -154,29 +204,49 @@ def test_what_happens_between_nodes_is_a_group_and_a_codec_a_key_of_it():
         strategy = instantiate(configured(*ask, f"strategy.between_nodes.dtype={name}").strategy)
         assert strategy._options.dtype_across_nodes.bits == bits
     steps = ["strategy/between_nodes=local_steps", "strategy.between_nodes.every=4"]
-    assert instantiate(configured(*ask, *steps).strategy)._options.local_steps == LocalSteps(every=4)
-    assert instantiate(configured(*ask, "strategy/between_nodes=adasum").strategy)._options.is_adasum
+    assert instantiate(configured(*ask, *steps).strategy)._options.local_steps == LocalSteps(
+        every=4
+    )
+    assert instantiate(
+        configured(*ask, "strategy/between_nodes=adasum").strategy
+    )._options.is_adasum
     pipeline = configured(*ask, "strategy=pipeline", "strategy.between_nodes.dtype=int8").strategy
     with pytest.raises(InstantiationException, match="and a pipeline exclude each other"):
         instantiate(pipeline)
 
 
-def test_an_elastic_run_is_a_strategy_of_its_own_with_hosts_from_keys_or_the_environment(monkeypatch):
+def test_an_elastic_run_is_a_strategy_of_its_own_with_hosts_from_keys_or_the_environment(
+    monkeypatch,
+):
     ask = ["recipe=resnet50_8k", "data=synthetic", "strategy=elastic"]
     keys = ["strategy.max_hosts=4", "strategy.meet=10.0.0.1:29400"]
     strategy = instantiate(configured(*ask, *keys).strategy)
     assert type(strategy) is HybridElasticStrategy
-    assert (strategy._elastic.max_hosts, strategy._elastic.meeting_points) == (4, ("10.0.0.1:29400",))
+    assert (strategy._elastic.max_hosts, strategy._elastic.meeting_points) == (
+        4,
+        ("10.0.0.1:29400",),
+    )
 
     monkeypatch.setenv("HYBRID_ELASTIC_MAX_HOSTS", "3")
     monkeypatch.setenv("HYBRID_ELASTIC_MEET", "10.0.0.2:29400")
     strategy = instantiate(configured(*ask).strategy)
-    assert (strategy._elastic.max_hosts, strategy._elastic.meeting_points) == (3, ("10.0.0.2:29400",))
+    assert (strategy._elastic.max_hosts, strategy._elastic.meeting_points) == (
+        3,
+        ("10.0.0.2:29400",),
+    )
 
 
 def test_a_slurm_job_says_how_many_ranks_there_are(monkeypatch):
     """The paper's 256 nodes of 8, as task 11 of `srun` sees them; Lightning checks that devices and nodes agree."""
-    tasks = {"NTASKS": 2048, "NTASKS_PER_NODE": 8, "NNODES": 256, "PROCID": 11, "LOCALID": 3, "NODEID": 1, "JOB_ID": 7}
+    tasks = {
+        "NTASKS": 2048,
+        "NTASKS_PER_NODE": 8,
+        "NNODES": 256,
+        "PROCID": 11,
+        "LOCALID": 3,
+        "NODEID": 1,
+        "JOB_ID": 7,
+    }
     for name, value in (tasks | {"JOB_NAME": "resnet50-64k", "NODELIST": "n[1-256]"}).items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     alone = [word for word in ALONE if not word.startswith("trainer.devices=")]
@@ -189,21 +259,31 @@ def test_a_slurm_job_says_how_many_ranks_there_are(monkeypatch):
 
 def test_slices_need_the_strategy_that_cuts_layers():
     overrides = ("model=alexnet_bn", "strategy=ddp", "precision=32-true", "model.slice_fc=node")
-    with pytest.raises(ValueError, match=r"^`model.slice_fc` \(=node\) and `strategy` \(=DDPStrategy\) exclude each"):
+    with pytest.raises(
+        ValueError,
+        match=r"^`model.slice_fc` \(=node\) and `strategy` \(=DDPStrategy\) exclude each",
+    ):
         build(configured(*overrides))
 
 
 def test_a_schedule_that_is_refused_says_why_in_a_recipe():
     cfg = OmegaConf.create({"strategy": OmegaConf.load(ROOT / "conf/strategy/pipeline.yaml")})
     cfg.strategy.schedule = "pipedream"
-    config_check.check(cfg, {"strategy": TRAIN_KEYS["strategy"]})  # a list of choices here would hide the reason
-    with pytest.raises(InstantiationException, match=r"weight stashing.*lightning_hybrid/pipeline/README.md"):
+    config_check.check(
+        cfg, {"strategy": TRAIN_KEYS["strategy"]}
+    )  # a list of choices here would hide the reason
+    with pytest.raises(
+        InstantiationException, match=r"weight stashing.*lightning_hybrid/pipeline/README.md"
+    ):
         instantiate(cfg.strategy)
 
 
 def test_a_precision_whose_loss_scale_knows_no_shards_is_refused():
     cfg = composed("train", "strategy=fsdp2", "precision=16-mixed")
-    with pytest.raises(ValueError, match=r"`precision` \(='.*'\) and strategy=fsdp2 .* Set precision=16-true, bf16-"):
+    with pytest.raises(
+        ValueError,
+        match=r"`precision` \(='.*'\) and strategy=fsdp2 .* Set precision=16-true, bf16-",
+    ):
         keys.check_precision(cfg)
     for fits in ("bf16-mixed", "32-true", "16-true", "bf16-true"):
         cfg.precision = fits
@@ -212,13 +292,17 @@ def test_a_precision_whose_loss_scale_knows_no_shards_is_refused():
 
 def test_kernels_in_channels_last_are_refused():
     network = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
-    with pytest.raises(ValueError, match=r"`channels_last` \(=true\) and strategy=fsdp2 .* `0.weight` has strides"):
+    with pytest.raises(
+        ValueError, match=r"`channels_last` \(=true\) and strategy=fsdp2 .* `0.weight` has strides"
+    ):
         FullyShardedStrategy().shard_(network)
 
 
 def test_an_average_of_shards_is_refused():
     trainer = SimpleNamespace(strategy=ModelParallelStrategy())
-    with pytest.raises(ValueError, match=r"`strategy` \(=ModelParallelStrategy\) and MasterWeightAveraging exclude"):
+    with pytest.raises(
+        ValueError, match=r"`strategy` \(=ModelParallelStrategy\) and MasterWeightAveraging exclude"
+    ):
         MasterWeightAveraging().setup(trainer, nn.Linear(1, 1), "fit")
 
 
@@ -239,12 +323,19 @@ def words_of(refusal):
 
 
 def trained_on_own(root):
-    trainer, module, data = build(configured("data=images", f"data.root={root}", "model=resnet50", *OWN, *FEW))
+    trainer, module, data = build(
+        configured("data=images", f"data.root={root}", "model=resnet50", *OWN, *FEW)
+    )
     trainer.fit(module, data)
     return trainer.global_step, module.model.fc.out_features
 
 
-FEW = ["global_batch_size=40", "trainer.max_steps=1", "warmup_epochs=0", "trainer.limit_val_batches=0"]
+FEW = [
+    "global_batch_size=40",
+    "trainer.max_steps=1",
+    "warmup_epochs=0",
+    "trainer.limit_val_batches=0",
+]
 
 
 def test_one_command_trains_a_network_with_as_many_classes_as_there_are_folders(one_rank, root):
@@ -254,7 +345,9 @@ def test_one_command_trains_a_network_with_as_many_classes_as_there_are_folders(
 def test_the_network_and_the_batch_that_fit_are_named_at_once(root):
     """The small network of the default and 128 images a step, in one message; what it says to set is enough."""
     own = ["data=images", f"data.root={root}"]
-    with pytest.raises(ValueError, match=r"`model` \(=AlexNetBN\) must take images of 3 x 224 x 224") as refusal:
+    with pytest.raises(
+        ValueError, match=r"`model` \(=AlexNetBN\) must take images of 3 x 224 x 224"
+    ) as refusal:
         build(configured(*own))
     assert words_of(refusal) == ["model=resnet50", "global_batch_size=41"]
     _, module, _ = build(configured(*own, *words_of(refusal), *OWN))

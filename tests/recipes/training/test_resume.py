@@ -19,7 +19,13 @@ from tests.toy import Toy
 
 def saved(folder, name, global_step, *, age_s=0.0, **more):
     path = folder / name
-    content = {"global_step": global_step, "optimizer_states": [], "callbacks": {}, "w": torch.ones(100), **more}
+    content = {
+        "global_step": global_step,
+        "optimizer_states": [],
+        "callbacks": {},
+        "w": torch.ones(100),
+        **more,
+    }
     write_checkpoint(content, path)
     os.utime(path, (1e9 - age_s, 1e9 - age_s))
     return path
@@ -67,7 +73,8 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
     bad = saved(tmp_path, "stopped.ckpt", 8)
     damage(bad)
     with pytest.warns(
-        UserWarning, match=rf"`.*stopped.ckpt` (is not|holds) .* passed over: the run resumes from {good}"
+        UserWarning,
+        match=rf"`.*stopped.ckpt` (is not|holds) .* passed over: the run resumes from {good}",
     ):
         assert resume.newest_whole(tmp_path) == good
     damage(good)
@@ -76,7 +83,9 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
     words = "holds objects" if damage is put_objects else "is not the checkpoint that was written"
     assert sum(words in str(each.message) for each in caught) == 2
     damage(tmp_path / "last.previous.ckpt")
-    with pytest.raises(ValueError, match=r"`resume` \(=auto\) found no whole checkpoint in .*last.previous.ckpt"):
+    with pytest.raises(
+        ValueError, match=r"`resume` \(=auto\) found no whole checkpoint in .*last.previous.ckpt"
+    ):
         resume.newest_whole(tmp_path)
 
 
@@ -92,25 +101,41 @@ def test_a_path_must_be_a_whole_checkpoint(tmp_path):
     path = saved(tmp_path, "some.ckpt", 4)
     assert resume.checkpoint(configured(tmp_path, f"resume={path}")) == str(path)
     flip(path)
-    with pytest.raises(DamagedCheckpointError, match=r"some.ckpt` is not the checkpoint that was written"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"some.ckpt` is not the checkpoint that was written"
+    ):
         resume.checkpoint(configured(tmp_path, f"resume={path}"))
 
 
 def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_not(tmp_path):
     kept = resume.saved_configuration(configured(tmp_path))
     saved(tmp_path / "checkpoints", "last.ckpt", 4, callbacks={"Configuration": {"kept": kept}})
-    for same in ((), ("trainer.max_epochs=99", "trainer.devices=4", "logger=csv", "strategy.comm.algorithm=flat")):
+    for same in (
+        (),
+        (
+            "trainer.max_epochs=99",
+            "trainer.devices=4",
+            "logger=csv",
+            "strategy.comm.algorithm=flat",
+        ),
+    ):
         assert resume.checkpoint(configured(tmp_path, "resume=auto", *same)) is not None
     for key, value, was in (
         ("optim.lr", "1.5", kept["optim"]["lr"]),
         ("optim", "sgd", "lightning_hybrid.optim.LARS"),
     ):
-        with pytest.raises(ValueError, match=rf"^`{key}.* must be that of the checkpoint \(={was}\)") as caught:
+        with pytest.raises(
+            ValueError, match=rf"^`{key}.* must be that of the checkpoint \(={was}\)"
+        ) as caught:
             resume.checkpoint(configured(tmp_path, "resume=auto", f"{key}={value}"))
         assert "without `resume`" in str(caught.value)
-    assert resume.checkpoint(configured(tmp_path, "resume=auto", "optim.lr=1.5", "~callbacks.configuration"))
+    assert resume.checkpoint(
+        configured(tmp_path, "resume=auto", "optim.lr=1.5", "~callbacks.configuration")
+    )
     kept["model"] |= {"slice_fc": "node"}
-    path = saved(tmp_path / "checkpoints", "last.ckpt", 5, callbacks={"Configuration": {"kept": kept}})
+    path = saved(
+        tmp_path / "checkpoints", "last.ckpt", 5, callbacks={"Configuration": {"kept": kept}}
+    )
     assert resume.checkpoint(configured(tmp_path, "resume=auto")) is not None
     now = resume.saved_configuration(configured(tmp_path))
     now["model"] |= {"checkpoint_activations": True, "slice_fc": "off", "dropout": 0.25}
@@ -129,12 +154,20 @@ def fit_from(paths, call="fit"):
 def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_ranks, tmp_path):
     one, other = str(saved(tmp_path, "one.ckpt", 4)), str(saved(tmp_path / "b", "one.ckpt", 6))
     assert two_ranks.run(fit_from, [one, one]) == [("", 2)] * 2
-    for paths, found in (([one, None], "rank 1: no checkpoint"), ([one, other], "rank 1: one.ckpt, crc32 ")):
+    for paths, found in (
+        ([one, None], "rank 1: no checkpoint"),
+        ([one, other], "rank 1: one.ckpt, crc32 "),
+    ):
         for caught, num_steps in two_ranks.run(fit_from, paths):
-            assert "must be the same checkpoint on every rank, and is not: rank 0: one.ckpt, crc32 " in caught
+            assert (
+                "must be the same checkpoint on every rank, and is not: rank 0: one.ckpt, crc32 "
+                in caught
+            )
             assert found in caught
             assert num_steps == 0
-    assert two_ranks.run(fit_from, [one, other], "validate") == [("", 0)] * 2  # which resumes from nothing
+    assert (
+        two_ranks.run(fit_from, [one, other], "validate") == [("", 0)] * 2
+    )  # which resumes from nothing
 
 
 class Logging(Toy):
@@ -152,9 +185,24 @@ def logged(folder, from_step=None, settings=()):
     num_rows = saved_state(path).get("num_rows", {}).get("CSVRows", 0)
     logger = CSVRows(save_dir=folder, name="", version="csv", num_rows_kept=num_rows)
     saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
-    options = {"enable_checkpointing": True, "max_steps": 8, "log_every_n_steps": 1, **dict(settings)}
-    fit(module=Logging, logger=logger, callbacks=[TrackerRun(), saves], ckpt_path=path, max_epochs=-1, **options)
-    return [{name: v for name, v in row.items() if v} for row in read_rows(Path(folder) / "csv" / "metrics.csv")]
+    options = {
+        "enable_checkpointing": True,
+        "max_steps": 8,
+        "log_every_n_steps": 1,
+        **dict(settings),
+    }
+    fit(
+        module=Logging,
+        logger=logger,
+        callbacks=[TrackerRun(), saves],
+        ckpt_path=path,
+        max_epochs=-1,
+        **options,
+    )
+    return [
+        {name: v for name, v in row.items() if v}
+        for row in read_rows(Path(folder) / "csv" / "metrics.csv")
+    ]
 
 
 def logged_twice(*given):
@@ -172,22 +220,32 @@ def logged_twice(*given):
 def test_no_row_is_missing_and_none_comes_twice(one_rank, tmp_path, settings, from_step):
     """The run that is resumed had gone on after the checkpoint, of a step that is not logged, or of several batches."""
     ((first, resumed),) = one_rank.run(logged_twice, str(tmp_path), from_step, settings)
-    steps = ["1", "3", "5", "7"] if "log_every_n_steps" in settings else [str(step) for step in range(8)]
+    steps = (
+        ["1", "3", "5", "7"]
+        if "log_every_n_steps" in settings
+        else [str(step) for step in range(8)]
+    )
     for rows in (first, resumed):
         assert [row["step"] for row in rows] == steps
-        assert [row["step"] for row in rows if "late" in row] == [step for step in steps if step in "67"]
+        assert [row["step"] for row in rows if "late" in row] == [
+            step for step in steps if step in "67"
+        ]
     assert [row["epoch"] for row in resumed] == [row["epoch"] for row in first]
     num_kept = sum(int(step) < from_step for step in steps)
     assert resumed[:num_kept] == first[:num_kept]
 
 
-def test_rows_are_on_the_disk_before_they_are_counted_and_are_found_where_a_kill_left_them(tmp_path, monkeypatch):
+def test_rows_are_on_the_disk_before_they_are_counted_and_are_found_where_a_kill_left_them(
+    tmp_path, monkeypatch
+):
     synced, fsync, moved = [], os.fsync, os.replace
     monkeypatch.setattr(
-        "recipes.training.csv_logger.os.fsync", lambda number: (synced.append(os.fstat(number).st_size), fsync(number))
+        "recipes.training.csv_logger.os.fsync",
+        lambda number: (synced.append(os.fstat(number).st_size), fsync(number)),
     )
     monkeypatch.setattr(
-        "recipes.training.csv_logger.os.replace", lambda *paths: (synced.append("moved"), moved(*paths))
+        "recipes.training.csv_logger.os.replace",
+        lambda *paths: (synced.append("moved"), moved(*paths)),
     )
     path = tmp_path / "csv" / "metrics.csv"
     logger = CSVRows(save_dir=tmp_path, name="", version="csv")

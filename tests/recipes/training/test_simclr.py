@@ -17,7 +17,9 @@ SMALL = (
 
 
 def configured(*overrides):
-    return composed("train", *QUIET, *NO_FILES, *SMALL.split(), "trainer.accelerator=cpu", *overrides)
+    return composed(
+        "train", *QUIET, *NO_FILES, *SMALL.split(), "trainer.accelerator=cpu", *overrides
+    )
 
 
 def ends_of(path):
@@ -41,7 +43,9 @@ def test_the_recipe_resumes_in_mid_epoch_to_the_bit_and_probes_its_features(two_
     assert same(whole, other[0][0])
     assert probes == again
     assert {"test/acc", "test/acc_knn"} <= probes.keys()
-    assert all(0.3 < value <= 1 for value in probes.values())  # features of a random network know digits apart
+    assert all(
+        0.3 < value <= 1 for value in probes.values()
+    )  # features of a random network know digits apart
 
 
 def test_probes_are_given_every_training_image_once_over_all_ranks():
@@ -78,5 +82,7 @@ def test_views_are_of_an_image_itself_and_differ():
 
 
 def test_a_strategy_that_shards_classifiers_refuses_it():
-    with pytest.raises(ValueError, match=r"`module` \(=SimCLR\) and strategy=fsdp2 exclude each other"):
+    with pytest.raises(
+        ValueError, match=r"`module` \(=SimCLR\) and strategy=fsdp2 exclude each other"
+    ):
         build(configured("trainer.devices=1", "strategy=fsdp2", "precision=32-true"))

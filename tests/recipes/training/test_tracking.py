@@ -64,11 +64,21 @@ def tracked(run_dir, *overrides, **variables):
 
 
 def test_an_offline_run_holds_configuration_history_and_best_values(one_rank, tmp_path):
-    about = ["optim.lr=30.0", "trainer.max_epochs=2", "logger.group=seeds", "logger.tags=[a,b]", "logger.notes=why"]
+    about = [
+        "optim.lr=30.0",
+        "trainer.max_epochs=2",
+        "logger.group=seeds",
+        "logger.tags=[a,b]",
+        "logger.notes=why",
+    ]
     (kept,) = one_rank.run(tracked, str(tmp_path), *about, timeout_s=120.0)
     (found,) = runs_in(tmp_path)
     assert found.run.run_id == kept
-    assert (found.run.run_group, list(found.run.tags), found.run.notes) == ("seeds", ["a", "b"], "why")
+    assert (found.run.run_group, list(found.run.tags), found.run.notes) == (
+        "seeds",
+        ["a", "b"],
+        "why",
+    )
     assert found.config["optim"]["lr"] == 30.0
     assert found.config["trainer"]["accumulate_grad_batches"] == 1  # resolved
     assert found.config["overrides"] == about
@@ -85,16 +95,25 @@ def test_an_offline_run_holds_configuration_history_and_best_values(one_rank, tm
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty", "ignore:The dirpath has changed")
+@pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory .* exists and is not empty", "ignore:The dirpath has changed"
+)
 def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
     first, other = tmp_path / "first", tmp_path / "other"
     (begun,) = one_rank.run(tracked, str(first), "trainer.max_epochs=1")
     assert one_rank.run(tracked, str(first), "trainer.max_epochs=2", "resume=auto") == [begun]
     path = f"resume={first}/checkpoints/last.ckpt"
     assert one_rank.run(tracked, str(other), "trainer.max_epochs=3", path) == [begun]
-    assert one_rank.run(tracked, str(other), "trainer.max_epochs=4", path, "logger.id=mine") == ["mine"]
-    assert one_rank.run(tracked, str(other), "trainer.max_epochs=5", path, "logger=csv") == [begun]  # saved for later
-    message = [(each.run.run_id, [step for step, _ in each.column(m.TRAIN_LOSS)]) for each in runs_in(first)]
+    assert one_rank.run(tracked, str(other), "trainer.max_epochs=4", path, "logger.id=mine") == [
+        "mine"
+    ]
+    assert one_rank.run(tracked, str(other), "trainer.max_epochs=5", path, "logger=csv") == [
+        begun
+    ]  # saved for later
+    message = [
+        (each.run.run_id, [step for step, _ in each.column(m.TRAIN_LOSS)])
+        for each in runs_in(first)
+    ]
     assert message == [(begun, [0, 1]), (begun, [2, 3])]
     rows = [row["_step"] for each in runs_in(first) for row in each.history]
     assert rows == list(
@@ -121,8 +140,12 @@ def test_a_server_that_does_not_let_the_run_in_is_an_early_error(one_rank, tmp_p
     waits for 30."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        ((message, num_steps),) = one_rank.run(error_against, address, str(tmp_path), key, timeout_s=25.0)
-    assert message.startswith("ValueError: `logger.offline` (=False) needs a W&B server that lets this run in: ")
+        ((message, num_steps),) = one_rank.run(
+            error_against, address, str(tmp_path), key, timeout_s=25.0
+        )
+    assert message.startswith(
+        "ValueError: `logger.offline` (=False) needs a W&B server that lets this run in: "
+    )
     assert "leave `logger.offline` and WANDB_MODE out" in message
     assert num_steps == 0
     assert key != "abc" or "WANDB_API_KEY invalid" in message
@@ -138,13 +161,17 @@ def test_a_disabled_tracker_writes_nothing_and_keeps_no_id(one_rank, tmp_path):
     assert not list(tmp_path.rglob("*.wandb"))
 
 
-def test_without_wandb_metrics_go_to_a_file_and_tensorboard_is_named_where_it_is_missing(monkeypatch, tmp_path):
+def test_without_wandb_metrics_go_to_a_file_and_tensorboard_is_named_where_it_is_missing(
+    monkeypatch, tmp_path
+):
     monkeypatch.setattr(tracking, "_is_installed", lambda package: False)
     with pytest.warns(UserWarning, match="wandb is not installed: metrics go to csv/metrics.csv"):
         logger = tracking.logger_of(configured(tmp_path))
     assert isinstance(logger, CSVLogger)
     assert Path(logger.log_dir) == tmp_path / "csv"
-    with pytest.raises(ValueError, match=r"`logger` \(=tensorboard\) needs the package tensorboard or tensorboardX"):
+    with pytest.raises(
+        ValueError, match=r"`logger` \(=tensorboard\) needs the package tensorboard or tensorboardX"
+    ):
         tracking.logger_of(configured(tmp_path, "logger=tensorboard"))
 
 
@@ -168,14 +195,21 @@ def test_the_id_is_read_from_whole_checkpoints_only(tmp_path):
     torch.save({"callbacks": {}, "hyper_parameters": Own()}, path)
     with pytest.warns(UserWarning, match="cannot be read: the tracker begins a new run"):
         assert tracking.saved_run_id(str(path)) is None
-    torch.save({"callbacks": {"TrackerRun": {"run_id": "abc"}}, "state_dict": {"w": torch.ones(1000)}}, path)
+    torch.save(
+        {"callbacks": {"TrackerRun": {"run_id": "abc"}}, "state_dict": {"w": torch.ones(1000)}},
+        path,
+    )
     assert tracking.saved_run_id(str(path)) == "abc"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"`resume` \(=.*some.ckpt\) must be a whole checkpoint of Lightning's: "):
+    with pytest.raises(
+        ValueError, match=r"`resume` \(=.*some.ckpt\) must be a whole checkpoint of Lightning's: "
+    ):
         tracking.saved_run_id(str(path))
 
 
-@pytest.mark.parametrize(("is_offline", "sent"), [(False, [("run.html", "report-x", "report")]), (True, [])])
+@pytest.mark.parametrize(
+    ("is_offline", "sent"), [(False, [("run.html", "report-x", "report")]), (True, [])]
+)
 def test_the_page_of_a_run_is_an_artifact_where_wandb_is_online(tmp_path, is_offline, sent):
     seen = []
 

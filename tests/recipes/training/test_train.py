@@ -17,15 +17,30 @@ from tests.scenes import same
 TRAIN = ["recipes/train.py"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 QUIET = ["logger=none", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
-SHORT = [*QUIET, "trainer.max_epochs=2", "trainer.log_every_n_steps=1", "warmup_epochs=0.5"]  # 2 epochs of 9 steps
+SHORT = [
+    *QUIET,
+    "trainer.max_epochs=2",
+    "trainer.log_every_n_steps=1",
+    "warmup_epochs=0.5",
+]  # 2 epochs of 9 steps
 PROBE = "+callbacks.probe={_target_: tests.recipes.probe.Probe, directory: ${run_dir}}"
 
 
 def run(*overrides: str, command: list[str] = TRAIN) -> subprocess.CompletedProcess[str]:
     """Run the command in a shell as fresh as a user's, in a session of its own."""
-    left = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+    left = (
+        "LOCAL_RANK",
+        "NODE_RANK",
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PL_GLOBAL_SEED",
+    )
     env = {name: value for name, value in os.environ.items() if name not in left}
-    return run_program(*command, *overrides, cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)}, timeout_s=240)
+    return run_program(
+        *command, *overrides, cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)}, timeout_s=240
+    )
 
 
 def succeed(*overrides: str, command: list[str] = TRAIN) -> str:
@@ -47,7 +62,15 @@ def assert_one_rank_warns_of_few_steps(log: Path) -> None:
 def test_a_sweep_gives_each_job_one_directory_for_all_its_ranks(tmp_path):
     note = "callbacks.probe.note='two words, a \"comma\" = trouble'"
     probe = PROBE.replace("}}", "}, note: null}")
-    succeed("-m", "optim.lr=1.0,2.0", probe, note, *SHORT, "trainer.fast_dev_run=true", f"hydra.sweep.dir={tmp_path}")
+    succeed(
+        "-m",
+        "optim.lr=1.0,2.0",
+        probe,
+        note,
+        *SHORT,
+        "trainer.fast_dev_run=true",
+        f"hydra.sweep.dir={tmp_path}",
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "multirun.yaml"]
     for job, lr in (("0", 1.0), ("1", 2.0)):
         written = sorted(path.name for path in (tmp_path / job).iterdir())
@@ -82,13 +105,22 @@ def test_ranks_started_by_torchrun_share_one_directory(tmp_path):
 @pytest.mark.long
 def test_a_run_goes_on_where_there_is_no_home_no_compiler_no_utf8_and_nobody_who_reads(tmp_path):
     """In a process of its own: some of it is read when torch is imported."""
-    places = dict.fromkeys(("XDG_CACHE_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TMPDIR"), "/proc/none")
+    places = dict.fromkeys(
+        ("XDG_CACHE_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TMPDIR"), "/proc/none"
+    )
     environment = places | {"PATH": "/none", "CXX": "none", "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
     run_dir = tmp_path / "ä ☃ b"
-    few = ["trainer.max_epochs=1", "trainer.limit_train_batches=3", "trainer.devices=1", f"hydra.run.dir='{run_dir}'"]
+    few = [
+        "trainer.max_epochs=1",
+        "trainer.limit_train_batches=3",
+        "trainer.devices=1",
+        f"hydra.run.dir='{run_dir}'",
+    ]
     with open("/dev/full", "w") as full:
         command = [sys.executable, "recipes/train.py", *SHORT, *few]
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=full, stderr=subprocess.PIPE, timeout=240)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=full, stderr=subprocess.PIPE, timeout=240
+        )
     assert done.returncode == 0, done.stderr.decode()
     assert b"standard output takes no more (No space left on device)" in done.stderr
     assert (run_dir / "summary.json").exists()
@@ -107,16 +139,26 @@ def test_fsdp2_trains_as_ddp_and_goes_on_where_it_was(tmp_path):
     found, expected = (last_checkpoint(tmp_path / name) for name in ("fsdp2", "ddp"))
     assert same(found["state_dict"], expected["state_dict"])
     for key in ("val/acc", "val/loss"):
-        values = [checkpoint["callbacks"]["RunReport"]["curves"][key] for checkpoint in (found, expected)]
+        values = [
+            checkpoint["callbacks"]["RunReport"]["curves"][key] for checkpoint in (found, expected)
+        ]
         for one, other in zip(*values, strict=True):
             assert one == pytest.approx(other, rel=1e-5)
     kill = [
         "+callbacks.kill={_target_: tests.recipes.probe.Kill, after_step: 12}",
         "strategy.checkpoint_io.in_background=false",
     ]
-    assert run(*common, *kill, "strategy=fsdp2", f"hydra.run.dir={tmp_path / 'killed'}").returncode == -9
+    assert (
+        run(*common, *kill, "strategy=fsdp2", f"hydra.run.dir={tmp_path / 'killed'}").returncode
+        == -9
+    )
     assert last_checkpoint(tmp_path / "killed")["global_step"] == 9
     resumed = tmp_path / "resumed"
-    succeed(*common, "strategy=fsdp2", f"resume={tmp_path}/killed/checkpoints/last.ckpt", f"hydra.run.dir={resumed}")
+    succeed(
+        *common,
+        "strategy=fsdp2",
+        f"resume={tmp_path}/killed/checkpoints/last.ckpt",
+        f"hydra.run.dir={resumed}",
+    )
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
         assert same(found[part], last_checkpoint(resumed)[part]), part

@@ -29,8 +29,13 @@ def scene(codec, **settings):
 @pytest.mark.parametrize(("codec", "precision"), CASES)
 def test_no_bit_depends_on_rank_buckets_chunks_or_groups(two_ranks, codec, precision):
     """Blocks and their noise belong to a gradient: DDP's buckets in a resumed step change nothing."""
-    small = CommPlan(bucket_bytes=512, chunk_bytes=256, num_parallel_groups=1, algorithm="flat", num_buckets=1)
-    ranks = [fit(two_ranks, precision=precision, comm=Comm(plan=plan), **scene(codec)) for plan in (None, small)]
+    small = CommPlan(
+        bucket_bytes=512, chunk_bytes=256, num_parallel_groups=1, algorithm="flat", num_buckets=1
+    )
+    ranks = [
+        fit(two_ranks, precision=precision, comm=Comm(plan=plan), **scene(codec))
+        for plan in (None, small)
+    ]
     first = ranks[0][0]
     assert all(same(first.parameters, other.parameters) for each in ranks for other in each)
     assert first.losses[-1] < first.losses[0] / 2
@@ -38,7 +43,11 @@ def test_no_bit_depends_on_rank_buckets_chunks_or_groups(two_ranks, codec, preci
 
 @pytest.mark.parametrize("codec", ["int8", pytest.param("int4", marks=pytest.mark.long)])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks, codec):
-    module = {"module": partial(Spoiled, batches=(3,), lr=0.05), "precision": "16-true", "max_epochs": 1}
+    module = {
+        "module": partial(Spoiled, batches=(3,), lr=0.05),
+        "precision": "16-true",
+        "max_epochs": 1,
+    }
     for seen in fit(two_ranks, **scene(codec) | module):
         assert all(value.isfinite().all() for value in seen.parameters.values())
         assert (seen.num_skipped, seen.loss_scale) == (1, 2.0**15)
@@ -46,9 +55,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks, codec):
 
 def test_what_rounding_costs_is_logged(four_ranks):
     """Of blocks with a few elements each, rotated: the error is some per cent of the gradient, and in 8 bits none."""
-    settings = {"callbacks": [TrainingMetrics(skip_steps=0)], "log_every_n_steps": 1, "max_epochs": 1}
+    settings = {
+        "callbacks": [TrainingMetrics(skip_steps=0)],
+        "log_every_n_steps": 1,
+        "max_epochs": 1,
+    }
     found = [
-        fit(four_ranks, **scene(codec, **settings) | {"ranks_per_node": 2})[0].metrics for codec in ("int8", "int4")
+        fit(four_ranks, **scene(codec, **settings) | {"ranks_per_node": 2})[0].metrics
+        for codec in ("int8", "int4")
     ]
     assert 1e-6 < found[0]["comm/quantisation_nmse"] < 1e-3
     assert 1e-3 < found[1]["comm/quantisation_nmse"] < 0.1
@@ -80,8 +94,13 @@ def test_after_a_fit_nothing_holds_the_memory_of_its_buckets(two_ranks):
 def test_an_algorithm_without_a_sum_of_each_node_is_refused_before_training(four_ranks, algorithm):
     comm = Comm(plan=CommPlan(algorithm=algorithm))
     for seen in fit(four_ranks, raises=True, comm=comm, **scene("int8") | {"ranks_per_node": 2}):
-        assert seen.error.startswith(f"ValueError: `algorithm` (='{algorithm}') has no stage between nodes, and")
-        assert "and such a `comm.plan` out, or write comm=Comm(algorithm='hierarchical')." in seen.error
+        assert seen.error.startswith(
+            f"ValueError: `algorithm` (='{algorithm}') has no stage between nodes, and"
+        )
+        assert (
+            "and such a `comm.plan` out, or write comm=Comm(algorithm='hierarchical')."
+            in seen.error
+        )
         assert not seen.losses
 
 
@@ -98,14 +117,19 @@ FEEDBACK = Mean(dtype="int4", error_feedback=True)
     [
         ((Mean(dtype="int8"), Mean(dtype="int4")), ["`dtype_across_nodes`"]),
         ((Mean(dtype="int4"), Mean()), ["`dtype_across_nodes`"]),
-        ((FEEDBACK, Mean(dtype="int4")), [str(Codec(bits=4, error_feedback=True)), str(Codec(bits=4))]),
+        (
+            (FEEDBACK, Mean(dtype="int4")),
+            [str(Codec(bits=4, error_feedback=True)), str(Codec(bits=4))],
+        ),
         ((LocalSteps(every=3), LocalSteps(every=2)), ["`between_nodes` is Loc"]),
     ],
     ids=["codecs", "codec and none", "feedback", "periods"],
 )
 def test_ranks_with_other_settings_are_named_on_all_before_training(two_ranks, values, words):
     for error, losses in two_ranks.run(error_of_ranks_with, values):
-        assert error.startswith("ValueError: the plan of communication must be the same on all ranks: ")
+        assert error.startswith(
+            "ValueError: the plan of communication must be the same on all ranks: "
+        )
         assert all(word in error for word in words)
         assert not losses
 
@@ -115,9 +139,14 @@ def test_plans_in_which_nodes_add_up_first_are_taken_and_auto_makes_one_on_cuda(
     lone, one = Topology(rank=0, nodes=((0,), (1,))), Topology(rank=0, nodes=((0, 1),))
 
     def chosen(algorithm, topology, on_cuda=False):
-        return plan_for_codec(CommPlan(algorithm=algorithm), topology, bits=4, on_cuda=on_cuda).algorithm
+        return plan_for_codec(
+            CommPlan(algorithm=algorithm), topology, bits=4, on_cuda=on_cuda
+        ).algorithm
 
-    assert [chosen("auto", each, on_cuda=True) for each in (even, uneven)] == ["two_level", "hierarchical"]
+    assert [chosen("auto", each, on_cuda=True) for each in (even, uneven)] == [
+        "two_level",
+        "hierarchical",
+    ]
     assert [chosen("auto", each, on_cuda=True) for each in (lone, one)] == ["auto", "auto"]
     assert [chosen("flat", each) for each in (lone, one)] == ["flat", "flat"]
     assert [chosen(each, even) for each in ("auto", "hierarchical", "two_level")] == [
@@ -125,5 +154,7 @@ def test_plans_in_which_nodes_add_up_first_are_taken_and_auto_makes_one_on_cuda(
         "hierarchical",
         "two_level",
     ]
-    with pytest.raises(ValueError, match=r"^`algorithm` \(='two_level'\) needs nodes of equal size, and .*'int4'"):
+    with pytest.raises(
+        ValueError, match=r"^`algorithm` \(='two_level'\) needs nodes of equal size, and .*'int4'"
+    ):
         chosen("two_level", uneven)

@@ -48,13 +48,18 @@ DEAD = "does not answer: its process is dead, stopped or unreachable."
     ("rank", "end", "words"),
     [
         (0, fail, "comm: rank 0 gave up: FloatingPointError: of the user"),
-        *[pytest.param(rank, die, f"comm: rank {rank} {DEAD}", marks=pytest.mark.long) for rank in (0, 1)],
+        *[
+            pytest.param(rank, die, f"comm: rank {rank} {DEAD}", marks=pytest.mark.long)
+            for rank in (0, 1)
+        ],
     ],
 )
 def test_a_rank_that_ends_before_its_forward_is_named_by_the_other(two_ranks, rank, end, words):
     with pytest.raises(RankError) as error:
         two_ranks.run(fit_that_ends, rank, end, grace_s=30.0)
-    ((seconds, said),) = re.findall(r"AssertionError: message after (\d+) s: (.*)", str(error.value))
+    ((seconds, said),) = re.findall(
+        r"AssertionError: message after (\d+) s: (.*)", str(error.value)
+    )
     assert said.count(words) == 1
     assert int(seconds) < 20  # soon: the collective itself waits for 45
 

@@ -61,7 +61,10 @@ def test_ctrl_c_without_a_callback_says_where_it_stopped_and_what_to_go_on_from(
     ((end, messages),) = one_rank.run(signalled, 0, signal.SIGINT, str(tmp_path))
     assert end.startswith("SystemExit: 1")
     (said,) = [message for message in messages if message.startswith("The run stopped")]
-    assert f"in epoch 1 after step 9; `fit(..., ckpt_path='{tmp_path}/epoch=0-step=8.ckpt')` goes on" in said
+    assert (
+        f"in epoch 1 after step 9; `fit(..., ckpt_path='{tmp_path}/epoch=0-step=8.ckpt')` goes on"
+        in said
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -110,12 +113,20 @@ def is_alive(pid):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the states of processes in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="reads the states of processes in /proc"
+)
 @pytest.mark.parametrize(
     ("launcher", "callback", "number", "whom", "words"),
     [
         ("lightning", "none", signal.SIGINT, "all", "no checkpoint was written to go on from"),
-        ("lightning", "none", signal.SIGINT, "rank 1", "rank 1 gave up: it was interrupted by Ctrl-C"),
+        (
+            "lightning",
+            "none",
+            signal.SIGINT,
+            "rank 1",
+            "rank 1 gave up: it was interrupted by Ctrl-C",
+        ),
         ("lightning", "stops", signal.SIGINT, "all", "stopped.ckpt"),
         ("torchrun", "stops", signal.SIGINT, "launcher", "stopped.ckpt"),
         ("torchrun", "none", signal.SIGTERM, "rank 1", "rank 1 gave up: it received SIGTERM"),
@@ -125,16 +136,33 @@ def test_every_process_is_gone_within_seconds(tmp_path, launcher, callback, numb
     program, log = tmp_path / "program.py", tmp_path / "log"
     program.write_text(PROGRAM)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(program), str(tmp_path), callback]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [
+        sys.executable,
+        *(torchrun if launcher == "torchrun" else []),
+        str(program),
+        str(tmp_path),
+        callback,
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
     with log.open("w") as out:
         # A shell's background job has SIGINT ignored, and so would the programs that it starts.
-        heeds = {"start_new_session": True, "preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)}
+        heeds = {
+            "start_new_session": True,
+            "preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        }
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, **heeds)
     try:
         files = [tmp_path / "0.pid", tmp_path / "1.pid"]
         deadline = time.monotonic() + 120
-        while not all(file.exists() for file in files) and process.poll() is None and time.monotonic() < deadline:
+        while (
+            not all(file.exists() for file in files)
+            and process.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         ranks = [int(file.read_text()) for file in files]
         for pid in {"all": ranks, "rank 1": ranks[1:], "launcher": [process.pid]}[whom]:

@@ -32,7 +32,9 @@ class Breaks(toy.Toy):
 
 def test_an_error_ends_in_the_users_line_and_the_cure(one_rank):
     (seen,) = fit(one_rank, Breaks, max_epochs=1, raises=True)
-    box, _, cure = seen.error.removeprefix(f"RuntimeError: {FULL}\n").partition("in training_step\n")
+    box, _, cure = seen.error.removeprefix(f"RuntimeError: {FULL}\n").partition(
+        "in training_step\n"
+    )
     assert box.startswith(f"{RULE}\nOn rank 0 (host ")
     assert box.endswith(f", line {Breaks.training_step.__code__.co_firstlineno + 2}, ")
     assert cure.startswith("`/dev/shm` (=")
@@ -43,7 +45,10 @@ def test_an_error_ends_in_the_users_line_and_the_cure(one_rank):
     ("words", "is_full"),
     [
         ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that", True),
-        ("unable to open shared memory object </torch_7_1_0> in read-write mode: Too many open files (24)", False),
+        (
+            "unable to open shared memory object </torch_7_1_0> in read-write mode: Too many open files (24)",
+            False,
+        ),
         ("[Errno 28] No space left on device: 'last.ckpt'", False),
     ],
 )
@@ -67,7 +72,10 @@ ValueError: label 7 is out of range
 
 def test_the_error_of_a_forked_rank_is_its_own_and_not_the_parents():
     found = summary_of(ProcessRaisedException(CHILD, 1, 7))
-    assert found == 'ValueError: label 7 is out of range\n  File "/home/me/train.py", line 8, in training_step'
+    assert (
+        found
+        == 'ValueError: label 7 is out of range\n  File "/home/me/train.py", line 8, in training_step'
+    )
 
 
 def test_lightning_kills_the_other_ranks_only_after_they_had_time_to_report(monkeypatch):
@@ -85,25 +93,39 @@ def test_lightning_kills_the_other_ranks_only_after_they_had_time_to_report(monk
 
 
 EACH = pytest.mark.parametrize(
-    ("kind", "name"), [(Trainer, "hybrid_allreduce"), (Trainer, "hybrid_pipeline"), (Fabric, "hybrid_allreduce")]
+    ("kind", "name"),
+    [(Trainer, "hybrid_allreduce"), (Trainer, "hybrid_pipeline"), (Fabric, "hybrid_allreduce")],
 )
 
 
 @EACH
 @pytest.mark.parametrize("device", ["mps", "xla", "hpu", "xpu"])
-def test_devices_that_are_neither_cpus_nor_of_cuda_are_refused_before_any_work(monkeypatch, kind, name, device):
+def test_devices_that_are_neither_cpus_nor_of_cuda_are_refused_before_any_work(
+    monkeypatch, kind, name, device
+):
     """An accelerator stands in that has two devices of that kind."""
     for one in (PytorchAccelerator, FabricAccelerator):
-        monkeypatch.setattr(one, "get_parallel_devices", lambda _: [torch.device(device, index) for index in (0, 1)])
-    with pytest.raises(MisconfigurationException, match=f"one of '{device}' devices. must be cpu or cuda"):
+        monkeypatch.setattr(
+            one, "get_parallel_devices", lambda _: [torch.device(device, index) for index in (0, 1)]
+        )
+    with pytest.raises(
+        MisconfigurationException, match=f"one of '{device}' devices. must be cpu or cuda"
+    ):
         kind(strategy=name, devices=2, accelerator="cpu")
 
 
 @EACH
-def test_a_notebook_is_told_our_name_for_notebooks_and_a_fork_is_not_refused(monkeypatch, kind, name):
+def test_a_notebook_is_told_our_name_for_notebooks_and_a_fork_is_not_refused(
+    monkeypatch, kind, name
+):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(MisconfigurationException, match=f"Write strategy='{name}_notebook'"):
         kind(strategy=name, devices=2, accelerator="cpu")
-    assert kind(strategy=f"{name}_notebook", devices=2, accelerator="cpu").strategy._start_method == "fork"
+    assert (
+        kind(strategy=f"{name}_notebook", devices=2, accelerator="cpu").strategy._start_method
+        == "fork"
+    )
     strategy = HybridAllReduceStrategy(start_method="fork")
-    assert Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False).strategy is strategy
+    assert (
+        Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False).strategy is strategy
+    )

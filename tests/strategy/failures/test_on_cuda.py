@@ -17,7 +17,12 @@ from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.contrastive import InfoNCE
 from lightning_hybrid.pipeline import rank_layout
 from lightning_hybrid.strategy.comm_setup import CommSetup
-from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING, HIGH_PRIORITY, LAUNCH_ORDER
+from lightning_hybrid.strategy.failures import (
+    CLEAN_UP_ONLY,
+    ERROR_HANDLING,
+    HIGH_PRIORITY,
+    LAUNCH_ORDER,
+)
 from lightning_hybrid.strategy.local_steps import extension as local_steps
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
@@ -31,16 +36,25 @@ def strategy_on(device_type):
 @pytest.mark.parametrize(
     ("name", "device_type", "of_the_user", "expected"),
     [
-        (ERROR_HANDLING, "cuda", None, CLEAN_UP_ONLY),  # torch's watchdog aborts, and does not end the process
+        (
+            ERROR_HANDLING,
+            "cuda",
+            None,
+            CLEAN_UP_ONLY,
+        ),  # torch's watchdog aborts, and does not end the process
         (ERROR_HANDLING, "cuda", "1", "1"),
         (LAUNCH_ORDER, "cuda", None, None),  # by default there is one communicator
         (HIGH_PRIORITY, "cuda", None, None),
         (ERROR_HANDLING, "cpu", None, None),
     ],
 )
-def test_what_nccl_reads_is_set_before_any_group_is_made(monkeypatch, name, device_type, of_the_user, expected):
+def test_what_nccl_reads_is_set_before_any_group_is_made(
+    monkeypatch, name, device_type, of_the_user, expected
+):
     seen = []
-    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: seen.append(os.environ.get(name)))
+    monkeypatch.setattr(
+        DDPStrategy, "setup_environment", lambda self: seen.append(os.environ.get(name))
+    )
     monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
     monkeypatch.delenv(name, raising=False)
     if of_the_user is not None:
@@ -131,24 +145,41 @@ def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     seen = []
     monkeypatch.setattr(process_groups, "forget", lambda group: seen.append((group, "forgotten")))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda group: seen.append((group, "destroyed")))
+    monkeypatch.setattr(
+        dist, "destroy_process_group", lambda group: seen.append((group, "destroyed"))
+    )
     comm = CommSetup(StrategyOptions.parse({}, argument_names=()))
     comm.device, comm._work_group = torch.device("cuda"), "work"
-    comm.engine = SimpleNamespace(close=lambda: None, failure="comm: rank 1 died" if has_failed else "")
+    comm.engine = SimpleNamespace(
+        close=lambda: None, failure="comm: rank 1 died" if has_failed else ""
+    )
     comm.close([])
     groups = object.__new__(rank_layout.PipelineGroups)
     groups.pipe, groups.agree, groups.data = groups._made = ["pipe", "agree", "data"]
     groups.destroy(are_aborted=has_failed)
-    assert seen == [("work", ended), ("pipe", ended), ("agree", "destroyed"), ("data", ended)]  # words go over Gloo
+    assert seen == [
+        ("work", ended),
+        ("pipe", ended),
+        ("agree", "destroyed"),
+        ("data", ended),
+    ]  # words go over Gloo
 
 
-@pytest.mark.parametrize(("device_type", "failure"), [("cuda", "comm: rank 1 died"), ("cuda", ""), ("cpu", "comm: x")])
-def test_the_nodes_group_of_local_steps_is_not_waited_for_where_it_was_aborted(monkeypatch, device_type, failure):
+@pytest.mark.parametrize(
+    ("device_type", "failure"), [("cuda", "comm: rank 1 died"), ("cuda", ""), ("cpu", "comm: x")]
+)
+def test_the_nodes_group_of_local_steps_is_not_waited_for_where_it_was_aborted(
+    monkeypatch, device_type, failure
+):
     freed = []
     for name in ("forget", "destroy"):
-        monkeypatch.setattr(process_groups, name, lambda group, name=name: freed.append((name, group)))
+        monkeypatch.setattr(
+            process_groups, name, lambda group, name=name: freed.append((name, group))
+        )
     engine = SimpleNamespace(failure=failure, close=lambda: None)
     extension = object.__new__(local_steps.LocalStepsExtension)
     extension._nodes, extension._ignored = SimpleNamespace(node_engine=engine, group="nodes"), None
-    extension.end(SimpleNamespace(engine=SimpleNamespace(failure=""), device=torch.device(device_type)), None)
+    extension.end(
+        SimpleNamespace(engine=SimpleNamespace(failure=""), device=torch.device(device_type)), None
+    )
     assert freed == [("forget" if device_type == "cuda" and failure else "destroy", "nodes")]

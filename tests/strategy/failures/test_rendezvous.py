@@ -42,7 +42,13 @@ def listening(port=None):
 
 
 def meeting(port, *, rank, world_size, timeout_s=LONG_S, address="127.0.0.1"):
-    return meet(address=address, port=port, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+    return meet(
+        address=address,
+        port=port,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
 
 
 def meets(port, num_missing, numbers, timeout_s):
@@ -50,7 +56,9 @@ def meets(port, num_missing, numbers, timeout_s):
     own = dist.get_rank()
     begun_s = time.monotonic()
     try:
-        store = meeting(port, rank=numbers[own], world_size=len(set(numbers)) + num_missing, timeout_s=timeout_s)
+        store = meeting(
+            port, rank=numbers[own], world_size=len(set(numbers)) + num_missing, timeout_s=timeout_s
+        )
     except RendezvousError as error:
         return str(error), time.monotonic() - begun_s, set()
     store.set(f"from {own}", str(own))
@@ -70,7 +78,9 @@ def test_who_did_not_come_is_named_on_every_rank_that_did(two_ranks):
     port = free_port()
     results = two_ranks.run(meets, port, 2, [0, 1], SHORT_S)
     for words, seconds, _ in results:
-        assert words.startswith(f"`WORLD_SIZE` (=4) ranks must meet at 127.0.0.1:{port}, and within 1 s ranks 2, 3 did")
+        assert words.startswith(
+            f"`WORLD_SIZE` (=4) ranks must meet at 127.0.0.1:{port}, and within 1 s ranks 2, 3 did"
+        )
         assert 0.9 * SHORT_S <= seconds < SHORT_S + rendezvous.GRACE_S
 
 
@@ -78,7 +88,10 @@ def test_a_rank_zero_that_never_comes_is_named_by_the_others(two_ranks):
     results = two_ranks.run(meets, free_port(), 1, [1, 2], SHORT_S)
     for place, (words, _, _) in enumerate(results):
         assert words.startswith("`MASTER_ADDR` and `MASTER_PORT` (=127.0.0.1:")
-        assert f"rank {place + 1} on host {socket.gethostname()} had no answer there within 1 s" in words
+        assert (
+            f"rank {place + 1} on host {socket.gethostname()} had no answer there within 1 s"
+            in words
+        )
 
 
 def test_the_second_process_of_a_rank_is_sent_away_and_the_others_meet(three_ranks):
@@ -105,13 +118,17 @@ def test_a_port_that_is_taken_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(RendezvousError, match=rf"`MASTER_PORT` \(={port}\) must be a port that rank 0 may open"):
+        with pytest.raises(
+            RendezvousError, match=rf"`MASTER_PORT` \(={port}\) must be a port that rank 0 may open"
+        ):
             meeting(port, rank=0, world_size=1)
 
 
 def test_an_address_that_is_not_this_hosts_is_warned_of():
     """192.0.2.1 is for documentation (RFC 5737): such as the outer address of a host behind a translator."""
-    with pytest.warns(UserWarning, match=r"MASTER_ADDR \(=192\.0\.2\.1\) is no address of this host's own"):
+    with pytest.warns(
+        UserWarning, match=r"MASTER_ADDR \(=192\.0\.2\.1\) is no address of this host's own"
+    ):
         assert rendezvous._listen("192.0.2.1", free_port()) is None
 
 
@@ -125,8 +142,15 @@ def fit_from_the_start():
     port = [free_port()]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
-    variables = {"MASTER_PORT": port[0], "NODE_RANK": 0, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    variables = {
+        "MASTER_PORT": port[0],
+        "NODE_RANK": 0,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+    }
+    os.environ.update(
+        {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    )
     seen = fit(None, max_epochs=1, devices=world_size, callbacks=[at(on_train_start=listens)])
     dist.destroy_process_group()
     return *seen.looks["on_train_start"][0], seen.global_step

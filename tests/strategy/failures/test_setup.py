@@ -58,20 +58,29 @@ def explained_on_rank_zero(where, folder):
             "in a hook",
             "comm: rank 1 does not come to the collective in which others wait; now in no collective, in `wait` (",
         ),
-        ("in the collective", "comm: every rank answers, so the network between them is the cause (rank 0: in a coll"),
+        (
+            "in the collective",
+            "comm: every rank answers, so the network between them is the cause (rank 0: in a coll",
+        ),
     ],
 )
 def test_who_is_the_cause_of_a_collective_that_failed_is_told(two_ranks, tmp_path, where, words):
     message, _ = two_ranks.run(explained_on_rank_zero, where, str(tmp_path))
     # Of a rank that gave up, either may come first: the collected status, or its own report.
-    either = (words, "comm: rank 1 does not come to the collective") if where == "gave up" else (words,)
+    either = (
+        (words, "comm: rank 1 does not come to the collective") if where == "gave up" else (words,)
+    )
     assert message.startswith(either)
     assert message.endswith(f"Seen here as RuntimeError: {GLOO}")
 
 
 def fit_that_one_rank_dies_before(rank):
-    callbacks = [at(setup=lambda trainer, *_, stage: os._exit(7) if trainer.global_rank == rank else None)]
-    message = toy.error_of(toy.trainer(max_epochs=1, callbacks=callbacks).fit, toy.Toy(), toy.loader())
+    callbacks = [
+        at(setup=lambda trainer, *_, stage: os._exit(7) if trainer.global_rank == rank else None)
+    ]
+    message = toy.error_of(
+        toy.trainer(max_epochs=1, callbacks=callbacks).fit, toy.Toy(), toy.loader()
+    )
     raise AssertionError(f"message: {message}")
 
 
@@ -80,13 +89,17 @@ def fit_that_one_rank_dies_before(rank):
 def test_a_rank_that_dies_before_the_engine_is_made_is_named_by_the_other(two_ranks, rank):
     with pytest.raises(RankError) as error:
         two_ranks.run(fit_that_one_rank_dies_before, rank, grace_s=30.0)
-    assert str(error.value).count(f"message: RuntimeError: comm: rank {rank} does not answer: ") == 1
+    assert (
+        str(error.value).count(f"message: RuntimeError: comm: rank {rank} does not answer: ") == 1
+    )
     assert f"ank {rank} is on host " in str(error.value)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
-def test_ranks_that_begin_with_other_weights_train_rank_zeros_masters_included(two_ranks, precision):
+def test_ranks_that_begin_with_other_weights_train_rank_zeros_masters_included(
+    two_ranks, precision
+):
     """In half precision the masters' lower digits are more than what DDP sends."""
     one, other = fit(two_ranks, unseeded, precision=precision)
     assert same(one.parameters, other.parameters)
@@ -109,4 +122,7 @@ def test_an_error_of_the_users_says_on_which_rank_and_host_it_was(two_ranks):
     assert not line.strip("-")
     assert re.fullmatch(r"On rank 1 \(host .+\): FloatingPointError: of the user", first)
     assert re.fullmatch(r'  File ".+test_setup.py", line \d+, in validation_step', place)
-    assert not here.error or f"comm: rank 1 gave up: FloatingPointError: of the user ({place.strip()})." in here.error
+    assert (
+        not here.error
+        or f"comm: rank 1 gave up: FloatingPointError: of the user ({place.strip()})." in here.error
+    )

@@ -48,10 +48,16 @@ class SignalOnRankOne(toy.Toy):
 
 def local_steps_with_nan():
     """Nodes of one rank each: one skips its steps, and the other none."""
-    options = {"ranks_per_node": 1, "between_nodes": LocalSteps(every=4), "callbacks": [NumericsMonitor()]}
+    options = {
+        "ranks_per_node": 1,
+        "between_nodes": LocalSteps(every=4),
+        "callbacks": [NumericsMonitor()],
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numerics, "PROBE_AFTER", 2)
-        return fit(None, Spoiled(steps=range(99), rank=1), precision="16-true", max_epochs=3, **options).global_step
+        return fit(
+            None, Spoiled(steps=range(99), rank=1), precision="16-true", max_epochs=3, **options
+        ).global_step
 
 
 def test_a_node_that_skips_steps_of_its_own_asks_no_other(two_ranks):
@@ -76,7 +82,8 @@ def test_the_loss_of_a_step_is_that_of_the_ranks_that_return_one(two_ranks):
     callbacks = [TrainingMetrics(skip_steps=0), at(on_train_end=logged)]
     scene = {"max_epochs": 1, "log_every_n_steps": 1, "callbacks": callbacks}
     (one,), (other,) = (
-        seen.looks["on_train_end"] for seen in fit(two_ranks, StepsOfItsOwn, timeout_s=LIMIT_S, **scene)
+        seen.looks["on_train_end"]
+        for seen in fit(two_ranks, StepsOfItsOwn, timeout_s=LIMIT_S, **scene)
     )
     assert "train/loss" in one
     assert one == other

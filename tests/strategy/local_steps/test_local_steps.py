@@ -42,12 +42,17 @@ def validated(trainer, module, *args):
 
 
 def values_of(module):
-    return torch.cat([value.detach().float().reshape(-1) for _, value in sorted(module.state_dict().items())])
+    return torch.cat(
+        [value.detach().float().reshape(-1) for _, value in sorted(module.state_dict().items())]
+    )
 
 
 def trained_of(module):
     names = {name for name, _ in module.named_parameters()}
-    kinds = [torch.full((value.numel(),), name in names) for name, value in sorted(module.state_dict().items())]
+    kinds = [
+        torch.full((value.numel(),), name in names)
+        for name, value in sorted(module.state_dict().items())
+    ]
     return torch.cat(kinds)
 
 
@@ -74,7 +79,13 @@ def tensors_of_node(node):
         return torch.randint(-(2**13), 2**13 + 1, shape, generator=generator) / 2**10
 
     channels_last = draw(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    others = [draw(3).double(), draw(4).round().bfloat16(), draw(6, 4)[:, ::2], draw(2, 2) * 1j, draw(0)]
+    others = [
+        draw(3).double(),
+        draw(4).round().bfloat16(),
+        draw(6, 4)[:, ::2],
+        draw(2, 2) * 1j,
+        draw(0),
+    ]
     return [draw(5, 7), *others, channels_last]
 
 
@@ -96,7 +107,9 @@ def averaged(algorithm, across=None, chunk_numel=16, is_narrow=False):
 
 @pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
 def test_an_average_counts_each_node_once_whatever_carries_it(four_ranks, algorithm):
-    expected = [(one + other) / 2 for one, other in zip(tensors_of_node(0), tensors_of_node(1), strict=True)]
+    expected = [
+        (one + other) / 2 for one, other in zip(tensors_of_node(0), tensors_of_node(1), strict=True)
+    ]
     for found in four_ranks.run(averaged, algorithm):
         assert all(map(torch.equal, found, expected))
 
@@ -104,7 +117,9 @@ def test_an_average_counts_each_node_once_whatever_carries_it(four_ranks, algori
 @pytest.mark.parametrize("across", [Codec(bits=8), Codec(bits=4), torch.bfloat16], ids=str)
 def test_an_average_travels_narrower_only_where_it_is_asked_for(four_ranks, across):
     """14 bits are more than bfloat16 has, and codes of 8 / 127 and 8 / 7."""
-    expected = [(one + other) / 2 for one, other in zip(tensors_of_node(0), tensors_of_node(1), strict=True)]
+    expected = [
+        (one + other) / 2 for one, other in zip(tensors_of_node(0), tensors_of_node(1), strict=True)
+    ]
     for found in four_ranks.run(averaged, "two_level", across, 1024):
         assert all(map(torch.equal, found, expected))
     narrow = four_ranks.run(averaged, "two_level", across, 1024, True)
@@ -117,7 +132,9 @@ def test_an_average_travels_narrower_only_where_it_is_asked_for(four_ranks, acro
 def test_a_codec_rounds_what_weights_have_moved_and_momentum(two_ranks):
     """Weights that have not moved stay to the bit, where rounding the weights themselves would change them."""
     scene = {"module": {"lr": 0.0}, "max_epochs": 1}
-    (exact, _), (first, second) = (local(two_ranks, 2, {"dtype": name}, **scene) for name in (None, "int8"))
+    (exact, _), (first, second) = (
+        local(two_ranks, 2, {"dtype": name}, **scene) for name in (None, "int8")
+    )
     began = dict(Toy().named_parameters())
     assert all(torch.equal(value, began[name]) for name, value in first.parameters.items())
     apart = [
@@ -131,8 +148,16 @@ def test_a_codec_rounds_what_weights_have_moved_and_momentum(two_ranks):
 def fit_and_reference(every):
     seen = local(None, every)
     module, expected = Toy(), []
-    optimizer, schedule = (found := module.configure_optimizers())["optimizer"], found["lr_scheduler"]["scheduler"]
-    statistics = [one for layer in module.modules() if isinstance(layer, _BatchNorm) for one in layer.buffers()]
+    optimizer, schedule = (
+        (found := module.configure_optimizers())["optimizer"],
+        found["lr_scheduler"]["scheduler"],
+    )
+    statistics = [
+        one
+        for layer in module.modules()
+        if isinstance(layer, _BatchNorm)
+        for one in layer.buffers()
+    ]
     for step, (_, _, batch) in enumerate(seen.looks["on_train_batch_end"]):
         optimizer.zero_grad()
         module.loss(batch).backward()
@@ -148,10 +173,14 @@ def fit_and_reference(every):
                 dist.all_reduce(state["momentum_buffer"])
                 state["momentum_buffer"] /= 2
         expected.append(values_of(module))
-    return [torch.equal(one, other) for one, other in zip(values(seen), expected, strict=True)], values(seen)[3]
+    return [
+        torch.equal(one, other) for one, other in zip(values(seen), expected, strict=True)
+    ], values(seen)[3]
 
 
-def test_a_node_of_one_rank_trains_as_one_process_and_the_mean_is_taken_every_so_many_steps(two_ranks):
+def test_a_node_of_one_rank_trains_as_one_process_and_the_mean_is_taken_every_so_many_steps(
+    two_ranks,
+):
     """Bit for bit, against a loop in plain torch: eight steps, means after steps 3 and 6; after step 4 nodes differ."""
     (first, one), (second, other) = two_ranks.run(fit_and_reference, 3)
     assert first == second == [True] * 8
@@ -160,21 +189,34 @@ def test_a_node_of_one_rank_trains_as_one_process_and_the_mean_is_taken_every_so
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("precision", "across"), [("16-true", "int4"), ("bf16-true", None)])
-def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(four_ranks, precision, across):
+def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(
+    four_ranks, precision, across
+):
     scene = {"precision": precision, "module": {"optimizer": "Adam"}, "ranks_per_node": 2}
-    ranks = local(four_ranks, 3, {"dtype": across}, callbacks=[ReplicaCheck(every_n_steps=1)], **scene)
+    ranks = local(
+        four_ranks, 3, {"dtype": across}, callbacks=[ReplicaCheck(every_n_steps=1)], **scene
+    )
     trained = trained_of(toy.Toy())
     for step in range(4):
         zero, one, two, three = of_ranks = [values(seen)[step] for seen in ranks]
-        assert torch.equal(zero[trained], one[trained])  # statistics follow in the next forward, as ddp's
+        assert torch.equal(
+            zero[trained], one[trained]
+        )  # statistics follow in the next forward, as ddp's
         assert torch.equal(two[trained], three[trained])
         assert [torch.equal(zero, other) for other in of_ranks[1:]] == [step == 2] * 3
-    assert all(same(final(ranks[0]), final(seen)) for seen in ranks)  # with optimizer state, at the end
+    assert all(
+        same(final(ranks[0]), final(seen)) for seen in ranks
+    )  # with optimizer state, at the end
 
 
 def test_a_layerwise_optimizer_with_accumulation_agrees_after_a_mean(four_ranks):
     """Steps of two batches each: a period is two steps, whatever the batches."""
-    scene = {"module": {"optimizer": "LARS"}, "precision": "16-true", "max_epochs": 2, "accumulate_grad_batches": 2}
+    scene = {
+        "module": {"optimizer": "LARS"},
+        "precision": "16-true",
+        "max_epochs": 2,
+        "accumulate_grad_batches": 2,
+    }
     ranks = local(four_ranks, 2, ranks_per_node=2, **scene)
     for seen in ranks:
         assert same(final(seen), final(ranks[0]))
@@ -186,7 +228,9 @@ def test_steps_before_the_local_ones_are_those_of_a_synchronous_run_bit_for_bit(
     scene = {"ranks_per_node": 2, "precision": "16-true"}
     whole, ranks = local(four_ranks, 1, **scene), local(four_ranks, 2, {"from_step": 2}, **scene)
     for pair in zip(whole, ranks, strict=True):
-        assert [torch.equal(*each) for each in zip(*map(values, pair), strict=True)] == [True] * 2 + [False] * 2
+        assert [torch.equal(*each) for each in zip(*map(values, pair), strict=True)] == [
+            True
+        ] * 2 + [False] * 2
 
 
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -201,14 +245,21 @@ def test_the_outer_step_goes_on_along_what_past_periods_have_moved(two_ranks):
     way, expected = far[3] - start, 2 * (mean[3] - start)
     torch.testing.assert_close(way[trained], expected[trained], rtol=1e-3, atol=1e-6)  # roundings
     assert torch.equal(far[3][~trained], mean[3][~trained])  # running statistics take no outer step
-    torch.testing.assert_close((moved[3] - start)[trained], 1.5 * way[trained], rtol=1e-3, atol=1e-6)  # d + m / 2
+    torch.testing.assert_close(
+        (moved[3] - start)[trained], 1.5 * way[trained], rtol=1e-3, atol=1e-6
+    )  # d + m / 2
     assert not torch.equal(moved[7], far[7])
 
 
 def test_the_mean_is_validated_and_so_is_a_moving_average_of_it(four_ranks):
     """After two steps, with a period of 100: what each rank validates are the same bits, those of the EMA."""
     callbacks = [at(on_validation_batch_start=validated), partial(MasterWeightAveraging, decay=0.5)]
-    scene = {"val": partial(toy.loader, 16), "limit_val_batches": 1, "ranks_per_node": 2, "callbacks": callbacks}
+    scene = {
+        "val": partial(toy.loader, 16),
+        "limit_val_batches": 1,
+        "ranks_per_node": 2,
+        "callbacks": callbacks,
+    }
     ranks = local(four_ranks, 100, **scene)
     for seen in ranks:
         found = seen.looks["on_validation_batch_start"]
@@ -221,22 +272,33 @@ def test_the_mean_is_validated_and_so_is_a_moving_average_of_it(four_ranks):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("precision", "optimizer", "options"),
-    [("16-true", "Adam", OUTER), ("bf16-true", "SGD", {}), ("32-true", "Adam", {"dtype": "int4"} | OUTER)],
+    [
+        ("16-true", "Adam", OUTER),
+        ("bf16-true", "SGD", {}),
+        ("32-true", "Adam", {"dtype": "int4"} | OUTER),
+    ],
 )
 def test_a_run_resumed_within_a_period_has_the_bits_of_one_that_saved_there_too(
     two_ranks, tmp_path, precision, optimizer, options
 ):
     """Saved after step 4, one step into the second period of three."""
-    path, scene = tmp_path / "four.ckpt", {"precision": precision, "module": {"optimizer": optimizer}, "max_epochs": 3}
+    path, scene = (
+        tmp_path / "four.ckpt",
+        {"precision": precision, "module": {"optimizer": optimizer}, "max_epochs": 3},
+    )
     saving = local(two_ranks, 3, options, callbacks=[Saves(path, epoch=0)], **scene)
-    resumed, without = (local(two_ranks, 3, options, ckpt_path=each, **scene) for each in (path, None))
+    resumed, without = (
+        local(two_ranks, 3, options, ckpt_path=each, **scene) for each in (path, None)
+    )
     for one, again, other in zip(saving, resumed, without, strict=True):
         assert same(final(one), final(again))
         assert same(final(one), final(saving[0]))
         assert not same(final(one), final(other))  # a save ends a period
 
 
-def test_a_file_of_two_nodes_loads_under_ddp_and_on_another_number_of_nodes(two_ranks, four_ranks, tmp_path):
+def test_a_file_of_two_nodes_loads_under_ddp_and_on_another_number_of_nodes(
+    two_ranks, four_ranks, tmp_path
+):
     """Files hold what all nodes agree on, so nothing in them depends on nodes."""
     path = tmp_path / "last.ckpt"
     saved = local(four_ranks, 5, ranks_per_node=2, precision="16-true", save_to=path)[0]

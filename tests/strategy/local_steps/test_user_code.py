@@ -49,10 +49,18 @@ def weights_now(trainer, module, *_):
 
 
 @pytest.mark.parametrize(("kind", "across"), [(torch.optim.AdamW, "int4"), (LAMB, None)])
-def test_an_element_that_one_node_alone_has_seen_moves_no_faster_on_the_others(two_ranks, kind, across):
+def test_an_element_that_one_node_alone_has_seen_moves_no_faster_on_the_others(
+    two_ranks, kind, across
+):
     """A first moment that is averaged where the second is zero made steps of 1e8 times the rate."""
     callbacks = [at(on_train_batch_start=weights_now, on_train_batch_end=weights_now)]
-    for seen in fit(two_ranks, partial(Rows, kind), {"every": 4, "dtype": across}, max_epochs=1, callbacks=callbacks):
+    for seen in fit(
+        two_ranks,
+        partial(Rows, kind),
+        {"every": 4, "dtype": across},
+        max_epochs=1,
+        callbacks=callbacks,
+    ):
         pairs = zip(*seen.looks.values(), strict=True)
         assert 0 < max(float((after - before).abs().max()) for before, after in pairs) < 2e-2
 
@@ -82,7 +90,9 @@ class LeavesOut(toy.Toy):
 
 def test_a_step_that_one_node_leaves_out_ends_the_period_with_the_next_batch(two_ranks):
     callbacks = [at(on_train_batch_start=weights_now)]
-    one, other = fit(two_ranks, partial(LeavesOut, lr=0.05), {"every": 2}, max_steps=5, callbacks=callbacks)
+    one, other = fit(
+        two_ranks, partial(LeavesOut, lr=0.05), {"every": 2}, max_steps=5, callbacks=callbacks
+    )
     assert same(one.weights, other.weights)
     seen, others = (each.looks["on_train_batch_start"] for each in (one, other))
     assert len(seen) == 5
@@ -136,7 +146,10 @@ class Teacher(toy.Toy):
 
     def __init__(self):
         super().__init__(lr=0.05)
-        self.teacher, self.fixed = nn.Linear(3, 3).requires_grad_(False), nn.Linear(2, 2).requires_grad_(False)
+        self.teacher, self.fixed = (
+            nn.Linear(3, 3).requires_grad_(False),
+            nn.Linear(2, 2).requires_grad_(False),
+        )
         self.register_buffer("centre", torch.zeros(3))
 
     @torch.no_grad()
@@ -150,11 +163,18 @@ def centre(trainer, module, *_):
     return module.centre[0].item()
 
 
-def test_frozen_weights_that_user_code_writes_are_averaged_and_other_buffers_are_those_of_rank_zero(two_ranks):
+def test_frozen_weights_that_user_code_writes_are_averaged_and_other_buffers_are_those_of_rank_zero(
+    two_ranks,
+):
     """After steps 2 and 4, and at the end."""
-    one, other = fit(two_ranks, Teacher, {"every": 2}, max_steps=5, callbacks=[at(on_train_batch_start=centre)])
+    one, other = fit(
+        two_ranks, Teacher, {"every": 2}, max_steps=5, callbacks=[at(on_train_batch_start=centre)]
+    )
     assert torch.equal(one.weights["teacher.weight"], other.weights["teacher.weight"])
-    assert [seen.looks["on_train_batch_start"] for seen in (one, other)] == [[0, 1, 2, 3, 4], [0, 2, 3, 5, 5]]
+    assert [seen.looks["on_train_batch_start"] for seen in (one, other)] == [
+        [0, 1, 2, 3, 4],
+        [0, 2, 3, 5, 5],
+    ]
     assert one.weights["centre"][0] == other.weights["centre"][0] == 5
 
 
@@ -164,7 +184,9 @@ class NotesBuffers(toy.Toy):
     def __init__(self):
         super().__init__()
         self.means = []
-        self.net[2].register_forward_pre_hook(lambda layer, args: self.means.append(layer.running_mean.clone()))
+        self.net[2].register_forward_pre_hook(
+            lambda layer, args: self.means.append(layer.running_mean.clone())
+        )
 
 
 def noted_means(trainer, module):
@@ -174,7 +196,10 @@ def noted_means(trainer, module):
 def test_the_ranks_of_a_node_begin_each_forward_with_the_same_running_statistics(four_ranks):
     """As DDP broadcasts buffers from rank zero; here from the first rank of each node."""
     scene = {"ranks_per_node": 2, "max_epochs": 1, "callbacks": [at(on_train_end=noted_means)]}
-    means = [seen.looks["on_train_end"][0] for seen in fit(four_ranks, NotesBuffers, {"every": 4}, **scene)]
+    means = [
+        seen.looks["on_train_end"][0]
+        for seen in fit(four_ranks, NotesBuffers, {"every": 4}, **scene)
+    ]
     assert same(means[0], means[1])
     assert same(means[2], means[3])
     assert not same(means[0], means[2])
@@ -201,5 +226,7 @@ def trains_alone_around_a_restore(trainer, module, batch, batch_idx):
 def test_nodes_agree_again_after_a_checkpoint_is_loaded_within_a_fit(two_ranks, tmp_path):
     look = at(on_train_batch_start=trains_alone_around_a_restore)
     scene = {"max_epochs": 1, "callbacks": [look], "limit_train_batches": 4}
-    for seen in fit(two_ranks, partial(Restores, str(tmp_path / "first.ckpt")), {"every": 8}, **scene):
+    for seen in fit(
+        two_ranks, partial(Restores, str(tmp_path / "first.ckpt")), {"every": 8}, **scene
+    ):
         assert seen.looks["on_train_batch_start"] == [(True, False)]

@@ -21,8 +21,14 @@ class Net(nn.Module):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.trunk = nn.Sequential(nn.Linear(NUM_INPUTS, width, bias=False), nn.BatchNorm1d(width), nn.Tanh())
-            self.fc6, self.fc7, self.fc8 = nn.Linear(width, 16), nn.Linear(16, 14), nn.Linear(14, NUM_CLASSES)
+            self.trunk = nn.Sequential(
+                nn.Linear(NUM_INPUTS, width, bias=False), nn.BatchNorm1d(width), nn.Tanh()
+            )
+            self.fc6, self.fc7, self.fc8 = (
+                nn.Linear(width, 16),
+                nn.Linear(16, 14),
+                nn.Linear(14, NUM_CLASSES),
+            )
         self.dropout = nn.Dropout(dropout)
         self.node_slices = (("fc6", "fc7"), ("fc8",)) if is_cut else ()
 
@@ -33,7 +39,9 @@ class Net(nn.Module):
 
 
 class Module(pl.LightningModule):
-    def __init__(self, make_optimizer, is_cut=True, overflows=(), dropout=0.0, penalty=0.0, width=10):
+    def __init__(
+        self, make_optimizer, is_cut=True, overflows=(), dropout=0.0, penalty=0.0, width=10
+    ):
         super().__init__()
         self.net = Net(is_cut, dropout, width)
         self.make_optimizer, self.overflows, self.penalty = make_optimizer, overflows, penalty
@@ -43,7 +51,9 @@ class Module(pl.LightningModule):
         loss = F.cross_entropy(self.net(images).float(), targets)
         self.log("loss", loss, sync_dist=True)
         if self.penalty:
-            loss = loss + self.penalty * sum(one.float().square().sum() for one in self.parameters())
+            loss = loss + self.penalty * sum(
+                one.float().square().sum() for one in self.parameters()
+            )
         if batch_idx in self.overflows and this_rank() == 1:  # in the slice of one rank alone
             loss = loss + (self.net.fc6.weight.float().sum() * float("inf"))
         return loss
@@ -67,7 +77,13 @@ def adamw(module):
 
 
 def lars(module, fused=True, **options):
-    return LARS(param_groups(module, weight_decay=1e-3), lr=1.0, trust_coefficient=0.02, fused=fused, **options)
+    return LARS(
+        param_groups(module, weight_decay=1e-3),
+        lr=1.0,
+        trust_coefficient=0.02,
+        fused=fused,
+        **options,
+    )
 
 
 def lamb(module, fused=True):
@@ -81,7 +97,9 @@ lars_joint = partial(lars, denominator="joint", trust_clip=1.0)
 def images_of(num, rank=None, size=NUM_IMAGES):
     generator = torch.Generator().manual_seed(this_rank() if rank is None else rank)
     images = torch.randn(num * size, NUM_INPUTS, generator=generator)
-    return list(zip(images, torch.randint(NUM_CLASSES, (num * size,), generator=generator), strict=True))
+    return list(
+        zip(images, torch.randint(NUM_CLASSES, (num * size,), generator=generator), strict=True)
+    )
 
 
 def loader(num, size=NUM_IMAGES):
@@ -92,7 +110,10 @@ def fit(ranks, make_optimizer, precision="32-true", is_cut=True, *, num=5, speci
     """What was seen of a fit of one epoch; `special`: of the module."""
     options = {"max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
     options |= {"loss_scale": 1024} if precision == "16-true" else {}
-    options |= {"train": partial(loader, num), "module": partial(Module, make_optimizer, is_cut, **(special or {}))}
+    options |= {
+        "train": partial(loader, num),
+        "module": partial(Module, make_optimizer, is_cut, **(special or {})),
+    }
     return scenes.fit(ranks, **options | {"precision": precision} | scene)
 
 

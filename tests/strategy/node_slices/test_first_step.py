@@ -35,7 +35,9 @@ class SelfAttention(nn.Module):
         queries = self.split(self.query(x))
         keys = self.split(self.key(x))
         values = self.split(self.value(x))
-        attended = F.scaled_dot_product_attention(queries, keys, values, dropout_p=0.1 if self.training else 0.0)
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=0.1 if self.training else 0.0
+        )
         return attended.transpose(1, 2).flatten(2)
 
 
@@ -129,7 +131,9 @@ class Module(pl.LightningModule):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.trunk = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH), nn.Dropout(0.2))
+            self.trunk = nn.Sequential(
+                nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH), nn.Dropout(0.2)
+            )
             self.body = make_body()
         if not isinstance(self.body, TiedByHand):
             self.node_slices = (("body",),)
@@ -154,7 +158,9 @@ class Module(pl.LightningModule):
 def loader():
     generator = torch.Generator().manual_seed(this_rank())
     rows = torch.randn(2 * NUM_SEQUENCES, LENGTH, WIDTH, generator=generator)
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=NUM_SEQUENCES)
+    return torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(rows), batch_size=NUM_SEQUENCES
+    )
 
 
 def counts(trainer, module, *args):
@@ -181,18 +187,26 @@ PRECISIONS = ("32-true", "16-true", "bf16-true")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_an_attention_that_counts_its_heads_by_a_fixed_number_is_refused_by_name(two_ranks, precision):
+def test_an_attention_that_counts_its_heads_by_a_fixed_number_is_refused_by_name(
+    two_ranks, precision
+):
     for seen in fit(two_ranks, by_number_of_heads, precision):
-        assert seen.error.startswith("ValueError: The input of `body.out` (relative difference"), seen.error
+        assert seen.error.startswith("ValueError: The input of `body.out` (relative difference"), (
+            seen.error
+        )
         assert "`body.core`" in seen.error
         assert "head_dim" in seen.error
 
 
 @pytest.mark.parametrize("operation", [softmax, normalized, of_unit_length])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_an_operation_over_all_features_of_a_pair_is_refused_by_name(two_ranks, operation, precision):
+def test_an_operation_over_all_features_of_a_pair_is_refused_by_name(
+    two_ranks, operation, precision
+):
     for seen in fit(two_ranks, partial(Between, operation, starts_at_zero=True), precision):
-        assert seen.error.startswith("ValueError: The input of `body.down` (relative difference"), seen.error
+        assert seen.error.startswith("ValueError: The input of `body.down` (relative difference"), (
+            seen.error
+        )
 
 
 def test_the_first_of_two_pairs_that_differs_is_named(two_ranks):
@@ -200,7 +214,9 @@ def test_the_first_of_two_pairs_that_differs_is_named(two_ranks):
         assert "`body.1.up`" in seen.error, seen.error
 
 
-def test_a_weight_that_code_reads_outside_of_its_layer_is_refused_by_the_name_of_the_module(two_ranks):
+def test_a_weight_that_code_reads_outside_of_its_layer_is_refused_by_the_name_of_the_module(
+    two_ranks,
+):
     for seen in fit(two_ranks, TiedByHand):
         assert seen.error.startswith("ValueError: The output of `body` (of shape"), seen.error
 
@@ -216,7 +232,9 @@ RIGHT = [by_width_of_heads, *(partial(Between, each) for each in (F.relu, droppe
 
 @pytest.mark.parametrize("make_body", RIGHT)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_network_that_can_be_cut_trains_and_the_comparison_counts_no_step(two_ranks, make_body, precision):
+def test_a_network_that_can_be_cut_trains_and_the_comparison_counts_no_step(
+    two_ranks, make_body, precision
+):
     for seen in fit(two_ranks, make_body, precision):
         assert not seen.error
         assert seen.looks["on_train_batch_end"] == [(1, 1), (2, 2)]

@@ -16,7 +16,9 @@ from tests.scenes import Saves, same, this_rank
 from tests.strategy.node_slices.sliced import adamw, sgd
 
 LONG = pytest.mark.long
-OF_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+OF_TRANSFORMERS = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
 # Relative; over 20 steps sums are added in another order. Half precision rounds gradients by 5e-4 each.
 BOUNDS = {"64-true": 1e-10, "32-true": 1e-5, "16-true": 1e-3}
 # As many tokens as do not divide by four ranks, as the 30,522 of BERT.
@@ -31,16 +33,26 @@ class Encoder(nn.Module):
         super().__init__()
         self.word_embeddings = nn.Embedding(NUM_TOKENS, WIDTH, padding_idx=PADDING)
         self.places = nn.Parameter(0.5 * torch.randn(LENGTH, WIDTH))
-        layer = partial(nn.TransformerEncoderLayer, WIDTH, NUM_HEADS, 2 * WIDTH, 0.0, "gelu", norm_first=True)
+        layer = partial(
+            nn.TransformerEncoderLayer, WIDTH, NUM_HEADS, 2 * WIDTH, 0.0, "gelu", norm_first=True
+        )
         self.encoder = nn.Sequential(*(layer(batch_first=batch_first) for _ in range(2)))
-        self.norm, self.decoder, self.batch_first = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_TOKENS), batch_first
+        self.norm, self.decoder, self.batch_first = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, NUM_TOKENS),
+            batch_first,
+        )
         self.decoder.weight = self.word_embeddings.weight
 
     def tensor_plan(self):
         return (("word_embeddings",), ("encoder",), ("decoder",))
 
     def features(self, tokens):
-        x, padding, causal = self.word_embeddings(tokens) + self.places, tokens == PADDING, torch.ones(LENGTH, LENGTH)
+        x, padding, causal = (
+            self.word_embeddings(tokens) + self.places,
+            tokens == PADDING,
+            torch.ones(LENGTH, LENGTH),
+        )
         x = x if self.batch_first else x.transpose(0, 1)
         for layer in self.encoder:
             x = layer(x, src_mask=causal.triu(LENGTH - 2).bool(), src_key_padding_mask=padding)
@@ -58,9 +70,15 @@ class Bert(nn.Module):
         import transformers
 
         options = {"vocab_size": NUM_TOKENS, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
-        options |= {"num_attention_heads": NUM_HEADS, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
+        options |= {
+            "num_attention_heads": NUM_HEADS,
+            "num_hidden_layers": 2,
+            "max_position_embeddings": LENGTH,
+        }
         options |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        self.bert = transformers.BertForMaskedLM(transformers.BertConfig(**options, initializer_range=0.1))
+        self.bert = transformers.BertForMaskedLM(
+            transformers.BertConfig(**options, initializer_range=0.1)
+        )
         self.bert.activation_checkpointing_enable()
 
     @property
@@ -68,7 +86,9 @@ class Bert(nn.Module):
         return self.bert.cls.predictions.decoder
 
     def features(self, tokens):
-        hidden = self.bert.bert(tokens, attention_mask=(tokens != PADDING)[:, None, None]).last_hidden_state
+        hidden = self.bert.bert(
+            tokens, attention_mask=(tokens != PADDING)[:, None, None]
+        ).last_hidden_state
         return self.bert.cls.predictions.transform(hidden)
 
 
@@ -83,7 +103,9 @@ class Module(pl.LightningModule):
 
     def loss(self, batch):
         tokens, targets = batch
-        return token_losses(self.net.decoder, self.net.features(tokens), targets).sum() / (len(tokens) * NUM_MASKED)
+        return token_losses(self.net.decoder, self.net.features(tokens), targets).sum() / (
+            len(tokens) * NUM_MASKED
+        )
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -114,7 +136,9 @@ def loader(num_steps=NUM_STEPS):
     targets[..., :NUM_MASKED] = tokens[..., :NUM_MASKED]
     tokens[..., :NUM_MASKED] = NUM_TOKENS - 1  # in the last rank's slice
     num_ranks = torch.distributed.get_world_size()
-    own = slice(this_rank() * NUM_SEQUENCES // num_ranks, (this_rank() + 1) * NUM_SEQUENCES // num_ranks)
+    own = slice(
+        this_rank() * NUM_SEQUENCES // num_ranks, (this_rank() + 1) * NUM_SEQUENCES // num_ranks
+    )
     pairs = zip(tokens[:, own].flatten(0, 1), targets[:, own].flatten(0, 1), strict=True)
     return torch.utils.data.DataLoader(list(pairs), batch_size=NUM_SEQUENCES // num_ranks)
 
@@ -137,12 +161,21 @@ def mean_losses(seen):
     [
         (sgd, "64-true", 4, {"ranks_per_node": 2}),
         (lars, "16-true", 2, {"make_net": SEQUENCE_FIRST}),
-        pytest.param(lamb, "32-true", 4, {"ranks_per_node": 2, "make_net": Bert}, marks=[LONG, OF_TRANSFORMERS]),
+        pytest.param(
+            lamb,
+            "32-true",
+            4,
+            {"ranks_per_node": 2, "make_net": Bert},
+            marks=[LONG, OF_TRANSFORMERS],
+        ),
         *[
             pytest.param(*values, marks=LONG)
             for values in (
                 (lamb, "32-true", 2, {}),
-                *[(lamb, precision, 4, {"ranks_per_node": 2}) for precision in ("32-true", "16-true")],
+                *[
+                    (lamb, precision, 4, {"ranks_per_node": 2})
+                    for precision in ("32-true", "16-true")
+                ],
                 (lamb, "64-true", 4, {}),
                 (sgd, "32-true", 4, {}),
                 (partial(lamb, fused=False), "32-true", 2, {}),
@@ -155,7 +188,9 @@ def mean_losses(seen):
 def test_twenty_losses_are_those_of_the_whole_network_on_one_rank(
     one_rank, rank_pool, optimizer, precision, num_ranks, scene
 ):
-    scene = {"precision": precision} | scene | ({"loss_scale": 1024} if precision == "16-true" else {})
+    scene = (
+        {"precision": precision} | scene | ({"loss_scale": 1024} if precision == "16-true" else {})
+    )
     runs = (
         fit(one_rank, optimizer, False, **scene | {"ranks_per_node": None}),
         fit(rank_pool.ranks(num_ranks), optimizer, **scene),
@@ -167,7 +202,10 @@ def test_twenty_losses_are_those_of_the_whole_network_on_one_rank(
 
 @pytest.mark.parametrize(
     ("make_net", "optimizer", "precision"),
-    [(Encoder, lamb, "16-true"), pytest.param(Bert, lamb, "32-true", marks=[LONG, OF_TRANSFORMERS])],
+    [
+        (Encoder, lamb, "16-true"),
+        pytest.param(Bert, lamb, "32-true", marks=[LONG, OF_TRANSFORMERS]),
+    ],
 )
 def test_a_checkpoint_goes_on_whole_and_cut_over_other_numbers_of_ranks(
     two_ranks, four_ranks, tmp_path, make_net, optimizer, precision
@@ -181,11 +219,16 @@ def test_a_checkpoint_goes_on_whole_and_cut_over_other_numbers_of_ranks(
     }
     found = [torch.load(path, weights_only=True) for path in paths.values()]
     shapes = [
-        tree_map_only(torch.Tensor, torch.Tensor.size, (one["state_dict"], one["optimizer_states"])) for one in found
+        tree_map_only(torch.Tensor, torch.Tensor.size, (one["state_dict"], one["optimizer_states"]))
+        for one in found
     ]
     assert shapes[0] == shapes[1]
     again = fit(two_ranks, optimizer, ckpt_path=paths[True], **scene)
-    assert same([again[0].weights, again[0].states], [straight[True][0].weights, straight[True][0].states])
+    assert same(
+        [again[0].weights, again[0].states], [straight[True][0].weights, straight[True][0].states]
+    )
     for ranks, is_cut in ((two_ranks, False), (four_ranks, True)):
         seen = fit(ranks, optimizer, is_cut, ckpt_path=paths[not is_cut], **scene)
-        assert mean_losses(seen)[-6:] == pytest.approx(mean_losses(straight[False])[-6:], rel=BOUNDS[precision])
+        assert mean_losses(seen)[-6:] == pytest.approx(
+            mean_losses(straight[False])[-6:], rel=BOUNDS[precision]
+        )

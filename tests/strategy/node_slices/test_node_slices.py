@@ -46,7 +46,9 @@ PENALISES = TWO | {"special": {"penalty": 0.1}}
 # Layers of several blocks, of which ranks have parts where they are not cut, and none of slices.
 SHARES = TWO | {"shard_update": "node", "special": {"width": 6000, "overflows": (1, 2)}}
 SHARES_WORLD = SHARES | {"shard_update": "world"}
-SCALES = OVERFLOWS | {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 1024.0))]}
+SCALES = OVERFLOWS | {
+    "plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 1024.0))]
+}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,10 @@ SCALES = OVERFLOWS | {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.Gr
         *[
             pytest.param(*values, marks=LONG)
             for values in (
-                *[(one, "32-true", 2, TWO) for one in (adamw, sliced.lars_joint, sliced.lamb_lists)],
+                *[
+                    (one, "32-true", 2, TWO)
+                    for one in (adamw, sliced.lars_joint, sliced.lamb_lists)
+                ],
                 (lars, "bf16-true", 4, {"ranks_per_node": 4}),
                 (sliced.lars_lists, "16-true", 4, OVERFLOWS),
                 (sgd, "32-true", 2, CLIPS_VALUES),
@@ -84,10 +89,16 @@ SCALES = OVERFLOWS | {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.Gr
         ],
     ],
 )
-def test_steps_are_those_of_whole_layers_but_for_rounding(rank_pool, optimizer, precision, num_ranks, scene):
+def test_steps_are_those_of_whole_layers_but_for_rounding(
+    rank_pool, optimizer, precision, num_ranks, scene
+):
     for whole, cut in whole_and_cut(rank_pool.ranks(num_ranks), optimizer, precision, **scene):
         if precision == "32-true":
-            shown = ("weights", "metrics") if "shard_update" in scene else ("weights", "metrics", "states")  # parts
+            shown = (
+                ("weights", "metrics")
+                if "shard_update" in scene
+                else ("weights", "metrics", "states")
+            )  # parts
             found = [difference(getattr(cut, of), getattr(whole, of)) for of in shown]
         else:  # what began at zero is mostly rounding, and small beside the others, whose norms are 0.2 to 4
             found = [difference(cut.weights, whole.weights, least=1.0)]
@@ -117,7 +128,9 @@ def compiled(is_cut):
 
 @pytest.mark.long
 def test_a_compiled_network_trains_as_one_that_is_not(two_ranks):
-    for whole, cut in zip(fit(two_ranks, sgd), fit(two_ranks, sgd, module=partial(compiled, True)), strict=True):
+    for whole, cut in zip(
+        fit(two_ranks, sgd), fit(two_ranks, sgd, module=partial(compiled, True)), strict=True
+    ):
         assert difference(cut.weights, whole.weights) < BOUNDS["32-true"]
 
 
@@ -129,7 +142,10 @@ def test_a_compiled_network_trains_as_one_that_is_not(two_ranks):
     [
         (lars, "16-true", 2, {}),
         pytest.param(sgd, "32-true", 2, {}, marks=LONG),
-        *[pytest.param(sliced.lamb, "16-true", 4, {"shard_update": on} | TWO, marks=LONG) for on in ("node", "world")],
+        *[
+            pytest.param(sliced.lamb, "16-true", 4, {"shard_update": on} | TWO, marks=LONG)
+            for on in ("node", "world")
+        ],
     ],
 )
 def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(
@@ -139,14 +155,18 @@ def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(
     special = {"width": 6000} if shares else {}
     settings = {"num": 3, "max_epochs": 2, "special": special, **shares}
     straight = fit(ranks, optimizer, precision, callbacks=[Saves(path, epoch=0)], **settings)
-    resumed, whole = (fit(ranks, optimizer, precision, is_cut, ckpt_path=path, **settings) for is_cut in (True, False))
+    resumed, whole = (
+        fit(ranks, optimizer, precision, is_cut, ckpt_path=path, **settings)
+        for is_cut in (True, False)
+    )
     for one, again, other in zip(straight, resumed, whole, strict=True):
         assert same([again.weights, again.states], [one.weights, one.states])
         assert difference(other.weights, one.weights, least=1.0) < BOUNDS[precision]
         assert shares or difference(other.states, one.states, least=1.0) < 4 * BOUNDS[precision]
     saved, module = torch.load(path, weights_only=True), Module(optimizer, **special)
     shapes = [
-        {name: value.shape for name, value in each.items()} for each in (saved["state_dict"], module.state_dict())
+        {name: value.shape for name, value in each.items()}
+        for each in (saved["state_dict"], module.state_dict())
     ]
     assert shapes[0] == shapes[1]
     key = "exp_avg" if shares else "momentum_buffer"
@@ -168,13 +188,20 @@ AVERAGES = partial(MasterWeightAveraging, decay=0.5)
 
 
 def test_validation_takes_any_number_of_images_and_the_average(two_ranks):
-    scene = {"val": uneven_loader, "callbacks": [AVERAGES, at(on_validation_batch_end=output)], "max_epochs": 2}
+    scene = {
+        "val": uneven_loader,
+        "callbacks": [AVERAGES, at(on_validation_batch_end=output)],
+        "max_epochs": 2,
+    }
     counts = []
     for whole, cut in whole_and_cut(two_ranks, lars, "32-true", **scene):
         for of in ("looks", "metrics", "weights"):
             assert difference(getattr(cut, of), getattr(whole, of), least=1.0) < BOUNDS["32-true"]
         counts.append(len(cut.looks["on_validation_batch_end"]))
-    assert counts == [2 * 3, 2 * 1]  # two epochs: it was the layers that were whole, as ranks had other counts
+    assert counts == [
+        2 * 3,
+        2 * 1,
+    ]  # two epochs: it was the layers that were whole, as ranks had other counts
 
 
 class Draws(Module):
@@ -199,9 +226,14 @@ def test_rank_zero_can_run_the_module_in_its_hooks_at_the_end_of_validation(two_
     # With the sanity check: training goes on with slices after it.
     scene = {"num": 2, "val": partial(loader, 1), "num_sanity_val_steps": 1, "max_epochs": 2}
     scene |= {"timeout": timedelta(seconds=10), "callbacks": [AVERAGES, at(on_train_end=said)]}
-    whole, cut = (fit(two_ranks, sgd, module=partial(Draws, is_cut), **scene) for is_cut in (False, True))
+    whole, cut = (
+        fit(two_ranks, sgd, module=partial(Draws, is_cut), **scene) for is_cut in (False, True)
+    )
     for rank, (one, other) in enumerate(zip(whole, cut, strict=True)):
-        assert difference([other.looks, other.weights], [one.looks, one.weights], least=1.0) < BOUNDS["32-true"]
+        assert (
+            difference([other.looks, other.weights], [one.looks, one.weights], least=1.0)
+            < BOUNDS["32-true"]
+        )
         assert len(other.looks["on_train_end"][0]) == (0 if rank else 3 * 2)
 
 
@@ -226,10 +258,14 @@ def noted(trainer, module):
     return module.noted
 
 
-def test_validation_in_half_precision_computes_with_whole_half_weights_and_hooks_see_whole_fp32_ones(two_ranks):
+def test_validation_in_half_precision_computes_with_whole_half_weights_and_hooks_see_whole_fp32_ones(
+    two_ranks,
+):
     scene = {"num": 2, "val": partial(loader, 1), "callbacks": [at(on_train_end=noted)]}
     for seen in fit(two_ranks, lars, "16-true", module=NotesDtypes, **scene):
-        assert seen.looks["on_train_end"] == [[(torch.float16, (16, 10)), (torch.float32, (16, 10))]]
+        assert seen.looks["on_train_end"] == [
+            [(torch.float16, (16, 10)), (torch.float32, (16, 10))]
+        ]
 
 
 class Drops(Module):
@@ -238,7 +274,9 @@ class Drops(Module):
     def __init__(self):
         super().__init__(sgd, dropout=0.5)
         self.masks = []
-        self.net.dropout.register_forward_hook(lambda *call: self.masks.append((call[-1] != 0).float()))
+        self.net.dropout.register_forward_hook(
+            lambda *call: self.masks.append((call[-1] != 0).float())
+        )
 
     def on_fit_start(self):
         torch.manual_seed(5)  # the same stream on all ranks
@@ -251,7 +289,9 @@ def mask_and_number(trainer, module, *args):
 def masks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "tanh", lambda x: x.abs() + 1)  # zeros are of dropout alone
-        return fit(None, sgd, num=2, module=Drops, callbacks=[at(on_train_batch_end=mask_and_number)])
+        return fit(
+            None, sgd, num=2, module=Drops, callbacks=[at(on_train_batch_end=mask_and_number)]
+        )
 
 
 def test_dropout_takes_other_features_out_of_each_slice(two_ranks):
@@ -260,7 +300,9 @@ def test_dropout_takes_other_features_out_of_each_slice(two_ranks):
     )
     first, second = torch.stack(first), torch.stack(second)
     assert first.shape == (2, 2 * NUM_IMAGES, 16 // 2)
-    assert abs(float((first * second).mean()) - 0.25) < 0.1  # independent: both are there in a quarter of all places
+    assert (
+        abs(float((first * second).mean()) - 0.25) < 0.1
+    )  # independent: both are there in a quarter of all places
     assert numbers == others  # outside the stream goes on as it was
 
 
@@ -287,7 +329,9 @@ def look_alone(trainer, module, *args):
 def test_the_check_of_replicas_compares_what_all_ranks_have(two_ranks):
     check, alone = partial(ReplicaCheck, 1), at(on_train_batch_end=look_alone)
     for spoils in ([], [at(on_train_batch_end=spoil)]):
-        for seen in fit(two_ranks, sgd, "16-true", num=3, callbacks=[alone, *spoils, check], raises=True):
+        for seen in fit(
+            two_ranks, sgd, "16-true", num=3, callbacks=[alone, *spoils, check], raises=True
+        ):
             assert seen.error.startswith("ReplicaDriftError") == bool(spoils)
             assert ("`net.trunk.0.weight`" in seen.error) == bool(spoils), seen.error
 
@@ -310,17 +354,35 @@ class Gated(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
-        ({"fc6": Doubled(10, 16)}, r"^`fc6` \(=Doubled with weight, bias\) must be a torch.nn.Linear"),
-        ({"fc6": identity(nn.Linear(10, 16), "weight")}, r"^`fc6` \(=Linear with bias, weight_orig\) must be"),
-        ({"fc6": Gated()}, r"^`fc6` \(=Gated\) must have no parameters but those of its linear layers"),
+        (
+            {"fc6": Doubled(10, 16)},
+            r"^`fc6` \(=Doubled with weight, bias\) must be a torch.nn.Linear",
+        ),
+        (
+            {"fc6": identity(nn.Linear(10, 16), "weight")},
+            r"^`fc6` \(=Linear with bias, weight_orig\) must be",
+        ),
+        (
+            {"fc6": Gated()},
+            r"^`fc6` \(=Gated\) must have no parameters but those of its linear layers",
+        ),
         ({"also": "fc6"}, None),
-        ({"fc6": nn.Linear(10, 15), "fc7": nn.Linear(15, 14)}, r"^`out_features` of `fc6` \(=15\) must be a multiple"),
-        ({"fc7": nn.Linear(18, 14)}, r"^`out_features` of `fc6` \(=16\) must .* and `in_features` of `fc7` \(=18\)"),
+        (
+            {"fc6": nn.Linear(10, 15), "fc7": nn.Linear(15, 14)},
+            r"^`out_features` of `fc6` \(=15\) must be a multiple",
+        ),
+        (
+            {"fc7": nn.Linear(18, 14)},
+            r"^`out_features` of `fc6` \(=16\) must .* and `in_features` of `fc7` \(=18\)",
+        ),
         (
             {"fc6": nn.MultiheadAttention(16, 1), "fc7": nn.Linear(16, 14)},
             r"^`out_features` of `fc6` \(=16 in 1 heads\)",
         ),
-        ({"fc8": nn.Embedding(8, 4, max_norm=1.0)}, r"^`fc8` \(=Embedding with weight, max_norm\) must be a torch.nn"),
+        (
+            {"fc8": nn.Embedding(8, 4, max_norm=1.0)},
+            r"^`fc8` \(=Embedding with weight, max_norm\) must be a torch.nn",
+        ),
     ],
 )
 def test_a_layer_that_cannot_be_cut_is_refused_by_name(layers, text):
@@ -333,8 +395,12 @@ def test_a_layer_that_cannot_be_cut_is_refused_by_name(layers, text):
 
 def test_a_layer_that_a_callback_prunes_is_refused_by_name():
     net = sliced.Net()
-    pruned = refusals.pruned_layers([ModelPruning("l1_unstructured", parameters_to_prune=[(net.fc7, "weight")])])
-    with pytest.raises(ValueError, match=r"^`fc7` \(=Linear with weight, bias, ModelPruning\) must be a torch"):
+    pruned = refusals.pruned_layers(
+        [ModelPruning("l1_unstructured", parameters_to_prune=[(net.fc7, "weight")])]
+    )
+    with pytest.raises(
+        ValueError, match=r"^`fc7` \(=Linear with weight, bias, ModelPruning\) must be a torch"
+    ):
         refusals.refuse_layers(net, net.node_slices, num_slices=2, pruned=pruned)
 
 
@@ -343,7 +409,9 @@ def test_a_weight_that_a_whole_layer_shares_or_that_is_cut_in_two_ways_is_refuse
     net.other, net.fc9 = nn.Linear(16, 14), nn.Linear(16, 14)
     net.other.weight = net.fc7.weight
     for groups, name in ((net.node_slices, "other"), ((*net.node_slices, ("other",)), "fc7")):
-        with pytest.raises(ValueError, match=rf"^`{name}` \(=Linear\) must not share its weight with a layer"):
+        with pytest.raises(
+            ValueError, match=rf"^`{name}` \(=Linear\) must not share its weight with a layer"
+        ):
             refusals.refuse_layers(net, groups, num_slices=2)
 
 
@@ -362,7 +430,9 @@ def test_names_that_there_are_not_and_groups_of_three_are_refused():
 
 
 def test_a_fit_is_refused_before_training(two_ranks):
-    for seen in fit(two_ranks, sgd, num=1, raises=True, between_nodes=(value := LocalSteps(every=2))):
+    for seen in fit(
+        two_ranks, sgd, num=1, raises=True, between_nodes=(value := LocalSteps(every=2))
+    ):
         names = "[('net.fc6', 'net.fc7'), ('net.fc8',)]"
         words = f"ValueError: `between_nodes` (={value!r}) and `node_slices` (={names}) exclude each other"
         assert seen.error.startswith(words)
@@ -379,9 +449,16 @@ def partly_frozen():
 
 
 def test_a_slice_that_is_unfrozen_in_the_fit_is_refused(two_ranks):
-    scene = {"module": partly_frozen, "num": 1, "callbacks": [at(on_train_start=unfreeze)], "raises": True}
+    scene = {
+        "module": partly_frozen,
+        "num": 1,
+        "callbacks": [at(on_train_start=unfreeze)],
+        "raises": True,
+    }
     for seen in fit(two_ranks, sgd, **scene):
-        words = "RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged"
+        words = (
+            "RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged"
+        )
         assert seen.error.startswith(words)
 
 
@@ -395,13 +472,17 @@ def state_on_rank_zero(folder):
         if trainer.is_global_zero:
             module.state_dict()
         end_s = time.monotonic() + 30
-        while not ended.exists() and time.monotonic() < end_s:  # no process ends here, which would end a collective
+        while (
+            not ended.exists() and time.monotonic() < end_s
+        ):  # no process ends here, which would end a collective
             time.sleep(0.05)
         raise FloatingPointError("rank zero has ended" if ended.exists() else "rank zero waits")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sliced_fit, "STATE_LIMIT_S", 1.0)
-        trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[at(on_train_epoch_end=take)])
+        trainer = toy.trainer(
+            max_epochs=1, use_distributed_sampler=False, callbacks=[at(on_train_epoch_end=take)]
+        )
         error = toy.error_of(trainer.fit, Module(sgd), loader(1))
     ended.touch()
     return shapes, error
@@ -410,7 +491,9 @@ def state_on_rank_zero(folder):
 def test_a_state_dict_on_rank_zero_alone_is_told_by_its_name(two_ranks, tmp_path):
     zero, one = two_ranks.run(state_on_rank_zero, str(tmp_path))
     assert zero[0] == one[0] == [(16, 10)], "whole, where all ranks call it"
-    words = "RuntimeError: `state_dict()` must be called on all ranks: layers of `node_slices` (=['net."
+    words = (
+        "RuntimeError: `state_dict()` must be called on all ranks: layers of `node_slices` (=['net."
+    )
     assert zero[1].startswith(words)
     assert "rank 1 did not call it within 1 s" in zero[1]
     assert one[1].startswith("FloatingPointError: rank zero has ended")
@@ -423,6 +506,10 @@ def shape_of_fc6(trainer, module):
 @pytest.mark.long
 def test_a_node_of_one_rank_has_whole_layers_with_a_warning(two_ranks):
     looks = at(on_train_start=shape_of_fc6)
-    for rank, seen in enumerate(fit(two_ranks, sgd, num=1, callbacks=[looks], warns=True, ranks_per_node=1)):
+    for rank, seen in enumerate(
+        fit(two_ranks, sgd, num=1, callbacks=[looks], warns=True, ranks_per_node=1)
+    ):
         assert seen.looks["on_train_start"] == [(16, 10)]
-        assert any("cuts nothing: every node has one rank" in text for text in seen.warnings) == (rank == 0)
+        assert any("cuts nothing: every node has one rank" in text for text in seen.warnings) == (
+            rank == 0
+        )

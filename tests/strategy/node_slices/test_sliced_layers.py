@@ -42,12 +42,20 @@ def head_on_extremes(dtype):
     return found
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 2**-8)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 2**-8)], ids=str
+)
 def test_the_heads_losses_are_those_of_cross_entropy(two_ranks, dtype, bound):
-    for (losses, gradients), (expected, expected_gradients) in two_ranks.run(head_on_extremes, dtype):
+    for (losses, gradients), (expected, expected_gradients) in two_ranks.run(
+        head_on_extremes, dtype
+    ):
         assert losses.dtype is torch.float32
-        assert (losses - expected).abs().max() <= 1e-5 * expected.abs().max()  # of the same logits, in fp32
-        assert (gradients - expected_gradients).abs().max() <= bound * expected_gradients.abs().max()
+        assert (
+            losses - expected
+        ).abs().max() <= 1e-5 * expected.abs().max()  # of the same logits, in fp32
+        assert (
+            gradients - expected_gradients
+        ).abs().max() <= bound * expected_gradients.abs().max()
 
 
 def head_over_tokens():
@@ -61,7 +69,9 @@ def head_over_tokens():
     for layer in (head, whole):
         x = features.clone().requires_grad_()
         logits = layer(x)
-        F.cross_entropy(logits.transpose(1, 2), targets).backward()  # a gradient with gaps in memory
+        F.cross_entropy(
+            logits.transpose(1, 2), targets
+        ).backward()  # a gradient with gaps in memory
         found.append((logits.detach(), x.grad, token_losses(layer, features, targets).detach()))
     return found
 
@@ -76,7 +86,10 @@ def test_a_head_over_tokens_gives_logits_and_losses_of_each(two_ranks):
 def embeddings():
     """Rows of an embedding, cut and whole, and the gradient of all its rows."""
     torch.manual_seed(0)
-    whole, tokens = nn.Embedding(7, 4, padding_idx=5), torch.tensor([[0, 5], [3, 6 - dist.get_rank()]])
+    whole, tokens = (
+        nn.Embedding(7, 4, padding_idx=5),
+        torch.tensor([[0, 5], [3, 6 - dist.get_rank()]]),
+    )
     nn.init.ones_(whole.weight)
     layer, found = cut(whole), []
     for one in (layer, whole):
@@ -85,7 +98,12 @@ def embeddings():
         found.append((rows.detach(), one.weight.grad))
     sums = found[1][1] / 2  # over both ranks, as DDP averages
     dist.all_reduce(sums)
-    return found[0][0], vars(layer)["sliced"].slices["weight"].whole_of(found[0][1]), found[1][0], sums
+    return (
+        found[0][0],
+        vars(layer)["sliced"].slices["weight"].whole_of(found[0][1]),
+        found[1][0],
+        sums,
+    )
 
 
 def test_an_embedding_by_tokens_gives_padding_no_gradient(two_ranks):
@@ -101,7 +119,10 @@ def sum_of_halves():
 
 def test_halves_are_summed_in_fp32_and_rounded_once(four_ranks):
     """In fp16 2048 + 1 is 2048 again."""
-    assert all(torch.equal(found, torch.full((1, 7), 2050.0).half()) for found in four_ranks.run(sum_of_halves))
+    assert all(
+        torch.equal(found, torch.full((1, 7), 2050.0).half())
+        for found in four_ranks.run(sum_of_halves)
+    )
 
 
 MASKS = [
@@ -115,7 +136,10 @@ def attentions():
     """Outputs and gradients of an attention, cut and whole, for each mask; the sequence is first, keys are apart."""
     torch.manual_seed(0)
     whole, found = nn.MultiheadAttention(8, 4), []
-    attention, generator = cut(whole, "", ".out_proj"), torch.Generator().manual_seed(dist.get_rank())
+    attention, generator = (
+        cut(whole, "", ".out_proj"),
+        torch.Generator().manual_seed(dist.get_rank()),
+    )
     query, memory = (torch.randn(3, 2, 8, generator=generator) for _ in range(2))
     for masks in (*MASKS, MASKS[1] | MASKS[2], MASKS[1] | {"is_causal": True}):
         for one in (attention, whole):
@@ -134,9 +158,15 @@ def test_attention_by_heads_is_that_of_all_heads(two_ranks):
 
 
 def refusals():
-    attention, rank = cut(nn.MultiheadAttention(8, 4, batch_first=True), "", ".out_proj"), dist.get_rank()
+    attention, rank = (
+        cut(nn.MultiheadAttention(8, 4, batch_first=True), "", ".out_proj"),
+        dist.get_rank(),
+    )
     tokens, x = torch.tensor([0, 6 + rank]), torch.zeros(2, 3, 8)
-    masks = [{"attn_mask": torch.zeros(8, 3, 3)}, {"attn_mask": torch.zeros(3, 3) if rank else None}]
+    masks = [
+        {"attn_mask": torch.zeros(8, 3, 3)},
+        {"attn_mask": torch.zeros(3, 3) if rank else None},
+    ]
     calls = [
         (token_losses, cut(nn.Linear(5, 6)), torch.zeros(2, 5), tokens),
         (cut(nn.Embedding(7, 4)), tokens),
@@ -152,7 +182,9 @@ def test_what_ranks_cannot_compute_together_is_an_error_on_all_of_them(two_ranks
     for targets, tokens, batch, weights, heads, alone, part in two_ranks.run(refusals):
         assert "`targets` or tokens (=0 to 7) must be from 0 to 5, or -100" in targets
         assert "`targets` or tokens (=0 to 7) must be from 0 to 6. Check" in tokens
-        assert "must have the same size on all ranks that share a layer, and they have [2, 3]" in batch
+        assert (
+            "must have the same size on all ranks that share a layer, and they have [2, 3]" in batch
+        )
         assert weights.startswith("ValueError: `need_weights` (=True) must be False")
         assert heads.startswith("ValueError: `need_weights` (=False) must be False")
         assert "must be alike on all ranks of a node" in alone

@@ -13,7 +13,11 @@ from tests.scenes import fit
 from tests.strategy.node_slices.sliced import difference
 
 BOUNDS = {"32-true": 1e-6, "16-true": 4e-3}  # as of layers that are cut without stages
-CLIPS, SCALE, NARROW = {"gradient_clip_val": 0.1}, {"loss_scale": 1024}, {"comm": Comm(dtype="float16")}
+CLIPS, SCALE, NARROW = (
+    {"gradient_clip_val": 0.1},
+    {"loss_scale": 1024},
+    {"comm": Comm(dtype="float16")},
+)
 
 
 class Staged(toy.Toy):
@@ -37,9 +41,13 @@ class Staged(toy.Toy):
         pytest.param(4, "16-true", SCALE | NARROW, marks=pytest.mark.long),
     ],
 )
-def test_they_train_what_whole_layers_train_on_one_node_and_on_two(rank_pool, num_data_ranks, precision, scene):
+def test_they_train_what_whole_layers_train_on_one_node_and_on_two(
+    rank_pool, num_data_ranks, precision, scene
+):
     scene = {"precision": precision, **scene}
-    (whole, *_) = fit(rank_pool.ranks(num_data_ranks), partial(Staged, False), **accumulated(**scene))
+    (whole, *_) = fit(
+        rank_pool.ranks(num_data_ranks), partial(Staged, False), **accumulated(**scene)
+    )
     stages = in_stages(cuts=[4], ranks_per_node=4, **scene)
     for seen in fit(rank_pool.ranks(2 * num_data_ranks), partial(Staged, True), **stages):
         assert difference(seen.weights, whole.weights, least=1.0) < BOUNDS[precision]

@@ -12,7 +12,15 @@ from lightning_hybrid.strategy.shard_update import shard_exchange
 from tests import scenes
 from tests.scenes import at, same, this_rank
 
-SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5, 3 * BLOCK + 1, 7)  # the last is in DDP's first bucket
+SIZES = (
+    1,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    2 * BLOCK + 5,
+    3 * BLOCK + 1,
+    7,
+)  # the last is in DDP's first bucket
 
 
 class Sizes(pl.LightningModule):
@@ -56,7 +64,9 @@ def batches(num=4):
 
 
 def sgd(module):
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+    return torch.optim.SGD(
+        module.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3
+    )
 
 
 def adamw(module):
@@ -70,11 +80,16 @@ def weights_of(trainer, module, *args):
     return [weight.detach().to(dtype, copy=True) for weight in module.weights]
 
 
-def fit(ranks, optimizer, precision="16-true", shard_update="node", *, num=4, special=None, **scene):
+def fit(
+    ranks, optimizer, precision="16-true", shard_update="node", *, num=4, special=None, **scene
+):
     """What was seen of a fit of one epoch; `special`: of the module."""
     options = {"max_epochs": 1, "use_distributed_sampler": False}
     options |= {"loss_scale": 1024} if precision == "16-true" else {}
-    options |= {"module": partial(Sizes, optimizer, **(special or {})), "train": partial(batches, num)}
+    options |= {
+        "module": partial(Sizes, optimizer, **(special or {})),
+        "train": partial(batches, num),
+    }
     return scenes.fit(ranks, shard_update=shard_update, precision=precision, **options | scene)
 
 
@@ -84,13 +99,25 @@ def fit_in_chunks(numel, optimizer, precision, setting, scene):
 
 
 def assert_same(
-    ranks, optimizer, precision, *, shard_update="node", num_skipped=0, chunk_numel=0, callbacks=(), **scene
+    ranks,
+    optimizer,
+    precision,
+    *,
+    shard_update="node",
+    num_skipped=0,
+    chunk_numel=0,
+    callbacks=(),
+    **scene,
 ):
     """Assert that with the update shared all has the bits of a fit without; what was seen of the first."""
     # Where a batch begins: a callback's hook at its end may read gradients, which then are not left to their owners.
-    scene["callbacks"] = [*callbacks, at(on_train_batch_start=weights_of, on_train_epoch_end=weights_of)]
+    scene["callbacks"] = [
+        *callbacks,
+        at(on_train_batch_start=weights_of, on_train_epoch_end=weights_of),
+    ]
     whole, shared = (
-        ranks.run(fit_in_chunks, chunk_numel, optimizer, precision, setting, scene) for setting in ("off", shard_update)
+        ranks.run(fit_in_chunks, chunk_numel, optimizer, precision, setting, scene)
+        for setting in ("off", shard_update)
     )
     for rank, (one, other) in enumerate(zip(whole, shared, strict=True)):
         assert same(one.weights, other.weights)

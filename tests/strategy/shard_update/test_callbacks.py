@@ -10,24 +10,50 @@ import torch
 
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from tests.scenes import Saves, at, same, this_rank
-from tests.strategy.shard_update.shared import Sizes, adamw, assert_same, batches, fit, sgd, weights_of
+from tests.strategy.shard_update.shared import (
+    Sizes,
+    adamw,
+    assert_same,
+    batches,
+    fit,
+    sgd,
+    weights_of,
+)
 from tests.strategy.shard_update.test_sharded_fit import lars
 
 LONG = pytest.mark.long
 
 
 def averages(ranks, shard_update, ema, path):
-    callbacks = [at(on_validation_epoch_end=weights_of), partial(ema, decay=0.75), Saves(path, epoch=1)]
-    scene = {"num": 2, "val": partial(batches, 1), "num_sanity_val_steps": 0, "max_epochs": 2, "callbacks": callbacks}
+    callbacks = [
+        at(on_validation_epoch_end=weights_of),
+        partial(ema, decay=0.75),
+        Saves(path, epoch=1),
+    ]
+    scene = {
+        "num": 2,
+        "val": partial(batches, 1),
+        "num_sanity_val_steps": 0,
+        "max_epochs": 2,
+        "callbacks": callbacks,
+    }
     seen = fit(ranks, sgd, "16-true", shard_update, **scene)
     file = torch.load(path, weights_only=True)
-    return [[one.weights, one.looks] for one in seen], file["state_dict"], file["current_model_state"]
+    return (
+        [[one.weights, one.looks] for one in seen],
+        file["state_dict"],
+        file["current_model_state"],
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers")
-@pytest.mark.parametrize("ema", [MasterWeightAveraging, pytest.param(pl.callbacks.EMAWeightAveraging, marks=LONG)])
+@pytest.mark.parametrize(
+    "ema", [MasterWeightAveraging, pytest.param(pl.callbacks.EMAWeightAveraging, marks=LONG)]
+)
 def test_averages_of_parts_are_those_of_whole_masters(two_ranks, ema, tmp_path):
-    whole, shared = (averages(two_ranks, setting, ema, tmp_path / "ema.ckpt") for setting in ("off", "node"))
+    whole, shared = (
+        averages(two_ranks, setting, ema, tmp_path / "ema.ckpt") for setting in ("off", "node")
+    )
     assert same(whole, shared)
 
 
@@ -49,9 +75,13 @@ def spoil(rank, what, trainer, module, outputs, batch, batch_idx):
         ("", "16-true", ""),
     ],
 )
-def test_the_check_of_replicas_compares_parts_with_those_of_other_nodes(four_ranks, what, precision, kind):
+def test_the_check_of_replicas_compares_parts_with_those_of_other_nodes(
+    four_ranks, what, precision, kind
+):
     callbacks = [at(on_train_batch_end=partial(spoil, 3, what)), partial(ReplicaCheck, 1)]
-    for seen in fit(four_ranks, sgd, precision, callbacks=callbacks, ranks_per_node=2, num=2, raises=True):
+    for seen in fit(
+        four_ranks, sgd, precision, callbacks=callbacks, ranks_per_node=2, num=2, raises=True
+    ):
         error = seen.error
         if not what:
             assert error == ""
@@ -81,7 +111,9 @@ def clamp(module):
 
 
 def load_exact_values(module):
-    module.load_state_dict({"weights.5": torch.linspace(0, 1, module.weights[5].numel())}, strict=False)
+    module.load_state_dict(
+        {"weights.5": torch.linspace(0, 1, module.weights[5].numel())}, strict=False
+    )
 
 
 def load_its_own_state_dict(module):
@@ -102,7 +134,9 @@ def write_and_save(do, path, trainer, module, outputs, batch, batch_idx):
         pytest.param("32-true", {"shard_update": "node"}, marks=LONG),
     ],
 )
-@pytest.mark.parametrize("do", [write_data, copy_in_place, clamp, load_exact_values, load_its_own_state_dict])
+@pytest.mark.parametrize(
+    "do", [write_data, copy_in_place, clamp, load_exact_values, load_its_own_state_dict]
+)
 def test_a_write_between_steps_is_in_the_next_checkpoint_and_in_the_next_step(
     two_ranks, do, precision, scope, tmp_path
 ):
@@ -110,7 +144,12 @@ def test_a_write_between_steps_is_in_the_next_checkpoint_and_in_the_next_step(
     files = []
     weights = []
     for setting, path in paths.items():
-        callbacks = [at(on_train_batch_end=partial(write_and_save, do, path), on_train_batch_start=weights_of)]
+        callbacks = [
+            at(
+                on_train_batch_end=partial(write_and_save, do, path),
+                on_train_batch_start=weights_of,
+            )
+        ]
         options = {**scope, "shard_update": setting, "callbacks": callbacks, "num": 3}
         runs = fit(two_ranks, sgd, precision, **options)
         files.append(torch.load(path, weights_only=True)["state_dict"])
@@ -127,7 +166,9 @@ def load_momentum(trainer, module, outputs, batch, batch_idx):
     if batch_idx == 1:
         state = optimizer.state_dict()
         for index, parameter in enumerate(module.parameters()):
-            state["state"][index]["momentum_buffer"] = torch.linspace(0, 1, parameter.numel()).view(parameter.shape)
+            state["state"][index]["momentum_buffer"] = torch.linspace(0, 1, parameter.numel()).view(
+                parameter.shape
+            )
         optimizer.load_state_dict(state)
 
 
@@ -137,14 +178,20 @@ def test_optimizer_state_that_a_callback_loads_stays_in_fp32(two_ranks, precisio
 
 
 def swa():
-    return pl.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)
+    return pl.callbacks.StochasticWeightAveraging(
+        swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1
+    )
 
 
-@pytest.mark.filterwarnings("ignore:Found keys that are not in the model state dict but in the checkpoint")
+@pytest.mark.filterwarnings(
+    "ignore:Found keys that are not in the model state dict but in the checkpoint"
+)
 @pytest.mark.long
 def test_stochastic_weight_averaging_averages_whole_masters(two_ranks):
     scene = {"num": 2, "max_epochs": 3, "callbacks": [swa]}
-    whole, shared = (fit(two_ranks, sgd, "16-true", setting, **scene) for setting in ("off", "node"))
+    whole, shared = (
+        fit(two_ranks, sgd, "16-true", setting, **scene) for setting in ("off", "node")
+    )
     assert same([seen.weights for seen in whole], [seen.weights for seen in shared])
 
 
@@ -154,12 +201,21 @@ def call_in_a_hook(trainer, module, outputs, batch, batch_idx):
         return module.training_step(batch, batch_idx).float()
 
 
-@pytest.mark.parametrize("scope", [{"shard_update": "node"}, {"shard_update": "world", "ranks_per_node": 1}])
+@pytest.mark.parametrize(
+    "scope", [{"shard_update": "node"}, {"shard_update": "world", "ranks_per_node": 1}]
+)
 def test_a_call_between_steps_in_the_context_of_one_gives_the_same(two_ranks, scope):
     calls = []
     for setting in ("off", scope["shard_update"]):
         callbacks = [at(on_train_batch_end=call_in_a_hook)]
-        runs = fit(two_ranks, sgd, "16-true", **{**scope, "shard_update": setting}, num=2, callbacks=callbacks)
+        runs = fit(
+            two_ranks,
+            sgd,
+            "16-true",
+            **{**scope, "shard_update": setting},
+            num=2,
+            callbacks=callbacks,
+        )
         calls.append([seen.looks for seen in runs])
     assert same(*calls)
 
@@ -188,7 +244,9 @@ class StepsBySelf(Sizes):
             optimizer.step()
 
 
-@pytest.mark.parametrize("scope", [{"shard_update": "node"}, {"shard_update": "world", "ranks_per_node": 1}])
+@pytest.mark.parametrize(
+    "scope", [{"shard_update": "node"}, {"shard_update": "world", "ranks_per_node": 1}]
+)
 def test_a_step_past_lightning_runs_on_the_parts(two_ranks, scope):
     assert_same(two_ranks, sgd, "16-true", module=partial(StepsBySelf, sgd), **scope)
 
@@ -196,7 +254,9 @@ def test_a_step_past_lightning_runs_on_the_parts(two_ranks, scope):
 def test_a_step_past_lightning_runs_on_the_parts_of_fp32_parameters(two_ranks):
     assert_same(two_ranks, sgd, "32-true", module=partial(StepsBySelf, sgd, has_closures=False))
     for seen in fit(two_ranks, sgd, "32-true", module=partial(StepsBySelf, sgd), raises=True):
-        assert seen.error.startswith("RuntimeError: `closure` of SGD.step must go through Lightning's optimizer")
+        assert seen.error.startswith(
+            "RuntimeError: `closure` of SGD.step must go through Lightning's optimizer"
+        )
 
 
 def copies(trainer, module, *args):
@@ -226,7 +286,9 @@ def replace_data(trainer, module, outputs, batch, batch_idx):
 def test_memory_of_another_dtype_is_refused_by_name(two_ranks):
     callbacks = [at(on_train_batch_end=replace_data)]
     for seen in fit(two_ranks, sgd, "16-true", num=2, callbacks=callbacks, raises=True):
-        assert seen.error.startswith("RuntimeError: `weights.6.data` was replaced by a tensor of shape (64, 128, 3, 3)")
+        assert seen.error.startswith(
+            "RuntimeError: `weights.6.data` was replaced by a tensor of shape (64, 128, 3, 3)"
+        )
 
 
 def replace_optimizer(make, trainer, module):
@@ -237,7 +299,9 @@ def replace_optimizer(make, trainer, module):
 
 @pytest.mark.parametrize("precision", ["32-true", "16-true"])
 @pytest.mark.parametrize("make", [adamw, lars])
-def test_an_optimizer_that_takes_anothers_place_updates_parts_too(two_ranks, make, precision, tmp_path):
+def test_an_optimizer_that_takes_anothers_place_updates_parts_too(
+    two_ranks, make, precision, tmp_path
+):
     whole_fit, sharded_fit = (
         fit(
             two_ranks,
@@ -257,5 +321,7 @@ def test_an_optimizer_that_takes_anothers_place_updates_parts_too(two_ranks, mak
     for whole, sharded in zip(whole_fit, sharded_fit, strict=True):
         assert same(whole.weights, sharded.weights)
         assert same(whole.looks, sharded.looks)
-    files = [torch.load(tmp_path / f"{setting}.ckpt", weights_only=True) for setting in ("off", "node")]
+    files = [
+        torch.load(tmp_path / f"{setting}.ckpt", weights_only=True) for setting in ("off", "node")
+    ]
     assert same(files[0]["optimizer_states"], files[1]["optimizer_states"])

@@ -11,9 +11,13 @@ from tests.strategy.shard_update.shared import adamw, fit, sgd
 
 
 def test_one_rank_on_each_node_is_a_warning_and_trains(two_ranks):
-    for rank, seen in enumerate(fit(two_ranks, sgd, "32-true", num=2, ranks_per_node=1, warns=True)):
+    for rank, seen in enumerate(
+        fit(two_ranks, sgd, "32-true", num=2, ranks_per_node=1, warns=True)
+    ):
         assert seen.global_step == 2
-        assert any("shares nothing: every node has one rank" in text for text in seen.warnings) == (rank == 0)
+        assert any("shares nothing: every node has one rank" in text for text in seen.warnings) == (
+            rank == 0
+        )
 
 
 def save_nowhere(trainer, *args):
@@ -47,17 +51,34 @@ def lars(module):
     [
         ("node_sum", 1, "16-true", lars, "add_up", []),
         ("node_gather", 2, "16-true", adamw, "gather_weights", []),
-        ("node_collect", 1, "32-true", adamw, "collect_state", [at(on_train_epoch_end=save_nowhere)]),
+        (
+            "node_collect",
+            1,
+            "32-true",
+            adamw,
+            "collect_state",
+            [at(on_train_epoch_end=save_nowhere)],
+        ),
         ("world_gather", 1, "16-true", adamw, "gather_weights_across", []),
     ],
-    ids=["in the table of norms", "in the gather of weights", "in the gather of a checkpoint", "behind a forward"],
+    ids=[
+        "in the table of norms",
+        "in the gather of weights",
+        "in the gather of a checkpoint",
+        "behind a forward",
+    ],
 )
 def test_a_fault_is_the_same_named_error_on_all_ranks_soon(
     two_ranks, exchange, at_call, precision, optimizer, stage, callbacks
 ):
     # Soon: the time limit of a run here is a minute, that of the collectives half an hour.
-    for error in two_ranks.run(fails_on_one_rank, exchange, at_call, precision, optimizer, callbacks, grace_s=30.0):
-        assert f"rank 1 failed on bucket 0 in stage `{stage}` of the {exchange} exchange: OSError" in error
+    for error in two_ranks.run(
+        fails_on_one_rank, exchange, at_call, precision, optimizer, callbacks, grace_s=30.0
+    ):
+        assert (
+            f"rank 1 failed on bucket 0 in stage `{stage}` of the {exchange} exchange: OSError"
+            in error
+        )
 
 
 def fail(trainer, *args):

@@ -26,7 +26,9 @@ READERS = {
     "a list of weights": lambda module, optimizer: torch._foreach_norm(list(module.parameters())),
     "a state dict": lambda module, optimizer: module.state_dict(),
     "a callback": lambda module, optimizer: optimizer.param_groups[0]["params"][0].data,
-    "another layer": lambda module, optimizer: nn.functional.linear(torch.ones(1, 3), weight=module.weight),
+    "another layer": lambda module, optimizer: nn.functional.linear(
+        torch.ones(1, 3), weight=module.weight
+    ),
 }
 
 

@@ -30,20 +30,30 @@ def layerwise(module, kind, fused, options):
     weights = list(module.weights)
     groups = [
         {"params": [weight for index, weight in enumerate(weights) if index % 3 != 1]},
-        {"params": [*weights[1::3], *module.norm.parameters()], "trust_ratio": False, "weight_decay": 0.0},
+        {
+            "params": [*weights[1::3], *module.norm.parameters()],
+            "trust_ratio": False,
+            "weight_decay": 0.0,
+        },
     ]
     return kind(groups, lr=0.1, weight_decay=1e-3, fused=fused, **options)
 
 
 lars = partial(layerwise, kind=LARS, fused=True, options={"nesterov": True})
-lars_joint = partial(layerwise, kind=LARS, fused=True, options={"denominator": "joint", "trust_clip": 1.0})
+lars_joint = partial(
+    layerwise, kind=LARS, fused=True, options={"denominator": "joint", "trust_clip": 1.0}
+)
 lars_lists = partial(layerwise, kind=LARS, fused=False, options={"momentum_form": "ratio_outside"})
 lamb = partial(layerwise, kind=LAMB, fused=True, options={"max_grad_norm": 0.5})
 lamb_lists = partial(layerwise, kind=LAMB, fused=False, options={"max_grad_norm": 0.5})
 
 
 def overflows_in(index, first=1):
-    return {"num": 5, "num_skipped": 2, "special": {"overflows": (first, first + 1), "overflow_in": index}}
+    return {
+        "num": 5,
+        "num_skipped": 2,
+        "special": {"overflows": (first, first + 1), "overflow_in": index},
+    }
 
 
 ACCUMULATES = {"accumulate_grad_batches": 2}
@@ -76,7 +86,9 @@ ONE_ON_EACH_NODE = {"shard_update": "world", "ranks_per_node": 1}
         ),
     ],
 )
-def test_a_shared_update_has_the_bits_of_a_whole_one(rank_pool, optimizer, precision, num_ranks, scene):
+def test_a_shared_update_has_the_bits_of_a_whole_one(
+    rank_pool, optimizer, precision, num_ranks, scene
+):
     """With overflow in one part, the trainer's options, several nodes, and trust ratios of whole tensors."""
     assert_same(rank_pool.ranks(num_ranks), optimizer, precision, **scene)
 
@@ -88,8 +100,12 @@ def held(trainer, module, *args):
     if window is not None:
         num_fp32 += sum(pair.fp32.numel() for pair in window.pairs.values())
         num_fp32 += sum(part.numel() for part in trainer.strategy.run_status.master_parts.values())
-        num_fp32 += sum(shard._pair.fp32.numel() for shard in shards_of(trainer))  # the whole values are freed
-    return num_fp32, sum(state["momentum_buffer"].numel() for state in trainer.optimizers[0].state.values())
+        num_fp32 += sum(
+            shard._pair.fp32.numel() for shard in shards_of(trainer)
+        )  # the whole values are freed
+    return num_fp32, sum(
+        state["momentum_buffer"].numel() for state in trainer.optimizers[0].state.values()
+    )
 
 
 def shards_of(trainer):
@@ -103,7 +119,9 @@ def test_each_rank_of_a_node_holds_a_part_of_the_large_tensors(two_ranks, precis
     weights = sum(weight.numel() for weight in ranks[0].weights.values())
     large = weights - small - 8  # the layer normalisation has 8
     masters, momentum = zip(*(seen.looks["on_train_batch_end"][-1] for seen in ranks), strict=True)
-    for kind, others in ((masters, 0), (momentum, 8)) if precision == "16-true" else ((momentum, 8),):
+    for kind, others in (
+        ((masters, 0), (momentum, 8)) if precision == "16-true" else ((momentum, 8),)
+    ):
         assert sum(kind) == large + 2 * (small + others)
         assert max(kind) - min(kind) <= 2 * BLOCK
     assert precision == "16-true" or masters == (0, 0)
@@ -140,8 +158,12 @@ def assert_same_and_count(ranks, optimizer, precision, callbacks=(), **scene):
         ),
     ],
 )
-def test_gradients_of_parts_alone_give_the_same_bits(rank_pool, optimizer, precision, num_ranks, scene):
-    assert min(assert_same_and_count(rank_pool.ranks(num_ranks), optimizer, precision, **scene)) >= 1
+def test_gradients_of_parts_alone_give_the_same_bits(
+    rank_pool, optimizer, precision, num_ranks, scene
+):
+    assert (
+        min(assert_same_and_count(rank_pool.ranks(num_ranks), optimizer, precision, **scene)) >= 1
+    )
 
 
 def read_nothing(*args):
@@ -176,20 +198,42 @@ def test_who_begins_to_look_at_gradients_within_a_step_is_refused(two_ranks):
     comm = Comm(algorithm="two_level", bucket_bytes=64 * 1024)
     scene = {"module": partial(LooksLate, lars), "comm": comm, "raises": True}
     for seen in fit(two_ranks, lars, **scene):
-        assert "has averaged the gradients of this step for their owners alone" in seen.error, seen.error
+        assert "has averaged the gradients of this step for their owners alone" in seen.error, (
+            seen.error
+        )
 
 
 def scattered_in_another_order(nodes, scope):
     """A bucket of halves: a gradient in another order than its parameter, one in the same, and one of a small one."""
-    engine, rank = engine_over(nodes, CommPlan(algorithm="two_level"), shares_update=scope), dist.get_rank()
+    engine, rank = (
+        engine_over(nodes, CommPlan(algorithm="two_level"), shares_update=scope),
+        dist.get_rank(),
+    )
     sharers = engine.topology.sharers(scope)
-    parameters = [torch.zeros(4, 8, 4, 4).to(memory_format=torch.channels_last), torch.zeros(512), torch.zeros(7)]
+    parameters = [
+        torch.zeros(4, 8, 4, 4).to(memory_format=torch.channels_last),
+        torch.zeros(512),
+        torch.zeros(7),
+    ]
     buffer = integers(rank, 1031, torch.float16)
-    gradients = [flat.view(one.shape) for flat, one in zip(buffer.split([512, 512, 7]), parameters, strict=True)]
-    has = {"buffer": buffer, "parameters": parameters, "gradients": gradients, "index": 3, "is_last": False}
+    gradients = [
+        flat.view(one.shape)
+        for flat, one in zip(buffer.split([512, 512, 7]), parameters, strict=True)
+    ]
+    has = {
+        "buffer": buffer,
+        "parameters": parameters,
+        "gradients": gradients,
+        "index": 3,
+        "is_last": False,
+    }
     bucket = SimpleNamespace(**{name: lambda value=value: value for name, value in has.items()})
-    cut = SimpleNamespace(spans=[(begin, begin + 512 // len(sharers)) for begin in range(0, 512, 512 // len(sharers))])
-    scatter = GradientScatter(engine, lambda one: cut if one.numel() > 7 else None, is_possible=True)
+    cut = SimpleNamespace(
+        spans=[(begin, begin + 512 // len(sharers)) for begin in range(0, 512, 512 // len(sharers))]
+    )
+    scatter = GradientScatter(
+        engine, lambda one: cut if one.numel() > 7 else None, is_possible=True
+    )
     scatter.turn(True)
     scatter(bucket).wait()
     engine.close()
@@ -205,20 +249,32 @@ def scattered_in_another_order(nodes, scope):
         (((0,), (1,), (2,), (3,)), "world"),
     ],
 )
-def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_averaged_whole(rank_pool, nodes, scope):
+def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_averaged_whole(
+    rank_pool, nodes, scope
+):
     num_ranks = sum(map(len, nodes))
     mean, numel = sum_of_integers(num_ranks, 1031, torch.float16) / num_ranks, 512 // num_ranks
-    for rank, (found, place) in enumerate(rank_pool.ranks(num_ranks).run(scattered_in_another_order, nodes, scope)):
+    for rank, (found, place) in enumerate(
+        rank_pool.ranks(num_ranks).run(scattered_in_another_order, nodes, scope)
+    ):
         own = torch.ones(1031, dtype=torch.bool)
         own[512:1024] = False
         own[512 + numel * place :][:numel] = True
         assert torch.equal(found[own], mean[own])
-        assert torch.equal(found[~own], integers(rank, 1031, torch.float16)[~own])  # and those of others are not
+        assert torch.equal(
+            found[~own], integers(rank, 1031, torch.float16)[~own]
+        )  # and those of others are not
 
 
 def saved(ranks, path, precision, shard_update, *, resume=None, **options):
     file = path / f"{shard_update}4.ckpt"
-    scene = {"num": 2, "max_epochs": 2, "save_to": file, "ckpt_path": resume, "ranks_per_node": 2} | options
+    scene = {
+        "num": 2,
+        "max_epochs": 2,
+        "save_to": file,
+        "ckpt_path": resume,
+        "ranks_per_node": 2,
+    } | options
     scene |= {"ranks_per_node": 1} if shard_update == "world" else {}
     scene |= {"callbacks": [] if resume else [Saves(path / f"{shard_update}2.ckpt", epoch=0)]}
     seen = fit(ranks, adamw, precision, shard_update, **scene)
@@ -244,7 +300,9 @@ def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, the
     straight = saved(two_ranks, tmp_path, precision, "off")
     begun = saved(two_ranks, tmp_path, precision, first)
     assert same(straight, begun)
-    assert same(straight, saved(two_ranks, tmp_path, precision, then, resume=tmp_path / f"{first}2.ckpt"))
+    assert same(
+        straight, saved(two_ranks, tmp_path, precision, then, resume=tmp_path / f"{first}2.ckpt")
+    )
 
 
 def test_on_cuda_a_shared_update_sends_no_more_bytes_than_two_level():
@@ -254,10 +312,17 @@ def test_on_cuda_a_shared_update_sends_no_more_bytes_than_two_level():
     plan = ShardUpdateExtension("node").engine_options(fit, CommPlan())["plan"]
     for numel in (2**12, 2**24):
         planned = plan.bucket(
-            index=0, numel=numel, dtype="float16", num_bytes=2 * numel, topology=topology, on_cuda=True
+            index=0,
+            numel=numel,
+            dtype="float16",
+            num_bytes=2 * numel,
+            topology=topology,
+            on_cuda=True,
         )
         assert planned.num_chunks == (1 if numel == 2**12 else 2)
-        own, gather = (traffic_of(each, topology, 2 * numel) for each in (planned.algorithm, "node_gather"))
+        own, gather = (
+            traffic_of(each, topology, 2 * numel) for each in (planned.algorithm, "node_gather")
+        )
         # The gather of gradients is left out of `two_level` alone: half of what stays in the node.
         inside = own.inside / (2 if planned.algorithm == "two_level" else 1) + gather.inside
         two_level = traffic_of("two_level", topology, 2 * numel)

@@ -14,9 +14,16 @@ from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world  # n
 
 def bucket_of(parameters, buffer):
     gradients = [
-        row.view_as(p) for row, p in zip(buffer.split([p.numel() for p in parameters]), parameters, strict=True)
+        row.view_as(p)
+        for row, p in zip(buffer.split([p.numel() for p in parameters]), parameters, strict=True)
     ]
-    parts = {"parameters": parameters, "gradients": gradients, "buffer": buffer, "index": 0, "is_last": False}
+    parts = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "buffer": buffer,
+        "index": 0,
+        "is_last": False,
+    }
     return SimpleNamespace(**{name: lambda value=value: value for name, value in parts.items()})
 
 
@@ -31,7 +38,11 @@ class OfTheCpu:
         return SimpleNamespace(wait=lambda: value)
 
 
-def test_who_waits_for_a_bucket_waits_for_its_own_part_and_for_what_all_ranks_have(fake_world, cuda, monkeypatch):  # noqa: F811
+def test_who_waits_for_a_bucket_waits_for_its_own_part_and_for_what_all_ranks_have(
+    fake_world,  # noqa: F811
+    cuda,  # noqa: F811
+    monkeypatch,
+):
     monkeypatch.setattr(gradient_scatter, "collect_all", OfTheCpu)
     large, small = nn.Parameter(torch.ones(4 * BLOCK)), nn.Parameter(torch.ones(5))
     pairs = {id(large): WeightShard("large", large, spans(large.numel(), 2), 0)}

@@ -155,7 +155,11 @@ class NativeLars(NativeEngine):
         self._is_joint = is_joint
 
     def norms(
-        self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
+        self,
+        grads: Sequence[Tensor],
+        options: OptionTable,
+        scaling: GradScaling,
+        needed: Sequence[bool],
     ) -> Tensor:
         """Compute the norms, and whether a gradient is inf or nan; see `Engine`."""
         decays = None
@@ -166,7 +170,9 @@ class NativeLars(NativeEngine):
                 decays = decays / scaling.inverse_scale
         found_inf = torch.zeros(())
         self._load(grads, needed)
-        self._library.measure_layers(ctypes.byref(self._table), _address(decays), found_inf.data_ptr())
+        self._library.measure_layers(
+            ctypes.byref(self._table), _address(decays), found_inf.data_ptr()
+        )
         return found_inf
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
@@ -220,7 +226,11 @@ class NativeLamb(NativeEngine):
         return super().has_moved() or self._step_addresses != data_ptrs(self._steps)
 
     def norms(
-        self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
+        self,
+        grads: Sequence[Tensor],
+        options: OptionTable,
+        scaling: GradScaling,
+        needed: Sequence[bool],
     ) -> Tensor:
         """Compute the squares of gradients, and whether one is inf or nan; see `Engine`."""
         found_inf = torch.zeros(())
@@ -254,7 +264,9 @@ class NativeLamb(NativeEngine):
         rates = self._rates.data_ptr()
         _, found_inf = _numbers_of(scaling)
         self._add_up()
-        self._library.lamb_rates(table, options.table.data_ptr(), options["lr"].data_ptr(), self.sums.data_ptr(), rates)
+        self._library.lamb_rates(
+            table, options.table.data_ptr(), options["lr"].data_ptr(), self.sums.data_ptr(), rates
+        )
         self._library.lamb_update(table, self._numbers.data_ptr(), rates, _address(found_inf))
         torch.autograd.graph.increment_version(self._steps)
         self._views.unload()

@@ -14,11 +14,19 @@ from lightning_hybrid.optim.fused.block_sums import BlockSums
 from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cuda import lars_kernels
 from lightning_hybrid.optim.fused.engine import Engine
-from lightning_hybrid.optim.fused.option_table import OptionTable, is_capturing, lars_options, to_device_
+from lightning_hybrid.optim.fused.option_table import (
+    OptionTable,
+    is_capturing,
+    lars_options,
+    to_device_,
+)
 from lightning_hybrid.optim.gradients import GradScaling
 from lightning_hybrid.placement import Part
 
-_DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float16", "bfloat16", "float32", "float64")}
+_DTYPES = {
+    getattr(torch, name): getattr(tl, name)
+    for name in ("float16", "bfloat16", "float32", "float64")
+}
 # Triton means to change the default of `enable_fp_fusion`, and warns until a caller has chosen.
 _LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}
 
@@ -78,12 +86,20 @@ class KernelLars(Engine):
         self._first_chunk = table_of(first_chunks, torch.int32, device)
         self._added_counts = (num_tensors, first_chunks[-1])
 
-        self._numbers = torch.zeros(num_tensors, lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
+        self._numbers = torch.zeros(
+            num_tensors, lars_kernels.NUM_LARS, dtype=torch.float64, device=device
+        )
         self._one = torch.ones((), device=device)
         self._zero = torch.zeros((), device=device)
         self._inverse_scale = self._one  # of the step in progress
-        self._ignored = torch.zeros((), device=device)  # takes the flag of a step that is not checked
-        dtypes = {"WEIGHT": _DTYPES[params[0].dtype], "GRAD": _DTYPES[grad_dtype], "STATE": _DTYPES[state_dtype]}
+        self._ignored = torch.zeros(
+            (), device=device
+        )  # takes the flag of a step that is not checked
+        dtypes = {
+            "WEIGHT": _DTYPES[params[0].dtype],
+            "GRAD": _DTYPES[grad_dtype],
+            "STATE": _DTYPES[state_dtype],
+        }
         self._common: dict[str, Any] = {**dtypes, "CHUNK": chunk, **_LAUNCH}
 
     def share(self, add_up_: Callable[[Tensor], None]) -> None:
@@ -100,18 +116,28 @@ class KernelLars(Engine):
         if self._add_over_ranks_ is not None:
             # Not `index_add_`, whose order on a GPU is that of the moment: ranks with equal shards need equal bits.
             by_chunk = self._sums.double().T.contiguous()
-            sums = torch.segment_reduce(by_chunk, "sum", lengths=self._lengths, unsafe=True).T.contiguous()
+            sums = torch.segment_reduce(
+                by_chunk, "sum", lengths=self._lengths, unsafe=True
+            ).T.contiguous()
             self._add_over_ranks_(sums)
             self._added.copy_(sums)
 
     def norms(
-        self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
+        self,
+        grads: Sequence[Tensor],
+        options: OptionTable,
+        scaling: GradScaling,
+        needed: Sequence[bool],
     ) -> Tensor:
         """Compute the norms, and whether a gradient is inf or nan, `needed` or not; see `Engine`."""
         found_inf = scaling.found_inf_out if scaling.found_inf_out is not None else self._ignored
         # Without a factor the kernel multiplies by a stored 1: one compiled kernel for both cases.
-        self._inverse_scale = scaling.inverse_scale if scaling.inverse_scale is not None else self._one
-        with torch.cuda.device_of(self._sums):  # Triton launches on the current device, whichever the tensors are on
+        self._inverse_scale = (
+            scaling.inverse_scale if scaling.inverse_scale is not None else self._one
+        )
+        with torch.cuda.device_of(
+            self._sums
+        ):  # Triton launches on the current device, whichever the tensors are on
             self._load(grads)
             if self._grid[0]:  # CUDA refuses an empty grid
                 lars_kernels.norms[self._grid](
@@ -170,7 +196,9 @@ class KernelLars(Engine):
         self._grad_addresses = addresses
 
 
-def _chunk_tables(params: Sequence[Tensor], num_chunks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_tables(
+    params: Sequence[Tensor], num_chunks: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Make the tables `numels`, by tensor, and `tensor_of` and `index_of`, by chunk."""
     device = params[0].device
     tensor_of: list[int] = []
@@ -204,5 +232,10 @@ def try_out(device: torch.device | str = "cuda") -> None:
     """Compile and launch one small kernel; where that fails, let Triton's error pass."""
     options = torch.zeros(len(lars_options()), 1, dtype=torch.float64, device=device)
     numbers = torch.zeros(1, lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
-    first_chunk, sums = torch.zeros(2, dtype=torch.int32, device=device), torch.zeros(2, device=device)
-    lars_kernels.finalize[(1,)](sums, first_chunk, options, options[0], sums[0], numbers, 1, 0, IS_JOINT=False)
+    first_chunk, sums = (
+        torch.zeros(2, dtype=torch.int32, device=device),
+        torch.zeros(2, device=device),
+    )
+    lars_kernels.finalize[(1,)](
+        sums, first_chunk, options, options[0], sums[0], numbers, 1, 0, IS_JOINT=False
+    )

@@ -93,7 +93,11 @@ def norms(
     decay = 0.0
     if IS_JOINT:
         sign = tl.load(options + _SIGN * num_tensors + tensor)
-        decay = sign * tl.load(options + _DECAY * num_tensors + tensor) / tl.load(inverse_scale).to(tl.float64)
+        decay = (
+            sign
+            * tl.load(options + _DECAY * num_tensors + tensor)
+            / tl.load(inverse_scale).to(tl.float64)
+        )
         decay = decay.to(STATE)
     numel = tl.load(numels + tensor)
     weight_sum = sums + chunk
@@ -102,7 +106,9 @@ def norms(
     # The same code three times: the compiler needs to know the alignment, and so each case is a branch of its own.
     for branch in tl.static_range(3):
         if case == branch:
-            total = _squares(grad, weight, at, numel, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, branch)
+            total = _squares(
+                grad, weight, at, numel, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, branch
+            )
     tl.store(sums + num_chunks + chunk, total)
     is_finite = total < float("inf")  # nan is not
     # No atomic: all programs that write here write the same.
@@ -115,12 +121,24 @@ def _sum_of(sums, begin, end):
     offsets = tl.arange(0, _SUMS_PER_STEP)
     total = tl.zeros((_SUMS_PER_STEP,), tl.float64)
     for first in range(begin, end, _SUMS_PER_STEP):
-        total += tl.load(sums + first + offsets, mask=first + offsets < end, other=0.0).to(tl.float64)
+        total += tl.load(sums + first + offsets, mask=first + offsets < end, other=0.0).to(
+            tl.float64
+        )
     return tl.sum(total, 0)
 
 
 @triton.jit
-def finalize(sums, first_chunk, options, lrs, inverse_scale, numbers, num_tensors, num_chunks, IS_JOINT: tl.constexpr):
+def finalize(
+    sums,
+    first_chunk,
+    options,
+    lrs,
+    inverse_scale,
+    numbers,
+    num_tensors,
+    num_chunks,
+    IS_JOINT: tl.constexpr,
+):
     """Write numbers (tensors, 6): of the update, in float64, one program per tensor."""
     tensor = tl.program_id(0)
     begin, end = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
@@ -212,4 +230,6 @@ def lars_update(
         case = _case_of(begin + CHUNK <= numel, weight | buffer, grad)
         for branch in tl.static_range(3):
             if case == branch:
-                _move(grad, weight, buffer, at, numel, line, WEIGHT, GRAD, STATE, HAS_MOMENTUM, branch)
+                _move(
+                    grad, weight, buffer, at, numel, line, WEIGHT, GRAD, STATE, HAS_MOMENTUM, branch
+                )

@@ -38,7 +38,9 @@ def library(request):
     """For this processor, and for one that has no instruction that converts half precision."""
     if request.param == "as here":
         return build.library()
-    return build.PASSES.load(cpp_library.find_compiler(), cpp_library.FLAGS, cpp_library.cache_dir())
+    return build.PASSES.load(
+        cpp_library.find_compiler(), cpp_library.FLAGS, cpp_library.cache_dir()
+    )
 
 
 def test_every_half_is_widened_as_torch_does(library):
@@ -46,7 +48,9 @@ def test_every_half_is_widened_as_torch_does(library):
     wide = torch.empty(2**16)
     library.half_to_float(halves.data_ptr(), wide.data_ptr(), 2**16)
     expected = halves.float()
-    assert torch.equal(wide.nan_to_num(7.0).view(torch.int32), expected.nan_to_num(7.0).view(torch.int32))
+    assert torch.equal(
+        wide.nan_to_num(7.0).view(torch.int32), expected.nan_to_num(7.0).view(torch.int32)
+    )
     assert torch.equal(wide.isnan(), expected.isnan())
 
 
@@ -85,22 +89,38 @@ def test_the_number_of_threads_changes_no_bit(rule):
 @pytest.mark.parametrize("values", ["equal", "normal"])
 def test_norms_are_right_to_a_millionth_at_37_million_elements(values):
     """Before the first update, and after it has moved the weights."""
-    weight = nn.Parameter(torch.full((9216, 4096), 0.1) if values == "equal" else torch.randn(9216, 4096))
+    weight = nn.Parameter(
+        torch.full((9216, 4096), 0.1) if values == "equal" else torch.randn(9216, 4096)
+    )
     weight.grad_dtype = None
-    weight.grad = torch.ones_like(weight).half() if values == "equal" else torch.randn(9216, 4096).half()
-    optimizer = LARS([weight], lr=100.0, fused=True)  # a tenth of the weights: their norm moves by half a percent
+    weight.grad = (
+        torch.ones_like(weight).half() if values == "equal" else torch.randn(9216, 4096).half()
+    )
+    optimizer = LARS(
+        [weight], lr=100.0, fused=True
+    )  # a tenth of the weights: their norm moves by half a percent
     for _ in range(2):
-        exact = [torch.linalg.vector_norm(one.detach(), dtype=torch.float64).item() for one in (weight, weight.grad)]
+        exact = [
+            torch.linalg.vector_norm(one.detach(), dtype=torch.float64).item()
+            for one in (weight, weight.grad)
+        ]
         optimizer.step()
         sums = optimizer._fused._tensor_groups[0].engine.sums
         assert sums.sqrt().flatten().tolist() == pytest.approx(exact, rel=1e-6)
 
 
 def test_channels_last_expanded_and_missing_gradients():
-    weights = [nn.Parameter(normals(40, 30, 5, 5, dtype=torch.float32).to(memory_format=torch.channels_last))]
+    weights = [
+        nn.Parameter(
+            normals(40, 30, 5, 5, dtype=torch.float32).to(memory_format=torch.channels_last)
+        )
+    ]
     weights += parameters((40, 30, 5, 5), (9000,), (9,))
     plain = copies_of(weights)
-    ours, theirs = LARS(weights, lr=2.0, weight_decay=0.1, fused=True), LARS(plain, lr=2.0, weight_decay=0.1)
+    ours, theirs = (
+        LARS(weights, lr=2.0, weight_decay=0.1, fused=True),
+        LARS(plain, lr=2.0, weight_decay=0.1),
+    )
     for step in range(5):
         set_grads(plain, step)
         plain[2].grad = torch.full((), 0.5).expand(9000)
@@ -143,14 +163,20 @@ def test_it_is_built_once_then_loaded_and_built_anew_where_the_file_is_no_librar
 
 def test_many_at_once_each_load_a_whole_file(tmp_path):
     with ThreadPoolExecutor(2) as threads:
-        loads = [threads.submit(build.PASSES.load, cpp_library.find_compiler(), QUICK, tmp_path) for _ in range(2)]
+        loads = [
+            threads.submit(build.PASSES.load, cpp_library.find_compiler(), QUICK, tmp_path)
+            for _ in range(2)
+        ]
     assert all(each.result().lars_update for each in loads)
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
 
 
 def test_the_name_changes_with_source_flags_compiler_and_processor(monkeypatch, tmp_path):
     compiler = cpp_library.find_compiler()
-    names = {build.PASSES.fingerprint(compiler, QUICK), build.PASSES.fingerprint(compiler, cpp_library.FLAGS)}
+    names = {
+        build.PASSES.fingerprint(compiler, QUICK),
+        build.PASSES.fingerprint(compiler, cpp_library.FLAGS),
+    }
     monkeypatch.setattr(cpp_library, "_processor", lambda: "another")
     names.add(build.PASSES.fingerprint(compiler, QUICK))
     (tmp_path / "passes.cpp").write_text("int other;")
@@ -171,7 +197,8 @@ def _nothing_loaded():
 @pytest.mark.usefixtures("_nothing_loaded")
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 @pytest.mark.parametrize(
-    ("cxx", "said"), [("no-such-compiler", "there is no no-such-compiler, which"), ("false", "false said: ")]
+    ("cxx", "said"),
+    [("no-such-compiler", "there is no no-such-compiler, which"), ("false", "false said: ")],
 )
 def test_without_a_compiler_the_lists_step_and_one_warning_says_so(rule, cxx, said, monkeypatch):
     monkeypatch.setenv("CXX", cxx)

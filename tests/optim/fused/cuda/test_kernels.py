@@ -20,7 +20,17 @@ from lightning_hybrid.optim.fused import availability
 from lightning_hybrid.optim.fused import step as fused_step
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
 from lightning_hybrid.placement import BLOCK
-from tests.optim.makers import Beside, Parts, Whole, distance, normals, on_threads, overflow, set_grads, written
+from tests.optim.makers import (
+    Beside,
+    Parts,
+    Whole,
+    distance,
+    normals,
+    on_threads,
+    overflow,
+    set_grads,
+    written,
+)
 
 triton = pytest.importorskip("triton", reason="needs triton, which PyPI has for Linux only")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -48,7 +58,10 @@ def _kernels_for_cpu_tensors(monkeypatch):
 
 def parameters(device, dtype=torch.float32, shapes=None):
     shapes = SHAPES[device] if shapes is None else shapes
-    params = [nn.Parameter(normals(*shape, seed=i, dtype=dtype).to(device)) for i, shape in enumerate(shapes)]
+    params = [
+        nn.Parameter(normals(*shape, seed=i, dtype=dtype).to(device))
+        for i, shape in enumerate(shapes)
+    ]
     for param in params:
         param.grad_dtype = None
     return params
@@ -85,24 +98,32 @@ def test_the_kernels_are_the_rule(device, momentum_form, denominator):
     """Other rounding only: some five times a step. Float64 shows the rule, float32 next to it the rounding."""
     options = [{}, {"nesterov": True, "excluded_lr_mult": 0.01}, {"trust_clip": 1.0, "lr": 0.01}]
     options += [{"maximize": True, "weight_decay": 0.0}, {"momentum": 0.0, "eps": 0.1}]
-    bounds = {torch.float64: 1e-14} | ({torch.float32: 2e-6} if momentum_form == "lr_inside" else {})
+    bounds = {torch.float64: 1e-14} | (
+        {torch.float32: 2e-6} if momentum_form == "lr_inside" else {}
+    )
     for dtype, bound in bounds.items():
         for more in options:
-            both = beside(device, dtype=dtype, momentum_form=momentum_form, denominator=denominator, **more)
+            both = beside(
+                device, dtype=dtype, momentum_form=momentum_form, denominator=denominator, **more
+            )
             assert both.steps(3).distance() <= bound, more
 
 
 @on_devices
 @pytest.mark.parametrize("denominator", ["sum", "joint"])
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-def test_scaled_half_gradients_move_fp32_weights_that_user_code_writes_between_steps(device, half, denominator):
+def test_scaled_half_gradients_move_fp32_weights_that_user_code_writes_between_steps(
+    device, half, denominator
+):
     """A norm of weights that is carried from the last step would be wrong."""
     assert written(beside(device, half=half, nesterov=True, denominator=denominator)) <= 2e-6
 
 
 @on_devices
 @pytest.mark.parametrize("denominator", ["sum", "joint"])
-@pytest.mark.parametrize(("bad", "given"), [(torch.inf, False), (-torch.inf, True), (torch.nan, False)])
+@pytest.mark.parametrize(
+    ("bad", "given"), [(torch.inf, False), (-torch.inf, True), (torch.nan, False)]
+)
 def test_an_overflow_leaves_every_bit(device, bad, given, denominator):
     found, is_untouched, far = overflow(
         beside(device, half=torch.float16, denominator=denominator), (0, -1), given, bad
@@ -126,7 +147,9 @@ def test_zero_norms_and_no_learning_rate_and_a_rate_on_the_device(device, denomi
         others[2].grad = torch.full_like(others[2], 60000.0)
         options = {"weight_decay": 0.1, "denominator": denominator, "trust_clip": clip}
         version = params[2]._version
-        LARS(params, lr=lr.to(device) if isinstance(lr, torch.Tensor) else lr, **options, fused=True).step()
+        LARS(
+            params, lr=lr.to(device) if isinstance(lr, torch.Tensor) else lr, **options, fused=True
+        ).step()
         assert params[2]._version > version  # autograd must know
         LARS(others, lr=float(lr), **options).step()
         assert distance(params, others) <= 1e-6
@@ -143,7 +166,10 @@ def test_layouts_missing_gradients_and_moved_memory(device):
     params[0] = nn.Parameter(params[0].detach().to(memory_format=torch.channels_last))
     params[4] = nn.Parameter(params[4].detach()[::2])
     others = clones_of(params)
-    ours, theirs = (LARS(own, lr=2.0, weight_decay=0.1, **path) for own, path in ((params, KERNELS), (others, LOOP)))
+    ours, theirs = (
+        LARS(own, lr=2.0, weight_decay=0.1, **path)
+        for own, path in ((params, KERNELS), (others, LOOP))
+    )
     for step in range(4):
         give_grads(params, others, step)
         params[1].grad = params[1].grad.T.contiguous().T
@@ -177,7 +203,9 @@ def test_parts_of_tensors_move_as_the_whole_ones(device, monkeypatch):
 
     def engine_of(self, tensors, optimizer):
         moments = optimizer.state_lists(tensors.params, "momentum_buffer")
-        return KernelLars(tensors.params, moments, tensors.grad_dtype, is_joint=True, parts=tensors.parts)
+        return KernelLars(
+            tensors.params, moments, tensors.grad_dtype, is_joint=True, parts=tensors.parts
+        )
 
     monkeypatch.setattr(fused_step.FusedLars, "engine_of", engine_of)
     assert BLOCK % 4096 == 0  # their chunk

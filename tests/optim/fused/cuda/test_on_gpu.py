@@ -36,7 +36,9 @@ def compiled(tmp_path, monkeypatch):
 
     def compiled(kernel, capability, **other):
         signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
-        constants = {name: (static | other)[name] for name, kind in signature.items() if kind == "constexpr"}
+        constants = {
+            name: (static | other)[name] for name, kind in signature.items() if kind == "constexpr"
+        }
         source = ASTSource(kernel, signature, constants)
         options = {"num_warps": 8, "enable_fp_fusion": True}
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
@@ -58,7 +60,9 @@ def test_the_kernels_compile_for_gpus(name, capability, compiled):
     # Gradients off alignment are read an element at a time: a wider load there would be a fault.
     assert not re.search(r"ld\.global\.v2\.b", ptx)
     if name == "lars_update" and capability == 90:  # to nearest: the interpreter cannot show it
-        assert re.search(r"cvt\.rn\.bf16", compiled(kernel, capability, WEIGHT=triton.language.bfloat16))
+        assert re.search(
+            r"cvt\.rn\.bf16", compiled(kernel, capability, WEIGHT=triton.language.bfloat16)
+        )
 
 
 def no_triton(monkeypatch):
@@ -74,12 +78,17 @@ def no_compiler(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("lack", "said"), [(no_triton, ".*ModuleNotFoundError"), (no_compiler, ".*CalledProcessError.*gcc")]
+    ("lack", "said"),
+    [(no_triton, ".*ModuleNotFoundError"), (no_compiler, ".*CalledProcessError.*gcc")],
 )
-def test_where_kernels_cannot_be_had_on_cuda_one_warning_says_so_and_it_is_the_lists(lack, said, monkeypatch):
+def test_where_kernels_cannot_be_had_on_cuda_one_warning_says_so_and_it_is_the_lists(
+    lack, said, monkeypatch
+):
     lack(monkeypatch)
     availability.has_kernels.cache_clear()
-    with pytest.warns(RuntimeWarning, match=rf"`fused` \(=True\) on CUDA {said}.*the lists are used"):
+    with pytest.warns(
+        RuntimeWarning, match=rf"`fused` \(=True\) on CUDA {said}.*the lists are used"
+    ):
         assert not availability.has_kernels("cuda")
     assert not availability.has_kernels("cuda")
     assert availability.has_kernels("cpu")
@@ -91,7 +100,10 @@ def test_a_captured_step_replays_with_new_gradients_rates_and_skips():
     params = parameters("cuda")
     others = clones_of(params)
     lr = torch.tensor(2.0, device="cuda")
-    ours, theirs = LARS(params, lr=lr, weight_decay=0.01, fused=True), LARS(others, lr=2.0, weight_decay=0.01)
+    ours, theirs = (
+        LARS(params, lr=lr, weight_decay=0.01, fused=True),
+        LARS(others, lr=2.0, weight_decay=0.01),
+    )
     ours.grad_scale = torch.tensor(1024.0, device="cuda")
     for param in params:
         param.grad = torch.zeros_like(param, dtype=torch.float16)

@@ -15,7 +15,9 @@ def pixels_of(number: int, height: int = 40, width: int = 56) -> np.ndarray:
     """Smooth waves, other ones for each number: uint8 `"height width 3"`."""
     rows, columns = np.mgrid[0:height, 0:width]
     phases = np.random.default_rng([11, number]).uniform(0, 6, size=3)
-    waves = [np.sin(rows / (5 + number % 3) + phase) * np.cos(columns / 7 + phase) for phase in phases]
+    waves = [
+        np.sin(rows / (5 + number % 3) + phase) * np.cos(columns / 7 + phase) for phase in phases
+    ]
     return (np.stack(waves, axis=2) * 110 + 128).astype(np.uint8)
 
 
@@ -46,7 +48,13 @@ def write_root(root: Path, num_train: int = 26, num_val: int = 7) -> Path:
 
 
 def packed(root: Path, out: Path, **changes) -> Path:
-    options = {"splits": ["train", "val"], "seed": 0, "short_side": None, "quality": 90, "shard_bytes": 9000}
+    options = {
+        "splits": ["train", "val"],
+        "seed": 0,
+        "short_side": None,
+        "quality": 90,
+        "shard_bytes": 9000,
+    }
     options |= {"max_corrupt_images": 0, "num_threads": 1, "verify": False}
     Packing(root=str(root), out=str(out), **options | changes).run()
     return out

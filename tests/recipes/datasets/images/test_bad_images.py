@@ -53,8 +53,14 @@ def classes_left_out(root):
 ARCHIVES = [f"n0{number}.tar" for number in range(4, 9)]
 INCOMPLETE = {
     "no folder": (shutil.rmtree, r"there is no such folder"),
-    "a level too deep": (lambda root: (root / "val").rename(root.parent / "val"), r"must hold train/ and val/: val/"),
-    "half unpacked": (lambda root: put(root / "train", *ARCHIVES), r"train/ holds n04\.tar, n05\.tar, n06\.tar"),
+    "a level too deep": (
+        lambda root: (root / "val").rename(root.parent / "val"),
+        r"must hold train/ and val/: val/",
+    ),
+    "half unpacked": (
+        lambda root: put(root / "train", *ARCHIVES),
+        r"train/ holds n04\.tar, n05\.tar, n06\.tar",
+    ),
     "validation as in its archive": (
         classes_left_out,
         r"must have each image in the folder of its class: val/ holds 01000\.JPEG, .* and 2 more.*valprep",
@@ -88,7 +94,10 @@ def test_archives_and_strange_files_beside_what_was_unpacked_do_no_harm(root):
 
 
 def test_a_batch_larger_than_the_set_or_that_does_not_divide_is_refused(root):
-    with pytest.raises(ValueError, match=r"`global_batch_size` \(=18\) must be at most the number of training images"):
+    with pytest.raises(
+        ValueError,
+        match=r"`global_batch_size` \(=18\) must be at most the number of training images",
+    ):
         module_of(root, global_batch_size=18).train_dataloader()
     with pytest.raises(ValueError, match=r"`max_corrupt_images` \(=-1\)"):
         module_of(root, max_corrupt_images=-1)
@@ -100,7 +109,10 @@ def test_a_shard_cut_short_or_missing_is_found_before_training(shards):
     path = shards / "train" / "shard-00001.bin"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match=rf"shard-00001\.bin has {len(whole) - 1} bytes, and should have {len(whole)}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"shard-00001\.bin has {len(whole) - 1} bytes, and should have {len(whole)}",
+    ):
         module_of(shards)
     path.unlink()
     with pytest.raises(ValueError, match=r"shard-00001\.bin is missing"):
@@ -109,7 +121,9 @@ def test_a_shard_cut_short_or_missing_is_found_before_training(shards):
 
 def test_a_packing_that_was_not_finished_is_refused(shards):
     (shards / "train" / INDEX_NAME).unlink()
-    with pytest.raises(ValueError, match=r"must be packed to its end: train/ has shards but no index\.npz.*goes on"):
+    with pytest.raises(
+        ValueError, match=r"must be packed to its end: train/ has shards but no index\.npz.*goes on"
+    ):
         module_of(shards)
 
 
@@ -139,7 +153,9 @@ def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, how):
     expected, labels = expected.clone(), labels.clone()
     order = sound.train_dataloader().order.permutation(0).tolist()
     broken = 4
-    SPOILED[how](root / "train" / sound.train_rows.source.name(broken).split("train/")[1].lstrip("/"))
+    SPOILED[how](
+        root / "train" / sound.train_rows.source.name(broken).split("train/")[1].lstrip("/")
+    )
 
     module = module_of(root, global_batch_size=17)
     with TestCase().assertLogs("recipes") as said:
@@ -168,7 +184,8 @@ def test_more_broken_images_than_allowed_end_the_run_naming_one(root):
         (root / "train" / f"n0{number % 3 + 1}" / f"{number:05d}.JPEG").write_bytes(b"")
     assert len(list(module_of(root, max_corrupt_images=3).train_dataloader())) == 2
     with pytest.raises(
-        CorruptImageError, match=r"`max_corrupt_images` \(=2\).*met 3, the last .*\.JPEG \(the file is em"
+        CorruptImageError,
+        match=r"`max_corrupt_images` \(=2\).*met 3, the last .*\.JPEG \(the file is em",
     ):
         list(module_of(root, max_corrupt_images=2, global_batch_size=17).train_dataloader())
 
@@ -210,8 +227,12 @@ def test_the_one_sound_image_is_found_from_everywhere_and_each_broken_one_is_rea
 
 def test_images_are_decoded_by_the_decoder_that_was_chosen(monkeypatch):
     used = []
-    monkeypatch.setattr(source_module, "decode_rgb", lambda data, decoder: used.append(decoder) or pixels_of(3))
-    rows_of(OneSound(3), decoder="simplejpeg").load(3, torch.zeros(3, 16, 16, dtype=torch.uint8), epoch=0)
+    monkeypatch.setattr(
+        source_module, "decode_rgb", lambda data, decoder: used.append(decoder) or pixels_of(3)
+    )
+    rows_of(OneSound(3), decoder="simplejpeg").load(
+        3, torch.zeros(3, 16, 16, dtype=torch.uint8), epoch=0
+    )
     assert used == ["simplejpeg"]
 
 

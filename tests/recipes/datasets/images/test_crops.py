@@ -6,7 +6,14 @@ import torch
 from PIL import Image
 
 from recipes.datasets.images import crops
-from recipes.datasets.images.crops import NUM_DRAWS, EvalCrop, TrainCrop, draws_of, random_box, render_crop
+from recipes.datasets.images.crops import (
+    NUM_DRAWS,
+    EvalCrop,
+    TrainCrop,
+    draws_of,
+    random_box,
+    render_crop,
+)
 from recipes.datasets.images.normalize import IMAGENET_MEAN, IMAGENET_STD, NormalizeOnDevice
 from tests.recipes.datasets.images.pictures import pixels_of
 
@@ -31,7 +38,12 @@ def test_a_box_is_that_of_the_published_sequence():
 @pytest.mark.parametrize(
     ("size", "area", "aspect", "box"),
     [
-        ((200, 100), (0.5, 0.5), (1, 1), (100, 0, 100, 100)),  # as wide as the image: fits; top = int(0.999 * 101)
+        (
+            (200, 100),
+            (0.5, 0.5),
+            (1, 1),
+            (100, 0, 100, 100),
+        ),  # as wide as the image: fits; top = int(0.999 * 101)
         ((100, 200), (0.5, 0.5), (1, 1), (0, 100, 100, 100)),
         ((10, 10), (0.01, 0.5), (0.1, 0.1), (0, 4, 10, 1)),  # no width, then too high: the centre
         ((10, 10), (0.01, 0.5), (10, 10), (4, 0, 1, 10)),
@@ -46,7 +58,10 @@ def test_a_box_at_the_borders_of_what_fits(size, area, aspect, box):
 
 
 def test_the_centre_is_rounded_as_in_torchvision_and_long_strips_are_cut():
-    assert EvalCrop(image_size=4, eval_resize=15).frame(15, 19, image=0, epoch=0)[3:5] == (6, 8)  # 5.5 and 7.5
+    assert EvalCrop(image_size=4, eval_resize=15).frame(15, 19, image=0, epoch=0)[3:5] == (
+        6,
+        8,
+    )  # 5.5 and 7.5
     strip = EvalCrop(image_size=4, eval_resize=4)
     assert strip.frame(1, 1000, image=0, epoch=0).box == (0, 468, 1, 64)
     assert strip.frame(1000, 1, image=0, epoch=0).box == (468, 0, 64, 1)
@@ -65,7 +80,9 @@ def test_a_line_of_an_image_does_not_become_gigabytes(monkeypatch):
     monkeypatch.setattr(crops, "resized", counted)
     row = torch.empty(3, 224, 224, dtype=torch.uint8)
     line = np.full((1, 60_000, 3), 7, dtype=np.uint8)
-    render_crop(line, row, EvalCrop(image_size=224, eval_resize=256).frame(1, 60_000, image=0, epoch=0))
+    render_crop(
+        line, row, EvalCrop(image_size=224, eval_resize=256).frame(1, 60_000, image=0, epoch=0)
+    )
     assert (row == 7).all()
     assert len(sizes) == 1
 
@@ -76,8 +93,13 @@ def test_draws_depend_on_seed_epoch_and_image_and_on_nothing_else():
     assert np.array_equal(one, draws_of(**key))
     for name in key:
         assert not np.array_equal(one, draws_of(**key | {name: key[name] + 1}))
-    assert not np.array_equal(one, draws_of(**key | {"seed": -1}))  # which numpy's key does not take
-    assert len({float(draw) for image in range(50) for draw in draws_of(seed=1, epoch=2, image=image)}) == 50 * 23
+    assert not np.array_equal(
+        one, draws_of(**key | {"seed": -1})
+    )  # which numpy's key does not take
+    assert (
+        len({float(draw) for image in range(50) for draw in draws_of(seed=1, epoch=2, image=image)})
+        == 50 * 23
+    )
 
 
 def test_a_training_view_is_pillows_crop_resized_and_flipped():
@@ -86,13 +108,17 @@ def test_a_training_view_is_pillows_crop_resized_and_flipped():
     for image in range(12):
         found = row_of(TrainCrop(image_size=SIZE, seed=9), pixels, image=image)
         draws = draws_of(seed=9, epoch=2, image=image)
-        top, left, height, width = random_box(90, 120, draws, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3))
+        top, left, height, width = random_box(
+            90, 120, draws, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3)
+        )
         box = Image.fromarray(pixels).crop((left, top, left + width, top + height))
         expected = np.asarray(box.resize((SIZE, SIZE), Image.Resampling.BILINEAR)).astype(int)
         if draws[2] < 0.5:
             flips += 1
             expected = expected[:, ::-1]
-        assert np.abs(found - expected).max() <= 1  # measured: both round to uint8 between the two passes
+        assert (
+            np.abs(found - expected).max() <= 1
+        )  # measured: both round to uint8 between the two passes
     assert 0 < flips < 12
     unflipped = row_of(TrainCrop(image_size=SIZE, seed=9, flip=False), pixels, image=image)
     assert np.array_equal(unflipped if draws[2] >= 0.5 else unflipped[:, ::-1], found)
@@ -111,12 +137,16 @@ def test_an_evaluation_view_is_the_centre_of_the_resized_image(size):
 
 
 def test_normalisation_is_the_formula_and_keeps_channels_last():
-    images = torch.arange(2 * SIZE * SIZE * 3).remainder(256).to(torch.uint8).reshape(2, SIZE, SIZE, 3)
+    images = (
+        torch.arange(2 * SIZE * SIZE * 3).remainder(256).to(torch.uint8).reshape(2, SIZE, SIZE, 3)
+    )
     images, labels = NormalizeOnDevice()((images.permute(0, 3, 1, 2), torch.tensor([1, 2])))
     assert images.dtype is torch.float32
     assert images.is_contiguous(memory_format=torch.channels_last)
     levels = torch.arange(2 * SIZE * SIZE * 3).remainder(256).double().reshape(2, SIZE, SIZE, 3)
-    expected = (levels / 255 - torch.tensor(IMAGENET_MEAN).double()) / torch.tensor(IMAGENET_STD).double()
+    expected = (levels / 255 - torch.tensor(IMAGENET_MEAN).double()) / torch.tensor(
+        IMAGENET_STD
+    ).double()
     # two roundings of fp32 (2 ** -24 each) on values up to 255 / 57, and those of mean and std
     assert (images.permute(0, 2, 3, 1) - expected).abs().max() < 5 * 2**-22
     assert NormalizeOnDevice()((images, labels))[0] is images  # not twice
@@ -127,8 +157,14 @@ def test_normalisation_is_the_formula_and_keeps_channels_last():
     [
         (lambda: TrainCrop(image_size=4, seed=0, area=(0.5, 0.08)), r"`area` \(=\[0\.5, 0\.08\]\)"),
         (lambda: TrainCrop(image_size=4, seed=0, aspect=(0.0, 1.0)), r"`aspect` \(="),
-        (lambda: EvalCrop(image_size=224, eval_resize=200), r"`eval_resize` \(=200\).*data\.eval_resize=256"),
-        (lambda: NormalizeOnDevice(mean=(124, 117, 104)), r"`mean` \(=\[124, 117, 104\]\) must be three fractions"),
+        (
+            lambda: EvalCrop(image_size=224, eval_resize=200),
+            r"`eval_resize` \(=200\).*data\.eval_resize=256",
+        ),
+        (
+            lambda: NormalizeOnDevice(mean=(124, 117, 104)),
+            r"`mean` \(=\[124, 117, 104\]\) must be three fractions",
+        ),
         (lambda: NormalizeOnDevice(std=(0.2, 0.2, 0.0)), r"`std` \(="),
     ],
     ids=["area order", "aspect", "eval_resize", "mean", "std"],

@@ -10,7 +10,13 @@ import pytest
 from PIL import Image
 
 from recipes.datasets.images import decode
-from recipes.datasets.images.decode import MAX_PIXELS, CorruptImageError, check_decoder, decode_rgb, encode_jpeg
+from recipes.datasets.images.decode import (
+    MAX_PIXELS,
+    CorruptImageError,
+    check_decoder,
+    decode_rgb,
+    encode_jpeg,
+)
 from tests.recipes.datasets.images.pictures import encoded, image_of, pixels_of
 
 both_decoders = pytest.mark.parametrize(
@@ -18,7 +24,9 @@ both_decoders = pytest.mark.parametrize(
     [
         pytest.param(
             "simplejpeg",
-            marks=pytest.mark.skipif(decode.simplejpeg is None, reason="needs simplejpeg: the extra `jpeg`"),
+            marks=pytest.mark.skipif(
+                decode.simplejpeg is None, reason="needs simplejpeg: the extra `jpeg`"
+            ),
         ),
         "pillow",
     ],
@@ -30,7 +38,9 @@ def with_pillow(data):
 
 
 @both_decoders
-@pytest.mark.parametrize("options", [{}, {"quality": 95, "subsampling": 0}, {"progressive": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"quality": 95, "subsampling": 0}, {"progressive": True}], ids=str
+)
 def test_a_jpeg_decodes_to_the_bits_of_pillow(decoder, options):
     data = encoded(pixels_of(3, 41, 57), **options)
     pixels = decode_rgb(data, decoder=decoder)
@@ -74,7 +84,9 @@ BROKEN = {
     "cut in the pixels": image_of(1)[:-300],
     "cut in the header": image_of(1)[:50],
     "half a PNG": PNG[:900],
-    "a PNG with a broken chunk": PNG[:35] + b"\0" + PNG[36:],  # for which Pillow has an error of another kind
+    "a PNG with a broken chunk": PNG[:35]
+    + b"\0"
+    + PNG[36:],  # for which Pillow has an error of another kind
 }
 
 
@@ -87,7 +99,9 @@ def test_what_is_no_whole_image_is_an_error_of_one_kind(decoder, how):
 
 @both_decoders
 def test_a_flaw_that_libjpeg_can_pass_over_is_shown_as_pillow_shows_it(decoder):
-    data = image_of(9)[:-200] + b"\xff\xd9"  # the rest of the pixels is missing, and the file has an end
+    data = (
+        image_of(9)[:-200] + b"\xff\xd9"
+    )  # the rest of the pixels is missing, and the file has an end
     assert np.array_equal(decode_rgb(data, decoder=decoder), with_pillow(data))
 
 
@@ -95,10 +109,17 @@ def bomb_png(side):
     """A few dozen bytes that claim to be an image of `side` squared."""
 
     def chunk(kind, body):
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0"))
+        + chunk(b"IEND", b"")
+    )
 
 
 def bomb_jpeg():
@@ -109,11 +130,15 @@ def bomb_jpeg():
 
 
 @both_decoders
-@pytest.mark.parametrize("bomb", [bomb_png(10_000), bomb_png(60_000), bomb_jpeg()], ids=["png", "huge png", "jpeg"])
+@pytest.mark.parametrize(
+    "bomb", [bomb_png(10_000), bomb_png(60_000), bomb_jpeg()], ids=["png", "huge png", "jpeg"]
+)
 def test_a_bomb_is_refused_before_memory_is_taken_for_it(decoder, bomb):
     tracemalloc.start()
     try:
-        with pytest.raises(CorruptImageError, match=f"are more than the {MAX_PIXELS}|Decompression"):
+        with pytest.raises(
+            CorruptImageError, match=f"are more than the {MAX_PIXELS}|Decompression"
+        ):
             decode_rgb(bomb, decoder=decoder)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
@@ -132,5 +157,7 @@ def test_a_decoder_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(decode, "simplejpeg", None)
     assert decode.default_decoder() == "pillow"
     assert np.array_equal(decode_rgb(image_of(1), decoder="pillow"), with_pillow(image_of(1)))
-    with pytest.raises(ValueError, match=r"`decoder` \(='simplejpeg'\) must be installed: pip install"):
+    with pytest.raises(
+        ValueError, match=r"`decoder` \(='simplejpeg'\) must be installed: pip install"
+    ):
         check_decoder("simplejpeg")

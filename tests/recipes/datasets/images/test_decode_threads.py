@@ -29,8 +29,12 @@ def fill(index, row):
     return 10 * index
 
 
-def batches(load_row=fill, *, shares=SHARES, num_threads=3, num_batches_ahead=2, take_buffer=buffer_of):
-    return ThreadedBatches(shares, load_row, take_buffer, num_threads=num_threads, num_batches_ahead=num_batches_ahead)
+def batches(
+    load_row=fill, *, shares=SHARES, num_threads=3, num_batches_ahead=2, take_buffer=buffer_of
+):
+    return ThreadedBatches(
+        shares, load_row, take_buffer, num_threads=num_threads, num_batches_ahead=num_batches_ahead
+    )
 
 
 def living_threads():
@@ -138,7 +142,9 @@ def test_an_error_of_the_shares_or_the_buffers_is_not_a_wait_without_end():
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 8])
-def test_an_iterator_that_is_left_takes_its_threads_with_it_and_one_without_work_ends_them(num_taken):
+def test_an_iterator_that_is_left_takes_its_threads_with_it_and_one_without_work_ends_them(
+    num_taken,
+):
     ahead = batches()
     for _ in range(num_taken):
         next(ahead)
@@ -195,7 +201,11 @@ if "fork" in sys.argv:
 def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
     """In a process of its own, as the order of what is done at the exit is that of imports and of the program."""
     done = subprocess.run(
-        [sys.executable, "-c", IN_A_PROGRAM, how], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", IN_A_PROGRAM, how],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "at the end 0")
     assert ("iterate over the loader again here" in done.stdout) == (how == "fork")

@@ -35,7 +35,9 @@ def read(loader):
 
 def same(one, other) -> bool:
     return len(one) == len(other) and all(
-        torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+        torch.equal(a, b)
+        for x, y in zip(one, other, strict=True)
+        for a, b in zip(x, y, strict=True)
     )
 
 
@@ -43,12 +45,18 @@ def test_batches_are_uint8_channels_last_with_the_labels_of_their_folders(root):
     module = module_of(root)
     batches = read(module.train_dataloader())
     assert [tuple(images.shape) for images, _ in batches] == [(8, 3, 16, 16)] * 3
-    assert all(images.dtype is torch.uint8 and labels.dtype is torch.int64 for images, labels in batches)
+    assert all(
+        images.dtype is torch.uint8 and labels.dtype is torch.int64 for images, labels in batches
+    )
     images, _ = next(iter(module.train_dataloader()))
     assert images.is_contiguous(memory_format=torch.channels_last)
     order = module.train_dataloader().order
-    numbers = [int(module.train_rows.source.name(i).split("/")[-1][:5]) for i in order.permutation(0)[:24]]
-    assert [label for _, labels in batches for label in labels.tolist()] == [number % 3 for number in numbers]
+    numbers = [
+        int(module.train_rows.source.name(i).split("/")[-1][:5]) for i in order.permutation(0)[:24]
+    ]
+    assert [label for _, labels in batches for label in labels.tolist()] == [
+        number % 3 for number in numbers
+    ]
 
 
 def test_evaluation_reads_every_image_once(root):
@@ -102,7 +110,14 @@ class Remembers(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         images, labels = batch
         self.layouts.add((images.dtype, images.is_contiguous(memory_format=torch.channels_last)))
-        self.seen.append((self.trainer.current_epoch, batch_idx, images.float().contiguous().numpy().tobytes(), labels))
+        self.seen.append(
+            (
+                self.trainer.current_epoch,
+                batch_idx,
+                images.float().contiguous().numpy().tobytes(),
+                labels,
+            )
+        )
         return nn.functional.cross_entropy(self.layer(images.mean((2, 3))).float(), labels)
 
     def validation_step(self, batch, batch_idx):
@@ -115,7 +130,10 @@ class Remembers(pl.LightningModule):
 
 def seen_by_a_fit(ranks, root, **scene):
     scene["num_sanity_val_steps"] = 0
-    return [seen.looks["on_train_end"][0] for seen in fit(ranks, Remembers, train=partial(module_of, root), **scene)]
+    return [
+        seen.looks["on_train_end"][0]
+        for seen in fit(ranks, Remembers, train=partial(module_of, root), **scene)
+    ]
 
 
 def remembered(trainer, module):
@@ -138,13 +156,19 @@ def test_a_step_gets_the_same_bits_with_and_without_prefetcher(one_rank, root, p
     assert layout == stock_layout == {(dtype, True)}
 
 
-def test_a_fit_of_two_ranks_is_resumed_by_one_with_the_same_images(two_ranks, one_rank, root, tmp_path):
+def test_a_fit_of_two_ranks_is_resumed_by_one_with_the_same_images(
+    two_ranks, one_rank, root, tmp_path
+):
     path = str(tmp_path / "some.ckpt")
     whole = seen_by_a_fit(two_ranks, root, callbacks=[AT_THE_END, Saves(path, step=4)])
     settings = {"ckpt_path": path, "accumulate_grad_batches": 2, "callbacks": [AT_THE_END]}
     ((rest, _),) = seen_by_a_fit(one_rank, root, **settings)
     steps = [seen for seen in zip(whole[0][0], whole[1][0], strict=True) if seen[0][0] != "val"]
-    expected = [piece for step in steps[4:] for piece in ((step[0][2], step[0][3]), (step[1][2], step[1][3]))]
+    expected = [
+        piece
+        for step in steps[4:]
+        for piece in ((step[0][2], step[0][3]), (step[1][2], step[1][3]))
+    ]
     assert [(pixels, labels) for place, _, pixels, labels in rest if place != "val"] == expected
     assert len(expected) == 4
 

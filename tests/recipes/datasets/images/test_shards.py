@@ -11,13 +11,21 @@ import pytest
 from recipes.datasets.images import folder as folder_module
 from recipes.datasets.images import shards as shards_module
 from recipes.datasets.images.folder import ImageFolder, check_root
-from recipes.datasets.images.shards import INDEX_NAME, ShardedImages, ShardIndex, holds_shards, shard_name
+from recipes.datasets.images.shards import (
+    INDEX_NAME,
+    ShardedImages,
+    ShardIndex,
+    holds_shards,
+    shard_name,
+)
 from tests.recipes.datasets.images.pictures import image_of, packed, write_root, write_split
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    return packed(write_root(tmp_path / "root", 5, 3), tmp_path / "packed", shard_bytes=3000) / "train"
+    return (
+        packed(write_root(tmp_path / "root", 5, 3), tmp_path / "packed", shard_bytes=3000) / "train"
+    )
 
 
 def number_of(images, index):
@@ -28,7 +36,9 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors in /proc")
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/fd").is_dir(), reason="counts descriptors in /proc"
+)
 
 
 def test_an_index_is_never_unpickled(folder):
@@ -58,7 +68,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("field", ["shards", "offsets", "num_bytes", "labels", "names", "shard_num_bytes", "classes"])
+@pytest.mark.parametrize(
+    "field", ["shards", "offsets", "num_bytes", "labels", "names", "shard_num_bytes", "classes"]
+)
 def test_a_wrong_field_of_an_index_is_named(folder, field, wrong):
     with np.load(folder / INDEX_NAME) as arrays:
         named = {name: arrays[name] for name in arrays.files}
@@ -87,7 +99,9 @@ def test_a_split_is_packed_if_it_has_an_index_or_a_first_shard(folder, tmp_path)
 def test_each_shard_is_opened_once_and_closed_with_the_images(folder):
     before = num_descriptors()
     images = ShardedImages(folder)
-    assert all(images.read(index) == image_of(number_of(images, index)) for index in (0, 4, 1, 3, 2))
+    assert all(
+        images.read(index) == image_of(number_of(images, index)) for index in (0, 4, 1, 3, 2)
+    )
     assert num_descriptors() == before + len(list(folder.glob("*.bin"))) >= before + 2
     del images
     assert num_descriptors() == before
@@ -143,11 +157,17 @@ def test_the_order_is_that_of_the_names_whatever_the_disk_says(train, monkeypatc
         def __exit__(self, *_):
             pass
 
-    monkeypatch.setattr(folder_module.os, "listdir", lambda path: sorted(listdir(path), reverse=True))
+    monkeypatch.setattr(
+        folder_module.os, "listdir", lambda path: sorted(listdir(path), reverse=True)
+    )
     monkeypatch.setattr(folder_module.os, "scandir", Backwards)
     found = ImageFolder(train)
     assert found.classes == expected.classes == ("n01", "n02", "n03")
-    assert numbers_of(found) == numbers_of(expected) == [f"{number:05d}.JPEG" for number in (0, 3, 1, 4, 2, 5)]
+    assert (
+        numbers_of(found)
+        == numbers_of(expected)
+        == [f"{number:05d}.JPEG" for number in (0, 3, 1, 4, 2, 5)]
+    )
 
 
 def test_a_name_that_is_no_text_is_read_all_the_same(train):
@@ -156,7 +176,11 @@ def test_a_name_that_is_no_text_is_read_all_the_same(train):
         with open(os.fsencode(train / "n01") + b"/" + name, "wb") as file:
             file.write(image_of(7))
     images = ImageFolder(train)
-    found = [index for index in range(len(images)) if os.fsencode(images.name(index)).split(b"/")[-1] in names]
+    found = [
+        index
+        for index in range(len(images))
+        if os.fsencode(images.name(index)).split(b"/")[-1] in names
+    ]
     assert [images.read(index) for index in found] == [image_of(7)] * 2
 
 
@@ -172,5 +196,8 @@ def test_a_root_without_training_images_is_told_from_one_without_validation(tmp_
         check_root(tmp_path)
     check_root(tmp_path, splits=["val"])
     (tmp_path / "val").rename(tmp_path / "train")
-    with pytest.raises(ValueError, match=r"val/ is missing\. Move some images of each class, say a tenth, from train/"):
+    with pytest.raises(
+        ValueError,
+        match=r"val/ is missing\. Move some images of each class, say a tenth, from train/",
+    ):
         check_root(tmp_path)

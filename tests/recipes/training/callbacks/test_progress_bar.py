@@ -31,7 +31,12 @@ def shown(has_rich):
             super()._read(trainer, module)
 
     narrow = {"console_kwargs": {"width": 80}} if has_rich else {}
-    fit(more=[Watches(refresh_rate=1, **narrow)], module=Says(), strategy=counting(TWO_STEPS), enable_progress_bar=True)
+    fit(
+        more=[Watches(refresh_rate=1, **narrow)],
+        module=Says(),
+        strategy=counting(TWO_STEPS),
+        enable_progress_bar=True,
+    )
     return found, asked
 
 
@@ -43,8 +48,14 @@ def test_a_bar_shows_the_last_logged_step_and_reads_at_no_other(two_ranks, has_r
     assert asked == [2, 4, 4, 6, 8, 8]  # and after each validation
     assert found[0] == {}
     names = ["loss", "img/s", "own", "comm ms", "wait ms", "skipped"]
-    assert list(found[-1]) == (names[:3] if has_rich else names)  # a line of 80 columns has no room for more
-    assert (found[-1]["img/s"], found[-1].get("comm ms", "50"), found[-1]["own"]) == ("32", "50", "0.1235")
+    assert list(found[-1]) == (
+        names[:3] if has_rich else names
+    )  # a line of 80 columns has no room for more
+    assert (found[-1]["img/s"], found[-1].get("comm ms", "50"), found[-1]["own"]) == (
+        "32",
+        "50",
+        "0.1235",
+    )
     assert found[2] == found[1] | {"loss": found[2]["loss"]}  # nothing new between logged steps
 
 
@@ -52,7 +63,9 @@ def test_the_bar_is_richs_where_there_is_rich(monkeypatch):
     kinds = []
     for has_rich in (True, False):
         real = importlib.util.find_spec
-        monkeypatch.setattr(progress, "find_spec", lambda name, has=has_rich: real("torch") if has else None)
+        monkeypatch.setattr(
+            progress, "find_spec", lambda name, has=has_rich: real("torch") if has else None
+        )
         if has_rich and real("rich") is None:
             continue
         kinds.append(type(progress_bar()))

@@ -23,7 +23,9 @@ def drawn(ranks, seed=0, num_before=0):
     ranks.run(draw_before, num_before)
     hooks = ("on_train_epoch_start", "on_train_batch_start", "on_validation_start")
     callbacks = [SeedEachStep(seed), at(**dict.fromkeys(hooks, draw))]
-    found = fit(ranks, callbacks=callbacks, val=toy.loader, limit_train_batches=4, precision="32-true")
+    found = fit(
+        ranks, callbacks=callbacks, val=toy.loader, limit_train_batches=4, precision="32-true"
+    )
     return [[numbers for hook in hooks for numbers in seen.looks[hook]] for seen in found]
 
 

@@ -12,7 +12,9 @@ from tests.scenes import at
 
 START = "callbacks=[default,start_from] callbacks.start_from.path="
 SMALL = "model=alexnet_bn model.width=0.0625 trainer.max_steps=1 trainer.devices=1 trainer.limit_val_batches=0"
-AT_ONCE = "strategy.checkpoint_io.in_background=false"  # a checkpoint is read as soon as it is written
+AT_ONCE = (
+    "strategy.checkpoint_io.in_background=false"  # a checkpoint is read as soon as it is written
+)
 
 
 def first_weights(trainer, module):
@@ -32,7 +34,9 @@ def begun(*overrides, ckpt_path=None, save_to=None):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-true"])
-def test_a_fit_starts_from_the_weights_of_another_and_a_resumed_one_from_its_own(precision, tmp_path):
+def test_a_fit_starts_from_the_weights_of_another_and_a_resumed_one_from_its_own(
+    precision, tmp_path
+):
     paths = [str(tmp_path / name) for name in ("one.ckpt", "other.ckpt")]
     _, one = begun(f"precision={precision}", save_to=paths[0])
     words = (
@@ -70,7 +74,9 @@ def test_resnet_50_takes_what_has_the_shape_of_resnet_18():
     sources = sources_of(deep, shallow)
     assert all(deep[name].shape == shallow[source].shape for name, source in sources.items())
     assert sources["conv1.weight"] == "conv1.weight"
-    assert [sources[f"layer3.{i}.conv2.weight"] for i in range(6)] == [f"layer3.{i % 2}.conv2.weight" for i in range(6)]
+    assert [sources[f"layer3.{i}.conv2.weight"] for i in range(6)] == [
+        f"layer3.{i % 2}.conv2.weight" for i in range(6)
+    ]
     assert not {"layer3.0.conv1.weight", "layer3.0.conv3.weight", "fc.weight"} & sources.keys()
 
 

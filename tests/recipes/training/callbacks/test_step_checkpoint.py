@@ -23,8 +23,14 @@ OF_CALLBACK = ("every_n_train_steps", "save_on_train_epoch_end", "save_last")
         ({"every_n_train_steps": 4, "val": None}, [4, 8, 12, 16]),
         ({"every_n_train_steps": 4, "val_check_interval": 4}, [5, 8, 13, 16]),
         ({"every_n_train_steps": 3, "val_check_interval": 2}, [3, 7, 9, 13, 15]),
-        ({"every_n_train_steps": 2, "accumulate_grad_batches": 2, "val_check_interval": 5}, [2, 4, 6, 8]),
-        ({"every_n_train_steps": 2, "accumulate_grad_batches": 2, "val_check_interval": 4}, [3, 4, 7, 8]),
+        (
+            {"every_n_train_steps": 2, "accumulate_grad_batches": 2, "val_check_interval": 5},
+            [2, 4, 6, 8],
+        ),
+        (
+            {"every_n_train_steps": 2, "accumulate_grad_batches": 2, "val_check_interval": 4},
+            [3, 4, 7, 8],
+        ),
         ({"every_n_train_steps": 1, "fast_dev_run": True}, []),
         ({"save_on_train_epoch_end": True}, [8, 16]),
     ],
@@ -77,5 +83,7 @@ def test_a_run_that_broke_in_validation_validates_when_it_goes_on(one_rank, tmp_
     for look in (gone, step):
         newest = max(map(str, tmp_path.glob("*.ckpt")), default=None)
         callbacks = [at(on_validation_start=look), saving(tmp_path, every_n_train_steps=4)]
-        (seen,) = fit(one_rank, callbacks=callbacks, ckpt_path=newest, raises=look is gone, **options)
+        (seen,) = fit(
+            one_rank, callbacks=callbacks, ckpt_path=newest, raises=look is gone, **options
+        )
     assert seen.looks["on_validation_start"] == [8, 16]

@@ -14,9 +14,18 @@ def is_fp16(values: torch.Tensor) -> bool:
     return torch.equal(values, values.half().float())
 
 
-@pytest.mark.parametrize(("callbacks", "expected"), [("[default,without_masters]", True), ("[default]", False)])
+@pytest.mark.parametrize(
+    ("callbacks", "expected"), [("[default,without_masters]", True), ("[default]", False)]
+)
 def test_weights_and_momentum_are_fp16_numbers_exactly_without_masters(callbacks, expected):
-    words = [*QUIET, *NO_FILES, *SMALL.split(), f"callbacks={callbacks}", "warmup_epochs=0", "batch_size_per_rank=64"]
+    words = [
+        *QUIET,
+        *NO_FILES,
+        *SMALL.split(),
+        f"callbacks={callbacks}",
+        "warmup_epochs=0",
+        "batch_size_per_rank=64",
+    ]
     trainer, module, data = build(composed("train", *words))
     trainer.fit(module, data)
     assert trainer.accumulate_grad_batches == 2
