@@ -32,6 +32,8 @@ settings.register_profile("same examples", deadline=None, derandomize=True)
 settings.register_profile("exploring", deadline=None, max_examples=1000)
 settings.load_profile("same examples")
 
+LONG_TEST_LIMIT_S = 3600  # of the others: `timeout` in pyproject.toml
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_text = "cases of each fuzz test; by default few enough for every run of the tests"
@@ -158,6 +160,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("long")
                 item.add_marker("battery")
             num_cases[name] += 1
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.timeout(LONG_TEST_LIMIT_S))
     import torch
 
     if torch.cuda.is_available():

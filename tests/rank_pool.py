@@ -213,6 +213,8 @@ class RankPool:
             self._pipes[rank].recv_bytes()
 
     def stop(self) -> None:
+        if "COVERAGE_RUN" in os.environ:
+            self._end_in_order()  # a process that is killed writes no coverage
         for process in self._processes:
             process.kill()
         for process, pipe in zip(self._processes, self._pipes, strict=True):
@@ -220,6 +222,13 @@ class RankPool:
             pipe.close()
         self._processes, self._pipes = [], []
         self._live_world_size = None
+
+    def _end_in_order(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + GRACE_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         self.stop()

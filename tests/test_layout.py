@@ -77,11 +77,6 @@ NEVER_IN_THE_PLANNER = {
 }
 MOST_MODULES = 20
 
-FORBIDDEN = (
-    r"\b(told|anew|beside|alike|whoever|nobody|seal(?:ed)?|lanes?|handover|surroundings)\b|\bours:"
-)
-"""Words of a private language, in the prose of docstrings and comments."""
-
 
 def part_of(path: Path) -> str:
     """The dotted name below the package."""
@@ -204,18 +199,6 @@ def test_every_folder_says_what_it_is_for_and_has_few_modules():
             assert ast.get_docstring(tree_of(folder / "__init__.py")), folder
 
 
-def test_no_two_modules_of_a_folder_differ_by_a_plural_or_ing():
-    for folder in {path.parent for path in [*MODULES, *PROGRAMS]}:
-        names = {path.stem for path in tracked_in(folder, "*.py")}
-        twins = {
-            (a, b)
-            for a in names
-            for b in names
-            if b in (f"{a}s", f"{a}es", f"{a}ing", f"{a.rstrip('e')}ing")
-        }
-        assert not twins, f"{folder}: {twins}"
-
-
 def public_definitions(path: Path) -> list[str]:
     body = tree_of(path).body
     kinds = (ast.FunctionDef, ast.ClassDef)
@@ -249,32 +232,3 @@ def test_every_public_definition_is_used_outside_of_its_own_tests():
         if words[name] < 2
     ]
     assert not unused
-
-
-def prose_of(path: Path) -> list[tuple[int, str]]:
-    """Lines of docstrings and comments, without what stands in backticks or quotes."""
-    source = path.read_text()
-    found = []
-    for node in ast.walk(tree_of(path)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            found += enumerate(node.value.value.splitlines(), node.lineno)
-    found += [
-        (i, line.partition("# ")[2])
-        for i, line in enumerate(source.splitlines(), 1)
-        if "# " in line
-    ]
-    return [(number, re.sub(r"`[^`]*`|\"[^\"]*\"|'[^']*'", "", line)) for number, line in found]
-
-
-def test_prose_is_in_the_words_of_the_field():
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {match[0]}"
-        for path in [*MODULES, *PROGRAMS]
-        for number, line in prose_of(path)
-        if (match := re.search(FORBIDDEN, line, re.I))
-    ]
-    assert not found
