@@ -155,9 +155,8 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     device: Literal["cuda", "cpu"] = given.device
-    os.environ.setdefault(
-        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-    )  # to be asked for a GPU makes no context of CUDA's
+    # to be asked for a GPU makes no context of CUDA's
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             f"error: torch.cuda.is_available() is False here: {machine.why_no_gpu()}. A driver must be as new as the "

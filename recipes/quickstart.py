@@ -10,10 +10,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+# this import also registers the strategies
 from lightning_hybrid.callbacks import (
     RunReport,
     TrainingMetrics,
-)  # this import also registers the strategies
+)
 from lightning_hybrid.optim import LARS, param_groups
 
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))

@@ -244,9 +244,10 @@ def main(cfg: DictConfig) -> None:
     config, folder = config_and_folder(cfg)
     report.write(folder, config, environment())
     if cfg.pictures:
+        # here: it imports matplotlib, which takes a second
         from lightning_hybrid.planning.report import (
             pictures,
-        )  # here: it imports matplotlib, which takes a second
+        )
 
         pictures.draw_simulation(report, folder)
     print(f"{report.printed()}\n\nwritten to {folder.resolve()}", flush=True)

@@ -21,9 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from recipes.cli.preflight import LAUNCH_VARIABLES
 
-if (
-    TYPE_CHECKING
-):  # of torch, which takes seconds, the process that hands out the tests needs nothing
+# of torch, which takes seconds, the process that hands out the tests needs nothing
+if TYPE_CHECKING:
     from tests.rank_pool import RankPool, Ranks
 
 # No deadline: how long an example takes is the machine's load. The same examples in every run: a test that fails is
@@ -84,9 +83,8 @@ def alone_where_it_reads_clocks(
     """No test of another process runs beside one that is marked `clock`."""
     queue, machine = turns
     is_alone = request.node.get_closest_marker("clock")
-    fcntl.flock(
-        queue, fcntl.LOCK_EX
-    )  # who waits for the machine holds it, so that no new test begins
+    # who waits for the machine holds it, so that no new test begins
+    fcntl.flock(queue, fcntl.LOCK_EX)
     fcntl.flock(machine, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
     fcntl.flock(queue, fcntl.LOCK_UN)
     yield

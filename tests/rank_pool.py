@@ -45,15 +45,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-GROUP_TIMEOUT = timedelta(
-    seconds=45
-)  # below the default time limit of a run, so that the traceback names the op
+# below the default time limit of a run, so that the traceback names the op
+GROUP_TIMEOUT = timedelta(seconds=45)
 START_LIMIT_S = 120.0
+# for all that tests fork; what is not installed is left out
 PRELOADED = [
     "wandb",
     "recipes.train",
     "tests.preloaded",
-]  # for all that tests fork; what is not installed is left out
+]
 GRACE_S = 2.0  # how long the other ranks may go on once one has failed: their tracebacks are often the telling ones
 
 
@@ -143,9 +143,8 @@ class RankPool:
             raise error(
                 f"{fn.__qualname__}{limit} on ranks {sorted(failed) + left}\n" + "\n".join(report)
             )
-        if not all(
-            reply[2] for reply in replies.values()
-        ):  # the function took the default group away
+        # the function took the default group away
+        if not all(reply[2] for reply in replies.values()):
             self._live_world_size = None
         return [pickle.loads(replies[rank][1]) for rank in range(world_size)]
 
@@ -269,9 +268,8 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
         from tests.stand_in import moving_device
 
         moving_device.install()
-    ctypes.CDLL(None).prctl(
-        1, signal.SIGKILL
-    )  # PR_SET_PDEATHSIG: the server of forks ends with pytest
+    # PR_SET_PDEATHSIG: the server of forks ends with pytest
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() == 1:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -291,9 +289,8 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
                 if generation != live_generation:
                     _join_world(rank, world_size, store, generation)
                     live_generation = generation
-                os.environ.pop(
-                    "PL_GLOBAL_SEED", None
-                )  # of an earlier test's `seed_everything`: setups would read it
+                # of an earlier test's `seed_everything`: setups would read it
+                os.environ.pop("PL_GLOBAL_SEED", None)
                 with warnings.catch_warnings(), _levels_of_loggers_kept():
                     filters, fn, args = pickle.loads(call)
                     _set_warning_filters(filters)

@@ -54,9 +54,8 @@ class Seen(Columns):
     sent: CommSummary | None  # by this rank, in all
     error: str  # "Type: message", notes as further lines; empty where there was none
     warnings: list[str]
-    rows: list[
-        tuple[int, dict[str, float]]
-    ]  # what was logged, with the number of steps made by then
+    # what was logged, with the number of steps made by then
+    rows: list[tuple[int, dict[str, float]]]
     metrics: dict[str, float]  # the last of each
     looks: dict[str, list[Any]]  # of each `at`, by hook
 
@@ -122,9 +121,8 @@ def play(scene: dict[str, Any]) -> Seen:
         if isinstance(settings["callbacks"], list)
         else [settings["callbacks"]]
     )
-    callbacks = [
-        _at(each.looks) if isinstance(each, Looks) else made(each) for each in callbacks
-    ]  # a fresh one
+    # a fresh one
+    callbacks = [_at(each.looks) if isinstance(each, Looks) else made(each) for each in callbacks]
     last, error = _Last(), ""
     with warnings.catch_warnings(record=warns) as caught:
         if warns:
@@ -201,9 +199,8 @@ def _at(looks: dict[str, Callable[..., Any]]) -> Looks:
 
         return called
 
-    return type("At", (Looks,), {name: hook(name) for name in looks})(
-        looks
-    )  # a method: Lightning asks the class
+    # a method: Lightning asks the class
+    return type("At", (Looks,), {name: hook(name) for name in looks})(looks)
 
 
 def at(**looks: Callable[..., Any]) -> Looks:

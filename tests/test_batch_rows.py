@@ -37,9 +37,8 @@ def plain(value):
     return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-RAGGED = [
-    torch.arange(i + 3) for i in range(ROWS)
-]  # one of them has as many entries as there are rows
+# one of them has as many entries as there are rows
+RAGGED = [torch.arange(i + 3) for i in range(ROWS)]
 BATCHES = {
     "tensor": X,
     "texts": TEXTS,

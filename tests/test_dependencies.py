@@ -26,9 +26,8 @@ DISTRIBUTIONS = packages_distributions()
 
 # Imports of the package that its core does not install. Each is made only where somebody asks for what it does.
 WITH_AN_EXTRA = {"matplotlib": "report"}
-WITH_TORCH = {
-    "triton"
-}  # builds for CUDA bring it; without it the fused kernels warn and are not used
+# builds for CUDA bring it; without it the fused kernels warn and are not used
+WITH_TORCH = {"triton"}
 
 IMPORT_ALL_PUBLIC_NAMES = """
 import sys

@@ -168,9 +168,8 @@ def train_two_steps(source, folder):
         contextlib.chdir(folder),
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings(
-            "ignore", message="Found . module.s. in eval mode"
-        )  # the page says so
+        # the page says so
+        warnings.filterwarnings("ignore", message="Found . module.s. in eval mode")
         exec(compile(source, "page", "exec"), given)
     return seen
 

@@ -30,9 +30,8 @@ def test_no_file_that_is_loaded_can_bring_code():
         for call in ast.walk(ast.parse(text if "torch.load(" in text else "")):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.load":
                 given = {each.arg: ast.unparse(each.value) for each in call.keywords}
-                assert given["weights_only"] in ("True", "weights_only"), (
-                    path
-                )  # the caller's, as its default above
+                # the caller's, as its default above
+                assert given["weights_only"] in ("True", "weights_only"), path
 
 
 @pytest.fixture

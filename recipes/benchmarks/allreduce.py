@@ -122,9 +122,8 @@ class AllReduceBench:
                 raise RuntimeError(
                     f"`{name}` gave a wrong sum of {num_bytes} bytes in {dtype} on rank {topology.rank}"
                 )
-        flat = torch.zeros(
-            num_elements, dtype=dtype, device=fabric.device
-        )  # sums of zeros never overflow
+        # sums of zeros never overflow
+        flat = torch.zeros(num_elements, dtype=dtype, device=fabric.device)
         slowest_s = max(_seconds_per_call(fabric, arm, flat, 1) for arm in arms.values())
         num_calls = max(1, min(MAX_CALLS, int(self.min_sample_s / slowest_s)))
         names, times_s = list(arms), {name: list[float]() for name in arms}

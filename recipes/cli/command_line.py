@@ -42,9 +42,8 @@ OPTIONS = ("config_path", "config_name", "config_dir")
 SYNONYMS = {"learning_rate": "lr", "batch_size": "global_batch_size", "epochs": "max_epochs"}
 """Last words of keys in other trainers, and the words here."""
 
-AVAILABLE = re.compile(
-    r"Available options in '.*':\n((?:\t.*\n?)+)"
-)  # Hydra's words for a choice that is none
+# Hydra's words for a choice that is none
+AVAILABLE = re.compile(r"Available options in '.*':\n((?:\t.*\n?)+)")
 
 LOCAL_STEPS_KEYS = tuple(
     f"strategy.between_nodes.{key}" for key in ("every", "from_step", "outer_lr")

@@ -104,9 +104,8 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
             f"`{name}` (={_shown(raw[name])}) must be a key of this recipe, or one that another refers to as "
             f"${{{name}}}: nothing would read it. {hint}The keys are {', '.join(sorted(read))}."
         )
-    _check_values(
-        raw, keys
-    )  # first: a resolver would stumble over a wrong value in the name of another key
+    # first: a resolver would stumble over a wrong value in the name of another key
+    _check_values(raw, keys)
     try:
         _check_values(OmegaConf.to_container(cfg, resolve=True), keys)
     except WrongValueError as error:
@@ -208,9 +207,8 @@ def _refusal(
         )
     key, rule = f"{prefix}{key}".rstrip("."), " or ".join(dict.fromkeys(rules))
     name = key
-    if not choices and (
-        files := sorted((CONF / key.replace(".", "/")).glob("*.yaml"))
-    ):  # a group within a part
+    # a group within a part
+    if not choices and (files := sorted((CONF / key.replace(".", "/")).glob("*.yaml"))):
         name, choices = key.replace(".", "/"), [file.stem for file in files]
     cure = [*difflib.get_close_matches(str(value), choices, n=1), *choices, "<value>"][0]
     return WrongValueError(
@@ -310,9 +308,8 @@ def _hints_of(function: Any) -> dict[str, Any]:
                 one, inspect.unwrap(function).__globals__, include_extras=True
             )
     for name, parameter in parameters.items():
-        if name not in hints and isinstance(
-            parameter.default, bool
-        ):  # torch leaves much without an annotation
+        # torch leaves much without an annotation
+        if name not in hints and isinstance(parameter.default, bool):
             hints[name] = bool
         elif name in hints and parameter.default is None:
             hints[name] = hints[name] | None

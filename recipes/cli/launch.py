@@ -44,9 +44,8 @@ from recipes.cli.world import (
     world_from_launcher,
 )
 
-if (
-    TYPE_CHECKING
-):  # a command that does not train starts without Lightning, which takes seconds to import
+# a command that does not train starts without Lightning, which takes seconds to import
+if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric import Fabric
 
@@ -81,9 +80,10 @@ def launch_id(otherwise: str) -> str:
 
 def count_classes(root: str) -> int:
     """Count the classes of the image set in `root`, see `imagenet.count_classes`."""
+    # here: most commands read no images, and start without it
     from recipes.datasets.images import (
         imagenet,
-    )  # here: most commands read no images, and start without it
+    )
 
     return imagenet.count_classes(root)
 
@@ -109,9 +109,8 @@ def register_resolvers() -> None:
 
 def is_rank_zero() -> bool:
     """Whether this process is rank zero, by what its launcher says; true where there is none."""
-    lightning = sys.modules.get(
-        "lightning.fabric.utilities.rank_zero"
-    )  # knows more once a trainer is there
+    # knows more once a trainer is there
+    lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")
     known = getattr(getattr(lightning, "rank_zero_only", None), "rank", None)
     return (
         int(next((os.environ[name] for name in RANKS if name in os.environ), 0))
@@ -139,9 +138,8 @@ def short_errors(cfg: DictConfig | None = None) -> Iterator[None]:
         print(message, file=sys.stderr, flush=True)
         if HydraConfig.initialized() and is_rank_zero():
             runtime = HydraConfig.get().runtime
-            if not OmegaConf.is_missing(
-                runtime, "output_dir"
-            ):  # else Hydra has made no directory yet
+            # else Hydra has made no directory yet
+            if not OmegaConf.is_missing(runtime, "output_dir"):
                 _remove_unused(Path(runtime.output_dir))
         raise UsageError(message) from None
 
@@ -272,16 +270,14 @@ def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
         DistError,
     ) as error:
         is_clear = not isinstance(error, ValueError) or str(error).startswith("`")
-        if (
-            os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_clear
-        ):  # not about what was given: where matters
+        # not about what was given: where matters
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_clear:
             raise
         raise SystemExit(f"error: {message_of(error, cfg)}") from None
     finally:
         sys.argv = argv
-        for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(
-            before
-        ):  # the last is set by Lightning's logger, offline
+        # the last is set by Lightning's logger, offline
+        for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):
             os.environ.pop(name, None)
         finish(exit_code)
 

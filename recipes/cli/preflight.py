@@ -283,9 +283,8 @@ def _is_ours_to_open(variables: Mapping[str, str]) -> bool:
 
 def _check_free(port: int) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as torch's store: what lingers is no listener
+        # as torch's store: what lingers is no listener
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
             probe.listen(1)

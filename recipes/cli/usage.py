@@ -109,9 +109,8 @@ def missing_packages_of(config: Any) -> str:
 
 def command(name: str) -> str:
     """Return what a user types for a command, as this one was started: by `lightning-hybrid` or by its file."""
-    started_as = getattr(
-        sys.modules["__main__"], "STARTED_AS", None
-    )  # see lightning_hybrid/__main__.py
+    # see lightning_hybrid/__main__.py
+    started_as = getattr(sys.modules["__main__"], "STARTED_AS", None)
     if started_as is not None:
         return f"{started_as} {name.replace('_', '-')}"
     path = RECIPES / f"{name}.py"

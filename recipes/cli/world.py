@@ -153,9 +153,10 @@ def batch_line(
     >>> batch_line(20, 2, 1, unit="sequences")
     'Global batch size 20: 2 ranks x 10 sequences, no gradient accumulation.'
     """
+    # here: it imports Lightning, and not every command needs it
     from lightning_hybrid.data import (
         batch_size_per_rank,
-    )  # here: it imports Lightning, and not every command needs it
+    )
 
     parts = {"world_size": world_size, "accumulate_grad_batches": accumulate_grad_batches}
     share = batch_size_per_rank(global_batch_size=global_batch_size, **parts)

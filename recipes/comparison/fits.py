@@ -145,9 +145,8 @@ class FitPool:
     ) -> None:
         self._is_stopped = True
         for process in list(self._processes):
-            if kind is not None and not issubclass(
-                kind, KeyboardInterrupt
-            ):  # Ctrl-C has reached them too
+            # Ctrl-C has reached them too
+            if kind is not None and not issubclass(kind, KeyboardInterrupt):
                 process.terminate()
         self.executor.shutdown(cancel_futures=True)
 
@@ -159,9 +158,8 @@ class FitPool:
         """
         if self._is_stopped:
             raise FitError("the pool is stopped")
-        context = multiprocessing.get_context(
-            "spawn"
-        )  # a fork would inherit threads in an unknown state
+        # a fork would inherit threads in an unknown state
+        context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_work, args=(function, argument, sender))
         process.start()

@@ -39,9 +39,8 @@ def only_user_of(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
         try:
-            fcntl.flock(
-                file, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # freed when the process ends, however it does
+            # freed when the process ends, however it does
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
                 f"`hydra.run.dir` (={folder}) must not be in use by another study. Wait for that one, or set another "
@@ -199,9 +198,8 @@ def _enqueue(study: optuna.Study, trials: Mapping[int, Mapping[str, Any]]) -> No
     """Enqueue the trials that have neither ended nor wait; those that a kill interrupted are enqueued again."""
     indices = set()
     for trial in study.get_trials(deepcopy=False):
-        if (
-            trial.state == TrialState.RUNNING
-        ):  # of a process that was killed: this one has the folder for itself
+        # of a process that was killed: this one has the folder for itself
+        if trial.state == TrialState.RUNNING:
             study.tell(trial.number, state=TrialState.FAIL)
         elif trial.state in (TrialState.COMPLETE, TrialState.WAITING):
             indices.add(trial.user_attrs[INDEX])

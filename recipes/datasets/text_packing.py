@@ -22,9 +22,8 @@ from lightning_hybrid.checks import require_whole
 INDEX_NAME, TOKENIZER_NAME = "text.json", "tokenizer.json"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNK, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
-PIECE_CHARS = (
-    1 << 14
-)  # our choice: a longer file is cut at ends of lines, so that one file can be a whole set
+# our choice: a longer file is cut at ends of lines, so that one file can be a whole set
+PIECE_CHARS = 1 << 14
 NUM_LETTERS = 1000  # that are tokens, the most frequent, as usual
 NUM_TOGETHER = 64  # pieces that are tokenised at a time
 SPLITS = ("train", "val", "test")

@@ -29,6 +29,5 @@ if __name__ == "__main__":
             fabric.backward(loss)
             optimizer.step()  # skipped on all ranks where a gradient is inf or nan
         fabric.print(f"epoch {epoch}: loss {fabric.all_reduce(loss.detach()).item():.3f}")
-    fabric.save(
-        "own_loop.ckpt", {"model": model, "optimizer": optimizer}
-    )  # fp32 masters, and the loss scale
+    # fp32 masters, and the loss scale
+    fabric.save("own_loop.ckpt", {"model": model, "optimizer": optimizer})

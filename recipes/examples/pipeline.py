@@ -27,9 +27,8 @@ if __name__ == "__main__":
     pl.seed_everything(0)
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
-    strategy = HybridPipelineStrategy(
-        num_stages=2, num_microbatches=4
-    )  # 1F1B; what it waits: (2 - 1) / (4 + 2 - 1)
+    # 1F1B; what it waits: (2 - 1) / (4 + 2 - 1)
+    strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=4)
     trainer = pl.Trainer(
         strategy=strategy,
         precision="16-true",

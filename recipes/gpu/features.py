@@ -220,9 +220,8 @@ def _trained(
     else:
         options["ranks_per_node"] = num_ranks // feature.num_nodes
         options["loss_scale"] = 2.0**10 if feature.precision == "16-true" else None
-        options["comm"] = Comm(
-            bucket_bytes=2048, **feature.comm
-        )  # several buckets, that may overtake one another
+        # several buckets, that may overtake one another
+        options["comm"] = Comm(bucket_bytes=2048, **feature.comm)
     strategy, module = (
         feature.strategy(**options),
         feature.module(feature.optimizer, on_hidden=on_hidden),

@@ -24,9 +24,8 @@ def lost_host(given: Given, *, is_other_class: bool = False) -> Details:
     """Check that a run which loses one of two hosts ends with the weights of one that loses none, bit for bit."""
     if is_other_class:
         use_other_class(given)
-    backend = (
-        "nccl" if given.on_cuda and given.num_gpus > 1 else "gloo"
-    )  # NCCL takes one rank on a GPU
+    # NCCL takes one rank on a GPU
+    backend = "nccl" if given.on_cuda and given.num_gpus > 1 else "gloo"
     weights = []
     for may_die in ((), (LOST,)):
         run = partial(_be_host, backend, _free_addresses(), bool(may_die))

@@ -157,9 +157,8 @@ def run_world(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context(
-        "fork"
-    )  # all is imported, and this process has no context of CUDA's
+    # all is imported, and this process has no context of CUDA's
+    context = multiprocessing.get_context("fork")
     paths = [given.folder / f"rank{rank}.json" for rank in range(num_ranks)]
     for path in paths:
         path.unlink(missing_ok=True)

@@ -70,9 +70,8 @@ class TrialProcesses:
         self.connections: list[Connection] = []
         self._ranks: dict[Connection, int] = {}
         self._processes: list[ForkServerProcess] = []
-        context = multiprocessing.get_context(
-            "forkserver"
-        )  # a fork would inherit the threads of this process
+        # a fork would inherit the threads of this process
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         _make_importable()
         for rank, environment in enumerate(_environments(num_ranks)):

@@ -39,9 +39,8 @@ class RunningTrial:
                 return message
             if isinstance(message, Report):
                 self.trial.report(message.value, step=message.percent)
-                with suppress(
-                    OSError
-                ):  # a process that has died meanwhile is noticed when the connection is read
+                # a process that has died meanwhile is noticed when the connection is read
+                with suppress(OSError):
                     connection.send(self.trial.should_prune())
         return None
 

@@ -76,9 +76,8 @@ class Search:
         if isinstance(sampler, CoarseToFine):
             self._coarse_to_fine = sampler
             self.num_trials = sampler.num_trials
-            axes = [
-                axis.widened() for axis in axes
-            ]  # a round around an end of the grid goes beyond it
+            # a round around an end of the grid goes beyond it
+            axes = [axis.widened() for axis in axes]
         self._distributions: dict[str, BaseDistribution] = {
             axis.key: axis.distribution() for axis in axes
         }

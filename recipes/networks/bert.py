@@ -59,10 +59,11 @@ class Bert(nn.Module):
         self.network: Any = BertForMaskedLM(config)
         bert = self.network.bert
         beside = [_Beside(layer) for layer in (bert.embeddings, *bert.encoder.layer)]
+        # in a list: their names are those of `transformers`
         self._blocks = [
             *beside,
             _Head(self.network.cls),
-        ]  # in a list: their names are those of `transformers`
+        ]
         self.checkpoint_activations = checkpoint_activations
 
     @property

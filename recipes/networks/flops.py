@@ -55,9 +55,10 @@ def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> i
             f"`image_shape` (={tuple(image_shape)}) must hold positive whole numbers: it is channels, height and "
             "width of one image, without the batch."
         )
+    # here: every network imports this module, and that Triton
     from torch.utils.flop_counter import (
         FlopCounterMode,
-    )  # here: every network imports this module, and that Triton
+    )
 
     tensors = {name: _shadow(tensor) for name, tensor in model.named_parameters()}
     tensors |= {name: _shadow(tensor) for name, tensor in model.named_buffers()}

@@ -34,9 +34,8 @@ def build(
     # Data first: a missing folder shows before a large network is made.
     data: pl.LightningDataModule = instantiate(cfg.data)
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
-    schedule(
-        optimizer([nn.Parameter(torch.zeros(1))]), total_steps=2, warmup_steps=1
-    )  # a wrong argument shows here
+    # a wrong argument shows here
+    schedule(optimizer([nn.Parameter(torch.zeros(1))]), total_steps=2, warmup_steps=1)
     trainer: pl.Trainer = instantiate(
         cfg.trainer,
         strategy=instantiate(cfg.strategy),

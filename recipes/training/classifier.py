@@ -22,10 +22,11 @@ from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.optim import param_groups
 
 log = logging.getLogger(__name__)
+# of an epoch, of a run: our choice; the default recipe has 9 and 270
 FEW_STEPS, MANY_STEPS = (
     10,
     200,
-)  # of an epoch, of a run: our choice; the default recipe has 9 and 270
+)
 
 Batch = tuple[Tensor, Tensor]
 
@@ -90,9 +91,8 @@ class Classifier(pl.LightningModule):
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
         self.label_smoothing = label_smoothing
         self.trust_ratio, self.decay_excluded = trust_ratio, decay_excluded
-        self.val_loss = MeanMetric(
-            nan_strategy="disable"
-        )  # by default a nan would be left out of the mean
+        # by default a nan would be left out of the mean
+        self.val_loss = MeanMetric(nan_strategy="disable")
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
         self.test_acc = MulticlassAccuracy(num_classes, average="micro")
         self._planned_steps: dict[str, int] = {}  # of the schedule

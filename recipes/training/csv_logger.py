@@ -82,9 +82,8 @@ class CSVRows(CSVLogger):
                 )
             columns = sorted({name for row in known for name in row})
             if known:
-                write_rows(
-                    part, known, columns
-                )  # moved below: Lightning's writer first deletes the file itself
+                # moved below: Lightning's writer first deletes the file itself
+                write_rows(part, known, columns)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Experiment logs directory")
                 self._experiment = _Writer(log_dir=self.log_dir)
@@ -106,10 +105,11 @@ class CSVRows(CSVLogger):
         self.save()
         path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
         if path.is_file():
+            # the checkpoint itself says what its disk does not do
             with (
                 suppress(OSError),
                 path.open("rb") as file,
-            ):  # the checkpoint itself says what its disk does not do
+            ):
                 os.fsync(file.fileno())
 
     @rank_zero_only

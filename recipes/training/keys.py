@@ -120,9 +120,8 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
             f"`model.num_classes` (={cfg.model.num_classes}) must be at least the number of classes of "
             f"{type(data).__name__} (={num_classes}): the others would have no logit. Set {' '.join(also)}."
         )
-    EpochOrder(
-        num_images=num_images, global_batch_size=batch, seed=0, **parts
-    )  # refuses more than there are
+    # refuses more than there are
+    EpochOrder(num_images=num_images, global_batch_size=batch, seed=0, **parts)
     return model
 
 

@@ -126,9 +126,8 @@ class SimCLR(Classifier):
         for batch in loader.every_image():
             images, labels = trainer.strategy.batch_to_device(batch)
             with trainer.precision_plugin.forward_context():
-                found.append(
-                    (self(images).clone(), labels.clone())
-                )  # the loader may fill its memory again
+                # the loader may fill its memory again
+                found.append((self(images).clone(), labels.clone()))
             if sum(map(len, next(zip(*found, strict=True)))) >= num_images:
                 break
         h, labels = (torch.cat(parts)[:num_images] for parts in zip(*found, strict=True))

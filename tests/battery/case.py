@@ -341,9 +341,8 @@ def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
         seed(3)
     loud = logging.getLogger("lightning.pytorch").level
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    unheard = mock.patch.object(
-        WarningCache, "__contains__", return_value=False
-    )  # of what Lightning said before
+    # of what Lightning said before
+    unheard = mock.patch.object(WarningCache, "__contains__", return_value=False)
     with unheard, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

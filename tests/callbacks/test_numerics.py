@@ -173,9 +173,8 @@ def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
     counted = []
     for free in (False, True):
         monkeypatch.setattr(numbers_module, "_reads_are_free", lambda device, free=free: free)
-        mode = (
-            HostReads()
-        )  # by file, from the second step to the ninth, the last before one that is logged
+        # by file, from the second step to the ninth, the last before one that is logged
+        mode = HostReads()
         reads = at(
             on_train_batch_start=lambda trainer, *_, mode=mode: (
                 trainer.global_step == 1 and mode.__enter__()

@@ -122,9 +122,8 @@ def test_validation_sees_the_statistics_of_one_pass_over_the_images_in_ghost_bat
 def test_an_average_of_weights_gets_statistics_of_its_own(one_rank):
     ((seen, end, _),) = one_rank.run(seen_by_validation, 1, True)
     assert_statistics_are_of_ghost_batches(seen[-1], 64)
-    assert all(
-        torch.equal(end[name], value) for name, value in seen[-1].items()
-    )  # in the end the module has both
+    # in the end the module has both
+    assert all(torch.equal(end[name], value) for name, value in seen[-1].items())
 
 
 def test_they_are_the_same_on_any_number_of_ranks(one_rank, two_ranks):

@@ -53,11 +53,12 @@ def spoiled(ranks, what, precision, every_n_steps, rank=1, step=2):
 @pytest.mark.parametrize(
     ("what", "precision", "named"),
     [
+        # there alone: the gradients of all others are averages
         (
             "weight",
             "16-true",
             f": `{LAST}`",
-        ),  # there alone: the gradients of all others are averages
+        ),
         ("below_half", "16-true", f": `{LAST}`"),
         ("momentum", "bf16-true", f": `{LAST}`"),
         ("skipped", "16-true", ": number of skipped steps 0"),
@@ -140,9 +141,8 @@ def num_collectives(every_n_steps):
         fit(max_epochs=1, callbacks=[ReplicaCheck(every_n_steps)])
     finally:
         dist.all_reduce = original
-    return [
-        num_bytes for num_bytes, dtype in calls if dtype is torch.int64 and num_bytes > 8
-    ]  # Lightning's are of 8
+    # Lightning's are of 8
+    return [num_bytes for num_bytes, dtype in calls if dtype is torch.int64 and num_bytes > 8]
 
 
 def test_a_sound_check_sends_16_bytes_and_there_is_none_between(two_ranks):

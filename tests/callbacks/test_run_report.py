@@ -185,9 +185,8 @@ def test_the_report_of_a_resumed_run_shows_all_of_it_and_the_communication_of_al
     assert without_clocks[0] == without_clocks[1]
     assert communication.num_steps == resumed.num_steps == 8
     assert communication.num_bytes == resumed.num_bytes > 0
-    assert (
-        communication.bytes_across == communication.least_bytes_across == communication.num_bytes
-    )  # two nodes of one
+    # two nodes of one
+    assert communication.bytes_across == communication.least_bytes_across == communication.num_bytes
     assert sum(bucket.num_times for bucket in resumed.buckets) == resumed.num_buckets
     assert 0 < resumed.exposed_s <= resumed.busy_s
     assert sum(resumed.exposed_by_bucket_s.values()) == pytest.approx(resumed.exposed_s)

@@ -97,9 +97,8 @@ def test_a_job_near_its_end_stops_between_two_steps_and_is_queued_again_once_the
 ):
     """`scontrol requeue` has SLURM kill the job some seconds later, whatever is being written."""
     assert two_ranks.run(in_a_job, str(folder), 1) == [(143, 6), (143, 6)]
-    assert requests(folder) == [
-        "requeue 17: stopped.ckpt"
-    ]  # and Lightning's own hpc_ckpt_1.ckpt is not there
+    # and Lightning's own hpc_ckpt_1.ckpt is not there
+    assert requests(folder) == ["requeue 17: stopped.ckpt"]
     assert check_whole(folder / "stopped.ckpt")
 
 

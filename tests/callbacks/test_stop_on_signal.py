@@ -129,9 +129,8 @@ def fitted_again(folder):
             trainer.fit(toy.Toy(), toy.loader())
         steps.append(trainer.global_step)
         is_theirs = "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
-        assert (
-            is_theirs or trainer.global_step < 12
-        )  # after a whole fit Lightning asks by itself again
+        # after a whole fit Lightning asks by itself again
+        assert is_theirs or trainer.global_step < 12
     return steps
 
 

@@ -8,13 +8,13 @@ from lightning_hybrid.callbacks import metrics as m
 from tests import toy
 from tests.callbacks.support import Module, fit
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:It is recommended to use .*sync_dist"
-)  # each rank has its own here
+# each rank has its own here
+pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist")
+# of the test's clock: a step, and a validation of four batches
 STEP_S, VALIDATION_S = (
     0.5,
     4 * 1000.0,
-)  # of the test's clock: a step, and a validation of four batches
+)
 
 
 class Rises(Module):

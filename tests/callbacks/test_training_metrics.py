@@ -28,9 +28,8 @@ def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
     assert list(one.column(m.TRAIN_LOSS)) == [2, 4, 6, 8]
     assert one.losses != other.losses
     for step, loss in one.column(m.TRAIN_LOSS).items():
-        assert loss == pytest.approx(
-            (one.losses[step - 1] + other.losses[step - 1]) / 2, rel=1e-6
-        )  # fp32 mean
+        # fp32 mean
+        assert loss == pytest.approx((one.losses[step - 1] + other.losses[step - 1]) / 2, rel=1e-6)
     # the schedule is 0.1 / (1 + steps before this one); float32 on the way to the logger
     assert one.column(m.TRAIN_LR) == pytest.approx(
         {2: 0.1 / 2, 4: 0.1 / 4, 6: 0.1 / 6, 8: 0.1 / 8}, rel=1e-6

@@ -163,9 +163,8 @@ def test_the_division_is_rounded_once_in_the_wider_dtype():
         == torch.tensor(1 / 3).item()
     )
     buffer = torch.zeros(1, dtype=torch.float16)
-    from_wire(
-        torch.full((1,), 3 * 65504.0), buffer=buffer, after=3.0
-    )  # fits only once it is divided
+    # fits only once it is divided
+    from_wire(torch.full((1,), 3 * 65504.0), buffer=buffer, after=3.0)
     assert buffer.item() == 65504.0
 
 

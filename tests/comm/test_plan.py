@@ -161,9 +161,8 @@ def test_small_tensors_are_fused_and_large_ones_travel_alone(
         plan, bucket_bytes=bucket_bytes, last_bucket_bytes=last_bucket_bytes, num_buckets=1
     )
     rest, buckets = iter(sizes), []
-    for cap in plan.bucket_caps(
-        sizes, num_nodes=num_nodes
-    ):  # every bucket ends where a tensor does
+    # every bucket ends where a tensor does
+    for cap in plan.bucket_caps(sizes, num_nodes=num_nodes):
         buckets.append([])
         while sum(buckets[-1]) < cap:
             buckets[-1].append(next(rest))

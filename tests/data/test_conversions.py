@@ -35,13 +35,14 @@ def layout(ranks: int, accumulate: int) -> Layout:
 
 
 LAYOUTS = [layout(ranks, accumulate) for ranks, accumulate in product((1, 2, 4), (1, 2))]
+# after so many steps; 5: the last batch of the first epoch; or its end
 STOPS = (
     "1",
     "3",
     "5",
     "epoch",
     "7",
-)  # after so many steps; 5: the last batch of the first epoch; or its end
+)
 STOP_WITHIN_STEP = "3, within the next step"
 
 

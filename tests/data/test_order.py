@@ -69,9 +69,8 @@ def test_any_ranks_continue_what_any_other_ranks_began(world, epoch, seed, data)
     before = steps_of(first, stop, accumulate)
     states = [own.state_dict() for own in first]
     assert all(state == states[0] for state in states)
-    assert (
-        json.loads(json.dumps(states[0])) == states[0]
-    )  # plain numbers, whatever reads the checkpoint
+    # plain numbers, whatever reads the checkpoint
+    assert json.loads(json.dumps(states[0])) == states[0]
 
     second = [
         loader(ranks=other_ranks, rank=rank, accumulate=other_accumulate, **given)
@@ -192,9 +191,8 @@ def test_evaluation_takes_every_image_once_in_equally_many_batches(
         for rank in range(ranks)
     ]
     assert len({len(shares) for shares in own}) == 1
-    has_one_each = (
-        len(own[0]) == num_images // ranks
-    )  # no further batch without one that is empty: then one more image
+    # no further batch without one that is empty: then one more image
+    has_one_each = len(own[0]) == num_images // ranks
     assert all(
         1 <= len(share) <= batch_size_per_rank + has_one_each for shares in own for share in shares
     )

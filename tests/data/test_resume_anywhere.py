@@ -200,9 +200,8 @@ def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
         if found["read"] != (left if end is None else left[: len(found["read"])]):
             return f"{ended}read {found['read']} of {left}"
         path = newest(f"{folder}/{number}") or path
-    counters = ("epoch", "batches", "steps of loggers") * bool(
-        found["read"]
-    )  # else Lightning counts nothing
+    # else Lightning counts nothing
+    counters = ("epoch", "batches", "steps of loggers") * bool(found["read"])
     for name in ("steps", "lr", *counters):
         if found[name] != whole[name]:
             return f"{ended}{name} {found[name]} of {whole[name]}"

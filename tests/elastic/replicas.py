@@ -93,9 +93,8 @@ class Scene:
     ranks: int = 1  # of each host
     max_hosts: int = NUM_SHARDS
     silent_s: float = 2.0
-    widths: Mapping[str, int] = field(
-        default_factory=dict
-    )  # of networks that are not that of the others, by host
+    # of networks that are not that of the others, by host
+    widths: Mapping[str, int] = field(default_factory=dict)
     join_ends_view: bool = (
         True  # False: who asks to join is refused, and has ended before the others begin the step
     )
@@ -572,7 +571,6 @@ def differences(outcome: Outcome, wanted: Sequence[Mapping[str, Tensor]]) -> lis
 def is_same(name: str, value: Tensor, wanted: Tensor) -> bool:
     """Return whether a value is the same: to the bit, but for the mean of losses, which are no integers."""
     if name == "mean loss":
-        return torch.allclose(
-            value, wanted, rtol=4 * 2**-24, atol=0.0
-        )  # two roundings of fp32 on a rank, and a few
+        # two roundings of fp32 on a rank, and a few
+        return torch.allclose(value, wanted, rtol=4 * 2**-24, atol=0.0)
     return torch.equal(value, wanted)

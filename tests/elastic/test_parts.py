@@ -422,9 +422,8 @@ def test_a_loss_scale_that_has_made_no_step_goes_on_alike_on_the_host_that_takes
             value = torch.tensor(largest) if scale.wants_largest else None
             scale.update(torch.tensor(found_inf), value)
         assert first.value == taken.value
-    assert (
-        first.value == 1024.0
-    )  # 3 needs an exponent of 2, and there are 12 below the largest of fp16
+    # 3 needs an exponent of 2, and there are 12 below the largest of fp16
+    assert first.value == 1024.0
 
 
 @pytest.mark.parametrize(

@@ -75,17 +75,15 @@ def test_every_layer_keeps_channels_last_forward_and_backward(name, checkpoint_a
 
     def look(layer, inputs, output):
         nonlocal seen
-        before = inputs[
-            0
-        ]  # a copy in between would not show in the output: channels-last weights bring it back
+        # a copy in between would not show in the output: channels-last weights bring it back
+        before = inputs[0]
         if before.dim() == 4 and before.shape[2] > 1 and not is_channels_last_only(before):
             wrong.append(layer)
         if output.dim() == 4 and output.shape[2] > 1:
             seen += 1
             wrong.extend([layer] * (not is_channels_last_only(output)))
-            if isinstance(
-                layer, nn.Conv2d
-            ):  # the head hands the last layer a gradient in a layout of its own
+            # the head hands the last layer a gradient in a layout of its own
+            if isinstance(layer, nn.Conv2d):
                 output.register_hook(
                     lambda grad: wrong.extend([layer] * (not is_channels_last_only(grad)))
                 )

@@ -164,9 +164,8 @@ def _train(
             views = strategy._fit._views
             hosts, view = views.topology.num_nodes, views.groups.number
             note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts, view=view)
-            if (
-                trainer.global_step == part["end"] and "to" in part
-            ):  # at the end of the fit the module has the average
+            # at the end of the fit the module has the average
+            if trainer.global_step == part["end"] and "to" in part:
                 trainer.save_checkpoint(part["to"])
             time.sleep(PAUSE_S)
 
@@ -247,9 +246,8 @@ def _train(
     try:
         trainer.fit(module, datamodule=data, ckpt_path=part.get("from"), weights_only=False)
     except BaseException as error:
-        if (
-            isinstance(error, IsolatedError) and not trainer.global_step
-        ):  # it has joined nothing yet
+        # it has joined nothing yet
+        if isinstance(error, IsolatedError) and not trainer.global_step:
             sys.exit(75)
         note(event="error", error=f"{type(error).__name__}: {error}"[:2000])
         raise
@@ -370,9 +368,8 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
     run = Hosts(options, folder, {"end": STEPS_BETWEEN * (options["losses"] * 3 + 4)})
     for name in names:
         run.start(name)
-        time.sleep(
-            2.0 * (name == "a")
-        )  # it takes the first address: where hosts are silent, its half goes on
+        # it takes the first address: where hosts are silent, its half goes on
+        time.sleep(2.0 * (name == "a"))
     num_all = options["hosts"]
     run.wait("all hosts", lambda: all(run.steps(name, hosts=num_all)[0] for name in names))
     for number in range(options["losses"]):
@@ -384,9 +381,8 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
         if kind == "split":
             (run.folder / "split").touch()
             run.wait("a late rank", (run.folder / "split_now").exists)
-            if (
-                num_all - options["lost"] > 1
-            ):  # a host that is not lost steps, and the first has not
+            # a host that is not lost steps, and the first has not
+            if num_all - options["lost"] > 1:
                 stays = next(name for name in names if name not in [*lost, "a"])
                 run.wait(
                     "one has stepped",
@@ -418,9 +414,8 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
         joins_s = time.monotonic()
         for name in sorted(lost):
             run.start(name)
-            time.sleep(
-                2.0 * (name == "a" and "stop" in options["kinds"])
-            )  # it takes the first address again
+            # it takes the first address again
+            time.sleep(2.0 * (name == "a" and "stop" in options["kinds"]))
         run.wait(
             "joined",
             lambda: all(all(run.steps(n, since_s=joins_s, hosts=num_all).values()) for n in names),
@@ -455,9 +450,8 @@ def parts_of(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
     """Return (first step, end, hosts) of each view of a run."""
     made: dict[int, tuple[int, int]] = {}  # view and hosts by step
     for row in sorted(rows, key=lambda row: row["t"]):
-        if (
-            row["event"] == "step"
-        ):  # who has it first has made it, and who takes it from that one is in another view
+        # who has it first has made it, and who takes it from that one is in another view
+        if row["event"] == "step":
             made.setdefault(row["step"], (row["view"], row["hosts"]))
     parts = []
     for (_, hosts), steps in groupby(sorted(made), key=made.__getitem__):

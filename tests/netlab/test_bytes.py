@@ -29,10 +29,11 @@ LAYOUTS = {
 QUICK = ("2x3",)
 DTYPES = (torch.float32, torch.float16)
 CODECS = (Codec(bits=8), Codec(bits=4))
+# where nodes have several ranks, a codec is for these
 WITH_SUMS_OF_NODES = (
     "hierarchical",
     "two_level",
-)  # where nodes have several ranks, a codec is for these
+)
 ALGORITHMS = get_args(Algorithm)
 
 
@@ -121,9 +122,8 @@ def test_the_busiest_host_sends_what_the_algorithm_claims(measured, algorithm, d
     across = max(of_rank[algorithm, dtype][1] for of_rank in found)
     inside = max(of_rank[algorithm, dtype][2] for of_rank in found)
     assert claim.across <= across <= claim.across * (1 + TOLERANCE)
-    assert (
-        claim.inside <= inside <= claim.inside * (1 + TOLERANCE) + 2**16
-    )  # barriers, where nothing else is sent
+    # barriers, where nothing else is sent
+    assert claim.inside <= inside <= claim.inside * (1 + TOLERANCE) + 2**16
 
 
 @pytest.mark.long
@@ -134,9 +134,8 @@ def test_adasum_sends_between_hosts_what_a_hierarchical_sum_sends(cluster_or_ski
         found = cluster.call(sums_and_bytes, ["adasum"], DTYPES, [], timeout_s=60)
     claim = traffic_of("hierarchical", topology_of(num_hosts, 2, False), NUM_BYTES).across
     for dtype in DTYPES:
-        assert [of_rank["adasum", dtype][0] for of_rank in found] == [[2.0]] * len(
-            found
-        )  # the sum in the node
+        # the sum in the node
+        assert [of_rank["adasum", dtype][0] for of_rank in found] == [[2.0]] * len(found)
         assert (
             claim
             <= max(of_rank["adasum", dtype][1] for of_rank in found)

@@ -80,9 +80,8 @@ class Deep(pl.LightningModule):
         return self.net(batch).square().mean()
 
     def configure_optimizers(self):
-        return LARS(
-            self.parameters(), lr=0.1, fused=True
-        )  # which takes gradients of its own parts alone
+        # which takes gradients of its own parts alone
+        return LARS(self.parameters(), lr=0.1, fused=True)
 
 
 def fit_of_deep(module, looks, **options):
@@ -123,9 +122,8 @@ def test_a_step_shared_by_all_sends_the_two_halves_of_an_all_reduce(cluster_or_s
     print(
         f"a step sends {shared:,.0f} bytes, {shared / claim:.4f} of the formula; not shared {whole / claim:.4f}"
     )
-    assert (
-        claim <= shared <= claim * (1 + TOLERANCE) + 2**16
-    )  # barriers, verdicts and checksums of four ranks
+    # barriers, verdicts and checksums of four ranks
+    assert claim <= shared <= claim * (1 + TOLERANCE) + 2**16
     assert shared == pytest.approx(whole, rel=TOLERANCE)
 
 
@@ -224,9 +222,8 @@ def test_slices_send_their_images_and_no_gradients(cluster_or_skip):
         rows * (NUM_INPUTS + 2 * NUM_FEATURES + NUM_CLASSES // NUM_SLICES),
     )
     for one, claim in zip((pair, cut), claims, strict=True):
-        assert (
-            claim <= one <= claim * (1 + TOLERANCE) + 2**19
-        )  # barriers and counts of images of eight ranks
+        # barriers and counts of images of eight ranks
+        assert claim <= one <= claim * (1 + TOLERANCE) + 2**19
     whole_fc8 = NUM_SLICES * 2 * (NUM_SLICES - 1) / NUM_SLICES * NUM_FEATURES * NUM_CLASSES * 2
     assert whole / (pair + whole_fc8) == pytest.approx(5.4, rel=0.05)
     assert whole / cut == pytest.approx(6.5, rel=0.05)
@@ -273,9 +270,8 @@ def test_transformers_send_what_the_formula_of_tensor_parallelism_says_and_losse
     attention, feed_forward, head, losses, logits = (
         max(of_ranks) for of_ranks in zip(*found, strict=True)
     )
-    pair = (
-        4 * (NUM_SHARING - 1) * NUM_SHARING * NUM_TOKENS * HIDDEN * 4
-    )  # of all ranks; torch's sum sends 2 (g - 1) / g
+    # of all ranks; torch's sum sends 2 (g - 1) / g
+    pair = 4 * (NUM_SHARING - 1) * NUM_SHARING * NUM_TOKENS * HIDDEN * 4
     assert attention == pytest.approx(pair, rel=TOLERANCE)
     assert feed_forward == pytest.approx(pair, rel=TOLERANCE)
     assert head == pytest.approx(pair / 2, rel=TOLERANCE)
@@ -317,18 +313,18 @@ def test_a_step_sends_each_cuts_tensor_and_its_gradient_once_for_each_micro_batc
     for schedule, parts in STAGES_PER_RANK.items():
         claim = 2 * NUM_MICROBATCHES * (parts * NUM_RANKS - 1) * math.prod(SHAPE) * 2
         found = max(each[schedule] for each in of_ranks)
-        assert (
-            claim <= found <= claim * (1 + TOLERANCE) + 2**16
-        )  # barriers and the watchdog's words
+        # barriers and the watchdog's words
+        assert claim <= found <= claim * (1 + TOLERANCE) + 2**16
 
 
 # ---- losses over the pairs of all ranks ------------------------------------------------------------------------------
 
 PAIRS, FEATURES = 4096, 128
+# times N (W - 1) / W, by each rank
 FORMULAS = {
     "InfoNCE": 16 * FEATURES + 8,
     "SigLIP": 12 * FEATURES,
-}  # times N (W - 1) / W, by each rank
+}
 
 
 def sent_by_losses():
@@ -394,10 +390,11 @@ def test_nodes_send_weights_and_momentum_once_in_eight_steps(cluster_or_skip):
     """In 8 bits an eighth of what fp16 gradients are in every step."""
     with Cluster(num_hosts=HOSTS, ranks_per_host=RANKS_PER_HOST, mbit_per_s=2000) as cluster:
         for of_host in cluster.call(sent_by_fits, timeout_s=300):
+            # an element
             expected = [
                 2 * NUM_STEPS,
                 *(2 * one * NUM_STEPS / 8 for one in (4, 258 / 256, 130 / 256)),
-            ]  # an element
+            ]
             assert of_host == pytest.approx(
                 [WORDS + SENT * LAYER_WIDTH**2 * one for one in expected], rel=TOLERANCE
             )

@@ -235,9 +235,8 @@ def on_threads(num_ranks, work):
             table.copy_(sum(tables[1:], tables[0]))
             wait()
 
-        torch.set_num_threads(
-            1
-        )  # of this thread: else each has a pool of its own, and they wait for each other
+        # of this thread: else each has a pool of its own, and they wait for each other
+        torch.set_num_threads(1)
         with turn:
             try:
                 return work(rank, add_up_)
@@ -256,9 +255,8 @@ def overflow(both, spoilt, given=False, bad=torch.inf):
     """
     found = [both.step(1)]
     sign = torch.ones_like(both.wholes[0])
-    sign.view(-1)[0] = torch.copysign(
-        torch.zeros(()), -both.wholes[0].detach().view(-1)[0]
-    )  # makes it -0.0,
+    # makes it -0.0,
+    sign.view(-1)[0] = torch.copysign(torch.zeros(()), -both.wholes[0].detach().view(-1)[0])
     with torch.no_grad():  # which must not become 0.0
         both.wholes[0].mul_(sign)
         both.own[0].mul_(both.place.cut(sign).to(both.device))

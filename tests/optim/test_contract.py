@@ -34,12 +34,13 @@ from tests.precision.test_optimizer_protocol import HostReads
 # ---- of a step on whole tensors, whatever its flags ------------------------------------------------------------------
 
 SHAPES = [(6, 5), (), (0, 3), (3, 700)]
+# each pair of values
 SWITCHES = [
     (False, False, False),
     (False, True, True),
     (True, False, True),
     (True, True, False),
-]  # each pair of values
+]
 LARS_, LAMB_ = partial(LARS, lr=2.0, weight_decay=0.01), partial(LAMB, lr=0.1, weight_decay=0.01)
 LAST_SWITCH = {LARS_: ("nesterov", False), LAMB_: ("bias_correction", True)}
 
@@ -340,9 +341,8 @@ OPTIONS = {
         {"bias_correction": False, "max_grad_norm": 0.5, "eps": 0.0},
     ],
 }
-SOME = {
-    rule: options[:: 5 if rule == "LARS" else 2] for rule, options in OPTIONS.items()
-}  # every value of each
+# every value of each
+SOME = {rule: options[:: 5 if rule == "LARS" else 2] for rule, options in OPTIONS.items()}
 
 
 def held(request, kind, promise, *args):

@@ -127,12 +127,13 @@ def test_every_bad_argument_is_refused_for_the_optimizer_and_for_a_group(rule, n
 @pytest.mark.parametrize(
     ("rule", "group", "options", "words"),
     [
+        # a typo
         (
             LARS,
             {"trust_ration": False},
             {},
             r"^`trust_ration` \(=False\) is no option of LARS",
-        ),  # a typo
+        ),
         (LAMB, {"trust_ratio": 0}, {}, r"^`trust_ratio` \(=0\)"),
         (
             LAMB,
@@ -178,10 +179,11 @@ def test_what_does_not_go_together_is_refused(rule, group, options, words):
     [
         {"lr_scale": 0.5},  # layer decay of BEiT and ConvNeXt
         {"layer_id": 3},
+        # a group that another optimizer of torch's has filled in
         {
             "dampening": 0.0,
             "amsgrad": False,
-        },  # a group that another optimizer of torch's has filled in
+        },
         {"weight_decay_scale": 0.1, "lr_mult": 2.0, "no_weight_decay": True},
     ],
 )

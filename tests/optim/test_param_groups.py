@@ -55,9 +55,8 @@ def names_of(groups, model):
 
 def test_only_weights_that_are_no_normalisation_are_adapted_and_decay_in_the_models_order():
     net = model()
-    groups = copy.deepcopy(
-        param_groups(net, 0.1), {id(param): param for param in net.parameters()}
-    )  # may be copied
+    # may be copied
+    groups = copy.deepcopy(param_groups(net, 0.1), {id(param): param for param in net.parameters()})
     assert "adapted" in groups.report()
     adapted, excluded = names_of(groups, net)
     assert adapted == ADAPTED
@@ -116,10 +115,11 @@ def test_frozen_parameters_are_left_out_unless_asked_for():
     assert names_of(param_groups(net, 0.1), net) == [["1.weight"], ["1.bias"]]
     both = param_groups(net, 0.1, include_frozen=True)
     assert names_of(both, net) == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
+    # matches, though frozen
     assert names_of(param_groups(net, 0.1, "0.weight"), net) == [
         ["1.weight"],
         ["1.bias"],
-    ]  # matches, though frozen
+    ]
 
 
 def test_parametrized_biases_and_normalisations_are_recognised():

@@ -44,9 +44,8 @@ def one_thread():
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=6)
 @given(st.lists(numels, min_size=2, max_size=4), st.integers(2, 5), st.sampled_from(sorted(RULES)))
-@example(
-    [3 * BLOCK + 1, 2 * BLOCK + 256], 3, "barlow"
-)  # a last block of one element; of one row of a list's norm
+# a last block of one element; of one row of a list's norm
+@example([3 * BLOCK + 1, 2 * BLOCK + 256], 3, "barlow")
 @example([1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1], 2, "paper")
 def test_tensors_of_any_size_over_any_number_of_ranks_in_one_sum_a_step(
     path, sizes, num_ranks, name

@@ -33,9 +33,8 @@ COMMON = {"momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.01}
 def distance_from(family, *, maximize=False, **path):
     """The largest ``|w - w_family| / |w_family|`` over layers, after a warm-up and a poly-2 decay."""
     rule, named = FAMILIES[family]
-    peak = (
-        0.02 if "trust_clip" in named else 6.0
-    )  # a ceiling, near enough to the ratio that both sides of it occur
+    # a ceiling, near enough to the ratio that both sides of it occur
+    peak = 0.02 if "trust_clip" in named else 6.0
     layers = [nn.Parameter(normals(*shape, seed=i)) for i, shape in enumerate(SHAPES)]
     starts = [layer.detach().clone() for layer in layers]
     optimizer = LARS(layers, lr=peak, maximize=maximize, **COMMON, **named, **path)

@@ -103,10 +103,11 @@ def test_hooks_see_fp32_weights_and_unscaled_fp32_gradients_of_the_whole_batch(
     scene = {"precision": "16-true", "callbacks": hooks, "max_epochs": 1}
     (plain,) = fit(one_rank, **accumulated(**scene))
     piped = fit(two_ranks, **in_stages(schedule=schedule, **scene))
+    # the last of its micro-batches
     for hook, every in (
         ("on_after_backward", 4),
         ("on_before_optimizer_step", 1),
-    ):  # the last of its micro-batches
+    ):
         expected = plain.looks[hook][every - 1 :: every]
         found = [
             one | other for one, other in zip(*(seen.looks[hook] for seen in piped), strict=True)
@@ -195,10 +196,11 @@ def test_data_ranks_share_the_update_of_their_stage(four_ranks, tmp_path, case):
         scene |= {"precision": precision, "save_to": str(tmp_path / name), **how}
         found = fit(four_ranks, module, **in_stages(**scene, callbacks=[partial(ReplicaCheck, 1)]))
         saved = torch.load(tmp_path / name, weights_only=True)
+        # the first has optimizer state whole
         of_pipelines = (
             found[0].num_skipped,
             joined(found[:2]),
-        )  # the first has optimizer state whole
+        )
         assert same(of_pipelines[1], joined(found[2:])) == (how is whole)
         return (
             [one.weights for one in found],

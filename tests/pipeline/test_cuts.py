@@ -108,12 +108,13 @@ def test_a_profile_is_measured_block_by_block_and_leaves_the_network_as_it_was()
         0.01 * features <= each for features, each in zip((0, 4, 0, 1), found.seconds, strict=True)
     ] == [True] * 4
     assert found.seconds[2] < 0.01
+    # inputs of layers, outputs of ReLU
     assert list(found.activation_bytes) == [
         0,
         4 * 8 * (4 + 1),
         4 * 8,
         4 * 8 * (1 + 2),
-    ]  # inputs of layers, outputs of ReLU
+    ]
     assert all(parameter.grad is None for block in blocks for parameter in block.parameters())
 
 

@@ -85,9 +85,8 @@ def test_each_stage_draws_its_own_and_again_the_same(two_ranks, tmp_path):
     whole, in_quarters = fit_wild(two_ranks), fit_wild(two_ranks, schedule="interleaved")
     for found in (whole, in_quarters):  # two stages, and four
         of_all = noises(found)
-        assert (
-            len(of_all) == len(set(of_all)) == 4 * 2 * 2 * 2
-        )  # blocks, micro-batches, batches, epochs
+        # blocks, micro-batches, batches, epochs
+        assert len(of_all) == len(set(of_all)) == 4 * 2 * 2 * 2
         states = [rank.looks["on_train_end"][0][1] for rank in found]
         assert torch.equal(*states)  # outside all stages they are where they were
     fit_wild(two_ranks, max_epochs=1, save_to=path)

@@ -58,9 +58,8 @@ class Module(pl.LightningModule):
 
 def compiled():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    net._compiled_call_impl = (
-        object()
-    )  # as `net.compile()` leaves it, without importing the compiler
+    # as `net.compile()` leaves it, without importing the compiler
+    net._compiled_call_impl = object()
     return Module(net=net)
 
 
@@ -318,9 +317,8 @@ def orders(trainer, module):
 def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(two_ranks):
     callbacks = [at(setup=seeded, on_train_end=orders)]
     found = fit(two_ranks, Mixes, limit_train_batches=2, callbacks=callbacks, **in_stages(**TWO))
-    first, last = (
-        seen.looks["on_train_end"][0][-4:] for seen in found
-    )  # one more at first, which finds the shape
+    # one more at first, which finds the shape
+    first, last = (seen.looks["on_train_end"][0][-4:] for seen in found)
     assert first == last
     assert len({str(order) for order in first}) == 4
 

@@ -260,9 +260,8 @@ def lines_of_fits():
     lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "rank_zero_info", lines.append)
-        patch.setattr(
-            training, "free_bytes", lambda device: dist.get_rank() * 1e12
-        )  # on one rank alone there is none
+        # on one rank alone there is none
+        patch.setattr(training, "free_bytes", lambda device: dist.get_rank() * 1e12)
         lines.append(play({"module": Glue, **scene}).error)
     return lines
 

@@ -61,9 +61,8 @@ def test_state_round_trip_continues_the_count_and_hysteresis_used_up():
     assert values(second, ".x") == values(first, ".x") == [128.0, 128.0]
     second.load_state_dict(first.state_dict())
     assert values(second, "x") == [64.0]
-    second.load_state_dict(
-        {"scale": 64.0, "num_clean_steps": 0}
-    )  # a checkpoint from before there was one
+    # a checkpoint from before there was one
+    second.load_state_dict({"scale": 64.0, "num_clean_steps": 0})
     assert values(second, "x") == [64.0]
 
 
@@ -136,10 +135,11 @@ def follow(scale, *gradients, limit=2.0**16):
 def test_a_first_scale_that_is_too_high_costs_one_step_and_goes_where_gradients_have_room():
     assert follow(DynamicLossScale(), 3000.0, 3000.0, 3000.0) == [1.0, 1.0, 1.0]  # 2^12 / 3000
     assert follow(DynamicLossScale(), 10.0, 10.0, 10.0) == [1.0, 256.0, 256.0]
+    # at most half
     assert follow(DynamicLossScale(init_scale=2.0**20, min_scale=4.0), 100.0, 0.001) == [
         4.0,
         2.0**19,
-    ]  # at most half
+    ]
 
 
 def test_a_later_overflow_halves_the_scale_as_ever():

@@ -146,9 +146,8 @@ def test_exact_fp32_weights_are_back_after(two_ranks, call):
     for seen in fp16(two_ranks, partial(Toy, lr=0.0), call=call, max_epochs=1):
         after = dict(seen.weights)
         for name in before:
-            if call == "fit" and name.startswith(
-                "net.2."
-            ):  # BatchNorm's statistics have seen the data
+            # BatchNorm's statistics have seen the data
+            if call == "fit" and name.startswith("net.2."):
                 after[name] = before[name]
         assert same(before, after)
 

@@ -21,9 +21,8 @@ class Groups:
         pairs = torch.arange(self.world_size).split(2)
         groups = [dist.new_group(pair.tolist()) for pair in pairs]  # every rank makes all of them
         self.model.group, self.model.part = groups[self.global_rank // 2], self.global_rank % 2
-        for parameter in (
-            self.model.parameters()
-        ):  # each rank has a part of the sum, and DDP divides by all ranks
+        # each rank has a part of the sum, and DDP divides by all ranks
+        for parameter in self.model.parameters():
             parameter.register_hook(lambda grad: grad * 2.0)
         super().setup(trainer)
 
@@ -115,9 +114,8 @@ def seeded():
 def test_random_transforms_in_workers_and_metrics_are_those_of_ddp(two_ranks):
     """In fp16 an image whose two best logits are nearer than a rounding may change its class."""
     pytest.importorskip("torchvision")
-    off = {
-        "exact_resume": False
-    }  # else random numbers follow from the batch, and not from what went before
+    # else random numbers follow from the batch, and not from what went before
+    off = {"exact_resume": False}
     runs = {"theirs": {"strategy": "ddp"}, "ours": off, "half": {"precision": "16-true", **off}}
     theirs, ours, half = (
         fit(two_ranks, Reader, train=seeded, timeout_s=600.0, **each) for each in runs.values()

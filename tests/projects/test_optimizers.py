@@ -9,10 +9,11 @@ from lightning.fabric import Fabric
 from lightning_hybrid.optim import LARS
 
 pytest.importorskip("torchvision")
+# of depthwise kernels
 pytestmark = [
     pytest.mark.long,
     pytest.mark.filterwarnings("ignore:Grad strides do not match"),
-]  # of depthwise kernels
+]
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)
@@ -41,9 +42,8 @@ def test_lightlys_lars_and_ours_by_its_arguments_end_at_the_same_weights(nestero
             {"params": weights[1:], **excluded},
         ]
         optimizer = kind(groups, **common, **own)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
-            optimizer, 50
-        )  # the form shows where the rate changes
+        # the form shows where the rate changes
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
         for step in gradients:
             for weight, gradient in zip(weights, step, strict=True):
                 weight.grad = gradient.clone()

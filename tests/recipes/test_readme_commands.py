@@ -18,14 +18,14 @@ OF_PACKAGE = r"(?:lightning-hybrid|-m lightning_hybrid) ([a-z][a-z-]*)"
 COMMAND = re.compile(
     rf"(?:{PROGRAM}|{OF_PACKAGE})(?![\w-])((?:\"[^\"\n]*\"|'[^'\n]*'|[^`\n|>&;])*)"
 )
-LEFT = re.compile(
-    r"`git show \w{7,}:([\w/]+)"
-)  # only history has it; a page that says so may have its commands
+# only history has it; a page that says so may have its commands
+LEFT = re.compile(r"`git show \w{7,}:([\w/]+)")
+# what a reader fills in
 PLACEHOLDERS = {
     r"<[^<>\n]*>": "x",
     "seed=N": "seed=0",
     "cluster=ours": "cluster=netlab",
-}  # what a reader fills in
+}
 
 
 def commands(text: str) -> list[tuple[str, str]]:
@@ -93,9 +93,8 @@ def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
     kind, text = fuzzed.outcome_of(
         program, fuzzed.composed(program, *overrides, folder=str(tmp_path))
     )
-    is_mention = (
-        not overrides and "(=???) must have a value" in text
-    )  # a sentence that names the program
+    # a sentence that names the program
+    is_mention = not overrides and "(=???) must have a value" in text
     assert is_mention or (kind, text, len(accepted)) == ("built", "", 1)
 
 

@@ -167,9 +167,8 @@ def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
     both = replace(local, comm_dtype_across_nodes="int8")
     points = [scaling_point(each) for each in (fast, coded, local, both)]
     assert points[0].step_s > points[1].step_s
-    assert points[0].least_s / points[1].least_s == pytest.approx(
-        2 * 256 / 258, rel=0.01
-    )  # blocks are whole
+    # blocks are whole
+    assert points[0].least_s / points[1].least_s == pytest.approx(2 * 256 / 258, rel=0.01)
     assert points[0].least_s / points[2].least_s == pytest.approx(2.0)
     assert points[2].step_s == pytest.approx(fast.at(8).run().step_s + local.average_s / 8)
     assert points[0].least_s / points[3].least_s == pytest.approx(8 * 256 / 258, rel=0.01)
@@ -278,9 +277,8 @@ def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another(
         for one in found
         if one.row["section"] == "step" and abs(one.ratio - 1) >= 0.2
     }
-    assert missed == {
-        ("2026-11-22_codecs_2x4_2-core-cpu", "auto_int4")
-    }  # the one miss that is known, and said
+    # the one miss that is known, and said
+    assert missed == {("2026-11-22_codecs_2x4_2-core-cpu", "auto_int4")}
     for section, errors in content["predictions"]["error"].items():
         assert now[section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
     assert len({one.setting for one in unequal}) == 8

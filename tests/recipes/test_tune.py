@@ -57,11 +57,12 @@ def test_the_simulator_reads_the_description_by_its_name(tmp_path, kind):
     cfg = composed("simulate", searched, "cluster=ours", "num_nodes=16", "run_dir=/nowhere")
     read = instantiate(cfg.cluster.links)
     expected = replace(found.found.cluster, num_nodes=16)
+    # equal but for the six digits that a description has
     for name in (
         "across",
         "inside",
         "transport",
-    ):  # equal but for the six digits that a description has
+    ):
         one, other = (
             json.loads(json.dumps(asdict(getattr(each, name)))) for each in (read, expected)
         )

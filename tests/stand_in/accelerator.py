@@ -137,9 +137,8 @@ class Steps(torch.utils.data.IterableDataset):
 
 class Cast(nn.Linear):
     def forward(self, x):
-        return super().forward(
-            x.to(self.weight.dtype)
-        )  # as autocast, which does not know the device
+        # as autocast, which does not know the device
+        return super().forward(x.to(self.weight.dtype))
 
 
 class Blocks(pl.LightningModule):

@@ -233,9 +233,8 @@ class Cuda(TorchDispatchMode):
         )
         patch.setattr(cuda_streams, "Future", Future)
         patch.setattr(cuda_all_reduce, "Future", Future)
-        patch.setattr(
-            cuda_carrier, "is_on_hosts", lambda group: False
-        )  # what is run over Gloo plays NCCL
+        # what is run over Gloo plays NCCL
+        patch.setattr(cuda_carrier, "is_on_hosts", lambda group: False)
         patch.setattr(dist, "all_reduce", partial(self.all_reduce, dist.all_reduce))
         patch.setattr(
             torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream)

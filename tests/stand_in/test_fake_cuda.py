@@ -63,9 +63,8 @@ def test_a_fused_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads
     kernels = [name for name, _ in fake.launched]
     assert sorted(kernels) == sorted(2 * KERNELS)  # for fp16 gradients, and for fp32 ones
     assert fake.num_copies == 1  # of all options
-    assert len(launches.names) == (precision == "fp16"), (
-        launches.names
-    )  # 1 / scale, and the 0 of found_inf
+    # 1 / scale, and the 0 of found_inf
+    assert len(launches.names) == (precision == "fp16"), launches.names
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

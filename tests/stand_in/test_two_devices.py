@@ -110,9 +110,8 @@ def test_a_step_mixes_no_devices_and_reads_nothing(name, precision, clip):
         *vars(record).values(),
         *(vars(record.loss_scale).values() if precision == "16-true" else ()),
     ]
-    kept = [
-        value for value in kept if isinstance(value, torch.Tensor)
-    ]  # of no dimensions: these may be mixed
+    # of no dimensions: these may be mixed
+    kept = [value for value in kept if isinstance(value, torch.Tensor)]
     assert len(kept) == (2 if precision == "bf16-true" else 7 + is_scaled)
     assert {tensor.device for tensor in kept} == {CUDA}
 

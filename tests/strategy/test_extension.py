@@ -245,9 +245,8 @@ FEATURES = ("feedback_state", "local_steps", "shard_update", "node_slices")
 
 
 def modules_after(options):
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # tests that come after find the modules that they know
+    # tests that come after find the modules that they know
+    with pytest.MonkeyPatch.context() as patch:
         names = [f"lightning_hybrid.strategy.{one}" for one in FEATURES]
         known = [name for name in sys.modules if name.startswith(tuple(names))]
         for name in known:

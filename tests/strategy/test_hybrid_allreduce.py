@@ -349,9 +349,8 @@ def test_ddps_buckets_are_the_plans_the_last_is_small_and_norms_in_fp32_wait_beh
         (found,) = seen.looks["on_train_end"]
         last = max(index for index, *_ in found)
         assert last >= 3
-        assert any(
-            num_bytes == 128 * 128 * 4 for _, num_bytes, _ in found
-        )  # too large for the others: alone
+        # too large for the others: alone
+        assert any(num_bytes == 128 * 128 * 4 for _, num_bytes, _ in found)
         assert min(size for index, size, _ in found if index == last) <= 1000
     for seen in fit(two_ranks, precision="16-true", **scene, **options):
         (found,) = seen.looks["on_train_end"]

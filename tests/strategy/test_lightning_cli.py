@@ -39,12 +39,10 @@ class ToyWithoutOptimizer(toy.Toy):
 
 @pytest.fixture(autouse=True)
 def called_from_a_program(monkeypatch):
-    monkeypatch.setattr(
-        sys, "argv", ["train.py"]
-    )  # Lightning warns where it finds pytest's arguments
-    monkeypatch.setenv(
-        "JSONARGPARSE_DEPRECATION_WARNINGS", "off"
-    )  # of what Lightning's own code calls
+    # Lightning warns where it finds pytest's arguments
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    # of what Lightning's own code calls
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 def parsed(*arguments):

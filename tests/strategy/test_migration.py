@@ -365,9 +365,8 @@ def test_the_pages_way_from_apex_is_right(one_rank, tmp_path):
 
 
 def test_fused_optimizers_of_apex_hand_over_the_step_of_each_group_and_other_groups_are_refused():
-    exec(
-        ast.unparse(ast.parse(APEX).body[0]), names := {"torch": torch}
-    )  # the page's function alone
+    # the page's function alone
+    exec(ast.unparse(ast.parse(APEX).body[0]), names := {"torch": torch})
     optimizer = LAMB([nn.Parameter(torch.zeros(3))], lr=0.01)
     moments = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
     saved = {"state": {7: moments}, "param_groups": [{"params": [7], "step": 2}]}

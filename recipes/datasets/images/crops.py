@@ -108,9 +108,8 @@ def random_box(
 
 def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
     """Resize bilinearly with antialiasing, in uint8, within one grey level of Pillow: `"1 3 height width"`."""
-    image = torch.from_numpy(pixels)[None].permute(
-        0, 3, 1, 2
-    )  # strides of channels_last, which the result has too
+    # strides of channels_last, which the result has too
+    image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
     return F.interpolate(image, size=(height, width), mode="bilinear", antialias=True)
 
 

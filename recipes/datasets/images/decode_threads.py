@@ -191,9 +191,8 @@ class _Work:
             return
         self.stopped = True
         self.room.release()  # for a thread that may wait
-        if (
-            threading.current_thread() in self.threads
-        ):  # garbage collection runs in this one, which cannot join itself
+        # garbage collection runs in this one, which cannot join itself
+        if threading.current_thread() in self.threads:
             return
         for thread in self.threads:
             thread.join()

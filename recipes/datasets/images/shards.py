@@ -240,10 +240,11 @@ class ShardedImages(ImageSource):
         return f"{self.folder}/{shard_name(int(self.index.shards[index]))}:{name}"
 
     def _file(self, shard: int) -> int:
+        # a forked process opens its own, so that neither closes the other's
         key = (
             os.getpid(),
             shard,
-        )  # a forked process opens its own, so that neither closes the other's
+        )
         descriptor = self._files.get(key)
         if descriptor is None:
             descriptor = os.open(

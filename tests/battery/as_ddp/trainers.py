@@ -17,9 +17,8 @@ def state_of(trainer: pl.Trainer) -> dict[str, Any]:
     names = [
         name for name, _ in inspect.getmembers(pl.Trainer, lambda one: isinstance(one, property))
     ]
-    return {
-        "trainer": {name: property_of(trainer, name) for name in names if name != "model"}
-    }  # `wrapped_model`
+    # `wrapped_model`
+    return {"trainer": {name: property_of(trainer, name) for name in names if name != "model"}}
 
 
 def property_of(owner: Any, name: str) -> Any:

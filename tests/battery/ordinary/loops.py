@@ -12,9 +12,8 @@ from tests.toy import NUM_FEATURES
 CLIPS = {"gradient_clip_val": 0.1}
 ROWS = {
     "Accumulates": row(settings={"accumulate_grad_batches": 2}),
-    "AccumulatesUnevenly": row(
-        settings={"accumulate_grad_batches": 3}, epochs=5
-    ),  # less in an epoch's last step
+    # less in an epoch's last step
+    "AccumulatesUnevenly": row(settings={"accumulate_grad_batches": 3}, epochs=5),
     "ClipsNorm": row(settings=CLIPS, lr=0.3),
     "ClipsValue": row(
         settings={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, lr=0.3
@@ -54,11 +53,12 @@ class GradientPenalty(Row):
 class _InTurns(Manual):
     """A step after every `every` backwards; what a row does to gradients comes before it."""
 
+    # the last: ranks average in the last backward of a step only
     every, uses_wrapper, waits = (
         1,
         True,
         False,
-    )  # the last: ranks average in the last backward of a step only
+    )
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers(use_pl_optimizer=self.uses_wrapper)
@@ -123,9 +123,8 @@ ROWS |= {
     "ByHandChangesGradients": clips(_InTurns.normalise),
     "ByHandAccumulates": in_turns(every=2),
     "ByHandAccumulatesAndClips": in_turns(_InTurns.clip_by_lightning, **TWICE),
-    "ByHandLooksAndAccumulates": in_turns(
-        every=2, after_each_backward=_InTurns.look
-    ),  # after each backward
+    # after each backward
+    "ByHandLooksAndAccumulates": in_turns(every=2, after_each_backward=_InTurns.look),
     "ByHandNoSync": in_turns(every=2, waits=True),
     "ByHandNoSyncAndClips": in_turns(_InTurns.clip_by_torch, waits=True, **TWICE),
     "ByHandRaw": in_turns(uses_wrapper=False),  # torch's own optimizer, not Lightning's wrapper

@@ -110,10 +110,11 @@ MAKE = {
     "LionByHand": lambda p: Lion(p, lr=1e-2),
     "ThroughData": lambda p: DataSgd(p, lr=0.1),
 }
+# a step goes by signs alone, which small gradients change; its size too
 ROUNDINGS = {
     "Rprop": 48,
     "LionByHand": 16,
-}  # a step goes by signs alone, which small gradients change; its size too
+}
 ROWS = {
     name: row(_Made, make=staticmethod(make), roundings=ROUNDINGS.get(name, _Made.roundings))
     for name, make in MAKE.items()

@@ -44,9 +44,8 @@ def coder_of(bits):
 @pytest.mark.parametrize(
     "device", ["cpu"] if IS_INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-@pytest.mark.filterwarnings(
-    "ignore:(invalid value|overflow) encountered"
-)  # of numpy in the interpreter: inf - inf
+# of numpy in the interpreter: inf - inf
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")
 def test_the_kernels_write_and_read_the_bits_of_torch(device, bits, key):
     from lightning_hybrid.comm.codec.triton_passes import TritonPasses
 
@@ -92,12 +91,13 @@ def test_the_kernels_compile_for_a_gpu(bits):
     most = {"MOST": 2 ** (bits - 1) - 1}
     numbers = {"RECIPROCAL": 1 / most["MOST"], "LEAST": 31 << 23, "IS_NEAREST": False}
     pointers = {"flat": "*fp32", "ids": "*i32", "signs": "*fp32", "scales": "*i16", "codes": "*u8"}
+    # the others are i32
     pointers |= {
         "messages": "*u8",
         "to": "*fp32",
         "key": "i64",
         "sender": "i64",
-    }  # the others are i32
+    }
     found = []
     for kernel, constants in (
         (triton_kernels.encode_block, most | numbers),

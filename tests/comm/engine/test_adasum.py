@@ -18,6 +18,7 @@ PLAN = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
 TWO_NODES = [((0,), (1,)), ((0, 1), (2, 3)), ((0, 2), (1, 3))]
 FOUR_NODES = ((0,), (1,), (2,), (3,))
 NODES = [*TWO_NODES, FOUR_NODES]
+# cut by halves and quarters, left whole by them, and empty
 NUMELS = (
     3,
     0,
@@ -26,7 +27,7 @@ NUMELS = (
     517,
     70_000,
     5,
-)  # cut by halves and quarters, left whole by them, and empty
+)
 
 
 def world_of(nodes):
@@ -48,10 +49,11 @@ def combine(nodes, buckets, *, like_cuda=False):
 
 
 def combined_by(engine, nodes, buckets):
+    # with the checksum, which shifts where a bucket is halved
     buckets = [
         *buckets,
         (torch.ones(8), (8,)),
-    ]  # with the checksum, which shifts where a bucket is halved
+    ]
     last = len(buckets) - 1
     futures = [
         engine.submit(flat, bucket_index=i, is_last=i == last, adasum_numels=numels)

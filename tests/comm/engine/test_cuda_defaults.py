@@ -189,10 +189,11 @@ def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_
     [
         (CommPlan(), [1.0, 25.0]),
         (CommPlan(bucket_bytes=MIB // 2), [0.5, 0.5]),
+        # what a user or a planner asked for
         (
             CommPlan(bucket_bytes=8 * MIB, num_buckets=1),
             [8.0, 8.0, 1.0],
-        ),  # what a user or a planner asked for
+        ),
     ],
 )
 def test_on_cuda_ddp_gets_its_own_sizes_unless_others_are_asked_for(plan, limits):

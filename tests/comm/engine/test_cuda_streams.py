@@ -202,9 +202,8 @@ def test_flat_is_one_call_and_a_hierarchy_overlaps_its_chunks(cuda):
         "c10d::broadcast_",
     ]
     assert times["flat"] == 1.0
-    assert (
-        times["hierarchical"] < 0.75 * 3 * num_chunks
-    )  # 2 calls of each 3 in the node, which overlap with the third
+    # 2 calls of each 3 in the node, which overlap with the third
+    assert times["hierarchical"] < 0.75 * 3 * num_chunks
 
 
 def test_a_hierarchy_alone_imports_and_makes_streams_of_our_own_and_they_have_high_priority(
@@ -269,10 +268,11 @@ def test_times_are_the_devices_and_a_step_counts_once_it_is_through(cuda):
     cuda.go_on()
     summary = engine.trace.drain()
     assert (summary.num_steps, summary.num_buckets, summary.num_bytes) == (1, 2, 64)
+    # ready after 0.5 and 1 s, done after 1.5 and 2.5
     assert (summary.busy_s, summary.exposed_s) == (
         2.0,
         1.5,
-    )  # ready after 0.5 and 1 s, done after 1.5 and 2.5
+    )
     assert [bucket.exposed_s for bucket in summary.buckets] == [0.5, 1.0]
     assert [bucket.in_flight_s for bucket in summary.buckets] == [1.0, 1.5]
 
@@ -360,9 +360,8 @@ def test_a_bucket_on_its_way_to_the_streams_as_another_rank_fails_is_an_error_at
 
 def test_a_bucket_that_hangs_is_seen_by_its_events_with_the_stage_in_which_it_is(cuda):
     engine = engine_of("hierarchical")
-    assert (
-        engine._watchdog.arguments["give_up_after_s"] == 18.0
-    )  # before the limit of torch's watchdog
+    # before the limit of torch's watchdog
+    assert engine._watchdog.arguments["give_up_after_s"] == 18.0
     buffers = [torch.zeros(8), torch.zeros(8)]
     step(engine, buffers)
     assert engine._latch.stalled_s() == 0.0
@@ -407,9 +406,8 @@ def test_an_error_of_all_aborts_and_closing_then_waits_for_nothing(fake_world, c
 def test_a_device_that_waits_outside_of_a_bucket_counts_and_is_said(cuda):
     engine = engine_of("flat")
     cuda.hang()
-    assert (
-        engine._latch.stalled_s() == 0.0 or not engine._latch.status().is_inside
-    )  # not yet for long
+    # not yet for long
+    assert engine._latch.stalled_s() == 0.0 or not engine._latch.status().is_inside
     engine._carrier._waits._since_s -= 5.0
     assert engine._latch.stalled_s() > 4.0
     assert engine._latch.status().place == "waiting for its device, with no bucket in flight"
@@ -704,9 +702,8 @@ def test_the_order_of_buckets_is_compared_in_the_first_steps_and_then_rarely(cud
     unchecked = engine_of("flat", check_order=False)
     for _ in range(4):
         step(unchecked, [torch.zeros(8)])
-    assert [what for what, _ in unchecked._watchdog.asked] == [
-        "compare"
-    ]  # of the bucket, when it was new
+    # of the bucket, when it was new
+    assert [what for what, _ in unchecked._watchdog.asked] == ["compare"]
 
 
 @pytest.mark.parametrize("algorithm", ["flat", "two_level"])

@@ -98,9 +98,8 @@ def outcomes_with_a_failure(algorithm, stage, failing_rank):
         undo()
     start, futures = time.monotonic(), []
     errors = [error_of(submit_and_wait, engine, futures)]
-    errors += filter(
-        None, (error_of(future.wait) for future in futures)
-    )  # the rest was done before it was known here
+    # the rest was done before it was known here
+    errors += filter(None, (error_of(future.wait) for future in futures))
     waited_s = time.monotonic() - start
     errors.append(error_of(engine.submit, torch.ones(5), bucket_index=99))
     num_in_flight = engine.trace._num_in_flight
@@ -129,12 +128,10 @@ def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(
     for errors, waited_s, closed_s, threads, num_in_flight in results:
         last = errors[-1].removeprefix("RuntimeError: ")
         assert last.startswith(expected)
-        assert all(
-            last in error for error in errors
-        )  # a future's carries the callback's words before it
-        assert (
-            max(waited_s, closed_s) < 12
-        )  # the groups' timeout is 30 s; the watchdog looks within 0.75 s
+        # a future's carries the callback's words before it
+        assert all(last in error for error in errors)
+        # the groups' timeout is 30 s; the watchdog looks within 0.75 s
+        assert max(waited_s, closed_s) < 12
         assert (threads, num_in_flight) == ([], 0)
 
 
@@ -191,9 +188,8 @@ def is_freed_after_its_sum():
     freed, future = weakref.ref(flat), engine.submit(flat, bucket_index=0)
     future.wait()
     del flat, future
-    deadline_s = (
-        time.monotonic() + 5
-    )  # the threads go back to their queues a moment after the sum is there
+    # the threads go back to their queues a moment after the sum is there
+    deadline_s = time.monotonic() + 5
     while freed() is not None and time.monotonic() < deadline_s:
         time.sleep(0.01)
     is_freed = freed() is None

@@ -22,9 +22,8 @@ def gone():
 
 def test_no_abort_waits_for_another_to_begin_and_what_does_not_end_is_named_and_not_waited_for():
     started, may_end = threading.Barrier(3), threading.Event()
-    groups = {
-        str(index): aborting(lambda: started.wait(30)) for index in range(3)
-    }  # for all the others
+    # for all the others
+    groups = {str(index): aborting(lambda: started.wait(30)) for index in range(3)}
     groups |= {"stuck": aborting(lambda: may_end.wait(60)), "gone": aborting(gone)}
     began_s = time.monotonic()
     assert abort.abort_together(groups.items(), limit_s=1) == ["stuck"]

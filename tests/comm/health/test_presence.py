@@ -77,9 +77,8 @@ class World:
 def soon(monkeypatch):
     monkeypatch.setattr(presence, "ASK_AFTER_S", 0.2)
     monkeypatch.setattr(presence, "PATIENCE_S", 2.0)
-    monkeypatch.setattr(
-        watchdog, "STORE_LIMIT_S", 0.5
-    )  # rank 0 leaves without waiting for ranks that are not there
+    # rank 0 leaves without waiting for ranks that are not there
+    monkeypatch.setattr(watchdog, "STORE_LIMIT_S", 0.5)
 
 
 def test_a_rank_that_does_not_answer_is_named_on_all_others(soon):
@@ -99,9 +98,8 @@ def test_a_rank_that_is_slow_answers_and_is_waited_for(monkeypatch):
         not (are_there := world.has("question/2") and world.has("answer/1/2"))
         and time.monotonic() < end_s
     ):
-        time.sleep(
-            0.05
-        )  # ranks 0 and 1 ask in turn, so a question may be put before the last one has its answers
+        # ranks 0 and 1 ask in turn, so a question may be put before the last one has its answers
+        time.sleep(0.05)
     assert are_there
     assert world.outcome(num_errors=1, limit_s=0) == {}
 

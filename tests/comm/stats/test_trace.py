@@ -172,9 +172,8 @@ def test_each_bucket_has_its_time_in_flight_and_links_their_bytes():
     buckets = (bucket_summary(0, 2, 4.0, 2.0), bucket_summary(1, 2, 8.0, 6.0))
     summary = trace.drain()
     assert summary == CommSummary(**counts, **links, buckets=buckets)
-    assert (
-        CommSummary.from_state_dict(json.loads(json.dumps(summary.state_dict()))) == summary
-    )  # in a checkpoint
+    # in a checkpoint
+    assert CommSummary.from_state_dict(json.loads(json.dumps(summary.state_dict()))) == summary
 
 
 def test_the_total_is_that_of_all_windows():

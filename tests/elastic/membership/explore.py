@@ -256,9 +256,8 @@ class Explorer:
                     and key not in machine.lost
                 ):
                     yield f"{j} is silent for {i}", self.do(world, i, "lose", key, "silent", "w")
-            if (
-                not machine.run and len(machine.committed) == self.ranks and not self.is_founding
-            ):  # asks for the run, and is sent to who coordinates
+            # asks for the run, and is sent to who coordinates
+            if not machine.run and len(machine.committed) == self.ranks and not self.is_founding:
                 for j, head in enumerate(machines):
                     known = (
                         [*head.lobby, *head.candidates(), *head.lost]

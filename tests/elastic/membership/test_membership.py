@@ -89,9 +89,8 @@ def test_hosts_meet_one_leaves_as_planned_one_dies_and_one_joins(hosts):
     (alone,) = hosts.all("next_view", a, committed=7)
     assert (alone.hosts, alone.target, alone.store) == (("a",), 7, "of-a:1")
     d = hosts("d")
-    joining = hosts.pool.submit(
-        d.enter, 3, timeout_s=20
-    )  # steps of some checkpoint, which count for nothing here
+    # steps of some checkpoint, which count for nothing here
+    joining = hosts.pool.submit(d.enter, 3, timeout_s=20)
     wait_until(lambda: len(hosts.changes) == 2)
     (both,) = hosts.all("next_view", a, committed=9)
     assert both == joining.result(20)
@@ -166,9 +165,8 @@ def open_connections(membership_of_one: Membership) -> list[Connection]:
 
 def break_connection(membership: Membership, connection: Connection, error_number: int) -> None:
     """End one connection by an error of its socket; the other end is not told, as on a link that is cut."""
-    kept_open = (
-        connection.sock.dup()
-    )  # the kernel says nothing to the other end while there is a copy
+    # the kernel says nothing to the other end while there is a copy
+    kept_open = connection.sock.dup()
     kept_open.set_inheritable(False)
     KEPT_OPEN.append(kept_open)
     membership._part.post(
@@ -197,9 +195,8 @@ def test_the_first_meeting_takes_the_latest_checkpoint_of_all(hosts):
 def test_a_late_member_is_waited_for_as_long_as_it_lives(hosts):
     a, b = hosts("a", max_hosts=2, silent_s=0.5), hosts("b", max_hosts=2, silent_s=0.5)
     hosts.enter(a, b)
-    early = hosts.pool.submit(
-        a.next_view, 4, timeout_s=20
-    )  # before any notice: it has seen a sum break
+    # before any notice: it has seen a sum break
+    early = hosts.pool.submit(a.next_view, 4, timeout_s=20)
     wait_until(lambda: [host for host, _ in hosts.changes] == ["b"])
     time.sleep(1.5)
     assert not early.done()
@@ -272,9 +269,8 @@ def test_a_rank_that_cannot_be_in_a_view_ends_it_for_all(hosts):
     ways = {"ranks_per_host": 2, "max_hosts": 2, "on_own_host_lost": lambda why: None}
     ranks = [hosts(name, local=local, **ways) for name in "ab" for local in (0, 1)]
     hosts.enter(*ranks)
-    ranks[1].end_view(
-        "no groups"
-    )  # it waits for the first rank of its host, and that in a group for it
+    # it waits for the first rank of its host, and that in a group for it
+    ranks[1].end_view("no groups")
     wait_until(lambda: len(hosts.changes) == 4)
     assert {why for _, why in hosts.changes} == {"no groups"}
 
@@ -298,9 +294,8 @@ def test_ranks_of_a_host_hear_each_other_often_enough_and_miss_one_that_hangs(
     time.sleep(2.5)  # each is lost after 1 s
     assert lost == {0: [], 1: []}
     goes_on = threading.Event()
-    ranks[stopped]._part.post(
-        goes_on.wait, 20
-    )  # its sockets stay open, as of a process that is stopped
+    # its sockets stay open, as of a process that is stopped
+    ranks[stopped]._part.post(goes_on.wait, 20)
     try:
         wait_until(lambda: lost[1 - stopped], within_s=5)
         assert lost[1 - stopped][0] == words

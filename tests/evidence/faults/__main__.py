@@ -34,9 +34,8 @@ KEYS: dict[str, Any] = {
 def main(cfg: DictConfig) -> None:
     """Run one short run for each case; print each, write the table. Exit with status 1 where one broke."""
     launch.ignore_lightning_warnings()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that ranks that were stopped do not outlive this
+    # so that ranks that were stopped do not outlive this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         made: list[OneHost] = [instantiate(cfg.world) for _ in range(cfg.at_once)]

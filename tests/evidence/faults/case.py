@@ -96,9 +96,8 @@ def run_cases(
         for future in [pool.submit(run, case) for case in others]:
             yield future.result()
     finally:
-        pool.shutdown(
-            cancel_futures=True
-        )  # interrupted, it waits for the cases under way: no rank is left behind
+        # interrupted, it waits for the cases under way: no rank is left behind
+        pool.shutdown(cancel_futures=True)
 
 
 def run_case(

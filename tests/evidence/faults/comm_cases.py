@@ -127,9 +127,8 @@ def cases_of_links(num_ranks: int) -> list[FaultCase]:
             fault="link 10,000 times slower",
             host_link=(("mbit_per_s", 0.01),),
             names=("link", *where),
-            never_says=(
-                "dead",
-            ),  # from either side: whether anything was heard in time differs from run to run
+            # from either side: whether anything was heard in time differs from run to run
+            never_says=("dead",),
             **common,
         ),
     ]

@@ -72,9 +72,8 @@ class Inject(Callback):
                 if is_here[phase]:
                     self._reach(trainer, phase)
             except torch.OutOfMemoryError as error:
-                bucket.compare_contents = partial(
-                    _raise, error
-                )  # where a stage's own errors come from, once it begins
+                # where a stage's own errors come from, once it begins
+                bucket.compare_contents = partial(_raise, error)
             return has_run(stage_thread, chunk)
 
         return reached

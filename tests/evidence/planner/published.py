@@ -23,9 +23,8 @@ Prediction = tuple[str, float]
 
 TRAIN_IMAGES = 1_281_167  # images of ImageNet
 P40_IMAGES_PER_S = 218  # at 64 images; see conf/cluster/p40_roce.yaml
-P100_32_OVER_64 = (
-    195 / 219
-)  # ResNet-50 on a P100 at 32 and at 64 images, TensorFlow 1 benchmarks page
+# ResNet-50 on a P100 at 32 and at 64 images, TensorFlow 1 benchmarks page
+P100_32_OVER_64 = 195 / 219
 SMALL_LL_BYTES = 16384  # NCCL_LL_THRESHOLD's default in 2018
 RESNET_CUT = 76  # tensors, from the input; the article: between 76 and 77
 ALEXNET_CUT = 17  # where fully connected layers begin. The article: between 20 and 21, which is there where five

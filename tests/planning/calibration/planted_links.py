@@ -91,9 +91,10 @@ def planted(
                 turns * ADD_BYTES / getattr(cluster.codec, f"{name}_bytes_per_s"),
             )
     sums = [*(CODED_SUMS if "across" in places else ())]
+    # others take long
     sums += [
         (name, size) for name in (backend, *ALGORITHMS) for size in SUM_BYTES if size <= 8 << 20
-    ]  # others take long
+    ]
     for name, size in sums:
         time_s = (sums_s or {}).get((name, size)) or predicted_all_reduce_s(
             cluster, name, size, world

@@ -83,9 +83,8 @@ def test_a_burst_that_switches_store_is_found_and_noise_finds_none():
     fit = fit_line(slow)
     assert fit.burst_bytes == 16384
     assert fit.latency_s == pytest.approx(2e-4, rel=0.05)
-    far = [
-        fit_line(drawn(2e-3, 1e9, seed=seed)).burst_bytes for seed in range(30)
-    ]  # bursts of 1.5 us: none is seen
+    # bursts of 1.5 us: none is seen
+    far = [fit_line(drawn(2e-3, 1e9, seed=seed)).burst_bytes for seed in range(30)]
     assert sum(burst > 0 for burst in far) <= 1
 
 
@@ -125,9 +124,8 @@ def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(
     truth = gloo_cluster(num_nodes, ranks, mbit_per_s=mbit_per_s, latency_s=latency_s)
     world = world_of(truth)
     found = calibrate(planted(truth, world), world)
-    software_s = (
-        0.0 if ranks > 1 else SOFTWARE_S
-    )  # with one rank per node, software and wire cannot be separated
+    # with one rank per node, software and wire cannot be separated
+    software_s = 0.0 if ranks > 1 else SOFTWARE_S
     assert found.cluster.across.latency_s == pytest.approx(latency_s + software_s, rel=0.05)
     assert found.cluster.across.bytes_per_s == pytest.approx(mbit_per_s * 1e6 / 8, rel=0.05)
     # What consent costs is the exchange less the message.
@@ -166,9 +164,8 @@ def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_
             expected, rel=0.03
         )
     assert plain.codec.is_measured
-    assert plain.codec.int8_bytes_per_s == pytest.approx(
-        2e9, rel=0.03
-    )  # medians of nine with 2 % of noise
+    # medians of nine with 2 % of noise
+    assert plain.codec.int8_bytes_per_s == pytest.approx(2e9, rel=0.03)
     assert plain.codec.int4_bytes_per_s == pytest.approx(1e9, rel=0.03)
     assert coded.transport == plain.transport
     slower = 1.4 * plain.curves["two_level_int8"][4 * MIB]

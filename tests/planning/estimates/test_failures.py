@@ -8,11 +8,12 @@ import pytest
 from lightning_hybrid.planning.estimates.failures import Failures
 
 DAY_S = 86400.0
+# GPUs, checkpoint, restart, days
 JOBS = [
     (64, 5.0, 300.0, 7),
     (1024, 10.0, 600.0, 30),
     (16384, 30.0, 900.0, 5),
-]  # GPUs, checkpoint, restart, days
+]
 
 
 @pytest.mark.parametrize(("gpus", "checkpoint_s", "restart_s", "days"), JOBS)

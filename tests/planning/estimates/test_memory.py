@@ -72,10 +72,11 @@ def test_a_shared_update_leaves_small_tensors_whole(optimizer, bytes_each):
     )
     found = [state.per_parameter(state_share=shared_share(numels, ranks)) for ranks in (1, 2, 4, 8)]
     assert found == pytest.approx(bytes_each, abs=0.006)
+    # as many parts as ranks
     assert (shared_share([3 * BLOCK + 1], 4), shared_share([3 * BLOCK], 4)) == (
         1 / 4,
         1.0,
-    )  # as many parts as ranks
+    )
     assert found[-1] > state.per_parameter(state_share=1 / 8) + 0.1
     # Of the world it is tensors of one block that stay.
     assert (
@@ -111,9 +112,8 @@ def choices(**more):
 
 def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
     total, found = 100 * BLOCK, {need.settings: need for need in choices().needs()}
-    assert (
-        len(found) == 2 * 4 * 5 * 2
-    )  # precision, batches of 8, 4, 2, 1, sharing, re-materialisation
+    # precision, batches of 8, 4, 2, 1, sharing, re-materialisation
+    assert len(found) == 2 * 4 * 5 * 2
     node, again, all_ranks = (
         "strategy.shard_update=node",
         "model.checkpoint_activations=true",
@@ -142,9 +142,8 @@ def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
     short = choices(forward_s=0.1, activations={("16-true", False): (total, total)})
     need = short.need("16-true", 8, sharing="world")
     assert need.extra_s == pytest.approx(0.2)
-    assert need.total_bytes == pytest.approx(
-        (5.1 + 2) * total
-    )  # weights on their way, of 2 bytes, are more than 1
+    # weights on their way, of 2 bytes, are more than 1
+    assert need.total_bytes == pytest.approx((5.1 + 2) * total)
 
 
 def test_what_to_try_alone_comes_by_its_time_for_what_it_saves_and_the_fewest_settings_are_the_smallest_list():

@@ -174,9 +174,8 @@ def test_a_time_in_which_nothing_would_end_is_refused(time_s):
 def test_equal_chunks_through_places_of_their_own_are_the_formula():
     stages = (stage("reduce", "inside", work_s=0.5), stage("ring", "across", work_s=2.0))
     spans = simulate_events([chunk(index, *stages) for index in range(5)])
-    assert spans[-1].end_s == pytest.approx(
-        (0.5 + 2.0) + (5 - 1) * 2.0
-    )  # one of each, then the slowest stage
+    # one of each, then the slowest stage
+    assert spans[-1].end_s == pytest.approx((0.5 + 2.0) + (5 - 1) * 2.0)
 
 
 def test_what_a_slow_flow_leaves_goes_to_the_others():

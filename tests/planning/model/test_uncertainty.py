@@ -70,9 +70,8 @@ def test_intervals_of_what_was_measured_hold_to_eight_times_the_nodes_and_widen_
 
     assert high(32, measured_nodes=4) == pytest.approx(MEASURED[2][1])
     assert high(128, measured_nodes=4) == pytest.approx(MEASURED[2][1] ** 1.5)
-    assert high(16, measured_nodes=2) == pytest.approx(
-        ERRORS["slingshot"][2][1]
-    )  # two are a special case of trees
+    # two are a special case of trees
+    assert high(16, measured_nodes=2) == pytest.approx(ERRORS["slingshot"][2][1])
 
 
 def test_on_links_that_nobody_measured_the_library_keeps_its_plan():

@@ -270,9 +270,8 @@ def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
         replace(found, cluster=two.of(2)), blocks, STATE, usable_bytes=None
     )
     assert alone.step_s < 0.1
-    assert shared.step_s == pytest.approx(
-        2 * 2.002 / 0.94, rel=0.05
-    )  # of line rate, 0.94 is payload
+    # of line rate, 0.94 is payload
+    assert shared.step_s == pytest.approx(2 * 2.002 / 0.94, rel=0.05)
 
 
 def peaks(**options):

@@ -505,9 +505,8 @@ class ClampsTheCritic(Manual):
 
     def on_train_batch_end(self, *args):
         largest = max(float(parameter.detach().abs().max()) for parameter in self.parameters())
-        is_clamped = largest <= self.limit * (
-            1 + 2**-8
-        )  # what is written inside of a step passes through half
+        # what is written inside of a step passes through half
+        is_clamped = largest <= self.limit * (1 + 2**-8)
         self.outcome.facts[f"weights are clamped after {self.trainer.global_step} steps"] = (
             is_clamped
         )

@@ -51,12 +51,13 @@ def test_the_defaults_are_the_main_job():
         ("cpu", [], 5, 1),
         ("auto", ["trainer.devices=2"], 50, 1),  # no GPU here
         ("gpu", ["trainer.devices=2"], 50, 20),
+        # steps of 4 batches
         (
             "gpu",
             ["trainer.devices=2", "global_batch_size=64", "batch_size_per_rank=8"],
             50,
             1,
-        ),  # steps of 4 batches
+        ),
     ],
 )
 def test_on_gpus_the_host_seldom_waits(trainer, more, every, question, monkeypatch):
@@ -257,15 +258,17 @@ SLURM = {
         ({}, ("auto", 1)),
         ({"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "3"}, (4, 3)),
         (SLURM, (8, 2)),
+        # an interactive shell: Lightning starts the ranks
         (
             SLURM | {"SLURM_JOB_NAME": "bash"},
             ("auto", 1),
-        ),  # an interactive shell: Lightning starts the ranks
+        ),
         ({name: SLURM[name] for name in ("SLURM_NTASKS", "SLURM_NNODES")}, ("auto", 2)),
+        # torchrun in a SLURM job
         (
             SLURM | {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
             (4, 2),
-        ),  # torchrun in a SLURM job
+        ),
     ],
     ids=str,
 )

@@ -130,9 +130,8 @@ def test_as_many_files_as_are_allowed_may_be_open(monkeypatch, limits, allowed):
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: asked.append((which, both)))
     preflight.raise_descriptors()
     assert asked == ([] if allowed is None else [(resource.RLIMIT_NOFILE, (allowed, limits[1]))])
-    monkeypatch.setattr(
-        resource, "getrlimit", lambda which: (64, 255)
-    )  # before ranks fail to connect
+    # before ranks fail to connect
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 255))
     with pytest.raises(ValueError, match=r"`ulimit -n` \(=255\) must be at least 256"):
         preflight.check_environment(None, {})
 
@@ -147,9 +146,8 @@ def test_a_port_that_is_taken_is_refused_where_it_would_be_opened():
         ):
             preflight.check_environment(None, mine)
         preflight.check_environment(None, mine | {"NODE_RANK": "1"})  # the first node opens it
-        preflight.check_environment(
-            None, TORCHRUN | mine | {"RANK": "0", "LOCAL_RANK": "0"}
-        )  # torchrun's agent has
+        # torchrun's agent has
+        preflight.check_environment(None, TORCHRUN | mine | {"RANK": "0", "LOCAL_RANK": "0"})
 
 
 def test_nccls_own_way_of_naming_interfaces_is_let_through():

@@ -55,9 +55,8 @@ def test_images_are_stored_once_each_in_a_shuffled_order_that_the_seed_decides(r
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     sizes = [path.stat().st_size for path in sorted((tmp_path / "a" / "train").glob("*.bin"))]
     assert len(sizes) > 3
-    assert all(
-        3000 < size < 9000 for size in sizes[:-1]
-    )  # about 6000, from the mean size of a sample
+    # about 6000, from the mean size of a sample
+    assert all(3000 < size < 9000 for size in sizes[:-1])
     assert not list(tmp_path.glob("a/*/*.part")) + list(tmp_path.glob("a/*/*.unfinished"))
 
 
@@ -120,9 +119,8 @@ def test_long_short_sides_are_resized_and_others_stay_as_they_are(root, tmp_path
         whole = Image.open(io.BytesIO(image_of(number))).resize(
             image.size, Image.Resampling.BILINEAR
         )
-        assert (
-            np.abs(np.asarray(image).astype(int) - np.asarray(whole).astype(int)).mean() < 4
-        )  # of the second JPEG
+        # of the second JPEG
+        assert np.abs(np.asarray(image).astype(int) - np.asarray(whole).astype(int)).mean() < 4
 
 
 def test_corrupt_images_are_listed_and_left_out_within_the_budget(root, tmp_path):

@@ -66,9 +66,8 @@ def test_shards_hold_the_text_and_other_packings_are_refused(text, packed):
     words = Counter(
         tokenizer.decode([int(one) for one in np.concatenate(read) if one != SEP]).split()
     )
-    assert words.keys() == {
-        word.lower() for word in WORDS
-    }  # whole words, of lower case, none unknown
+    # whole words, of lower case, none unknown
+    assert words.keys() == {word.lower() for word in WORDS}
     with pytest.raises(ValueError, match=r"`out` .* must be empty or hold this very packing"):
         packing(text, packed, vocab_size=400).run()
 

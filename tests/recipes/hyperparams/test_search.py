@@ -181,12 +181,13 @@ def test_two_searches_share_a_directory_and_a_trial_is_interrupted_only_once_its
             assert float(other.stdout.readline()) == 0.01
             search = open_search(tmp_path)
             run_here(search, Planted())
+            # the round waits for the other's trial
             assert rates(ended(search)) == [
                 0.1,
                 1.0,
                 10.0,
                 100.0,
-            ]  # the round waits for the other's trial
+            ]
             assert search.others_run()
         finally:
             other.kill()

@@ -80,9 +80,8 @@ def test_at_imagenets_size_parameters_split_as_the_docstring_says():
     assert sum(numel(layer.parameters()) for layer in in_convolutions) == 2_752
     assert numel(bn5.parameters()) == 512
     excluded = numel(parameter for parameter in network.parameters() if parameter.dim() == 1)
-    assert (
-        round(100 * excluded / numel(network.parameters()), 2) == 0.02
-    )  # as published: the share without decay
+    # as published: the share without decay
+    assert round(100 * excluded / numel(network.parameters()), 2) == 0.02
     with_bias = imagenet(conv_bias=True)
     norms = sum(numel(layer.parameters()) for layer in layers_of(with_bias, nn.BatchNorm2d))
     assert numel(with_bias.parameters()) - norms == 62_378_344  # of the article, without batch norm

@@ -14,10 +14,11 @@ from tests.scenes import Saves, at, same
 pytest.importorskip("transformers")
 
 NUM_STEPS = 20
+# the second: a change of a thousandth moves losses of 6 by 1.1e-4
 BOUNDS = {
     "32-true": 1e-5,
     "16-true": 2e-5,
-}  # the second: a change of a thousandth moves losses of 6 by 1.1e-4
+}
 SMALL = (
     "recipe=bert_tiny model.num_classes=500 global_batch_size=16 warmup_epochs=null warmup_steps=4"
 )
@@ -89,9 +90,8 @@ STAGES = "strategy=pipeline trainer.accumulate_grad_batches=1 strategy.num_micro
     ("num_stages", "precision", "bound"),
     [
         (4, "64-true", 1e-10),
-        pytest.param(
-            2, "32-true", 1e-5, marks=pytest.mark.long
-        ),  # with layers cut it is in every run
+        # with layers cut it is in every run
+        pytest.param(2, "32-true", 1e-5, marks=pytest.mark.long),
         pytest.param(4, "32-true", 1e-5, marks=pytest.mark.long),
         pytest.param(2, "64-true", 1e-10, marks=pytest.mark.long),
     ],
@@ -122,9 +122,8 @@ def fitted_in(layout, rank_pool, *args, **options):
         return fitted(*args, *layout, **options)
     found = rank_pool.ranks(4).run(fitted_in_slices, options, *args, *layout, timeout_s=300)
     assert all(same(own, found[0][1]) for _, own in found)
-    means = [
-        (found[stage][0] + found[2 + stage][0]) / 2 for stage in range(2)
-    ]  # each data rank has half of a batch
+    # each data rank has half of a batch
+    means = [(found[stage][0] + found[2 + stage][0]) / 2 for stage in range(2)]
     assert torch.equal(*means)
     return means[0], found[0][1]
 
@@ -136,11 +135,12 @@ def fitted_in(layout, rank_pool, *args, **options):
 def test_twenty_steps_are_the_same_in_stages_whose_layers_are_cut(
     rank_pool, text, precision, bound
 ):
+    # moves losses by a thousandth
     words = (
         text,
         f"precision={precision}",
         "trainer.gradient_clip_val=0.5",
-    )  # moves losses by a thousandth
+    )
     whole, weights = undisturbed(*words, "strategy=ddp")
     losses, own = fitted_in(TWO_BY_TWO, rank_pool, *words)
     torch.testing.assert_close(losses, whole, rtol=bound, atol=0)

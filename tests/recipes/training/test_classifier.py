@@ -298,9 +298,8 @@ CONFIG = {
     "data": {"image_size": 4},
     "model": {"in_channels": 2, "image_size": 9},
 }
-FLOPS = (
-    2 * 2 * (2 * 3) * 4 * 4
-)  # a 1x1 convolution on 2 channels to 3: forward and the weights' gradient, no image's
+# a 1x1 convolution on 2 channels to 3: forward and the weights' gradient, no image's
+FLOPS = 2 * 2 * (2 * 3) * 4 * 4
 
 
 def filled(monkeypatch, *, device_name, given=(), config=CONFIG):
@@ -323,12 +322,13 @@ GIVEN = {"flops_per_image": 5.0, "peak_flops_per_s": 7.0}
     [
         ("NVIDIA H200", {}, {}, (FLOPS, 989.5e12)),
         ("NVIDIA H200", {"precision": "32-true"}, {}, (FLOPS, 67e12)),
+        # the model says how large images are
         (
             "NVIDIA H200",
             {"data": {}},
             {},
             (FLOPS * 81 / 16, 989.5e12),
-        ),  # the model says how large images are
+        ),
         ("NVIDIA H200", {}, GIVEN, tuple(GIVEN.values())),
         ("Some other GPU", {}, {}, (None, None)),
     ],

@@ -53,9 +53,8 @@ def test_runs_are_laid_side_by_side(two_runs, tmp_path):
         < html.index(">Validation accuracy</text>")
         < html.index("Differing keys")
     )
-    assert (
-        '<td class="good" data-label="b">0.6 (best)</td>' in html
-    )  # a phone shows the name of the column
+    # a phone shows the name of the column
+    assert '<td class="good" data-label="b">0.6 (best)</td>' in html
     assert '<td>optim.lr</td><td data-label="a">1</td><td data-label="b">2</td>' in html
 
 

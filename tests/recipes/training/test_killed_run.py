@@ -60,9 +60,8 @@ class DieAt(Callback):
         if not self.mark.exists():
             self.mark.touch()
             os.kill(0 if self.rank is None else os.getpid(), signal.SIGKILL)
-            time.sleep(
-                60
-            )  # a signal to others of the group may be faster than the one to this process
+            # a signal to others of the group may be faster than the one to this process
+            time.sleep(60)
 
     def dies_in(self, owner, name, num_calls=1, is_before=False):
         function, calls = getattr(owner, name), []

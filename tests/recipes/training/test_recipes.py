@@ -35,17 +35,19 @@ RECIPES = (
     "alexnet_64k",
     "alexnet_bn_32k",
 )
+# the others are ResNet-50 with other numbers
 QUICK = (
     "resnet50_64k",
     "alexnet_64k",
     "alexnet_bn_32k",
-)  # the others are ResNet-50 with other numbers
+)
 NUM_IMAGES = 1_281_167
+# warm-up epochs, decay steps
 MLPERF = [
     ("resnet50_64k", 31, 1133),
     ("resnet50_32k", 16, 2267),
     ("resnet50_8k", 5, 6095),
-]  # warm-up epochs, decay steps
+]
 QUIET = [
     "logger=none",
     "run_dir=/nowhere",
@@ -90,9 +92,8 @@ def test_every_recipe_trains(two_ranks, recipe):
     """Two steps of two batches on each rank, all else as in the recipe; update 0 of ResNet is at rate 0."""
     one, other = two_ranks.run(trained, recipe)
     assert toy.same_bits(one["weights"], other["weights"])
-    assert not torch.equal(
-        one["statistics"], other["statistics"]
-    )  # each rank saw images of its own
+    # each rank saw images of its own
+    assert not torch.equal(one["statistics"], other["statistics"])
     assert one["moved"] == {True}
     assert one["finite"]
     assert one["steps"] == 2
@@ -269,9 +270,8 @@ def test_slices_need_the_strategy_that_cuts_layers():
 def test_a_schedule_that_is_refused_says_why_in_a_recipe():
     cfg = OmegaConf.create({"strategy": OmegaConf.load(ROOT / "conf/strategy/pipeline.yaml")})
     cfg.strategy.schedule = "pipedream"
-    config_check.check(
-        cfg, {"strategy": TRAIN_KEYS["strategy"]}
-    )  # a list of choices here would hide the reason
+    # a list of choices here would hide the reason
+    config_check.check(cfg, {"strategy": TRAIN_KEYS["strategy"]})
     with pytest.raises(
         InstantiationException, match=r"weight stashing.*lightning_hybrid/pipeline/README.md"
     ):

@@ -165,9 +165,8 @@ def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_r
             )
             assert found in caught
             assert num_steps == 0
-    assert (
-        two_ranks.run(fit_from, [one, other], "validate") == [("", 0)] * 2
-    )  # which resumes from nothing
+    # which resumes from nothing
+    assert two_ranks.run(fit_from, [one, other], "validate") == [("", 0)] * 2
 
 
 class Logging(Toy):

@@ -107,18 +107,16 @@ def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
     assert one_rank.run(tracked, str(other), "trainer.max_epochs=4", path, "logger.id=mine") == [
         "mine"
     ]
-    assert one_rank.run(tracked, str(other), "trainer.max_epochs=5", path, "logger=csv") == [
-        begun
-    ]  # saved for later
+    # saved for later
+    assert one_rank.run(tracked, str(other), "trainer.max_epochs=5", path, "logger=csv") == [begun]
     message = [
         (each.run.run_id, [step for step, _ in each.column(m.TRAIN_LOSS)])
         for each in runs_in(first)
     ]
     assert message == [(begun, [0, 1]), (begun, [2, 3])]
     rows = [row["_step"] for each in runs_in(first) for row in each.history]
-    assert rows == list(
-        range(len(rows))
-    )  # W&B's own count goes on too: the files can be synchronised one after the other
+    # W&B's own count goes on too: the files can be synchronised one after the other
+    assert rows == list(range(len(rows)))
     assert [each.run.run_id for each in runs_in(other)] == [begun, "mine"]
 
 

@@ -17,12 +17,13 @@ from tests.scenes import same
 TRAIN = ["recipes/train.py"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 QUIET = ["logger=none", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
+# 2 epochs of 9 steps
 SHORT = [
     *QUIET,
     "trainer.max_epochs=2",
     "trainer.log_every_n_steps=1",
     "warmup_epochs=0.5",
-]  # 2 epochs of 9 steps
+]
 PROBE = "+callbacks.probe={_target_: tests.recipes.probe.Probe, directory: ${run_dir}}"
 
 

@@ -36,12 +36,13 @@ def strategy_on(device_type):
 @pytest.mark.parametrize(
     ("name", "device_type", "of_the_user", "expected"),
     [
+        # torch's watchdog aborts, and does not end the process
         (
             ERROR_HANDLING,
             "cuda",
             None,
             CLEAN_UP_ONLY,
-        ),  # torch's watchdog aborts, and does not end the process
+        ),
         (ERROR_HANDLING, "cuda", "1", "1"),
         (LAUNCH_ORDER, "cuda", None, None),  # by default there is one communicator
         (HIGH_PRIORITY, "cuda", None, None),
@@ -157,12 +158,13 @@ def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     groups = object.__new__(rank_layout.PipelineGroups)
     groups.pipe, groups.agree, groups.data = groups._made = ["pipe", "agree", "data"]
     groups.destroy(are_aborted=has_failed)
+    # words go over Gloo
     assert seen == [
         ("work", ended),
         ("pipe", ended),
         ("agree", "destroyed"),
         ("data", ended),
-    ]  # words go over Gloo
+    ]
 
 
 @pytest.mark.parametrize(

@@ -199,14 +199,12 @@ def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(
     trained = trained_of(toy.Toy())
     for step in range(4):
         zero, one, two, three = of_ranks = [values(seen)[step] for seen in ranks]
-        assert torch.equal(
-            zero[trained], one[trained]
-        )  # statistics follow in the next forward, as ddp's
+        # statistics follow in the next forward, as ddp's
+        assert torch.equal(zero[trained], one[trained])
         assert torch.equal(two[trained], three[trained])
         assert [torch.equal(zero, other) for other in of_ranks[1:]] == [step == 2] * 3
-    assert all(
-        same(final(ranks[0]), final(seen)) for seen in ranks
-    )  # with optimizer state, at the end
+    # with optimizer state, at the end
+    assert all(same(final(ranks[0]), final(seen)) for seen in ranks)
 
 
 def test_a_layerwise_optimizer_with_accumulation_agrees_after_a_mean(four_ranks):
@@ -245,9 +243,10 @@ def test_the_outer_step_goes_on_along_what_past_periods_have_moved(two_ranks):
     way, expected = far[3] - start, 2 * (mean[3] - start)
     torch.testing.assert_close(way[trained], expected[trained], rtol=1e-3, atol=1e-6)  # roundings
     assert torch.equal(far[3][~trained], mean[3][~trained])  # running statistics take no outer step
+    # d + m / 2
     torch.testing.assert_close(
         (moved[3] - start)[trained], 1.5 * way[trained], rtol=1e-3, atol=1e-6
-    )  # d + m / 2
+    )
     assert not torch.equal(moved[7], far[7])
 
 

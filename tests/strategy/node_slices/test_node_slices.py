@@ -94,11 +94,12 @@ def test_steps_are_those_of_whole_layers_but_for_rounding(
 ):
     for whole, cut in whole_and_cut(rank_pool.ranks(num_ranks), optimizer, precision, **scene):
         if precision == "32-true":
+            # parts
             shown = (
                 ("weights", "metrics")
                 if "shard_update" in scene
                 else ("weights", "metrics", "states")
-            )  # parts
+            )
             found = [difference(getattr(cut, of), getattr(whole, of)) for of in shown]
         else:  # what began at zero is mostly rounding, and small beside the others, whose norms are 0.2 to 4
             found = [difference(cut.weights, whole.weights, least=1.0)]
@@ -198,10 +199,11 @@ def test_validation_takes_any_number_of_images_and_the_average(two_ranks):
         for of in ("looks", "metrics", "weights"):
             assert difference(getattr(cut, of), getattr(whole, of), least=1.0) < BOUNDS["32-true"]
         counts.append(len(cut.looks["on_validation_batch_end"]))
+    # two epochs: it was the layers that were whole, as ranks had other counts
     assert counts == [
         2 * 3,
         2 * 1,
-    ]  # two epochs: it was the layers that were whole, as ranks had other counts
+    ]
 
 
 class Draws(Module):
@@ -300,9 +302,8 @@ def test_dropout_takes_other_features_out_of_each_slice(two_ranks):
     )
     first, second = torch.stack(first), torch.stack(second)
     assert first.shape == (2, 2 * NUM_IMAGES, 16 // 2)
-    assert (
-        abs(float((first * second).mean()) - 0.25) < 0.1
-    )  # independent: both are there in a quarter of all places
+    # independent: both are there in a quarter of all places
+    assert abs(float((first * second).mean()) - 0.25) < 0.1
     assert numbers == others  # outside the stream goes on as it was
 
 
@@ -472,9 +473,8 @@ def state_on_rank_zero(folder):
         if trainer.is_global_zero:
             module.state_dict()
         end_s = time.monotonic() + 30
-        while (
-            not ended.exists() and time.monotonic() < end_s
-        ):  # no process ends here, which would end a collective
+        # no process ends here, which would end a collective
+        while not ended.exists() and time.monotonic() < end_s:
             time.sleep(0.05)
         raise FloatingPointError("rank zero has ended" if ended.exists() else "rank zero waits")
 

@@ -12,6 +12,7 @@ from lightning_hybrid.strategy.shard_update import shard_exchange
 from tests import scenes
 from tests.scenes import at, same, this_rank
 
+# the last is in DDP's first bucket
 SIZES = (
     1,
     BLOCK - 1,
@@ -20,7 +21,7 @@ SIZES = (
     2 * BLOCK + 5,
     3 * BLOCK + 1,
     7,
-)  # the last is in DDP's first bucket
+)
 
 
 class Sizes(pl.LightningModule):

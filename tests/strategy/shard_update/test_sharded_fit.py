@@ -100,9 +100,8 @@ def held(trainer, module, *args):
     if window is not None:
         num_fp32 += sum(pair.fp32.numel() for pair in window.pairs.values())
         num_fp32 += sum(part.numel() for part in trainer.strategy.run_status.master_parts.values())
-        num_fp32 += sum(
-            shard._pair.fp32.numel() for shard in shards_of(trainer)
-        )  # the whole values are freed
+        # the whole values are freed
+        num_fp32 += sum(shard._pair.fp32.numel() for shard in shards_of(trainer))
     return num_fp32, sum(
         state["momentum_buffer"].numel() for state in trainer.optimizers[0].state.values()
     )
@@ -261,9 +260,8 @@ def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_aver
         own[512:1024] = False
         own[512 + numel * place :][:numel] = True
         assert torch.equal(found[own], mean[own])
-        assert torch.equal(
-            found[~own], integers(rank, 1031, torch.float16)[~own]
-        )  # and those of others are not
+        # and those of others are not
+        assert torch.equal(found[~own], integers(rank, 1031, torch.float16)[~own])
 
 
 def saved(ranks, path, precision, shard_update, *, resume=None, **options):

@@ -96,9 +96,8 @@ def test_norms_are_right_to_a_millionth_at_37_million_elements(values):
     weight.grad = (
         torch.ones_like(weight).half() if values == "equal" else torch.randn(9216, 4096).half()
     )
-    optimizer = LARS(
-        [weight], lr=100.0, fused=True
-    )  # a tenth of the weights: their norm moves by half a percent
+    # a tenth of the weights: their norm moves by half a percent
+    optimizer = LARS([weight], lr=100.0, fused=True)
     for _ in range(2):
         exact = [
             torch.linalg.vector_norm(one.detach(), dtype=torch.float64).item()

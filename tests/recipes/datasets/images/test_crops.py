@@ -38,12 +38,13 @@ def test_a_box_is_that_of_the_published_sequence():
 @pytest.mark.parametrize(
     ("size", "area", "aspect", "box"),
     [
+        # as wide as the image: fits; top = int(0.999 * 101)
         (
             (200, 100),
             (0.5, 0.5),
             (1, 1),
             (100, 0, 100, 100),
-        ),  # as wide as the image: fits; top = int(0.999 * 101)
+        ),
         ((100, 200), (0.5, 0.5), (1, 1), (0, 100, 100, 100)),
         ((10, 10), (0.01, 0.5), (0.1, 0.1), (0, 4, 10, 1)),  # no width, then too high: the centre
         ((10, 10), (0.01, 0.5), (10, 10), (4, 0, 1, 10)),
@@ -58,10 +59,11 @@ def test_a_box_at_the_borders_of_what_fits(size, area, aspect, box):
 
 
 def test_the_centre_is_rounded_as_in_torchvision_and_long_strips_are_cut():
+    # 5.5 and 7.5
     assert EvalCrop(image_size=4, eval_resize=15).frame(15, 19, image=0, epoch=0)[3:5] == (
         6,
         8,
-    )  # 5.5 and 7.5
+    )
     strip = EvalCrop(image_size=4, eval_resize=4)
     assert strip.frame(1, 1000, image=0, epoch=0).box == (0, 468, 1, 64)
     assert strip.frame(1000, 1, image=0, epoch=0).box == (468, 0, 64, 1)
@@ -93,9 +95,8 @@ def test_draws_depend_on_seed_epoch_and_image_and_on_nothing_else():
     assert np.array_equal(one, draws_of(**key))
     for name in key:
         assert not np.array_equal(one, draws_of(**key | {name: key[name] + 1}))
-    assert not np.array_equal(
-        one, draws_of(**key | {"seed": -1})
-    )  # which numpy's key does not take
+    # which numpy's key does not take
+    assert not np.array_equal(one, draws_of(**key | {"seed": -1}))
     assert (
         len({float(draw) for image in range(50) for draw in draws_of(seed=1, epoch=2, image=image)})
         == 50 * 23
@@ -116,9 +117,8 @@ def test_a_training_view_is_pillows_crop_resized_and_flipped():
         if draws[2] < 0.5:
             flips += 1
             expected = expected[:, ::-1]
-        assert (
-            np.abs(found - expected).max() <= 1
-        )  # measured: both round to uint8 between the two passes
+        # measured: both round to uint8 between the two passes
+        assert np.abs(found - expected).max() <= 1
     assert 0 < flips < 12
     unflipped = row_of(TrainCrop(image_size=SIZE, seed=9, flip=False), pixels, image=image)
     assert np.array_equal(unflipped if draws[2] >= 0.5 else unflipped[:, ::-1], found)

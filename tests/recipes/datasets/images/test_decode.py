@@ -99,9 +99,8 @@ def test_what_is_no_whole_image_is_an_error_of_one_kind(decoder, how):
 
 @both_decoders
 def test_a_flaw_that_libjpeg_can_pass_over_is_shown_as_pillow_shows_it(decoder):
-    data = (
-        image_of(9)[:-200] + b"\xff\xd9"
-    )  # the rest of the pixels is missing, and the file has an end
+    # the rest of the pixels is missing, and the file has an end
+    data = image_of(9)[:-200] + b"\xff\xd9"
     assert np.array_equal(decode_rgb(data, decoder=decoder), with_pillow(data))
 
 

@@ -48,9 +48,8 @@ def test_a_bar_shows_the_last_logged_step_and_reads_at_no_other(two_ranks, has_r
     assert asked == [2, 4, 4, 6, 8, 8]  # and after each validation
     assert found[0] == {}
     names = ["loss", "img/s", "own", "comm ms", "wait ms", "skipped"]
-    assert list(found[-1]) == (
-        names[:3] if has_rich else names
-    )  # a line of 80 columns has no room for more
+    # a line of 80 columns has no room for more
+    assert list(found[-1]) == (names[:3] if has_rich else names)
     assert (found[-1]["img/s"], found[-1].get("comm ms", "50"), found[-1]["own"]) == (
         "32",
         "50",
