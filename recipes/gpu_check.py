@@ -145,7 +145,8 @@ def main(arguments: list[str]) -> int:
             "minutes": "50",
         }
         keys |= runner.keys_from(given.keys)
-        checks, limit_s = runner.chosen(keys["only"], CHECKS), runner.limit_s_from(keys["minutes"])
+        checks = runner.chosen(keys["only"], CHECKS)
+        limit_s = runner.limit_s_from(keys["minutes"])
         again = runner.chosen(keys["again"], CHECKS, key="again") if keys["again"] else []
         out = Path(keys["out"]).resolve()
         report = out / "report.json"

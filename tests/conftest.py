@@ -60,7 +60,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         and not options.usepdb
         and (os.cpu_count() or 1) > 1
     ):
-        options.numprocesses, options.dist = 2, "loadfile"
+        options.numprocesses = 2
+        options.dist = "loadfile"
 
 
 @pytest.fixture(scope="session")

@@ -36,12 +36,14 @@ def growth(cycle: Callable[[], None], *, num_warm_up: int, num_cycles: int) -> d
     for _ in range(num_warm_up):
         cycle()
     dist.barrier()
-    before, resident_before = _at_rest(), resident_bytes()
+    before = _at_rest()
+    resident_before = resident_bytes()
     for _ in range(num_cycles):
         cycle()
     dist.barrier()
     gc.collect()
-    after, deadline_s = held(), time.monotonic() + SETTLE_LIMIT_S
+    after = held()
+    deadline_s = time.monotonic() + SETTLE_LIMIT_S
     while any(after[name] > before[name] for name in before) and time.monotonic() < deadline_s:
         time.sleep(0.05)
         after = held()
@@ -53,9 +55,12 @@ def growth(cycle: Callable[[], None], *, num_warm_up: int, num_cycles: int) -> d
 
 def _at_rest() -> dict[str, int]:
     gc.collect()
-    seen, since_s, deadline_s = held(), time.monotonic(), time.monotonic() + SETTLE_LIMIT_S
+    seen = held()
+    since_s = time.monotonic()
+    deadline_s = time.monotonic() + SETTLE_LIMIT_S
     while time.monotonic() < min(deadline_s, since_s + 0.5):
         time.sleep(0.05)
         if (now := held()) != seen:
-            seen, since_s = now, time.monotonic()
+            seen = now
+            since_s = time.monotonic()
     return seen

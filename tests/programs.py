@@ -87,10 +87,12 @@ def _become(
 def _code_of(arguments: Sequence[str]) -> int:
     try:
         if arguments[0] == "-m":
-            sys.argv, sys.path[0] = list(arguments[1:]), os.getcwd()
+            sys.argv = list(arguments[1:])
+            sys.path[0] = os.getcwd()
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv, sys.path[0] = list(arguments), str(Path(arguments[0]).resolve().parent)
+            sys.argv = list(arguments)
+            sys.path[0] = str(Path(arguments[0]).resolve().parent)
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, int | None):

@@ -88,7 +88,8 @@ class RankPool:
     """
 
     def __init__(self, num_ranks: int, *, is_moving: bool = False) -> None:
-        self.num_ranks, self.is_moving = num_ranks, is_moving
+        self.num_ranks = num_ranks
+        self.is_moving = is_moving
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None
@@ -219,7 +220,8 @@ class RankPool:
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.join()
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes = []
+        self._pipes = []
         self._live_world_size = None
 
     def _end_in_order(self) -> None:

@@ -108,7 +108,8 @@ def play(scene: dict[str, Any]) -> Seen:
     raises, warns, save_to, kind = (
         scene.pop(name) for name in ("raises", "warns", "save_to", "kind")
     )
-    call, ckpt_path = scene.pop("call", "fit"), scene.pop("ckpt_path", None)
+    call = scene.pop("call", "fit")
+    ckpt_path = scene.pop("ckpt_path", None)
     settings = {name: scene.pop(name) for name in list(scene) if name in OF_TRAINER}
     if "strategy" not in settings:
         settings["strategy"] = kind(**scene)
@@ -123,7 +124,8 @@ def play(scene: dict[str, Any]) -> Seen:
     )
     # a fresh one
     callbacks = [_at(each.looks) if isinstance(each, Looks) else made(each) for each in callbacks]
-    last, error = _Last(), ""
+    last = _Last()
+    error = ""
     with warnings.catch_warnings(record=warns) as caught:
         if warns:
             warnings.simplefilter("always")
@@ -140,10 +142,8 @@ def play(scene: dict[str, Any]) -> Seen:
             )
         if save_to is not None:
             trainer.save_checkpoint(save_to)
-    scale, is_in_stages = (
-        getattr(trainer.precision_plugin, "loss_scale", None),
-        hasattr(trainer.strategy, "num_stages"),
-    )
+    scale = getattr(trainer.precision_plugin, "loss_scale", None)
+    is_in_stages = hasattr(trainer.strategy, "num_stages")
     return Seen(
         weights={} if error and is_in_stages else toy.weights(module),
         losses=list(getattr(module, "losses", [])),
@@ -185,7 +185,8 @@ class Looks(pl.Callback):
     """Keeps, by hook, what functions returned there; None is not kept."""
 
     def __init__(self, looks: dict[str, Callable[..., Any]]) -> None:
-        self.looks, self.kept = looks, {hook: [] for hook in looks}
+        self.looks = looks
+        self.kept = {hook: [] for hook in looks}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _at, (self.looks,)
@@ -212,7 +213,9 @@ class Saves(pl.Callback):
     """Saves a checkpoint after so many steps, or at the end of an epoch."""
 
     def __init__(self, path: Any, *, step: int | None = None, epoch: int | None = None) -> None:
-        self.path, self.step, self.epoch = str(path), step, epoch
+        self.path = str(path)
+        self.step = step
+        self.epoch = epoch
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.current_epoch == self.epoch:
@@ -260,7 +263,10 @@ class Spoiled(Toy):
 
     def __init__(self, batches=(), steps=(), factor=float("inf"), rank=1, **options):
         super().__init__(**options)
-        self.batches, self.steps, self.factor, self.rank = batches, steps, factor, rank
+        self.batches = batches
+        self.steps = steps
+        self.factor = factor
+        self.rank = rank
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)

@@ -156,7 +156,8 @@ def test_the_library_knows_no_configuration_system_and_no_tracker():
 def modules_behind(part: str) -> set[str]:
     """The module, and those of ours that it imports, directly or not, also within functions."""
     imports = {part_of(path): ours(imports_of(path)) for path in MODULES}
-    reached, waiting = set(), {part}
+    reached = set()
+    waiting = {part}
     while waiting:
         module = waiting.pop()
         reached.add(module)

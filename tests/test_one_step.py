@@ -17,7 +17,10 @@ from lightning_hybrid.optim import LARS
 from tests import toy
 from tests.reference.families import paper
 
-SCALE, LR, WEIGHT_DECAY, TRUST = 256.0, 0.5, 0.01, 0.02
+SCALE = 256.0
+LR = 0.5
+WEIGHT_DECAY = 0.01
+TRUST = 0.02
 HALF_ULP = 2.0**-11  # relative error of one rounding to fp16
 
 
@@ -157,10 +160,8 @@ def test_9b_lars_steps_the_fp32_weight_which_started_exact(step):
         assert torch.equal(rank["master_before"], rank["initial"])
         options = {"momentum": 0.9, "weight_decay": WEIGHT_DECAY, "trust_coefficient": TRUST}
         exact = paper(rank["initial"].double(), [rank["unscaled"].double()], [LR], **options)
-        moved, should = (
-            rank["master"].double() - rank["initial"].double(),
-            exact - rank["initial"].double(),
-        )
+        moved = rank["master"].double() - rank["initial"].double()
+        should = exact - rank["initial"].double()
         # fp32 weights of size 1 move by 1e-2: 2**-24 / 1e-2, and margin
         assert (moved - should).norm() / should.norm() < 1e-4
         assert relative(rank["master"], exact) < 1e-6

@@ -37,8 +37,10 @@ def test_no_file_that_is_loaded_can_bring_code():
 @pytest.fixture
 def answers(tmp_path):
     """A library of one function, which writes 1, and how to load it; in the cache is one that writes 2."""
-    compiler, flags = cpp_library.find_compiler(), ("-shared", "-fPIC")
-    folder, sources = tmp_path / "cache", [tmp_path / "one.cpp", tmp_path / "two.cpp"]
+    compiler = cpp_library.find_compiler()
+    flags = ("-shared", "-fPIC")
+    folder = tmp_path / "cache"
+    sources = [tmp_path / "one.cpp", tmp_path / "two.cpp"]
     folder.mkdir(mode=0o700)
     for value, file in enumerate(sources, start=1):
         file.write_text(f'extern "C" void answer(double* place) {{ *place = {value}; }}')
@@ -85,7 +87,8 @@ def test_a_library_that_others_may_write_is_built_again(answers):
 @pytest.mark.parametrize("whose", ["folder", "file"])
 def test_what_another_user_owns_is_not_loaded(answers, monkeypatch, whose):
     planted, answer = answers
-    theirs, original = planted.parent if whose == "folder" else planted, Path.stat
+    theirs = planted.parent if whose == "folder" else planted
+    original = Path.stat
 
     def stat_(path, **kwargs):
         found = original(path, **kwargs)

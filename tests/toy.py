@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_hybrid  # noqa: F401  registers the strategies
 
-NUM_FEATURES, NUM_CLASSES = 12, 3
+NUM_FEATURES = 12
+NUM_CLASSES = 3
 
 
 class Blobs(Dataset):

@@ -126,7 +126,8 @@ class AllReduceBench:
         flat = torch.zeros(num_elements, dtype=dtype, device=fabric.device)
         slowest_s = max(_seconds_per_call(fabric, arm, flat, 1) for arm in arms.values())
         num_calls = max(1, min(MAX_CALLS, int(self.min_sample_s / slowest_s)))
-        names, times_s = list(arms), {name: list[float]() for name in arms}
+        names = list(arms)
+        times_s = {name: list[float]() for name in arms}
         for turn in range(self.num_rounds):
             first = turn % len(names)
             for name in names[first:] + names[:first]:

@@ -150,7 +150,9 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, parameter: Tensor, noise: Tensor, wait_s: float) -> Tensor:
-        ctx.shape, ctx.noise, ctx.wait_s = parameter.shape, noise, wait_s
+        ctx.shape = parameter.shape
+        ctx.noise = noise
+        ctx.wait_s = wait_s
         return loss.clone()
 
     @staticmethod

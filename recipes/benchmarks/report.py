@@ -141,7 +141,9 @@ def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
     text = [markdown_table(HEADER, cells(rows, link_bytes_per_s))]
     overlap = [row for row in rows if row.section == "overlap"]
     for of_case in (overlap[first : first + 4] for first in range(0, len(overlap), 4)):
-        hidden, step, silent = hidden_share(of_case), of_case[0].median_s, of_case[1].median_s
+        hidden = hidden_share(of_case)
+        step = of_case[0].median_s
+        silent = of_case[1].median_s
         text.append(
             f"\n{of_case[0].case}, {of_case[0].arm}: {hidden:.1%} of {1e3 * (step - silent):.4g} ms hidden"
         )
@@ -160,7 +162,8 @@ def panels_of(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[Pa
             title = f"All-reduce of {case} by size"
             panels.append((partial(_draw_sizes, title, of_case, link_bytes_per_s), 300))
         else:
-            first, best = of_case[0], min(of_case, key=lambda row: row.median_s)
+            first = of_case[0]
+            best = min(of_case, key=lambda row: row.median_s)
             share = best.median_s / first.median_s
             title = f"{section}, {case}: {best.arm} takes {share:.2f} of the time of {first.arm}"
             if section == "overlap" and len(of_case) == 4:

@@ -28,7 +28,8 @@ from recipes.benchmarks.gradient_sets import GRADIENT_SETS, WITH_ARITHMETIC, Gra
 from recipes.benchmarks.report import Timing
 from recipes.cli.ranges import Count, CountOrZero, NotNegative
 
-STOCK, COMPRESSED = "ddp", "fp16_compress"
+STOCK = "ddp"
+COMPRESSED = "fp16_compress"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,7 +151,8 @@ def program(name: str) -> Any:
 @contextmanager
 def arguments(words: Sequence[str]) -> Iterator[None]:
     """Let other words stand on the command line."""
-    before, sys.argv = sys.argv, [sys.argv[0], *words]
+    before = sys.argv
+    sys.argv = [sys.argv[0], *words]
     try:
         yield
     finally:
@@ -160,7 +161,8 @@ def arguments(words: Sequence[str]) -> Iterator[None]:
 
 def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
     """Return the configuration as YAML, or else what Hydra finds wrong with the words."""
-    printed, wrong = io.StringIO(), io.StringIO()
+    printed = io.StringIO()
+    wrong = io.StringIO()
     with arguments([*words, "--cfg=job"]), redirect_stdout(printed), redirect_stderr(wrong):
         try:
             program(name)()
@@ -242,7 +244,8 @@ def refusals(
         line = missing_packages_of(values)
         return [f"error: {line}"] if line else []
     # One by one, choices of groups before keys of what was chosen: who fails here is wrong, whatever else is.
-    good, found = list(options), list[str]()
+    good = list(options)
+    found = list[str]()
     for override in sorted(overrides, key=lambda each: "." in each.partition("=")[0]):
         if wrong := composed(name, [*good, one_job[override]])[1]:
             found.append(refusal(name, override, wrong, keys_of(composed(name, good)[0])))

@@ -195,7 +195,8 @@ def _refusal(
         _place(error["loc"], values) for error in errors if error["loc"][0] == errors[0]["loc"][0]
     ]
     key, value = max(places, key=lambda place: len(place[0]))
-    rules, choices = list[str](), list[str]()
+    rules = list[str]()
+    choices = list[str]()
     for error in (error for error, place in zip(errors, places, strict=False) if place[0] == key):
         context = error.get("ctx", {})
         expected = context.get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
@@ -205,11 +206,13 @@ def _refusal(
         rules.append(
             _WORDS[error["type"]].format(**context) if error["type"] in _WORDS else own_words
         )
-    key, rule = f"{prefix}{key}".rstrip("."), " or ".join(dict.fromkeys(rules))
+    key = f"{prefix}{key}".rstrip(".")
+    rule = " or ".join(dict.fromkeys(rules))
     name = key
     # a group within a part
     if not choices and (files := sorted((CONF / key.replace(".", "/")).glob("*.yaml"))):
-        name, choices = key.replace(".", "/"), [file.stem for file in files]
+        name = key.replace(".", "/")
+        choices = [file.stem for file in files]
     cure = [*difflib.get_close_matches(str(value), choices, n=1), *choices, "<value>"][0]
     return WrongValueError(
         key, f"`{key}` (={_shown(value)}) must be {rule}{why}. Set {name}={cure}."
@@ -221,9 +224,11 @@ def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:
     key = ""
     for part in loc:
         if isinstance(value, dict) and part in value:
-            key, value = f"{key}.{part}" if key else str(part), value[part]
+            key = f"{key}.{part}" if key else str(part)
+            value = value[part]
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            key, value = f"{key}[{part}]", value[part]
+            key = f"{key}[{part}]"
+            value = value[part]
     return key, value
 
 
@@ -297,7 +302,8 @@ def _hints_of(function: Any) -> dict[str, Any]:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of C
         return {}
-    parameters, hints = signature.parameters, dict[str, Any]()
+    parameters = signature.parameters
+    hints = dict[str, Any]()
     given = {name: parameter.annotation for name, parameter in parameters.items()}
     for name, hint in (given | {"return": signature.return_annotation}).items():
         one = types.SimpleNamespace(
@@ -326,7 +332,8 @@ def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
 
 def _fillable(hint: Any) -> Any:
     """Return a type as a configuration can fill it: a list for a tuple, text for a path, a part for an instance."""
-    origin, args = typing.get_origin(hint), tuple(map(_fillable, typing.get_args(hint)))
+    origin = typing.get_origin(hint)
+    args = tuple(map(_fillable, typing.get_args(hint)))
     kind = origin or hint
     if origin is Literal or kind in (None, type(None), bool, int, float, str, ...):
         return hint

@@ -238,7 +238,10 @@ def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
 
     ignore_lightning_warnings()
     hydra = HydraConfig.get()
-    before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[Any](), 1
+    before = dict(os.environ)
+    argv = sys.argv
+    trainers = list[Any]()
+    exit_code = 1
     # Lightning starts the other ranks by this command line: without it each would run the whole sweep.
     sys.argv = [argv[0], *command_of_this_job()]
     # Lightning gives this, and not the directory of a sweep, to the ranks it starts.

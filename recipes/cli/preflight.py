@@ -370,11 +370,9 @@ def check_values(config: Mapping[str, Any]) -> None:
     ValueError: `precision` (='fp16') must be a name of Lightning's, such as 16-true (half-precision model on fp32 \
 masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
     """
-    precision, data, trainer = (
-        str(config.get("precision")),
-        config.get("data"),
-        config.get("trainer"),
-    )
+    precision = str(config.get("precision"))
+    data = config.get("data")
+    trainer = config.get("trainer")
     if (name := DTYPE_NAMES.get(precision)) is not None:
         raise ValueError(
             f"`precision` (='{precision}') must be a name of Lightning's, such as 16-true (half-precision model on "

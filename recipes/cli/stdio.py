@@ -18,7 +18,9 @@ class BrokenPipeSafeStream:
     """
 
     def __init__(self, stream: TextIO, *, name: str, other: Any) -> None:
-        self._stream, self._name, self._other = stream, name, other
+        self._stream = stream
+        self._name = name
+        self._other = other
 
     def write(self, text: str) -> int:
         """Write as any stream; never fail for want of a reader or of space."""

@@ -19,13 +19,11 @@ from optuna.trial import FrozenTrial, TrialState
 from recipes.comparison.arms import Cell, Point, StudyPlan, point_overrides
 from recipes.comparison.fits import FitPool, FitRequest, FitResult, Stage, fit
 
-INDEX, CORE_S, NUM_STEPS, DIVERGENCE, SETTINGS = (
-    "index",
-    "core_s",
-    "num_steps",
-    "divergence",
-    "settings",
-)
+INDEX = "index"
+CORE_S = "core_s"
+NUM_STEPS = "num_steps"
+DIVERGENCE = "divergence"
+SETTINGS = "settings"
 """Names of attributes in the journal: of a trial, and of a study."""
 
 

@@ -21,7 +21,9 @@ from recipes.datasets.in_memory.loader import ImageSet
 
 NUM_CLASSES = 10
 IMAGE_SIZE = 16
-NUM_TRAIN, NUM_VAL, NUM_TEST = 1257, 180, 360
+NUM_TRAIN = 1257
+NUM_VAL = 180
+NUM_TEST = 360
 NUM_FOLDS = 5
 SPLIT_SEED = 0  # of the split alone: the three sets are the same in every run
 

@@ -28,7 +28,9 @@ from recipes.datasets.in_memory.loader import ImageSet
 CHARACTERS = "23456789ABCDEFGHJKLMNPQRSTUVWXYZ"
 NUM_CLASSES = len(CHARACTERS)
 IMAGE_SIZE = 32
-NUM_TRAIN, NUM_VAL, NUM_TEST = 16384, 2048, 2048
+NUM_TRAIN = 16384
+NUM_VAL = 2048
+NUM_TEST = 2048
 
 # All fonts of matplotlib that have every character. `*Display`, STIX's `NonUni` and `Siz`, `cmex`, `cmsy` do not.
 FONTS = {
@@ -41,9 +43,15 @@ FONTS = {
 }
 
 # Our choice: readable by eye. The size of a character is that of its capital letters, in parts of the image.
-_SIZE, _TURN_RAD, _SHEAR, _SHIFT = (0.45, 0.8), 0.25, 0.2, 0.15
-_INK, _PAPER, _NOISE = (0.5, 1.0), (0.0, 0.3), 0.12
-_MASK_SIZE, _MASK_POINTS = 96, 64
+_SIZE = (0.45, 0.8)
+_TURN_RAD = 0.25
+_SHEAR = 0.2
+_SHIFT = 0.15
+_INK = (0.5, 1.0)
+_PAPER = (0.0, 0.3)
+_NOISE = 0.12
+_MASK_SIZE = 96
+_MASK_POINTS = 64
 
 
 def _mask(font_name: str, character: str) -> Tensor:
@@ -58,8 +66,10 @@ def _mask(font_name: str, character: str) -> Tensor:
     font.draw_glyphs_to_bitmap()
     ink = torch.from_numpy(np.array(font.get_image(), dtype=np.float32)) / 255
     ink = ink[:_MASK_SIZE, :_MASK_SIZE]
-    mask, (height, width) = torch.zeros(_MASK_SIZE, _MASK_SIZE), ink.shape
-    top, left = (_MASK_SIZE - height) // 2, (_MASK_SIZE - width) // 2
+    mask = torch.zeros(_MASK_SIZE, _MASK_SIZE)
+    (height, width) = ink.shape
+    top = (_MASK_SIZE - height) // 2
+    left = (_MASK_SIZE - width) // 2
     mask[top : top + height, left : left + width] = ink
     return mask
 
@@ -104,7 +114,8 @@ def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
     # In parts: the masks of all training images at once would be 600 MB.
     drawn = torch.cat([_placed(masks[part], generator) for part in which.split(2048)])
     size = (num_images, 1, 1, 1)
-    ink, paper = _uniform(size, *_INK, generator), _uniform(size, *_PAPER, generator)
+    ink = _uniform(size, *_INK, generator)
+    paper = _uniform(size, *_PAPER, generator)
     grey = paper + (ink - paper) * drawn + _NOISE * torch.randn(drawn.shape, generator=generator)
     return ImageSet(
         images=(grey.clamp(0, 1) * 255).round().to(torch.uint8), labels=which % NUM_CLASSES

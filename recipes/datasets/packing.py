@@ -41,7 +41,8 @@ from recipes.datasets.images.shards import (
     shard_name,
 )
 
-PLAN_NAME, CORRUPT_NAME = "packing.json", "corrupt.txt"
+PLAN_NAME = "packing.json"
+CORRUPT_NAME = "corrupt.txt"
 NUM_SAMPLES = 64  # our choice: images whose mean size decides how many make a shard
 T = TypeVar("T")
 R = TypeVar("R")
@@ -250,7 +251,8 @@ class _Split:
 
     def _part(self, shard: int) -> ShardIndex | None:
         """Return the index of a shard that an earlier run finished."""
-        path, index = self.out / shard_name(shard), self._part_path(shard)
+        path = self.out / shard_name(shard)
+        index = self._part_path(shard)
         if not index.is_file() or not path.is_file():
             return None
         part = ShardIndex.load(index)
@@ -261,7 +263,11 @@ class _Split:
 
     def _write(self, shard: int, images: NDArray[np.int64], bar: tqdm) -> ShardIndex:
         path = self.out / shard_name(shard)
-        stored, sizes, crc32s, corrupt, shard_crc32 = [], [], [], [], 0
+        stored = []
+        sizes = []
+        crc32s = []
+        corrupt = []
+        shard_crc32 = 0
         with atomic_path(path) as unfinished, unfinished.open("wb") as file:
             num_threads = self.packing.num_threads or share_of_cores(1)
             for image, data in zip(

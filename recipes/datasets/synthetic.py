@@ -13,7 +13,9 @@ from recipes.datasets.images.datamodule import ImageDataModule
 from recipes.datasets.images.normalize import IMAGENET_MEAN, IMAGENET_STD
 from recipes.datasets.images.source import RowSource
 
-NUM_TRAIN, NUM_VAL = 1_281_167, 50_000  # of ImageNet (ILSVRC 2012)
+# of ImageNet (ILSVRC 2012)
+NUM_TRAIN = 1_281_167
+NUM_VAL = 50_000
 
 
 class StoredRows(RowSource):
@@ -38,7 +40,9 @@ class StoredRows(RowSource):
             require_whole(
                 name, value, f"there must be something to read. Set data.{name}=1 or more"
             )
-        self.num_images, self.num_classes, self.image_size = num_images, num_classes, image_size
+        self.num_images = num_images
+        self.num_classes = num_classes
+        self.image_size = image_size
         levels = np.random.default_rng([seed, 0]).integers(
             0, 256, size=(min(num_stored, num_images), image_size, image_size, 3), dtype=np.uint8
         )
@@ -101,8 +105,10 @@ class SyntheticImageNetDataModule(ImageDataModule):
             ("num_stored_images", num_stored_images),
         ):
             require_whole(name, value, f"there would be no image. Set data.{name}=1 or more")
-        self.num_classes, self.image_size = num_classes, image_size
-        self.num_train_images, self.num_val_images = num_train_images, num_val_images
+        self.num_classes = num_classes
+        self.image_size = image_size
+        self.num_train_images = num_train_images
+        self.num_val_images = num_val_images
         self.num_stored_images = num_stored_images
         self.image_shape = (3, image_size, image_size)
 

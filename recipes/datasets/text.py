@@ -33,7 +33,9 @@ from recipes.datasets.text_packing import (
     shard_path,
 )
 
-MASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
+MASKED_SHARE = 0.15
+MASK_SHARE = 0.8
+RANDOM_SHARE = 0.1
 VALIDATION_SEED = 0  # of the masks there: the same in every run and epoch
 
 TextBatch = tuple[tuple[Tensor, Tensor], Tensor]
@@ -53,7 +55,8 @@ class Sequences:
         paths = [shard_path(folder, split, shard) for shard in range(len(packed.crc32s[split]))]
         self._shards = [np.memmap(path, dtype=np.uint16, mode="r") for path in paths]
         self._ends = np.cumsum([len(shard) for shard in self._shards])
-        self.vocab_size, self._num_own = packed.vocab_size, sequence_length - 2
+        self.vocab_size = packed.vocab_size
+        self._num_own = sequence_length - 2
         self._length = num_sequences(packed, split, sequence_length)
 
     def __len__(self) -> int:
@@ -75,7 +78,8 @@ class Sequences:
         length = self._num_own + 2
         tokens = np.full((len(indices), length), SEP, dtype=np.int64)
         tokens[:, 0] = CLS
-        positions, targets = [], []
+        positions = []
+        targets = []
         for row, index in enumerate(indices):
             own = self[int(index)].astype(np.int64)
             masked, shown = mask_tokens(
@@ -144,7 +148,8 @@ class TextEvalLoader:
     reads_ahead = True
 
     def __init__(self, sequences: Sequences, shares: Iterable[Indices]) -> None:
-        self.sequences, self.shares = sequences, list(shares)
+        self.sequences = sequences
+        self.shares = list(shares)
 
     def __len__(self) -> int:
         return len(self.shares)
@@ -195,13 +200,13 @@ class TextDataModule(pl.LightningDataModule):
             raise ValueError(
                 "`data.root` (=null) must be a folder of packed text where there is no data.packing."
             )
-        self.root, self.packing = root, packing
-        self.sequence_length, self.vocab_size, self.max_sequences = (
-            sequence_length,
-            vocab_size,
-            max_sequences,
-        )
-        self.global_batch_size, self.seed = global_batch_size, seed
+        self.root = root
+        self.packing = packing
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+        self.max_sequences = max_sequences
+        self.global_batch_size = global_batch_size
+        self.seed = seed
         self.eval_batch_size_per_rank = eval_batch_size_per_rank
         if root is not None:
             self._check(PackedText.load(Path(root)))
@@ -235,7 +240,8 @@ class TextDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> TextLoader:
         """Make the loader of this rank; Lightning sets its epoch."""
-        sequences, trainer = self.splits["train"], self.trainer
+        sequences = self.splits["train"]
+        trainer = self.trainer
         order = EpochOrder(
             num_images=min(len(sequences), self.max_sequences or len(sequences)),
             global_batch_size=self.global_batch_size,
@@ -246,7 +252,8 @@ class TextDataModule(pl.LightningDataModule):
         return TextLoader(sequences, order, trainer=trainer)
 
     def _eval_loader(self, name: str) -> TextEvalLoader:
-        size, sequences = self.eval_batch_size_per_rank, self.splits[name]
+        size = self.eval_batch_size_per_rank
+        sequences = self.splits[name]
         shares = eval_shares(
             num_images=len(sequences), batch_size_per_rank=size, **share_of(self.trainer)
         )

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from lightning_hybrid.atomic_file import atomic_path
 from lightning_hybrid.checks import require_whole
 
-INDEX_NAME, TOKENIZER_NAME = "text.json", "tokenizer.json"
+INDEX_NAME = "text.json"
+TOKENIZER_NAME = "tokenizer.json"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNK, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
 # our choice: a longer file is cut at ends of lines, so that one file can be a whole set
@@ -123,7 +124,8 @@ class TextPacking:
         Raises:
             ValueError: `out` holds another packing, or there is no text.
         """
-        out, start_s = Path(self.out), time.perf_counter()
+        out = Path(self.out)
+        start_s = time.perf_counter()
         about = {name: value for name, value in asdict(self).items() if name != "out"}
         if (out / INDEX_NAME).is_file():
             if (found := PackedText.load(out)).about != about:
@@ -191,8 +193,11 @@ class _Shards:
     """Writer of one split: tokens in, whole files out."""
 
     def __init__(self, folder: Path, name: str, shard_tokens: int) -> None:
-        self.folder, self.name, self.shard_tokens = folder, name, shard_tokens
-        self.num_tokens, self.crc32s = 0, list[int]()
+        self.folder = folder
+        self.name = name
+        self.shard_tokens = shard_tokens
+        self.num_tokens = 0
+        self.crc32s = list[int]()
         self._held: list[NDArray[np.uint16]] = []
         self._num_held = 0
 
@@ -213,7 +218,8 @@ class _Shards:
             shard_path(self.folder, self.name, len(self.crc32s)), has_rivals=True
         ) as part:
             part.write_bytes(data)
-        self._held, self._num_held = [held[number:]], len(held) - number
+        self._held = [held[number:]]
+        self._num_held = len(held) - number
         self.num_tokens += number
         self.crc32s.append(zlib.crc32(data))
 

@@ -34,7 +34,8 @@ from recipes.gpu.runner import Details, Given, NotHere
 from recipes.gpu.worlds import KnownSums, layout, run_world
 
 NUM_STAGES = 2
-LOST_AT, LOST_RANK = 6, 1
+LOST_AT = 6
+LOST_RANK = 1
 NAMED_WITHIN_S = 60.0  # of its end; one that is stopped within 30 s of the timeout
 # A rank that is stopped, as by a debugger, breaks nothing over NCCL, and yet the others must name it.
 LOSSES: dict[str, Callable[[], object]] = {
@@ -222,10 +223,8 @@ def _trained(
         options["loss_scale"] = 2.0**10 if feature.precision == "16-true" else None
         # several buckets, that may overtake one another
         options["comm"] = Comm(bucket_bytes=2048, **feature.comm)
-    strategy, module = (
-        feature.strategy(**options),
-        feature.module(feature.optimizer, on_hidden=on_hidden),
-    )
+    strategy = feature.strategy(**options)
+    module = feature.module(feature.optimizer, on_hidden=on_hidden)
     batches = loader(
         seed=rank // NUM_STAGES if feature.strategy is HybridPipelineStrategy else rank
     )
@@ -279,7 +278,8 @@ def loss_limit_s(how: str) -> float:
 def lost_rank(how: str, given: Given, *, is_other_class: bool = False) -> Details:
     """Check that where a rank ends in backward by `how`, one of `LOSSES`, the others end in an error that names it."""
     backend, num_ranks, per_host = layout(given, is_other_class=is_other_class)
-    lost, limit_s = given.folder / "lost_s", 0.9 * given.limit_s
+    lost = given.folder / "lost_s"
+    limit_s = 0.9 * given.limit_s
     run = partial(_loses_a_rank, how, lost, backend, per_host)
     answers = run_world(
         given, run, num_ranks=num_ranks, limit_s=limit_s, per_host=per_host, may_die=(LOST_RANK,)

@@ -17,7 +17,9 @@ from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.optim import LAMB, LARS
 from recipes.gpu.runner import Details, Given
 
-BATCH_SIZE, NUM_BATCHES, NUM_EPOCHS = 16, 8, 3
+BATCH_SIZE = 16
+NUM_BATCHES = 8
+NUM_EPOCHS = 3
 ONE_STEP = 2.0**-12  # added to 1 it is lost in fp16 and in bf16
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lars": lambda params, fused: LARS(
@@ -63,7 +65,9 @@ class Small(pl.LightningModule):
             self.net = nn.Sequential(*features, *head).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
         self.register_buffer("third", torch.full((5,), 1 / 3))
         self.register_buffer("num_steps", torch.ones(()))
-        self.optimizer_name, self.fused, self.on_hidden = optimizer, fused, on_hidden
+        self.optimizer_name = optimizer
+        self.fused = fused
+        self.on_hidden = on_hidden
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -121,7 +125,8 @@ def trainer_for(given: Given, precision: Any, **settings: Any) -> pl.Trainer:
 
 def short_fit(given: Given, module: Small, precision: Any, **settings: Any) -> dict[str, Tensor]:
     """Return weights and buffers after a whole fit, on the CPU. An error of `Trainer.fit` is raised."""
-    data, ckpt_path = settings.pop("data", None), settings.pop("ckpt_path", None)
+    data = settings.pop("data", None)
+    ckpt_path = settings.pop("ckpt_path", None)
     trainer_for(given, precision, **settings).fit(module, data or loader(), ckpt_path=ckpt_path)
     return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
@@ -131,7 +136,8 @@ def short_fit(given: Given, module: Small, precision: Any, **settings: Any) -> d
 
 def ends(precision: str, optimizer: str, given: Given) -> Details:
     """Check that it learns, leaves fp32 with exact buffers; lists agree with kernels, or with single tensors."""
-    weights, warned = [], []
+    weights = []
+    warned = []
     for fused in (False, True):
         module = Small(optimizer, fused=fused)
         with warnings.catch_warnings(record=True) as caught:
@@ -211,7 +217,8 @@ def _shuffled_and_noisy() -> DataLoader:
 
 class _SavesAt(pl.Callback):
     def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
+        self.path = path
+        self.step = step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == self.step:

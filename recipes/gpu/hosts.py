@@ -17,7 +17,9 @@ from recipes.gpu.fits import Small, loader, same_bits, short_fit
 from recipes.gpu.runner import Details, Given
 from recipes.gpu.worlds import run_world, use_other_class
 
-LOST, LOST_AT = 1, 6  # which host, and in the backward of which of its shards
+# which host, and in the backward of which of its shards
+LOST = 1
+LOST_AT = 6
 
 
 def lost_host(given: Given, *, is_other_class: bool = False) -> Details:

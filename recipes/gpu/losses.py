@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from lightning_hybrid.contrastive import BarlowTwins, InfoNCE, SigLIP
 from recipes.gpu.runner import Details, Given
 
-NUM_PAIRS, NUM_FEATURES = 256, 128
+NUM_PAIRS = 256
+NUM_FEATURES = 128
 LOSSES: dict[str, Callable[[], nn.Module]] = {
     "InfoNCE": lambda: InfoNCE(0.07),
     "SigLIP": SigLIP,

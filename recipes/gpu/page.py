@@ -103,10 +103,8 @@ def rows(
     gpus = environment.get("gpus") or ["a CPU"]
     said = [" ".join(promises(checks, outcomes)[:2])]
     said += [one.message.replace("|", "/") for one in outcomes if one.status in ("FAST", "SLOW")]
-    where, commit = (
-        f"{len(gpus)} x {gpus[0]}, torch {environment['torch']}",
-        environment.get("commit") or "a wheel",
-    )
+    where = f"{len(gpus)} x {gpus[0]}, torch {environment['torch']}"
+    commit = environment.get("commit") or "a wheel"
     return [f"| {COMMAND} | {where}: {words} | {ARCHIVE} of {commit[:8]} |" for words in said]
 
 

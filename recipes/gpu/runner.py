@@ -110,7 +110,8 @@ def run_checks(
     num_gpus: int = 0,
 ) -> list[CheckOutcome]:
     """Run one check after the other; skip the rest, and the one that is cut, when `limit_s` is over."""
-    end_s, outcomes = time.monotonic() + limit_s, list[CheckOutcome]()
+    end_s = time.monotonic() + limit_s
+    outcomes = list[CheckOutcome]()
     # The server of processes imports everything when the first process is asked for: no check pays for that.
     first = _forkserver().Process(target=int)
     first.start()
@@ -134,7 +135,8 @@ def run_checks(
 
 def run_one(check: Check, given: Given) -> CheckOutcome:
     """Run a check in a fresh process, and end that with all that it started. Its folder's `log` has its output."""
-    folder, limit_s = given.folder, given.limit_s
+    folder = given.folder
+    limit_s = given.limit_s
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log").touch()
     answer = folder / "answer.json"
@@ -143,7 +145,8 @@ def run_one(check: Check, given: Given) -> CheckOutcome:
     process = _forkserver().Process(target=_be, args=(check.run, given))
     process.start()
     process.join(limit_s)
-    seconds, code = time.monotonic() - start_s, process.exitcode
+    seconds = time.monotonic() - start_s
+    code = process.exitcode
     with contextlib.suppress(ProcessLookupError, PermissionError):
         # The check leads a group: ranks and workers that it started end with it.
         os.killpg(process.pid or 0, signal.SIGKILL)

@@ -51,7 +51,8 @@ def updates(given: Given) -> Details:
     device = torch.device(given.device)
     rate = copy_rate(device, num_bytes=2**30 if given.on_cuda else 2**24)
     case = "resnet50" if given.on_cuda else "linear_8mib"
-    shapes, table = GRADIENT_SETS[case](), list[Details]()
+    shapes = GRADIENT_SETS[case]()
+    table = list[Details]()
     for arm in ("sgd_fused_fp32", "lars_fused", "adamw_fused_fp32", "lamb"):
         num_bytes = FLOOR_BYTES[arm]
         device_s, host_s = seconds_of(ARMS[arm](shapes, device), device)
@@ -129,7 +130,8 @@ RESNET_ARMS: dict[str, tuple[Any, Callable[[int], Any]]] = {
 
 def images_per_s(arm: str, given: Given, rank: int, num_ranks: int) -> Details:
     """Measure the images per second of all ranks with an arm of `RESNET_ARMS`."""
-    size, (precision, strategy) = _size(given), RESNET_ARMS[arm]
+    size = _size(given)
+    (precision, strategy) = RESNET_ARMS[arm]
     device = torch.device("cuda", rank) if given.on_cuda else torch.device("cpu")
     images = torch.randn(size["batch"], 3, size["pixels"], size["pixels"], device=device)
     batch = (
@@ -212,10 +214,8 @@ def sums(given: Given) -> Details:
     cluster = cluster_of(torch.cuda.get_device_name() if given.on_cuda else "", num_ranks)
     table: list[Details] = []
     for key in of_ranks[0]:
-        num_bytes, (sum_s, engine_s) = (
-            int(key) * 2**20,
-            (max(each[key][way] for each in of_ranks) for way in (0, 1)),
-        )
+        num_bytes = int(key) * 2**20
+        (sum_s, engine_s) = (max(each[key][way] for each in of_ranks) for way in (0, 1))
         row: Details = {
             "MiB": int(key),
             "backend ms": round(1e3 * sum_s, 3),

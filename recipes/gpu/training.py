@@ -32,7 +32,8 @@ class SameBatch:
     """Loader of one batch, many times: nothing is loaded."""
 
     def __init__(self, batch: tuple[Tensor, Tensor], num_batches: int) -> None:
-        self._batch, self._num_batches = batch, num_batches
+        self._batch = batch
+        self._num_batches = num_batches
 
     def __len__(self) -> int:
         return self._num_batches
@@ -46,7 +47,8 @@ class TrainedNet(pl.LightningModule):
 
     def __init__(self, net: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
         super().__init__()
-        self.net, self._make = net, make
+        self.net = net
+        self._make = make
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the cross entropy."""
@@ -62,7 +64,8 @@ class FitClock(Callback):
     """Callback that times from the start of one step to the end of another; both wait for the device."""
 
     def __init__(self, *, begin: int, end: int) -> None:
-        self.begin, self.end = begin, end
+        self.begin = begin
+        self.end = end
         self.seconds = 0.0
 
     def on_train_batch_start(

@@ -60,7 +60,8 @@ def ours(
         param.grad = torch.randn_like(param).half()
 
     def step() -> None:
-        optimizer.grad_scale, optimizer.found_inf = scale, None
+        optimizer.grad_scale = scale
+        optimizer.found_inf = None
         optimizer.step()
 
     return step
@@ -124,7 +125,8 @@ def time_one(
     begin_s = time.perf_counter()
     step()
     alone_s = time.perf_counter() - begin_s  # so long does the host take, or less
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     # Twice the time of one call for each: the host is then surely ahead of the device.
     sleep_s = min(MAX_SLEEP_S, 0.001 + 2 * num_in_a_row * alone_s)

@@ -51,11 +51,13 @@ def waits(given: Given) -> Details:
         prefetched = short_fit(given, Small(), "16-true", max_epochs=1, data=batches)
         return {"the sum": sums, "backward": backward, "the prefetcher": prefetched}
 
-    quick, safe = late(is_safe=False), late(is_safe=True)
+    quick = late(is_safe=False)
+    safe = late(is_safe=True)
     for what, weights in quick.items():
         same_bits(weights, safe[what], f"{what}, 10 ms late")
     device = torch.device(given.device)
-    weight, host = torch.ones(1 << 20, device=device), HostCopies()
+    weight = torch.ones(1 << 20, device=device)
+    host = HostCopies()
     _pause(given)
     copied = host.take({"weight": weight.add_(1)})["weight"]
     weight.add_(1)
@@ -72,7 +74,8 @@ class _Doubled:
     """Loader whose batches change where the prefetcher moves them."""
 
     def __init__(self, batches: DataLoader, change: Callable[[Tensor], Tensor]) -> None:
-        self.batches, self.change = batches, change
+        self.batches = batches
+        self.change = change
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
@@ -120,7 +123,8 @@ class _Watches(pl.Callback):
     """Callback that counts waits by file and line, from the start of step 4 to the last but one of the epoch."""
 
     def __init__(self, given: Given) -> None:
-        self.given, self.places = given, Counter[str]()
+        self.given = given
+        self.places = Counter[str]()
         self._catching = warnings.catch_warnings()
 
     def on_train_batch_start(

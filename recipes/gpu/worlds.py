@@ -38,7 +38,8 @@ def one_rank(given: Given, *, is_other_class: bool = False) -> Details:
     dist.init_process_group(
         backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
     )
-    topology, on_cuda = Topology(rank=0, nodes=((0,),)), given.on_cuda
+    topology = Topology(rank=0, nodes=((0,),))
+    on_cuda = given.on_cuda
     for algorithm, stages in STAGES.items():
         for dtype in DTYPES:
             for numel in NUMELS:
@@ -106,11 +107,9 @@ class KnownSums(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sum small integers by an engine of its own."""
-        rank, world_size, device = (
-            trainer.global_rank,
-            trainer.world_size,
-            trainer.strategy.root_device,
-        )
+        rank = trainer.global_rank
+        world_size = trainer.world_size
+        device = trainer.strategy.root_device
         topology = Topology.from_ranks_per_node(
             rank=rank, world_size=world_size, ranks_per_node=world_size // 2
         )

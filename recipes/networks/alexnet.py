@@ -17,7 +17,8 @@ SliceFC = Literal["off", "node"] | bool  # YAML reads `off` as a boolean
 CONV_CHANNELS = (96, 256, 384, 384, 256)
 POOLED = (True, True, False, False, True)  # a max-pool follows conv1, conv2 and conv5
 FC_FEATURES = 4096
-POOL_KERNEL, POOL_STRIDE = 3, 2
+POOL_KERNEL = 3
+POOL_STRIDE = 2
 
 
 class AlexNetBN(nn.Module):
@@ -147,7 +148,8 @@ class AlexNetBN(nn.Module):
         # Not grouped, as both of Ginsburg's are, in two: Jia et al. speak of 62 million parameters, which is the
         # ungrouped network; grouped it would be 60,965,224.
         layers: list[nn.Module] = []
-        size, last = image_size, in_channels
+        size = image_size
+        last = in_channels
         for index, (kernel, stride, padding) in enumerate(
             zip(kernels, strides, paddings, strict=True)
         ):
@@ -156,10 +158,8 @@ class AlexNetBN(nn.Module):
                     last, channels[index], kernel, stride=stride, padding=padding, bias=conv_bias
                 )
             )
-            size, last = (
-                _out_size(size, kernel=kernel, stride=stride, padding=padding),
-                channels[index],
-            )
+            size = _out_size(size, kernel=kernel, stride=stride, padding=padding)
+            last = channels[index]
             if bn_position == "before_relu":
                 layers.append(bn(last))
             layers.append(nn.ReLU(inplace=True))

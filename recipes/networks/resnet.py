@@ -190,7 +190,8 @@ class ResNet(nn.Module):
         self.bn1 = bn(channels[0])
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if stem == "imagenet" else nn.Identity()
-        stages, last = [], channels[0]
+        stages = []
+        last = channels[0]
         for index, (stage_channels, num) in enumerate(zip(channels, num_blocks, strict=True)):
             blocks = []
             for number in range(num):

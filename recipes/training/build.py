@@ -33,7 +33,8 @@ def build(
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     # Data first: a missing folder shows before a large network is made.
     data: pl.LightningDataModule = instantiate(cfg.data)
-    optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
+    optimizer = instantiate(cfg.optim)
+    schedule = instantiate(cfg.schedule)
     # a wrong argument shows here
     schedule(optimizer([nn.Parameter(torch.zeros(1))]), total_steps=2, warmup_steps=1)
     trainer: pl.Trainer = instantiate(

@@ -23,10 +23,8 @@ from lightning_hybrid.optim import param_groups
 
 log = logging.getLogger(__name__)
 # of an epoch, of a run: our choice; the default recipe has 9 and 270
-FEW_STEPS, MANY_STEPS = (
-    10,
-    200,
-)
+FEW_STEPS = 10
+MANY_STEPS = 200
 
 Batch = tuple[Tensor, Tensor]
 
@@ -88,9 +86,11 @@ class Classifier(pl.LightningModule):
         self.optimizer = optimizer
         self.weight_decay = weight_decay
         self.schedule = schedule
-        self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
+        self.warmup_epochs = warmup_epochs
+        self.warmup_steps = warmup_steps
         self.label_smoothing = label_smoothing
-        self.trust_ratio, self.decay_excluded = trust_ratio, decay_excluded
+        self.trust_ratio = trust_ratio
+        self.decay_excluded = decay_excluded
         # by default a nan would be left out of the mean
         self.val_loss = MeanMetric(nan_strategy="disable")
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
@@ -119,7 +119,8 @@ class Classifier(pl.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log loss on the plain labels and accuracy; the metrics add up over batches and ranks."""
         images, labels = batch
-        logits, labels = self(images), labels.flatten()
+        logits = self(images)
+        labels = labels.flatten()
         self.val_loss(F.cross_entropy(logits, labels), weight=len(labels))
         self.val_acc(logits, labels)
         self.log(m.VAL_LOSS, self.val_loss, on_step=False, on_epoch=True)
@@ -131,7 +132,8 @@ class Classifier(pl.LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log accuracy, top-1 and top-5."""
         images, labels = batch
-        logits, labels = self(images), labels.flatten()
+        logits = self(images)
+        labels = labels.flatten()
         self.test_acc(logits, labels)
         self.log(m.TEST_ACC, self.test_acc, on_step=False, on_epoch=True)
         if self.test_acc_top5 is not None:
@@ -225,9 +227,13 @@ def _check_warmup(epochs: Any, steps: Any) -> None:
             f"`warmup_epochs` (={epochs}) and `warmup_steps` (={steps}) must be one number and one null: {problem}. "
             "Set warmup_epochs=null or warmup_steps=null, and the other to a number, 0 for none."
         )
-    name, value, kind = "warmup_steps", steps, "whole number"
+    name = "warmup_steps"
+    value = steps
+    kind = "whole number"
     if steps is None:
-        name, value, kind = "warmup_epochs", epochs, "number"
+        name = "warmup_epochs"
+        value = epochs
+        kind = "number"
     fits = isinstance(value, int) or (isinstance(value, float) and steps is None)
     if not fits or isinstance(value, bool) or value < 0:
         raise ValueError(

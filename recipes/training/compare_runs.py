@@ -186,7 +186,8 @@ def text_table(runs: Sequence[Run]) -> str:
         ("run", "steps", "val/acc best", "test/acc", "images/s", "time s")
     ]
     for run in runs:
-        best, metrics = run.summary["best"], run.summary["metrics"]
+        best = run.summary["best"]
+        metrics = run.summary["metrics"]
         values = [best.get(m.VAL_ACC), metrics.get(m.TEST_ACC), run.summary.get("images_per_s")]
         values.append(metrics.get(m.ELAPSED_S))
         rows.append(

@@ -47,7 +47,9 @@ class _Writer(ExperimentWriter):
             return
         if self.is_failing:
             rank_zero_info(f"{path} has all rows again")
-        self.metrics_keys, self.metrics, self.is_failing = columns, [], False
+        self.metrics_keys = columns
+        self.metrics = []
+        self.is_failing = False
 
 
 class CSVRows(CSVLogger):
@@ -168,7 +170,8 @@ def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
     `ModelCheckpoint` writes after a step before Lightning 2.6 hands the step's metrics to the loggers: a run that is
     resumed from there never would.
     """
-    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    loop = trainer.fit_loop.epoch_loop
+    connector = trainer._logger_connector
     progress: Any = loop.batch_progress.current
     # Between `processed` and `completed` the step is done, and its metrics are not logged yet.
     is_between = trainer.training and progress.processed > progress.completed

@@ -60,7 +60,8 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
     ) -> None:
         self.loss_scale = loss_scale
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
-        self.offload, self.reshard_after_forward = offload, reshard_after_forward
+        self.offload = offload
+        self.reshard_after_forward = reshard_after_forward
         self.checkpoint_io = checkpoint_io or DurableCheckpointIO()
 
     @property
@@ -127,7 +128,8 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
             full_state_dict=True, strict=self.lightning_module.strict_loading
         )
         # Cut here, with no word to others: torch does not where shards are on the host and buffers on the device.
-        own, weights = get_model_state_dict(self.model), checkpoint["state_dict"]
+        own = get_model_state_dict(self.model)
+        weights = checkpoint["state_dict"]
         cut = {name: _cut(whole, like=own.get(name)) for name, whole in weights.items()}
         set_model_state_dict(self.model, cut, options=StateDictOptions(strict=options.strict))
         # No optimizers: to validate or to test.

@@ -96,8 +96,10 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
             f"`model.slice_fc` (=node) and `strategy` (={type(trainer.strategy).__name__}) exclude each other: this "
             "strategy does not cut layers over ranks. Set strategy=hybrid, or model.slice_fc=off."
         )
-    num_classes, shape = getattr(data, "num_classes", 0), getattr(data, "image_shape", None)
-    count, batch = getattr(data, "num_train_images_up_to", None), cfg.global_batch_size
+    num_classes = getattr(data, "num_classes", 0)
+    shape = getattr(data, "image_shape", None)
+    count = getattr(data, "num_train_images_up_to", None)
+    batch = cfg.global_batch_size
     num_images = batch if count is None else count(batch)
     parts = {
         "world_size": trainer.world_size,

@@ -151,7 +151,9 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
         return
     differing = [key for key in differences(before, now) if key not in NO_INFLUENCE]
     if differing:
-        (key, *more), old, new = differing, dict(_leaves(before)), dict(_leaves(now))
+        (key, *more) = differing
+        old = dict(_leaves(before))
+        new = dict(_leaves(now))
         also = (
             f" So must {', '.join(f'{each} (={old.get(each)})' for each in more)}." if more else ""
         )
@@ -168,7 +170,8 @@ def differences(before: Any, now: Any) -> list[str]:
     >>> differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 0}, "e": 4})
     ['a.c', 'd', 'e']
     """
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old = dict(_leaves(before))
+    new = dict(_leaves(now))
     return [
         key
         for key in {**old, **new}

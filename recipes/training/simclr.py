@@ -79,7 +79,8 @@ class SimCLR(Classifier):
         self.projector = nn.Sequential(*hidden, nn.Linear(width, features))
         self.global_batch = GlobalBatch(InfoNCE(temperature, both_views=True), chunk=chunk)
         self.view = partial(random_view, least_area=least_area, jitter=jitter, flip=flip)
-        self.num_neighbours, self.max_probe_images = num_neighbours, max_probe_images
+        self.num_neighbours = num_neighbours
+        self.max_probe_images = max_probe_images
         self.num_classes: int = options["num_classes"]
         self.test_acc_knn = MulticlassAccuracy(self.num_classes, average="micro")
 
@@ -121,7 +122,8 @@ class SimCLR(Classifier):
     def _features_of_training_images(self) -> tuple[Tensor, Tensor]:
         """Return h and labels, of as many images of each rank. Collective."""
         trainer: Any = self.trainer
-        loader, found = trainer.datamodule.train_dataloader(), []
+        loader = trainer.datamodule.train_dataloader()
+        found = []
         num_images = min(self.max_probe_images, loader.order.num_images // trainer.world_size)
         for batch in loader.every_image():
             images, labels = trainer.strategy.batch_to_device(batch)
@@ -179,9 +181,11 @@ def linear_probe(
 ) -> nn.Module:
     """Fit a logistic regression on standardised features; every rank gets the same."""
     with torch.inference_mode(False), torch.enable_grad():
-        bank, labels = bank.clone(), labels.clone()
+        bank = bank.clone()
+        labels = labels.clone()
         scale = nn.BatchNorm1d(bank.shape[1], affine=False, momentum=None).to(bank.device)
-        x, layer = scale(bank), nn.Linear(bank.shape[1], num_classes, device=bank.device)
+        x = scale(bank)
+        layer = nn.Linear(bank.shape[1], num_classes, device=bank.device)
         nn.init.zeros_(layer.weight), nn.init.zeros_(layer.bias)
         optimizer = torch.optim.LBFGS(
             layer.parameters(), max_iter=200, line_search_fn="strong_wolfe"

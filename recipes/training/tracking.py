@@ -155,7 +155,8 @@ def begin(trainer: pl.Trainer, cfg: DictConfig, *, overrides: Sequence[str]) -> 
             _begin_wandb(trainer, logger)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunReport):
-            callback.config, callback.overrides = config, content["overrides"]
+            callback.config = config
+            callback.overrides = content["overrides"]
             callback.code_dir = Path(__file__).parent
 
 

@@ -52,7 +52,9 @@ ROUNDINGS = 8
 each of two layers. What is lost in silence (a gradient, a batch, a buffer) costs hundreds in fp16."""
 
 
-num_ranks, barrier = dist.get_world_size, dist.barrier  # all runs in ranks of the pool
+# all runs in ranks of the pool
+num_ranks = dist.get_world_size
+barrier = dist.barrier
 
 
 def leave() -> None:
@@ -77,7 +79,8 @@ def samples() -> toy.Blobs:
 class Row(pl.LightningModule):
     """A small classifier of blobs. Rows say what is theirs."""
 
-    epochs, lr = 3, 0.1
+    epochs = 3
+    lr = 0.1
     settings: dict[str, Any] = {}  # of the Trainer, where `ddp` is given them too
     find_unused = False  # DDP's `find_unused_parameters`
     ignored_warnings: tuple[str, ...] = ()  # that `ddp` gives as well
@@ -172,7 +175,8 @@ def rows() -> dict[str, type[Row]]:
 
 def train(name: str, strategy: str, precision: str) -> judge.Result:
     """Train a row; on every rank. An error is part of the result: the ranks of the pool live on."""
-    kind, result = rows()[name], judge.Result()
+    kind = rows()[name]
+    result = judge.Result()
     ignored = (
         *kind.ignored_warnings,
         *["find_unused_parameters=True was specified"] * kind.find_unused,
@@ -192,11 +196,9 @@ def train(name: str, strategy: str, precision: str) -> judge.Result:
             torch.manual_seed(1 + dist.get_rank())
             trainer.fit(module)
             module.after_fit()
-            result.losses, result.facts, result.state = (
-                module.losses,
-                module.facts,
-                toy.weights(module),
-            )
+            result.losses = module.losses
+            result.facts = module.facts
+            result.state = toy.weights(module)
         except Exception as error:
             own = [
                 f
@@ -243,7 +245,8 @@ class Run:
         **settings: Any,
     ) -> Any:
         """A trainer that has fitted `module`, and the module; `start`: arguments of `Trainer.fit`."""
-        trainer, module = self.trainer(**settings), module or Plain()
+        trainer = self.trainer(**settings)
+        module = module or Plain()
         trainer.fit(module, *(loaders or (loader(),)), **(start or {}))
         return trainer, module
 

@@ -41,7 +41,8 @@ def judge(
     kind: Any, precision: str, reference: list[Result], ours: list[Result]
 ) -> tuple[str, list[str]]:
     """How a row went (bit-equal, close, refused in words, deliberately different, fails), and what is wrong."""
-    refused, different = kind.refused.get(precision), kind.different.get(precision)
+    refused = kind.refused.get(precision)
+    different = kind.different.get(precision)
     if refused is not None:
         is_said = any(refused in result.error for result in ours) and all(
             result.error for result in ours
@@ -73,7 +74,8 @@ def fault_of_reference(kind: Any, reference: list[Result]) -> str:
     for rank, result in enumerate(reference):
         if result.error:
             return f"ddp does not train it: {result.error}"
-        first, last = mean(result.losses[:3]), mean(result.losses[-3:])
+        first = mean(result.losses[:3])
+        last = mean(result.losses[-3:])
         if not last < kind.falls_to * first:
             return (
                 f"ddp learns nothing on rank {rank}: the loss goes from {first:.4g} to {last:.4g}"
@@ -103,7 +105,8 @@ def what_is_not_close(
     kind: Any, precision: str, reference: list[Result], ours: list[Result]
 ) -> list[str]:
     """What is farther from `ddp` in fp32 than rounding explains, or of another dtype, or differs between ranks."""
-    found, allowed = [], kind.roundings * UNIT[precision]
+    found = []
+    allowed = kind.roundings * UNIT[precision]
     for rank, (one, other) in enumerate(zip(reference, ours, strict=True)):
         if other.error:
             return errors_of(ours)
@@ -128,10 +131,8 @@ def what_is_not_close(
             if has_digits(one.state[n])
         ]
         for names in [[n for n in one.trained if n in one.start and n in one.state], *others]:
-            way, gap = (
-                way_between(one.start, one.state, names),
-                way_between(one.state, other.state, names),
-            )
+            way = way_between(one.start, one.state, names)
+            gap = way_between(one.state, other.state, names)
             if not gap <= WAY * allowed * way + 1e-6:
                 found.append(
                     f"rank {rank}: weights {names[:4]}: {gap:.3g} from those of ddp, which went {way:.3g}"

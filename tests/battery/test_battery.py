@@ -49,7 +49,8 @@ def references(rank_pool):
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "world", "precision"), list(rows()))
 def test_what_trains_under_ddp_trains_the_same_here(rank_pool, references, name, world, precision):
-    kind, reference = case.rows()[name], references(name, world)
+    kind = case.rows()[name]
+    reference = references(name, world)
     assert not judge.fault_of_reference(kind, reference)
     ours = case.on_ranks(rank_pool.ranks(world), case.train, name, "hybrid_allreduce", precision)
     _, faults = judge.judge(kind, precision, reference, ours)

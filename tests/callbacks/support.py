@@ -48,7 +48,8 @@ def fit(
     **settings,
 ):
     """Two epochs; with two ranks each has four steps of 2 * 8 images. `metrics`: more arguments of the callback."""
-    logger, module = Keeps(), made(module)
+    logger = Keeps()
+    module = made(module)
     settings = {"log_every_n_steps": 2, "precision": "16-true", "logger": logger} | settings
     trainer = toy.trainer(
         callbacks=[TrainingMetrics(skip_steps, **(metrics or {})), *map(made, more)], **settings

@@ -24,7 +24,8 @@ class ByHand(pl.Callback):
     """The average of the weights after every step, in fp32 and in torch's own order of operations."""
 
     def __init__(self):
-        self.average, self.validated = None, []
+        self.average = None
+        self.validated = []
 
     def on_train_batch_end(self, trainer, module, *_):
         now = [tensor.detach().clone() for tensor in tensors_of(module)]
@@ -68,10 +69,8 @@ def test_the_average_is_that_of_the_fp32_weights_to_the_bit(two_ranks, precision
 
 
 def test_training_is_not_moved_by_it(two_ranks):
-    with_average, without = (
-        seen(two_ranks, more=[partial(MasterWeightAveraging, decay=DECAY)])[0],
-        seen(two_ranks)[0],
-    )
+    with_average = seen(two_ranks, more=[partial(MasterWeightAveraging, decay=DECAY)])[0]
+    without = seen(two_ranks)[0]
     assert with_average.losses == without.losses
 
 
@@ -86,9 +85,11 @@ def whole_and_resumed(run_dir):
     def run(*more, ckpt_path=None):
         return fit(more=[MasterWeightAveraging(decay=DECAY), *more], ckpt_path=ckpt_path)[1]
 
-    path, by_hand = f"{run_dir}/some.ckpt", ByHand()
+    path = f"{run_dir}/some.ckpt"
+    by_hand = ByHand()
     fit(more=[by_hand, MasterWeightAveraging(decay=DECAY)], max_epochs=1)
-    whole, resumed = run(Saves(path, epoch=0)), run(ckpt_path=path)
+    whole = run(Saves(path, epoch=0))
+    resumed = run(ckpt_path=path)
     checkpoint = torch.load(path, weights_only=True)["state_dict"]
     module = Module()
     saved = [checkpoint[name] for name, _ in (*module.named_parameters(), *module.named_buffers())]
@@ -103,9 +104,11 @@ def test_a_decay_outside_its_range_is_refused():
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
 def test_nothing_of_the_average_is_on_another_device_than_the_module(precision):
     """On "meta", which like a GPU takes no part in an operation of the CPU's, but copies."""
-    module, meta = toy.Toy().to("meta"), torch.device("meta")
+    module = toy.Toy().to("meta")
+    meta = torch.device("meta")
     trainer = toy.trainer(precision=precision)
-    module.trainer, trainer.strategy._lightning_module = trainer, module
+    module.trainer = trainer
+    trainer.strategy._lightning_module = module
     trainer.precision_plugin.convert_module(module)
     if precision == "16-true":
         trainer.precision_plugin.follow_device(meta)

@@ -15,12 +15,12 @@ class Known(pl.LightningModule):
 
     def __init__(self, factor=1e-7):
         super().__init__()
-        self.small, self.large, self.norm = (
-            nn.Linear(4, 4, bias=False),
-            nn.Linear(4, 4),
-            nn.LayerNorm(4),
-        )
-        self.dropout, self.factor, self.num_calls = nn.Dropout(0.5), factor, 0
+        self.small = nn.Linear(4, 4, bias=False)
+        self.large = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.dropout = nn.Dropout(0.5)
+        self.factor = factor
+        self.num_calls = 0
         self.register_buffer("seen", torch.zeros(()))
         nn.init.constant_(self.small.weight, 1e-9)
         nn.init.constant_(self.large.bias, 1e5)
@@ -44,7 +44,8 @@ def found_in(module):
 
 def test_each_tensor_out_of_range_is_named_with_its_share_and_its_remedy():
     report, found = found_in(Known())
-    small, large = found["weight", "small.weight"], found["activation", "large (Linear)"]
+    small = found["weight", "small.weight"]
+    large = found["activation", "large (Linear)"]
     assert (small.below_subnormal, small.above) == (1, 0)
     assert "the fp32 weights hold them" in small.remedy
     assert "weight_norm_bounds" in small.remedy
@@ -75,10 +76,8 @@ def test_edges_are_those_of_fp16():
         def training_step(self, batch, batch_idx):
             return self.small(batch).sum()
 
-    module, edges = (
-        Edges(),
-        [2.0**-25, 2.0**-24, 2.0**-15, 2.0**-14, 65504.0, 65536.0, float("inf"), 0.0],
-    )
+    module = Edges()
+    edges = [2.0**-25, 2.0**-24, 2.0**-15, 2.0**-14, 65504.0, 65536.0, float("inf"), 0.0]
     module.small.weight = nn.Parameter(torch.tensor(edges)[:, None].expand(8, 4).contiguous())
     weight = found_in(module)[1]["weight", "small.weight"]
     assert (weight.below_subnormal, weight.below_normal, weight.above) == pytest.approx(
@@ -92,10 +91,8 @@ def test_edges_are_those_of_fp16():
 def test_module_buffers_gradients_random_numbers_and_metrics_stay():
     module = Known()
     module.large.weight.grad = torch.ones(4, 4)
-    before, state = (
-        {name: one.clone() for name, one in module.state_dict().items()},
-        torch.get_rng_state(),
-    )
+    before = {name: one.clone() for name, one in module.state_dict().items()}
+    state = torch.get_rng_state()
     half_precision_report(module, batches())
     assert same(dict(module.state_dict()), before)
     assert torch.equal(module.large.weight.grad, torch.ones(4, 4))

@@ -169,7 +169,8 @@ class FineTuned(toy.Toy):
 
 
 def frozen():
-    module, callbacks = FineTuned(), [RecalibrateBatchNorm(32)]
+    module = FineTuned()
+    callbacks = [RecalibrateBatchNorm(32)]
     trainer = toy.trainer(callbacks=callbacks, limit_train_batches=2, num_sanity_val_steps=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -21,7 +21,9 @@ LAST = "net.8.weight"
 
 class Spoils(pl.Callback):
     def __init__(self, rank, step, what):
-        self.rank, self.step, self.what = rank, step, what
+        self.rank = rank
+        self.step = step
+        self.what = what
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == self.step and dist.get_rank() == self.rank:
@@ -116,7 +118,8 @@ def test_what_differs_between_checkpoints_is_found_before_the_first_step_and_of_
     two_ranks, tmp_path
 ):
     """In fp32: half weights alone, as DDP sends them, would leave each its own lower digits."""
-    path, scene = str(tmp_path / "a.ckpt"), {"precision": "16-true"}
+    path = str(tmp_path / "a.ckpt")
+    scene = {"precision": "16-true"}
     fit(two_ranks, max_epochs=1, save_to=path, **scene)
     scene |= {"ckpt_path": path, "callbacks": [ReplicaCheck(100)], "raises": True}
     assert [seen.error for seen in fit(two_ranks, partial(Differs, "weights"), **scene)] == ["", ""]

@@ -75,7 +75,8 @@ def test_a_report_has_a_picture_a_summary_and_a_table(written):
 
 def report_after_a_test(run_dir):
     report = RunReport(run_dir)
-    report.config, report.overrides = {"optim": {"lr": 0.1, "note": "<b>"}}, ["optim.lr=0.1"]
+    report.config = {"optim": {"lr": 0.1, "note": "<b>"}}
+    report.overrides = ["optim.lr=0.1"]
     _, module, trainer = fit(
         more=[report], strategy=counting(loss_scale=1024.0, report=Report(link_bytes_per_s=32000.0))
     )

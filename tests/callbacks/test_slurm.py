@@ -48,7 +48,8 @@ def signals(trainer, module, batch, batch_idx, dataloader_idx=0):
 
 
 def in_a_job(folder, rank, number=signal.SIGUSR1, in_test=False):
-    world_size, own = dist.get_world_size(), dist.get_rank()
+    world_size = dist.get_world_size()
+    own = dist.get_rank()
     variables = {
         "NTASKS": world_size,
         "NTASKS_PER_NODE": world_size,

@@ -19,7 +19,10 @@ from tests.scenes import at
 
 class Signals(pl.Callback):
     def __init__(self, rank, *, step=None, in_validation=None, number=signal.SIGTERM):
-        self.rank, self.step, self.in_validation, self.number = rank, step, in_validation, number
+        self.rank = rank
+        self.step = step
+        self.in_validation = in_validation
+        self.number = number
         self.is_sent = False
 
     def on_after_backward(self, trainer, module):
@@ -38,7 +41,8 @@ class Signals(pl.Callback):
 
 def stopped(folder, rank, where, name="SIGTERM", every_n_steps=1, accumulate=1):
     before = signal.getsignal(signal.Signals[name])
-    module, signals = toy.Toy(), Signals(rank, number=signal.Signals[name], **where)
+    module = toy.Toy()
+    signals = Signals(rank, number=signal.Signals[name], **where)
     stop = StopOnSignal(folder, signals=["SIGUSR2", name], every_n_steps=every_n_steps)
     trainer = toy.trainer(
         callbacks=[stop, signals], max_epochs=3, accumulate_grad_batches=accumulate
@@ -122,7 +126,8 @@ def test_the_checkpoint_goes_where_it_is_told_or_to_the_others():
 
 
 def fitted_again(folder):
-    stop, steps = StopOnSignal(folder, every_n_steps=5), []
+    stop = StopOnSignal(folder, every_n_steps=5)
+    steps = []
     for step in (4, None):
         trainer = toy.trainer(callbacks=[stop, Signals(0, step=step)], max_epochs=3)
         with contextlib.suppress(SIGTERMException):
@@ -143,7 +148,8 @@ def place(trainer, module, outputs, batch, batch_idx):
 
 
 def run(folder, where, validates, limits, ckpt_path=None):
-    places, module = at(on_train_batch_end=place), toy.Toy()
+    places = at(on_train_batch_end=place)
+    module = toy.Toy()
     trainer = toy.trainer(callbacks=[StopOnSignal(folder), Signals(0, **where), places], **limits)
     with contextlib.suppress(SIGTERMException):
         trainer.fit(module, toy.loader(), toy.loader() if validates else None, ckpt_path=ckpt_path)
@@ -166,7 +172,8 @@ def test_a_run_that_stops_between_two_epochs_goes_on_to_the_bit_and_misses_no_ba
 
     `tests/data/test_resume_anywhere.py` stops at any step, for which a loader has to keep its place.
     """
-    ranks, path = request.getfixturevalue(world), str(tmp_path / "stopped.ckpt")
+    ranks = request.getfixturevalue(world)
+    path = str(tmp_path / "stopped.ckpt")
     runs = [({}, None), (where, None), ({}, path)]
     found = [
         ranks.run(run, str(tmp_path), each, validates, limits, ckpt_path)

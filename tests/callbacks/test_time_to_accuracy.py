@@ -11,10 +11,8 @@ from tests.callbacks.support import Module, fit
 # each rank has its own here
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist")
 # of the test's clock: a step, and a validation of four batches
-STEP_S, VALIDATION_S = (
-    0.5,
-    4 * 1000.0,
-)
+STEP_S = 0.5
+VALIDATION_S = 4 * 1000.0
 
 
 class Rises(Module):
@@ -27,7 +25,8 @@ class Rises(Module):
 
 
 def reached(options, path=None, resumed_at=None, everywhere=True):
-    options, module = {"target": 0.5, "monitor": "rises"} | options, Rises()
+    options = {"target": 0.5, "monitor": "rises"} | options
+    module = Rises()
     module.everywhere = everywhere
     if resumed_at is not None:
         fit(more=[TimeToAccuracy(**options)], module=Rises(), max_epochs=resumed_at)[

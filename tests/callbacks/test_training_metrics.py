@@ -149,7 +149,8 @@ def waits_logged(accumulate):
                 yield batch
 
         def take_wait_s(self):
-            waited_s, self.waited_s = self.waited_s, 0.0
+            waited_s = self.waited_s
+            self.waited_s = 0.0
             return waited_s
 
     class Exact(HybridAllReduceStrategy):
@@ -210,7 +211,9 @@ class Lars(Module):
 
 def ratios_logged_and_expected(precision, looked_at):
     """And the steps after which there are no gradients, as the optimizer took them unseen."""
-    expected, unseen, module = {}, [], Lars()
+    expected = {}
+    unseen = []
+    module = Lars()
     module.fused = precision == "16-true" and not looked_at
 
     def look(trainer, module, *_):
@@ -219,7 +222,8 @@ def ratios_logged_and_expected(precision, looked_at):
             return
         ratios = []
         for parameter in module.parameters():
-            grad, weight = parameter.grad.double().norm(), parameter.double().norm()
+            grad = parameter.grad.double().norm()
+            weight = parameter.double().norm()
             ratios.append(
                 (0.001 * weight / (grad + 0.01 * weight)).item() if weight * grad else 1.0
             )

@@ -118,7 +118,8 @@ class Witness:
     """Notes the calls of the file system, in order, and ends the process before the n-th."""
 
     def __init__(self, monkeypatch, kill_before=None):
-        self.calls, self.kill_before = [], kill_before
+        self.calls = []
+        self.kill_before = kill_before
         for name in ("fsync", "link", "replace"):
             monkeypatch.setattr(os, name, self._noting(name, getattr(os, name)))
         monkeypatch.setattr(cf._ChecksumFile, "_put", self._noting("write", cf._ChecksumFile._put))
@@ -156,7 +157,8 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_old_one_
 
 
 def test_a_kill_at_any_moment_of_writing_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
-    moment, is_over = 0, False
+    moment = 0
+    is_over = False
     while not is_over:
         folder = tmp_path / str(moment)
         path = folder / "last.ckpt"

@@ -103,7 +103,8 @@ def hyper_parameters():
 @pytest.mark.filterwarnings("ignore:The checkpoint .* holds objects")
 def test_what_is_saved_is_what_lightnings_own_plugin_loads(tmp_path, in_background, weights_only):
     """In type as in value, or it is refused as it is there."""
-    durable, lightnings = DurableCheckpointIO(in_background=in_background), TorchCheckpointIO()
+    durable = DurableCheckpointIO(in_background=in_background)
+    lightnings = TorchCheckpointIO()
     num_refused = 0
     for name, value in hyper_parameters().items():
         expected, found = [
@@ -129,7 +130,8 @@ def _type_and_value(io, value, path, weights_only):
 
 @pytest.fixture
 def gate(monkeypatch):
-    gate, write = threading.Event(), cf.write_checkpoint
+    gate = threading.Event()
+    write = cf.write_checkpoint
 
     def held(*args, **kwargs):
         assert gate.wait(30)
@@ -141,7 +143,8 @@ def gate(monkeypatch):
 
 
 def test_what_is_written_is_the_moment_of_saving(tmp_path, gate):
-    io, state = DurableCheckpointIO(in_background=True), checkpoint(1)
+    io = DurableCheckpointIO(in_background=True)
+    state = checkpoint(1)
     io.save_checkpoint(state, tmp_path / "last.ckpt")
     assert not (tmp_path / "last.ckpt").exists()
     state["state_dict"]["w"].zero_()
@@ -283,7 +286,8 @@ class NothingIsNoted(TorchFunctionMode):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_copy_is_equal_and_takes_no_more_room_in_a_file_than_its_elements(device):
-    host, tensors = HostCopies(), of_every_kind(device)
+    host = HostCopies()
+    tensors = of_every_kind(device)
     before = {name: dense(tensor).detach().clone().cpu() for name, tensor in tensors.items()}
     with NothingIsNoted():
         copies = host.take(tensors)
@@ -306,7 +310,9 @@ def test_a_copy_is_equal_and_takes_no_more_room_in_a_file_than_its_elements(devi
 def test_curves_that_grow_and_metrics_that_come_take_no_memory_anew(device):
     """All copies are held, so what has another address has other memory: a block of 12,096 bytes, one of an eighth more
     than the 12,160 that come next, and one of an eighth more than the 13,696 of the end."""
-    host, weights, copies = HostCopies(), torch.ones(3000, device=device), []
+    host = HostCopies()
+    weights = torch.ones(3000, device=device)
+    copies = []
     for step in range(1, 101):
         late = {"late": torch.ones(8, device=device)} if step > 50 else {}
         curve = torch.full((step, 2), float(step), dtype=torch.float64, device=device)

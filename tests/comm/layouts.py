@@ -57,7 +57,9 @@ def engine_over(
 
 class Bucket:
     def __init__(self, index: int, buffer: Tensor, *parameters: Tensor, is_last: bool) -> None:
-        self.index, self.buffer, self.is_last = lambda: index, lambda: buffer, lambda: is_last
+        self.index = lambda: index
+        self.buffer = lambda: buffer
+        self.is_last = lambda: is_last
         self.parameters = lambda: list(parameters)
 
 

@@ -18,8 +18,10 @@ LAYOUTS = {1: ((0,),), 2: ((0, 1),), 3: ((0, 2), (1,)), 4: ((0, 2), (1, 3))}
 class Network(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(16, 40), nn.Linear(40, 40, bias=False)
-        self.norm, self.last = nn.BatchNorm1d(40), nn.Linear(40, 3)
+        self.first = nn.Linear(16, 40)
+        self.second = nn.Linear(40, 40, bias=False)
+        self.norm = nn.BatchNorm1d(40)
+        self.last = nn.Linear(40, 3)
 
     def forward(self, x):
         return self.last(self.norm(self.second(self.first(x).tanh())))
@@ -206,7 +208,9 @@ def backward_with_an_absent_rank():
     """Rank 1 leaves before backward: rank 0's backward must end in the engine's error."""
     engine = engine_of("flat", timeout_s=1.0)
     _, ours = two_models(engine)
-    loss, error, began_s = ours(torch.ones(4, 16)).sum(), "", time.monotonic()
+    loss = ours(torch.ones(4, 16)).sum()
+    error = ""
+    began_s = time.monotonic()
     if dist.get_rank() == 0:
         error = error_of(loss.backward)
         engine.close()  # rank 0 waits here until the other, which is still there, has read the error

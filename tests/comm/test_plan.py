@@ -42,7 +42,8 @@ plans = st.builds(
     ],
 )
 def test_auto_follows_its_rule(sizes, small, large):
-    plan, topology = CommPlan(), spread(*sizes)
+    plan = CommPlan()
+    topology = spread(*sizes)
     assert plan.algorithm_for(MIB - 1, topology) == small
     assert plan.algorithm_for(MIB, topology) == large
     single = "flat" if sizes == (8,) else large  # on one host
@@ -160,7 +161,8 @@ def test_small_tensors_are_fused_and_large_ones_travel_alone(
     plan = dataclasses.replace(
         plan, bucket_bytes=bucket_bytes, last_bucket_bytes=last_bucket_bytes, num_buckets=1
     )
-    rest, buckets = iter(sizes), []
+    rest = iter(sizes)
+    buckets = []
     # every bucket ends where a tensor does
     for cap in plan.bucket_caps(sizes, num_nodes=num_nodes):
         buckets.append([])
@@ -243,7 +245,8 @@ def test_a_node_size_that_is_no_count_is_refused(ranks_per_node):
         Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=ranks_per_node)
 
 
-NO_PARTITION, OUT_OF_ORDER = r"^`nodes` .*exactly once", r"^`nodes` .*ascending"
+NO_PARTITION = r"^`nodes` .*exactly once"
+OUT_OF_ORDER = r"^`nodes` .*ascending"
 
 
 @pytest.mark.parametrize(

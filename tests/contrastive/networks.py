@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
 from tests.scenes import same, this_rank
 
-PAIRS, CHUNK, FEATURES = 12, 4, 8
+PAIRS = 12
+CHUNK = 4
+FEATURES = 8
 
 
 class Network(nn.Module):

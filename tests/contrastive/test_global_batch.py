@@ -367,7 +367,10 @@ class Labelled(Network):
 
 def test_a_loss_of_the_users_own_takes_labels_and_leaves_an_embedding_out():
     batch = (data(), torch.arange(PAIRS) % 6)
-    network, kept, loss, loss_of_kept = made(Labelled), made(Labelled), Supervised(), Supervised()
+    network = made(Labelled)
+    kept = made(Labelled)
+    loss = Supervised()
+    loss_of_kept = Supervised()
     GlobalBatch(loss, chunk=5)(network.embed, batch).backward()
     loss_of_kept(*kept.embed(batch)).backward()
     for parameter, expected in zip(network.parameters(), kept.parameters(), strict=True):
@@ -383,7 +386,8 @@ def test_a_frozen_network_trains_the_temperature_alone():
 
 
 def test_backward_under_autocast_and_a_second_backward_add_the_same_gradients():
-    network, expected = made(Network), made(Network)
+    network = made(Network)
+    expected = made(Network)
     with torch.autocast("cpu", torch.bfloat16):
         GlobalBatch(LOSS, chunk=CHUNK)(expected.embed, data()).backward()
         loss = GlobalBatch(LOSS, chunk=CHUNK)(network.embed, data())
@@ -394,7 +398,8 @@ def test_backward_under_autocast_and_a_second_backward_add_the_same_gradients():
 
 
 def test_a_second_backward_begins_with_the_buffers_of_the_first():
-    network, expected = made(NETWORKS["moving centre"]), made(NETWORKS["moving centre"])
+    network = made(NETWORKS["moving centre"])
+    expected = made(NETWORKS["moving centre"])
     GlobalBatch(LOSS, chunk=CHUNK)(expected.embed, data()).backward()
     loss = GlobalBatch(LOSS, chunk=CHUNK)(network.embed, data())
     loss.backward(retain_graph=True)

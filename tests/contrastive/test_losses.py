@@ -21,11 +21,14 @@ from tests.scenes import fit, same, this_rank
 from tests.test_readme import ROOT, python_blocks
 from tests.toy import Toy
 
-PAIRS, FEATURES, BLOCK = 32, 8, 4
+PAIRS = 32
+FEATURES = 8
+BLOCK = 4
 
 
 def clip(loss, a, b):
-    a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
+    a = F.normalize(a, dim=1)
+    b = F.normalize(b, dim=1)
     scale = loss.logit_scale.exp() if loss.temperature is None else 1 / loss.temperature
     target = torch.arange(len(a))
     return (F.cross_entropy(scale * a @ b.T, target) + F.cross_entropy(scale * b @ a.T, target)) / 2
@@ -179,7 +182,8 @@ def test_similarities_beyond_what_exponentials_hold_are_finite():
     ("value", "scale", "has_gradient"), [(math.log(100) - 0.01, 99.0, True), (10.0, 100.0, False)]
 )
 def test_a_learnt_scale_is_held_at_100(value, scale, has_gradient):
-    learnt, fixed = InfoNCE(None, block=BLOCK), InfoNCE(1 / scale, block=BLOCK)
+    learnt = InfoNCE(None, block=BLOCK)
+    fixed = InfoNCE(1 / scale, block=BLOCK)
     nn.init.constant_(learnt.logit_scale, value)
     loss = learnt(*views())
     loss.backward()
@@ -267,7 +271,8 @@ class Embedder(nn.Module):
         super().__init__()
         torch.manual_seed(2)
         self.net = nn.Sequential(nn.Linear(8, 16), *more, nn.ReLU(), nn.Linear(16, 6))
-        self.unused, self.num_calls = nn.Linear(2, 2), 0
+        self.unused = nn.Linear(2, 2)
+        self.num_calls = 0
 
     def forward(self, batch):
         self.num_calls += 1
@@ -298,10 +303,8 @@ def test_gradients_of_chunks_are_those_of_the_whole_batch():
 def test_the_second_pass_draws_what_the_first_drew_and_moves_no_statistics():
     """As where all activations are kept; what is drawn afterwards is what would be drawn after one pass."""
     batch = {"views": list(data()[:PAIRS].split(8, dim=1))}
-    module, kept = (
-        Embedder(nn.BatchNorm1d(16), nn.Dropout()),
-        Embedder(nn.BatchNorm1d(16), nn.Dropout()),
-    )
+    module = Embedder(nn.BatchNorm1d(16), nn.Dropout())
+    kept = Embedder(nn.BatchNorm1d(16), nn.Dropout())
     torch.manual_seed(3)
     chunks = [
         kept({"views": parts})
@@ -351,7 +354,8 @@ SCENE = {"train": shares, "max_epochs": 1, "use_distributed_sampler": False}
 
 
 def test_a_fit_of_one_two_and_four_ranks_has_the_same_bits(two_ranks, four_ranks):
-    one, two = fit(None, Contrastive, **SCENE), fit(two_ranks, Contrastive, **SCENE)
+    one = fit(None, Contrastive, **SCENE)
+    two = fit(two_ranks, Contrastive, **SCENE)
     four = fit(
         four_ranks, Contrastive, ranks_per_node=2, comm=Comm(algorithm="hierarchical"), **SCENE
     )
@@ -363,15 +367,14 @@ def test_a_fit_of_one_two_and_four_ranks_has_the_same_bits(two_ranks, four_ranks
 def test_half_precision_and_lars_train_on_fp32_masters(two_ranks):
     """The band: a change of weights by half a unit of the dtype moves a step by some 1e-2 of its length."""
     scene = {"module": partial(Contrastive, optimizer=LARS), **SCENE}
-    wide, half = (
-        fit(two_ranks, **scene),
-        fit(two_ranks, precision="16-true", loss_scale=256, **scene),
-    )
+    wide = fit(two_ranks, **scene)
+    half = fit(two_ranks, precision="16-true", loss_scale=256, **scene)
     assert half[0].num_skipped == 0
     assert same(half[0].parameters, half[1].parameters)
     start = copy.deepcopy(Contrastive().state_dict())
     for name, end in wide[0].parameters.items():
-        moved, other = end - start[name], half[0].parameters[name] - start[name]
+        moved = end - start[name]
+        other = half[0].parameters[name] - start[name]
         assert (moved - other).norm() <= 0.1 * moved.norm() + 1e-6, name
 
 

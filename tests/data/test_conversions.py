@@ -261,7 +261,7 @@ def test_an_order_that_lightning_does_not_deal_is_refused_under_other_ranks(
 
 def test_a_larger_accumulation_of_the_same_batches_resumes_between_its_steps(rank_pool, tmp_path):
     """4 steps of one batch are 2 of two batches: the fifth batch comes next."""
-    ((read,),) = (rank_pool.ranks(1).run(saves_after_four, str(tmp_path)),)
+    (read,) = rank_pool.ranks(1).run(saves_after_four, str(tmp_path))
     whole, resumed = read
     assert resumed == whole[4:]
 

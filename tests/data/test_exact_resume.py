@@ -318,7 +318,9 @@ def loop(folder: str, path: str | None, stops: tuple[int, ...] = (3, 8, 11)) -> 
     fabric = Fabric(strategy=HYBRID, accelerator="cpu", devices=dist.get_world_size())
     fabric.launch()
     fabric.seed_everything(3, verbose=False)
-    loader, counts, read = fabric.setup_dataloaders(of(shuffle=True)), {"done": 0}, []
+    loader = fabric.setup_dataloaders(of(shuffle=True))
+    counts = {"done": 0}
+    read = []
     if path is not None:
         counts = {"done": 0}
         fabric.load(path, state := {"loader": loader, "counts": counts})
@@ -367,7 +369,8 @@ def test_global_streams_are_as_they_were_after_a_context():
     np.random.seed(0)
     expected = np.random.randn(3).tolist()
     np.random.seed(0)
-    found, seeded = [np.random.randn()], SeededStreams()
+    found = [np.random.randn()]
+    seeded = SeededStreams()
     state = torch.get_rng_state(), random.getstate()
     with seeded(1, 2):
         one = user_loaders.numbers()

@@ -57,9 +57,11 @@ class Refilling:
 
     def __iter__(self):
         array = np.zeros(3, dtype=np.float32)
-        inputs, labels = torch.from_numpy(array), torch.zeros(3, dtype=torch.int64)
+        inputs = torch.from_numpy(array)
+        labels = torch.zeros(3, dtype=torch.int64)
         for i in range(4):
-            array[:], labels[:] = i, i
+            array[:] = i
+            labels[:] = i
             yield inputs, labels
 
 
@@ -90,7 +92,8 @@ def test_which_loaders_read_ahead_themselves(loader, expected):
 
 def test_ahead_a_batch_is_fetched_before_the_one_before_it_is_handed_out_and_the_state_is_of_that():
     """As on CUDA, for a loader that reads ahead itself."""
-    loader, resumed = CountingLoader(4), prefetch(CountingLoader(4), CPU)
+    loader = CountingLoader(4)
+    resumed = prefetch(CountingLoader(4), CPU)
     ahead = prefetch(loader, CPU)
     ahead._looks_ahead = True
     iterator = iter(ahead)
@@ -178,7 +181,8 @@ def test_images_are_normalised_on_the_gpu_to_the_bits_of_the_cpu():
         .reshape(2, 8, 8, 3)
         .permute(0, 3, 1, 2)
     )
-    labels, device = torch.tensor([1, 2]), torch.device("cuda", 0)
+    labels = torch.tensor([1, 2])
+    device = torch.device("cuda", 0)
     loader = Images([(images.pin_memory(), labels.pin_memory())] * 4)
     loader.on_device = NormalizeOnDevice()
     expected, _ = NormalizeOnDevice()((images, labels))

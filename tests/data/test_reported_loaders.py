@@ -128,7 +128,8 @@ def test_these_hooks_are_named_for_loaders_of_this_package_too(tmp_path):
 
 
 class Buckets:
-    batch_size, drop_last = 4, False
+    batch_size = 4
+    drop_last = False
 
     def __init__(self) -> None:
         self.epoch = 0

@@ -23,7 +23,8 @@ from tests import toy
 from tests.scenes import at
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-SIZE, NUM_STEPS = 4, 4
+SIZE = 4
+NUM_STEPS = 4
 
 
 class Numbered(InMemoryDataModule):
@@ -54,7 +55,8 @@ class Reads(pl.LightningModule):
             self.net = nn.Sequential(
                 nn.Flatten(), nn.Linear(SIZE * SIZE, 6), nn.Tanh(), nn.Linear(6, 3)
             )
-        self.schedule, self.asks_for_steps = schedule, asks_for_steps
+        self.schedule = schedule
+        self.asks_for_steps = asks_for_steps
         self.read: list[tuple[int, int, int, list[int]]] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

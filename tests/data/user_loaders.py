@@ -39,7 +39,8 @@ def numbers() -> list[float]:
 
 class Images(Dataset):
     def __init__(self, num_images: int = 32, first: int = 0) -> None:
-        self.num_images, self.first = num_images, first
+        self.num_images = num_images
+        self.first = first
 
     def __len__(self) -> int:
         return self.num_images
@@ -55,7 +56,8 @@ class Stream(IterableDataset):
         self.num_images = num_images
 
     def __iter__(self) -> Iterator[Any]:
-        info, world = get_worker_info(), dist.get_world_size()
+        info = get_worker_info()
+        world = dist.get_world_size()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         for index in range(worker * world + dist.get_rank(), self.num_images, workers * world):
             yield index, torch.tensor(numbers())
@@ -64,11 +66,14 @@ class Stream(IterableDataset):
 class StatefulStream(Stream):
     """With a state; it goes on without reading what was read."""
 
-    done, is_resumed = 0, False
+    done = 0
+    is_resumed = False
 
     def __iter__(self) -> Iterator[Any]:
-        self.done, self.is_resumed = self.done if self.is_resumed else 0, False
-        world, rank = dist.get_world_size(), dist.get_rank()
+        self.done = self.done if self.is_resumed else 0
+        self.is_resumed = False
+        world = dist.get_world_size()
+        rank = dist.get_rank()
         for index in range(rank + self.done * world, self.num_images, world):
             self.done += 1
             yield index, torch.tensor(numbers())
@@ -77,7 +82,8 @@ class StatefulStream(Stream):
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.done, self.is_resumed = state["done"], True
+        self.done = state["done"]
+        self.is_resumed = True
 
 
 class LiveStateStream(StatefulStream):
@@ -103,7 +109,8 @@ class Buckets(Sampler):
     """A batch sampler that draws from NumPy: its own stream, or the global one."""
 
     def __init__(self, num_images: int = 32, *, is_own: bool) -> None:
-        self.num_images, self.stream = num_images, np.random.default_rng(5) if is_own else np.random
+        self.num_images = num_images
+        self.stream = np.random.default_rng(5) if is_own else np.random
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self.stream.permutation(self.num_images)
@@ -265,7 +272,8 @@ class Reads(pl.LightningModule):
 
     def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__()
-        self.make, self.net = make, nn.Sequential(nn.Linear(1, 2), nn.Dropout(0.5), nn.Linear(2, 1))
+        self.make = make
+        self.net = nn.Sequential(nn.Linear(1, 2), nn.Dropout(0.5), nn.Linear(2, 1))
         self.read: dict[int, tuple[int, Any, Any]] = {}
         self.said: list[str] = []
 
@@ -295,7 +303,8 @@ class Reads(pl.LightningModule):
 
 class Saves(pl.Callback):
     def __init__(self, folder: str, stops: list[int]) -> None:
-        self.folder, self.stops = folder, stops
+        self.folder = folder
+        self.stops = stops
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if (done := trainer.fit_loop.total_batch_idx + 1) in self.stops:
@@ -340,7 +349,8 @@ def outcomes(
     name: str, strategy: Any, workers: int, folder: str, stops: tuple[int, ...] = STOPS
 ) -> list[dict[str, Any]]:
     """On a rank: what became of fits that go on from `stops`, against an undisturbed one."""
-    kind, world = KINDS[name], dist.get_world_size()
+    kind = KINDS[name]
+    world = dist.get_world_size()
     whole = fit(kind, strategy, workers, [Saves(folder, list(stops))]).read
     per_epoch = 1 + max(number for number, one in whole.items() if one[0] == 0)
     found = []

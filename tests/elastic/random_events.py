@@ -165,7 +165,9 @@ def main() -> None:
             made, differing, words = steps_that_differ(outcome, scene)
             words += faults_of(scene, outcome)
         except (TimeoutError, AssertionError) as error:
-            made, differing, words = 0, set(), [str(error)]
+            made = 0
+            differing = set()
+            words = [str(error)]
         num_steps += made
         num_differing += len(differing)
         num_faults += bool(words)

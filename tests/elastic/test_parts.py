@@ -64,7 +64,11 @@ def labels_of(loader: Any) -> list[list[int]]:
 class Reads:
     """The run that reads a loader: it begins each epoch from its first batch."""
 
-    rank, world_size, seed, accumulate_grad_batches, sets_epochs = 0, NUM_SHARDS, 0, 1, False
+    rank = 0
+    world_size = NUM_SHARDS
+    seed = 0
+    accumulate_grad_batches = 1
+    sets_epochs = False
     epoch = -1
 
     def is_reading(self, holder: Any) -> bool:
@@ -99,7 +103,8 @@ def test_a_shard_has_what_a_rank_of_the_largest_world_would_read(make: Any) -> N
 @pytest.mark.parametrize("make", [own_loader, user_loader])
 def test_shards_of_a_lost_host_are_read_from_the_step_on_in_which_it_was_lost(make: Any) -> None:
     of_ranks = [labels_of(make(rank, NUM_SHARDS)) for rank in range(NUM_SHARDS)]
-    loader, read = dealt(make(), [1]), []
+    loader = dealt(make(), [1])
+    read = []
     for step, first in enumerate(loader):
         if step == 2:
             loader.use([0, 1])
@@ -113,7 +118,9 @@ def test_shards_of_a_lost_host_are_read_from_the_step_on_in_which_it_was_lost(ma
 
 def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
     fit = ElasticFit.__new__(ElasticFit)
-    fit._loader, fit._shards = None, [2]  # hosts have met before Lightning asks
+    # hosts have met before Lightning asks
+    fit._loader = None
+    fit._shards = [2]
     loader = fit.deal(own_loader(), Reads(), lambda one: one)
     assert next(iter(loader))[1].tolist() == labels_of(own_loader(2, NUM_SHARDS))[0]
     assert list(loader._streams) == [2]
@@ -121,7 +128,9 @@ def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
 
 def test_a_step_without_a_loss_is_refused_before_others_wait_for_it() -> None:
     fit = ElasticFit.__new__(ElasticFit)
-    fit._runs_shard, fit._loader, fit._shards = False, None, []
+    fit._runs_shard = False
+    fit._loader = None
+    fit._shards = []
     assert fit.training_step(lambda batch: batch, 3) == 3
     with pytest.raises(
         RuntimeError,
@@ -135,15 +144,18 @@ def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_t
 ):
     from lightning_hybrid.elastic.views import Views
 
-    views, cut = Views.__new__(Views), []
-    views.ended, views.may_cut, views.groups, views._lock = "", True, None, threading.Lock()
+    views = Views.__new__(Views)
+    cut = []
+    views.ended = ""
+    views.may_cut = True
+    views.groups = None
+    views._lock = threading.Lock()
     views.topology = Topology.from_ranks_per_node(rank=0, world_size=2, ranks_per_node=1)
-    views._timeout, views._engine = (
-        timedelta(seconds=9),
-        SimpleNamespace(device=torch.device("cpu"), cut=cut.append),
-    )
+    views._timeout = timedelta(seconds=9)
+    views._engine = SimpleNamespace(device=torch.device("cpu"), cut=cut.append)
     views._membership = SimpleNamespace(me=SimpleNamespace(id="a", host="a"), end_view=cut.append)
-    views._left, views._vote = 2, lambda is_so: is_so
+    views._left = 2
+    views._vote = lambda is_so: is_so
     views._on_change(2, "a thread that comes late")
     assert not views.ended
     views._on_change(3, "a host joins")
@@ -239,7 +251,9 @@ def test_buffers_are_copied_whatever_their_dtypes_and_shared_in_one_message() ->
         one[0].num_batches_tracked.fill_(value)
         return one
 
-    first, other, sent = module(1), module(2), []
+    first = module(1)
+    other = module(2)
+    sent = []
     BufferCopy(first).share(sent.append, is_source=True)
     assert len(sent) == 1
     kept = BufferCopy(other)
@@ -314,7 +328,8 @@ def started(*, is_first: bool = True) -> tuple[Logging, Any, Any]:
 
     from lightning_hybrid.elastic.step_logs import EpochLogs
 
-    module, results = Logging(), _ResultCollection(training=True)
+    module = Logging()
+    results = _ResultCollection(training=True)
     trainer = SimpleNamespace(_results=results, current_epoch=0, is_last_batch=False)
     module._trainer = trainer  # type: ignore[assignment]
 
@@ -381,7 +396,8 @@ def test_a_host_that_is_behind_at_the_end_of_an_epoch_has_the_sums_that_its_end_
         logs.end_shard()
         return logs
 
-    ahead, behind = started(), started(is_first=is_first)
+    ahead = started()
+    behind = started(is_first=is_first)
     for value in (1.0, 2.0):
         for module, _, epoch in (ahead, behind):
             logs = step(module, epoch, value)
@@ -400,7 +416,8 @@ def test_a_host_that_is_behind_at_the_end_of_an_epoch_has_the_sums_that_its_end_
 
 def test_what_a_host_takes_goes_to_the_device_of_its_metrics() -> None:
     """States come by way of the CPU, and the next update adds what is on the metric's device."""
-    ahead, behind = started(), started()
+    ahead = started()
+    behind = started()
     for module, _, epoch in (ahead, behind):
         module.accuracy = MulticlassAccuracy(3)
         module.accuracy.update(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
@@ -415,7 +432,8 @@ def test_what_a_host_takes_goes_to_the_device_of_its_metrics() -> None:
 
 
 def test_a_loss_scale_that_has_made_no_step_goes_on_alike_on_the_host_that_takes_it() -> None:
-    first, taken = DynamicLossScale(), DynamicLossScale()
+    first = DynamicLossScale()
+    taken = DynamicLossScale()
     taken.load_state_dict(first.state_dict())
     for found_inf, largest in ((True, float("inf")), (False, 3.0), (False, 2.0)):
         for scale in (first, taken):

@@ -150,7 +150,8 @@ def resumed(folder):
     steps_of(fabric_2, net_2, stepper_2, 3, first=state["step"])
     scales = [one.strategy.precision.loss_scale.value for one in (fabric, fabric_2)]
 
-    plain, stock = Net(), fabric_of("32-true", "ddp")
+    plain = Net()
+    stock = fabric_of("32-true", "ddp")
     model, stepper_3 = stock.setup(plain, OPTIMIZERS["AdamW"](plain.parameters()))
     left = list(
         stock.load(f"{folder}/three.ckpt", {"net": model, "optimizer": stepper_3, "step": 0})
@@ -194,7 +195,8 @@ def test_every_rank_gets_rank_zeros_masters_in_all_digits(two_ranks):
 def two_players(precision):
     """A generator and a discriminator; one accumulates over two batches, in which the other steps twice."""
     fabric = fabric_of(precision, HybridAllReduceStrategy(loss_scale=256.0))  # no step overflows
-    one, other = Net(), nn.Linear(3, 1)
+    one = Net()
+    other = nn.Linear(3, 1)
     with torch.no_grad():
         other.weight.copy_(torch.tensor([[0.5, -0.25, 1.0]]))
         other.bias.zero_()
@@ -217,10 +219,8 @@ def two_players(precision):
 
 
 def test_two_modules_with_an_optimizer_each_follow_fp32(two_ranks):
-    half, full = (
-        two_ranks.run(play, two_players, "16-true"),
-        two_ranks.run(play, two_players, "32-true"),
-    )
+    half = two_ranks.run(play, two_players, "16-true")
+    full = two_ranks.run(play, two_players, "32-true")
     assert toy.same_bits(half[0], half[1])
     for name, exact in full[0].items():
         # Eight steps; a half-precision gradient is off by some units of 2**-11 of the largest element.
@@ -233,7 +233,8 @@ def overflow_on_one_rank():
     fabric = fabric_of("16-true", HybridAllReduceStrategy(loss_scale="dynamic"))
     net = Net()
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-    before, history = toy.weights(net), []
+    before = toy.weights(net)
+    history = []
     for number in range(2):
         factor = float("inf") if number == 0 and fabric.global_rank == 1 else 1.0
         fabric.backward(model(torch.ones(2, 12)).square().mean() * factor)
@@ -431,7 +432,8 @@ def error_at_the_end():
     """The interpreter of rank one ends by an error, and rank zero is in its own code."""
     fabric = fabric_of()
     fabric.setup_module(Net())
-    engine, end_s = fabric.strategy._failures.engine, time.monotonic() + 20
+    engine = fabric.strategy._failures.engine
+    end_s = time.monotonic() + 20
     if dist.get_rank() == 1:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "last_value", ArithmeticError("the batch is odd"), raising=False)

@@ -71,7 +71,8 @@ def test_every_layer_keeps_channels_last_forward_and_backward(name, checkpoint_a
     network = NETWORKS[name](checkpoint_activations=checkpoint_activations).to(
         memory_format=torch.channels_last
     )
-    seen, wrong = 0, []
+    seen = 0
+    wrong = []
 
     def look(layer, inputs, output):
         nonlocal seen

@@ -129,7 +129,9 @@ class Cluster:
 
     def close(self) -> None:
         """End the emulator, and with it the hosts. May be called again."""
-        emulator, self._emulator, self._hosts = self._emulator, None, []
+        emulator = self._emulator
+        self._emulator = None
+        self._hosts = []
         if emulator is not None:
             assert emulator.stdin is not None
             assert emulator.stdout is not None

@@ -33,7 +33,8 @@ class EmulatedHosts(OneHost):
         mbit_per_s: float = 100.0,
         delay_us: float = 200.0,
     ) -> None:
-        self.num_hosts, self.ranks_per_host = num_hosts, ranks_per_host
+        self.num_hosts = num_hosts
+        self.ranks_per_host = ranks_per_host
         self._cluster = Cluster(
             num_hosts=num_hosts,
             ranks_per_host=ranks_per_host,

@@ -51,7 +51,8 @@ def rank_main(
         )
     num_hosts = options["hosts"] if part.get("is_plain") else 1  # of one launch
     node, port = (ord(host) - ord("a"), part["port"]) if part.get("is_plain") else (0, port)
-    rank, world_size = node * options["ranks"] + local, num_hosts * options["ranks"]
+    rank = node * options["ranks"] + local
+    world_size = num_hosts * options["ranks"]
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(local),
@@ -111,10 +112,8 @@ def _train(
             self.seen = None if "window" in part else SumMetric()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss, num = (
-                functional.cross_entropy(self.head(self.layers(batch[0])).float(), batch[1]),
-                len(batch[1]),
-            )
+            loss = functional.cross_entropy(self.head(self.layers(batch[0])).float(), batch[1])
+            num = len(batch[1])
             if "window" not in part:
                 self.log("images", float(num), on_step=False, on_epoch=True, reduce_fx="sum")
                 self.log(
@@ -155,14 +154,13 @@ def _train(
                 **{f"average of {name}": one for name, one in of_ema.items()},
             }
             values = [one.detach().numpy().tobytes() for one in tensors.values()]
-            rate, loss = (
-                trainer.optimizers[0].param_groups[0]["lr"],
-                float(trainer.callback_metrics["loss_step"]),
-            )
+            rate = trainer.optimizers[0].param_groups[0]["lr"]
+            loss = float(trainer.callback_metrics["loss_step"])
             values.append(repr((rate, loss)).encode())
             digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
             views = strategy._fit._views
-            hosts, view = views.topology.num_nodes, views.groups.number
+            hosts = views.topology.num_nodes
+            view = views.groups.number
             note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts, view=view)
             # at the end of the fit the module has the average
             if trainer.global_step == part["end"] and "to" in part:
@@ -185,7 +183,8 @@ def _train(
             note(event="epoch", epoch=trainer.current_epoch, **counts)
 
     class Rows(Logger):
-        name, version = "rows", 0
+        name = "rows"
+        version = 0
 
         def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -194,11 +193,13 @@ def _train(
             if "loss_step" in metrics:
                 note(event="row", step=step, loss=metrics["loss_step"])
 
-    num_hosts, meet = options["hosts"], options["meet"]
+    num_hosts = options["hosts"]
+    meet = options["meet"]
     ways: dict[str, Any] = {"ranks_per_node": options["ranks"]}
     strategy_type: Any = HybridAllReduceStrategy
     if not part.get("is_plain"):
-        least, silent_s = part.get("min_hosts", 1), options["silent_s"]
+        least = part.get("min_hosts", 1)
+        silent_s = options["silent_s"]
         ways = {"max_hosts": num_hosts, "min_hosts": least, "meet": meet, "silent_s": silent_s}
         strategy_type = HybridElasticStrategy
     strategy = strategy_type(
@@ -275,7 +276,9 @@ class Hosts:
     main: Any = staticmethod(rank_main)
 
     def __init__(self, options: dict[str, Any], folder: Path, part: dict[str, Any]) -> None:
-        self._options, self._part, self.folder = options, part, folder
+        self._options = options
+        self._part = part
+        self.folder = folder
         self._options |= {"meet": part.get("meet") or _free_addresses(options["hosts"])}
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -364,7 +367,8 @@ class Hosts:
 def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[str, Any]]]:
     """Lose hosts again and again, and let them come back; return the run and a row for each loss."""
     names = [chr(ord("a") + number) for number in range(options["hosts"])]
-    draw, losses = random.Random(options["seed"]), []
+    draw = random.Random(options["seed"])
+    losses = []
     run = Hosts(options, folder, {"end": STEPS_BETWEEN * (options["losses"] * 3 + 4)})
     for name in names:
         run.start(name)
@@ -547,10 +551,8 @@ def healthy(
     options: dict[str, Any], folder: Path, *, num_pairs: int, window: int = 60
 ) -> dict[str, Any]:
     """Compare processor time of steps with `elastic` and without: two runs that stop and go in turns, as one waits."""
-    num, names = (
-        options["hosts"] * options["ranks"],
-        [chr(ord("a") + place) for place in range(options["hosts"])],
-    )
+    num = options["hosts"] * options["ranks"]
+    names = [chr(ord("a") + place) for place in range(options["hosts"])]
     runs: dict[bool, Hosts] = {}
     for is_plain in (False, True):
         part = {
@@ -578,7 +580,8 @@ def healthy(
     for run in runs.values():
         run.wait("the first window", lambda run=run: len(at(run, "time", window)) == num)
         go(run, window)
-    pairs, sums = [], {False: 0.0, True: 0.0}
+    pairs = []
+    sums = {False: 0.0, True: 0.0}
     for pair in range(num_pairs):
         step = (pair + 2) * window
         seconds = {

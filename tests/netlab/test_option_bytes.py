@@ -62,7 +62,10 @@ def test_a_shared_update_sends_the_bytes_of_two_level(cluster_or_skip, scope):
             assert shared == pytest.approx(whole, rel=TOLERANCE)  # between nodes, and inside
 
 
-NUM_LAYERS, LAYER_S, WIDTH, NUM_BATCHES = 8, 0.08, 512, 24
+NUM_LAYERS = 8
+LAYER_S = 0.08
+WIDTH = 512
+NUM_BATCHES = 24
 
 
 class Deep(pl.LightningModule):
@@ -146,7 +149,9 @@ def take_turns(trainer, module, batch, batch_idx):
     """Of three steps, let the gather be waited for at once, of the next three in forward; return the time."""
     shared = trainer.strategy._extensions.made[0]._parts
     if batch_idx == 0:
-        shared.late, shared.gathers_s, gather_ = shared._late, [], shared.weights.gather_
+        shared.late = shared._late
+        shared.gathers_s = []
+        gather_ = shared.weights.gather_
 
         def timed(*args):
             begin_s = time.perf_counter()
@@ -192,7 +197,11 @@ def test_forward_hides_the_gather_of_weights(cluster_or_skip):
 
 # fc6, fc7 and fc8 of AlexNet at a quarter of their features, fp16, a quarter of 64 images on each of eight ranks: all
 # bytes are those of the whole network, divided by 16.
-NUM_SLICES, NUM_IMAGES, NUM_INPUTS, NUM_FEATURES, NUM_CLASSES = 8, 16, 2304, 1024, 256
+NUM_SLICES = 8
+NUM_IMAGES = 16
+NUM_INPUTS = 2304
+NUM_FEATURES = 1024
+NUM_CLASSES = 256
 
 
 def sent_by_slices():
@@ -230,14 +239,18 @@ def test_slices_send_their_images_and_no_gradients(cluster_or_skip):
 
 
 # Of a language model on four ranks, 8 sequences of 32 tokens on each, in fp32; all tokens of BERT.
-NUM_TOKENS, HIDDEN, VOCABULARY, NUM_SHARING = 8 * 32, 768, 30_522, 4
+NUM_TOKENS = 8 * 32
+HIDDEN = 768
+VOCABULARY = 30_522
+NUM_SHARING = 4
 
 
 def sent_by_transformers():
     """By attention, by feed-forward; by a head's input, and by losses over its logits, which are then gathered."""
     layer = nn.TransformerEncoderLayer(HIDDEN, 12, 4 * HIDDEN, batch_first=True)
     ends = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY))
-    net, ranks = nn.Sequential(layer, ends), NodeRanks(dist.group.WORLD)
+    net = nn.Sequential(layer, ends)
+    ranks = NodeRanks(dist.group.WORLD)
     groups = [
         ("0.self_attn", "0.self_attn.out_proj"),
         ("0.linear1", "0.linear2"),
@@ -248,10 +261,8 @@ def sent_by_transformers():
     x = torch.randn(8, 32, HIDDEN, requires_grad=True)
     tokens = torch.randint(VOCABULARY, (8, 32))
     logits = torch.randn(NUM_SHARING * 8, 32, -(-VOCABULARY // NUM_SHARING), requires_grad=True)
-    losses_of, whole = (
-        vars(ends[1])["sliced"].losses_of,
-        [torch.empty_like(logits) for _ in range(NUM_SHARING)],
-    )
+    losses_of = vars(ends[1])["sliced"].losses_of
+    whole = [torch.empty_like(logits) for _ in range(NUM_SHARING)]
     return [
         counted_again(lambda: layer._sa_block(x, None, None).sum().backward()),
         counted_again(lambda: layer._ff_block(x).sum().backward()),
@@ -280,7 +291,8 @@ def test_transformers_send_what_the_formula_of_tensor_parallelism_says_and_losse
 
 # ---- a pipeline: of each cut one tensor there and its gradient back --------------------------------------------------
 
-NUM_RANKS, NUM_MICROBATCHES = 4, 8
+NUM_RANKS = 4
+NUM_MICROBATCHES = 8
 SHAPE = (4, 128, 28, 28)  # 4 images behind the second stage of ResNet-50, channels-last in fp16
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 
@@ -295,12 +307,14 @@ class Scales(nn.Module):
 
 
 def sent_by_schedules():
-    given, found = boundary_of(torch.empty(SHAPE).half().to(memory_format=torch.channels_last)), {}
+    given = boundary_of(torch.empty(SHAPE).half().to(memory_format=torch.channels_last))
+    found = {}
     for schedule, parts in STAGES_PER_RANK.items():
         ranks = PipelineRanks(
             rank=dist.get_rank(), world_size=NUM_RANKS, num_ranks=NUM_RANKS, stages_per_rank=parts
         )
-        blocks, cut = {stage: Scales() for stage in ranks.stages}, {"num_stages": ranks.num_stages}
+        blocks = {stage: Scales() for stage in ranks.stages}
+        cut = {"num_stages": ranks.num_stages}
         with step_over(schedule, blocks, given, **cut, num_microbatches=NUM_MICROBATCHES) as step:
             found[schedule] = counted_again(step)
     return found
@@ -319,7 +333,8 @@ def test_a_step_sends_each_cuts_tensor_and_its_gradient_once_for_each_micro_batc
 
 # ---- losses over the pairs of all ranks ------------------------------------------------------------------------------
 
-PAIRS, FEATURES = 4096, 128
+PAIRS = 4096
+FEATURES = 128
 # times N (W - 1) / W, by each rank
 FORMULAS = {
     "InfoNCE": 16 * FEATURES + 8,
@@ -345,9 +360,13 @@ def test_losses_send_what_their_formulas_say(cluster_or_skip):
 
 # ---- steps between averages: two sums of weights in H steps, in fp32 or through a codec ------------------------------
 
-HOSTS, RANKS_PER_HOST, LAYER_WIDTH, NUM_STEPS = 4, 2, 2048, 16
+HOSTS = 4
+RANKS_PER_HOST = 2
+LAYER_WIDTH = 2048
+NUM_STEPS = 16
 # What a node sends of a byte that is summed over nodes, and of words on state and signals, all steps together.
-SENT, WORDS = 2 * (HOSTS - 1) / HOSTS, 100_000
+SENT = 2 * (HOSTS - 1) / HOSTS
+WORDS = 100_000
 
 
 class OneLayer(pl.LightningModule):

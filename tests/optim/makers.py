@@ -18,7 +18,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from lightning_hybrid.optim import LARS
 from lightning_hybrid.placement import BLOCK, Part, is_split, spans
 
-LOOP, LISTS, FUSED = {"foreach": False}, {"foreach": True}, {"fused": True}
+LOOP = {"foreach": False}
+LISTS = {"foreach": True}
+FUSED = {"fused": True}
 PATHS = {"loop": LOOP, "lists": LISTS, "fused": FUSED}
 # Tiles of 128 and a rest; no dimension; nothing; blocks that two and three ranks share, one of them a matrix, and one
 # whose last block is short.
@@ -144,7 +146,10 @@ class Beside:
         device="cpu",
         **more,
     ):
-        self.place, self.half, self.scale, self.device = place, half, 64.0 if half else 1.0, device
+        self.place = place
+        self.half = half
+        self.scale = 64.0 if half else 1.0
+        self.device = device
         self.wholes = parameters(*shapes, dtype=more.pop("dtype", torch.float32))
         self.own = [nn.Parameter(place.cut(one.detach().clone()).to(device)) for one in self.wholes]
         options = {"lr": LR[rule.__name__], "weight_decay": 0.01, **more}
@@ -161,7 +166,8 @@ class Beside:
         """`spoilt`: (tensor, element) of the gradient that is `bad`, in the rank's own alone."""
         set_grads(self.wholes, seed)
         for index, (whole, own) in enumerate(zip(self.wholes, self.own, strict=True)):
-            grad, whole.grad = (self.scale * whole.grad).to(self.half or whole.dtype), None
+            grad = (self.scale * whole.grad).to(self.half or whole.dtype)
+            whole.grad = None
             whole.grad = grad if len(self.scaled) == 2 else grad.to(whole.dtype) / self.scale
             if spoilt is not None and spoilt[0] == index:
                 grad = grad.clone()
@@ -203,7 +209,8 @@ class Beside:
         """The largest relative distance of this rank's elements from the whole tensors, state included."""
         found = [distance(self.own, [self.place.cut(one.detach()) for one in self.wholes])]
         for own, whole in zip(self.own, self.wholes, strict=True):
-            state, expected = self.optimizer.state[own], self.reference.state[whole]
+            state = self.optimizer.state[own]
+            expected = self.reference.state[whole]
             assert state.keys() == expected.keys()
             for key, tensor in expected.items():
                 found.append(
@@ -214,11 +221,9 @@ class Beside:
 
 def on_threads(num_ranks, work):
     """What `work(rank, add_up_)` returns on each of as many threads, of which one runs at a time."""
-    turn, barrier, tables = (
-        threading.Lock(),
-        threading.Barrier(num_ranks, timeout=120),
-        [None] * num_ranks,
-    )
+    turn = threading.Lock()
+    barrier = threading.Barrier(num_ranks, timeout=120)
+    tables = [None] * num_ranks
 
     def wait():
         turn.release()

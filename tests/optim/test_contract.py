@@ -41,7 +41,8 @@ SWITCHES = [
     (True, False, True),
     (True, True, False),
 ]
-LARS_, LAMB_ = partial(LARS, lr=2.0, weight_decay=0.01), partial(LAMB, lr=0.1, weight_decay=0.01)
+LARS_ = partial(LARS, lr=2.0, weight_decay=0.01)
+LAMB_ = partial(LAMB, lr=0.1, weight_decay=0.01)
 LAST_SWITCH = {LARS_: ("nesterov", False), LAMB_: ("bias_correction", True)}
 
 
@@ -202,7 +203,8 @@ def test_a_rate_may_be_a_tensor_and_change_in_place(rule, flags):
 @pytest.mark.sampled(3)
 @every_case
 def test_a_sparse_gradient_is_refused_by_name_before_anything_moves(rule, flags):
-    embedding, dense = nn.Embedding(5, 3, sparse=True), nn.Parameter(torch.ones(3))
+    embedding = nn.Embedding(5, 3, sparse=True)
+    dense = nn.Parameter(torch.ones(3))
     optimizer = rule([("dense", dense), ("embedding.weight", embedding.weight)], **flags)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(

@@ -88,7 +88,8 @@ def block_net():
 def engines_on_rank(rule, path):
     """The distance from one process on the whole batch, the kinds of placements and the collectives of a step."""
     mesh = mesh_of(2, 2, names=("data", "tensor"))
-    ours, theirs = block_net(), block_net()
+    ours = block_net()
+    theirs = block_net()
     for block in list(theirs)[:2]:
         parallelize_module(
             block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -119,7 +120,9 @@ def engines_on_rank(rule, path):
 
 class Collectives:
     def __enter__(self):
-        self.count, self._real, self._debug = 0, dist.all_reduce, CommDebugMode()
+        self.count = 0
+        self._real = dist.all_reduce
+        self._debug = CommDebugMode()
 
         def counting(*args, **kwargs):
             self.count += 1
@@ -154,7 +157,8 @@ def test_fully_shard_with_tensor_parallelism_trains_as_one_process_on_the_whole_
 
 def sequence_on_rank():
     """Each rank normalises a half of the rows; the distance, and whether such gradients were there."""
-    mesh, rank = mesh_of(2), dist.get_rank()
+    mesh = mesh_of(2)
+    rank = dist.get_rank()
     ours, theirs = (nn.Sequential(*block_net()[0].children()) for _ in range(2))
     plan = {
         "0": SequenceParallel(sequence_dim=0),
@@ -208,7 +212,8 @@ def test_a_step_on_a_mesh_of_two_dimensions_is_two_collectives(four_ranks):
 
 
 def refusals_on_rank():
-    mesh, ones = mesh_of(2), torch.ones(4, 3)
+    mesh = mesh_of(2)
+    ones = torch.ones(4, 3)
     partial = nn.Parameter(DTensor.from_local(ones, mesh, [Partial()]))
     sharded, replicated = (
         nn.Parameter(distribute_tensor(ones, mesh, [one])) for one in (Shard(0), Replicate())

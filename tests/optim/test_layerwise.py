@@ -43,7 +43,8 @@ def test_parameters_of_mixed_dtypes_step_as_each_alone(rule, foreach):
         *parameters((3,), dtype=torch.float64),
     ]
     alone = copies_of(mixed)
-    together, each = rule(mixed, foreach=foreach), [rule([param]) for param in alone]
+    together = rule(mixed, foreach=foreach)
+    each = [rule([param]) for param in alone]
     for step in range(3):
         for params, optimizers in ((mixed, [together]), (alone, each)):
             set_grads(params, step)
@@ -188,7 +189,8 @@ def test_what_does_not_go_together_is_refused(rule, group, options, words):
     ],
 )
 def test_a_group_keeps_the_keys_that_a_schedule_of_the_user_reads(rule, keys):
-    first, second = parameters((2,)), parameters((3,))
+    first = parameters((2,))
+    second = parameters((3,))
     optimizer = rule([{"params": first, **keys}])
     optimizer.add_param_group({"params": second, **keys})
     for group in optimizer.param_groups:
@@ -211,7 +213,8 @@ def test_a_misspelt_option_of_a_group_is_refused_with_the_option_that_was_meant(
 
 @every_rule
 def test_complex_parameters_and_what_is_no_group_are_refused_and_leave_no_group_behind(rule):
-    optimizer, given = rule(parameters((2,))), {"params": parameters((3,))}
+    optimizer = rule(parameters((2,)))
+    given = {"params": parameters((3,))}
     optimizer.add_param_group(given)
     assert given.keys() == {"params"}, "the caller's dict"
     with pytest.raises(
@@ -228,7 +231,8 @@ def test_complex_parameters_and_what_is_no_group_are_refused_and_leave_no_group_
 @pytest.mark.parametrize("rule", [RULES["lars-joint"], RULES["lamb"]])
 def test_a_large_layer_is_stepped_in_blocks_to_the_same_end(rule):
     """Alone on the CPU it is worked on in blocks, in a list as a whole; sums of squares are then in another order."""
-    in_blocks, whole = parameters((1100, 1000), (3,)), parameters((1100, 1000), (3,))
+    in_blocks = parameters((1100, 1000), (3,))
+    whole = parameters((1100, 1000), (3,))
     for params, foreach in ((in_blocks, False), (whole, True)):
         run(rule(params, foreach=foreach), params, 2)
     torch.testing.assert_close(in_blocks, whole, rtol=1e-6, atol=1e-7)

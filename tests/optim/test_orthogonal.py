@@ -38,7 +38,8 @@ def iterate(matrix):
 
 def reference(start, gradients, lrs, *, momentum, weight_decay, nesterov, coefficient):
     """The weights of one layer after the steps, one tensor in float64; `coefficient` None: Muon's size."""
-    w, v = start.clone(), torch.zeros_like(start)
+    w = start.clone()
+    v = torch.zeros_like(start)
     for g, lr in zip(gradients, lrs, strict=True):
         d = g + weight_decay * w
         v = momentum * v + d
@@ -71,7 +72,8 @@ def test_twenty_steps_are_the_rule_in_float64(path, nesterov, excluded):
     optimizer = LARS(
         [group], lr=1.0, trust_coefficient=0.05, direction="orthogonal", **rule, **path
     )
-    history, lrs = [[] for _ in layers], [0.2 * step for step in range(20)]
+    history = [[] for _ in layers]
+    lrs = [0.2 * step for step in range(20)]
     for step, lr in enumerate(lrs):
         optimizer.param_groups[0]["lr"] = lr
         set_grads(layers, step)
@@ -141,7 +143,8 @@ def _share():
         run(optimizer, params, 3)
         ends.append(params)
     assert_same_bits(*ends)
-    matrices, asked = [param.detach() for param in ends[0][:4]], []
+    matrices = [param.detach() for param in ends[0][:4]]
+    asked = []
     shapes = [one.shape for one in matrices]
 
     def tensor_of(index):

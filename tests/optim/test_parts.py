@@ -58,7 +58,8 @@ def test_tensors_of_any_size_over_any_number_of_ranks_in_one_sum_a_step(
             num_sums.append(rank)
             add_up_(table)
 
-        place, shapes = Parts(rank, num_ranks, counted), [(size,) for size in sizes]
+        place = Parts(rank, num_ranks, counted)
+        shapes = [(size,) for size in sizes]
         both = Beside(place, PATHS[path], rule, shapes=shapes, whole_path=PATHS[path], **options)
         return both.steps(2).distance()
 
@@ -82,7 +83,8 @@ def test_the_norm_of_a_lists_parts_is_that_of_the_whole_but_for_the_order_of_sum
 
         def norm(rank, add_up_, whole=whole):
             begin, end = spans(whole.numel(), 3)[rank]
-            part, own = Part(numel=whole.numel(), begin=begin, end=end), whole[begin:end]
+            part = Part(numel=whole.numel(), begin=begin, end=end)
+            own = whole[begin:end]
             vector = ShardedVector(
                 part=part, pieces=own.split(5 * BLOCK), is_in_blocks=is_in_blocks
             )
@@ -113,7 +115,9 @@ def test_a_part_has_no_direction_of_its_own():
         both.step(1)
 
 
-numels, nums, blocks = st.integers(0, 200), st.integers(1, 9), st.integers(1, 20)
+numels = st.integers(0, 200)
+nums = st.integers(1, 9)
+blocks = st.integers(1, 20)
 
 
 @given(numels, nums, blocks)

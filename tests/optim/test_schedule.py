@@ -83,7 +83,8 @@ def test_resume_by_last_epoch_gives_the_same_rates(num_steps):
 
 def test_a_tensor_rate_is_filled_in_place():
     lr = torch.tensor(8.0, dtype=torch.float64)
-    optimizer, same = sgd(lr), sgd(8.0)
+    optimizer = sgd(lr)
+    same = sgd(8.0)
     held = optimizer.param_groups[0]["lr"]
     rates = trace(optimizer, WarmupPolynomialDecay(optimizer, 20, 5), 22)
     assert rates == trace(same, WarmupPolynomialDecay(same, 20, 5), 22)

@@ -41,7 +41,8 @@ def distance_from(family, *, maximize=False, **path):
     schedule = WarmupPolynomialDecay(
         optimizer, total_steps=50, warmup_steps=10, warmup_start_lr=0.1 * peak
     )
-    gradients, lrs = [[] for _ in layers], []
+    gradients = [[] for _ in layers]
+    lrs = []
     for step in range(50):
         for index, (history, layer) in enumerate(zip(gradients, layers, strict=True)):
             layer.grad = normals(*layer.shape, seed=1000 * (step + 1) + index)
@@ -155,7 +156,8 @@ def test_fifty_steps_of_lamb_are_its_rule(form, path, capturable):
     groups = [{"params": layers[:1]}, {"params": layers[1:]}]  # clipped together
     optimizer = LAMB(groups, lr=0.5, maximize=True, capturable=capturable, **common, **path)
     schedule = WarmupPolynomialDecay(optimizer, total_steps=50, warmup_steps=10)
-    gradients, lrs = [], []
+    gradients = []
+    lrs = []
     for step in range(50):
         # Norms of about 6 and 1.2: `max_grad_norm=3` clips some steps and not others.
         set_grads(layers, step + 1, scale=1.0 if step % 3 else 0.2)
@@ -170,7 +172,8 @@ def test_fifty_steps_of_lamb_are_its_rule(form, path, capturable):
 
 
 def test_adamw_state_continues_in_lamb_without_trust():
-    ours, theirs = parameters((6, 5)), parameters((6, 5))
+    ours = parameters((6, 5))
+    theirs = parameters((6, 5))
     adamw = torch.optim.AdamW(theirs, lr=0.03, weight_decay=0.1)
     run(adamw, theirs, 3)
     lamb = LAMB([{"params": ours, "trust_ratio": False}], lr=0.03, eps=1e-8, weight_decay=0.1)

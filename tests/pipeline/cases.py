@@ -36,7 +36,8 @@ class Photos(Dataset):
     """Images of ten classes, each a pure function of its index."""
 
     def __init__(self, *size: int, num: int = 8) -> None:
-        self.size, self.num = size, num
+        self.size = size
+        self.num = num
 
     def __len__(self) -> int:
         return self.num

@@ -141,7 +141,8 @@ class Wide(Overflows, WithLars):
 
     def __init__(self, is_to_overflow=False):
         super().__init__(0)
-        self.is_to_overflow, ends = is_to_overflow, (toy.NUM_FEATURES, 1500)
+        self.is_to_overflow = is_to_overflow
+        ends = (toy.NUM_FEATURES, 1500)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             layers = [
@@ -164,14 +165,16 @@ class Wide(Overflows, WithLars):
 class WideTied(Wide):
     """A weight that is in both stages, in which data ranks have other parts of it."""
 
-    optimizer, options = LAMB, WithLamb.options | {"fused": True}
+    optimizer = LAMB
+    options = WithLamb.options | {"fused": True}
 
     def __init__(self):
         super().__init__()
         self.net[6].weight = self.net[3].weight
 
 
-NODE, WORLD = {"shard_update": "node"}, {"shard_update": "world", "ranks_per_node": 2}
+NODE = {"shard_update": "node"}
+WORLD = {"shard_update": "world", "ranks_per_node": 2}
 SHARED = {
     "overflow": (partial(Wide, True), "16-true", NODE),
     "clipped": (Wide, "32-true", NODE | {"gradient_clip_val": 0.01}),

@@ -43,7 +43,9 @@ def test_no_cut_that_fits_has_a_faster_slowest_stage_nor_more_even_others(
 ):
     num_stages = data.draw(st.integers(1, num_blocks))
     lists = st.lists(WHOLE, min_size=num_blocks, max_size=num_blocks)
-    seconds, bytes_, kept = data.draw(lists), data.draw(lists), data.draw(lists)
+    seconds = data.draw(lists)
+    bytes_ = data.draw(lists)
+    kept = data.draw(lists)
     alive = data.draw(st.lists(st.integers(0, 4), min_size=num_stages, max_size=num_stages))
     more = {"most_bytes": most_bytes, "activation_bytes": kept, "num_alive": alive}
     fitting = [

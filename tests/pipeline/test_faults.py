@@ -27,7 +27,8 @@ class Sick(torch.nn.Module):
 
     def __init__(self, what):
         super().__init__()
-        self.what, self.num_calls = what, 0
+        self.what = what
+        self.num_calls = 0
 
     def forward(self, x):
         if (

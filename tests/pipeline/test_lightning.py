@@ -26,7 +26,8 @@ class Measured(toy.Toy):
         self.both = MetricCollection({"acc": acc, "mean": MeanMetric()})
 
     def training_step(self, batch, batch_idx):
-        images, targets = batch["images"] * 2, batch["targets"]
+        images = batch["images"] * 2
+        targets = batch["targets"]
         logits = self(images)
         loss = F.cross_entropy(logits.float(), targets)
         self.num_seen(len(targets))
@@ -41,7 +42,8 @@ class Measured(toy.Toy):
         return self.net(images)
 
     def validation_step(self, batch, batch_idx):
-        images, targets = batch["images"] * 2, batch["targets"]
+        images = batch["images"] * 2
+        targets = batch["targets"]
         twice = (self(images) + self(images)) / 2  # as test-time augmentation calls it
         self.log("val_loss", F.cross_entropy(twice.float(), targets), sync_dist=True)
 

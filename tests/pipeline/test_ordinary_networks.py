@@ -49,11 +49,14 @@ class Attends(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x, mask=None, places=None, bias=None, residual=None):
         if mask is None:
-            mask, residual, places = x > 0, x.sin() + self.linear(x), x.argsort(-1)
+            mask = x > 0
+            residual = x.sin() + self.linear(x)
+            places = x.argsort(-1)
             bias = torch.linspace(-1, 1, x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
         attended = self.linear(self.norm(residual)).masked_fill(mask, 0) + bias.mul(x)
         return x.add(attended).gather(-1, places), mask, places, bias, residual + x.tanh()

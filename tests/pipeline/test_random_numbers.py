@@ -36,7 +36,8 @@ class CallsLayers(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = (nn.Linear(toy.NUM_FEATURES, toy.NUM_FEATURES) for _ in range(2))
-        self.head, self.dropout = nn.Linear(toy.NUM_FEATURES, toy.NUM_CLASSES), nn.Dropout()
+        self.head = nn.Linear(toy.NUM_FEATURES, toy.NUM_CLASSES)
+        self.dropout = nn.Dropout()
 
     def pipeline_blocks(self):
         return [
@@ -82,7 +83,8 @@ def test_each_pipeline_draws_its_own(four_ranks):
 
 def test_each_stage_draws_its_own_and_again_the_same(two_ranks, tmp_path):
     path = str(tmp_path / "a.ckpt")
-    whole, in_quarters = fit_wild(two_ranks), fit_wild(two_ranks, schedule="interleaved")
+    whole = fit_wild(two_ranks)
+    in_quarters = fit_wild(two_ranks, schedule="interleaved")
     for found in (whole, in_quarters):  # two stages, and four
         of_all = noises(found)
         # blocks, micro-batches, batches, epochs
@@ -90,10 +92,8 @@ def test_each_stage_draws_its_own_and_again_the_same(two_ranks, tmp_path):
         states = [rank.looks["on_train_end"][0][1] for rank in found]
         assert torch.equal(*states)  # outside all stages they are where they were
     fit_wild(two_ranks, max_epochs=1, save_to=path)
-    kept, resumed = (
-        fit_wild(two_ranks, checkpoint_activations=True),
-        fit_wild(two_ranks, ckpt_path=path),
-    )
+    kept = fit_wild(two_ranks, checkpoint_activations=True)
+    resumed = fit_wild(two_ranks, ckpt_path=path)
     for found in (kept, resumed):
         assert all(
             same(one.weights, other.weights) for one, other in zip(found, whole, strict=True)

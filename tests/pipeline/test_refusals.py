@@ -139,7 +139,8 @@ def test_blocks_with_other_things_than_tensors_or_shapes_by_value_are_refused():
         def forward(self, x):
             return x[x > 0]
 
-    given, cpu = Boundary((2, 3), torch.float32), torch.device("cpu")
+    given = Boundary((2, 3), torch.float32)
+    cpu = torch.device("cpu")
     with pytest.raises(ValueError, match="must return a floating-point tensor or a tuple"):
         output_of([Named()], [given], cpu)
     with pytest.raises(ValueError, match="must have a shape that does not depend on values"):
@@ -324,7 +325,8 @@ def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(
 
 
 def votes(trainer, module):
-    decide, first = trainer.strategy.reduce_boolean_decision, trainer.global_rank == 0
+    decide = trainer.strategy.reduce_boolean_decision
+    first = trainer.global_rank == 0
     return [decide(first), decide(first, all=False)]
 
 

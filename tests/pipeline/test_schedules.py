@@ -34,7 +34,8 @@ class Counts(torch.autograd.Function):
 class Block(nn.Module):
     def __init__(self, count):
         super().__init__()
-        self.weight, self.count = nn.Parameter(torch.ones(())), count
+        self.weight = nn.Parameter(torch.ones(()))
+        self.count = count
 
     def forward(self, x):
         return Counts.apply(x * self.weight, self.count)
@@ -42,7 +43,8 @@ class Block(nn.Module):
 
 def most_kept(schedule, num_microbatches, parts):
     """The most micro-batches that this rank keeps, over all its stages."""
-    num, kept = dist.get_world_size(), [0]
+    num = dist.get_world_size()
+    kept = [0]
     ranks = PipelineRanks(
         rank=dist.get_rank(), world_size=num, num_ranks=num, stages_per_rank=parts
     )

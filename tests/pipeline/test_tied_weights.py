@@ -11,7 +11,9 @@ from tests.pipeline.cases import InBlocks, accumulated, in_stages
 from tests.pipeline.test_bit_equality import WithLars
 from tests.scenes import fit, same
 
-WIDTH, NUM, NUM_TOKENS = toy.NUM_FEATURES, 4, 17
+WIDTH = toy.NUM_FEATURES
+NUM = 4
+NUM_TOKENS = 17
 
 
 class Tied(WithLars):
@@ -41,12 +43,14 @@ class Apart(Tied):
 
     def on_after_backward(self):
         if (self.trainer.fit_loop.batch_idx + 1) % NUM == 0:
-            one, other = self.net[0].weight, self.net[-1].weight
+            one = self.net[0].weight
+            other = self.net[-1].weight
             one.grad = other.grad = one.grad + other.grad
 
 
 class WithLamb(Tied):
-    optimizer, options = LAMB, {"lr": 0.01, "weight_decay": 0.01}
+    optimizer = LAMB
+    options = {"lr": 0.01, "weight_decay": 0.01}
 
 
 @pytest.mark.sampled(2)

@@ -84,7 +84,8 @@ def error_in_a_step(function, *tensors, dtype):
 @pytest.mark.parametrize("precision", HALF)
 @pytest.mark.parametrize("name", TWO_TENSORS)
 def test_operations_that_take_one_dtype_get_the_cure(name, precision):
-    x, w = torch.eye(2, 4), torch.eye(2, 4).to(HALF[precision])
+    x = torch.eye(2, 4)
+    w = torch.eye(2, 4).to(HALF[precision])
     (note,) = notes_of(error_in_a_step(TWO_TENSORS[name], x, w, dtype=HALF[precision]), precision)
     assert START in note
     assert "dtype)`" in note, "names the cast"
@@ -231,10 +232,8 @@ class StateSpace(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.log_decay, self.frequency = (
-            nn.Parameter(torch.zeros(4)),
-            nn.Parameter(torch.arange(4.0)),
-        )
+        self.log_decay = nn.Parameter(torch.zeros(4))
+        self.frequency = nn.Parameter(torch.arange(4.0))
 
     def forward(self, x):
         kernel = torch.exp(-self.log_decay.exp() + 1j * self.frequency)

@@ -27,7 +27,8 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_result_is_the_fp32_result_of_fp16_operands_rounded_once(name):
     call, x_shape, w_shape = CALLS[name]
-    x, w = randn(*x_shape).half(), randn(*w_shape, seed=1).half()
+    x = randn(*x_shape).half()
+    w = randn(*w_shape, seed=1).half()
     expected = call(x.float(), w.float()).half()
     with Fp16MatmulEmulation():
         result = call(x, w)
@@ -36,10 +37,12 @@ def test_result_is_the_fp32_result_of_fp16_operands_rounded_once(name):
 
 
 def test_gradients_are_the_fp32_gradients_rounded():
-    x, w = randn(4, 32).half().requires_grad_(), randn(8, 32, seed=1).half().requires_grad_()
+    x = randn(4, 32).half().requires_grad_()
+    w = randn(8, 32, seed=1).half().requires_grad_()
     with Fp16MatmulEmulation():
         F.linear(x, w).float().square().sum().backward()
-    x32, w32 = x.detach().float().requires_grad_(), w.detach().float().requires_grad_()
+    x32 = x.detach().float().requires_grad_()
+    w32 = w.detach().float().requires_grad_()
     F.linear(x32, w32).half().float().square().sum().backward()
     assert x.grad.dtype is w.grad.dtype is torch.float16
     assert torch.equal(x.grad, x32.grad.half())
@@ -47,7 +50,8 @@ def test_gradients_are_the_fp32_gradients_rounded():
 
 
 def test_fp32_operand_beside_a_half_one_is_rounded_as_autocast_does():
-    x, w = randn(4, 32), randn(8, 32, seed=1).half()
+    x = randn(4, 32)
+    w = randn(8, 32, seed=1).half()
     with torch.autocast("cpu", dtype=torch.float16), Fp16MatmulEmulation():
         assert torch.equal(F.linear(x, w), F.linear(x.half().float(), w.float()).half())
         assert torch.equal(F.linear(x, w.float()), F.linear(x, w)), "two of fp32 as well"
@@ -56,7 +60,8 @@ def test_fp32_operand_beside_a_half_one_is_rounded_as_autocast_does():
 
 
 def test_functional_norms_with_half_weights_run_in_fp32_under_autocast():
-    x, w = randn(4, 32).bfloat16(), randn(32, seed=1).bfloat16()
+    x = randn(4, 32).bfloat16()
+    w = randn(32, seed=1).bfloat16()
     expected = F.layer_norm(x.float(), (32,), w.float())
     with torch.autocast("cpu", dtype=torch.bfloat16), Fp16MatmulEmulation(with_products=False):
         assert torch.equal(F.layer_norm(x, (32,), w), expected)
@@ -64,7 +69,8 @@ def test_functional_norms_with_half_weights_run_in_fp32_under_autocast():
 
 
 def test_activations_that_backward_computes_again_are_computed_alike():
-    layer, x = nn.Linear(8, 8).half(), randn(4, 8)
+    layer = nn.Linear(8, 8).half()
+    x = randn(4, 8)
     gradients = []
     for again in (True, False):
         with torch.autocast("cpu", dtype=torch.float16), Fp16MatmulEmulation():
@@ -82,7 +88,8 @@ def test_activations_that_backward_computes_again_are_computed_alike():
 
 
 def test_fp32_calls_and_other_functions_are_left_alone():
-    x, w = randn(4, 32), randn(8, 32, seed=1)
+    x = randn(4, 32)
+    w = randn(8, 32, seed=1)
     with Fp16MatmulEmulation():
         assert torch.equal(F.linear(x, w), F.linear(x, w))
         assert F.linear(x, w).dtype is torch.float32

@@ -21,7 +21,8 @@ def as_before():
 
 
 def test_nothing_is_added_in_half_precision_and_the_users_choice_is_back_at_the_end():
-    chosen, full = (True, False), FullAccumulation()
+    chosen = (True, False)
+    full = FullAccumulation()
     for flag, value in zip(FLAGS, chosen, strict=True):
         setattr(torch.backends.cuda.matmul, flag, value)
     full.begin()

@@ -11,7 +11,8 @@ from lightning_hybrid.precision.loss_scale import (
     unscale_,
 )
 
-OVERFLOW, CLEAN = torch.tensor(True), torch.tensor(False)
+OVERFLOW = torch.tensor(True)
+CLEAN = torch.tensor(False)
 
 
 def values(scale, steps):
@@ -21,10 +22,8 @@ def values(scale, steps):
 
 def test_default_scale_follows_the_rule_of_torchs_grad_scaler():
     """Same defaults, so the same trajectory, until a bound of ours is met."""
-    ours, theirs = (
-        DynamicLossScale(growth_interval=5),
-        torch.amp.GradScaler("cpu", growth_interval=5),
-    )
+    ours = DynamicLossScale(growth_interval=5)
+    theirs = torch.amp.GradScaler("cpu", growth_interval=5)
     theirs.scale(torch.ones(()))  # creates its state
     for step in range(60):
         found_inf = step % 13 == 3
@@ -45,10 +44,8 @@ def test_hysteresis_forgives_overflows_until_the_scale_grows_again():
     """Megatron's rule, step by step: 2 is the second overflow since the last growth, in a row or not. 1 is none."""
     scale = DynamicLossScale(init_scale=1024.0, growth_interval=2, hysteresis=2)
     assert values(scale, "x.xx..xx") == [1024, 1024, 512, 256, 256, 512, 512, 256]
-    with_it, without = (
-        DynamicLossScale(hysteresis=1, growth_interval=3),
-        DynamicLossScale(growth_interval=3),
-    )
+    with_it = DynamicLossScale(hysteresis=1, growth_interval=3)
+    without = DynamicLossScale(growth_interval=3)
     assert values(with_it, "xx....." * 6) == values(without, "xx....." * 6)
 
 
@@ -190,7 +187,8 @@ def test_a_loaded_scale_is_within_the_bounds_at_once(saved, expected):
 
 
 def test_a_run_resumed_between_fall_and_leap_goes_on_with_the_leap():
-    scale, resumed = DynamicLossScale(), DynamicLossScale()
+    scale = DynamicLossScale()
+    resumed = DynamicLossScale()
     follow(scale, 10.0)
     resumed.load_state_dict(scale.state_dict())
     assert follow(resumed, 10.0) == follow(scale, 10.0) == [256.0]

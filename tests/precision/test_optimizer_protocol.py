@@ -33,7 +33,10 @@ OPTIMIZERS = {
 class Module(toy.Toy):
     def __init__(self, make, bad=(), bad_rank=0, scheduled=False):
         super().__init__()
-        self.make, self.bad, self.bad_rank, self.scheduled = make, set(bad), bad_rank, scheduled
+        self.make = make
+        self.bad = set(bad)
+        self.bad_rank = bad_rank
+        self.scheduled = scheduled
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -79,7 +82,8 @@ LOOKS = at(on_before_optimizer_step=dtypes)  # its mere presence asks for fp32 g
 
 def on_rank(patches, scene):
     """What was seen of a fit with other values in places of the package, and the number of steps handed over."""
-    calls, original = [], MasterWeightPrecision._step_on_scaled
+    calls = []
+    original = MasterWeightPrecision._step_on_scaled
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # A comparison that is patched to find differences finds writes of the user's, too.
         warnings.filterwarnings("ignore", ".*was written inside of a training step")
@@ -286,7 +290,8 @@ def test_what_still_asks_is_named(one_rank, two_ranks):
 
 def rates_of_steps(trainer, module):
     """A list that fills up, and the group that has the last in the end."""
-    (optimizer,), rates = trainer.optimizers, []
+    (optimizer,) = trainer.optimizers
+    rates = []
     optimizer.register_step_pre_hook(
         lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
     )
@@ -301,7 +306,8 @@ PUTS_OFF = MasterWeightPrecision._may_put_off_schedules
 
 
 def puts_off_as_on_cuda(self):
-    device, self._device = self._device, torch.device("cuda")
+    device = self._device
+    self._device = torch.device("cuda")
     try:
         return PUTS_OFF(self)
     finally:
@@ -392,7 +398,8 @@ class TwoGames(toy.Toy):
 
 
 def scales_and_skips(trainer, *_):
-    plugin, restored = trainer.precision_plugin, MasterWeightPrecision("16-true")
+    plugin = trainer.precision_plugin
+    restored = MasterWeightPrecision("16-true")
     for _ in range(2):
         restored.optimizer_steps.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     restored.load_state_dict(plugin.state_dict())

@@ -201,7 +201,8 @@ RATES = at(on_train_batch_end=rate_and_weight, on_train_end=rate_and_weight)
 )
 def test_one_bad_rank_makes_every_rank_skip_and_the_schedule_wait(two_ranks, bad, rates):
     """torch's warning about a scheduler that ran first would be an error here."""
-    module, scale = partial(Scheduled, batches=bad), DynamicLossScale(2.0**10)
+    module = partial(Scheduled, batches=bad)
+    scale = DynamicLossScale(2.0**10)
     for seen in fp16(two_ranks, module, max_epochs=1, loss_scale=scale, callbacks=[RATES]):
         history = seen.looks["on_train_batch_end"]
         assert (seen.num_skipped, seen.loss_scale) == (len(bad), 2.0 ** (10 - len(bad)))

@@ -20,7 +20,8 @@ class Groups:
     def setup(self, trainer):
         pairs = torch.arange(self.world_size).split(2)
         groups = [dist.new_group(pair.tolist()) for pair in pairs]  # every rank makes all of them
-        self.model.group, self.model.part = groups[self.global_rank // 2], self.global_rank % 2
+        self.model.group = groups[self.global_rank // 2]
+        self.model.part = self.global_rank % 2
         # each rank has a part of the sum, and DDP divides by all ranks
         for parameter in self.model.parameters():
             parameter.register_hook(lambda grad: grad * 2.0)

@@ -56,7 +56,8 @@ def test_lightlys_lars_and_ours_by_its_arguments_end_at_the_same_weights(nestero
 
 def losses_under_fabric(strategy, precision, network, optimizer, options):
     """Six steps on images of noise, other ones on each rank, and the first weights of the end."""
-    timm, optim = pytest.importorskip("timm"), pytest.importorskip("timm.optim")
+    timm = pytest.importorskip("timm")
+    optim = pytest.importorskip("timm.optim")
     fabric = Fabric(
         strategy=strategy, precision=precision, accelerator="cpu", devices=dist.get_world_size()
     )
@@ -65,7 +66,8 @@ def losses_under_fabric(strategy, precision, network, optimizer, options):
     net = timm.create_model(network, num_classes=4, pretrained=False)
     net, made = fabric.setup(net, optim.create_optimizer_v2(net, opt=optimizer, **options))
     generator = torch.Generator().manual_seed(dist.get_rank())
-    images, labels = torch.randn(8, 3, 96, 96, generator=generator), torch.arange(8) % 4
+    images = torch.randn(8, 3, 96, 96, generator=generator)
+    labels = torch.arange(8) % 4
     losses = []
     for _ in range(6):
         loss = F.cross_entropy(net(images).float(), labels)

@@ -13,7 +13,8 @@ from lightning_hybrid.elastic.strategy import MAX_HOSTS_VARIABLE, MEET_VARIABLE
 from tests.checkout import ROOT, tracked_in
 from tests.programs import run_program
 
-EXAMPLES, DEPLOY = ROOT / "recipes" / "examples", ROOT / "recipes" / "deploy"
+EXAMPLES = ROOT / "recipes" / "examples"
+DEPLOY = ROOT / "recipes" / "deploy"
 LAST = {
     "own_script.py": r"accuracy: 0\.9\d\d",
     "own_loop.py": r"epoch 4: loss 0\.\d\d\d",

@@ -82,7 +82,8 @@ def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
         return  # its own options
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     monkeypatch.setattr(imagenet, "count_classes", lambda root: 2)  # the reader's own folder
-    check, accepted = config_check.check, []
+    check = config_check.check
+    accepted = []
 
     def check_and_stop(*given):
         accepted.append(check(*given))

@@ -160,10 +160,8 @@ def test_the_answer_recommends_what_pays_beyond_what_is_known_and_says_why(monke
 def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
     """Nothing hides gradients of 25.6 million: bytes of 2, 258 / 256, 8 / 8 in 8 steps and both, at 25 Gbit/s."""
     fast = scenario(cluster=cluster_of("cloud_25gbe", 2), images_per_s=1e6)
-    coded, local = (
-        replace(fast, comm_dtype_across_nodes="int8"),
-        replace(fast, sync_across_nodes_every=8),
-    )
+    coded = replace(fast, comm_dtype_across_nodes="int8")
+    local = replace(fast, sync_across_nodes_every=8)
     both = replace(local, comm_dtype_across_nodes="int8")
     points = [scaling_point(each) for each in (fast, coded, local, both)]
     assert points[0].step_s > points[1].step_s
@@ -305,7 +303,8 @@ def test_published_rows_are_as_recorded_the_bad_ones_too():
         .read_text()
         .splitlines()[1:]
     )
-    rows, now = {row["what"]: row for row in map(json.loads, lines)}, dict(predictions())
+    rows = {row["what"]: row for row in map(json.loads, lines)}
+    now = dict(predictions())
     assert [*now] == [*rows]
     assert [*now.values()] == pytest.approx([row["predicted"] for row in rows.values()], rel=1e-6)
     assert now["ResNet-50, 1,024 P40, all on: efficiency"] == pytest.approx(99.2, abs=1.0)

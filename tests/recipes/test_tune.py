@@ -41,7 +41,8 @@ def report(cluster, *overrides, **more):
 
 
 def on_gpus():
-    near, far = Link(latency_s=0.0, bytes_per_s=2e11), Link(latency_s=5e-6, bytes_per_s=2.5e10)
+    near = Link(latency_s=0.0, bytes_per_s=2e11)
+    far = Link(latency_s=5e-6, bytes_per_s=2.5e10)
     return Cluster(
         num_nodes=2, ranks_per_node=4, inside=near, across=far, transport=Nccl(inside="nvlink")
     )
@@ -146,7 +147,8 @@ class Unconnected:
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_starts(tmp_path):
-    two, file = ["world.devices=2", "world.num_nodes=1"], tmp_path / "file"
+    two = ["world.devices=2", "world.num_nodes=1"]
+    file = tmp_path / "file"
     file.write_text("")
     for ask, words in (
         (

@@ -4,7 +4,8 @@ from functools import reduce
 
 
 def pair(a, b):
-    dot, squares = a @ b, (a @ a, b @ b)
+    dot = a @ b
+    squares = (a @ a, b @ b)
     of_a, of_b = (1 - dot / (2 * square) if square else 1 for square in squares)
     return of_a * a + of_b * b
 

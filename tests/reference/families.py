@@ -28,7 +28,8 @@ def mlperf_tensorflow(
         ratio = torch.ones((), dtype=w.dtype)
         if norm(w) > 0 and norm(g) > 0:
             ratio = trust_coefficient * norm(w) / (norm(g) + weight_decay * norm(w) + eps)
-        scaled_lr, decayed = lr * ratio, g + weight_decay * w
+        scaled_lr = lr * ratio
+        decayed = g + weight_decay * w
         accumulator = momentum * accumulator - scaled_lr * decayed
         w = w + (momentum * accumulator - scaled_lr * decayed if nesterov else accumulator)
     return w
@@ -64,11 +65,13 @@ def timm(
 
 def nvidia_mxnet(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps):
     """``SGDwFASTLARS`` of NVIDIA's MXNet entries: the paper's rule, with Goyal et al.'s momentum correction."""
-    v, previous = torch.zeros_like(w), lrs[0]
+    v = torch.zeros_like(w)
+    previous = lrs[0]
     for g, lr in zip(gradients, lrs, strict=True):
         local_lr = trust_coefficient * norm(w) / (norm(g) + weight_decay * norm(w) + eps)
         v = momentum * (lr / previous) * v - lr * local_lr * (g + weight_decay * w)
-        w, previous = w + v, lr
+        w = w + v
+        previous = lr
     return w
 
 
@@ -164,9 +167,11 @@ def lamb(
         for i, g in enumerate(grads):
             ms[i] = betas[0] * ms[i] + (1 - betas[0]) * clip * g
             vs[i] = betas[1] * vs[i] + (1 - betas[1]) * (clip * g) ** 2
-            m, v = ms[i], vs[i]
+            m = ms[i]
+            v = vs[i]
             if bias_correction:
-                m, v = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+                m = m / (1 - betas[0] ** t)
+                v = v / (1 - betas[1] ** t)
             u = m / (v.sqrt() + eps) + weight_decay * ws[i]
             phi = norm(ws[i]).clamp(*weight_norm_bounds)
             q = phi / norm(u) if phi > 0 else 1.0

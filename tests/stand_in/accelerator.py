@@ -27,7 +27,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from lightning_hybrid.optim import LAMB, LARS
 from recipes.training.fully_sharded import FullyShardedStrategy
 
-NUM_RANKS, NUM_BLOCKS, WIDTH = 2, 6, 512
+NUM_RANKS = 2
+NUM_BLOCKS = 6
+WIDTH = 512
 OPTIMIZERS = {
     "lars": lambda params: LARS(params, lr=1.0),
     "lamb": lambda params: LAMB(params, lr=0.1),
@@ -77,7 +79,10 @@ class Memories(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live, self.now, self.peak, self.after = {}, 0, 0, 0
+        self.live = {}
+        self.now = 0
+        self.peak = 0
+        self.after = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = _fakes((args, kwargs))
@@ -144,7 +149,9 @@ class Cast(nn.Linear):
 class Blocks(pl.LightningModule):
     def __init__(self, memories, optimizer, policy=None):
         super().__init__()
-        self.memories, self.optimizer_name, self.policy = memories, optimizer, policy
+        self.memories = memories
+        self.optimizer_name = optimizer
+        self.policy = policy
         with DEVICE:
             self.net = nn.Sequential(
                 *(
@@ -205,10 +212,8 @@ def fit(
             except pl.utilities.exceptions.MisconfigurationException as error:
                 return {"error": str(error)}
             trainer.save_checkpoint("a file")
-            scale, state = (
-                getattr(trainer.precision_plugin, "loss_scale", None),
-                trainer.optimizers[0].state,
-            )
+            scale = getattr(trainer.precision_plugin, "loss_scale", None)
+            state = trainer.optimizers[0].state
             parts = {
                 "masters": module.parameters(),
                 "state": [

@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ZERO, ONE = torch.device("cuda:0"), torch.device("cuda:1")
+ZERO = torch.device("cuda:0")
+ONE = torch.device("cuda:1")
 
 
 class Launches(TorchDispatchMode):
@@ -54,7 +55,8 @@ class FakeCuda:
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
         """For `torch.cuda.device_of`."""
-        before, self.current = self.current, torch.device(device)
+        before = self.current
+        self.current = torch.device(device)
         try:
             yield
         finally:

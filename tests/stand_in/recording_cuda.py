@@ -55,7 +55,9 @@ class Stream:
     device = CUDA
 
     def __init__(self, cuda: Cuda, name: str, priority: int = 0) -> None:
-        self.cuda, self.name, self.priority = cuda, name, priority
+        self.cuda = cuda
+        self.name = name
+        self.priority = priority
         self.clock: dict[str, int] = {name: 0}
         self.now_s = 0.0
 
@@ -82,9 +84,11 @@ class Event:
     """Where its stream was when it was recorded; through once the device is as far."""
 
     def __init__(self, cuda: Cuda, enable_timing: bool = False) -> None:
-        self.cuda, self.has_time = cuda, enable_timing
+        self.cuda = cuda
+        self.has_time = enable_timing
         self.clock: dict[str, int] = {}
-        self.at_s, self.number = 0.0, -1
+        self.at_s = 0.0
+        self.number = -1
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.cuda.current
@@ -120,7 +124,8 @@ class Future:
         self.event = Event(Cuda.instance())
 
     def set_result(self, value: object) -> None:
-        self._value, self._error = value, None
+        self._value = value
+        self._error = None
         self.event.record()
 
     def wait(self) -> object:
@@ -137,7 +142,8 @@ class Future:
 
     def then(self, callback: Callable[[Future], object]) -> Future:
         """On a stream of its own, which waits for this one and is recorded of its value."""
-        cuda, after = Cuda.instance(), Future([])
+        cuda = Cuda.instance()
+        after = Future([])
         with cuda.on(cuda.stream(CUDA)):
             for each in filter(_is_tensor, tree_leaves(self.wait())):
                 cuda.memory_of(each).recorded.add(cuda.current.name)
@@ -150,7 +156,8 @@ class Future:
 
 class _Memory:
     def __init__(self, storage: torch.UntypedStorage, owner: str) -> None:
-        self.ref, self.owner = StorageWeakRef(storage), owner
+        self.ref = StorageWeakRef(storage)
+        self.owner = owner
         self.uses: list[
             tuple[int, int, str, int, bool]
         ] = []  # bytes from and to, stream, its count, whether written
@@ -165,10 +172,12 @@ class Cuda(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.number, self.num_through = 0, sys.maxsize
+        self.number = 0
+        self.num_through = sys.maxsize
         self.streams: list[Stream] = []
         self.compute = self.current = self.stream(CUDA)
-        self.compute.name, self.compute.clock = "compute", {"compute": 0}
+        self.compute.name = "compute"
+        self.compute.clock = {"compute": 0}
         self.nccl, self.host = Stream(self, "nccl"), Stream(self, HOST)
         self.is_fake = False
         self.memory: dict[int, _Memory] = {}
@@ -205,7 +214,8 @@ class Cuda(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before = self.current
+        self.current = stream
         try:
             yield
         finally:
@@ -358,7 +368,8 @@ class Cuda(TorchDispatchMode):
         if memory.owner == HOST and not self.is_fake:
             return
         begin = tensor.storage_offset() * tensor.element_size()
-        end, kept = begin + tensor.numel() * tensor.element_size(), []
+        end = begin + tensor.numel() * tensor.element_size()
+        kept = []
         for use in memory.uses:
             other_begin, other_end, other, count, was_write = use
             if max(begin, other_begin) < min(end, other_end) and (is_write or was_write):

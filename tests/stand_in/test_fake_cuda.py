@@ -43,7 +43,8 @@ def recipe(rule, shapes=SHAPES, *, fused=None):
 
 
 def scaled_step(optimizer):
-    optimizer.grad_scale, optimizer.found_inf = torch.empty((), device=ZERO), None
+    optimizer.grad_scale = torch.empty((), device=ZERO)
+    optimizer.found_inf = None
     optimizer.step()
 
 

@@ -32,7 +32,8 @@ def train_on(loader):
     """Races of four steps that read a batch, change it, and keep the last loss."""
     with Cuda().on_fake_tensors() as gpu:
         ahead = prefetch(loader, CUDA, torch.float16)
-        weight, seen = torch.ones(3, device=CUDA, dtype=torch.float16), 0
+        weight = torch.ones(3, device=CUDA, dtype=torch.float16)
+        seen = 0
         for batch in ahead:
             assert batch["images"].device == batch["labels"].device == CUDA
             assert batch["images"].dtype is torch.float16
@@ -85,7 +86,8 @@ def races_of_a_checkpoint(monkeypatch, *, waits=True, on_side=False):
     monkeypatch.setattr(host_copy, "_key_of", id)  # a fake tensor has no address
     monkeypatch.setattr(host_copy, "_has_place", lambda tensor: True)  # and a type of its own
     with Cuda().on_fake_tensors() as gpu:
-        weights, host = torch.ones(8, device=CUDA), HostCopies()
+        weights = torch.ones(8, device=CUDA)
+        host = HostCopies()
         weights.mul_(2)
         side = torch.cuda.Stream(CUDA) if on_side else torch.cuda.current_stream()
         side.wait_stream(torch.cuda.current_stream())

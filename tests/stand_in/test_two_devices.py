@@ -66,7 +66,8 @@ def set_up(optimizer, precision="16-true", *, module=None, **settings):
     """Module, trainer and precision, as the strategy has them when training starts."""
     module = on_cuda(toy.Toy() if module is None else module)
     trainer = toy.trainer(precision=precision, **settings)
-    module.trainer, trainer.strategy._lightning_module = trainer, module
+    module.trainer = trainer
+    trainer.strategy._lightning_module = module
     plugin = trainer.precision_plugin
     assert isinstance(plugin, MasterWeightPrecision)
     plugin.connect_strategy(is_last_backward_of_step=lambda: True)

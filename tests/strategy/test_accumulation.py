@@ -23,7 +23,8 @@ class Counts(Toy):
 
     def __init__(self, leaves_out=False):
         super().__init__(lr=1.0)
-        self.net, self.leaves_out = nn.Linear(3, 1, bias=False), leaves_out
+        self.net = nn.Linear(3, 1, bias=False)
+        self.leaves_out = leaves_out
         nn.init.zeros_(self.net.weight)
 
     def training_step(self, batch, batch_idx):
@@ -38,7 +39,8 @@ class Counts(Toy):
 def batches(num_steps=1, first=None):
     """float32 `"batch 3"`; rank r's first is 1 - r / 4."""
     step = torch.full((NUM_BATCHES, 3), 2.0**-11)
-    step[0], step[-1] = 1.0 - this_rank() / 4 if first is None else first, 0.0
+    step[0] = 1.0 - this_rank() / 4 if first is None else first
+    step[-1] = 0.0
     return torch.utils.data.DataLoader(step.repeat(num_steps, 1), batch_size=1)
 
 
@@ -103,7 +105,8 @@ class OwnLoop(Counts):
         self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        optimizer, model = self.optimizers(), self.trainer.strategy.model
+        optimizer = self.optimizers()
+        model = self.trainer.strategy.model
         assert isinstance(model, DistributedDataParallel)
         model.require_backward_grad_sync = is_last = (batch_idx + 1) % NUM_BATCHES == 0
         self.manual_backward(super().training_step(batch, batch_idx))

@@ -24,7 +24,9 @@ class Slopes(pl.LightningModule):
     def __init__(self, *, apart=False, inf_at=None, optimizer=None):
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for numel in NUMELS])
-        self.apart, self.inf_at, self.optimizer = apart, inf_at, optimizer
+        self.apart = apart
+        self.inf_at = inf_at
+        self.optimizer = optimizer
 
     def training_step(self, batch, batch_idx):
         drawn = slopes(dist.get_rank(), apart=self.apart)

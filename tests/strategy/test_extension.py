@@ -48,7 +48,9 @@ def test_the_extension_of_the_page_logs_the_norm_of_an_update(two_ranks):
 
 class Says(FitExtension):
     def __init__(self, fit, name, said, fails=()):
-        self.name, self.said, self.fails = name, said, fails
+        self.name = name
+        self.said = said
+        self.fails = fails
         self.note("made", kept=False)
 
     def note(self, hook, kept=True):
@@ -71,9 +73,12 @@ class Says(FitExtension):
     def _noted(hook):
         return lambda self, fit, *error: self.note(hook)
 
-    after_setup, before_validation = _noted("after_setup"), _noted("before_validation")
-    in_validation, after_validation = _noted("in_validation"), _noted("after_validation")
-    before_train_end, failed = _noted("before_train_end"), _noted("failed")
+    after_setup = _noted("after_setup")
+    before_validation = _noted("before_validation")
+    in_validation = _noted("in_validation")
+    after_validation = _noted("after_validation")
+    before_train_end = _noted("before_train_end")
+    failed = _noted("failed")
 
     def save(self, fit, checkpoint):
         checkpoint[self.name] = 1
@@ -93,7 +98,10 @@ class Says(FitExtension):
 
 
 def fit(fails, batch_error_on=(), path=None, ckpt_path=None):
-    said, module, error, notes = [], toy.Toy(), "", []
+    said = []
+    module = toy.Toy()
+    error = ""
+    notes = []
     fails = fails[dist.get_rank()] if isinstance(fails, list) else fails
     factories = [partial(Says, name=name, said=said, fails=fails.get(name, ())) for name in "abc"]
     if dist.get_rank() in batch_error_on:
@@ -107,7 +115,8 @@ def fit(fails, batch_error_on=(), path=None, ckpt_path=None):
             if path is not None:
                 trainer.save_checkpoint(path)
         except Exception as raised:
-            error, notes = f"{type(raised).__name__}: {raised}", getattr(raised, "__notes__", [])
+            error = f"{type(raised).__name__}: {raised}"
+            notes = getattr(raised, "__notes__", [])
     texts = [str(one.message) for one in caught if "could not be ended" in str(one.message)]
     assert not [one for one in trainer.callbacks if type(one).__name__ == "ExtensionHooks"]
     assert strategy._comm.engine is None
@@ -130,7 +139,8 @@ def test_a_good_fit_calls_hooks_in_order_and_ends_in_reverse(two_ranks, tmp_path
             "in_validation",
         ]
         assert each == [*steps, "after_validation", "before_train_end", "end()", "put_back", "save"]
-        ended, put_back = [f"{one}.end()" for one in "cba"], [f"{one}.put_back" for one in "cba"]
+        ended = [f"{one}.end()" for one in "cba"]
+        put_back = [f"{one}.put_back" for one in "cba"]
         assert hooks(said, "end", "put_back") == [*ended, *put_back]
         assert hooks(said, "save") == ["a.save", "b.save", "c.save"]
     for said, error, _, _ in two_ranks.run(
@@ -167,10 +177,8 @@ def test_an_error_of_the_fit_stays_the_one_that_is_seen(two_ranks):
     fails = {"a": ("failed", "put_back"), "b": ("end",)}
     for said, error, texts, notes in two_ranks.run(fit, fails, (0, 1), timeout_s=LIMIT_S):
         assert error.startswith("KeyError")
-        failed, ended = (
-            [f"{one}.failed" for one in "abc"],
-            [f"{one}.end(KeyError)" for one in "cba"],
-        )
+        failed = [f"{one}.failed" for one in "abc"]
+        ended = [f"{one}.end(KeyError)" for one in "cba"]
         put_back = [f"{one}.put_back" for one in "cba"]
         assert hooks(said, "failed", "end", "put_back") == [*failed, *ended, *put_back]
         assert any("Says.failed: ValueError: a.failed" in note for note in notes)

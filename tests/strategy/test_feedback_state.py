@@ -53,7 +53,8 @@ def residuals_in(path):
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     rank_pool, tmp_path, num_ranks, codec, scene
 ):
-    path, ranks = tmp_path / "one.ckpt", rank_pool.ranks(num_ranks)
+    path = tmp_path / "one.ckpt"
+    ranks = rank_pool.ranks(num_ranks)
     whole = fit(ranks, codec, callbacks=[Saves(path, epoch=0)], **scene)
     for one, other in zip(whole, fit(ranks, codec, ckpt_path=path, **scene), strict=True):
         assert same(one.parameters, other.parameters)
@@ -64,7 +65,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 
 def test_residuals_move_to_the_rank_that_encodes_their_block(four_ranks, tmp_path):
     """Neither algorithm and buckets, which DDP makes otherwise in the first step, nor saving change a bit."""
-    path, scene = tmp_path / "one.ckpt", {"ranks_per_node": 2, "max_epochs": 3}
+    path = tmp_path / "one.ckpt"
+    scene = {"ranks_per_node": 2, "max_epochs": 3}
     by_leader, by_shards = (Comm(plan=plan) for plan in (BY_LEADER, BY_SHARDS))
     first = fit(four_ranks, comm=by_leader, callbacks=[Saves(path, epoch=0)], **scene)
     others = [fit(four_ranks, comm=by_shards, ckpt_path=each, **scene) for each in (None, path)]
@@ -79,10 +81,8 @@ def of_all_nodes(trainer, module, *args):
 
 def test_a_skipped_step_leaves_all_residuals_as_they_were(two_ranks):
     """And the loss scale, which falls, does not show in them."""
-    module, callbacks = (
-        partial(Spoiled, batches=(2,), lr=0.05),
-        [at(on_train_batch_end=of_all_nodes)],
-    )
+    module = partial(Spoiled, batches=(2,), lr=0.05)
+    callbacks = [at(on_train_batch_end=of_all_nodes)]
     seen, other = fit(two_ranks, module=module, max_epochs=1, callbacks=callbacks)
     found = seen.looks["on_train_batch_end"]
     assert same(found[2], found[1])
@@ -124,8 +124,10 @@ def test_a_file_that_is_saved_while_an_error_ends_the_run_has_no_residuals(monke
     fit = SimpleNamespace(
         precision=precision, module=None, optimizer_steps=(), failures=SimpleNamespace()
     )
-    extension, checkpoint = ErrorFeedbackExtension(fit), {"optimizer_states": []}
-    extension._feedback, fit.failures.ending_error = object(), KeyError("label")
+    extension = ErrorFeedbackExtension(fit)
+    checkpoint = {"optimizer_states": []}
+    extension._feedback = object()
+    fit.failures.ending_error = KeyError("label")
     with pytest.warns(UserWarning, match="saved while KeyError ends this rank has no residuals"):
         extension.save(fit, checkpoint)
     assert checkpoint == {"optimizer_states": []}

@@ -116,7 +116,8 @@ class Positioned:
 
     def __iter__(self):
         for position in range(self.position % 8, 8):
-            self.position, share = position + 1, slice(2 * position + this_rank(), None, 32)
+            self.position = position + 1
+            share = slice(2 * position + this_rank(), None, 32)
             yield toy.Blobs().images[share], toy.Blobs().targets[share]
 
     def state_dict(self):

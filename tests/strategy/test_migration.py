@@ -89,7 +89,9 @@ def small_imagenet(**given):
 
 def trained_with(code: str, folder: str):
     """Two steps with what the code gives, on ranks that begin with other weights: steps, what stayed, sums, files."""
-    module, settings, data = toy.Toy(seed=dist.get_rank()), {}, {"train_dataloaders": toy.loader()}
+    module = toy.Toy(seed=dist.get_rank())
+    settings = {}
+    data = {"train_dataloaders": toy.loader()}
     names = {name: getattr(lightning_hybrid, name) for name in lightning_hybrid.__all__}
     names |= {
         "torch": torch,
@@ -121,7 +123,8 @@ def trained_with(code: str, folder: str):
             case pl.Callback() as callback:
                 settings = {"callbacks": [callback]}
             case pl.LightningDataModule() as datamodule:
-                module, data = Pictures(), {"datamodule": datamodule}
+                module = Pictures()
+                data = {"datamodule": datamodule}
         if "plugins" not in settings:
             settings = {"precision": "16-true", **settings}
         first = {name: value.detach().clone() for name, value in module.named_parameters()}
@@ -198,10 +201,8 @@ def changes(scales: list[int], is_change) -> list[int]:
 def test_the_scale_grows_a_step_earlier_than_deepspeeds_and_falls_with_it():
     """DeepSpeed's is what `DynamicLossScaler` of 0.19.8 gave with window 4 and hysteresis 2, in units of 1024."""
     deepspeed = [64] * 4 + [128] * 3 + [64] * 5 + [128] * 4 + [256] * 7 + [512] * 2
-    scale, ours = (
-        lightning_hybrid.DynamicLossScale(init_scale=2.0**16, growth_interval=4, hysteresis=2),
-        [],
-    )
+    scale = lightning_hybrid.DynamicLossScale(init_scale=2.0**16, growth_interval=4, hysteresis=2)
+    ours = []
     for overflow in [False] * 6 + [True] * 2 + [False] * 10 + [True] + [False] * 6:
         scale.update(torch.tensor(overflow))
         ours.append(int(scale.value) // 1024)
@@ -244,7 +245,8 @@ def test_a_checkpoint_of_stock_ddp_goes_on_to_its_bits_and_in_half_precision_fro
     two_ranks, tmp_path
 ):
     """With `precision="16-mixed"` Lightning would take bf16 on a CPU; its plugin, given as such, has its loss scale."""
-    path, settings = tmp_path / "ddp.ckpt", {"plugins": [MixedPrecision("16-mixed", "cpu")]}
+    path = tmp_path / "ddp.ckpt"
+    settings = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
     adam = {"optimizer": "AdamW", "lr": 1e-2}
     whole = fit(
         two_ranks,
@@ -287,7 +289,8 @@ def test_weights_from_deepspeeds_zero_to_fp32_and_from_lightnings_converter_are_
     assert not torch.equal(saved["net.5.weight"], saved["net.5.weight"].bfloat16().float()), (
         "more digits than bf16"
     )
-    module, state = Toy(), {f"module.{name}": value for name, value in saved.items()}
+    module = Toy()
+    state = {f"module.{name}": value for name, value in saved.items()}
     consume_prefix_in_state_dict_if_present(state, "module.")  # of older versions, or of a wrapper
     module.load_state_dict(state)
     converted = Toy.load_from_checkpoint(DEEPSPEED / "lightning_model.pt")
@@ -310,10 +313,12 @@ def saved_by_apex_o2():
     O2 casts all but BatchNorm to fp16, puts fp32 masters into `param_groups` in the place of fp16 parameters, steps on
     them, copies them back; its state dict hook saves fp16 tensors as fp32 ones.
     """
-    model, generator = Toy(), torch.Generator().manual_seed(1)
+    model = Toy()
+    generator = torch.Generator().manual_seed(1)
     for child in model.net:
         child.float() if isinstance(child, nn.BatchNorm1d) else child.half()
-    optimizer, of = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    of = {}
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
             if parameter.dtype is torch.float16:

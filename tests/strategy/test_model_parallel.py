@@ -175,7 +175,8 @@ def test_a_file_of_hybrid_allreduce_goes_on_under_lightnings_own_strategy_once_i
     """Without names the state of one parameter would go to another."""
     path = tmp_path / "midway.ckpt"
     expected = saved(two_ranks, "hybrid", "lars", path)
-    plain, checkpoint = Layerwise("lars"), torch.load(path)
+    plain = Layerwise("lars")
+    checkpoint = torch.load(path)
     states = zip(checkpoint["optimizer_states"], [plain.configure_optimizers()], strict=True)
     checkpoint["optimizer_states"] = [state_by_name(state, one, plain) for state, one in states]
     torch.save(checkpoint, path)
@@ -241,7 +242,8 @@ def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
     A bias whose gradients cancel moves by more in bf16: then no further from fp32 than `hybrid_allreduce` is.
     """
     overflows, dtype = ((1, 2), torch.float16) if precision == "16-true" else ((), torch.bfloat16)
-    path, made = tmp_path / "midway.ckpt", {"overflows": overflows}
+    path = tmp_path / "midway.ckpt"
+    made = {"overflows": overflows}
     whole = in_halves(two_ranks, optimizer, precision, "hybrid_allreduce", **made)
     parts = in_halves(two_ranks, optimizer, precision, "fsdp", path, **made)
     again = in_halves(two_ranks, optimizer, precision, "fsdp", ckpt_path=path, **made)
@@ -280,10 +282,8 @@ def test_offloaded_shards_have_the_same_bits(optimizer, two_ranks, tmp_path):
     settings["callbacks"] = [at(on_train_batch_end=scale_and_dtypes)]
     seen = {}
     for name, offload in {"device": False, "host": True, "again": True}.items():
-        path, scene = (
-            tmp_path / "midway.ckpt",
-            settings | {"strategy": FullyShardedStrategy(offload=offload)},
-        )
+        path = tmp_path / "midway.ckpt"
+        scene = settings | {"strategy": FullyShardedStrategy(offload=offload)}
         scene |= {"ckpt_path": path} if name == "again" else {}
         saves = [Saves(path, epoch=0)] if name == "host" else []
         seen[name] = two_ranks.run(

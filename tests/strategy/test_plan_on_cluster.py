@@ -17,7 +17,8 @@ GLOO = Gloo(stage_s=1e-4, message_s=1e-4, segment_s=1e-4, ring_share=0.9, num_sh
 
 def cluster(ranks_per_node):
     """Ranks of a node are far from each other, so that the way through every node is long: no plan would take it."""
-    near, far = Link(latency_s=2e-2, bytes_per_s=5e8), Link(latency_s=1e-6, bytes_per_s=1e10)
+    near = Link(latency_s=2e-2, bytes_per_s=5e8)
+    far = Link(latency_s=1e-6, bytes_per_s=1e10)
     return Cluster(
         num_nodes=8, ranks_per_node=ranks_per_node, inside=near, across=far, transport=GLOO
     )

@@ -86,19 +86,20 @@ def random_box(
     Box(top=0, left=94, height=10, width=12)
     """
     # Uniform in the logarithm: 4:3 is as likely as 3:4.
-    log_least, log_most = math.log(aspect[0]), math.log(aspect[1])
+    log_least = math.log(aspect[0])
+    log_most = math.log(aspect[1])
     for k in range(3, NUM_DRAWS, 2):
         pixels = height * width * (area[0] + (area[1] - area[0]) * draws[k])
         ratio = math.exp(log_least + (log_most - log_least) * draws[k + 1])
-        box_width, box_height = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
+        box_width = round(math.sqrt(pixels * ratio))
+        box_height = round(math.sqrt(pixels / ratio))
         if 0 < box_width <= width and 0 < box_height <= height:
             # + 1: the last place is as likely as the others. A draw is below 1, so that int() stays inside.
-            top, left = (
-                int(draws[0] * (height - box_height + 1)),
-                int(draws[1] * (width - box_width + 1)),
-            )
+            top = int(draws[0] * (height - box_height + 1))
+            left = int(draws[1] * (width - box_width + 1))
             return Box(top, left, box_height, box_width)
-    box_width, box_height = width, height
+    box_width = width
+    box_height = height
     if width / height < aspect[0]:
         box_height = round(width / aspect[0])
     elif width / height > aspect[1]:
@@ -187,7 +188,8 @@ class EvalCrop:
         whole = _middle(height, width)
         height, width = short_side_resized(whole.height, whole.width, short_side=self.eval_resize)
         # round(), not //, as torchvision's CenterCrop.
-        top, left = round((height - self.image_size) / 2), round((width - self.image_size) / 2)
+        top = round((height - self.image_size) / 2)
+        left = round((width - self.image_size) / 2)
         return Frame(whole, height, width, top=top, left=left, flip=False)
 
 

@@ -29,7 +29,8 @@ class ImageFolder(ImageSource):
         self.folder = folder
         self.classes = class_folders(folder)
         names: list[bytes] = []
-        labels, empty = [], []
+        labels = []
+        empty = []
         for label, name in enumerate(self.classes):
             files = sorted(file for file in os.listdir(folder / name) if _is_image(file))
             if not files:
@@ -154,7 +155,9 @@ Labels are numbered in order of the class names, so the accuracy would mean noth
 
 def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
     # Sorted: the numbers of the classes follow from the order.
-    folders, images, archives = [], [], []
+    folders = []
+    images = []
+    archives = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):

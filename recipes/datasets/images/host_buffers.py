@@ -33,7 +33,8 @@ class HostBuffers:
     """
 
     def __init__(self, *, max_images: int, image_size: int, pin_memory: bool) -> None:
-        self.max_images, self.image_size = max_images, image_size
+        self.max_images = max_images
+        self.image_size = image_size
         self.pin_memory = pin_memory
         self._free: deque[NDArray[np.uint8]] = deque(maxlen=MAX_FREE)
         self._lock = threading.Lock()

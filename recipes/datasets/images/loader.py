@@ -67,7 +67,9 @@ class ImageTrainLoader(ResumableLoader):
         trainer: pl.Trainer | None = None,
     ) -> None:
         super().__init__(order, trainer=trainer)
-        self.rows, self.filler, self.on_device = rows, filler, on_device
+        self.rows = rows
+        self.filler = filler
+        self.on_device = on_device
         self._buffers = HostBuffers(
             max_images=order.batch_size_per_rank,
             image_size=rows.image_size,
@@ -93,7 +95,9 @@ class ImageEvalLoader:
         filler: DecodeThreads,
         on_device: Callable[[Batch], Batch],
     ) -> None:
-        self.rows, self.filler, self.on_device = rows, filler, on_device
+        self.rows = rows
+        self.filler = filler
+        self.on_device = on_device
         self.shares = eval_shares(
             num_images=rows.num_images,
             world_size=world_size,

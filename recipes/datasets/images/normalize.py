@@ -42,7 +42,8 @@ class NormalizeOnDevice:
                     f"and blue{', above zero' if name == 'std' else ''}. ImageNet's: "
                     f"data.{name}={list(IMAGENET_MEAN if name == 'mean' else IMAGENET_STD)}."
                 )
-        self.mean, self.std = tuple(mean), tuple(std)
+        self.mean = tuple(mean)
+        self.std = tuple(std)
         self._levels: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, batch: Batch) -> Batch:

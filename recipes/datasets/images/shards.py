@@ -149,7 +149,8 @@ def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
     for name, kind in (("names", "S"), ("classes", "U")):
         if arrays[name].dtype.kind != kind or arrays[name].ndim != 1:
             _refuse(path, name, f"(={arrays[name].dtype}) must be names in a row")
-    num_images, num_shards = len(arrays["labels"]), len(arrays["shard_num_bytes"])
+    num_images = len(arrays["labels"])
+    num_shards = len(arrays["shard_num_bytes"])
     for name in ("shards", "offsets", "num_bytes", "crc32s", "names"):
         if len(arrays[name]) != num_images:
             _refuse(
@@ -166,7 +167,9 @@ def _check_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
 
 
 def _check_bounds(path: Path, index: ShardIndex) -> None:
-    arrays, num_images, num_shards = vars(index), len(index.labels), len(index.shard_num_bytes)
+    arrays = vars(index)
+    num_images = len(index.labels)
+    num_shards = len(index.shard_num_bytes)
     shards, offsets, num_bytes = (
         arrays[name].astype(np.int64) for name in ("shards", "offsets", "num_bytes")
     )
@@ -223,7 +226,8 @@ class ShardedImages(ImageSource):
 
     def read(self, index: int) -> bytes:
         """Read the image file and compare its checksum."""
-        at, num_bytes = int(self.index.offsets[index]), int(self.index.num_bytes[index])
+        at = int(self.index.offsets[index])
+        num_bytes = int(self.index.num_bytes[index])
         data = os.pread(self._file(int(self.index.shards[index])), num_bytes, at)
         if len(data) != num_bytes or zlib.crc32(data) != self.index.crc32s[index]:
             fault = (

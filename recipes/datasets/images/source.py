@@ -77,8 +77,11 @@ class DecodedImages(RowSource):
                 f"`max_corrupt_images` (={max_corrupt_images}) must not be negative: it counts images. Set "
                 "data.max_corrupt_images=0 to end the run at the first."
             )
-        self.source, self.crop, self.decoder = source, crop, decoder
-        self.num_images, self.image_size = len(source), crop.image_size
+        self.source = source
+        self.crop = crop
+        self.decoder = decoder
+        self.num_images = len(source)
+        self.image_size = crop.image_size
         self.max_corrupt_images = max_corrupt_images
         self.corrupt: dict[int, str] = {}
 

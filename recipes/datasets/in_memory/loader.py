@@ -138,7 +138,8 @@ def shifted(images: Tensor, shifts: Tensor) -> Tensor:
     padded = F.pad(images, (margin,) * 4)
     rows = torch.arange(height) + margin - shifts[:, 0, None]
     columns = torch.arange(width) + margin - shifts[:, 1, None]
-    batch, channel = torch.arange(len(images)), torch.arange(images.shape[1])
+    batch = torch.arange(len(images))
+    channel = torch.arange(images.shape[1])
     return padded[
         batch[:, None, None, None],
         channel[:, None, None],

@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning_hybrid.checks import require_whole
 
 # What numbers are drawn for, if not for a batch: the fifth word of the entropy.
-_EPOCH, _VALIDATION = 1, 2
+_EPOCH = 1
+_VALIDATION = 2
 
 
 class SeedEachStep(Callback):

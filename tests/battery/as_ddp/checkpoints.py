@@ -100,7 +100,8 @@ def found_by_name(run: Run) -> Any:
 @behaviour
 def saved_by_hand(run: Run) -> Any:
     trainer, module = run.fit()
-    whole, weights = run.folder / "deep/er/a.ckpt", run.folder / "weights.ckpt"
+    whole = run.folder / "deep/er/a.ckpt"
+    weights = run.folder / "weights.ckpt"
     trainer.save_checkpoint(whole)
     trainer.save_checkpoint(str(weights), weights_only=True)
     trainer.save_checkpoint(weights, weights_only=True)

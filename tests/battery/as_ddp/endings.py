@@ -47,7 +47,8 @@ def error_in(hook: str, run: Run) -> Any:
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
             seen.append((type(exception), str(exception), state_of(trainer)))
 
-    module, trainer = plain_with(**{hook: raises}), run.trainer(callbacks=[Notes()])
+    module = plain_with(**{hook: raises})
+    trainer = run.trainer(callbacks=[Notes()])
     try:
         trainer.fit(module, loader(), loader())
     except Exception as error:
@@ -84,7 +85,8 @@ def overflow(run: Run) -> Any:
 
 @behaviour
 def state_of_the_process(run: Run) -> Any:
-    environment, threads = set(os.environ), {thread.name for thread in threading.enumerate()}
+    environment = set(os.environ)
+    threads = {thread.name for thread in threading.enumerate()}
     run.fit(None, loader(), loader())
     return [
         sorted(set(os.environ) - environment),
@@ -132,7 +134,8 @@ def pickled_after_a_fit(run: Run) -> Any:
     with io.BytesIO() as file:
         torch.save(module, file)
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    copied, again = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    copied = copy.deepcopy(module)
+    again = pickle.loads(pickle.dumps(module))
     return [left_of(each) for each in (loaded, copied, again)], type(
         pickle.loads(pickle.dumps(trainer))
     )

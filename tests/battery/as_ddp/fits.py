@@ -91,7 +91,8 @@ for _kind, _whose, _names in (
 
 
 def left_of(module: pl.LightningModule) -> Any:
-    children, weights = list(module.modules()), list(module.parameters())
+    children = list(module.modules())
+    weights = list(module.parameters())
     return {
         "state": module.state_dict(),
         "dtype": module.dtype,
@@ -124,7 +125,9 @@ def called(run: Run, what: str, **settings: Any) -> Any:
 
 @behaviour
 def every_phase_in_turn(run: Run) -> Any:
-    module, seen, trainer = Noting(), [], run.trainer()
+    module = Noting()
+    seen = []
+    trainer = run.trainer()
     for what in ("validate", "fit", "test", "fit", "predict", "validate"):
         seen.append(
             (

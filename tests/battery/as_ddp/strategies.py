@@ -40,7 +40,8 @@ def within_a_fit(look: Any) -> Any:
 
 @within_a_fit
 def broadcast_and_barrier(trainer: pl.Trainer, module: Plain) -> Any:
-    rank, strategy = trainer.global_rank, trainer.strategy
+    rank = trainer.global_rank
+    strategy = trainer.strategy
     strategy.barrier()
     strategy.barrier("by name")
     sources = range(trainer.world_size)
@@ -105,7 +106,8 @@ def defaults_spelt_out(run: Run) -> Any:
 
 
 def _refused(run: Run, arguments: dict[str, Any]) -> list[str]:
-    kind, refused = type(run.trainer().strategy), []
+    kind = type(run.trainer().strategy)
+    refused = []
     for name, value in arguments.items():
         try:
             kind(**{name: value})

@@ -106,10 +106,8 @@ def messages_of_a_fit(run: Run) -> Any:
             if "litlogger" not in text and "litmodels" not in text:  # one of two tips, by chance
                 lines.append((record.levelname, text))
 
-    loggers, handler = (
-        [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")],
-        Keeps(),
-    )
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    handler = Keeps()
     levels = [each.level for each in loggers]
     for each in loggers:
         each.setLevel(logging.INFO)
@@ -162,12 +160,14 @@ def tuned(what: str, run: Run) -> Any:
     class Sized(Plain):
         def __init__(self) -> None:
             super().__init__()
-            self.batch_size, self.lr = 2, 0.1
+            self.batch_size = 2
+            self.lr = 0.1
 
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(loader(8).dataset, batch_size=self.batch_size)
 
-    module, trainer = Sized(), run.trainer(max_epochs=1)
+    module = Sized()
+    trainer = run.trainer(max_epochs=1)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     if what == "lr":
         found: Any = Tuner(trainer).lr_find(module, num_training=6, min_lr=1e-4, max_lr=1e-1)

@@ -32,7 +32,8 @@ def digits(state):
 
 class _Saves(Row):
     def keep(self, saved):
-        self.saved, self.facts["saved"] = saved, digits(saved)
+        self.saved = saved
+        self.facts["saved"] = digits(saved)
 
     def after_fit(self):
         state = self.state_dict()
@@ -118,7 +119,8 @@ ROWS = {
 class Freezes(Row):
     """A backbone that is unfrozen later: on one rank only, as Lightning's `ddp` averages nothing of it."""
 
-    worlds, epochs = (1,), 4
+    worlds = (1,)
+    epochs = 4
     parts = {
         "backbone": lambda: nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.ReLU()),
         "net": lambda: nn.Linear(16, NUM_CLASSES),

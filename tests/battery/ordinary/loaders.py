@@ -24,7 +24,8 @@ class _Refills:
 
     def __init__(self):
         self.images, self.targets = my_samples()
-        self.x, self.y = torch.empty(8, toy.NUM_FEATURES), torch.empty(8, dtype=torch.long)
+        self.x = torch.empty(8, toy.NUM_FEATURES)
+        self.y = torch.empty(8, dtype=torch.long)
 
     def __len__(self):
         return len(self.images) // 8

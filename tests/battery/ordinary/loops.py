@@ -54,11 +54,9 @@ class _InTurns(Manual):
     """A step after every `every` backwards; what a row does to gradients comes before it."""
 
     # the last: ranks average in the last backward of a step only
-    every, uses_wrapper, waits = (
-        1,
-        True,
-        False,
-    )
+    every = 1
+    uses_wrapper = True
+    waits = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers(use_pl_optimizer=self.uses_wrapper)
@@ -134,7 +132,8 @@ ROWS |= {
 class GanToggles(Manual):
     """A generator that is to match the mean of the data; what is noted is how far it is from it."""
 
-    epochs, find_unused = 6, True
+    epochs = 6
+    find_unused = True
     roundings = 24  # Adam divides by gradients that two players make small; the distance is a difference of means
     parts = {
         "generator": lambda: nn.Linear(4, NUM_FEATURES),
@@ -162,7 +161,8 @@ class GanToggles(Manual):
         self.note((fake.detach().float().mean(0) - real.float().mean(0)).square().mean())
 
     def training_step(self, batch, batch_idx):
-        real, (for_generator, for_critic) = batch[0], self.optimizers()
+        real = batch[0]
+        (for_generator, for_critic) = self.optimizers()
         self.toggle_optimizer(for_generator)
         fake = self.fake(batch_idx)
         self.manual_backward(self.loss_of_generator(fake))

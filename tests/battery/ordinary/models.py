@@ -113,11 +113,14 @@ ROWS = {
 
 
 class TiedWeights(Row):
-    lr, epochs, falls_to = 1.0, 8, 0.9
+    lr = 1.0
+    epochs = 8
+    falls_to = 0.9
     loss = tied
 
     def build(self):
-        self.embedding, self.head = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
+        self.embedding = nn.Embedding(8, 16)
+        self.head = nn.Linear(16, 8, bias=False)
         self.head.weight = self.embedding.weight
 
 
@@ -217,7 +220,10 @@ class FollowsWeights(Row):
 class Contrast(Row):
     """SimCLR: embeddings of all ranks are gathered, with gradients."""
 
-    epochs, worlds, lr, falls_to = 6, (2,), 0.02, 0.9
+    epochs = 6
+    worlds = (2,)
+    lr = 0.02
+    falls_to = 0.9
     roundings = 24  # gradients of logits that are five times a product
     ignored_warnings = ("torch.distributed.nn.functional.all_gather is deprecated",)
 

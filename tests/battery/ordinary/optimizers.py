@@ -18,12 +18,13 @@ class Lookahead(optim.Optimizer):
     """
 
     def __init__(self, base, k=2, alpha=0.5):
-        self.base, self.k, self.alpha, self.num_steps = base, k, alpha, 0
-        self.param_groups, self.defaults, self.state = (
-            base.param_groups,
-            base.defaults,
-            defaultdict(dict),
-        )
+        self.base = base
+        self.k = k
+        self.alpha = alpha
+        self.num_steps = 0
+        self.param_groups = base.param_groups
+        self.defaults = base.defaults
+        self.state = defaultdict(dict)
         self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
 
     def zero_grad(self, set_to_none=True):
@@ -123,10 +124,8 @@ ROWS = {
 
 def build_sparse(self):
     Row.build(self)
-    self.embedding, self.head = (
-        nn.Embedding(8, 8, sparse=True),
-        nn.Linear(96, NUM_CLASSES).requires_grad_(False),
-    )
+    self.embedding = nn.Embedding(8, 8, sparse=True)
+    self.head = nn.Linear(96, NUM_CLASSES).requires_grad_(False)
 
 
 ROWS["Sparse"] = embedded(  # gradients are sparse

@@ -63,7 +63,8 @@ class _Teacher(Row):
 
     def build(self):
         super().build()
-        self.teacher, self.shadow = frozen_copy(self), None
+        self.teacher = frozen_copy(self)
+        self.shadow = None
         with torch.no_grad():
             for p in self.teacher.parameters():
                 p.add_(0.25 * torch.randn_like(p))
@@ -81,7 +82,8 @@ class _Teacher(Row):
         )
 
     def training_step(self, batch, batch_idx):
-        m, students = self.momentum, [s.detach().double() for _, s in self.pairs()]
+        m = self.momentum
+        students = [s.detach().double() for _, s in self.pairs()]
         shadow = self.shadow or [t.detach().double() for t, _ in self.pairs()]
         self.shadow = [t * m + s * (1 - m) for t, s in zip(shadow, students, strict=True)]
         with torch.no_grad():

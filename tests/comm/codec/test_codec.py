@@ -129,7 +129,8 @@ def test_rounding_is_unbiased(bits):
     One code is a scale off with probability p (1 - p) <= 1/4: a variance of scale^2 / 4 at most, rotated or not.
     """
     flat = gradients(BLOCK, 3, is_wild=False)
-    passes, total = passes_of(bits, CppPasses), torch.zeros(BLOCK, dtype=torch.float64)
+    passes = passes_of(bits, CppPasses)
+    total = torch.zeros(BLOCK, dtype=torch.float64)
     num = 4000
     for step in range(num):
         total += rounded(flat, bits, (1, step, 0, 0), passes=passes)
@@ -175,7 +176,8 @@ def test_zeros_stay_zeros_and_what_is_tiny_counts_as_zeros(bits):
 
 @pytest.mark.parametrize(("bits", "least", "most"), [(8, 9e-5, 1.1e-4), (4, 0.030, 0.034)])
 def test_the_measured_error_is_that_of_the_format(bits, least, most):
-    found, flat = [], gradients(1 << 18, 0, is_wild=False)
+    found = []
+    flat = gradients(1 << 18, 0, is_wild=False)
     coder = Coder(Codec(bits=bits), torch.device("cpu"), lambda *sums: found.append(sums))
     message = torch.empty(coder.codec.message_bytes(flat.numel()), dtype=torch.uint8)
     Blocks.of(coder, flat).encode(flat, message, sender=0)

@@ -72,7 +72,8 @@ def test_a_sum_whose_outcome_nobody_has_said_counts_for_nothing():
 @BITS
 def test_residuals_follow_the_loss_scale(bits):
     """Scales are powers of two: all bits are those of a constant one."""
-    node, other = OneNode(bits), OneNode(bits)
+    node = OneNode(bits)
+    other = OneNode(bits)
     for seed, scale in enumerate((1024.0, 2048.0, 1.0, 2.0**20)):
         assert torch.equal(
             node.send(gradients(seed), scale=scale), other.send(gradients(seed), scale=16.0)
@@ -107,12 +108,11 @@ def test_what_fills_a_block_up_keeps_no_residual():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_it_divides_and_rounds_as_the_hook_does_without_a_codec(dtype, wire):
     values = torch.randn(3 + 256 + 300, generator=torch.Generator().manual_seed(0)).to(dtype)
-    bucket, buffer, plain = (
-        PaddedBucket([3, 256, 300], [0, 1, 2], dtype=wire, device=CPU),
-        values.clone(),
-        values.clone(),
-    )
-    padded, expected = bucket.load(buffer, before=2), to_wire(plain, wire, before=2)
+    bucket = PaddedBucket([3, 256, 300], [0, 1, 2], dtype=wire, device=CPU)
+    buffer = values.clone()
+    plain = values.clone()
+    padded = bucket.load(buffer, before=2)
+    expected = to_wire(plain, wire, before=2)
     gradients = torch.cat([padded[:3], padded[256:512], padded[512:812]])
     assert torch.equal(gradients, expected)
     assert bucket.store(padded, buffer=buffer, after=1.5) is buffer

@@ -108,7 +108,8 @@ def test_other_dtypes_are_summed_as_float32_and_rounded_once(two_ranks, dtype, b
 
 
 def test_noise_is_a_function_of_the_step_and_of_the_sum_in_it(two_ranks):
-    nodes, plans = ((0,), (1,)), [PLANS["flat"], PLANS["flat"]]
+    nodes = ((0,), (1,))
+    plans = [PLANS["flat"], PLANS["flat"]]
     one, other = two_ranks.run(sums_on_rank, nodes, plans, 8, same_reals, [300], (4, 5, 5))
     assert all(map(torch.equal, one, other))
     assert all(map(torch.equal, one[:3], one[3:]))

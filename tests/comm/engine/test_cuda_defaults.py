@@ -117,7 +117,8 @@ IN_PIECES += [
 )
 def test_what_the_planner_prices_is_what_the_engine_puts_on_the_streams(num_nodes):
     """On clusters of conf/ with GPUs; and no plan that it chooses is slower in these pieces than flat."""
-    numels, names = gradients(), [path.stem for path in tracked_in(CLUSTERS, "*.yaml")]
+    numels = gradients()
+    names = [path.stem for path in tracked_in(CLUSTERS, "*.yaml")]
     clusters = [
         cluster
         for name in names
@@ -125,7 +126,8 @@ def test_what_the_planner_prices_is_what_the_engine_puts_on_the_streams(num_node
     ]
     assert len(clusters) > 6
     for cluster in clusters[:: 3 if num_nodes == 2 else 1]:
-        flat, chosen = CommPlan(algorithm="flat"), choose_plan(numels, cluster)
+        flat = CommPlan(algorithm="flat")
+        chosen = choose_plan(numels, cluster)
         for plan in [flat, chosen, *IN_PIECES]:
             priced = step_of(numels, cluster, plan).first.spans
             pieces = pieces_of(plan, numels, cluster)
@@ -178,7 +180,8 @@ def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_
     topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
     between_nodes = Mean() if across_nodes is None else Mean(dtype="float16")
     setup = CommSetup(StrategyOptions.parse({}, argument_names=(), between_nodes=between_nodes))
-    setup.device, setup.topology = torch.device(device), topology
+    setup.device = torch.device(device)
+    setup.topology = topology
     setup.engine_options = {"shares_update": shares_update}
     setup.note_plan(CommPlan(algorithm=algorithm))
     assert ("no record shows these stages on a GPU" in setup.communication_plan) is is_said

@@ -41,7 +41,9 @@ class FakeWatchdog(Watchdog):
 
     def __init__(self, **arguments):
         super().__init__(**arguments)
-        self.arguments, self.asked, self.engine = arguments, [], None
+        self.arguments = arguments
+        self.asked = []
+        self.engine = None
 
     def start(self):
         """Without a thread."""
@@ -125,7 +127,8 @@ def engine_of(
 
 
 def step(engine, buffers, comm_dtype=None):
-    state, futures = HookState(engine=engine, comm_dtype=comm_dtype), []
+    state = HookState(engine=engine, comm_dtype=comm_dtype)
+    futures = []
     for index, buffer in enumerate(buffers):
         buffer.add_(1)
         Cuda.instance().compute.now_s += 0.5
@@ -150,7 +153,8 @@ def steps(engine, *, num_steps=2, comm_dtype=None):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_tensor_that_crosses_streams_is_ordered_and_kept(cuda, algorithm, asked, comm_dtype):
     """Also where a bucket and what its sum was in are given back before anybody has waited for the sum."""
-    across, is_flat = (None if comm_dtype is None else torch.float16), "flat" in algorithm
+    across = None if comm_dtype is None else torch.float16
+    is_flat = "flat" in algorithm
     keep_events = asked == "timeline"
     engine = engine_of(
         algorithm, keep_events=keep_events, is_timed=asked == "times", dtype_across=across
@@ -158,7 +162,8 @@ def test_every_tensor_that_crosses_streams_is_ordered_and_kept(cuda, algorithm, 
     steps(engine, comm_dtype=comm_dtype)
     summary = engine.trace.drain()
     for index in range(2):
-        wire, buffer = torch.ones(40_000), torch.ones(40_000)
+        wire = torch.ones(40_000)
+        buffer = torch.ones(40_000)
         finish = partial(torch.Tensor.copy_, buffer)
         engine.submit(wire, bucket_index=index, is_last=bool(index), finish=finish)
         del wire, buffer, finish
@@ -211,7 +216,8 @@ def test_a_hierarchy_alone_imports_and_makes_streams_of_our_own_and_they_have_hi
 ):
     monkeypatch.delitem(sys.modules, cuda_streams.__name__)
     for algorithm in ("auto", "flat", "two_level"):
-        engine, is_named = engine_of(algorithm), algorithm == "two_level"
+        engine = engine_of(algorithm)
+        is_named = algorithm == "two_level"
         if is_named:  # with the stand-ins that it knows
             monkeypatch.setitem(sys.modules, cuda_streams.__name__, cuda_streams)
         step(engine, [torch.zeros(8)])
@@ -224,7 +230,8 @@ def test_a_hierarchy_alone_imports_and_makes_streams_of_our_own_and_they_have_hi
 
 
 def test_only_the_last_chunk_of_a_bucket_is_padded_and_shards_are_aligned(cuda, monkeypatch):
-    numels, reduce_scatter = [], node_exchange.reduce_scatter
+    numels = []
+    reduce_scatter = node_exchange.reduce_scatter
 
     def noting(shard, whole, group):
         numels.append((shard.numel(), whole.numel()))
@@ -446,7 +453,8 @@ def test_a_look_that_does_not_come_back_does_not_hold_up_the_watchdog(
     cuda.hang()
     step(engine, [torch.zeros(8)])
     assert engine._latch.stalled_s() >= 0.0  # from here on there is an event to ask for
-    may_go_on, began_s = threading.Event(), time.monotonic()
+    may_go_on = threading.Event()
+    began_s = time.monotonic()
     monkeypatch.setattr(device_waits, "LOOK_LIMIT_S", 0.05)
     monkeypatch.setattr(engine._carrier._waits._event, "query", lambda: may_go_on.wait(30))
     assert engine._latch.stalled_s() > 0.0

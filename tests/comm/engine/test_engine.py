@@ -40,7 +40,8 @@ def replace_stage(algorithm, name, run):
 
 def broadcast_waits_for_the_next_reduce():
     """The broadcast of tensor 0 only goes on once the reduce of tensor 1 is over: needs both stages at work at once."""
-    num_reduced, second_is_reduced = [0], threading.Event()
+    num_reduced = [0]
+    second_is_reduced = threading.Event()
 
     def reduce(job, group, original):
         original(job, group)
@@ -96,7 +97,8 @@ def outcomes_with_a_failure(algorithm, stage, failing_rank):
         )
     finally:
         undo()
-    start, futures = time.monotonic(), []
+    start = time.monotonic()
+    futures = []
     errors = [error_of(submit_and_wait, engine, futures)]
     # the rest was done before it was known here
     errors += filter(None, (error_of(future.wait) for future in futures))
@@ -148,7 +150,8 @@ def test_closing_waits_for_what_is_in_flight(four_ranks):
 
 def failures_while_finishing():
     """The sum is there and cannot be finished; or the caller gives up meanwhile."""
-    texts, counted = [], []
+    texts = []
+    counted = []
     for finish in (lambda flat: {}["no place"], lambda flat: engine.abort("no place") or flat):
         engine = engine_over(((0,),), MIXED)
         texts.append(
@@ -185,7 +188,8 @@ def test_chunks_go_round_the_columns(two_ranks):
 def is_freed_after_its_sum():
     engine = engine_over(((0, 1),), CommPlan(algorithm="hierarchical"))
     flat = torch.ones(10)
-    freed, future = weakref.ref(flat), engine.submit(flat, bucket_index=0)
+    freed = weakref.ref(flat)
+    future = engine.submit(flat, bucket_index=0)
     future.wait()
     del flat, future
     # the threads go back to their queues a moment after the sum is there

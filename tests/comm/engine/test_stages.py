@@ -72,7 +72,8 @@ def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, a
 
 def num_roundings(algorithm, nodes, num_bytes):
     """Of each element of a sum of 16-bit numbers: one where they are added in fp32, one a hop in Gloo's ring."""
-    num_nodes, is_ring = len(nodes), num_bytes > SCATTER_BYTES and len(nodes) > 2
+    num_nodes = len(nodes)
+    is_ring = num_bytes > SCATTER_BYTES and len(nodes) > 2
     if algorithm == "flat" or (algorithm == "parallel_flat" and (num_nodes < 4 or is_ring)):
         return 3
     if num_nodes == 4:
@@ -178,7 +179,9 @@ def sent_as_it_was(name):
 
     class Send:
         def __init__(self, tensor, rank, group):
-            self.tensor, self.before, self.place = tensor, tensor.clone(), len(found)
+            self.tensor = tensor
+            self.before = tensor.clone()
+            self.place = len(found)
             self.work = group.send([self.before], rank, 0)
             found.append(None)
 
@@ -224,7 +227,8 @@ def facts_of_groups():
 
 def test_every_stage_has_its_own_group_with_the_users_timeout(four_ranks):
     for rank, (own, shared, num_left) in enumerate(four_ranks.run(facts_of_groups)):
-        node, leaders = [0, 1] if rank < 2 else [2, 3], {"c": [0, 2]} if rank in (0, 2) else {}
+        node = [0, 1] if rank < 2 else [2, 3]
+        leaders = {"c": [0, 2]} if rank in (0, 2) else {}
         members = {"a": node, "b": node, **leaders, "d": [0, 1, 2, 3]}
         assert own == (members, {timedelta(seconds=3)}, len(members))
         assert shared[0] == members

@@ -31,7 +31,8 @@ def happened(monkeypatch):
 
     class Group:
         def __init__(self, name, backend):
-            self.name, self.backend = name.split(", ")[1], backend
+            self.name = name.split(", ")[1]
+            self.backend = backend
 
         def abort(self):
             seen.calls.append(("abort", self.name))
@@ -120,7 +121,8 @@ def test_a_cut_aborts_the_views_communicators_once_and_what_they_left_on_the_dev
     assert ("end", "view") in happened.calls  # of Gloo, by each who cuts
     assert groups.world is None  # its threads end with the last reference
     calls = [call for call in happened.calls if call[0] != "end"]
-    aborted, rest = calls[:3], calls[3:]
+    aborted = calls[:3]
+    rest = calls[3:]
     nccl = {
         f"lightning_hybrid.{stage}"
         for stage in ("all_reduce", "scatter_reduce", "shard_all_reduce")
@@ -142,7 +144,8 @@ def test_a_device_that_does_not_end_is_an_error_and_no_wait(happened):
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_host_that_leaves_while_groups_connect_is_an_error_and_no_wait(happened, backend):
-    may_end, cut = threading.Event(), []
+    may_end = threading.Event()
+    cut = []
 
     def connect():
         if backend == "gloo" or happened.calls:

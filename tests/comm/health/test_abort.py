@@ -21,7 +21,8 @@ def gone():
 
 
 def test_no_abort_waits_for_another_to_begin_and_what_does_not_end_is_named_and_not_waited_for():
-    started, may_end = threading.Barrier(3), threading.Event()
+    started = threading.Barrier(3)
+    may_end = threading.Event()
     # for all the others
     groups = {str(index): aborting(lambda: started.wait(30)) for index in range(3)}
     groups |= {"stuck": aborting(lambda: may_end.wait(60)), "gone": aborting(gone)}
@@ -33,7 +34,8 @@ def test_no_abort_waits_for_another_to_begin_and_what_does_not_end_is_named_and_
 
 
 def seconds_until_waits_end():
-    group, rank = dist.new_group(timeout=timedelta(seconds=60)), dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
     if rank == 0:
         group.recv([torch.zeros(1)], 2, 0)  # a wait that has failed: nothing takes what comes
     if rank == 2:
@@ -107,7 +109,8 @@ def test_only_groups_with_communicators_on_a_device_are_aborted(two_ranks):
 
 
 def forgotten():
-    group, others = dist.new_group([0, 1]), []
+    group = dist.new_group([0, 1])
+    others = []
     dist.barrier()  # both are connected: forgotten before, it would end the other's handshake
     num_groups = len(dist.distributed_c10d._world.pg_map)
     abort.forget(group)

@@ -31,12 +31,10 @@ STRAYED = RankStatus(
 
 class Watched:
     def __init__(self, status, stalled_s, errors, rank):
-        self.status, self.stalled_s, self._errors, self._rank = (
-            lambda: status,
-            lambda: stalled_s,
-            errors,
-            rank,
-        )
+        self.status = lambda: status
+        self.stalled_s = lambda: stalled_s
+        self._errors = errors
+        self._rank = rank
 
     def trip(self, error, cause=None):
         self._errors.setdefault(self._rank, error)
@@ -46,7 +44,8 @@ class World:
     """Watchdogs of some of three ranks on one store; all have waited for ``stalled_s`` and wait on."""
 
     def __init__(self, statuses, *, stalled_s=10.0, give_up_after_s=1000.0):
-        self.store, self.errors = dist.HashStore(), {}
+        self.store = dist.HashStore()
+        self.errors = {}
         self.watchdogs = {
             rank: Watchdog(
                 store=dist.PrefixStore("a", self.store),
@@ -140,7 +139,8 @@ class Unanswering:
     """A store that leaves requests unanswered where `is_busy` says so, of how many there were."""
 
     def __init__(self, is_busy):
-        self.is_busy, self.num_requests = is_busy, 0
+        self.is_busy = is_busy
+        self.num_requests = 0
 
     def check(self, keys):
         self.num_requests += 1
@@ -170,7 +170,8 @@ def test_only_requests_left_unanswered_in_a_row_mean_that_the_store_is_gone(
     monkeypatch, is_busy, is_error
 ):
     monkeypatch.setattr(watchdog, "store_port", lambda: None)  # there is no process group
-    store, errors = Unanswering(is_busy), {}
+    store = Unanswering(is_busy)
+    errors = {}
     one = watchdog_of(store, errors)
     one.start()
     end_s = time.monotonic() + 20
@@ -214,14 +215,16 @@ def test_with_many_ranks_those_of_low_rank_ask_and_less_and_less_often():
 def host_in_a_sync():
     """Ranks 0 and 1 hand over a bucket and wait for their device, which waits for rank 2; an abort sets them free."""
     with pytest.MonkeyPatch.context() as patch:
-        cuda, freed = Cuda().installed(patch), threading.Event()
+        cuda = Cuda().installed(patch)
+        freed = threading.Event()
         patch.setattr(process_groups, "abort_all", lambda limit_s: freed.set() or [])
         patch.setattr(presence, "ASK_AFTER_S", 0.2)
         patch.setattr(presence, "PATIENCE_S", 3.0)
         engine = engine_of("flat", ((0,), (1,), (2,)), timeout_s=60.0)
         engine.submit(torch.ones(8), bucket_index=0, is_last=True)
         dist.barrier()
-        text, began_s = "", time.monotonic()
+        text = ""
+        began_s = time.monotonic()
         try:
             # As NCCL's, which return at once.
             patch.setattr(

@@ -31,7 +31,8 @@ ALGORITHMS = ["flat", "parallel_flat", "hierarchical", "two_level"]
 
 def error_and_time_of(wait):
     """Words, without torch's own around them, and seconds of what `wait` raises."""
-    start, words = time.monotonic(), error_of(wait)
+    start = time.monotonic()
+    words = error_of(wait)
     return words[max(0, words.find("comm: ")) :].split("\n")[0], time.monotonic() - start
 
 
@@ -66,7 +67,9 @@ def test_buckets_in_another_order_are_an_error_on_every_rank(four_ranks, algorit
 
 
 def with_another_plan_and_other_software():
-    plan, found, is_odd = CommPlan(chunk_bytes=2**19), consensus.software(), dist.get_rank() == 1
+    plan = CommPlan(chunk_bytes=2**19)
+    found = consensus.software()
+    is_odd = dist.get_rank() == 1
     text = error_of(engine_over, TWO_BY_TWO, plan if is_odd else CommPlan(chunk_bytes=2**20))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(consensus, "software", lambda: found | ({"torch": "2.5.0"} if is_odd else {}))
@@ -184,20 +187,19 @@ def at(place, num=2, order="b", recent="xy", *, is_inside=False):
     )
 
 
-RING, WAITS = "in stage `ring`", "waiting for stage `ring`"
-AT_TWO, OUTSIDE = at(f"bucket 1 {RING}", is_inside=True), at(f"bucket 1 {WAITS}")
-INSIDE_ONE, WAITING_ONE = (
-    at(f"bucket 0 {RING}", 1, "a", "x", is_inside=True),
-    at(f"bucket 0 {WAITS}", 1, "a", "x"),
-)
+RING = "in stage `ring`"
+WAITS = "waiting for stage `ring`"
+AT_TWO = at(f"bucket 1 {RING}", is_inside=True)
+OUTSIDE = at(f"bucket 1 {WAITS}")
+INSIDE_ONE = at(f"bucket 0 {RING}", 1, "a", "x", is_inside=True)
+WAITING_ONE = at(f"bucket 0 {WAITS}", 1, "a", "x")
 AT_ONE = at("with no bucket in flight", 1, "a", "x")
-IN_HOOK, IN_LOADER = at(f"{IDLE}, in `hook` (a.py:3)"), at(f"{IDLE}, in `load` (b.py:5)")
+IN_HOOK = at(f"{IDLE}, in `hook` (a.py:3)")
+IN_LOADER = at(f"{IDLE}, in `load` (b.py:5)")
 IN_BARRIER = at(f"{IDLE}, in `barrier`, called by `c` (c.py:7)", is_inside=True)
 IN_GATHER = at(f"{IDLE}, in `x`, called by `d` (d.py:9)", is_inside=True)
-OTHER_BUCKET, LONG_AGO = (
-    at(f"bucket 1 {RING}", order="c", recent="xz"),
-    at(f"bucket 1 {RING}", order="d"),
-)
+OTHER_BUCKET = at(f"bucket 1 {RING}", order="c", recent="xz")
+LONG_AGO = at(f"bucket 1 {RING}", order="d")
 LEFT = RankStatus(num_submitted=2, order="b", place="gone", has_left=True)
 BEHIND = "stands behind: 1 buckets handed over where others have 2; now"
 ABSENT = "does not come to the collective in which others wait; now"

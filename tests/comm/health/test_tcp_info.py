@@ -13,7 +13,8 @@ LINE = TcpConnection(
     peer="10.0.0.2", port=29500, own="10.0.0.1", is_open=True, heard_s=3.0, is_waiting=True
 )
 HERE = RankStatus(num_submitted=2, order="a", place="bucket 1 in stage `ring`", is_inside=True)
-HOSTS, ADDRESSES = ["a", "a", "b", "b"], [["10.0.0.1"]] * 2 + [["10.0.0.2"]] * 2
+HOSTS = ["a", "a", "b", "b"]
+ADDRESSES = [["10.0.0.1"]] * 2 + [["10.0.0.2"]] * 2
 
 
 @pytest.mark.parametrize(

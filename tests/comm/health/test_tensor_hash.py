@@ -63,10 +63,8 @@ def test_the_same_bit_flipped_in_several_places_shows(places, bit):
 def test_equal_bits_give_equal_fingerprints(device):
     """Whatever memory they are in; and the two devices agree, so a GPU is held to what is proved on the CPU."""
     for dtype, numel in itertools.product(DTYPES, SIZES):
-        one, other = (
-            some(numel, dtype, device),
-            torch.empty(numel + 1, dtype=dtype, device=device)[1:],
-        )
+        one = some(numel, dtype, device)
+        other = torch.empty(numel + 1, dtype=dtype, device=device)[1:]
         other.copy_(one)
         assert of(one) == of(other) == of(some(numel, dtype)), (dtype, numel)
 

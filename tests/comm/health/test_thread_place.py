@@ -32,7 +32,8 @@ def user_code(seconds):
 
 def status_beside(wait):
     """Rank 1 is in user code, and rank 0 waits for it; of each rank what another thread sees meanwhile."""
-    engine, found = engine_over(((0, 1),), CommPlan()), []
+    engine = engine_over(((0, 1),), CommPlan())
+    found = []
     model = DistributedDataParallel(nn.BatchNorm1d(4))
     dist.barrier()
     asks = threading.Timer(0.2, lambda: found.append(engine._latch.status()))
@@ -89,7 +90,9 @@ def test_no_event_is_asked_for_while_a_graph_is_captured(cuda, monkeypatch):
 def stalled_pipeline():
     """Rank 0's device waits for a message of rank 1, which is in user code."""
     with pytest.MonkeyPatch.context() as patch:
-        cuda, aborted, errors = Cuda().installed(patch), threading.Event(), []
+        cuda = Cuda().installed(patch)
+        aborted = threading.Event()
+        errors = []
         patch.setattr(setup_watchdog, "abort_all", lambda limit_s: aborted.set())
         watchdog = PipelineWatchdog(timeout=timedelta(seconds=1), device=CUDA)
         watchdog.engine = SimpleNamespace(abort=errors.append)

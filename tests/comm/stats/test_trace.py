@@ -79,7 +79,8 @@ def test_draining_in_mid_flight_splits_the_times():
 
 
 def test_buckets_replayed_from_device_times_count_as_if_seen():
-    (seen, clock), replayed = traced(keep_events=True), CommTrace(keep_events=True)
+    (seen, clock) = traced(keep_events=True)
+    replayed = CommTrace(keep_events=True)
     one_step(seen, clock)
     times = [
         (event["ts"] / 1e6, event["dur"] / 1e6)
@@ -177,7 +178,8 @@ def test_each_bucket_has_its_time_in_flight_and_links_their_bytes():
 
 
 def test_the_total_is_that_of_all_windows():
-    (drained, clock), (never, other_clock) = traced(), traced()
+    (drained, clock) = traced()
+    (never, other_clock) = traced()
     summaries = []
     for num_bytes in (8, 8, 16):  # DDP builds its buckets again after the first step
         for trace, its_clock in ((drained, clock), (never, other_clock)):
@@ -212,7 +214,8 @@ def test_an_untimed_part_makes_the_sums_times_unknown_and_keeps_its_counts():
 
 
 def test_a_timeline_holds_backward_buckets_and_stages(tmp_path):
-    (trace, clock), (off, _) = traced(keep_events=True), traced()
+    (trace, clock) = traced(keep_events=True)
+    (off, _) = traced()
     for each in (trace, off):
         clock.now_s = 0
         began_s = each.begin(num_bytes=8, is_last=False)

@@ -106,7 +106,8 @@ class Explorer:
                 getattr(machine, name)(
                     *(list(arg) if isinstance(arg, tuple) else arg for arg in args)
                 )
-            out, machine.out = machine.out, []
+            out = machine.out
+            machine.out = []
             done: list = []
             for what in out:
                 if what[0] == "send":
@@ -129,7 +130,9 @@ class Explorer:
         for index, letter in enumerate(self.hosts + self.joiners):
             machine = self._new(index)
             if letter in self.hosts and not self.is_founding:
-                machine.run, machine.top, machine.promised = "r", 0, 0
+                machine.run = "r"
+                machine.top = 0
+                machine.promised = 0
                 machine._install({"to": 0, "next": self.keys[: len(self.hosts)], "attempts": []})
                 machine.out = []
             elif self.is_founding and index == 0:
@@ -155,8 +158,11 @@ class Explorer:
     def do(self, world: World, index: int, name: str, *args) -> World:
         """The world after an event at one host, and all that it sends."""
         state, done = self._apply(index, world.nodes[index], name, *args)
-        nodes, channels, steps = list(world.nodes), list(world.channels), list(world.steps)
-        status, installed = list(world.status), world.installed
+        nodes = list(world.nodes)
+        channels = list(world.channels)
+        steps = list(world.steps)
+        status = list(world.status)
+        installed = world.installed
         nodes[index] = state
         for what in done:
             if what[0] == "send":

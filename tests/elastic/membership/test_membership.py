@@ -26,7 +26,9 @@ class Hosts:
     """Makes hosts that know one another's `meet`, and closes them."""
 
     def __init__(self) -> None:
-        self.meet, self.made, self.changes = free_addresses(3), [], []
+        self.meet = free_addresses(3)
+        self.made = []
+        self.changes = []
         self.pool = ThreadPoolExecutor(8)
 
     def __call__(self, name: str, **more) -> Membership:
@@ -74,7 +76,9 @@ def wait_until(condition, within_s: float = 10.0) -> None:
 
 
 def test_hosts_meet_one_leaves_as_planned_one_dies_and_one_joins(hosts):
-    a, b, c = hosts("a"), hosts("b"), hosts("c")
+    a = hosts("a")
+    b = hosts("b")
+    c = hosts("c")
     first = hosts.enter(a, b, c)
     assert first[0] == first[1] == first[2]
     assert (first[0].number, set(first[0].hosts), first[0].behind) == (0, {"a", "b", "c"}, ())
@@ -114,7 +118,8 @@ def test_a_goodbye_counts_when_the_connections_end_is_handled_first(hosts, monke
             transport.resume_reading()
 
     monkeypatch.setattr(Host, "_has_closed", handle_the_end_and_then_the_word)
-    a, b = hosts("a", max_hosts=2), hosts("b", max_hosts=2)
+    a = hosts("a", max_hosts=2)
+    b = hosts("b", max_hosts=2)
     hosts.enter(a, b)
     unread += [connection._transport for connection in connections_from(b, to=a)]
     is_paused = threading.Event()
@@ -137,7 +142,8 @@ def test_a_goodbye_counts_when_the_connections_end_is_handled_first(hosts, monke
 @pytest.mark.parametrize("still_open", ["the connection of the dead host", "the connection to it"])
 def test_a_death_that_one_connection_shows_is_a_loss_soon(hosts, still_open):
     """The kernel of a host that has restarted answers where something is sent, and is silent elsewhere."""
-    a, b = hosts("a", max_hosts=2, silent_s=4.0), hosts("b", max_hosts=2, silent_s=4.0)
+    a = hosts("a", max_hosts=2, silent_s=4.0)
+    b = hosts("b", max_hosts=2, silent_s=4.0)
     hosts.enter(a, b)
     ended = [a._part._peers[b._part.key]]
     if still_open == "the connection to it":
@@ -185,7 +191,8 @@ def copies_of_sockets_end():
 
 
 def test_the_first_meeting_takes_the_latest_checkpoint_of_all(hosts):
-    a, b = hosts("a", max_hosts=2), hosts("b", max_hosts=2)
+    a = hosts("a", max_hosts=2)
+    b = hosts("b", max_hosts=2)
     waiting = hosts.pool.submit(a.enter, 3, timeout_s=20)
     view = b.enter(5, timeout_s=20)
     assert view == waiting.result(20)
@@ -193,7 +200,8 @@ def test_the_first_meeting_takes_the_latest_checkpoint_of_all(hosts):
 
 
 def test_a_late_member_is_waited_for_as_long_as_it_lives(hosts):
-    a, b = hosts("a", max_hosts=2, silent_s=0.5), hosts("b", max_hosts=2, silent_s=0.5)
+    a = hosts("a", max_hosts=2, silent_s=0.5)
+    b = hosts("b", max_hosts=2, silent_s=0.5)
     hosts.enter(a, b)
     # before any notice: it has seen a sum break
     early = hosts.pool.submit(a.next_view, 4, timeout_s=20)
@@ -222,7 +230,8 @@ def test_fewer_than_min_hosts_wait_and_say_so(hosts):
 
 
 def test_strangers_are_cut_off_and_nobody_else(hosts):
-    a, b = hosts("a", max_hosts=2), hosts("b", max_hosts=2)
+    a = hosts("a", max_hosts=2)
+    b = hosts("b", max_hosts=2)
     hosts.enter(a, b)
     ip, _, port = a.me.address.rpartition(":")
     for words in [
@@ -321,7 +330,8 @@ def test_a_pause_of_all_hosts_is_no_silence_of_the_others(hosts, monkeypatch):
 @pytest.mark.parametrize("error_number", [errno.EHOSTUNREACH, errno.ETIMEDOUT])
 def test_an_error_of_the_network_is_no_proof_of_death(hosts, error_number):
     """The link is cut: each half gets an error for the other, and both live. One of them alone may go on."""
-    a, b = hosts("a", max_hosts=2, silent_s=0.8), hosts("b", max_hosts=2, silent_s=0.8)
+    a = hosts("a", max_hosts=2, silent_s=0.8)
+    b = hosts("b", max_hosts=2, silent_s=0.8)
     hosts.enter(a, b)
     with pytest.MonkeyPatch.context() as cut:
         cut.setattr(Connection, "data_received", lambda connection, data: None)
@@ -342,7 +352,8 @@ def test_an_error_of_the_network_is_no_proof_of_death(hosts, error_number):
 
 
 def test_an_error_of_the_network_that_passes_changes_nothing(hosts):
-    a, b = hosts("a", max_hosts=2, silent_s=0.8), hosts("b", max_hosts=2, silent_s=0.8)
+    a = hosts("a", max_hosts=2, silent_s=0.8)
+    b = hosts("b", max_hosts=2, silent_s=0.8)
     hosts.enter(a, b)
     for membership_of_one in (a, b):
         for connection in open_connections(membership_of_one):
@@ -373,7 +384,8 @@ def test_a_process_of_another_user_cannot_pose_as_a_rank(hosts, monkeypatch):
 
 
 def test_a_forked_worker_does_not_hide_a_death(hosts):
-    a, b = hosts("a", max_hosts=2), hosts("b", max_hosts=2)
+    a = hosts("a", max_hosts=2)
+    b = hosts("b", max_hosts=2)
     hosts.enter(a, b)
     worker = os.fork()
     if not worker:

@@ -31,7 +31,8 @@ class Cluster:
     """Hosts by name, and what their ranks have said."""
 
     def __init__(self, ranks: int = 2, min_hosts: int = 1, wait_s: float = 1.0) -> None:
-        self.ranks, self.meet = ranks, ",".join(free_addresses(2))
+        self.ranks = ranks
+        self.meet = ",".join(free_addresses(2))
         self.more = [self.meet, str(min_hosts), "4", str(SILENT_S), str(wait_s)]
         self.said: list[dict] = []
         self.heard = threading.Condition()
@@ -169,7 +170,10 @@ def test_a_first_host_that_starts_again_finds_the_run_and_founds_no_second(clust
 def test_twenty_random_rounds_end_in_one_view(cluster):
     """Some are killed, some start; also in the middle of a change, and while they join."""
     seed = random.randrange(10**6)
-    draw, living, times_s, names = random.Random(seed), ["a", "b", "c"], [], iter(range(100))
+    draw = random.Random(seed)
+    living = ["a", "b", "c"]
+    times_s = []
+    names = iter(range(100))
     print("seed", seed)
     for _ in range(20):
         lost = draw.sample(living, draw.choice([1, 1, min(2, len(living) - 1)]))

@@ -178,7 +178,9 @@ def test_a_host_accepts_no_older_proposal_and_none_that_has_not_heard_of_what_it
     """What it accepted may be installed elsewhere; the orders of three hosts do not reach this, a fourth would."""
     a, b, c = map(key_of, "abc")
     machine = view_change.ViewChange(c, ranks_per_host=1, min_hosts=1, max_hosts=3)
-    machine.run, machine.top, machine.promised = "r", 0, 0
+    machine.run = "r"
+    machine.top = 0
+    machine.promised = 0
     machine._install({"to": 0, "next": [a, b, c], "attempts": []})
     machine.come(0, 3)
 
@@ -240,7 +242,9 @@ def test_a_host_that_was_left_out_is_not_invited_again():
 def in_a_view_of(*hosts: str, me: str) -> view_change.ViewChange:
     """Return the machine of a host that is in a first view."""
     machine = view_change.ViewChange(me, ranks_per_host=1, min_hosts=1, max_hosts=3)
-    machine.run, machine.top, machine.promised = "r", 0, 0
+    machine.run = "r"
+    machine.top = 0
+    machine.promised = 0
     machine._install({"to": 0, "next": list(hosts), "attempts": []})
     machine.out = []
     return machine

@@ -233,7 +233,8 @@ def shorten(text: str) -> str:
 def _spoiler(case: FaultCase, world: OneHost) -> Callable[[], None] | None:
     if case.host_link is None:
         return None
-    host, link = world.host_of(case.rank), dict(case.host_link)
+    host = world.host_of(case.rank)
+    link = dict(case.host_link)
 
     def spoil() -> None:
         world.spoil_link(host, **link)

@@ -109,7 +109,8 @@ def _gone(fault: str, kind: str, rank: int, phase: str) -> FaultCase:
 def cases_of_links(num_ranks: int) -> list[FaultCase]:
     """Return the cases that need links between hosts."""
     last = num_ranks - 1
-    cut, lossy = (("loss", 1.0),), (("loss", 0.02),)
+    cut = (("loss", 1.0),)
+    lossy = (("loss", 0.02),)
     common: dict[str, Any] = {"kind": "nothing", "rank": last, "pause_s": 0.2}
     where = ("on bucket", "in stage `", "on host")
     survived: dict[str, Any] = {**common, "is_survived": True, "lost": "nothing", "timeout_s": 25.0}

@@ -41,7 +41,8 @@ class Inject(Callback):
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        self.spec, self.folder = spec, Path(spec["folder"])
+        self.spec = spec
+        self.folder = Path(spec["folder"])
         self._is_done = False
 
     # ---- phases ------------------------------------------------------------------------------------------------------
@@ -62,7 +63,8 @@ class Inject(Callback):
         phase = self.spec["phase"]
 
         def reached(stage_thread: Any, chunk: Any) -> bool:
-            bucket, is_in_last = chunk.bucket, stage_thread.successor is None
+            bucket = chunk.bucket
+            is_in_last = stage_thread.successor is None
             is_here = {
                 OF_A_SUM[0]: bucket.plan.index == 0 and stage_thread.is_first,
                 OF_A_SUM[1]: bucket.plan.index > 0 and not bucket.is_last and is_in_last,

@@ -21,7 +21,10 @@ from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from tests.evidence.faults.inject import AT_CONSTRUCTION, Inject, write_answer
 
-NUM_FEATURES, NUM_CLASSES, WIDTH, DEPTH = 16, 4, 128, 6
+NUM_FEATURES = 16
+NUM_CLASSES = 4
+WIDTH = 128
+DEPTH = 6
 BATCHES_PER_EPOCH = 4  # so that twelve steps have ends of epochs, and validations, in them
 BUCKET_BYTES = 65536  # three buckets of the 100,000 parameters in fp16: some are under way while others are made
 NUM_SAMPLES = 256
@@ -78,7 +81,8 @@ def train_rank(spec: dict[str, Any]) -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    rank, folder = int(os.environ["RANK"]), Path(spec["folder"])
+    rank = int(os.environ["RANK"])
+    folder = Path(spec["folder"])
     other = spec["kind"] if rank == spec["rank"] else ""
     meet(folder, rank, int(os.environ["WORLD_SIZE"]))
     between = {"between_nodes": Mean(dtype=dtype)} if (dtype := spec["dtype_between_nodes"]) else {}

@@ -45,7 +45,8 @@ class OneHost:
     has_links = False
 
     def __init__(self, num_ranks: CountOrZero = 2) -> None:
-        self.num_hosts, self.ranks_per_host = 1, num_ranks
+        self.num_hosts = 1
+        self.ranks_per_host = num_ranks
 
     @property
     def num_ranks(self) -> int:
@@ -121,7 +122,8 @@ class OneHost:
         known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *known]))
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-            network, processes = self.network(), list[BaseProcess]()
+            network = self.network()
+            processes = list[BaseProcess]()
             try:
                 for rank in range(self.num_ranks):
                     arguments = (

@@ -28,7 +28,9 @@ from tests.checkout import ROOT
 from tests.evidence.planner import known_clusters
 
 RECORD = ROOT / "recipes/records/simulate/2026-11-26_check_emulated"
-STOCK, COMPRESSED, BACKEND = "ddp", "fp16_compress", "torch"
+STOCK = "ddp"
+COMPRESSED = "fp16_compress"
+BACKEND = "torch"
 BYTES_PER_ELEMENT = (
     40  # by count: what backward, bucket, unscaling, SGD and the half copy read and write
 )
@@ -102,7 +104,8 @@ class Checked:
         self, cluster: Cluster, plan: CommPlan, run: Callable[..., SimulatedSteps]
     ) -> float:
         shapes = list(reversed(GRADIENT_SETS[self.row["case"]]()))
-        gloo, ranks = cluster.transport, cluster.world_size
+        gloo = cluster.transport
+        ranks = cluster.world_size
         assert isinstance(gloo, Gloo)
         loop_s = gloo.work_s(self.machine["step_s"], of_busiest=1, of_all=ranks)
         pass_s = BYTES_PER_ELEMENT / self.machine["memory_bytes_per_s"]
@@ -172,7 +175,8 @@ def lines_of(folder: Path) -> list[str]:
 def checked_again() -> tuple[dict[str, Any], list[Checked], list[Checked]]:
     """Return what the record of the check says, and what is predicted today: on equal links, and on unequal ones."""
     first, *others = (RECORD / "rows.jsonl").read_text().splitlines()
-    content, unequal = json.loads(first), list[list[str]]()
+    content = json.loads(first)
+    unequal = list[list[str]]()
     for line in others:
         unequal += [[]] if "title" in json.loads(line) else []
         unequal[-1].append(line)

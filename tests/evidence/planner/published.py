@@ -41,7 +41,8 @@ def jia(
     ll_up_to_bytes: int = SMALL_LL_BYTES,
 ) -> SimulatedSteps:
     """Simulate P40s with fp16 gradients. `cut`: theirs, hierarchical in two segments; None: NCCL's ring by tensor."""
-    cluster, layers = cluster_of("p40_roce", num_nodes), network(net)
+    cluster = cluster_of("p40_roce", num_nodes)
+    layers = network(net)
     work = work_of(layers, batch_size=batch, images_per_s=images_per_s)
     if cut is not None:
         cuts = [num_tensors(layers) - cut]
@@ -54,7 +55,8 @@ def jia(
 
 def jia_rows() -> Iterator[Prediction]:
     """Yield the paper's cluster at 1,024 and 2,048 ranks."""
-    at_64, at_32 = P40_IMAGES_PER_S, P40_IMAGES_PER_S * P100_32_OVER_64
+    at_64 = P40_IMAGES_PER_S
+    at_32 = P40_IMAGES_PER_S * P100_32_OVER_64
     steps = 90 * TRAIN_IMAGES / 65536
     ours = jia("resnet50", num_nodes=128, batch=64, images_per_s=at_64, cut=RESNET_CUT)
     base = jia("resnet50", num_nodes=128, batch=64, images_per_s=at_64, cut=None)
@@ -115,12 +117,11 @@ def training_rows() -> Iterator[Prediction]:
 
 def nccl_rows() -> Iterator[Prediction]:
     """Yield NCCL's own tests: between nodes, at the size of a bucket too, and inside a node."""
-    h100, a100 = replace(cluster_of("dgx_h100", 5), nics_per_node=4), cluster_of("dgx_a100", 2)
-    hdr, tcp, gib = (
-        replace(cluster_of("dgx_a100", 3), nics_per_node=4),
-        cluster_of("cloud_100gbe", 4),
-        2**30,
-    )
+    h100 = replace(cluster_of("dgx_h100", 5), nics_per_node=4)
+    a100 = cluster_of("dgx_a100", 2)
+    hdr = replace(cluster_of("dgx_a100", 3), nics_per_node=4)
+    tcp = cluster_of("cloud_100gbe", 4)
+    gib = 2**30
     for algorithm in ("ring", "tree"):
         yield (
             f"5 x 8 H100, 4 x 400G, {algorithm}, 1 GiB",

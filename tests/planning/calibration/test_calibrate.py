@@ -51,7 +51,8 @@ def test_intervals_hold_the_planted_values_as_often_as_they_say():
     generator = np.random.default_rng(7)
     hits = {"latency": 0, "rate": 0}
     for seed in range(120):
-        latency_s, rate = 10 ** generator.uniform(-5, -2), 10 ** generator.uniform(7, 10)
+        latency_s = 10 ** generator.uniform(-5, -2)
+        rate = 10 ** generator.uniform(7, 10)
         fit = fit_line(drawn(latency_s, rate, seed=seed), seed=seed)
         hits["latency"] += fit.latency_interval_s[0] <= latency_s <= fit.latency_interval_s[1]
         hits["rate"] += fit.rate_interval_bytes_per_s[0] <= rate <= fit.rate_interval_bytes_per_s[1]
@@ -176,7 +177,8 @@ def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_
 def test_on_gpus_the_launch_is_what_software_adds():
     """Sums are NCCL's model with a launch of 25 us; with as many cards as flows, the link is one card's."""
     nccl = Nccl(inside="nvlink", launch_s=25e-6)
-    near, far = Link(latency_s=0.0, bytes_per_s=2e11), Link(latency_s=5e-6, bytes_per_s=2.5e10)
+    near = Link(latency_s=0.0, bytes_per_s=2e11)
+    far = Link(latency_s=5e-6, bytes_per_s=2.5e10)
     truth = Cluster(
         num_nodes=2, ranks_per_node=4, inside=near, across=far, transport=nccl, nics_per_node=4
     )

@@ -111,7 +111,8 @@ def test_a_measured_curve_of_sums_through_a_codec_is_theirs_alone():
 )
 def test_plans_for_a_codec_add_up_in_nodes_first(transport, on_cuda):
     """With links inside nodes as slow as these, the best plan without one is flat."""
-    far, near = Link(latency_s=1e-6, bytes_per_s=1e10), Link(latency_s=2e-2, bytes_per_s=5e8)
+    far = Link(latency_s=1e-6, bytes_per_s=1e10)
+    near = Link(latency_s=2e-2, bytes_per_s=5e8)
     found = cluster(2, 4, transport=transport, inside=near, across=far)
     ask = {"itemsize": 2, "on_cuda": on_cuda}
     assert on_cuda or choose_plan([MIB] * 16, found, **ask).algorithm == "flat"
@@ -145,7 +146,8 @@ def test_a_slow_link_pays_by_the_ratio_of_bytes_and_a_fast_one_or_a_slow_codec_d
 
 
 def test_where_gradients_are_fp32_float16_comes_first():
-    work, found = BARE, cluster(2, 2, across=Link(latency_s=0.0, bytes_per_s=1e7))
+    work = BARE
+    found = cluster(2, 2, across=Link(latency_s=0.0, bytes_per_s=1e7))
     plain = wire_step(
         simulate(work, found, CommPlan(), itemsize=4, on_cuda=False), found, itemsize=4, name=None
     )

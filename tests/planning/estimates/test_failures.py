@@ -19,7 +19,8 @@ JOBS = [
 @pytest.mark.parametrize(("gpus", "checkpoint_s", "restart_s", "days"), JOBS)
 def test_no_other_interval_loses_a_tenth_less_than_dalys(gpus, checkpoint_s, restart_s, days):
     failures = Failures(checkpoint_s=checkpoint_s, restart_s=restart_s)
-    best_s, work_s = failures.interval_s(gpus), days * DAY_S
+    best_s = failures.interval_s(gpus)
+    work_s = days * DAY_S
     tried = [failures.restarted_s(work_s, gpus, best_s * 1.1**power) for power in range(-20, 21)]
     assert failures.restarted_s(work_s, gpus) - work_s <= 1.1 * (min(tried) - work_s)
 

@@ -66,10 +66,8 @@ def test_zeros_table_follows_from_dtypes():
 )
 def test_a_shared_update_leaves_small_tensors_whole(optimizer, bytes_each):
     """ResNet-50 on 1, 2, 4 and 8 ranks per node; 3 % of it is in tensors of fewer than 8 parts."""
-    state, numels = (
-        StateBytes.of(precision="16-true", optimizer=optimizer, copies_gradients=False),
-        resnet_50(),
-    )
+    state = StateBytes.of(precision="16-true", optimizer=optimizer, copies_gradients=False)
+    numels = resnet_50()
     found = [state.per_parameter(state_share=shared_share(numels, ranks)) for ranks in (1, 2, 4, 8)]
     assert found == pytest.approx(bytes_each, abs=0.006)
     # as many parts as ranks
@@ -111,14 +109,13 @@ def choices(**more):
 
 
 def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
-    total, found = 100 * BLOCK, {need.settings: need for need in choices().needs()}
+    total = 100 * BLOCK
+    found = {need.settings: need for need in choices().needs()}
     # precision, batches of 8, 4, 2, 1, sharing, re-materialisation
     assert len(found) == 2 * 4 * 5 * 2
-    node, again, all_ranks = (
-        "strategy.shard_update=node",
-        "model.checkpoint_activations=true",
-        "strategy=fsdp2",
-    )
+    node = "strategy.shard_update=node"
+    again = "model.checkpoint_activations=true"
+    all_ranks = "strategy=fsdp2"
     host = "strategy=fsdp2 strategy.offload=true"
     world = "strategy.shard_update=world"  # its gather of 0.3 s is behind a forward of one
     expected = {
@@ -171,10 +168,8 @@ def test_what_to_try_alone_comes_by_its_time_for_what_it_saves_and_the_fewest_se
 
 
 def test_what_there_is_nothing_to_share_with_is_not_tried_and_a_tenth_of_the_device_stays_free():
-    of_all, host = (
-        [("strategy.shard_update=world",), ("strategy=fsdp2",)],
-        ("strategy=fsdp2 strategy.offload=true",),
-    )
+    of_all = [("strategy.shard_update=world",), ("strategy=fsdp2",)]
+    host = ("strategy=fsdp2 strategy.offload=true",)
     for world_size, expected in ((1, [(), host]), (2, [(), *of_all, host])):
         alone = choices(
             activations={("32-true", False): (1.0, 1.0)}, ranks_per_node=1, batch_size=1

@@ -17,7 +17,8 @@ from lightning_hybrid.planning.estimates.pipeline_cost import (
 )
 
 PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
-RANKS, ROUNDS = st.integers(1, 5), st.integers(1, 4)
+RANKS = st.integers(1, 5)
+ROUNDS = st.integers(1, 4)
 
 
 def even(num_stages, **more):
@@ -28,7 +29,8 @@ def even(num_stages, **more):
 @settings(max_examples=25, deadline=None)
 @given(num_ranks=RANKS, rounds=ROUNDS)
 def test_an_even_pipeline_takes_what_the_formula_says(schedule, num_ranks, rounds):
-    per_rank, num_micro = PER_RANK[schedule], num_ranks * rounds
+    per_rank = PER_RANK[schedule]
+    num_micro = num_ranks * rounds
     loads = even(num_ranks * per_rank)
     tasks = simulate_pipeline(
         schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads
@@ -47,7 +49,8 @@ def test_every_stage_does_every_micro_batch_once_after_what_it_needs(
     schedule, data, num_ranks, rounds
 ):
     """Stages and messages of any length: nothing overlaps on a rank, nothing begins before its input has arrived."""
-    per_rank, num_micro = PER_RANK[schedule], num_ranks * rounds
+    per_rank = PER_RANK[schedule]
+    num_micro = num_ranks * rounds
     times = st.floats(0.1, 10)
     loads = [
         StageLoad(

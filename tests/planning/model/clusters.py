@@ -7,12 +7,14 @@ from lightning_hybrid.planning.model.cost import Link
 from lightning_hybrid.planning.model.cost_gloo import Gloo
 from lightning_hybrid.planning.model.cost_nccl import Nccl
 
-FAST, SLOW = Link(latency_s=1e-6, bytes_per_s=1e10), Link(latency_s=1e-4, bytes_per_s=1e8)
+FAST = Link(latency_s=1e-6, bytes_per_s=1e10)
+SLOW = Link(latency_s=1e-4, bytes_per_s=1e8)
 FREE_GLOO = Gloo(stage_s=0.0, message_s=0.0, segment_s=0.0)
 NCCL = Nccl(inside="nvlink", payload_share=1.0)
 
 BYTES = st.just(0.0) | st.floats(1.0, 1e9)  # the smallest floats there are have few digits
-NODES, RANKS = st.integers(1, 300), st.integers(1, 16)
+NODES = st.integers(1, 300)
+RANKS = st.integers(1, 16)
 LINKS = st.builds(Link, latency_s=st.floats(0, 1e-2), bytes_per_s=st.floats(1e6, 1e12))
 
 

@@ -38,7 +38,8 @@ MIB = 2**20
 
 
 def topology_of(found):
-    ranks, nodes = found.world_size, found.num_nodes
+    ranks = found.world_size
+    nodes = found.num_nodes
     if found.is_interleaved:
         return Topology(
             rank=0, nodes=tuple(tuple(range(node, ranks, nodes)) for node in range(nodes))

@@ -24,7 +24,8 @@ PROTOCOLS = ("ll", "ll128", "simple")
 FREE = Link(latency_s=0.0, bytes_per_s=1e30)
 
 
-NODES, RANKS = 4, 8
+NODES = 4
+RANKS = 8
 
 
 def latency_us(nccl, algorithm, num_bytes=0.0, num_nodes=NODES):
@@ -83,7 +84,8 @@ def test_the_plug_in_chooses_in_place_of_nccl():
     """On p5 sums up to 31.4 MB of 16 ranks go by trees with LL128, where NCCL itself would take another."""
     ask = {"num_nodes": 2, "ranks_per_node": 8, "inside": FREE, "across": FAST, "num_nics": 8}
     of_plugin = Nccl(inside="nvlink", generation="hopper", fabric="efa", plugin="aws_p5")
-    own, only = replace(of_plugin, plugin=None), replace(of_plugin, protocols=("ll128",))
+    own = replace(of_plugin, plugin=None)
+    only = replace(of_plugin, protocols=("ll128",))
     assert of_plugin.all_reduce(31e6, **ask) == only.all_reduce(31e6, algorithm="tree", **ask)
     assert own.all_reduce(31e6, **ask) != of_plugin.all_reduce(31e6, **ask)
     assert own.all_reduce(32e6, **ask) == of_plugin.all_reduce(32e6, **ask)

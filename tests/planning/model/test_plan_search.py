@@ -180,7 +180,8 @@ def test_equal_chunks_through_places_of_their_own_are_the_formula():
 
 def test_what_a_slow_flow_leaves_goes_to_the_others():
     """A quarter to the slow one; the other has three quarters until it is done."""
-    slow, fast = chunk(0, stage(share=0.25), column=0), chunk(1, stage(work_s=0.75), column=1)
+    slow = chunk(0, stage(share=0.25), column=0)
+    fast = chunk(1, stage(work_s=0.75), column=1)
     assert {span.chunk.bucket: span.end_s for span in simulate_events([slow, fast])} == {
         0: 4.0,
         1: 1.0,

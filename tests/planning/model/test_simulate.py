@@ -55,7 +55,8 @@ def test_one_rank_alone_has_nothing_to_wait_for():
 
 def test_everything_waits_for_the_slowest_nodes():
     """One node's link at a quarter: sums take what they take where all links are; its ranks, and so do steps."""
-    few, many = SIXTEEN.scaled(1e-6), SIXTEEN
+    few = SIXTEEN.scaled(1e-6)
+    many = SIXTEEN
     slow = Link(latency_s=1e-5, bytes_per_s=RDMA.bytes_per_s / 4)
     for work, group, same in (
         (few, NodeGroup(across=slow), replace(on_gpus(), across=slow)),
@@ -77,7 +78,8 @@ def test_sums_slow_the_arithmetic_beside_them_down():
 
     Mutation: what is taken is not given back to backward.
     """
-    found, plan = replace(on_gpus(), taken_share=0.125), CommPlan(num_buckets=16)
+    found = replace(on_gpus(), taken_share=0.125)
+    plan = CommPlan(num_buckets=16)
     plain, slowed = (simulate(SIXTEEN, each, plan, itemsize=2) for each in (on_gpus(), found))
     beside_s = plain.first.busy_s - plain.first.exposed_s
     assert slowed.step_s - plain.step_s == pytest.approx(0.125 * beside_s, rel=0.02)

@@ -76,7 +76,8 @@ def test_intervals_of_what_was_measured_hold_to_eight_times_the_nodes_and_widen_
 
 def test_on_links_that_nobody_measured_the_library_keeps_its_plan():
     """Mutation: the planner chooses there too."""
-    gradients, shape = [MIB] * 64, SimpleNamespace(num_nodes=4, ranks_per_node=8)
+    gradients = [MIB] * 64
+    shape = SimpleNamespace(num_nodes=4, ranks_per_node=8)
     ask = {"itemsize": 2, "on_cuda": True}
     unknown = cluster(4, 8, transport=replace(H100, fabric="slingshot"))
     with pytest.warns(UserWarning, match="Measure 4 nodes"):

@@ -92,7 +92,8 @@ def test_activations_of_resnet_50_are_those_that_its_docstring_says():
 
 @pytest.mark.parametrize("name", ["resnet50", "vgg16"])
 def test_blocks_have_all_parameters_all_flops_and_all_that_is_kept(name):
-    network, blocks = NETWORKS[name](), blocks_of_known(name)
+    network = NETWORKS[name]()
+    blocks = blocks_of_known(name)
     numels = [parameter.numel() for parameter in network.parameters()]
     assert sorted(numel for block in blocks for numel in block.numels) == sorted(numels)
     assert sum(block.forward_flops for block in blocks) == forward_flops_per_image(network, IMAGE)
@@ -243,7 +244,8 @@ def test_recomputing_blocks_needs_less_memory_and_a_third_more_time_and_what_nee
             if (each.schedule, each.num_ranks, each.num_microbatches) == asked
         )
 
-    plain, again = best(free), best(choices_of(found, recomputes=True))
+    plain = best(free)
+    again = best(choices_of(found, recomputes=True))
     assert again.most_bytes < plain.most_bytes
     assert again.step_s == pytest.approx(4 / 3 * plain.step_s, rel=0.05)
     assert again.settings[-1] == "strategy.checkpoint_activations=true"
@@ -287,7 +289,8 @@ def peaks(**options):
     model = Bert(**options)
     for one in model.parameters():
         one.grad = torch.zeros_like(one)
-    optimizer, tracker = LAMB(model.parameters(), lr=1e-3), MemTracker()
+    optimizer = LAMB(model.parameters(), lr=1e-3)
+    tracker = MemTracker()
     optimizer.step()
     tracker.track_external(model, optimizer, *(one.grad for one in model.parameters()))
     text = model.example(16, 64, device="cpu")

@@ -73,7 +73,8 @@ def test_the_report_says_what_was_hidden_and_compares_with_the_first_row_of_a_ca
         for arm, size, each in given
     ]
     assert [line[-2:] for line in cells(steps, 100.0)] == [["1.00", "0.400"], ["2.00", "0.400"]]
-    header, row = aligned(HEADER), aligned(cells(steps, 100.0)[-1])
+    header = aligned(HEADER)
+    row = aligned(cells(steps, 100.0)[-1])
     assert "median ms" in header
     assert header.index("median ms") + len("median ms") == row.index("2000") + len("2000"), (
         "numbers below their unit"

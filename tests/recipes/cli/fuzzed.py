@@ -79,7 +79,8 @@ def composed(program: str, *overrides: str, folder: str) -> DictConfig:
     OmegaConf.set_readonly(cfg.hydra, False)
     with open_dict(cfg):
         cfg.hydra.runtime.output_dir = f"{folder}/out"
-        cfg.hydra.job.num, cfg.hydra.job.id = 0, "0"
+        cfg.hydra.job.num = 0
+        cfg.hydra.job.id = "0"
     return cfg
 
 

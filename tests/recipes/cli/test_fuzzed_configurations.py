@@ -51,10 +51,8 @@ def test_every_value_is_built_or_refused_by_name(
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     fuzzed.stop_where_work_starts(monkeypatch)
-    program, overrides = (
-        recipe.strip(),
-        [each.replace("TMP", str(folder)) for each in fuzzed.BASES[recipe]],
-    )
+    program = recipe.strip()
+    overrides = [each.replace("TMP", str(folder)) for each in fuzzed.BASES[recipe]]
     base = fuzzed.composed(program, *overrides, folder=str(folder))
     assert fuzzed.outcome_of(program, base) == ("built", "")
     keys = fuzzed.keys_of(base)

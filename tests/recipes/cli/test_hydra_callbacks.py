@@ -95,7 +95,8 @@ class Full(io.StringIO):
 
 
 def test_a_log_file_that_takes_nothing_prints_no_traceback(monkeypatch):
-    handler, said = logging.StreamHandler(Full()), io.StringIO()
+    handler = logging.StreamHandler(Full())
+    said = io.StringIO()
     record = logging.LogRecord("a", logging.INFO, "b", 1, "words", None, None)
     monkeypatch.setattr(sys, "stderr", said)
     stdio.outlive_streams()

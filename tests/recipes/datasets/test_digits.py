@@ -31,7 +31,8 @@ def train_loader(num_images=103, **changes) -> TrainLoader:
 
 
 def test_the_split_is_stratified_disjoint_and_always_the_same():
-    one, other = digits_split(), digits_split()
+    one = digits_split()
+    other = digits_split()
     assert len(one["train"].labels) == NUM_TRAIN
     for name, image_set in one.items():
         assert torch.equal(image_set.images, other[name].images)
@@ -66,7 +67,8 @@ def test_a_shift_depends_on_seed_epoch_and_image_not_on_rank_or_batch():
     halves = corners(rank=0) | corners(rank=1)
     assert alone.keys() == halves.keys()
     assert all(torch.equal(alone[label], halves[label]) for label in alone)
-    again, other = corners(world_size=1), corners(world_size=1, seed=4)
+    again = corners(world_size=1)
+    other = corners(world_size=1, seed=4)
     assert all(torch.equal(alone[label], again[label]) for label in alone)
     assert any(not torch.equal(alone[label], other[label]) for label in alone)
     assert {tuple(image[0].ne(0).sum(0).tolist()) for image in alone.values()} >= {
@@ -78,7 +80,8 @@ def test_a_shift_depends_on_seed_epoch_and_image_not_on_rank_or_batch():
 @pytest.mark.parametrize("batches_done", [3, 8])
 def test_a_loader_continues_from_its_state_which_is_that_of_every_rank(batches_done):
     loaders = [train_loader(shift_pixels=1, rank=rank) for rank in (0, 1)]
-    expected, resumed = train_loader(shift_pixels=1), train_loader(shift_pixels=1)
+    expected = train_loader(shift_pixels=1)
+    resumed = train_loader(shift_pixels=1)
     whole = list(expected)
     for loader in loaders:
         iterator = iter(loader)

@@ -19,7 +19,8 @@ from tests.checkout import ROOT
 from tests.recipes.composed import composed
 from tests.recipes.training.test_recipes import NO_FILES, QUIET
 
-NUM_TRAIN, NUM_TEST = 60, 20
+NUM_TRAIN = 60
+NUM_TEST = 20
 
 
 def idx_file(array: np.ndarray) -> bytes:

@@ -49,7 +49,8 @@ def test_images_are_stored_once_each_in_a_shuffled_order_that_the_seed_decides(r
     ]
     packing_of(root, tmp_path / "b").run()
     packing_of(root, tmp_path / "c", seed=1).run()
-    numbers, other = numbers_of(tmp_path / "a"), numbers_of(tmp_path / "c")
+    numbers = numbers_of(tmp_path / "a")
+    other = numbers_of(tmp_path / "c")
     assert sorted(numbers) == list(range(23))
     assert numbers not in (sorted(numbers), other)
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
@@ -67,7 +68,8 @@ class KilledError(BaseException):
 @pytest.mark.parametrize("when", [9, 22])
 def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(root, tmp_path, monkeypatch, when):
     packing_of(root, tmp_path / "whole", num_threads=1).run()
-    prepared, calls = Packing.prepared, []
+    prepared = Packing.prepared
+    calls = []
 
     def killed(self, data):
         calls.append(1)
@@ -110,7 +112,8 @@ def test_long_short_sides_are_resized_and_others_stay_as_they_are(root, tmp_path
     packing_of(root, tmp_path / "out", short_side=32).run()
     images = ShardedImages(tmp_path / "out" / "train")
     for index in range(len(images)):
-        data, number = images.read(index), int(images.name(index)[-10:-5])
+        data = images.read(index)
+        number = int(images.name(index)[-10:-5])
         image = Image.open(io.BytesIO(data))
         if number == 300:
             assert data == small.read_bytes()

@@ -118,7 +118,8 @@ def batches(packed, *, world_size=1, accumulate=1, epoch=0, first=0):
         order = EpochOrder(num_images=64, global_batch_size=16, seed=3, world_size=world_size, rank=rank,
                            accumulate_grad_batches=accumulate)  # fmt: skip
         loader = TextLoader(Sequences(packed, "train", 20), order)
-        loader.epoch, loader.batches_done = epoch, first
+        loader.epoch = epoch
+        loader.batches_done = first
         for at, ((tokens, positions), targets) in enumerate(loader, first):
             whole = tokens.scatter(1, positions, targets)
             assert positions.shape == targets.shape == (len(tokens), 3)

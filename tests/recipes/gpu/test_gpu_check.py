@@ -154,7 +154,8 @@ def test_a_wrong_result_of_a_check_that_was_cut_is_a_failure(tmp_path):
 def test_it_writes_at_once_counts_failures_and_goes_on_where_it_ended(
     tmp_path, monkeypatch, capsys
 ):
-    environment, written = {"commit": "abc", "has_changes": False}, []
+    environment = {"commit": "abc", "has_changes": False}
+    written = []
     monkeypatch.setattr(gpu_check.machine, "gpu_environment", lambda root: dict(environment))
     statuses = {"well": "PASS", "slow": "SLOW", "wrong": "FAIL"}
     monkeypatch.setattr(gpu_check, "CHECKS", [check(each, gpu_s=90) for each in statuses])
@@ -204,7 +205,8 @@ def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
         return [{"bits": str(rank // num_equal)} for rank in range(settings["num_ranks"])]
 
     monkeypatch.setattr(features, "run_world", run_world)
-    given, num_equal = Given(device="cuda", folder=tmp_path, limit_s=1, num_gpus=8), 8
+    given = Given(device="cuda", folder=tmp_path, limit_s=1, num_gpus=8)
+    num_equal = 8
     assert features.fits_as_on_cpu("bf16", given)["message"].startswith(
         "8 ranks over nccl: the same bits, 5.0e-02 of"
     )
@@ -291,10 +293,8 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path, monkeypatch):
         assert {"report.json", "report.html"} < set(archive.namelist())
     assert "\n## Results in one table\n" in (ROOT / page.RECORDS).read_text()
     monkeypatch.setattr(gpu_check, "CHECKS", checks)
-    records, before = (
-        tmp_path / "README.md",
-        "| command |\n|---|\n\n## Results in one table\n\n| command |\n|---|\n",
-    )
+    records = tmp_path / "README.md"
+    before = "| command |\n|---|\n\n## Results in one table\n\n| command |\n|---|\n"
     for after in ("", "\nAfter.\n"):
         records.write_text(before + after)
         for _ in range(2):

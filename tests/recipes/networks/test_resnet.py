@@ -92,7 +92,8 @@ def test_sizes_are_those_of_the_table_and_the_small_stem_keeps_that_of_small_ima
 
 @pytest.mark.parametrize("depth", [18, 50])
 def test_width_scales_every_channel(depth):
-    full, half = on_meta(ResNet, depth=depth), on_meta(ResNet, depth=depth, width=0.5)
+    full = on_meta(ResNet, depth=depth)
+    half = on_meta(ResNet, depth=depth, width=0.5)
     for a, b in zip(full.modules(), half.modules(), strict=True):
         if isinstance(a, nn.Conv2d):
             assert b.out_channels * 2 == a.out_channels

@@ -109,7 +109,8 @@ def test_twenty_steps_are_the_same_in_stages(rank_pool, text, num_stages, precis
         assert list(own) == list(weights)
 
 
-TWO_BY_TWO, ONE_RANK = (*STAGES, "trainer.devices=4"), ("trainer.devices=1",)
+TWO_BY_TWO = (*STAGES, "trainer.devices=4")
+ONE_RANK = ("trainer.devices=1",)
 
 
 def fitted_in_slices(options, *args):
@@ -167,10 +168,8 @@ def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(rank_p
 )
 def test_a_run_goes_on_in_another_layout(rank_pool, text, tmp_path, first, then, precision):
     """To the bit in the same one; the checkpoint is within an epoch."""
-    words, path = (
-        (text, f"precision={precision}", "trainer.max_steps=10"),
-        str(tmp_path / "some.ckpt"),
-    )
+    words = (text, f"precision={precision}", "trainer.max_steps=10")
+    path = str(tmp_path / "some.ckpt")
     losses, weights = fitted_in(first, rank_pool, *words, callbacks=[Saves(path, step=6)])
     rest, again = fitted_in(then, rank_pool, *words, ckpt_path=path)
     torch.testing.assert_close(
@@ -181,10 +180,8 @@ def test_a_run_goes_on_in_another_layout(rank_pool, text, tmp_path, first, then,
 
 def test_a_resumed_run_ends_with_the_same_bits(text, tmp_path):
     """Dropout is on, and the checkpoint is within an epoch; the second run hides what the first would have."""
-    path, words = (
-        str(tmp_path / "some.ckpt"),
-        ("trainer.devices=1", "model.dropout=0.1", "precision=16-true", "trainer.max_steps=10"),
-    )
+    path = str(tmp_path / "some.ckpt")
+    words = ("trainer.devices=1", "model.dropout=0.1", "precision=16-true", "trainer.max_steps=10")
     losses, weights = fitted(text, *words, callbacks=[Saves(path, step=7)])
     rest, again = fitted(text, *words, ckpt_path=path)
     assert torch.equal(losses[7:], rest)

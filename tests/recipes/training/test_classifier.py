@@ -38,7 +38,8 @@ def classifier(**options):
 
 def fit(options=None, data=DigitsDataModule, looks=None, **settings):
     """One fit on this rank: its trainer, its module, and what was looked at."""
-    module, looks = classifier(**options or {}), at(**looks or {})
+    module = classifier(**options or {})
+    looks = at(**looks or {})
     settings = {"precision": "16-true", "max_epochs": 2, "limit_val_batches": 0} | settings
     trainer = toy.trainer(callbacks=[looks], **settings)
     trainer.fit(module, data(global_batch_size=300, seed=0))
@@ -50,7 +51,8 @@ def rate(trainer, module, optimizer):
 
 
 def resumed_rates(ckpt_path, *, max_epochs):
-    module, looks = classifier(warmup_epochs=1.0), at(on_train_batch_start=rate_of_step)
+    module = classifier(warmup_epochs=1.0)
+    looks = at(on_train_batch_start=rate_of_step)
     trainer = toy.trainer(
         callbacks=[looks], max_epochs=max_epochs, limit_val_batches=0, precision="32-true"
     )
@@ -210,7 +212,8 @@ def test_label_smoothing_is_for_training_alone_and_a_nan_of_one_batch_of_validat
     """Smoothed: (1 - s) times the plain loss and s times the mean over all classes, in float64."""
     torch.manual_seed(1)
     batch = torch.randn(5, 1, 16, 16), torch.arange(5)
-    plain, smoothing = classifier().eval(), classifier(label_smoothing=0.25).eval()
+    plain = classifier().eval()
+    smoothing = classifier(label_smoothing=0.25).eval()
     log_probs = smoothing(batch[0]).double().log_softmax(dim=1)
     expected = -(0.75 * log_probs[range(5), batch[1]] + 0.25 * log_probs.mean(dim=1)).mean()
     # fp32 log-softmax: a few units in the last place
@@ -258,7 +261,8 @@ def groups_of(options):
 
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_the_network_sees_images_in_its_own_layout(channels_last):
-    module, seen = classifier(channels_last=channels_last), []
+    module = classifier(channels_last=channels_last)
+    seen = []
     module.model = torch.nn.Identity()
     module.model.register_forward_pre_hook(lambda _, args: seen.append(args[0].stride()))
     for memory_format in (torch.contiguous_format, torch.channels_last):
@@ -269,7 +273,8 @@ def test_the_network_sees_images_in_its_own_layout(channels_last):
 @pytest.mark.long
 def test_a_compiled_network_keeps_its_names_in_checkpoints():
     """`torch.compile(network)` would put `_orig_mod` before them. Compilation itself is lazy, and takes a minute."""
-    plain, compiled = classifier(), classifier(compile=True)
+    plain = classifier()
+    compiled = classifier(compile=True)
     assert (plain.model._compiled_call_impl, callable(compiled.model._compiled_call_impl)) == (
         None,
         True,

@@ -81,7 +81,8 @@ def test_a_tracker_on_a_full_disk_hides_no_other_error_and_one_that_does_not_men
         UserWarning, match=r"W&B's files of this run are not whole \(No space left on device\)"
     ):
         launch.finish(1)
-    wandb.run, wandb.finish = SimpleNamespace(dir=str(tmp_path)), lambda exit_code: None
+    wandb.run = SimpleNamespace(dir=str(tmp_path))
+    wandb.finish = lambda exit_code: None
     launch.finish(0)
     with (
         no_file_beyond(0),

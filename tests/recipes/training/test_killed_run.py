@@ -54,7 +54,9 @@ class DieAt(Callback):
     """Kills this process, or all of the run, in a phase of the fifth step or later; once, also over restarts."""
 
     def __init__(self, mark, phase):
-        self.mark, self.phase, self.rank = Path(mark), phase, KILLS[phase]
+        self.mark = Path(mark)
+        self.phase = phase
+        self.rank = KILLS[phase]
 
     def die(self, *_):
         if not self.mark.exists():
@@ -64,7 +66,8 @@ class DieAt(Callback):
             time.sleep(60)
 
     def dies_in(self, owner, name, num_calls=1, is_before=False):
-        function, calls = getattr(owner, name), []
+        function = getattr(owner, name)
+        calls = []
 
         def trapped(*args, **kwargs):
             calls.append(1)

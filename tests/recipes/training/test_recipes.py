@@ -151,7 +151,8 @@ def test_resnet_follows_the_learning_rates_of_mlperf(recipe, warmup_epochs, deca
     It divides by T + 1, the schedule here by T = steps after the warm-up: a rate moves by at most 2 / T of the peak.
     """
     cfg = configured(f"recipe={recipe}", "data.root=/nowhere")
-    peak, num_steps = cfg.optim.lr, cfg.trainer.max_steps
+    peak = cfg.optim.lr
+    num_steps = cfg.trainer.max_steps
     warmup_steps = warmup_epochs * NUM_IMAGES // cfg.global_batch_size
     assert (cfg.warmup_steps, num_steps - cfg.warmup_steps + 1) == (warmup_steps, decay_steps)
     for step, rate in enumerate(rates_of(cfg)):

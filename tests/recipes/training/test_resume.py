@@ -152,7 +152,8 @@ def fit_from(paths, call="fit"):
 
 
 def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_ranks, tmp_path):
-    one, other = str(saved(tmp_path, "one.ckpt", 4)), str(saved(tmp_path / "b", "one.ckpt", 6))
+    one = str(saved(tmp_path, "one.ckpt", 4))
+    other = str(saved(tmp_path / "b", "one.ckpt", 6))
     assert two_ranks.run(fit_from, [one, one]) == [("", 2)] * 2
     for paths, found in (
         ([one, None], "rank 1: no checkpoint"),
@@ -237,7 +238,9 @@ def test_no_row_is_missing_and_none_comes_twice(one_rank, tmp_path, settings, fr
 def test_rows_are_on_the_disk_before_they_are_counted_and_are_found_where_a_kill_left_them(
     tmp_path, monkeypatch
 ):
-    synced, fsync, moved = [], os.fsync, os.replace
+    synced = []
+    fsync = os.fsync
+    moved = os.replace
     monkeypatch.setattr(
         "recipes.training.csv_logger.os.fsync",
         lambda number: (synced.append(os.fstat(number).st_size), fsync(number)),

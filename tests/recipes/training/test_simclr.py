@@ -60,7 +60,8 @@ def test_probes_are_given_every_training_image_once_over_all_ranks():
 
 
 def test_probes_find_what_is_apart():
-    bank, labels = torch.eye(3).repeat(5, 1), torch.arange(3).repeat(5)
+    bank = torch.eye(3).repeat(5, 1)
+    labels = torch.arange(3).repeat(5)
     bank += 0.1 * torch.randn(bank.shape, generator=torch.Generator().manual_seed(0))
     assert torch.equal(linear_probe(bank, labels, 3)(torch.eye(3)).argmax(1), torch.arange(3))
     scores = knn(torch.eye(3), bank, labels, 5, 3)

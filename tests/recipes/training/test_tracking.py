@@ -99,7 +99,8 @@ def test_an_offline_run_holds_configuration_history_and_best_values(one_rank, tm
     "ignore:Checkpoint directory .* exists and is not empty", "ignore:The dirpath has changed"
 )
 def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
-    first, other = tmp_path / "first", tmp_path / "other"
+    first = tmp_path / "first"
+    other = tmp_path / "other"
     (begun,) = one_rank.run(tracked, str(first), "trainer.max_epochs=1")
     assert one_rank.run(tracked, str(first), "trainer.max_epochs=2", "resume=auto") == [begun]
     path = f"resume={first}/checkpoints/last.ckpt"
@@ -212,7 +213,9 @@ def test_the_page_of_a_run_is_an_artifact_where_wandb_is_online(tmp_path, is_off
     seen = []
 
     class Run:
-        id, disabled, offline = "x", False, is_offline
+        id = "x"
+        disabled = False
+        offline = is_offline
 
         def log_artifact(self, path, *, name, type):
             seen.append((Path(path).name, name, type))

@@ -10,14 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BLOCK_BYTES, HEADER_BYTES = 32 * 1024, 7
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+BLOCK_BYTES = 32 * 1024
+HEADER_BYTES = 7
+FULL = 1
+FIRST = 2
+MIDDLE = 3
+LAST = 4
 
 
 def frames(content: bytes) -> Iterator[bytes]:
     """The records' bytes; a torn last one is left out."""
     assert content[:4] == b":W&B", "not a file of W&B's"
-    place, begun = HEADER_BYTES, b""
+    place = HEADER_BYTES
+    begun = b""
     while place + HEADER_BYTES <= len(content):
         left = BLOCK_BYTES - place % BLOCK_BYTES
         if left < HEADER_BYTES:

@@ -135,8 +135,10 @@ def test_ranks_with_other_settings_are_named_on_all_before_training(two_ranks, v
 
 
 def test_plans_in_which_nodes_add_up_first_are_taken_and_auto_makes_one_on_cuda():
-    even, uneven = Topology(rank=0, nodes=((0, 1), (2, 3))), Topology(rank=0, nodes=((0, 1), (2,)))
-    lone, one = Topology(rank=0, nodes=((0,), (1,))), Topology(rank=0, nodes=((0, 1),))
+    even = Topology(rank=0, nodes=((0, 1), (2, 3)))
+    uneven = Topology(rank=0, nodes=((0, 1), (2,)))
+    lone = Topology(rank=0, nodes=((0,), (1,)))
+    one = Topology(rank=0, nodes=((0, 1),))
 
     def chosen(algorithm, topology, on_cuda=False):
         return plan_for_codec(

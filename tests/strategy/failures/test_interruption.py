@@ -78,7 +78,8 @@ def test_with_the_callback_a_checkpoint_of_that_step_is_named(two_ranks, tmp_pat
 
 
 def test_a_second_ctrl_c_ends_at_once_unless_it_is_torchruns_copy_of_the_first(monkeypatch):
-    stop, now_s = StopOnSignal(), [0.0]
+    stop = StopOnSignal()
+    now_s = [0.0]
     monkeypatch.setattr(stop_on_signal, "monotonic", lambda: now_s[0])
     trainer = toy.trainer(callbacks=[stop])
     for now_s[0] in (0.0, 0.5):
@@ -133,7 +134,8 @@ def is_alive(pid):
     ],
 )
 def test_every_process_is_gone_within_seconds(tmp_path, launcher, callback, number, whom, words):
-    program, log = tmp_path / "program.py", tmp_path / "log"
+    program = tmp_path / "program.py"
+    log = tmp_path / "log"
     program.write_text(PROGRAM)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [

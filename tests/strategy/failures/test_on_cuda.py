@@ -107,7 +107,8 @@ def test_communicators_take_turns_where_several_may_be_in_use(monkeypatch, optio
 
 def failed_engine(device_type):
     engine = CommEngine.__new__(CommEngine)
-    engine.device, engine._is_closed = torch.device(device_type), False
+    engine.device = torch.device(device_type)
+    engine._is_closed = False
     engine._carrier = SimpleNamespace(look=lambda: None)
     engine._latch = FailureLatch(BucketOrder())
     engine._latch.error = CAUSE
@@ -150,7 +151,8 @@ def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
         dist, "destroy_process_group", lambda group: seen.append((group, "destroyed"))
     )
     comm = CommSetup(StrategyOptions.parse({}, argument_names=()))
-    comm.device, comm._work_group = torch.device("cuda"), "work"
+    comm.device = torch.device("cuda")
+    comm._work_group = "work"
     comm.engine = SimpleNamespace(
         close=lambda: None, failure="comm: rank 1 died" if has_failed else ""
     )
@@ -180,7 +182,8 @@ def test_the_nodes_group_of_local_steps_is_not_waited_for_where_it_was_aborted(
         )
     engine = SimpleNamespace(failure=failure, close=lambda: None)
     extension = object.__new__(local_steps.LocalStepsExtension)
-    extension._nodes, extension._ignored = SimpleNamespace(node_engine=engine, group="nodes"), None
+    extension._nodes = SimpleNamespace(node_engine=engine, group="nodes")
+    extension._ignored = None
     extension.end(
         SimpleNamespace(engine=SimpleNamespace(failure=""), device=torch.device(device_type)), None
     )

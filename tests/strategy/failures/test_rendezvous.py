@@ -14,7 +14,8 @@ from lightning_hybrid.strategy.rendezvous import RendezvousError, meet
 from tests.scenes import at, fit
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
-SHORT_S, LONG_S = 1.0, 30.0
+SHORT_S = 1.0
+LONG_S = 30.0
 
 
 def free_port():
@@ -103,7 +104,8 @@ def test_the_second_process_of_a_rank_is_sent_away_and_the_others_meet(three_ran
 
 def meets_but_one(port):
     rank = min(dist.get_rank(), 1)
-    store, result = None, "met"
+    store = None
+    result = "met"
     try:
         store = meeting(port, rank=rank, world_size=2)
     except RendezvousError as error:
@@ -138,7 +140,8 @@ def listens(trainer, module):
 
 def fit_from_the_start():
     """As a launcher starts it: without a process group."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     port = [free_port()]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()

@@ -29,7 +29,8 @@ class StepsOfItsOwn(toy.Toy):
     automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        loss, optimizer = self.loss(batch), self.optimizers()
+        loss = self.loss(batch)
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()

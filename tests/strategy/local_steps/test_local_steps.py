@@ -147,11 +147,10 @@ def test_a_codec_rounds_what_weights_have_moved_and_momentum(two_ranks):
 
 def fit_and_reference(every):
     seen = local(None, every)
-    module, expected = Toy(), []
-    optimizer, schedule = (
-        (found := module.configure_optimizers())["optimizer"],
-        found["lr_scheduler"]["scheduler"],
-    )
+    module = Toy()
+    expected = []
+    optimizer = (found := module.configure_optimizers())["optimizer"]
+    schedule = found["lr_scheduler"]["scheduler"]
     statistics = [
         one
         for layer in module.modules()
@@ -224,7 +223,8 @@ def test_a_layerwise_optimizer_with_accumulation_agrees_after_a_mean(four_ranks)
 def test_steps_before_the_local_ones_are_those_of_a_synchronous_run_bit_for_bit(four_ranks):
     """Gradients, running statistics and weights; then pairs of steps on each node."""
     scene = {"ranks_per_node": 2, "precision": "16-true"}
-    whole, ranks = local(four_ranks, 1, **scene), local(four_ranks, 2, {"from_step": 2}, **scene)
+    whole = local(four_ranks, 1, **scene)
+    ranks = local(four_ranks, 2, {"from_step": 2}, **scene)
     for pair in zip(whole, ranks, strict=True):
         assert [torch.equal(*each) for each in zip(*map(values, pair), strict=True)] == [
             True
@@ -236,11 +236,13 @@ OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
 def test_the_outer_step_goes_on_along_what_past_periods_have_moved(two_ranks):
     """With rate 1 and no momentum it is the mean; with rate 2 the first common weights lie twice as far."""
-    start, trained = values_of(toy.Toy()), trained_of(toy.Toy())
+    start = values_of(toy.Toy())
+    trained = trained_of(toy.Toy())
     options = [{}, {"outer_lr": 1.0}, {"outer_lr": 2.0}, {"outer_lr": 2.0, "outer_momentum": 0.5}]
     mean, one, far, moved = (values(local(two_ranks, 4, outer)[0]) for outer in options)
     assert torch.equal(mean[3], one[3])
-    way, expected = far[3] - start, 2 * (mean[3] - start)
+    way = far[3] - start
+    expected = 2 * (mean[3] - start)
     torch.testing.assert_close(way[trained], expected[trained], rtol=1e-3, atol=1e-6)  # roundings
     assert torch.equal(far[3][~trained], mean[3][~trained])  # running statistics take no outer step
     # d + m / 2
@@ -281,10 +283,8 @@ def test_a_run_resumed_within_a_period_has_the_bits_of_one_that_saved_there_too(
     two_ranks, tmp_path, precision, optimizer, options
 ):
     """Saved after step 4, one step into the second period of three."""
-    path, scene = (
-        tmp_path / "four.ckpt",
-        {"precision": precision, "module": {"optimizer": optimizer}, "max_epochs": 3},
-    )
+    path = tmp_path / "four.ckpt"
+    scene = {"precision": precision, "module": {"optimizer": optimizer}, "max_epochs": 3}
     saving = local(two_ranks, 3, options, callbacks=[Saves(path, epoch=0)], **scene)
     resumed, without = (
         local(two_ranks, 3, options, ckpt_path=each, **scene) for each in (path, None)

@@ -35,7 +35,8 @@ class Rows(pl.LightningModule):
 
     def __init__(self, kind):
         super().__init__()
-        self.kind, self.rows = kind, nn.Embedding(16, 4)
+        self.kind = kind
+        self.rows = nn.Embedding(16, 4)
 
     def training_step(self, batch, batch_idx):
         return self.rows(torch.arange(8) + 8 * self.global_rank).square().mean()
@@ -146,10 +147,8 @@ class Teacher(toy.Toy):
 
     def __init__(self):
         super().__init__(lr=0.05)
-        self.teacher, self.fixed = (
-            nn.Linear(3, 3).requires_grad_(False),
-            nn.Linear(2, 2).requires_grad_(False),
-        )
+        self.teacher = nn.Linear(3, 3).requires_grad_(False)
+        self.fixed = nn.Linear(2, 2).requires_grad_(False)
         self.register_buffer("centre", torch.zeros(3))
 
     @torch.no_grad()

@@ -11,7 +11,9 @@ from lightning_hybrid.optim import LAMB, LARS, param_groups
 from tests import scenes
 from tests.scenes import this_rank
 
-NUM_IMAGES, NUM_INPUTS, NUM_CLASSES = 6, 12, 8
+NUM_IMAGES = 6
+NUM_INPUTS = 12
+NUM_CLASSES = 8
 
 
 class Net(nn.Module):
@@ -24,11 +26,9 @@ class Net(nn.Module):
             self.trunk = nn.Sequential(
                 nn.Linear(NUM_INPUTS, width, bias=False), nn.BatchNorm1d(width), nn.Tanh()
             )
-            self.fc6, self.fc7, self.fc8 = (
-                nn.Linear(width, 16),
-                nn.Linear(16, 14),
-                nn.Linear(14, NUM_CLASSES),
-            )
+            self.fc6 = nn.Linear(width, 16)
+            self.fc7 = nn.Linear(16, 14)
+            self.fc8 = nn.Linear(14, NUM_CLASSES)
         self.dropout = nn.Dropout(dropout)
         self.node_slices = (("fc6", "fc7"), ("fc8",)) if is_cut else ()
 
@@ -44,7 +44,9 @@ class Module(pl.LightningModule):
     ):
         super().__init__()
         self.net = Net(is_cut, dropout, width)
-        self.make_optimizer, self.overflows, self.penalty = make_optimizer, overflows, penalty
+        self.make_optimizer = make_optimizer
+        self.overflows = overflows
+        self.penalty = penalty
 
     def training_step(self, batch, batch_idx):
         images, targets = batch
@@ -90,7 +92,8 @@ def lamb(module, fused=True):
     return LAMB(param_groups(module, weight_decay=1e-3), lr=0.02, fused=fused, max_grad_norm=0.5)
 
 
-lars_lists, lamb_lists = partial(lars, fused=False), partial(lamb, fused=False)
+lars_lists = partial(lars, fused=False)
+lamb_lists = partial(lamb, fused=False)
 lars_joint = partial(lars, denominator="joint", trust_clip=1.0)
 
 

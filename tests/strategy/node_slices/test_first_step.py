@@ -12,7 +12,10 @@ from tests import scenes
 from tests.scenes import at, same, this_rank
 from tests.strategy.node_slices.sliced import sgd
 
-WIDTH, LENGTH, NUM_HEADS, NUM_SEQUENCES = 8, 5, 4, 3
+WIDTH = 8
+LENGTH = 5
+NUM_HEADS = 4
+NUM_SEQUENCES = 3
 HEAD_WIDTH = WIDTH // NUM_HEADS
 
 
@@ -25,7 +28,8 @@ class SelfAttention(nn.Module):
         self.key = nn.Linear(WIDTH, WIDTH)
         self.value = nn.Linear(WIDTH, WIDTH)
         self.num_heads = NUM_HEADS
-        self.heads, self.width = heads, width
+        self.heads = heads
+        self.width = width
 
     def split(self, features):
         batch, length, _ = features.shape

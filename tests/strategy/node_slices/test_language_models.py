@@ -22,7 +22,12 @@ OF_TRANSFORMERS = pytest.mark.skipif(
 # Relative; over 20 steps sums are added in another order. Half precision rounds gradients by 5e-4 each.
 BOUNDS = {"64-true": 1e-10, "32-true": 1e-5, "16-true": 1e-3}
 # As many tokens as do not divide by four ranks, as the 30,522 of BERT.
-NUM_TOKENS, LENGTH, WIDTH, NUM_HEADS, PADDING, NUM_MASKED = 31, 6, 16, 4, 0, 2
+NUM_TOKENS = 31
+LENGTH = 6
+WIDTH = 16
+NUM_HEADS = 4
+PADDING = 0
+NUM_MASKED = 2
 NUM_SEQUENCES, NUM_STEPS = 8, 20  # of all ranks; of a fit
 
 
@@ -37,22 +42,18 @@ class Encoder(nn.Module):
             nn.TransformerEncoderLayer, WIDTH, NUM_HEADS, 2 * WIDTH, 0.0, "gelu", norm_first=True
         )
         self.encoder = nn.Sequential(*(layer(batch_first=batch_first) for _ in range(2)))
-        self.norm, self.decoder, self.batch_first = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, NUM_TOKENS),
-            batch_first,
-        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.decoder = nn.Linear(WIDTH, NUM_TOKENS)
+        self.batch_first = batch_first
         self.decoder.weight = self.word_embeddings.weight
 
     def tensor_plan(self):
         return (("word_embeddings",), ("encoder",), ("decoder",))
 
     def features(self, tokens):
-        x, padding, causal = (
-            self.word_embeddings(tokens) + self.places,
-            tokens == PADDING,
-            torch.ones(LENGTH, LENGTH),
-        )
+        x = self.word_embeddings(tokens) + self.places
+        padding = tokens == PADDING
+        causal = torch.ones(LENGTH, LENGTH)
         x = x if self.batch_first else x.transpose(0, 1)
         for layer in self.encoder:
             x = layer(x, src_mask=causal.triu(LENGTH - 2).bool(), src_key_padding_mask=padding)
@@ -98,7 +99,8 @@ class Module(pl.LightningModule):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.net = make_net()
-        self.make_optimizer, self.losses = make_optimizer, []
+        self.make_optimizer = make_optimizer
+        self.losses = []
         self.node_slices = (("net",),) if is_cut else ()
 
     def loss(self, batch):

@@ -152,7 +152,8 @@ def test_a_compiled_network_trains_as_one_that_is_not(two_ranks):
 def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(
     rank_pool, tmp_path, optimizer, precision, num_ranks, shares
 ):
-    ranks, path = rank_pool.ranks(num_ranks), tmp_path / "first.ckpt"
+    ranks = rank_pool.ranks(num_ranks)
+    path = tmp_path / "first.ckpt"
     special = {"width": 6000} if shares else {}
     settings = {"num": 3, "max_epochs": 2, "special": special, **shares}
     straight = fit(ranks, optimizer, precision, callbacks=[Saves(path, epoch=0)], **settings)
@@ -164,7 +165,8 @@ def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(
         assert same([again.weights, again.states], [one.weights, one.states])
         assert difference(other.weights, one.weights, least=1.0) < BOUNDS[precision]
         assert shares or difference(other.states, one.states, least=1.0) < 4 * BOUNDS[precision]
-    saved, module = torch.load(path, weights_only=True), Module(optimizer, **special)
+    saved = torch.load(path, weights_only=True)
+    module = Module(optimizer, **special)
     shapes = [
         {name: value.shape for name, value in each.items()}
         for each in (saved["state_dict"], module.state_dict())
@@ -300,7 +302,8 @@ def test_dropout_takes_other_features_out_of_each_slice(two_ranks):
     (first, numbers), (second, others) = (
         zip(*seen.looks["on_train_batch_end"], strict=True) for seen in two_ranks.run(masks)
     )
-    first, second = torch.stack(first), torch.stack(second)
+    first = torch.stack(first)
+    second = torch.stack(second)
     assert first.shape == (2, 2 * NUM_IMAGES, 16 // 2)
     # independent: both are there in a quarter of all places
     assert abs(float((first * second).mean()) - 0.25) < 0.1
@@ -328,7 +331,8 @@ def look_alone(trainer, module, *args):
 
 
 def test_the_check_of_replicas_compares_what_all_ranks_have(two_ranks):
-    check, alone = partial(ReplicaCheck, 1), at(on_train_batch_end=look_alone)
+    check = partial(ReplicaCheck, 1)
+    alone = at(on_train_batch_end=look_alone)
     for spoils in ([], [at(on_train_batch_end=spoil)]):
         for seen in fit(
             two_ranks, sgd, "16-true", num=3, callbacks=[alone, *spoils, check], raises=True
@@ -349,7 +353,8 @@ class Gated(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.norm = nn.Linear(10, 16), nn.LayerNorm(16)
+        self.up = nn.Linear(10, 16)
+        self.norm = nn.LayerNorm(16)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +412,8 @@ def test_a_layer_that_a_callback_prunes_is_refused_by_name():
 
 def test_a_weight_that_a_whole_layer_shares_or_that_is_cut_in_two_ways_is_refused():
     net = sliced.Net()
-    net.other, net.fc9 = nn.Linear(16, 14), nn.Linear(16, 14)
+    net.other = nn.Linear(16, 14)
+    net.fc9 = nn.Linear(16, 14)
     net.other.weight = net.fc7.weight
     for groups, name in ((net.node_slices, "other"), ((*net.node_slices, ("other",)), "fc7")):
         with pytest.raises(
@@ -465,7 +471,8 @@ def test_a_slice_that_is_unfrozen_in_the_fit_is_refused(two_ranks):
 
 def state_on_rank_zero(folder):
     """The module's state on both ranks, the second a little later, and then on rank zero alone."""
-    ended, shapes = Path(folder, "ended"), []
+    ended = Path(folder, "ended")
+    shapes = []
 
     def take(trainer, module):
         time.sleep(0.2 * this_rank())

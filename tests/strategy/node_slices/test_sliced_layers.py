@@ -86,12 +86,11 @@ def test_a_head_over_tokens_gives_logits_and_losses_of_each(two_ranks):
 def embeddings():
     """Rows of an embedding, cut and whole, and the gradient of all its rows."""
     torch.manual_seed(0)
-    whole, tokens = (
-        nn.Embedding(7, 4, padding_idx=5),
-        torch.tensor([[0, 5], [3, 6 - dist.get_rank()]]),
-    )
+    whole = nn.Embedding(7, 4, padding_idx=5)
+    tokens = torch.tensor([[0, 5], [3, 6 - dist.get_rank()]])
     nn.init.ones_(whole.weight)
-    layer, found = cut(whole), []
+    layer = cut(whole)
+    found = []
     for one in (layer, whole):
         rows = one(tokens)
         rows.sum().backward()
@@ -135,11 +134,10 @@ MASKS = [
 def attentions():
     """Outputs and gradients of an attention, cut and whole, for each mask; the sequence is first, keys are apart."""
     torch.manual_seed(0)
-    whole, found = nn.MultiheadAttention(8, 4), []
-    attention, generator = (
-        cut(whole, "", ".out_proj"),
-        torch.Generator().manual_seed(dist.get_rank()),
-    )
+    whole = nn.MultiheadAttention(8, 4)
+    found = []
+    attention = cut(whole, "", ".out_proj")
+    generator = torch.Generator().manual_seed(dist.get_rank())
     query, memory = (torch.randn(3, 2, 8, generator=generator) for _ in range(2))
     for masks in (*MASKS, MASKS[1] | MASKS[2], MASKS[1] | {"is_causal": True}):
         for one in (attention, whole):
@@ -158,11 +156,10 @@ def test_attention_by_heads_is_that_of_all_heads(two_ranks):
 
 
 def refusals():
-    attention, rank = (
-        cut(nn.MultiheadAttention(8, 4, batch_first=True), "", ".out_proj"),
-        dist.get_rank(),
-    )
-    tokens, x = torch.tensor([0, 6 + rank]), torch.zeros(2, 3, 8)
+    attention = cut(nn.MultiheadAttention(8, 4, batch_first=True), "", ".out_proj")
+    rank = dist.get_rank()
+    tokens = torch.tensor([0, 6 + rank])
+    x = torch.zeros(2, 3, 8)
     masks = [
         {"attn_mask": torch.zeros(8, 3, 3)},
         {"attn_mask": torch.zeros(3, 3) if rank else None},

@@ -13,11 +13,9 @@ from tests.scenes import fit
 from tests.strategy.node_slices.sliced import difference
 
 BOUNDS = {"32-true": 1e-6, "16-true": 4e-3}  # as of layers that are cut without stages
-CLIPS, SCALE, NARROW = (
-    {"gradient_clip_val": 0.1},
-    {"loss_scale": 1024},
-    {"comm": Comm(dtype="float16")},
-)
+CLIPS = {"gradient_clip_val": 0.1}
+SCALE = {"loss_scale": 1024}
+NARROW = {"comm": Comm(dtype="float16")}
 
 
 class Staged(toy.Toy):

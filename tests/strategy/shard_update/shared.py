@@ -35,7 +35,9 @@ class Sizes(pl.LightningModule):
         weights.insert(-1, convolution.to(memory_format=torch.channels_last))
         self.weights = nn.ParameterList(weights)
         self.norm = nn.LayerNorm(4)
-        self.make_optimizer, self.overflows, self.overflow_in = optimizer, overflows, overflow_in
+        self.make_optimizer = optimizer
+        self.overflows = overflows
+        self.overflow_in = overflow_in
         if reads:
             self.on_train_batch_end = self.read_gradients
 

@@ -37,7 +37,8 @@ def fails_on_one_rank(exchange, at_call, precision, optimizer, callbacks):
     with pytest.MonkeyPatch.context() as patch:
         stage = stages.Stage(name=before.name, scope=before.scope, run=run)
         patch.setitem(stages.EXCHANGES, exchange, (stage, *others))
-        scope, options = exchange.split("_")[0], {"num": 2, "callbacks": callbacks, "raises": True}
+        scope = exchange.split("_")[0]
+        options = {"num": 2, "callbacks": callbacks, "raises": True}
         options |= {"ranks_per_node": 1} if scope == "world" else {}
         return fit(None, optimizer, precision, scope, **options).error
 

@@ -14,7 +14,8 @@ class Brings:
     """A future that writes a weight when it is waited for."""
 
     def __init__(self, weight):
-        self.weight, self.is_done = weight, False
+        self.weight = weight
+        self.is_done = False
 
     def wait(self):
         self.is_done = True
@@ -34,8 +35,10 @@ READERS = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_who_reads_a_weight_waits_for_it(reader):
-    module, other = nn.Linear(3, 3), nn.Linear(3, 3)
-    optimizer, late = torch.optim.SGD(module.parameters(), lr=0.1), LateGather(CommTrace())
+    module = nn.Linear(3, 3)
+    other = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    late = LateGather(CommTrace())
     futures = [Brings(module.weight), Brings(module.weight), Brings(other.weight)]
     with late:
         for future in futures:

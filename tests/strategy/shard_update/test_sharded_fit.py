@@ -204,10 +204,8 @@ def test_who_begins_to_look_at_gradients_within_a_step_is_refused(two_ranks):
 
 def scattered_in_another_order(nodes, scope):
     """A bucket of halves: a gradient in another order than its parameter, one in the same, and one of a small one."""
-    engine, rank = (
-        engine_over(nodes, CommPlan(algorithm="two_level"), shares_update=scope),
-        dist.get_rank(),
-    )
+    engine = engine_over(nodes, CommPlan(algorithm="two_level"), shares_update=scope)
+    rank = dist.get_rank()
     sharers = engine.topology.sharers(scope)
     parameters = [
         torch.zeros(4, 8, 4, 4).to(memory_format=torch.channels_last),
@@ -252,7 +250,8 @@ def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_aver
     rank_pool, nodes, scope
 ):
     num_ranks = sum(map(len, nodes))
-    mean, numel = sum_of_integers(num_ranks, 1031, torch.float16) / num_ranks, 512 // num_ranks
+    mean = sum_of_integers(num_ranks, 1031, torch.float16) / num_ranks
+    numel = 512 // num_ranks
     for rank, (found, place) in enumerate(
         rank_pool.ranks(num_ranks).run(scattered_in_another_order, nodes, scope)
     ):

@@ -44,7 +44,8 @@ def test_who_waits_for_a_bucket_waits_for_its_own_part_and_for_what_all_ranks_ha
     monkeypatch,
 ):
     monkeypatch.setattr(gradient_scatter, "collect_all", OfTheCpu)
-    large, small = nn.Parameter(torch.ones(4 * BLOCK)), nn.Parameter(torch.ones(5))
+    large = nn.Parameter(torch.ones(4 * BLOCK))
+    small = nn.Parameter(torch.ones(5))
     pairs = {id(large): WeightShard("large", large, spans(large.numel(), 2), 0)}
     engine = engine_of("two_level")
     scatter = GradientScatter(engine, lambda parameter: pairs.get(id(parameter)), is_possible=True)

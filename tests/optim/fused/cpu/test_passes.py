@@ -74,7 +74,8 @@ def test_floats_are_rounded_to_half_as_torch_does(library):
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 def test_the_number_of_threads_changes_no_bit(rule):
     """Blocks are summed in their order, whichever thread took them. Enough elements that threads are used."""
-    ends, before = [], torch.get_num_threads()
+    ends = []
+    before = torch.get_num_threads()
     try:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
@@ -116,10 +117,8 @@ def test_channels_last_expanded_and_missing_gradients():
     ]
     weights += parameters((40, 30, 5, 5), (9000,), (9,))
     plain = copies_of(weights)
-    ours, theirs = (
-        LARS(weights, lr=2.0, weight_decay=0.1, fused=True),
-        LARS(plain, lr=2.0, weight_decay=0.1),
-    )
+    ours = LARS(weights, lr=2.0, weight_decay=0.1, fused=True)
+    theirs = LARS(plain, lr=2.0, weight_decay=0.1)
     for step in range(5):
         set_grads(plain, step)
         plain[2].grad = torch.full((), 0.5).expand(9000)
@@ -133,7 +132,8 @@ def test_channels_last_expanded_and_missing_gradients():
 
 @pytest.fixture
 def built(monkeypatch):
-    commands, original = [], cpp_library._run
+    commands = []
+    original = cpp_library._run
 
     def run_(command):
         if "-o" in command:
@@ -145,7 +145,8 @@ def built(monkeypatch):
 
 
 def test_it_is_built_once_then_loaded_and_built_anew_where_the_file_is_no_library(tmp_path, built):
-    folder, compiler = tmp_path / "new", cpp_library.find_compiler()
+    folder = tmp_path / "new"
+    compiler = cpp_library.find_compiler()
     place = folder / f"{build.PASSES.fingerprint(compiler, QUICK)}.so"
     for _ in range(2):
         assert build.PASSES.load(compiler, QUICK, folder).lars_update
@@ -201,7 +202,8 @@ def _nothing_loaded():
 )
 def test_without_a_compiler_the_lists_step_and_one_warning_says_so(rule, cxx, said, monkeypatch):
     monkeypatch.setenv("CXX", cxx)
-    params, plain = parameters((9, 8), (4,)), parameters((9, 8), (4,))
+    params = parameters((9, 8), (4,))
+    plain = parameters((9, 8), (4,))
     ours = rule(params, lr=0.1, fused=True)
     message = f"`fused` .=True. on a CPU needs a C.. compiler.*{said}.*lists are used"
     with pytest.warns(RuntimeWarning, match=message) as seen:

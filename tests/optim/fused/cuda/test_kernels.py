@@ -39,7 +39,8 @@ on_devices = pytest.mark.parametrize(
 )
 not_interpreted = pytest.mark.skipif(IS_INTERPRETED, reason="is not about the interpreter")
 
-LOOP, KERNELS = {"foreach": False}, {"fused": True}
+LOOP = {"foreach": False}
+KERNELS = {"fused": True}
 # A chunk is 64 elements in the interpreter, 4096 on a GPU: several and a rest, less than one, just one, one and one.
 SHAPES = {"cpu": [(33, 7), (5,), (), (64,), (65,)], "cuda": [(330, 70), (5,), (), (4096,), (4097,)]}
 
@@ -179,7 +180,8 @@ def test_layouts_missing_gradients_and_moved_memory(device):
         for off, other in ((params[3], others[3]), (params[5], others[5])):
             half = off.grad.half()
             off.grad = None
-            off.grad, other.grad = torch.cat([half.new_zeros(1), half])[1:], half.float().cpu()
+            off.grad = torch.cat([half.new_zeros(1), half])[1:]
+            other.grad = half.float().cpu()
         if step == 2:
             params[3].grad = others[3].grad = None
             params[1].data = params[1].data.clone()
@@ -237,7 +239,8 @@ class TwoEqualHalves:
 def test_shards_of_dtensors_move_by_the_norms_of_whole_tensors(device):
     halves = parameters(device, shapes=[(33, 7), (0,), (5,), (64,), (65,)])
     wholes = [nn.Parameter(torch.cat([half.detach().cpu()] * 2)) for half in halves]
-    ours, theirs = LARS(halves, lr=4.0, **KERNELS), LARS(wholes, lr=4.0, **LOOP)
+    ours = LARS(halves, lr=4.0, **KERNELS)
+    theirs = LARS(wholes, lr=4.0, **LOOP)
     ours.shard_sums = TwoEqualHalves()
     for step in range(3):
         set_grads(wholes, step)

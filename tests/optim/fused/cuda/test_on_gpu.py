@@ -100,10 +100,8 @@ def test_a_captured_step_replays_with_new_gradients_rates_and_skips():
     params = parameters("cuda")
     others = clones_of(params)
     lr = torch.tensor(2.0, device="cuda")
-    ours, theirs = (
-        LARS(params, lr=lr, weight_decay=0.01, fused=True),
-        LARS(others, lr=2.0, weight_decay=0.01),
-    )
+    ours = LARS(params, lr=lr, weight_decay=0.01, fused=True)
+    theirs = LARS(others, lr=2.0, weight_decay=0.01)
     ours.grad_scale = torch.tensor(1024.0, device="cuda")
     for param in params:
         param.grad = torch.zeros_like(param, dtype=torch.float16)
@@ -114,7 +112,8 @@ def test_a_captured_step_replays_with_new_gradients_rates_and_skips():
             param.grad.copy_(other.grad * 1024)
             other.grad = param.grad.float().cpu() / 1024
 
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         fill(0)
         ours.step()

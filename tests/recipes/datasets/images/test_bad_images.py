@@ -150,7 +150,8 @@ def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, how):
     """The next of the set; batches keep their shape, and the rest of the pixels does not change."""
     sound = module_of(root, global_batch_size=17)
     (expected, labels), *_ = sound.train_dataloader()
-    expected, labels = expected.clone(), labels.clone()
+    expected = expected.clone()
+    labels = labels.clone()
     order = sound.train_dataloader().order.permutation(0).tolist()
     broken = 4
     SPOILED[how](
@@ -199,7 +200,10 @@ def test_a_set_without_any_readable_image_is_an_error_not_a_loop(root):
 
 class OneSound(ImageSource):
     def __init__(self, sound):
-        self.classes, self.labels, self.sound, self.asked = ("n01",) * 5, np.arange(5), sound, []
+        self.classes = ("n01",) * 5
+        self.labels = np.arange(5)
+        self.sound = sound
+        self.asked = []
 
     def read(self, index):
         self.asked.append(index)
@@ -219,7 +223,8 @@ def rows_of(source, decoder="pillow", max_corrupt_images=4):
 @pytest.mark.parametrize("first", range(5))
 def test_the_one_sound_image_is_found_from_everywhere_and_each_broken_one_is_read_once(first):
     source = OneSound(3)
-    rows, row = rows_of(source), torch.zeros(3, 16, 16, dtype=torch.uint8)
+    rows = rows_of(source)
+    row = torch.zeros(3, 16, 16, dtype=torch.uint8)
     assert [rows.load((first + step) % 5, row, epoch=0) for step in range(10)] == [3] * 10
     assert sorted(index for index in source.asked if index != 3) == [0, 1, 2, 4]
     assert rows.corrupt == {index: f"image {index}" for index in (0, 1, 2, 4)}
@@ -238,7 +243,8 @@ def test_images_are_decoded_by_the_decoder_that_was_chosen(monkeypatch):
 
 def test_a_flipped_bit_in_a_shard_is_found_when_read(shards):
     before = ShardedImages(shards / "train")
-    path, index = shards / "train" / "shard-00000.bin", before.index
+    path = shards / "train" / "shard-00000.bin"
+    index = before.index
     data = bytearray(path.read_bytes())
     data[int(index.offsets[1] + index.num_bytes[1] // 2)] ^= 0x10
     path.write_bytes(data)

@@ -72,7 +72,8 @@ def test_the_centre_is_rounded_as_in_torchvision_and_long_strips_are_cut():
 
 def test_a_line_of_an_image_does_not_become_gigabytes(monkeypatch):
     """Resized to a short side of 256, one row of 60,000 pixels would be 12 GB."""
-    sizes, resized = [], crops.resized
+    sizes = []
+    resized = crops.resized
 
     def counted(pixels, *, height, width):
         sizes.append(3 * height * width)
@@ -131,7 +132,8 @@ def test_an_evaluation_view_is_the_centre_of_the_resized_image(size):
     height, width = size
     scaled = (32 * width // height, 32) if height <= width else (32, 32 * height // width)
     whole = Image.fromarray(pixels).resize(scaled, Image.Resampling.BILINEAR)
-    left, top = round((scaled[0] - SIZE) / 2), round((scaled[1] - SIZE) / 2)
+    left = round((scaled[0] - SIZE) / 2)
+    top = round((scaled[1] - SIZE) / 2)
     expected = np.asarray(whole.crop((left, top, left + SIZE, top + SIZE))).astype(int)
     assert np.abs(found - expected).max() <= 1
 

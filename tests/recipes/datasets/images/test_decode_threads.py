@@ -112,7 +112,8 @@ def test_an_error_comes_when_its_batch_is_due_and_ends_the_iteration():
 
 def test_an_iterator_that_is_collected_in_one_of_its_threads_ends_too():
     """Whoever drops the last reference runs the finalizer, and a thread cannot wait for itself."""
-    held, go_on = [], threading.Event()
+    held = []
+    go_on = threading.Event()
 
     def drop(index, row):
         go_on.wait()
@@ -157,7 +158,9 @@ def test_an_iterator_that_is_left_takes_its_threads_with_it_and_one_without_work
 
 def test_torch_keeps_its_number_of_threads():
     """One in each decoding thread; outside, now and in threads started later, what it was."""
-    before, inside, later = torch.get_num_threads(), set(), []
+    before = torch.get_num_threads()
+    inside = set()
+    later = []
     torch.set_num_threads(2)
     try:
         list(batches(lambda index, row: inside.add(torch.get_num_threads()) or 0))
@@ -213,9 +216,11 @@ def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
 
 def test_host_memory_is_used_again_only_when_nobody_looks_at_it():
     buffers = HostBuffers(max_images=2, image_size=4, pin_memory=False)
-    one, other = buffers.take(2), buffers.take(2)
+    one = buffers.take(2)
+    other = buffers.take(2)
     assert one.data_ptr() != other.data_ptr()
-    part, first = one[1], one.data_ptr()
+    part = one[1]
+    first = one.data_ptr()
     del one
     third = buffers.take(2)
     assert third.data_ptr() not in (first, other.data_ptr())  # a row of it is still held

@@ -64,20 +64,23 @@ def test_evaluation_reads_every_image_once(root):
     for loader in (module.val_dataloader(), module.test_dataloader()):
         labels = [label for _, labels in loader for label in labels.tolist()]
         assert sorted(labels) == sorted(number % 3 for number in range(1000, 1007))
-    once, again = read(module.val_dataloader()), read(module.val_dataloader())
+    once = read(module.val_dataloader())
+    again = read(module.val_dataloader())
     assert same(once, again)
 
 
 def test_views_change_with_epoch_and_seed_and_not_with_ranks_or_threads(root):
     loader = module_of(root).train_dataloader()
-    first, second = read(loader), read(loader)
+    first = read(loader)
+    second = read(loader)
     assert not same(first, second)
     assert same(first, read(module_of(root, num_threads=1, num_batches_ahead=1).train_dataloader()))
     assert not same(first, read(module_of(root, seed=6).train_dataloader()))
 
 
 def by_name(module):
-    source, row = module.train_rows.source, torch.zeros(3, 16, 16, dtype=torch.uint8)
+    source = module.train_rows.source
+    row = torch.zeros(3, 16, 16, dtype=torch.uint8)
     return {
         source.name(index).split("/")[-1].split(":")[-1]: (
             module.train_rows.load(index, row, epoch=0),
@@ -105,7 +108,8 @@ class Remembers(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(3, 3)
-        self.seen, self.layouts = [], set()
+        self.seen = []
+        self.layouts = set()
 
     def training_step(self, batch, batch_idx):
         images, labels = batch

@@ -145,7 +145,8 @@ def test_images_are_known_by_their_suffix_in_any_case(train):
 
 def test_the_order_is_that_of_the_names_whatever_the_disk_says(train, monkeypatch):
     expected = ImageFolder(train)
-    listdir, scandir = os.listdir, os.scandir
+    listdir = os.listdir
+    scandir = os.scandir
 
     class Backwards:
         def __init__(self, path):

@@ -19,7 +19,8 @@ class Says(Module):
 
 def shown(has_rich):
     """What the bar shows after each step, and what Lightning was asked for meanwhile."""
-    found, asked = [], []
+    found = []
+    asked = []
 
     class Watches(progress._RichBar if has_rich else progress._PlainBar):
         def on_train_batch_end(self, trainer, module, *args):
