@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -255,59 +255,6 @@ def with_masters(
     if not any(isinstance(plugin, lightning_types(name)) for name in plain):
         return plugin
     return kind(plugin.precision, loss_scale=loss_scale if plugin.precision == "16-true" else None)
-
-
-def refuse_loss_without_gradient(loss: Tensor, *, rank: int, world_size: int) -> None:
-    """Check before a backward that the loss has one.
-
-    Raises:
-        RuntimeError: names the rank, for whose gradients the others would wait.
-    """
-    if isinstance(loss, Tensor) and not loss.requires_grad:
-        raise RuntimeError(
-            f"The loss on rank {rank} of {world_size} does not require a gradient: it depends on no trained parameter "
-            "of this rank, and the other ranks wait for its gradients. Return a loss that depends on the parameters on "
-            "every rank, such as `0 * self.net(x).sum()`, or return None on all ranks."
-        )
-
-
-def refuse_loss_without_parameters(loss: Tensor, *, rank: int, world_size: int) -> None:
-    """Check after a backward without a bucket that the loss depends on a parameter.
-
-    Raises:
-        RuntimeError: names the rank, for whose gradients the others would wait.
-    """
-    if not depends_on_parameter(loss):
-        raise RuntimeError(
-            f"The loss on rank {rank} of {world_size} depends on no trained parameter of this rank, and the other "
-            "ranks wait for its gradients. For a batch without a loss return `self.net(x).sum() * 0`, or None on all "
-            "ranks."
-        )
-
-
-def depends_on_parameter(loss: Tensor) -> bool:
-    """Return whether the graph of a loss reaches a parameter; custom functions may reach one by themselves.
-
-    >>> net = nn.Linear(2, 1)
-    >>> [depends_on_parameter(loss) for loss in (net(torch.ones(2)).sum(), torch.zeros(2, requires_grad=True).sum())]
-    [True, False]
-    """
-    if loss.grad_fn is None:
-        return isinstance(loss, nn.Parameter)
-    pending: list[Any] = [loss.grad_fn]
-    visited = set(pending)
-    while pending:
-        node = pending.pop()
-        # Reentrant checkpoints and the like run a graph of their own in backward. DDP's sink passes the loss through.
-        is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-        is_opaque = is_custom and "_DDPSink" not in type(node).__name__
-        if is_opaque or isinstance(getattr(node, "variable", None), nn.Parameter):
-            return True
-        for next_node, _ in node.next_functions:
-            if next_node is not None and next_node not in visited:
-                visited.add(next_node)
-                pending.append(next_node)
-    return False
 
 
 def refuse_what_is_not_averaged(

@@ -246,6 +246,24 @@ def _parse_extensions(extensions: Any) -> tuple[ExtensionFactory, ...]:
     return factories
 
 
+def argument_names(strategy_type: type, root: type) -> list[str]:
+    """Return the names of a strategy's arguments, with those of its base classes.
+
+    Args:
+        strategy_type: The class of the strategy.
+        root: The last base class whose arguments count.
+    """
+    names: list[str] = []
+    for base in strategy_type.__mro__:
+        if not issubclass(base, root) or "__init__" not in vars(base):
+            continue
+        for parameter in inspect.signature(vars(base)["__init__"]).parameters.values():
+            is_named = parameter.kind is not inspect.Parameter.VAR_KEYWORD
+            if is_named and parameter.name != "self" and parameter.name not in names:
+                names.append(parameter.name)
+    return names
+
+
 def refuse_unknown_options(
     ddp_kwargs: Mapping[str, Any], argument_names: Iterable[str], strategy_name: str = STRATEGY_NAME
 ) -> None:
