@@ -118,8 +118,8 @@ def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
     if flag not in ("32-true", plugin.precision):
         raise misconfiguration(
             f"`precision` (={flag!r}) must agree with the strategy's own precision plugin "
-            f"({type(plugin).__name__}, {plugin.precision!r}), which would silently win. Give the precision in one "
-            f"place: leave `precision=` out, or leave `precision_plugin=` out."
+            f"({type(plugin).__name__}, {plugin.precision!r}), which would silently be used instead. Set the precision "
+            f"once: leave `precision=` out, or leave `precision_plugin=` out."
         )
 
 
@@ -237,9 +237,8 @@ def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
     refuse_odd_nodes(topology)
     if topology.num_nodes == 1:
         rank_zero_warn(
-            "`between_nodes` (=Adasum()) combines the means of several nodes, and all ranks share one node: it is the "
-            "mean of all ranks here. Leave `between_nodes` out, or say by `ranks_per_node` what a "
-            "node is."
+            "`between_nodes` (=Adasum()) combines the means of several nodes, but all ranks share one node: it is the "
+            "mean of all ranks here. Leave `between_nodes` out, or set `ranks_per_node`."
         )
         return None
     # Adasum takes inner products of whole parameters, so no chunk may cut one.
@@ -256,8 +255,8 @@ def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
             name = type(optimizer).__name__
             rank_zero_warn(
                 f"`between_nodes` (=Adasum()) with {name}: its trust ratio divides by the size of each parameter's "
-                "update, so that of Adasum, which is what tells gradients that agree from orthogonal ones, is lost and "
-                f"only the direction is left. Use between_nodes=Mean() with {name}, or SGD or Adam with Adasum."
+                "update. The size is how Adasum distinguishes gradients that agree from orthogonal ones, so only the "
+                f"direction is left. Use between_nodes=Mean() with {name}, or SGD or Adam with Adasum."
             )
 
 

@@ -32,13 +32,15 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 """Optimizers whose step treats each element by itself, so that a rank can update a part of a tensor."""
 
+_ELEMENTWISE_NAMES = ", ".join(optimizer_type.__name__ for optimizer_type in ELEMENTWISE)
+
 PRECISIONS = ("16-true", "bf16-true", "32-true")
 """Precisions for which tests prove that ranks with parts of a model train as one rank with all of it."""
 
 _MEAN = "write between_nodes=Mean()"
 
 CURES = {
-    # options
+    # Options.
     "adasum": _MEAN,
     "local steps": _MEAN,
     "codec": "leave `between_nodes.dtype` out, or set it to float16",
@@ -52,7 +54,7 @@ CURES = {
     "unused parameters": "leave `find_unused_parameters` out",
     "pipeline": "take strategy='hybrid_allreduce'",
     "Fabric": "take the Trainer's strategy",
-    # the run
+    # Features of the run.
     "unequal nodes": "launch equal nodes",
     "precision": "in place of 16-mixed take 16-true, in place of bf16-mixed bf16-true",
     "double precision": "take 32-true",
@@ -66,7 +68,7 @@ CURES = {
     "BaseFinetuning": "set `requires_grad`, and thaw between fits",
     "GradientAccumulationScheduler": "set `num_microbatches`",
     "whole tensors": 'take LARS with direction="momentum", LAMB or one of torch\'s that treat elements one by one '
-    f"({', '.join(optimizer_type.__name__ for optimizer_type in ELEMENTWISE)})",
+    f"({_ELEMENTWISE_NAMES})",
     "norm of all": "set `gradient_clip_val`, whose norm is over all stages",
     "two owners": "give each parameter to one optimizer",
     "global batch": "take a loss over fewer pairs (one rank's, or one micro-batch's)",
@@ -130,7 +132,7 @@ EXCLUDED = (
     ),
     Exclusion("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
     Exclusion("local steps", "node slices", "it averages weights that every rank has whole"),
-    # with what the run has
+    # Features of the run.
     Exclusion("unequal nodes", "local steps", "each node counts as much in the average"),
     Exclusion("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
     Exclusion("unequal nodes", "node slices", "a slice is the same on every node"),

@@ -206,8 +206,8 @@ class FailureReports:
             return
         self.is_alone()  # Reports to the other ranks: Lightning ends at an error of a callback.
         raise RuntimeError(
-            f"{option} cannot save while {type(error).__name__} ends this rank: {where}, and the others do not "
-            "come. Save regularly (`ModelCheckpoint(every_n_train_steps=...)`), without `save_on_exception`."
+            f"{option} cannot save while {type(error).__name__} ends this rank: {where}, and the others do not save "
+            "with it. Save regularly (`ModelCheckpoint(every_n_train_steps=...)`), without `save_on_exception`."
         )
 
     def is_alone(self) -> bool:
@@ -318,11 +318,11 @@ def log_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
         return
     newest = _newest_checkpoint(trainer)
     cure = (
-        "no checkpoint was written to go on from: ModelCheckpoint(every_n_train_steps=...) writes them, and the "
-        "callback StopOnSignal() one when the run is stopped"
+        "no checkpoint was written to resume from. Use ModelCheckpoint(every_n_train_steps=...) to write them "
+        "regularly, or the callback StopOnSignal() to write one when the run is stopped"
     )
     if newest is not None:
-        cure = f"`fit(..., ckpt_path={newest!r})` goes on from the newest checkpoint"
+        cure = f"`fit(..., ckpt_path={newest!r})` resumes from the newest checkpoint"
     message = f"The run stopped in epoch {trainer.current_epoch} after step {trainer.global_step}; {cure}."
     if isinstance(exception, KeyboardInterrupt):  # Lightning shows no error
         rank_zero_info(message)

@@ -10,7 +10,7 @@ bit. Otherwise every node takes an equal share of the sum of all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -139,8 +139,8 @@ class ErrorFeedbackExtension(FitExtension):
         if error is not None:
             rank_zero_warn(
                 f"`between_nodes.error_feedback` (=True): a checkpoint that is saved while {type(error).__name__} "
-                "ends this rank has no residuals, as other ranks may not come. A run that goes on from it begins with "
-                "zeros."
+                "ends this rank has no residuals, because other ranks may not save with it. A run that resumes from it "
+                "begins with zeros."
             )
             return
         residuals = self.collected(fit)
@@ -153,14 +153,10 @@ class ErrorFeedbackExtension(FitExtension):
 
         Collective: every rank of the group must call it, in the same order.
         """
-        assert self._feedback is not None
         residuals: dict[str, Tensor] = {}
         nodes = fit.topology.nodes
         for slab in self._slabs(fit.module):
-            first_block = slab[0].first_block
-            last = slab[-1]
-            end_block = last.first_block + num_blocks_of(num_reals(last.parameter))
-            share = self._feedback.share(first_block, end_block, fit.device)
+            share = self._share_of_slab(slab, fit.device)
             for index, node in enumerate(nodes):
                 values = share
                 if node != fit.topology.node:
@@ -168,12 +164,18 @@ class ErrorFeedbackExtension(FitExtension):
                 dist.reduce(values, dst=0)  # over all ranks: ranks of a node have different blocks
                 if fit.topology.rank != 0:
                     continue
-                for name, parameter, block in slab:
+                for name, row in _rows_of_slab(slab, values):
                     if name not in residuals:
-                        residuals[name] = torch.zeros(len(nodes), *_real_view(parameter).shape)
-                    row = values[(block - first_block) * BLOCK :][: num_reals(parameter)]
-                    residuals[name][index] = _in_shape(row, parameter)
+                        residuals[name] = torch.zeros(len(nodes), *row.shape)
+                    residuals[name][index] = row
         return residuals
+
+    def _share_of_slab(self, slab: list[NumberedParameter], device: torch.device) -> Tensor:
+        """Return this rank's residuals for the blocks of a slab, on `device`."""
+        assert self._feedback is not None
+        last = slab[-1]
+        end_block = last.first_block + num_blocks_of(num_reals(last.parameter))
+        return self._feedback.share(slab[0].first_block, end_block, device)
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
         """Restore this node's residuals. If the checkpoint has none, they begin with zeros."""
@@ -214,6 +216,13 @@ class ErrorFeedbackExtension(FitExtension):
             else:
                 slabs.append([entry])
         return slabs
+
+
+def _rows_of_slab(slab: list[NumberedParameter], values: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the part of a slab's values for each parameter, in its shape, with its name."""
+    for name, parameter, first_block in slab:
+        begin = (first_block - slab[0].first_block) * BLOCK
+        yield name, _in_shape(values[begin:][: num_reals(parameter)], parameter)
 
 
 def _real_view(parameter: Tensor) -> Tensor:

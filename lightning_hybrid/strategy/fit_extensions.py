@@ -193,7 +193,7 @@ class FitExtensions:
                 error.add_note(f"{name}.failed: {type(hook_error).__name__}: {hook_error}")
 
     def end(self, error: BaseException | None) -> None:
-        """End all extensions that have begun, the last one first, even if one raises an error; once."""
+        """End all extensions that have begun, once, the last one first, even if one raises an error."""
         running = self._running
         self._running = None
         if running is None:
@@ -284,8 +284,8 @@ def build_extensions(strategy: Any) -> FitExtensions:
         extension = factory(fit)
         if not isinstance(extension, FitExtension):
             raise ValueError(
-                f"`extensions` (={factory!r}) must be factories that take a `FitContext` and return a `FitExtension`, "
-                f"and this one returned {type(extension).__name__}. Derive its class from `FitExtension`."
+                f"`extensions` (={factory!r}) must be factories that take a `FitContext` and return a `FitExtension`. "
+                f"This one returned {type(extension).__name__}. Derive its class from `FitExtension`."
             )
         extensions.append(extension)
     if not extensions:

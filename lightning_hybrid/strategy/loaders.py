@@ -235,8 +235,8 @@ class TrainingLoaders:
                 resume.load_state_dict(state)
         elif states:
             rank_zero_warn(
-                f"The checkpoint has {len(states)} states of training loaders, and there are {len(resumes)}: none is "
-                "used, and the rest of the epoch may be other images."
+                f"The checkpoint has {len(states)} states of training loaders, but this run has {len(resumes)} "
+                "loaders. The states are not used, and the rest of the epoch may have other images."
             )
 
     def _resumed_start(self) -> Place:
@@ -362,8 +362,8 @@ class TrainingLoaders:
             )
         else:
             rank_zero_warn(
-                f"{text}, and its order is not one that follows from the epoch alone: the rest of this epoch may be "
-                "other images."
+                f"{text}, and its order does not follow from the epoch alone. The rest of this epoch may have other "
+                "images."
             )
 
     def _warn_of_caveats(self) -> None:
@@ -375,7 +375,7 @@ class TrainingLoaders:
             caveat = resume.caveat()
             if caveat:
                 rank_zero_warn(
-                    f"The training loader is not resumed exactly, or not at once: {caveat}."
+                    f"The training loader does not resume exactly, or not at once: {caveat}."
                 )
 
     # ---- checkpoints -------------------------------------------------------------------------

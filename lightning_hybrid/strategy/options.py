@@ -90,8 +90,8 @@ class Mean(BetweenNodes):
         if self.error_feedback and not isinstance(dtype, Codec):
             dtype_name = str(dtype).removeprefix("torch.")
             raise ValueError(
-                f"`{name}` (=True) needs a codec between nodes, and `between_nodes.dtype` is {dtype_name}: only what "
-                "int8 and int4 round away is kept. Write dtype='int8' or 'int4', or leave "
+                f"`{name}` (=True) needs a codec between nodes, but `between_nodes.dtype` is {dtype_name}. Only "
+                "rounding errors of int8 and int4 are kept. Write dtype='int8' or 'int4', or leave "
                 f"`{name}` out."
             )
 
@@ -241,8 +241,8 @@ class Comm(OptionValue):
             return replace(default_plan, bucket_bytes=size, num_buckets=1)
         if self.algorithm != "auto" or size is not None:
             raise ValueError(
-                f"`comm.plan` (={plan!r}) says which algorithm and what bucket size are used: leave `comm.algorithm` "
-                "and `comm.bucket_bytes` out, or the plan."
+                f"`comm.plan` (={plan!r}) already sets the algorithm and the bucket size. Leave `comm.algorithm` and "
+                "`comm.bucket_bytes` out, or the plan."
             )
         if isinstance(plan, Planner):
             return CommPlan()

@@ -124,7 +124,7 @@ class _SuggestingNames(list[str]):
             return True
         if isinstance(strategy, type) and strategy.__module__.startswith("lightning_hybrid."):
             raise TypeError(
-                f"`strategy` (={strategy.__name__}) is a class, and must be an object or a name. Write "
+                f"`strategy` (={strategy.__name__}) is a class, but must be an object or a name. Write "
                 f"strategy={strategy.__name__}()."
             )
         if isinstance(strategy, str):
@@ -164,7 +164,7 @@ class _RegisterWhenImported(MetaPathFinder):
             find_spec = getattr(finder, "find_spec", None)
             if finder is self or find_spec is None:
                 continue
-            spec: ModuleSpec | None = find_spec(name, path, target)
+            spec = find_spec(name, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
                     spec.loader = _RegisteringLoader(spec.loader)

@@ -74,8 +74,8 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
     if missing:
         raise RendezvousError(
             f"`WORLD_SIZE` (={world_size}) ranks must meet at {where}, and within {timeout.total_seconds():g} s "
-            f"{missing} did not come. Is it started, with this MASTER_ADDR and MASTER_PORT, and may it connect here "
-            "(firewall)? `timeout` is how long ranks wait for one another."
+            f"{missing} did not come. Check that every rank is started with this MASTER_ADDR and MASTER_PORT and that "
+            "no firewall blocks the connection, or raise `timeout`, the time that ranks wait for one another."
         )
     return dist.PrefixStore("default_pg", store)
 
@@ -93,8 +93,9 @@ def _open_store(
     except dist.DistError as error:
         if rank == 0:
             raise RendezvousError(
-                f"`MASTER_PORT` (={port}) must be a port that rank 0 may open: {first_line(error)}. Is another "
-                "process rank 0 too, or another job at this port? Set another port on every rank, or end that process."
+                f"`MASTER_PORT` (={port}) must be a port that rank 0 may open: {first_line(error)}. Another process "
+                "may be rank 0 too, or another job may use this port. Set another port on every rank, or end that "
+                "process."
             ) from error
         raise RendezvousError(_no_answer(f"{address}:{port}", rank, timeout)) from error
 
@@ -109,8 +110,8 @@ def _claim_rank(names: dist.Store, rank: int, where: str) -> None:
     owner = names.compare_set(f"rank {rank}", "", name).decode()
     if owner != name:
         raise RendezvousError(
-            f"`RANK` (={rank}) must be another one on each process: {owner} is rank {rank} at {where}, and so is "
-            f"{name}. Start each rank once, with torchrun or srun, which number them."
+            f"`RANK` (={rank}) must be different on each process: {owner} is rank {rank} at {where}, and so is "
+            f"{name}. Start each rank once, for example with torchrun or srun, which number the ranks."
         )
 
 
@@ -147,8 +148,9 @@ def timeout_from(setting: timedelta | float) -> timedelta:
     # At most a year: torch counts it in milliseconds and nanoseconds.
     if not is_number or not 0 < seconds <= 366 * 86400:
         raise ValueError(
-            f"`timeout` (={setting!r}) must be a number of seconds above zero, or a timedelta: so long do ranks wait "
-            "for one another, to meet and in each collective. Write timeout=1800, or leave `timeout` out."
+            f"`timeout` (={setting!r}) must be a number of seconds above zero, or a timedelta. It is the time that "
+            "ranks wait for one another, at the start and in each collective. Write timeout=1800, or leave `timeout` "
+            "out."
         )
     return timedelta(seconds=seconds)
 
@@ -193,8 +195,8 @@ def _listen(address: str, port: int) -> socket.socket | None:
         # A port in use is left to torch: the listener there may be this process's own store, of an earlier fit.
         if error.errno != errno.EADDRINUSE:
             rank_zero_warn(
-                f"MASTER_ADDR (={address}) is no address of this host's own ({error.strerror}): rank 0 listens at port "
-                f"{port} on all interfaces."
+                f"MASTER_ADDR (={address}) is not an address of this host ({error.strerror}), so rank 0 listens at "
+                f"port {port} on all interfaces."
             )
         return None
     return listener
@@ -244,9 +246,9 @@ def _await_result(
 def _no_answer(where: str, rank: int, timeout: timedelta) -> str:
     return (
         f"`MASTER_ADDR` and `MASTER_PORT` (={where}) must be where rank 0 waits for the others: rank {rank} on host "
-        f"{socket.gethostname()} had no answer there within {timeout.total_seconds():g} s. Is rank 0 started, did it "
-        "end with an error of its own, and may this host connect to it (firewall)? Where no launcher is meant, unset "
-        "RANK, LOCAL_RANK, NODE_RANK and WORLD_SIZE."
+        f"{socket.gethostname()} had no answer there within {timeout.total_seconds():g} s. Check that rank 0 is "
+        "running, that it did not end with an error, and that no firewall blocks the connection. To run without a "
+        "launcher, unset RANK, LOCAL_RANK, NODE_RANK and WORLD_SIZE."
     )
 
 
@@ -287,8 +289,8 @@ def connect_ranks(
         raise RendezvousError(
             f"`WORLD_SIZE` (={environment.world_size()}) ranks met at {environment.main_address}:"
             f"{environment.main_port} and must be able to connect to one another: {first_line(error)}. "
-            "GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names the interface; where it is unset, it is that of "
-            "the host's name. Has every process descriptors enough (`ulimit -n`)?"
+            "Set GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) to the network interface, which otherwise is that of "
+            "the host's name, and check that each process may open enough files (`ulimit -n`)."
         ) from error
     let_ranks_report()
 
@@ -346,8 +348,8 @@ def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -
     device_types = {getattr(device, "type", type(device).__name__) for device in devices or ()}
     for device_type in device_types - {"cpu", "cuda"}:
         raise misconfiguration(
-            f"`accelerator` (=one of {device_type!r} devices) must be cpu or cuda with strategy={name!r}: gradients "
-            "are summed over Gloo or NCCL, which have no others. Set accelerator='cpu', or strategy='auto' for one "
+            f"`accelerator` (=one of {device_type!r} devices) must be cpu or cuda with strategy={name!r}: Gloo "
+            "and NCCL, which sum the gradients, support no others. Set accelerator='cpu', or strategy='auto' for one "
             "device."
         )
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive

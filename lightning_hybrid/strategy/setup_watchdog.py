@@ -79,8 +79,12 @@ class SetupWatchdog:
         collective = OUTSIDE
         if is_inside:
             collective = INSIDE
-        place = f"{collective}, {self._failed_location or location}"
-        return RankStatus(num_submitted=0, order="", place=place, is_inside=is_inside)
+        return RankStatus(
+            num_submitted=0,
+            order="",
+            place=f"{collective}, {self._failed_location or location}",
+            is_inside=is_inside,
+        )
 
     def stalled_s(self) -> float:
         """Return the seconds since the device last made progress, or 0 on a CPU, where no bucket is in flight."""

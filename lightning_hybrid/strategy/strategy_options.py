@@ -213,8 +213,8 @@ def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
         return comm
     if comm.bucket_bytes is not None:
         raise ValueError(
-            f"`bucket_cap_mb` (={bucket_cap_mb}) and `comm.bucket_bytes` (={comm.bucket_bytes}) say the same thing. "
-            "Keep `comm.bucket_bytes`."
+            f"`bucket_cap_mb` (={bucket_cap_mb}) and `comm.bucket_bytes` (={comm.bucket_bytes}) both set the bucket "
+            "size. Keep only `comm.bucket_bytes`."
         )
     return replace(comm, bucket_bytes=int(bucket_cap_mb * 2**20))
 
@@ -249,8 +249,8 @@ def _parse_extensions(extensions: Any) -> tuple[ExtensionFactory, ...]:
         factories = tuple(extensions)
     if not is_list or not all(callable(factory) for factory in factories):
         raise ValueError(
-            f"`extensions` (={extensions!r:.120}) must be a list and must hold what makes extensions, such as "
-            "classes or `functools.partial(LogsNorm, every=10)`: each fit in each process gets its own. Write "
+            f"`extensions` (={extensions!r:.120}) must be a list of factories of extensions, such as classes or "
+            "`functools.partial(LogsNorm, every=10)`, because each fit in each process creates its own. Write "
             "extensions=[LogsNorm], without a call."
         )
     return factories

@@ -119,7 +119,7 @@ def is_alive(pid):
 @pytest.mark.parametrize(
     ("launcher", "callback", "number", "whom", "words"),
     [
-        ("lightning", "none", signal.SIGINT, "all", "no checkpoint was written to go on from"),
+        ("lightning", "none", signal.SIGINT, "all", "no checkpoint was written to resume from"),
         (
             "lightning",
             "none",
