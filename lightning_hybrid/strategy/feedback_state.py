@@ -41,6 +41,31 @@ class NumberedParameter(NamedTuple):
     first_block: int
 
 
+class Slab:
+    """Trained parameters with adjacent blocks, whose residuals are collected together."""
+
+    def __init__(self, first: NumberedParameter) -> None:
+        self.parameters = [first]
+        self.first_block = first.first_block
+
+    def has_room_for(self, entry: NumberedParameter) -> bool:
+        """Return whether the slab has at most `SLAB_NUMEL` elements with this parameter."""
+        end = entry.first_block * BLOCK + num_reals(entry.parameter)
+        return end - self.first_block * BLOCK <= SLAB_NUMEL
+
+    @property
+    def end_block(self) -> int:
+        """The number of the block after the last one."""
+        last = self.parameters[-1]
+        return last.first_block + num_blocks_of(num_reals(last.parameter))
+
+    def rows(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each parameter, with a view of its part of the slab's values in its shape."""
+        for name, parameter, first_block in self.parameters:
+            begin = (first_block - self.first_block) * BLOCK
+            yield name, _view_as_parameter(values[begin:], parameter)
+
+
 def refuse_unknown_outcomes(precision: Any, module: Any, *, may_skip: bool) -> None:
     """Check that the strategy learns for each averaged gradient whether the optimizer has used it.
 
@@ -153,10 +178,11 @@ class ErrorFeedbackExtension(FitExtension):
 
         Collective: every rank of the group must call it, in the same order.
         """
+        assert self._feedback is not None
         residuals: dict[str, Tensor] = {}
         nodes = fit.topology.nodes
         for slab in self._slabs(fit.module):
-            share = self._share_of_slab(slab, fit.device)
+            share = self._feedback.share(slab.first_block, slab.end_block, fit.device)
             for index, node in enumerate(nodes):
                 values = share
                 if node != fit.topology.node:
@@ -164,18 +190,11 @@ class ErrorFeedbackExtension(FitExtension):
                 dist.reduce(values, dst=0)  # over all ranks: ranks of a node have different blocks
                 if fit.topology.rank != 0:
                     continue
-                for name, row in _rows_of_slab(slab, values):
+                for name, row in slab.rows(values):
                     if name not in residuals:
                         residuals[name] = torch.zeros(len(nodes), *row.shape)
                     residuals[name][index] = row
         return residuals
-
-    def _share_of_slab(self, slab: list[NumberedParameter], device: torch.device) -> Tensor:
-        """Return this rank's residuals for the blocks of a slab, on `device`."""
-        assert self._feedback is not None
-        last = slab[-1]
-        end_block = last.first_block + num_blocks_of(num_reals(last.parameter))
-        return self._feedback.share(slab[0].first_block, end_block, device)
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
         """Restore this node's residuals. If the checkpoint has none, they begin with zeros."""
@@ -194,8 +213,7 @@ class ErrorFeedbackExtension(FitExtension):
                 num_nodes=len(nodes),
                 growth=fit.topology.world_size / saved["world_size"],
             )
-            row = values[first_block * BLOCK :][: num_reals(parameter)]
-            _in_shape(row, parameter).copy_(share)
+            _view_as_parameter(values[first_block * BLOCK :], parameter).copy_(share)
         self._feedback.load(values)
 
     def _trained(self, module: nn.Module) -> list[NumberedParameter]:
@@ -206,35 +224,22 @@ class ErrorFeedbackExtension(FitExtension):
                 trained.append(NumberedParameter(name, parameter, first_block))
         return trained
 
-    def _slabs(self, module: nn.Module) -> list[list[NumberedParameter]]:
-        """Return the trained parameters in groups of at most `SLAB_NUMEL` elements, or of one parameter."""
-        slabs: list[list[NumberedParameter]] = []
+    def _slabs(self, module: nn.Module) -> list[Slab]:
+        slabs: list[Slab] = []
         for entry in self._trained(module):
-            end = entry.first_block * BLOCK + num_reals(entry.parameter)
-            if slabs and end - slabs[-1][0].first_block * BLOCK <= SLAB_NUMEL:
-                slabs[-1].append(entry)
+            if slabs and slabs[-1].has_room_for(entry):
+                slabs[-1].parameters.append(entry)
             else:
-                slabs.append([entry])
+                slabs.append(Slab(entry))
         return slabs
 
 
-def _rows_of_slab(slab: list[NumberedParameter], values: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the part of a slab's values for each parameter, in its shape, with its name."""
-    for name, parameter, first_block in slab:
-        begin = (first_block - slab[0].first_block) * BLOCK
-        yield name, _in_shape(values[begin:][: num_reals(parameter)], parameter)
-
-
-def _real_view(parameter: Tensor) -> Tensor:
-    parameter = parameter.detach()
-    if parameter.is_complex():
-        return torch.view_as_real(parameter)
-    return parameter
-
-
-def _in_shape(row: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of a gradient's elements in the parameter's shape. They are in the order of its memory."""
-    real = _real_view(parameter)
+def _view_as_parameter(values: Tensor, parameter: Tensor) -> Tensor:
+    """Return a view of the first values in the parameter's shape. They are in the order of its memory."""
+    row = values[: num_reals(parameter)]
+    real = parameter.detach()
+    if real.is_complex():
+        real = torch.view_as_real(real)
     if has_gaps(real):
         return row.view(real.shape)
     return row.as_strided(real.shape, real.stride(), row.storage_offset())

@@ -201,11 +201,9 @@ class FitExtensions:
         callbacks = running.trainer.callbacks
         callbacks[:] = [callback for callback in callbacks if callback not in self._callbacks]
         self._end_error = error
+        calls = [partial(extension.end, running, error) for extension in reversed(self._begun)]
         try:
-            _call_all(
-                [partial(extension.end, running, error) for extension in reversed(self._begun)],
-                error,
-            )
+            _call_all(calls, error)
         except Exception as end_error:
             # Other ranks may wait for this one: nothing collective may follow.
             self._end_error = end_error
@@ -213,11 +211,12 @@ class FitExtensions:
 
     def put_back(self, error: BaseException | None) -> None:
         """Let each extension that changed the module restore it, the last one first, once."""
-        changed = self._changed[::-1]
+        changed = self._changed
         self._changed = []
         self._waiting = []
         error = error or self._end_error
-        _call_all([partial(extension.put_back, self.fit, error) for extension in changed], error)
+        calls = [partial(extension.put_back, self.fit, error) for extension in reversed(changed)]
+        _call_all(calls, error)
 
 
 def _call_all(calls: Sequence[partial[None]], error: BaseException | None) -> None:
@@ -250,6 +249,7 @@ def _callback(**hooks: Callable[[], None]) -> Any:
     methods: dict[str, Any] = {}
     for name, function in hooks.items():
         methods[name] = _hook_method(function)
+    # A subclass of `Callback` in whichever Lightning package is imported.
     return type("ExtensionHooks", lightning_types("pytorch.callbacks.Callback"), methods)()
 
 
