@@ -1,4 +1,4 @@
-"""The Lightning strategy: what surrounds a training step.
+"""Lightning strategy: the steps of training between a batch and the updated weights.
 
 One training step, station by station; `tests/test_one_step.py` walks the same stations:
 

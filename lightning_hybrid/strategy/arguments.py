@@ -1,4 +1,4 @@
-"""Checks of what a user gives the strategy, made before anything is built."""
+"""Checks of the module, optimizers and precision that a user passes to the strategy, and DDP's arguments for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -41,52 +41,63 @@ def ask_planner(
     on_cuda: bool,
     across_nodes: torch.dtype | Codec | None = None,
 ) -> CommPlan:
-    """Return the planner's choice for this module's gradients, of the dtype on the wire or that of the largest one."""
-    # Ranks that know the same module choose the same plan: nothing here is measured. Gradients get ready about in the
-    # reverse order of the parameters.
-    gradients = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
+    """Return the plan that a planner chooses for this module's gradients.
+
+    All ranks choose the same plan, because nothing is measured here.
+
+    Args:
+        planner: The planner.
+        module: The module, with at least one trainable parameter.
+        topology: The ranks and their nodes.
+        comm_dtype: The dtype on the wire. None: that of the largest gradient.
+        on_cuda: Whether the gradients are on GPUs.
+        across_nodes: The dtype or codec between nodes.
+    """
+    gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gradients.reverse()  # about the order in which gradients get ready
     dtype = comm_dtype or max(gradients, key=torch.Tensor.numel).dtype
     numels = [parameter.numel() for parameter in gradients]
-    # Only planners that are asked about a codec need to know one.
-    more: dict[str, Any] = (
-        {"codec_bits": across_nodes.bits} if isinstance(across_nodes, Codec) else {}
+    # Planners need not support codecs unless one is used.
+    codec_options: dict[str, Any] = {}
+    if isinstance(across_nodes, Codec):
+        codec_options["codec_bits"] = across_nodes.bits
+    return planner.plan_for(
+        numels, topology, itemsize=dtype.itemsize, on_cuda=on_cuda, **codec_options
     )
-    return planner.plan_for(numels, topology, itemsize=dtype.itemsize, on_cuda=on_cuda, **more)
 
 
 def bucket_caps_for_ddp(
     module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[str, Any], *, num_nodes: int
 ) -> dict[str, Any]:
-    """Return the plan's buckets as `bucket_cap_mb_list`; nothing where torch has no such option, or the user gave it.
+    """Return the plan's bucket sizes as DDP's argument `bucket_cap_mb_list`.
 
-    On CUDA, where a plan leaves buckets to DDP, they are DDP's own two sizes: of the first bucket, and of all others.
+    The result is empty if torch has no such argument or the user set it. On CUDA, if a plan leaves buckets to DDP, the
+    sizes are DDP's own two: that of the first bucket, and that of all others.
 
     >>> bias_then_weight = nn.Linear(256, 256)
     >>> bucket_caps_for_ddp(bias_then_weight, CommPlan(last_bucket_bytes=1024), {}, num_nodes=2)
     {'bucket_cap_mb_list': [0.0009765625, 0.25]}
     """
-    if (
-        "bucket_cap_mb_list" in ddp_kwargs
-        or "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters
-    ):
+    if "bucket_cap_mb_list" in ddp_kwargs:
         return {}
-    # Without what DDP is to ignore.
-    trained = [
-        one
-        for one in module.parameters()
-        if one.requires_grad and not getattr(one, "_ddp_ignored", False)
-    ]
+    if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters:
+        return {}
+    trained: list[nn.Parameter] = []
+    for parameter in module.parameters():
+        if parameter.requires_grad and not getattr(parameter, "_ddp_ignored", False):
+            trained.append(parameter)
     if plan.has_ddp_buckets(on_cuda=any(parameter.is_cuda for parameter in trained)):
         return {"bucket_cap_mb_list": [limit / 2**20 for limit in ddp_limits(plan.bucket_bytes)]}
+
     # DDP puts gradients of each dtype into buckets of their own, and one list must do for all: it is made for the dtype
-    # with most bytes. The others, normalisation in fp32 next to half-precision weights, fill no bucket and come last.
+    # with most bytes. Gradients of other dtypes, such as those of normalisation in fp32 next to half-precision weights,
+    # fill no bucket and come last.
     by_dtype: dict[torch.dtype, list[int]] = {}
     for parameter in reversed(trained):
-        by_dtype.setdefault(parameter.dtype, []).append(
-            parameter.numel() * parameter.element_size()
-        )
-    caps = plan.bucket_caps(max(by_dtype.values(), key=sum, default=[]), num_nodes=num_nodes)
-    caps = [cap for cap in caps if cap]
+        num_bytes = parameter.numel() * parameter.element_size()
+        by_dtype.setdefault(parameter.dtype, []).append(num_bytes)
+    largest_dtype = max(by_dtype.values(), key=sum, default=[])
+    caps = [cap for cap in plan.bucket_caps(largest_dtype, num_nodes=num_nodes) if cap]
     if len(caps) < 2:
         return {}
     if ddp_kwargs.get("find_unused_parameters"):
@@ -100,32 +111,31 @@ def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
     """Check that `Trainer(precision=...)` agrees with the precision in the strategy object.
 
     Raises:
-        MisconfigurationException: it says something else.
+        MisconfigurationException: They differ.
     """
-    # Lightning takes the strategy's plugin and ignores the flag without a word; "32-true" is the flag's default.
-    asked = getattr(trainer._accelerator_connector, "_precision_flag", "32-true")
-    if asked not in ("32-true", plugin.precision):
+    # Lightning takes the strategy's plugin and silently ignores the flag. "32-true" is the flag's default.
+    flag = getattr(trainer._accelerator_connector, "_precision_flag", "32-true")
+    if flag not in ("32-true", plugin.precision):
         raise misconfiguration(
-            f"`precision` (={asked!r}) must agree with the strategy's own precision plugin "
-            f"({type(plugin).__name__}, {plugin.precision!r}), which would silently win. Give the precision in one "
-            f"place: leave `precision=` out, or leave `precision_plugin=` out."
+            f"`precision` (={flag!r}) must agree with the strategy's own precision plugin "
+            f"({type(plugin).__name__}, {plugin.precision!r}), which would silently be used instead. Set the precision "
+            f"once: leave `precision=` out, or leave `precision_plugin=` out."
         )
 
 
 def user_moves_batches(module: pl.LightningModule | None) -> bool:
-    """Return whether module or data module has a hook of its own that moves batches to the device."""
+    """Return whether the module or data module overrides a hook that moves batches to the device."""
     assert module is not None
-    hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
     trainer: Any = module.trainer
     datamodule = trainer.datamodule
-    return any(
-        is_overridden(hook, module, "pytorch.LightningModule")
-        or (
-            datamodule is not None
-            and is_overridden(hook, datamodule, "pytorch.LightningDataModule")
-        )
-        for hook in hooks
-    )
+    for hook in ("on_before_batch_transfer", "transfer_batch_to_device"):
+        if is_overridden(hook, module, "pytorch.LightningModule"):
+            return True
+        if datamodule is not None and is_overridden(
+            hook, datamodule, "pytorch.LightningDataModule"
+        ):
+            return True
+    return False
 
 
 def with_own_names(advice: str, strategy_type: str) -> str:
@@ -137,16 +147,16 @@ def with_own_names(advice: str, strategy_type: str) -> str:
 
 
 def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
-    """Check that `module` has every parameter that an optimizer trains: DDP would not average others.
+    """Check that every parameter of an optimizer belongs to `module`, because DDP averages no others.
 
     Raises:
-        ValueError: names optimizer and group.
+        ValueError: An optimizer has another parameter. The error names the optimizer and the group.
     """
     # By identity: `in` would compare tensors element by element.
-    known = {id(parameter) for parameter in module.parameters()}
+    averaged = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         for index, group in enumerate(optimizer.param_groups):
-            if any(id(parameter) not in known for parameter in group["params"]):
+            if any(id(parameter) not in averaged for parameter in group["params"]):
                 raise ValueError(
                     f"`configure_optimizers` returned {type(optimizer).__name__} with a parameter in group {index} "
                     "that is not part of the LightningModule: its gradients would never be averaged over ranks. "
@@ -158,11 +168,13 @@ def refuse_nothing_to_train(module: nn.Module) -> None:
     """Check that `module` has a trainable parameter.
 
     Raises:
-        ValueError: it has none, or all are frozen.
+        ValueError: It has no parameters, or all are frozen.
     """
     parameters = list(module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
-        state = "all of them frozen" if parameters else "none registered"
+        state = "none registered"
+        if parameters:
+            state = "all of them frozen"
         raise ValueError(
             f"{type(module).__name__} has {len(parameters)} parameters ({state}): there is nothing to train or to "
             "average. Make layers attributes of the module in `__init__` or `configure_model`, or unfreeze some."
@@ -177,7 +189,7 @@ _SHORT_NAMES = {
 
 
 def describe_options(options: StrategyOptions, plugin: Any, *, num_nodes: int) -> str:
-    """Return the features that a user turned on, and the precision, for the line at start.
+    """Return a description of the features that a user turned on and of the precision, for the log at start.
 
     >>> plugin = type("Plugin", (), {"precision": "16-true"})()
     >>> from lightning_hybrid import Mean
@@ -210,121 +222,88 @@ def describe_options(options: StrategyOptions, plugin: Any, *, num_nodes: int) -
 
 
 def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
-    """Return the plan that carries Adasum: node leaders combine uncut buckets; None, with a warning, on one node.
+    """Return the plan for Adasum, in which node leaders combine uncut buckets.
+
+    On one node the result is None, with a warning, because Adasum is the mean there.
 
     Raises:
-        ValueError: the nodes do not fit.
+        ValueError: Adasum cannot pair the nodes.
 
     >>> topology = Topology.from_ranks_per_node(rank=0, world_size=8, ranks_per_node=2)
-    >>> found = adasum_plan(CommPlan(), topology)
-    >>> found.bucket(index=0, numel=2**25, dtype="float16", num_bytes=2**26, topology=topology).describe()
+    >>> plan = adasum_plan(CommPlan(), topology)
+    >>> plan.bucket(index=0, numel=2**25, dtype="float16", num_bytes=2**26, topology=topology).describe()
     'bucket 0: 33554432 x float16 = 64 MiB, hierarchical'
     """
     refuse_odd_nodes(topology)
     if topology.num_nodes == 1:
         rank_zero_warn(
-            "`between_nodes` (=Adasum()) combines the means of several nodes, and all ranks share one node: it is the "
-            "mean of all ranks here. Leave `between_nodes` out, or say by `ranks_per_node` what a "
-            "node is."
+            "`between_nodes` (=Adasum()) combines the means of several nodes, but all ranks share one node: it is the "
+            "mean of all ranks here. Leave `between_nodes` out, or set `ranks_per_node`."
         )
         return None
-    # Inner products are of whole parameters: no chunk may cut one.
+    # Adasum takes inner products of whole parameters, so no chunk may cut one.
     return dataclasses.replace(plan, algorithm="hierarchical", chunk_bytes=MAX_BYTES)
 
 
 def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
-    """Warn of optimizers that divide by the size of a gradient: of Adasum they keep the direction alone."""
+    """Warn of optimizers that divide by the size of the gradient and so keep only the direction of Adasum."""
     for optimizer in optimizers:
-        # Groups may say `trust_ratio` to an optimizer that has none: those of `optim.param_groups` do.
-        if "trust_ratio" in optimizer.defaults and any(
-            group["trust_ratio"] for group in optimizer.param_groups
-        ):
+        # Groups may set `trust_ratio` for an optimizer that has none: `optim.param_groups` does.
+        if "trust_ratio" not in optimizer.defaults:
+            continue
+        if any(group["trust_ratio"] for group in optimizer.param_groups):
             name = type(optimizer).__name__
             rank_zero_warn(
                 f"`between_nodes` (=Adasum()) with {name}: its trust ratio divides by the size of each parameter's "
-                "update, so that of Adasum, which is what tells gradients that agree from orthogonal ones, is lost and "
-                f"only the direction is left. Use between_nodes=Mean() with {name}, or SGD or Adam with Adasum."
+                "update. The size is how Adasum distinguishes gradients that agree from orthogonal ones, so only the "
+                f"direction is left. Use between_nodes=Mean() with {name}, or SGD or Adam with Adasum."
             )
 
 
+_PLAIN_HALF_PRECISION = (
+    "pytorch.plugins.precision.HalfPrecision",
+    "fabric.plugins.precision.HalfPrecision",
+)
+
+
 def with_masters(
-    plugin: Any, kind: type[Masters], loss_scale: str | float | LossScale | None
+    plugin: Any, plugin_type: type[Masters], loss_scale: str | float | LossScale | None
 ) -> Any:
-    """Return a plugin of this `kind` in the place of Lightning's plain half precision, and any other as it is."""
-    plain = ("pytorch.plugins.precision.HalfPrecision", "fabric.plugins.precision.HalfPrecision")
-    if not any(isinstance(plugin, lightning_types(name)) for name in plain):
+    """Return a plugin of `plugin_type` in place of Lightning's plain half precision, and any other plugin as it is."""
+    if not any(isinstance(plugin, lightning_types(name)) for name in _PLAIN_HALF_PRECISION):
         return plugin
-    return kind(plugin.precision, loss_scale=loss_scale if plugin.precision == "16-true" else None)
-
-
-def refuse_loss_without_gradient(loss: Tensor, *, rank: int, world_size: int) -> None:
-    """Check before a backward that the loss has one.
-
-    Raises:
-        RuntimeError: names the rank, for whose gradients the others would wait.
-    """
-    if isinstance(loss, Tensor) and not loss.requires_grad:
-        raise RuntimeError(
-            f"The loss on rank {rank} of {world_size} does not require a gradient: it depends on no trained parameter "
-            "of this rank, and the other ranks wait for its gradients. Return a loss that depends on the parameters on "
-            "every rank, such as `0 * self.net(x).sum()`, or return None on all ranks."
-        )
-
-
-def refuse_loss_without_parameters(loss: Tensor, *, rank: int, world_size: int) -> None:
-    """Check after a backward without a bucket that the loss depends on a parameter.
-
-    Raises:
-        RuntimeError: names the rank, for whose gradients the others would wait.
-    """
-    if not depends_on_parameter(loss):
-        raise RuntimeError(
-            f"The loss on rank {rank} of {world_size} depends on no trained parameter of this rank, and the other "
-            "ranks wait for its gradients. For a batch without a loss return `self.net(x).sum() * 0`, or None on all "
-            "ranks."
-        )
-
-
-def depends_on_parameter(loss: Tensor) -> bool:
-    """Return whether the graph of a loss reaches a parameter; custom functions may reach one by themselves.
-
-    >>> net = nn.Linear(2, 1)
-    >>> [depends_on_parameter(loss) for loss in (net(torch.ones(2)).sum(), torch.zeros(2, requires_grad=True).sum())]
-    [True, False]
-    """
-    if loss.grad_fn is None:
-        return isinstance(loss, nn.Parameter)
-    pending: list[Any] = [loss.grad_fn]
-    visited = set(pending)
-    while pending:
-        node = pending.pop()
-        # Reentrant checkpoints and the like run a graph of their own in backward. DDP's sink passes the loss through.
-        is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-        is_opaque = is_custom and "_DDPSink" not in type(node).__name__
-        if is_opaque or isinstance(getattr(node, "variable", None), nn.Parameter):
-            return True
-        for next_node, _ in node.next_functions:
-            if next_node is not None and next_node not in visited:
-                visited.add(next_node)
-                pending.append(next_node)
-    return False
+    if plugin.precision != "16-true":
+        loss_scale = None
+    return plugin_type(plugin.precision, loss_scale=loss_scale)
 
 
 def refuse_what_is_not_averaged(
     optimizer: Optimizer, averaged: Collection[int], module: Any
 ) -> None:
-    """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
+    """Check before a step that DDP averages every parameter that the optimizer trains.
+
+    Args:
+        optimizer: The optimizer.
+        averaged: The parameters that DDP averages, by `id`.
+        module: The module, for the parameter's name.
 
     Raises:
-        RuntimeError: names the parameter.
+        RuntimeError: A parameter is trained but not averaged. The error names it.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and id(parameter) not in averaged:
-                names = {id(p): name for name, p in module.named_parameters()}
+                name = _name_of(parameter, module)
                 raise RuntimeError(
-                    f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape {tuple(parameter.shape)}) "
+                    f"Parameter `{name}` (shape {tuple(parameter.shape)}) "
                     "is trained but not averaged: DDP takes the trainable parameters when training starts, and this "
                     "one was added or unfrozen later, so every rank would train its own copy. Keep it trainable from "
                     "the start (with lr 0 until it is needed), or start a new fit after unfreezing."
                 )
+
+
+def _name_of(parameter: nn.Parameter, module: nn.Module) -> str:
+    for name, module_parameter in module.named_parameters():
+        if module_parameter is parameter:
+            return name
+    return "(not in the module)"

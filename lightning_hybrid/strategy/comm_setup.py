@@ -1,4 +1,4 @@
-"""The communication of a strategy: options, topology, plan and engine, for the Trainer's strategy and for Fabric's."""
+"""Communication of a strategy, of the Trainer's and of Fabric's: its options, topology, plan and engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ from lightning_hybrid.strategy.strategy_options import StrategyOptions
 _WITHOUT_GROUPS = {"unused parameters", "ranks per node", "Fabric", "algorithm"}
 """Features of options that need no process group of their own."""
 
-
 BucketHook = Callable[..., Any]
 
 
@@ -52,13 +51,16 @@ class CommSetup:
 
     Attributes:
         options: The options of the strategy.
-        plan: The plan of this fit, made from that of the options for its topology and module.
+        topology: The ranks and nodes of this fit.
+        device: The device of this rank.
+        plan: The plan of this fit: that of the options, adapted to its topology and module.
         communication_plan: Ranks, nodes, buckets and algorithms in one line, once known.
-        engine_options: Arguments of the engine that extensions ask for.
-        engine: The engine of this fit, from when its module is in DDP until `close`.
-        hook_state: The state of DDP's hook, for as long.
+        bucket_hook: The function that averages a bucket.
+        engine_options: Arguments of the engine that extensions request.
+        engine: The engine of this fit, from the wrapping of its module in DDP until `close`.
+        hook_state: The state of DDP's hook, during the same time.
         engine_type: The class of the engine. A strategy may set another one after `begin`.
-        wrap_hook: Returns the hook for DDP, from the one that averages a bucket. A strategy may set it after `begin`.
+        wrap_hook: Returns the hook for DDP, given `bucket_hook`. A strategy may set it after `begin`.
     """
 
     topology: Topology
@@ -68,7 +70,7 @@ class CommSetup:
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
         self.communication_plan: str | None = None
-        self.bucket_hook: Callable[..., Any] = average_bucket
+        self.bucket_hook: BucketHook = average_bucket
         self.engine_options: dict[str, Any] = {}
         self.engine: CommEngine | None = None
         self.hook_state: HookState | None = None
@@ -77,30 +79,51 @@ class CommSetup:
         self._timeout: timedelta | None = None
         self._work_group: dist.ProcessGroup | None = None
 
+    @property
+    def trace(self) -> CommTrace | None:
+        """Counters of the communication, while a fit runs."""
+        if self.engine is None:
+            return None
+        return self.engine.trace
+
+    def status(self) -> dict[str, Any]:
+        """Return the fields of `RunStatus` about communication."""
+        return {
+            "comm_trace": self.trace,
+            "communication_plan": self.communication_plan,
+            "link_bytes_per_s": self.options.report.link_bytes_per_s,
+        }
+
+    # ---- topology and plan -------------------------------------------------------------------
+
     def has_several_communicators(self, module: nn.Module | None) -> bool:
-        """Return whether groups other than the default one may be in use at the same time, such as those of stages."""
+        """Return whether several process groups, such as those of stages, may be in use at the same time."""
         if self.options.features().keys() - _WITHOUT_GROUPS:
             return True
-        if (
-            self.options.plan.algorithm not in ("auto", "flat")
-            or self.options.dtype_across_nodes is not None
-        ):
+        if self.options.plan.algorithm not in ("auto", "flat"):
             return True
-        layers = () if module is None else module.modules()
-        return any(
-            getattr(layer, "node_slices", ()) or getattr(layer, "spans_all_ranks", False)
-            for layer in layers
-        )
+        if self.options.dtype_across_nodes is not None:
+            return True
+        if module is None:
+            return False
+        for layer in module.modules():
+            if getattr(layer, "node_slices", ()) or getattr(layer, "spans_all_ranks", False):
+                return True
+        return False
 
     def check_ranks(self, *, rank: int, world_size: int) -> None:
-        """Check `ranks_per_node` where ranks and world size are known first, before any process group."""
+        """Check `ranks_per_node` against the world size, before any process group is created.
+
+        Raises:
+            ValueError: The ranks do not divide into such nodes, or Adasum cannot pair the nodes.
+        """
         if self.options.ranks_per_node is not None:
             topology = self.topology_of(rank, world_size)
             if self.options.is_adasum:
                 refuse_odd_nodes(topology)
 
     def topology_of(self, rank: int, world_size: int) -> Topology:
-        """Return which ranks share a node. Collective, unless the user said it by `ranks_per_node`."""
+        """Return the topology: the ranks of each node. Collective, unless the user set `ranks_per_node`."""
         if self.options.ranks_per_node is None:
             return Topology.discover()
         return Topology.from_ranks_per_node(
@@ -116,11 +139,14 @@ class CommSetup:
         self._timeout = timeout
 
     def find_plan(self, module: nn.Module) -> None:
-        """Make the plan for the topology and this module."""
+        """Adapt the plan to the topology and this module."""
         on_cuda = self.device.type == "cuda"
-        if self.options.is_adasum and (plan := adasum_plan(self.plan, self.topology)) is not None:
-            self.plan = plan
-            self.bucket_hook = adasum_bucket
+        codec = self.options.dtype_across_nodes
+        if self.options.is_adasum:
+            plan = adasum_plan(self.plan, self.topology)
+            if plan is not None:
+                self.plan = plan
+                self.bucket_hook = adasum_bucket
         if self.options.comm.planner is not None:
             self.plan = ask_planner(
                 self.options.comm.planner,
@@ -128,15 +154,17 @@ class CommSetup:
                 self.topology,
                 comm_dtype=self.options.comm.on_wire,
                 on_cuda=on_cuda,
-                across_nodes=self.options.dtype_across_nodes,
+                across_nodes=codec,
             )
-        if isinstance(codec := self.options.dtype_across_nodes, Codec):
+        if isinstance(codec, Codec):
             self.plan = plan_for_codec(self.plan, self.topology, bits=codec.bits, on_cuda=on_cuda)
 
     def take_engine_options(self, options: Mapping[str, Any]) -> None:
-        """Take another plan, and arguments of the engine."""
+        """Set the arguments of the engine, and the plan if they hold one."""
         self.engine_options = dict(options)
         self.plan = self.engine_options.pop("plan", self.plan)
+
+    # ---- DDP and the engine ------------------------------------------------------------------
 
     def wrap(
         self, module: nn.Module, *, device_ids: list[int] | None, is_half: bool, **ddp_kwargs: Any
@@ -145,22 +173,31 @@ class CommSetup:
 
         Args:
             module: The module.
-            device_ids: As in `DistributedDataParallel`.
-            is_half: Whether a window shows half-precision copies of its parameters.
+            device_ids: The device of the module, as in `DistributedDataParallel`.
+            is_half: Whether the module shows half-precision copies of its parameters in a step.
             **ddp_kwargs: For `DistributedDataParallel`.
         """
         caps = bucket_caps_for_ddp(module, self.plan, ddp_kwargs, num_nodes=self.topology.num_nodes)
         if is_half:
-            # The gradients of half-precision parameters are never the user's: a view saves a copy into the buckets.
+            # The user never sees gradients of half-precision parameters: a view saves a copy into the buckets.
             ddp_kwargs.setdefault("gradient_as_bucket_view", True)
         return DistributedDataParallel(module, device_ids=device_ids, **(ddp_kwargs | caps))
 
     def new_engine(
         self, precision: Any, *, replicas: ReplicaSets | None = None, group: Any = None
     ) -> CommEngine:
-        """Make the engine that averages gradients over all ranks or `replicas`, and log the options. Collective."""
+        """Create the engine that averages gradients, and log the options.
+
+        Collective: every rank of the group must call it, in the same order.
+
+        Args:
+            precision: The precision plugin, for the log.
+            replicas: The sets of ranks that average with each other. None: all ranks average together.
+            group: The process group of this rank's set. None: the default group.
+        """
         assert self._timeout is not None
-        self.topology = self.topology if replicas is None else replicas.own
+        if replicas is not None:
+            self.topology = replicas.own
         engine = self.engine_type(
             topology=self.topology,
             plan=self.plan,
@@ -183,12 +220,12 @@ class CommSetup:
         wrapped: DistributedDataParallel | None,
         parameters: Iterable[Tensor] = (),
     ) -> HookState:
-        """Register the hook by which an engine averages the buckets of DDP, and return the hook's state.
+        """Let an engine average the buckets of DDP, and return the state of its hook.
 
         Args:
             engine: The engine.
-            wrapped: The wrapped module, or None if something else hands over the buckets.
-            parameters: As in `HookState`.
+            wrapped: The module in DDP, or None if something else passes the buckets to the engine.
+            parameters: The parameters whose gradients are in the buckets, as in `HookState`.
         """
         state = HookState(
             engine=engine, comm_dtype=self.options.comm.on_wire, parameters=parameters
@@ -198,26 +235,33 @@ class CommSetup:
         return state
 
     def before_batch(self, module: Any) -> None:
-        """Set the number of the step, from which the codec draws its noise."""
+        """Seed the rounding noise of the codec with the number of the step."""
         if self.engine is not None and self.engine.coder is not None:
             self.engine.coder.begin_step(module.trainer.global_step)
 
     def share_work(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let the ranks of a node share the work of `LARS(direction="orthogonal")`. Collective."""
-        sharing = [
-            one
-            for one in optimizers
-            if any(g.get("direction") == "orthogonal" for g in one.param_groups)
-        ]
-        if sharing and self.topology.world_size > self.topology.num_nodes:
-            self._work_group = new_node_group(
-                self.topology, timeout=self._timeout, desc="orthogonal work"
-            )
-            for one in sharing:
-                vars(one)["work_group"] = self._work_group
+        """Let the ranks of a node share the work of `LARS(direction="orthogonal")`.
+
+        Collective: every rank of the group must call it, in the same order.
+        """
+        sharing: list[Any] = [optimizer for optimizer in optimizers if _is_orthogonal(optimizer)]
+        if not sharing or self.topology.world_size <= self.topology.num_nodes:
+            return
+        self._work_group = new_node_group(
+            self.topology, timeout=self._timeout, desc="orthogonal work"
+        )
+        for optimizer in sharing:
+            optimizer.work_group = self._work_group
+
+    def warn_of_reduction(self, optimizers: Sequence[Optimizer]) -> None:
+        """Warn of optimizers that undo Adasum, if there are several nodes."""
+        if self.bucket_hook is adasum_bucket:
+            warn_of_trust_ratios(optimizers)
+
+    # ---- end ---------------------------------------------------------------------------------
 
     def close(self, optimizers: Sequence[Optimizer]) -> None:
-        """Join the engine's threads, write its timeline, destroy its groups and that of shared work."""
+        """End the engine's threads and groups, write its timeline, and end the sharing of work."""
         engine = self.engine
         self.engine = None
         self.hook_state = None  # a codec's buckets are as large as all gradients
@@ -229,41 +273,44 @@ class CommSetup:
                 if self.options.trace_dir is not None:
                     engine.trace.write_if_possible(self.options.trace_dir, rank=self.topology.rank)
         finally:
-            group = self._work_group
-            self._work_group = None
-            if group is not None:
-                for one in optimizers:
-                    vars(one).pop("work_group", None)
-                has_failed = engine is not None and bool(engine.failure)
-                end_group(group, is_aborted=has_failed and self.device.type == "cuda")
+            has_failed = engine is not None and bool(engine.failure)
+            self._end_shared_work(optimizers, has_failed=has_failed)
 
-    def warn_of_reduction(self, optimizers: Sequence[Optimizer]) -> None:
-        """Warn of what Adasum takes from optimizers, once it is known whether there are several nodes."""
-        if self.bucket_hook is adasum_bucket:
-            warn_of_trust_ratios(optimizers)
+    def _end_shared_work(self, optimizers: Sequence[Any], *, has_failed: bool) -> None:
+        group = self._work_group
+        self._work_group = None
+        if group is None:
+            return
+        for optimizer in optimizers:
+            if getattr(optimizer, "work_group", None) is not None:
+                optimizer.work_group = None
+        end_group(group, is_aborted=has_failed and self.device.type == "cuda")
+
+    # ---- description -------------------------------------------------------------------------
 
     def note_plan(self, plan: CommPlan) -> None:
-        """Put a plan into words."""
+        """Set the description of the plan in use, `communication_plan`."""
         on_cuda = self.device.type == "cuda"
         self.communication_plan = plan.describe(self.topology, on_cuda=on_cuda)
         if self.bucket_hook is adasum_bucket:
             self.communication_plan += "; Adasum between nodes"
-        is_flat = (
-            plan.algorithms(self.topology, on_cuda=True) == ("flat",)
-            and self.options.dtype_across_nodes is None
-        )
+        is_always_flat = plan.algorithms(self.topology, on_cuda=True) == ("flat",)
+        is_flat = is_always_flat and self.options.dtype_across_nodes is None
         if on_cuda and (self.engine_options.get("shares_update") or not is_flat):
             self.communication_plan += (
                 "; no record shows these stages on a GPU yet, where the default is flat"
             )
 
 
+def _is_orthogonal(optimizer: Optimizer) -> bool:
+    return any(group.get("direction") == "orthogonal" for group in optimizer.param_groups)
+
+
 def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:
-    """Return the parameters that DDP averages or is to ignore, by `id`, and the names of the ignored."""
+    """Return the parameters that DDP averages or ignores, by `id`, and the names of the ignored ones."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    averaged = {
-        id(parameter)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad or name in ignored
-    }
+    averaged: set[int] = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad or name in ignored:
+            averaged.add(id(parameter))
     return averaged, ignored

@@ -1,4 +1,7 @@
-"""What excludes what: one table, which makes the errors; the page of options and one test are compared with it."""
+"""Table of options and features that cannot be combined, from which errors are made.
+
+The page of options and one test are compared with it.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,30 @@ from lightning_hybrid.comm import Topology
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.run_status import has_grad_scaler
 
-# Their step treats each element by itself, so a part of a tensor is as good as the whole.
-ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(
-    getattr(torch.optim, name)
-    for name in "SGD Adam AdamW NAdam RAdam RMSprop Adagrad Adadelta Adamax ASGD Rprop".split()
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
 )
+"""Optimizers whose step treats each element by itself, so that a rank can update a part of a tensor."""
+
+_ELEMENTWISE_NAMES = ", ".join(optimizer_type.__name__ for optimizer_type in ELEMENTWISE)
 
 PRECISIONS = ("16-true", "bf16-true", "32-true")
-"""Those of which parts of a model are proved to train what the whole trains."""
+"""Precisions for which tests prove that ranks with parts of a model train as one rank with all of it."""
 
 _MEAN = "write between_nodes=Mean()"
 
 CURES = {
-    # options
+    # Options.
     "adasum": _MEAN,
     "local steps": _MEAN,
     "codec": "leave `between_nodes.dtype` out, or set it to float16",
@@ -40,7 +54,7 @@ CURES = {
     "unused parameters": "leave `find_unused_parameters` out",
     "pipeline": "take strategy='hybrid_allreduce'",
     "Fabric": "take the Trainer's strategy",
-    # the run
+    # Features of the run.
     "unequal nodes": "launch equal nodes",
     "precision": "in place of 16-mixed take 16-true, in place of bf16-mixed bf16-true",
     "double precision": "take 32-true",
@@ -54,20 +68,20 @@ CURES = {
     "BaseFinetuning": "set `requires_grad`, and thaw between fits",
     "GradientAccumulationScheduler": "set `num_microbatches`",
     "whole tensors": 'take LARS with direction="momentum", LAMB or one of torch\'s that treat elements one by one '
-    f"({', '.join(one.__name__ for one in ELEMENTWISE)})",
+    f"({_ELEMENTWISE_NAMES})",
     "norm of all": "set `gradient_clip_val`, whose norm is over all stages",
     "two owners": "give each parameter to one optimizer",
     "global batch": "take a loss over fewer pairs (one rank's, or one micro-batch's)",
 }
-"""What options and runs may have, and how to do without it."""
+"""Features of options and runs, each with the change that removes it."""
 
 
 class Exclusion(NamedTuple):
-    """Two things that a run cannot have together."""
+    """Pair of features that cannot be combined."""
 
-    one: str
-    other: str
-    why: str
+    feature: str
+    conflict: str
+    reason: str
 
 
 _RULES = (
@@ -82,194 +96,244 @@ _SEVERAL = (
 )
 _PROVED = ", ".join(PRECISIONS)
 
-EXCLUDED = tuple(
-    Exclusion(*row)
-    for row in (
-        (
-            "algorithm",
-            "adasum",
-            "the leaders of the nodes combine whole parameters, which is hierarchical",
-        ),
-        ("planner", "adasum", "a planner compares ways to sum, and this is no sum"),
-        ("shard update", "local steps", "an average needs whole masters"),
-        (
-            "unused parameters",
-            "local steps",
-            "DDP asks all ranks in every step which parameters each has used",
-        ),
-        (
-            "codec",
-            "pipeline",
-            "a codec numbers the blocks of a whole network, and a rank has that of its stages",
-        ),
-        ("planner", "pipeline", "a planner is asked about the gradients of a whole network"),
-        ("adasum", "pipeline", "data ranks average the gradients of their stages"),
-        ("local steps", "pipeline", "its stages may be on several nodes"),
-        (
-            "global batch",
-            "pipeline",
-            "a loss over all pairs of a step needs all embeddings, and a stage has a micro-batch's",
-        ),
-        ("extensions", "pipeline", "they are given the engine and the wrapper of a whole network"),
-        (
-            "local steps",
-            "Fabric",
-            "it counts no optimizer steps, and validates and saves where the user says",
-        ),
-        ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
-        ("local steps", "node slices", "it averages weights that every rank has whole"),
-        # with what the run has
-        ("unequal nodes", "local steps", "each node counts as much in the average"),
-        ("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
-        ("unequal nodes", "node slices", "a slice is the same on every node"),
-        ("precision", "shard update", f"the update is shared with {_PROVED}"),
-        ("double precision", "shard update", f"the update is shared with {_PROVED}"),
-        ("precision", "pipeline", f"{_PROVED} and 64-true alone are proved against accumulation"),
-        ("gradient scaler", "local steps", "Lightning's loss scale would part between nodes"),
-        ("gradient scaler", "error feedback", _RULE_OF_SCALE),
-        ("manual steps", "error feedback", _SEVERAL),
-        (
-            "manual optimization",
-            "pipeline",
-            "the schedule runs forward and backward of all micro-batches together",
-        ),
-        ("accumulation", "pipeline", "micro-batches are its accumulation, bit for bit"),
-        ("norm of all", "pipeline", "an optimizer has the gradients of its rank's stages"),
-        (
-            "SyncBatchNorm",
-            "pipeline",
-            "each micro-batch has its statistics, as batches of an accumulation have",
-        ),
-        (
-            "SyncBatchNorm",
-            "local steps",
-            "it waits for all ranks in every forward; statistics are averaged with weights",
-        ),
-        ("ModelPruning", "local steps", "each node would prune by its own weights"),
-        ("ModelPruning", "pipeline", "it ranks the weights of a whole network"),
-        ("StochasticWeightAveraging", "pipeline", "it copies the weights of a whole network"),
-        ("BaseFinetuning", "pipeline", "it hands layers of a whole network to the optimizer"),
-        ("GradientAccumulationScheduler", "pipeline", "micro-batches are its accumulation"),
-        ("whole tensors", "shard update", _RULES),
-        ("whole tensors", "node slices", _RULES),
-        ("two owners", "shard update", "a part of it can stand in one of them only"),
-    )
+EXCLUDED = (
+    Exclusion(
+        "algorithm",
+        "adasum",
+        "the leaders of the nodes combine whole parameters, which is hierarchical",
+    ),
+    Exclusion("planner", "adasum", "a planner compares ways to sum, and this is no sum"),
+    Exclusion("shard update", "local steps", "an average needs whole masters"),
+    Exclusion(
+        "unused parameters",
+        "local steps",
+        "DDP asks all ranks in every step which parameters each has used",
+    ),
+    Exclusion(
+        "codec",
+        "pipeline",
+        "a codec numbers the blocks of a whole network, and a rank has that of its stages",
+    ),
+    Exclusion("planner", "pipeline", "a planner is asked about the gradients of a whole network"),
+    Exclusion("adasum", "pipeline", "data ranks average the gradients of their stages"),
+    Exclusion("local steps", "pipeline", "its stages may be on several nodes"),
+    Exclusion(
+        "global batch",
+        "pipeline",
+        "a loss over all pairs of a step needs all embeddings, and a stage has a micro-batch's",
+    ),
+    Exclusion(
+        "extensions", "pipeline", "they are given the engine and the wrapper of a whole network"
+    ),
+    Exclusion(
+        "local steps",
+        "Fabric",
+        "it counts no optimizer steps, and validates and saves where the user says",
+    ),
+    Exclusion("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
+    Exclusion("local steps", "node slices", "it averages weights that every rank has whole"),
+    # Features of the run.
+    Exclusion("unequal nodes", "local steps", "each node counts as much in the average"),
+    Exclusion("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
+    Exclusion("unequal nodes", "node slices", "a slice is the same on every node"),
+    Exclusion("precision", "shard update", f"the update is shared with {_PROVED}"),
+    Exclusion("double precision", "shard update", f"the update is shared with {_PROVED}"),
+    Exclusion(
+        "precision", "pipeline", f"{_PROVED} and 64-true alone are proved against accumulation"
+    ),
+    Exclusion("gradient scaler", "local steps", "Lightning's loss scale would part between nodes"),
+    Exclusion("gradient scaler", "error feedback", _RULE_OF_SCALE),
+    Exclusion("manual steps", "error feedback", _SEVERAL),
+    Exclusion(
+        "manual optimization",
+        "pipeline",
+        "the schedule runs forward and backward of all micro-batches together",
+    ),
+    Exclusion("accumulation", "pipeline", "micro-batches are its accumulation, bit for bit"),
+    Exclusion("norm of all", "pipeline", "an optimizer has the gradients of its rank's stages"),
+    Exclusion(
+        "SyncBatchNorm",
+        "pipeline",
+        "each micro-batch has its statistics, as batches of an accumulation have",
+    ),
+    Exclusion(
+        "SyncBatchNorm",
+        "local steps",
+        "it waits for all ranks in every forward; statistics are averaged with weights",
+    ),
+    Exclusion("ModelPruning", "local steps", "each node would prune by its own weights"),
+    Exclusion("ModelPruning", "pipeline", "it ranks the weights of a whole network"),
+    Exclusion("StochasticWeightAveraging", "pipeline", "it copies the weights of a whole network"),
+    Exclusion("BaseFinetuning", "pipeline", "it hands layers of a whole network to the optimizer"),
+    Exclusion("GradientAccumulationScheduler", "pipeline", "micro-batches are its accumulation"),
+    Exclusion("whole tensors", "shard update", _RULES),
+    Exclusion("whole tensors", "node slices", _RULES),
+    Exclusion("two owners", "shard update", "a part of it can stand in one of them only"),
 )
 
 
 def refuse_excluded(
-    found: Mapping[str, str],
+    features: Mapping[str, str],
     *,
     rows: Iterable[Exclusion] = EXCLUDED,
     cures: Mapping[str, str] = CURES,
     error: Callable[[str], BaseException] = ValueError,
 ) -> None:
-    """Check that nothing found in options and run excludes another; `found`: `name` (=value) by the names of `CURES`.
+    """Check that no two features of options and run exclude each other.
+
+    Args:
+        features: The text ``name` (=value)` of each feature, by the names of `CURES`.
+        rows: The pairs that exclude each other.
+        cures: The change that removes each feature.
+        error: Makes the error from its message.
 
     Raises:
-        ValueError: or `error`: with both, the reason and how to do without either.
+        ValueError: Two features exclude each other. With `error`, its error is raised instead. Either
+            names both features, the reason and the cures.
 
     >>> refuse_excluded({"planner": "`comm.plan` (=a Cluster)", "adasum": "`between_nodes` (=Adasum())"})
     Traceback (most recent call last):
     ValueError: `comm.plan` (=a Cluster) and `between_nodes` (=Adasum()) exclude each other: a planner compares ways \
 to sum, and this is no sum. Leave `comm.plan` out, or write between_nodes=Mean().
     """
-    for one, other, why in rows:
-        if one in found and other in found:
-            cure = f"{cures[one][0].upper()}{cures[one][1:]}, or {cures[other]}"
-            raise error(f"{found[one]} and {found[other]} exclude each other: {why}. {cure}.")
+    for feature, conflict, reason in rows:
+        if feature in features and conflict in features:
+            first_cure = cures[feature]
+            cure = f"{first_cure[0].upper()}{first_cure[1:]}, or {cures[conflict]}"
+            raise error(
+                f"{features[feature]} and {features[conflict]} exclude each other: {reason}. {cure}."
+            )
 
 
 def in_nodes(topology: Topology) -> dict[str, str]:
-    """Return what of the nodes excludes options."""
+    """Return the features of the nodes that exclude options."""
+    if topology.ranks_per_node:
+        return {}
     sizes = ", ".join(str(len(node)) for node in topology.nodes)
-    return (
-        {}
-        if topology.ranks_per_node
-        else {"unequal nodes": f"Nodes of different size (={sizes} ranks)"}
-    )
+    return {"unequal nodes": f"Nodes of different size (={sizes} ranks)"}
 
 
 def in_precision(plugin: Any) -> dict[str, str]:
-    """Return what of the precision excludes options."""
+    """Return the features of the precision that exclude options."""
     text = f"`precision` (={plugin.precision!r})"
-    kind = "double precision" if plugin.precision == "64-true" else "precision"
-    found = {} if plugin.precision in PRECISIONS else {kind: text}
-    return found | ({"gradient scaler": text} if has_grad_scaler(plugin) else {})
+    features: dict[str, str] = {}
+    if plugin.precision == "64-true":
+        features["double precision"] = text
+    elif plugin.precision not in PRECISIONS:
+        features["precision"] = text
+    if has_grad_scaler(plugin):
+        features["gradient scaler"] = text
+    return features
 
 
 def in_module(module: nn.Module) -> dict[str, str]:
-    """Return what of the layers excludes options."""
-    found = {}
+    """Return the features of the layers that exclude options."""
+    features: dict[str, str] = {}
     for name, layer in module.named_modules():
+        text = f"`{name or 'the module'}` (={type(layer).__name__})"
         if isinstance(layer, nn.SyncBatchNorm):
-            found["SyncBatchNorm"] = f"`{name or 'the module'}` (={type(layer).__name__})"
+            features["SyncBatchNorm"] = text
         if getattr(layer, "spans_all_ranks", False):
-            found["global batch"] = f"`{name or 'the module'}` (={type(layer).__name__})"
-    return found
+            features["global batch"] = text
+    return features
+
+
+_EXCLUDING_CALLBACKS = (
+    "ModelPruning",
+    "StochasticWeightAveraging",
+    "BaseFinetuning",
+    "GradientAccumulationScheduler",
+)
 
 
 def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
-    """Return what callbacks do that excludes options."""
-    found = {}
+    """Return the callbacks that exclude options."""
+    features: dict[str, str] = {}
     for callback in callbacks:
-        text = f"`callbacks` (={type(callback).__name__})"
-        for name in (
-            "ModelPruning",
-            "StochasticWeightAveraging",
-            "BaseFinetuning",
-            "GradientAccumulationScheduler",
-        ):
+        for name in _EXCLUDING_CALLBACKS:
             if isinstance(callback, lightning_types(f"pytorch.callbacks.{name}")):
-                found[name] = text
-    return found
+                features[name] = f"`callbacks` (={type(callback).__name__})"
+    return features
 
 
 def in_optimizers(
     optimizers: Iterable[Optimizer], *, of: Container[int] | None = None
 ) -> dict[str, str]:
-    """Return what of optimizers excludes options; `of`: parameters by `id`, None for all."""
-    found, owners = dict[str, str](), dict[int, int]()
-    for place, optimizer in enumerate(optimizers):
-        groups = [
-            group
-            for group in optimizer.param_groups
-            if of is None or any(id(p) in of for p in group["params"])
-        ]
-        # By the exact type: a subclass may look at norms.
-        if groups and type(optimizer) not in ELEMENTWISE and not hasattr(optimizer, "parts"):
-            found.setdefault("whole tensors", f"`optimizer` (={type(optimizer).__name__})")
-        if any(group.get("direction") == "orthogonal" for group in groups):
-            found["whole tensors"] = '`direction` (="orthogonal")'
-        for parameter in (one for group in groups for one in group["params"]):
-            if (first := owners.setdefault(id(parameter), place)) != place:
-                shape = tuple(parameter.shape)
-                found["two owners"] = (
-                    f"A parameter (of shape {shape}) in the optimizers {first} and {place}"
-                )
-    return found
+    """Return the features of optimizers that exclude options.
+
+    Args:
+        optimizers: The optimizers.
+        of: Parameters by `id`. Only groups with one of them count. None: all groups count.
+    """
+    features: dict[str, str] = {}
+    owners: dict[int, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        groups = _groups_with(optimizer, of)
+        # By the exact type: a subclass may read norms.
+        is_elementwise = type(optimizer) in ELEMENTWISE or hasattr(optimizer, "parts")
+        if groups and not is_elementwise:
+            features.setdefault("whole tensors", f"`optimizer` (={type(optimizer).__name__})")
+        for group in groups:
+            if group.get("direction") == "orthogonal":
+                features["whole tensors"] = '`direction` (="orthogonal")'
+            for parameter in group["params"]:
+                first_owner = owners.setdefault(id(parameter), index)
+                if first_owner != index:
+                    shape = tuple(parameter.shape)
+                    features["two owners"] = (
+                        f"A parameter (of shape {shape}) in the optimizers {first_owner} and {index}"
+                    )
+    return features
 
 
-# Of lightly, open_clip and pytorch-metric-learning; those of `contrastive` say it themselves.
+def _groups_with(optimizer: Optimizer, parameters: Container[int] | None) -> list[dict[str, Any]]:
+    if parameters is None:
+        return list(optimizer.param_groups)
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        if any(id(parameter) in parameters for parameter in group["params"]):
+            groups.append(group)
+    return groups
+
+
 COUPLED = (
-    "BarlowTwinsLoss ClipLoss DCLLoss DCLWLoss NTXentLoss SigLipLoss SupConLoss VICRegLoss".split()
+    "BarlowTwinsLoss",
+    "ClipLoss",
+    "DCLLoss",
+    "DCLWLoss",
+    "NTXentLoss",
+    "SigLipLoss",
+    "SupConLoss",
+    "VICRegLoss",
 )
+"""Losses of lightly, open_clip and pytorch-metric-learning that compare the samples of a batch.
+
+Losses of `lightning_hybrid.contrastive` have the attribute `couples_the_batch`.
+"""
 
 
 def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> None:
-    """Warn where gradients of batches are added up whose loss compares the samples of a batch with one another."""
-
-    def kinds_in(one: nn.Module) -> list[type]:
-        couples = getattr(one, "couples_the_batch", None)
-        if couples is False:  # a `GlobalBatch`, whatever loss it has
-            return []
-        own = [type(one)] if couples or type(one).__name__ in COUPLED else []
-        return own + [kind for child in one.children() for kind in kinds_in(child)]
-
-    if accumulate_grad_batches > 1 and (kinds := kinds_in(module)):
+    """Warn if gradients of several batches are added whose loss compares the samples of one batch."""
+    if accumulate_grad_batches <= 1:
+        return
+    coupled_types = _coupled_types(module)
+    if coupled_types:
         rank_zero_warn(
-            f"`accumulate_grad_batches` (={accumulate_grad_batches}) adds up gradients of `{kinds[0].__name__}` of one "
-            f"batch each: a sample is compared with those of its own batch, not with the {accumulate_grad_batches} "
-            "times as many of the step. For these take `lightning_hybrid.contrastive.GlobalBatch`, a larger batch and "
-            "no accumulation."
+            f"`accumulate_grad_batches` (={accumulate_grad_batches}) adds up gradients of "
+            f"`{coupled_types[0].__name__}` of one batch each: a sample is compared with those of its own batch, not "
+            f"with the {accumulate_grad_batches} times as many of the step. For these take "
+            "`lightning_hybrid.contrastive.GlobalBatch`, a larger batch and no accumulation."
         )
+
+
+def _coupled_types(layer: nn.Module) -> list[type]:
+    """Return the types of a layer and the layers in it that compare the samples of a batch."""
+    couples = getattr(layer, "couples_the_batch", None)
+    if couples is False:  # a `GlobalBatch`, with any loss
+        return []
+    coupled_types: list[type] = []
+    if couples or type(layer).__name__ in COUPLED:
+        coupled_types.append(type(layer))
+    for child in layer.children():
+        coupled_types += _coupled_types(child)
+    return coupled_types

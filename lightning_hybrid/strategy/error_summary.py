@@ -1,4 +1,4 @@
-"""The last words of an error, below a traceback of a hundred lines: which rank, where in the user's code, what cure."""
+"""Summary of an error, printed below its traceback: the rank, the line of the user's code and a cure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 RULE = "-" * 80
 
-# As a traceback has it, also that of another process, which is text in the error's message.
+# A line of a traceback, which may also be text in an error's message if another process had the error.
 _FRAME = re.compile(r'^ +File "([^"]+)", line \d+, in .+$', re.MULTILINE)
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 _SHARED_MEMORY_IS_FULL = re.compile(
@@ -20,30 +20,39 @@ _SHARED_MEMORY_IS_FULL = re.compile(
 
 
 def summary_of(error: BaseException) -> str:
-    """Return an error's type and first line, and below it the last line of the user's own code on the way to it.
+    """Return an error's type and first line, and below it the last line of the user's own code that led to it.
 
-    Of an error that a worker of a DataLoader has had, or a rank of Lightning's spawn or fork: those of that error.
+    If a worker of a DataLoader or a rank of Lightning's spawn or fork had the error, both are of that original error.
     """
-    said, text = str(error), "".join(traceback.format_exception(error))
-    own = [
-        each
-        for each in _FRAME.finditer(text)
-        if not each[1].startswith(_LIBRARIES) and "-packages" not in each[1]
-    ]
-    first = f"{type(error).__name__}: {said}".partition("\n")[0]
-    if inner := list(_FRAME.finditer(said)):
-        first = next(iter(re.findall(r"^\S.*", said[inner[-1].end() :], re.MULTILINE)), first)
-    return first + (f"\n  {own[-1][0].strip()}" if own else "")
+    message = str(error)
+    text = "".join(traceback.format_exception(error))
+    lines_of_user: list[str] = []
+    for frame in _FRAME.finditer(text):
+        path = frame[1]
+        if not path.startswith(_LIBRARIES) and "-packages" not in path:
+            lines_of_user.append(frame[0].strip())
+
+    summary = f"{type(error).__name__}: {message}".partition("\n")[0]
+    # A message that holds a traceback is that of another process. Its error stands below the last frame.
+    frames_in_message = list(_FRAME.finditer(message))
+    if frames_in_message:
+        below_last_frame = message[frames_in_message[-1].end() :]
+        original_error = re.search(r"^\S.*", below_last_frame, re.MULTILINE)
+        if original_error is not None:
+            summary = original_error[0]
+    if lines_of_user:
+        summary += f"\n  {lines_of_user[-1]}"
+    return summary
 
 
 def shared_memory_cure(error: BaseException) -> str:
-    """Return what to do where an error says that there is no shared memory left; else nothing."""
+    """Return a cure if an error reports that shared memory is full, or an empty string."""
     if not _SHARED_MEMORY_IS_FULL.search(str(error)):
         return ""
     size = ""
     if os.path.isdir("/dev/shm"):
-        found = os.statvfs("/dev/shm")
-        size = f" (={found.f_frsize * found.f_blocks / 2**20:.0f} MiB)"
+        file_system = os.statvfs("/dev/shm")
+        size = f" (={file_system.f_frsize * file_system.f_blocks / 2**20:.0f} MiB)"
     return (
         f"`/dev/shm`{size} must hold the batches that workers of DataLoaders hand over (NCCL's buffers too), and it is "
         "full. Give the container more (docker run --shm-size=8g or --ipc=host, in Kubernetes an emptyDir with medium: "

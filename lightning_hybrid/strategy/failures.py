@@ -1,9 +1,9 @@
-"""Errors and signals on one rank: reported to all ranks, and explained where another rank is the cause.
+"""Reports of errors and signals on one rank, to all ranks, with the rank that caused them.
 
-    before there is an engine     a watchdog of its own names dead, stopped, hanging and failed ranks
-    from then on                  the engine's does (`comm/health/watchdog.py`)
+    before there is an engine     `SetupWatchdog` names dead, stopped, hanging and failed ranks
+    from then on                  the engine's watchdog does (`comm/health/watchdog.py`)
 
-On CUDA the weights may have taken a step with gradients that are no averages: nothing is saved after a failure.
+On CUDA the weights may have been updated with gradients that are not averages, so nothing is saved after a failure.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-# Environment variable: what torch's watchdog does with an error of NCCL; torch reads it for each process group.
+# Environment variable: the reaction of torch's watchdog to an error of NCCL. torch reads it for each process group.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
-# By default torch's watchdog ends a process without a word as soon as NCCL reports a lost peer, or after the time
-# limit. Here it only aborts communicators, and the error that follows is reported and explained.
+# By default torch's watchdog ends a process without a message as soon as NCCL reports a lost peer, or after the time
+# limit. With this value it only aborts communicators, and the error that follows is reported and explained.
 CLEAN_UP_ONLY = "2"
 
-# Environment variable of NCCL: 1 has communicators that are in use at the same time take turns in the host's order,
-# which is that of all ranks. A single one, as by default, needs no turns.
+# Environment variable of NCCL: with 1, communicators that are in use at the same time take turns in the host's order,
+# which all ranks share. A single communicator, as by default, needs no turns.
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
-# Environment variable of torch: 1 has the few blocks of a sum go before the thousands of backward's that wait. It is
-# set where sums go stage by stage, so that the backend's have the priority of our own streams.
+# Environment variable of torch: with 1, the few blocks of an all-reduce run before the thousands of backward's that
+# wait. It is set if all-reduces run in stages, so that the backend's streams have the priority of our own.
 HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
 
 _OF_NCCL = {ERROR_HANDLING: CLEAN_UP_ONLY}
@@ -58,24 +58,29 @@ class SigtermOnAnyRank:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        self._was_asked = False
+        self._has_waited_a_batch = False
+        self._replace_lightnings_handler()
+
+    def _replace_lightnings_handler(self) -> None:
         # Lightning 2.6 asks rank zero before each batch whether it received a signal, and its handler calls the same
-        # collective in the middle of what a rank does: a signal to a rank above zero leaves the ranks waiting in
+        # collective in the middle of a rank's work: a signal to a rank above zero leaves the ranks waiting in
         # different collectives for good. Here rank zero's signal is obeyed as Lightning does; another rank's by ending
         # its run, of which the others learn within seconds.
         installed = signal.getsignal(signal.SIGTERM)
-        if isinstance(installed, lightning_types(f"{_SIGNALS}._HandlersCompose")):
-            notifiers = [
-                kind._sigterm_notifier_fn
-                for kind in lightning_types(f"{_SIGNALS}._SignalConnector")
-            ]
-            installed.signal_handlers = [
-                self._note if getattr(one, "__func__", None) in notifiers else one
-                for one in installed.signal_handlers
-            ]
+        if not isinstance(installed, lightning_types(f"{_SIGNALS}._HandlersCompose")):
+            return
+        connector_types = lightning_types(f"{_SIGNALS}._SignalConnector")
+        notifiers = [kind._sigterm_notifier_fn for kind in connector_types]
+        handlers = []
+        for handler in installed.signal_handlers:
+            if getattr(handler, "__func__", None) in notifiers:
+                handler = self._note_signal
+            handlers.append(handler)
+        installed.signal_handlers = handlers
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        connector = self._trainer._signal_connector
+        launcher = self._trainer.strategy.launcher
         if not connector.received_sigterm and launcher is not None:
             launcher.kill(number)
         connector.received_sigterm = True
@@ -84,33 +89,38 @@ class SigtermOnAnyRank:
         """Check on a rank above zero whether it has to end on its own.
 
         Raises:
-            SIGTERMException: the signal came before the last batch, and rank zero, asked since, has not received it.
+            SIGTERMException: The signal came before the last batch, and rank zero has not received one since.
         """
         # One batch later: Lightning asks rank zero before each batch, and a signal to all ranks is obeyed together.
-        if self._was_asked:
+        if self._has_waited_a_batch:
             raise lightning_error(_SIGTERM)
-        self._was_asked = self._trainer.received_sigterm and self._trainer.global_rank > 0
+        self._has_waited_a_batch = self._trainer.received_sigterm and self._trainer.global_rank > 0
 
 
 class FailureReports:
-    """What a strategy knows of errors: it reports those of this rank to all, and names the rank that caused others.
+    """Reports of a strategy: errors of this rank go to all ranks, and other errors get the rank that caused them.
 
-    `engine`: watches from when it is made until it is closed; before that, and without one, `setup_watchdog` does.
-    `module`: of the run; its trainer knows whether an error has ended it.
+    Attributes:
+        engine: The engine, which watches the ranks from its creation until it is closed.
+        setup_watchdog: The watchdog before there is an engine, and without one.
+        module: The module of the run. Its trainer knows whether an error has ended the run.
+        ended_by: The error that ended the run, until that has been reported.
     """
 
     def __init__(self) -> None:
         self.engine: CommEngine | None = None
         self.setup_watchdog: SetupWatchdog | None = None
         self.module: pl.LightningModule | None = None
-        self.ended_by: BaseException | None = None  # the run; until its end has been reported
-        self.sigterm: SigtermOnAnyRank | None = None
-        self._handled_before: BaseException | None = None  # by the caller, while it sets up
-        self._has_set: tuple[str, ...] = ()
+        self.ended_by: BaseException | None = None
+        self._sigterm: SigtermOnAnyRank | None = None
+        # The error that the caller is handling while it sets up. It does not end this rank.
+        self._error_before_setup: BaseException | None = None
+        # The environment variables that `begin` has set.
+        self._variables: tuple[str, ...] = ()
 
     @property
     def watchdog(self) -> CommEngine | SetupWatchdog | None:
-        """What names lost ranks now."""
+        """The current watchdog, which names lost ranks."""
         return self.engine or self.setup_watchdog
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -118,66 +128,93 @@ class FailureReports:
     def begin(
         self, devices: Iterable[torch.device], *, has_several_communicators: bool = False
     ) -> None:
-        """Note what the caller is handling, and set what torch and NCCL read when the process group is made.
+        """Note the error that the caller is handling, and set the environment for the process group.
 
-        `has_several_communicators`: whether more than the default group's are in use at the same time.
+        torch and NCCL read the variables when the group is created. Values of the user stay.
+
+        Args:
+            devices: The devices of this node's ranks.
+            has_several_communicators: Whether further groups are in use at the same time as the default one.
         """
-        self._handled_before = sys.exc_info()[1]
+        self._error_before_setup = sys.exc_info()[1]
         variables: dict[str, str] = {}
         if any(device.type == "cuda" for device in devices):
             variables.update(_OF_NCCL)
             if has_several_communicators:
                 variables.update(_OF_SEVERAL_COMMUNICATORS)
-        # A value of the user's stays.
-        self._has_set = tuple(name for name in variables if name not in os.environ)
-        os.environ.update({name: variables[name] for name in self._has_set})
+        self._variables = tuple(name for name in variables if name not in os.environ)
+        os.environ.update({name: variables[name] for name in self._variables})
 
     def watch_setup(
-        self, kind: type[SetupWatchdog], device: torch.device, timeout: timedelta | None
+        self,
+        watchdog_type: type[SetupWatchdog],
+        device: torch.device,
+        timeout: timedelta | None,
     ) -> None:
-        """Name missing ranks from here on. Collective, where there are several."""
+        """Let errors name missing ranks from here on. Collective, if there are several ranks."""
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self.setup_watchdog = kind(device=device, timeout=timeout)
+            self.setup_watchdog = watchdog_type(device=device, timeout=timeout)
 
     def end_setup(self) -> None:
-        """End the watchdog of the setup: the engine's names missing ranks from here on."""
-        watchdog, self.setup_watchdog = self.setup_watchdog, None
+        """End the watchdog of the setup. The engine's watchdog takes over."""
+        watchdog = self.setup_watchdog
+        self.setup_watchdog = None
         if watchdog is not None:
             watchdog.leave()
 
-    # ---- an error --------------------------------------------------------------------------------------------------
+    # ---- a signal ----------------------------------------------------------------------------
+
+    def watch_sigterm(self, trainer: pl.Trainer) -> None:
+        """Let a SIGTERM to any rank stop all ranks from here on."""
+        self._sigterm = SigtermOnAnyRank(trainer)
+
+    def before_batch(self) -> None:
+        """Raise an error if a SIGTERM to this rank ends it before the next batch.
+
+        Raises:
+            SIGTERMException: As in `SigtermOnAnyRank.before_batch`.
+        """
+        if self._sigterm is not None:
+            self._sigterm.before_batch()
+
+    # ---- an error ----------------------------------------------------------------------------
 
     @property
     def ending_error(self) -> BaseException | None:
-        """What ends this rank alone; a signal is obeyed by all ranks together, which may save then."""
+        """The error that ends this rank alone, or None. All ranks obey a signal together, and may save then."""
         error = sys.exc_info()[1]
-        return (
-            None
-            if error is self._handled_before or isinstance(error, lightning_types(_SIGTERM))
-            else error
-        )
+        if error is self._error_before_setup or isinstance(error, lightning_types(_SIGTERM)):
+            return None
+        return error
 
     def is_failing(self) -> bool:
-        """Return whether an error ends this rank: others do not come to collectives any more."""
+        """Return whether an error ends this rank, so that the other ranks join no more collectives."""
         return self.ending_error is not None
 
     def refuse_to_save_alone(self, option: str, where: str) -> None:
-        """Check that other ranks come to save with this one; `where` are the parts of what is saved.
+        """Check that the other ranks save together with this one.
+
+        Args:
+            option: The option that needs all ranks to save, for the error.
+            where: A clause on where the parts of the saved state are, for the error.
 
         Raises:
-            RuntimeError: an error ends this rank.
+            RuntimeError: An error ends this rank.
         """
-        if (error := self.ending_error) is not None:
-            self.is_alone()  # tells the others: Lightning ends at an error of a callback
-            raise RuntimeError(
-                f"{option} cannot save while {type(error).__name__} ends this rank: {where}, and the others do not "
-                "come. Save regularly (`ModelCheckpoint(every_n_train_steps=...)`), without `save_on_exception`."
-            )
+        error = self.ending_error
+        if error is None:
+            return
+        self.is_alone()  # Reports to the other ranks: Lightning ends at an error of a callback.
+        raise RuntimeError(
+            f"{option} cannot save while {type(error).__name__} ends this rank: {where}, and the others do not save "
+            "with it. Save regularly (`ModelCheckpoint(every_n_train_steps=...)`), without `save_on_exception`."
+        )
 
     def is_alone(self) -> bool:
-        """Return whether an error has ended the run on this rank; the others learn of it first."""
+        """Return whether an error has ended the run on this rank. If so, report it to the other ranks first."""
         # Callbacks hear of an error before the strategy, and may save (`save_on_exception`).
-        trainer, error = getattr(self.module, "_trainer", None), self.ending_error
+        trainer = getattr(self.module, "_trainer", None)
+        error = self.ending_error
         if trainer is None or trainer.state.status != "interrupted" or error is None:
             return False
         if self.watchdog is not None and failed_wait(error) is None:
@@ -185,55 +222,78 @@ class FailureReports:
         return True
 
     def report(self, exception: BaseException, *, rank: int, first_rank: int) -> None:
-        """Report the error to the ranks that wait for this one; where another rank is the cause, say which.
+        """Report an error to the ranks that wait for this one. If another rank caused it, name that rank.
 
-        `first_rank`: of those that this process may have started, one of which the error may be of.
+        Args:
+            exception: The error. It gets further notes or another message.
+            rank: This rank.
+            first_rank: The first of the ranks that this process may have started, one of which may have had the error.
         """
-        watchdog, wait = self.watchdog, failed_wait(exception)
-        if watchdog is not None and is_of_a_collective(exception):
-            # Of DDP or Lightning, such as the broadcast of buffers: it stays itself, with more words.
-            exception.args = (watchdog.explain(exception),)
-        elif watchdog is not None and wait not in (
-            None,
-            exception,
-        ):  # torch's pipelining raises its own
-            exception.add_note(watchdog.explain(wait))
-        elif watchdog is not None:
-            watchdog.abort(reason_of(exception))
-            here = f"On rank {rank} (host {host_identity()[0]})"
-            has_place = "comm: " in str(exception) or any(
-                here in note for note in getattr(exception, "__notes__", ())
-            )
-            if not has_place:
-                exception.add_note(f"{RULE}\n{here}: {summary_of(exception)}")
-            # The error may be only a consequence, such as the device's own after its communicators were aborted.
-            cause = "" if self.engine is None else self.engine.failure
-            is_own = cause.startswith(f"comm: rank {rank} gave up:")
-            if cause and not is_own and cause not in str(exception):
-                exception.add_note(cause)
-        elif (index := getattr(exception, "error_index", None)) is not None:
-            started = f"On rank {first_rank + index} (host {host_identity()[0]})"
-            exception.add_note(f"{RULE}\n{started}: {summary_of(exception)}")
-        # Through autograd it comes with a stack of threads of ours below it, which says nothing to a user.
-        said, has_stack, _ = str(exception).partition("\n\nAt:\n")
-        if has_stack and "comm: " in said:
-            exception.args = (said[said.index("comm: ") :],)
-        if cure := shared_memory_cure(exception):
+        if self.watchdog is not None:
+            self._explain_or_abort(self.watchdog, exception, rank)
+        else:
+            _note_started_rank(exception, first_rank)
+
+        # An error that passed through autograd ends with a stack of our threads, which is of no use to a user.
+        message, separator, _ = str(exception).partition("\n\nAt:\n")
+        if separator and "comm: " in message:
+            exception.args = (message[message.index("comm: ") :],)
+        cure = shared_memory_cure(exception)
+        if cure:
             exception.add_note(cure)
 
-    # ---- end -------------------------------------------------------------------------------------------------------
+    def _explain_or_abort(
+        self, watchdog: CommEngine | SetupWatchdog, exception: BaseException, rank: int
+    ) -> None:
+        """Explain an error that another rank caused, or report an error of this rank to the others."""
+        wait = failed_wait(exception)
+        if is_of_a_collective(exception):
+            # A collective of DDP or Lightning, such as the broadcast of buffers: the error keeps its type.
+            exception.args = (watchdog.explain(exception),)
+            return
+        if wait is not None and wait is not exception:
+            # torch's pipelining raises an error of its own.
+            exception.add_note(watchdog.explain(wait))
+            return
+
+        watchdog.abort(reason_of(exception))
+        location = f"On rank {rank} (host {host_identity()[0]})"
+        notes = getattr(exception, "__notes__", ())
+        has_location = "comm: " in str(exception) or any(location in note for note in notes)
+        if not has_location:
+            exception.add_note(f"{RULE}\n{location}: {summary_of(exception)}")
+
+        # The error may be only a consequence, such as the device's own after its communicators were aborted.
+        cause = ""
+        if self.engine is not None:
+            cause = self.engine.failure
+        is_of_this_rank = cause.startswith(f"comm: rank {rank} gave up:")
+        if cause and not is_of_this_rank and cause not in str(exception):
+            exception.add_note(cause)
+
+    # ---- end ---------------------------------------------------------------------------------
 
     def end(self, module: pl.LightningModule | None) -> None:
-        """Say where the run stopped, and take back what `begin` has set."""
+        """Log the step at which the run stopped, and restore the environment that `begin` has set."""
         self.end_setup()
-        ended_by, self.ended_by, self.sigterm = self.ended_by, None, None
-        # Only now: a callback may have written a checkpoint after the error. Where ranks were to be spawned and that
-        # failed, the module here never met its trainer.
+        ended_by = self.ended_by
+        self.ended_by = None
+        self._sigterm = None
+        # Only now: a callback may have written a checkpoint after the error. If ranks were to be spawned and that
+        # failed, the module of this process never met its trainer.
         if ended_by is not None and module is not None and module._trainer is not None:
-            say_where_it_stopped(module.trainer, ended_by)
-        for name in self._has_set:
+            log_where_it_stopped(module.trainer, ended_by)
+        for name in self._variables:
             os.environ.pop(name, None)
-        self._has_set = ()
+        self._variables = ()
+
+
+def _note_started_rank(exception: BaseException, first_rank: int) -> None:
+    """Add the rank of a started process to its error, if Lightning's launcher has raised it here."""
+    index = getattr(exception, "error_index", None)
+    if index is not None:
+        location = f"On rank {first_rank + index} (host {host_identity()[0]})"
+        exception.add_note(f"{RULE}\n{location}: {summary_of(exception)}")
 
 
 def use_own_names(exception: BaseException, *, strategy: str) -> None:
@@ -243,45 +303,57 @@ def use_own_names(exception: BaseException, *, strategy: str) -> None:
 
 
 def refuse_after_failure(engine: CommEngine | None) -> None:
-    """Raise an engine's failure on CUDA, where the last step may have used sums that are no averages."""
+    """Raise an engine's failure on CUDA, where the last step may have used gradients that are not averages."""
     if engine is not None and engine.device.type == "cuda":
         engine.raise_if_failed()
 
 
-def say_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
-    """Report on rank zero the epoch and step at which a fit ended early, and what it can go on from."""
-    # Not of an error before the first step: there is nothing to go on from.
-    is_stopped = isinstance(exception, (KeyboardInterrupt, *lightning_types(_SIGTERM)))
+def log_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
+    """Report on rank zero the epoch and step at which a fit ended early, and the checkpoint to resume from."""
+    is_sigterm = isinstance(exception, lightning_types(_SIGTERM))
+    # After an error before the first step there is nothing to resume.
+    is_stopped = is_sigterm or isinstance(exception, KeyboardInterrupt)
     is_under_way = trainer.state.fn == "fit" and (trainer.global_step > 0 or is_stopped)
     if not is_under_way or not trainer.is_global_zero:
         return
-    paths = [
-        getattr(one, "last_model_path", "") or getattr(one, "best_model_path", "")
-        for one in trainer.checkpoint_callbacks
-    ]
-    local = [path for path in paths if os.path.isfile(path)]
-    remote = [path for path in paths if "://" in path]
-    newest = max(local, key=os.path.getmtime) if local else next(iter(remote), None)
+    newest = _newest_checkpoint(trainer)
     cure = (
-        f"`fit(..., ckpt_path={newest!r})` goes on from the newest checkpoint"
-        if newest is not None
-        else "no checkpoint was written to go on from: ModelCheckpoint(every_n_train_steps=...) writes them, and the "
-        "callback StopOnSignal() one when the run is stopped"
+        "no checkpoint was written to resume from. Use ModelCheckpoint(every_n_train_steps=...) to write them "
+        "regularly, or the callback StopOnSignal() to write one when the run is stopped"
     )
-    where = f"The run stopped in epoch {trainer.current_epoch} after step {trainer.global_step}; {cure}."
+    if newest is not None:
+        cure = f"`fit(..., ckpt_path={newest!r})` resumes from the newest checkpoint"
+    message = f"The run stopped in epoch {trainer.current_epoch} after step {trainer.global_step}; {cure}."
     if isinstance(exception, KeyboardInterrupt):  # Lightning shows no error
-        rank_zero_info(where)
-    elif not isinstance(exception, lightning_types(_SIGTERM)):
-        exception.add_note(where)
-    elif exception.code is None:  # else `StopOnSignal` has said it
-        rank_zero_info(where)
+        rank_zero_info(message)
+    elif not is_sigterm:
+        exception.add_note(message)
+    elif getattr(exception, "code", None) is None:  # otherwise `StopOnSignal` has logged it
+        rank_zero_info(message)
+
+
+def _newest_checkpoint(trainer: pl.Trainer) -> str | None:
+    """Return the newest checkpoint on disk, or else the first one at a URL."""
+    paths: list[str] = []
+    for callback in trainer.checkpoint_callbacks:
+        last_path = getattr(callback, "last_model_path", "")
+        paths.append(last_path or getattr(callback, "best_model_path", ""))
+    local_paths = [path for path in paths if os.path.isfile(path)]
+    if local_paths:
+        return max(local_paths, key=os.path.getmtime)
+    for path in paths:
+        if "://" in path:
+            return path
+    return None
 
 
 def reason_of(exception: BaseException) -> str:
-    """Return why a rank ends, for the others."""
+    """Return the reason for which a rank ends, for the other ranks."""
     if isinstance(exception, lightning_types(_SIGTERM)):
         return "it received SIGTERM"
     if isinstance(exception, KeyboardInterrupt):
         return "it was interrupted by Ctrl-C"
-    first, _, where = summary_of(exception).partition("\n  ")
-    return f"{first} ({where})" if where else first
+    error, _, line_of_user = summary_of(exception).partition("\n  ")
+    if line_of_user:
+        return f"{error} ({line_of_user})"
+    return error

@@ -1,16 +1,17 @@
-"""`Mean(error_feedback=True)` as an extension: the outcome of each step, and residuals in checkpoints.
+"""Extension for `Mean(error_feedback=True)`: the outcome of each step, and residuals in checkpoints.
 
-    checkpoint["error_feedback"]    `world_size`: ranks that wrote it
+    checkpoint["error_feedback"]    `world_size`: number of ranks that wrote it
                                     `residuals`: float32 (nodes, *shape) by the name of each parameter
 
-in the units of the sum of all ranks' gradients, unscaled. Row n is what the step of node n still owes. As many nodes as
-wrote it take their own rows, and go on to the bit; another number of nodes take equal parts of the sum of all rows.
+Residuals have the unit of the sum of all ranks' gradients, unscaled. Row n is the rounding error that
+node n has yet to add. If the same number of nodes resumes, each takes its own row and continues bit for
+bit. Otherwise every node takes an equal share of the sum of all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,28 +33,66 @@ KEY = "error_feedback"
 SLAB_NUMEL = 1 << 24
 
 
+class NumberedParameter(NamedTuple):
+    """Trained parameter with its name and the number of its first block."""
+
+    name: str
+    parameter: Tensor
+    first_block: int
+
+
+class Slab:
+    """Trained parameters with adjacent blocks, whose residuals are collected together."""
+
+    def __init__(self, first: NumberedParameter) -> None:
+        self.parameters = [first]
+        self.first_block = first.first_block
+
+    def has_room_for(self, entry: NumberedParameter) -> bool:
+        """Return whether the slab has at most `SLAB_NUMEL` elements with this parameter."""
+        end = entry.first_block * BLOCK + num_reals(entry.parameter)
+        return end - self.first_block * BLOCK <= SLAB_NUMEL
+
+    @property
+    def end_block(self) -> int:
+        """The number of the block after the last one."""
+        last = self.parameters[-1]
+        return last.first_block + num_blocks_of(num_reals(last.parameter))
+
+    def rows(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each parameter, with a view of its part of the slab's values in its shape."""
+        for name, parameter, first_block in self.parameters:
+            begin = (first_block - self.first_block) * BLOCK
+            yield name, _view_as_parameter(values[begin:], parameter)
+
+
 def refuse_unknown_outcomes(precision: Any, module: Any, *, may_skip: bool) -> None:
-    """Check that the strategy learns of each sum whether the optimizer has used it.
+    """Check that the strategy learns for each averaged gradient whether the optimizer has used it.
 
     Raises:
-        ValueError: a gradient scaler of Lightning's decides, or user code does.
+        ValueError: A gradient scaler of Lightning's decides, or user code does.
     """
-    found = in_precision(precision) | {"error feedback": "`between_nodes.error_feedback` (=True)"}
+    features = in_precision(precision)
+    features["error feedback"] = "`between_nodes.error_feedback` (=True)"
     if may_skip and not module.automatic_optimization:
-        found["manual steps"] = (
+        features["manual steps"] = (
             f"`automatic_optimization` (=False) with precision {precision.precision!r}"
         )
-    refuse_excluded(found)
+    refuse_excluded(features)
 
 
 def share_of_node(rows: Tensor, *, node: int, num_nodes: int, growth: float) -> Tensor:
     """Return the residual of one of `num_nodes` nodes from those of the nodes that wrote a checkpoint.
 
         as many nodes    r_n <- growth * rows_n
-        other            r_n <- growth * sum(rows) / num_nodes
+        otherwise        r_n <- growth * sum(rows) / num_nodes
 
-    `rows`: float32 (nodes, ...). `growth`: the number of ranks by that of the ranks that wrote it, so that the mean
-    gradient is owed the same.
+    Args:
+        rows: The saved residuals; float32 (nodes, ...).
+        node: The index of the node.
+        num_nodes: The current number of nodes.
+        growth: The current number of ranks, divided by the number of ranks that wrote the checkpoint. With it, the
+            mean gradient is owed the same error.
 
     >>> rows = torch.tensor([[1.0], [5.0]])
     >>> [share_of_node(rows, node=0, num_nodes=num, growth=num / 2).tolist() for num in (1, 2, 4)]
@@ -65,58 +104,68 @@ def share_of_node(rows: Tensor, *, node: int, num_nodes: int, growth: float) -> 
 
 
 class ErrorFeedbackExtension(FitExtension):
-    """Tells residuals how each step ended, loads them, and saves them unless an elastic run begins with zeros."""
+    """Extension that reports the outcome of each step to the residuals, and saves and loads them.
+
+    Args:
+        fit: The facts of the fit.
+        saves: Whether checkpoints hold the residuals. An elastic run does not save them and begins with zeros.
+    """
 
     def __init__(self, fit: FitContext, *, saves: bool = True) -> None:
         self._saves = saves
         refuse_unknown_outcomes(fit.precision, fit.module, may_skip=_step_state(fit) is not None)
-        self._feedback: ErrorFeedback | None = (
-            None  # kept after a fit: its checkpoint may be saved later
-        )
-        self._blocks: BlockNumbers  # outlives the hook's state, as the residuals do
+        # Both are kept after a fit, as a checkpoint may be saved later.
+        self._feedback: ErrorFeedback | None = None
+        self._blocks: BlockNumbers
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Take the residuals of DDP's hook, which has some on several nodes."""
+        """Note the residuals of DDP's hook, which has some if there are several nodes."""
         if fit.hook_state.feedback is not None:
-            self._feedback, self._blocks = fit.hook_state.feedback, fit.hook_state.blocks
+            self._feedback = fit.hook_state.feedback
+            self._blocks = fit.hook_state.blocks
             self._feedback.may_skip = _step_state(fit) is not None
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
         """Note the loss scale of the batch's gradients."""
-        if self._feedback is not None:
-            state = _step_state(fit)
-            self._feedback.begin_step(
-                None if state is None or state.loss_scale is None else state.loss_scale.scale
-            )
+        if self._feedback is None:
+            return
+        state = _step_state(fit)
+        scale = None
+        if state is not None and state.loss_scale is not None:
+            scale = state.loss_scale.scale
+        self._feedback.begin_step(scale)
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """Note whether the step was skipped."""
         outputs = run()
-        if self._feedback is not None and (state := _step_state(fit)) is not None:
-            self._feedback.end_step(state.num_in_a_row > 0)
+        if self._feedback is not None:
+            state = _step_state(fit)
+            if state is not None:
+                self._feedback.end_step(state.num_in_a_row > 0)
         return outputs
 
     def failed(self, fit: FitContext, error: BaseException) -> None:
-        """Lose the residuals, as other ranks may not come to collect them."""
+        """Drop the residuals, because other ranks may not join to collect them."""
         if fit.failures.ending_error is not None:
             self._feedback = None
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Take the residuals from the device, for a checkpoint that is saved later."""
+        """Move the residuals off the device, for a checkpoint that is saved later."""
         if self._feedback is not None and fit.device.type == "cuda":
             self._feedback.release_device()
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------
 
     def save(self, fit: FitContext, checkpoint: dict[str, Any]) -> None:
         """Add the residuals of all nodes. Collective, unless this rank is failing."""
         if self._feedback is None or not self._saves or not dist.is_initialized():
             return
-        if (error := fit.failures.ending_error) is not None:
+        error = fit.failures.ending_error
+        if error is not None:
             rank_zero_warn(
                 f"`between_nodes.error_feedback` (=True): a checkpoint that is saved while {type(error).__name__} "
-                "ends this rank has no residuals, as other ranks may not come. A run that goes on from it begins with "
-                "zeros."
+                "ends this rank has no residuals, because other ranks may not save with it. A run that resumes from it "
+                "begins with zeros."
             )
             return
         residuals = self.collected(fit)
@@ -125,77 +174,80 @@ class ErrorFeedbackExtension(FitExtension):
 
     @torch.no_grad()
     def collected(self, fit: FitContext) -> dict[str, Tensor]:
-        """Return the residuals of all nodes by name, on rank zero; elsewhere nothing. Collective."""
+        """Return the residuals of all nodes by name on rank zero, and nothing on other ranks.
+
+        Collective: every rank of the group must call it, in the same order.
+        """
         assert self._feedback is not None
-        found: dict[str, Tensor] = {}
-        nodes, own = fit.topology.nodes, fit.topology.node
+        residuals: dict[str, Tensor] = {}
+        nodes = fit.topology.nodes
         for slab in self._slabs(fit.module):
-            begin, last = slab[0][2], slab[-1]
-            share = self._feedback.share(
-                begin, last[2] + num_blocks_of(num_reals(last[1])), fit.device
-            )
+            share = self._feedback.share(slab.first_block, slab.end_block, fit.device)
             for index, node in enumerate(nodes):
-                values = share if node == own else torch.zeros_like(share)
+                values = share
+                if node != fit.topology.node:
+                    values = torch.zeros_like(share)
                 dist.reduce(values, dst=0)  # over all ranks: ranks of a node have different blocks
                 if fit.topology.rank != 0:
                     continue
-                for name, parameter, first in slab:
-                    if name not in found:
-                        found[name] = torch.zeros(len(nodes), *_real(parameter).shape)
-                    row = values[(first - begin) * BLOCK :][: num_reals(parameter)]
-                    found[name][index] = _in_shape(row, parameter)
-        return found
+                for name, row in slab.rows(values):
+                    if name not in residuals:
+                        residuals[name] = torch.zeros(len(nodes), *row.shape)
+                    residuals[name][index] = row
+        return residuals
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
-        """Take this node's residuals; where the checkpoint has none they begin with zeros."""
-        if self._feedback is None or (saved := checkpoint.get(KEY)) is None:
+        """Restore this node's residuals. If the checkpoint has none, they begin with zeros."""
+        saved = checkpoint.get(KEY)
+        if self._feedback is None or saved is None:
             return
-        nodes, blocks = fit.topology.nodes, self._blocks
-        place = {"node": nodes.index(fit.topology.node), "num_nodes": len(nodes)}
-        values = torch.zeros(blocks.num_blocks * BLOCK)
-        for name, parameter, first in self._trained(fit.module):
-            if name in saved["residuals"]:
-                rows = saved["residuals"][name].cpu()
-                own = share_of_node(
-                    rows, growth=fit.topology.world_size / saved["world_size"], **place
-                )
-                row = values[first * BLOCK :][: num_reals(parameter)]
-                _in_shape(row, parameter).copy_(own)
+        nodes = fit.topology.nodes
+        node = nodes.index(fit.topology.node)
+        values = torch.zeros(self._blocks.num_blocks * BLOCK)
+        for name, parameter, first_block in self._trained(fit.module):
+            if name not in saved["residuals"]:
+                continue
+            share = share_of_node(
+                saved["residuals"][name].cpu(),
+                node=node,
+                num_nodes=len(nodes),
+                growth=fit.topology.world_size / saved["world_size"],
+            )
+            _view_as_parameter(values[first_block * BLOCK :], parameter).copy_(share)
         self._feedback.load(values)
 
-    def _trained(self, module: nn.Module) -> list[tuple[str, Tensor, int]]:
-        # Parameters by name, each with the number of its first block.
-        blocks, named = self._blocks, module.named_parameters()
-        return [(name, one, blocks.first_of(one)) for name, one in named if one.requires_grad]
+    def _trained(self, module: nn.Module) -> list[NumberedParameter]:
+        trained: list[NumberedParameter] = []
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                first_block = self._blocks.first_of(parameter)
+                trained.append(NumberedParameter(name, parameter, first_block))
+        return trained
 
-    def _slabs(self, module: nn.Module) -> list[list[tuple[str, Tensor, int]]]:
-        slabs: list[list[tuple[str, Tensor, int]]] = []
+    def _slabs(self, module: nn.Module) -> list[Slab]:
+        slabs: list[Slab] = []
         for entry in self._trained(module):
-            _, parameter, first = entry
-            end = first * BLOCK + num_reals(parameter)
-            if slabs and end - slabs[-1][0][2] * BLOCK <= SLAB_NUMEL:
-                slabs[-1].append(entry)
+            if slabs and slabs[-1].has_room_for(entry):
+                slabs[-1].parameters.append(entry)
             else:
-                slabs.append([entry])
+                slabs.append(Slab(entry))
         return slabs
 
 
-def _real(parameter: Tensor) -> Tensor:
-    parameter = parameter.detach()
-    return torch.view_as_real(parameter) if parameter.is_complex() else parameter
-
-
-def _in_shape(row: Tensor, parameter: Tensor) -> Tensor:
-    # A view of a gradient's elements, which are in the order of the parameter's memory, in the parameter's shape.
-    like = _real(parameter)
-    return (
-        row.view(like.shape)
-        if has_gaps(like)
-        else row.as_strided(like.shape, like.stride(), row.storage_offset())
-    )
+def _view_as_parameter(values: Tensor, parameter: Tensor) -> Tensor:
+    """Return a view of the first values in the parameter's shape. They are in the order of its memory."""
+    row = values[: num_reals(parameter)]
+    real = parameter.detach()
+    if real.is_complex():
+        real = torch.view_as_real(real)
+    if has_gaps(real):
+        return row.view(real.shape)
+    return row.as_strided(real.shape, real.stride(), row.storage_offset())
 
 
 def _step_state(fit: FitContext) -> OptimizerStepState | None:
-    # Of the optimizer, where overflow may skip its steps.
+    """Return the state of the optimizer's steps, if overflow may skip them."""
     states = fit.optimizer_steps
-    return None if not states or states[0].loss_scale is None else states[0]
+    if not states or states[0].loss_scale is None:
+        return None
+    return states[0]

@@ -1,8 +1,7 @@
-"""The strategy `hybrid_allreduce`: wiring of precision, communication and input into Lightning's DDP."""
+"""The strategy `hybrid_allreduce`: wiring of precision, communication and loaders into Lightning's DDP."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -12,96 +11,81 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.io import durable_by_default
-from lightning_hybrid.comm import CommTrace
-from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.precision.window import HalfPrecisionWindow
-from lightning_hybrid.run_status import RunStatus, has_grad_scaler
+from lightning_hybrid.run_status import RunStatus
 from lightning_hybrid.strategy.arguments import (
     refuse_foreign_parameters,
-    refuse_loss_without_gradient,
-    refuse_loss_without_parameters,
     refuse_nothing_to_train,
-    refuse_two_precisions,
     refuse_what_is_not_averaged,
     with_masters,
 )
-from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
+from lightning_hybrid.strategy.comm_setup import trained_parameters
+from lightning_hybrid.strategy.communicating_ddp import CommunicatingDDP
 from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
-from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
-from lightning_hybrid.strategy.factories import made_for
-from lightning_hybrid.strategy.failures import (
-    FailureReports,
-    SigtermOnAnyRank,
-    refuse_after_failure,
-    use_own_names,
-)
+from lightning_hybrid.strategy.extension import FitContext, FitExtension
+from lightning_hybrid.strategy.failures import refuse_after_failure
+from lightning_hybrid.strategy.fit_extensions import FitExtensions, build_extensions
 from lightning_hybrid.strategy.loaders import TrainingLoaders
+from lightning_hybrid.strategy.master_weights import MasterWeights
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Report
-from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
-from lightning_hybrid.strategy.rendezvous import (
-    connect_ranks,
-    refuse_launch,
-    start_method_from,
-    timeout_from,
-)
-from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
-from lightning_hybrid.strategy.strategy_options import StrategyOptions
+from lightning_hybrid.strategy.registration import register_names
+from lightning_hybrid.strategy.strategy_options import StrategyOptions, argument_names
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object  # of either Lightning: the class that users see stands in `flavours/`
 
 
-class HybridAllReduce(_Base):
-    """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 weights.
+class HybridAllReduce(CommunicatingDDP):
+    """Data-parallel strategy with a topology-aware all-reduce and half precision on fp32 master weights.
 
-    `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`. No hyper-parameter is changed
-    behind the user: the learning rate is not multiplied by anything.
+    A drop-in replacement for Lightning's `DDPStrategy`. `MasterWeightPrecision` implements
+    `precision="16-true"` and `"bf16-true"`. The strategy never changes a hyper-parameter; in
+    particular it does not scale the learning rate.
 
     Args:
-        between_nodes: what becomes of gradients, or weights, of several nodes: `Mean(...)`, `Adasum()` or
+        between_nodes: How nodes combine their gradients or weights: `Mean(...)`, `Adasum()` or
             `LocalSteps(every=8, ...)`.
-        ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
-        shard_update: `"node"`, `"world"`: each rank of a node, or of all, has a part of masters and optimizer state,
-            and updates it; `"off"`.
-        comm: how sums are carried out: `Comm(...)`.
-        loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
-        report: what the run says of its communication: `Report(...)`.
-        extensions: what makes the extensions of a fit, such as their classes; they come after those of options.
-        exact_resume: whether a user's `DataLoader` resumes in mid-epoch with the images that were left, or as in `ddp`.
-        timeout: seconds or a `timedelta`; a peer that died or never came to a collective is an error after this.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
-            start_method: as in `DDPStrategy`.
-        **ddp_kwargs: for `DistributedDataParallel`, such as `find_unused_parameters` or `static_graph`.
-            `gradient_as_bucket_view` is off unless set, as in `ddp`;
-            in half precision the gradients of buckets are never the user's, and it is on.
+        ranks_per_node: Number of consecutive ranks that form a node. None: the ranks of a host.
+        shard_update: Ranks that share master weights and optimizer state, each updating its part:
+            `"off"` (none), `"node"` (the ranks of a node) or `"world"` (all ranks).
+        comm: Algorithm, bucket size and wire dtype of the all-reduce: `Comm(...)`.
+        loss_scale: Loss scaling for `"16-true"`: `"dynamic"` (default), a power of two, or a
+            `LossScale`.
+        report: Communication trace and link rate for reports: `Report(...)`.
+        extensions: Factories of `FitExtension`, such as their classes. Their extensions run after
+            the built-in ones.
+        exact_resume: Whether a `DataLoader` resumes in the middle of an epoch with exactly the
+            remaining samples. False: as in `ddp`.
+        timeout: Seconds or `timedelta` after which a rank that is dead or missing from a collective
+            raises an error.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
+            process_group_backend, start_method: As in `DDPStrategy`.
+        **ddp_kwargs: Passed to `DistributedDataParallel`, such as `find_unused_parameters` or
+            `static_graph`. `gradient_as_bucket_view` defaults to False, as in `ddp`. In half
+            precision it defaults to True, because gradients in buckets are never the user's.
 
     Raises:
-        ValueError: an option does not exist or a value cannot work; before any process group exists.
+        ValueError: An option is unknown or has an invalid value. Raised before any process group
+            is created.
 
     Source: Jia et al. 2018 (arXiv:1807.11205).
     """
 
-    registered_name = STRATEGY_NAME
     _strategy_features: Mapping[str, str] = MappingProxyType({})
     """Features of the strategy itself, by the names of `compatibility.CURES`, with texts for errors."""
-
-    _watchdog_type: type[SetupWatchdog] = SetupWatchdog
-    _loaders_type: type[TrainingLoaders] = TrainingLoaders
     saves_residuals = True
     """Whether checkpoints hold the residuals of error feedback."""
 
-    _precision_type: type[MasterWeightMixin]  # of the same Lightning, as the next
+    _loaders_type: type[TrainingLoaders] = TrainingLoaders
+    # The classes in `flavours/` set these two, which belong to the same Lightning package as they do.
+    _precision_type: type[MasterWeightMixin]
     _checkpoint_io_type: type
     checkpoint_io = durable_by_default
 
@@ -125,11 +109,11 @@ class HybridAllReduce(_Base):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        # DDP gets `ddp_options` and not `**ddp_kwargs`: a command line that follows keyword arguments into the base
-        # class (LightningCLI) would pass all defaults of DDP.
-        self._options = StrategyOptions.parse(
+        # DDP gets `ddp_options` and not `**ddp_kwargs`: a command line that follows keyword arguments
+        # into the base class (LightningCLI) would pass all defaults of DDP.
+        options = StrategyOptions.parse(
             ddp_kwargs,
-            argument_names=_argument_names(type(self)),
+            argument_names=argument_names(type(self), HybridAllReduce),
             strategy_name=self.registered_name,
             strategy_features=self._strategy_features,
             between_nodes=between_nodes,
@@ -140,121 +124,60 @@ class HybridAllReduce(_Base):
             report=report,
             extensions=extensions,
         )
-        self._comm = CommSetup(self._options)
-        self._failures = FailureReports()
+        self._masters = MasterWeights()
         self._loaders: TrainingLoaders = self._loaders_type(exact_resume)
-        self._extensions: Extensions | None = (
-            None  # of this fit, or of the last one, which may yet be saved
-        )
+        # Those of the last fit stay until the next one begins: a checkpoint may still be saved.
+        self._extensions = FitExtensions()
         self._averaged_parameters: set[int] | None = None  # by `id`
-        self._has_rebuilt_buckets = False
         super().__init__(
+            options,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout_from(timeout),
-            start_method=start_method_from(start_method),
-            **self._options.ddp_options,
+            timeout=timeout,
+            start_method=start_method,
         )
 
     @property
     def run_status(self) -> RunStatus:
-        """The state of the run that callbacks may read."""
+        """State of the run that callbacks may read."""
         return RunStatus(**self._run_status_fields())
 
     def _run_status_fields(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {
-            "optimizer_steps": () if self._half is None else self._half.optimizer_steps,
-            "window": self._window,
-            "has_grad_scaler": has_grad_scaler(self.precision_plugin),
-            "comm_trace": self.comm_trace,
-            "communication_plan": self.communication_plan,
-            "link_bytes_per_s": self._options.report.link_bytes_per_s,
-        }
-        if self._extensions is not None:
-            fields |= self._extensions.status()
-        return fields
-
-    @property
-    def comm_trace(self) -> CommTrace | None:
-        """Counters of the communication, while a fit runs."""
-        return None if self._comm.engine is None else self._comm.engine.trace
-
-    @property
-    def communication_plan(self) -> str | None:
-        """Ranks, nodes, buckets and algorithms in one line, once known."""
-        return self._comm.communication_plan
+        return self._masters.status() | self._comm.status() | self._extensions.status()
 
     @property
     def precision_plugin(self) -> Precision:
-        """The precision in force, which Lightning's `trainer.precision` reads."""
+        """The precision plugin in use, which Lightning's `trainer.precision` reads."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        """Replace Lightning's plain half precision by ours on fp32 weights, and leave everything else."""
-        self._precision_plugin = with_masters(
-            plugin, self._precision_type, self._options.loss_scale
-        )
-
-    @property
-    def _module(self) -> Any:
-        return self.lightning_module  # there from `connect` on
+        """Set the plugin, after replacing Lightning's plain half precision by ours on fp32 weights."""
+        loss_scale = self._options.loss_scale
+        self._precision_plugin = with_masters(plugin, self._precision_type, loss_scale)
+        self._masters.plugin = self._precision_plugin
 
     @property
     def _half(self) -> MasterWeightMixin | None:
-        return (
-            self.precision_plugin if isinstance(self.precision_plugin, MasterWeightMixin) else None
-        )
+        return self._masters.half
 
     @property
     def _window(self) -> HalfPrecisionWindow | None:
-        return None if self._half is None else self._half.window
+        return self._masters.window
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Connect as DDP, and give the precision what only a strategy knows: which backward ends a step."""
+        """Connect as DDP, and let the precision know which backward ends a step."""
         self._failures.module = model
-        if self._half is not None:
-            refuse_two_precisions(model.trainer, self._half)
-            # DDP's own flag: False between the batches of one step, whose gradients it does not average.
-            self._half.connect_strategy(
-                is_last_backward_of_step=lambda: getattr(
-                    self.model, "require_backward_grad_sync", True
-                ),
-                flush_backward=self._flush_backward,
-            )
+        self._masters.connect(
+            model, get_wrapped=lambda: self.model, flush_backward=self._flush_backward
+        )
         super().connect(model)
 
-    def _configure_launcher(self) -> None:
-        refuse_launch(self.registered_name, self._start_method, self.parallel_devices)
-        super()._configure_launcher()
-
-    def setup_environment(self) -> None:
-        """Set up as DDP. A rank that is missing from here on is named."""
-        has_several = self._comm.has_several_communicators(self._module)
-        self._failures.begin(self.parallel_devices or (), has_several_communicators=has_several)
-        super().setup_environment()
-        self._failures.watch_setup(self._watchdog_type, self.root_device, self._timeout)
-
-    def set_world_ranks(self) -> None:
-        """Set ranks and world size, and refuse `ranks_per_node` that does not fit: here both are known first."""
-        super().set_world_ranks()
-        if self.cluster_environment is not None:
-            self._comm.check_ranks(rank=self.global_rank, world_size=self.world_size)
-
-    def setup_distributed(self) -> None:
-        """Set up as DDP, with the store of `rendezvous.meet`."""
-        lightning_function("fabric.utilities.seed.reset_seed")()
-        self.set_world_ranks()
-        self._process_group_backend = self._get_process_group_backend()
-        connect_ranks(
-            self.cluster_environment, self._process_group_backend, self.root_device, self._timeout
-        )
-
-    # ---- setup -----------------------------------------------------------------------------------------------------
+    # ---- setup -------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up as DDP, after checking that there is something to train."""
@@ -262,146 +185,74 @@ class HybridAllReduce(_Base):
             refuse_nothing_to_train(self._module)
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._begin_communication()
-            self._extensions = made_for(self)
+            self._extensions = build_extensions(self)
             self._loaders.begin(trainer, self._share_of_data())
         super().setup(trainer)
         if self._failures.engine is not None:
-            if self._extensions is not None:
-                self._extensions.begin(self._comm, self.model)
+            self._extensions.begin(self._comm, self.model)
             self._comm.share_work(self.optimizers)
             self._comm.warn_of_reduction(self.optimizers)
-            self._failures.end_setup()  # the engine's watchdog names missing ranks from here on
-
-    def _begin_communication(self) -> None:
-        """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
-        self._comm.begin(
-            self._comm.topology_of(self.global_rank, self.world_size),
-            self.root_device,
-            self._timeout,
-        )
-
-    def _share_of_data(self) -> dict[str, Any]:
-        """Return how many ranks read different data, and the number of this one."""
-        share: dict[str, Any] = self.distributed_sampler_kwargs
-        return share
-
-    @property
-    def _sums_over_ranks(self) -> bool:
-        """True if gradients are summed over several ranks."""
-        return bool(self.world_size > 1)
+            self._failures.end_setup()  # The engine's watchdog names missing ranks from here on.
 
     def _hidden(self) -> AbstractContextManager[None]:
-        """Hide, while the module is moved, what is not on this rank."""
+        """Hide layers that are not on this rank while the module is moved."""
         return nullcontext()
 
     def model_to_device(self) -> None:
         """Move the module, and make its half-precision copies there, before DDP wraps it."""
         with self._hidden():
             super().model_to_device()
-        if self._extensions is not None:
-            self._extensions.before_optimizers()
-        if self._half is not None:
-            self._half.follow_device(self.root_device)
+        self._extensions.before_optimizers()
+        self._masters.follow_device(self.root_device)
 
     def configure_ddp(self) -> None:
-        """Wrap in DDP and remember which parameters it averages: those trainable now, and only those."""
+        """Wrap in DDP, and note which parameters it averages: those that are trainable now."""
         assert isinstance(self.model, nn.Module)
-        self._has_rebuilt_buckets = False
         self._averaged_parameters, ignored = trained_parameters(self.model)
-        if (
-            self._window is not None
-            and self.world_size > 1
-            and self._ddp_kwargs.get("init_sync", True)
-        ):
-            self._window.broadcast_(self._module, ignored)
+        if self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
+            self._masters.broadcast(self._module, ignored)
         # DDP and the plan of its buckets are for the parameters of forward and backward.
-        with nullcontext() if self._window is None else self._window.opened():
+        with self._masters.opened():
             self._comm.find_plan(self.model)
-            if self._extensions is not None:
-                self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
+            self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
             super().configure_ddp()
 
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        # On the current stream, where Lightning makes one of its own for this: gradients would cross streams.
-        is_half = self._half is not None
-        return self._comm.wrap(
-            model, device_ids=self.determine_ddp_device_ids(), is_half=is_half, **self._ddp_kwargs
-        )
-
-    def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA only; this one is for every device type.
-        assert isinstance(self.model, DistributedDataParallel)
-        self._comm.engine = self._failures.engine = engine = self._comm.new_engine(
-            self.precision_plugin
-        )
-        self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
-
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""
+        """Create the optimizers, and refuse parameters outside the module: DDP would not average them."""
         super().setup_optimizers(trainer)
         self._loaders.after_optimizers(trainer)
         refuse_foreign_parameters(self.optimizers, self._module)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
-        dtype = None if self._window is None else self._window.dtype
-        made = super().process_dataloader(dataloader)
-        return self._loaders.process(made, self._module, self.root_device, dtype)
+        """Put a prefetcher around the loader, unless the user's own hooks move batches."""
+        loader = super().process_dataloader(dataloader)
+        return self._loaders.process(loader, self._module, self.root_device, self._masters.dtype)
 
-    # ---- step ------------------------------------------------------------------------------------------------------
+    # ---- step --------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Start as DDP. A SIGTERM to any rank stops all ranks from here on."""
+        """Start as DDP, and let loaders continue where a resumed fit does."""
         super().on_train_start()
-        self._failures.sigterm = SigtermOnAnyRank(self._module.trainer)
         self._loaders.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Obey a SIGTERM to this rank, and begin the step of extensions and communication."""
+        """Begin the step of extensions and communication, and act on a SIGTERM to this rank."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._extensions is not None:
-            self._extensions.call("before_batch", batch_idx)
-        if self._failures.sigterm is not None:
-            self._failures.sigterm.before_batch()
+        self._extensions.call("before_batch", batch_idx)
+        self._failures.before_batch()
         self._comm.before_batch(self.lightning_module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step. Without a loss there is no backward that would end its half precision."""
-        if self._extensions is not None:
-            self._extensions.call("before_training_step", args, kwargs)
-        self._rebuild_buckets()
+        self._extensions.call("before_training_step", args, kwargs)
+        self._masters.rebuild_buckets(self.model)
         output = super().training_step(*args, **kwargs)
-        if output is None and self._half is not None:
-            self._half.close_window()
+        if output is None:
+            self._masters.close_window()
         return output
 
-    def _rebuild_buckets(self) -> None:
-        """Let DDP make its buckets again, which it does once, while it finds no gradients that it would round."""
-        is_due = (
-            self._window is not None and not self._has_rebuilt_buckets and torch.is_grad_enabled()
-        )
-        if is_due and isinstance(self.model, DistributedDataParallel):
-            assert self._half is not None
-            assert self._half.gradients is not None
-            with self._half.gradients.hidden(list(self.model.parameters())):
-                self._has_rebuilt_buckets = self.model.reducer._rebuild_buckets()
-
-    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run backward as DDP, and check that the loss has gradients: other ranks wait for them."""
-        refuse_loss_without_gradient(
-            closure_loss, rank=self.global_rank, world_size=self.world_size
-        )
-        state = self._comm.hook_state
-        num_buckets_before = 0
-        if state is not None:
-            num_buckets_before = state.num_buckets
-        scaled_loss = super().backward(closure_loss, *args, **kwargs)
-        if state is not None and state.num_buckets == num_buckets_before:
-            self._refuse_backward_without_buckets(closure_loss)
-        return scaled_loss
-
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """End a backward, unless the precision plugin has done so before it unscaled the gradients."""
+        """End a backward, unless the precision plugin did so before it unscaled the gradients."""
         if self._half is None:
             self._flush_backward(closure_loss)
 
@@ -409,131 +260,76 @@ class HybridAllReduce(_Base):
         """End DDP's own work for a backward, after which gradients are averages."""
         super().post_backward(closure_loss)
 
-    def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
-        """Check that no other rank waits for the gradients of a backward that has handed over no bucket."""
-        is_averaged = (
-            isinstance(self.model, DistributedDataParallel)
-            and self.model.require_backward_grad_sync
-        )
-        if is_averaged and self.world_size > 1:
-            refuse_loss_without_parameters(
-                closure_loss, rank=self.global_rank, world_size=self.world_size
-            )
-
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
         if self._sums_over_ranks and self._averaged_parameters is not None:
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
-        run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        if self._extensions is not None:
-            run = partial(self._extensions.step, optimizer, closure, run, **kwargs)
-        return run()
+        step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        return self._extensions.step(optimizer, closure, step, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict as DDP, and return fp32: what a model in fp32 returns."""
-        outputs = super().predict_step(*args, **kwargs)
-        return outputs if self._window is None else self._window.hooks.to_fp32(outputs)
+        """Predict as DDP, and return fp32, as an fp32 model does."""
+        return self._masters.to_fp32(super().predict_step(*args, **kwargs))
 
     def on_validation_end(self) -> None:
-        """End validation as DDP: this comes after hooks of callbacks and module."""
-        if self._extensions is not None:
-            self._extensions.call("after_validation")
+        """End validation as DDP, after the hooks of callbacks and module."""
+        self._extensions.call("after_validation")
         super().on_validation_end()
 
     def on_train_end(self) -> None:
-        """Make the last schedules' steps, and raise for endless overflow that no logged step has seen."""
+        """Run the last schedules, and raise an error for endless overflow that no logged step has shown."""
         super().on_train_end()
-        if self._half is not None:
-            self._half.on_train_end()
+        self._masters.on_train_end()
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait as DDP, except on a rank that fails: the others do not reach this barrier."""
-        if not self._failures.is_alone():
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Broadcast as DDP, except on a rank that fails, which gets its own object back."""
-        return obj if self._failures.is_alone() else super().broadcast(obj, *args, **kwargs)
-
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state. Collective where an extension makes it so."""
-        # Inside of a step, where user code may save as well, state dicts hold fp32 values.
-        with nullcontext() if self._extensions is None else self._extensions.reading_module():
+        """Return the module's state in fp32, also within a step. Collective if an extension is."""
+        with self._extensions.reading_module():
             return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save as DDP, with the state of extensions, unless a failure has left invalid weights."""
         refuse_after_failure(self._comm.engine)
         self._loaders.save(checkpoint, is_alone=self._failures.is_failing())
-        if self._extensions is not None:
-            self._extensions.save(checkpoint)
+        self._extensions.save(checkpoint)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load as DDP, and the places of loaders."""
+        """Load as DDP, with the states of loaders."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         self._loaders.load(checkpoint)
         return checkpoint
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state, once schedules that wait for a step's outcome have set the learning rate."""
-        if self._half is not None:
-            self._half.run_deferred_schedules()
-        state = super().optimizer_state(optimizer)
-        return (
-            state
-            if self._extensions is None
-            else self._extensions.optimizer_state(optimizer, state)
-        )
+        """Return the state, after schedules that wait for a step's outcome have set the learning rate."""
+        self._masters.run_deferred_schedules()
+        return self._extensions.optimizer_state(optimizer, super().optimizer_state(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load as DDP, or this rank's part of the state if extensions share it."""
-        if self._extensions is not None:
-            self._extensions.call("load", checkpoint)
-        to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            loading = (
-                nullcontext(state)
-                if self._extensions is None
-                else self._extensions.loading(optimizer, state)
-            )
-            with loading as own_state:
-                optimizer.load_state_dict(dict(own_state))
-                to_device(optimizer, self.root_device)
+        """Load as DDP, or only this rank's part of the state if an extension shards it."""
+        self._extensions.load_optimizers(self.optimizers, checkpoint, self.root_device)
 
-    # ---- end -------------------------------------------------------------------------------------------------------
+    # ---- end ---------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report the error to the ranks that wait for this one, and name the rank that is the cause."""
-        if self._half is not None:
-            self._half.close_window()
-        if self._extensions is not None:
-            self._extensions.failed(exception)
-        # First of all DDP's advice takes the place of torch's message: the report below the traceback repeats it.
+        """Report the error to the ranks that wait for this one, and name the rank that caused it."""
+        self._masters.close_window()
+        self._extensions.failed(exception)
         super().on_exception(exception)
-        use_own_names(exception, strategy=type(self).__name__)
-        self._failures.report(
-            exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes
-        )
-        if self.lightning_module is not None:
-            self._failures.ended_by = exception
 
     def teardown(self) -> None:
-        """End what a fit has begun: extensions, engine, masters, what the module lacks, then DDP's own."""
+        """End the fit: extensions, engine and master weights, then DDP."""
         try:
-            if self._extensions is not None:
-                self._extensions.end(self._failures.ended_by)
+            self._extensions.end(self._failures.ended_by)
         finally:
             self._failures.engine = None
             try:
                 self._close_communication()
             finally:
-                if self._half is not None:
-                    self._half.end_run()
+                self._masters.end_run()
                 try:
                     self._put_back()
                 finally:
@@ -541,32 +337,12 @@ class HybridAllReduce(_Base):
                     with self._hidden():
                         super().teardown()
 
-    def _close_communication(self) -> None:
-        """End the communication of a fit."""
-        self._comm.close(self.optimizers)
-
     def _put_back(self) -> None:
-        """Give the module back what a fit has taken from it."""
+        """Restore the module as it was before the fit."""
         self._averaged_parameters = None
-        if self._extensions is not None:
-            self._extensions.put_back(self._failures.ended_by)
+        self._extensions.put_back(self._failures.ended_by)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the strategy's name and the variants that `ddp` has."""
         register_names(strategy_registry, cls, cls.registered_name)
-
-
-def _argument_names(strategy_type: type[HybridAllReduce]) -> list[str]:
-    """Return the arguments of a strategy: its own, and those of the classes from which it derives, up to this one."""
-    names: list[str] = []
-    for base in strategy_type.__mro__:
-        if not issubclass(base, HybridAllReduce) or "__init__" not in vars(base):
-            continue
-        for parameter in inspect.signature(vars(base)["__init__"]).parameters.values():
-            is_named = (
-                parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name != "self"
-            )
-            if is_named and parameter.name not in names:
-                names.append(parameter.name)
-    return names

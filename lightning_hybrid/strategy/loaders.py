@@ -1,4 +1,4 @@
-"""Loaders of a fit: a user's own loaders resume exactly, and batches are on the device in time."""
+"""Loaders of a fit: a user's own loaders resume exactly, and batches are moved to the device in advance."""
 
 from __future__ import annotations
 
@@ -15,23 +15,30 @@ from lightning_hybrid.strategy.arguments import user_moves_batches
 from lightning_hybrid.strategy.exact_resume.epoch_start_hooks import warn_of_skipped_epoch_start
 from lightning_hybrid.strategy.exact_resume.rank_states import states_of_all_ranks
 
-# Imported in functions: their package brings loaders of our own.
+# Imported in functions at run time: their package also imports our own loaders.
 if TYPE_CHECKING:
     from lightning_hybrid.data.batch_counters import ResumedPlace
     from lightning_hybrid.data.exact_resume import ExactResume
     from lightning_hybrid.data.place import IteratorsOfTraining, Place
 
-_KEY = "exact_resume"  # of a checkpoint; in Lightning's own entry `ddp` would refuse states of loaders that have none
+# The entry of a checkpoint. In Lightning's own entry, `ddp` would refuse states for loaders that have none.
+_KEY = "exact_resume"
 
 
 class TrainingLoaders:
-    """Loaders of a strategy's fits, and the `Reader` that says where a resumed fit continues.
+    """Loaders of a strategy's fits, and the `Reader` that finds the batch at which a resumed fit continues.
 
     Args:
         exact_resume: Whether a user's own `DataLoader` resumes exactly.
+
+    Attributes:
+        rank: The index of this rank among the ranks that read different data.
+        world_size: The number of ranks that read different data.
+        seed: The seed of the random numbers that loaders draw.
+        is_on: Whether a user's own `DataLoader` resumes exactly.
     """
 
-    sets_epochs = False  # Lightning's loop does, and hooks of users may
+    sets_epochs = False  # Lightning's loop sets them, and hooks of users may
 
     def __init__(self, exact_resume: bool) -> None:
         self.rank = 0
@@ -39,9 +46,10 @@ class TrainingLoaders:
         self.seed = 0
         self.is_on = exact_resume
         self._trainer: Any = None
-        # Of the checkpoint, with None for loaders that keep their state by themselves.
+        # The states in the checkpoint, with None for loaders that keep their state by themselves.
         self._states: list[dict[str, Any] | None] | None = None
-        self._processed: list[Any] = []  # until training starts
+        # The loaders that `process` has returned, until training starts.
+        self._processed: list[Any] = []
         self._start: Place | None = None
         self._accumulated_before = 1
         self._has_loader_of_data = False
@@ -49,7 +57,12 @@ class TrainingLoaders:
         self._has_warned = False
 
     def begin(self, trainer: Any, share: Mapping[str, int]) -> None:
-        """Note who reads what in this fit. Collective, if several ranks read the same."""
+        """Begin a fit. Collective, if several ranks read the same data.
+
+        Args:
+            trainer: The trainer.
+            share: The number of ranks that read different data, `num_replicas`, and this rank's index, `rank`.
+        """
         self._trainer = trainer
         self.rank = share["rank"]
         self.world_size = share["num_replicas"]
@@ -61,6 +74,7 @@ class TrainingLoaders:
         self._has_warned = False
         self._separate_combined_loader()
         if trainer.world_size > self.world_size:
+            # Ranks that read the same data use the seed of the first of them.
             seeds: list[Any] = [None] * trainer.world_size
             dist.all_gather_object(seeds, (self.rank, self.seed))
             self.seed = next(seed for rank, seed in seeds if rank == self.rank)
@@ -77,9 +91,9 @@ class TrainingLoaders:
             source.instance = copy.copy(source.instance)
 
     def after_optimizers(self, trainer: Any) -> None:
-        """Let Lightning build loaders again that `configure_optimizers` made by `trainer.estimated_stepping_batches`.
+        """Let Lightning rebuild loaders that `configure_optimizers` built with `trainer.estimated_stepping_batches`.
 
-        That was before the checkpoint's state for them was read, which Lightning 2.6 would drop.
+        They were built before their state in the checkpoint was read, and Lightning 2.6 would drop that state.
         """
         if trainer.ckpt_path is not None:
             trainer.fit_loop._combined_loader = None
@@ -89,7 +103,13 @@ class TrainingLoaders:
     ) -> Any:
         """Return the loader that Lightning iterates over in place of a user's.
 
-        A training loader resumes exactly in mid-epoch. All loaders put batches on the device in time.
+        A training loader resumes exactly in the middle of an epoch. All loaders move batches to the device in advance.
+
+        Args:
+            loader: The user's loader.
+            module: The user's module.
+            device: The device of this rank.
+            compute_dtype: The dtype of forward and backward in half precision, or None.
         """
         from lightning_hybrid.data.prefetch import prefetch, unwrapped
 
@@ -105,9 +125,8 @@ class TrainingLoaders:
 
         if is_of_training:
             loader = unwrapped(loader)
-        if hasattr(
-            loader, "bind_trainer"
-        ):  # one of `data`, which resumes where the trainer's counters are
+        # Loaders of `lightning_hybrid.data` resume at the trainer's counters.
+        if hasattr(loader, "bind_trainer"):
             loader.bind_trainer(trainer)
             self._has_loader_of_data = is_of_training and self._resumes_by_counters()
         # Lightning looks for a DataLoader, which the prefetcher hides.
@@ -119,7 +138,7 @@ class TrainingLoaders:
         return self._wrap_training_loader(loader, trainer, with_prefetcher)
 
     def _resumes_by_counters(self) -> bool:
-        """Return whether a loader of `data` takes its place from the trainer's counters."""
+        """Return whether a loader of `lightning_hybrid.data` resumes at the trainer's counters."""
         return True
 
     def _wrap_training_loader(
@@ -138,39 +157,44 @@ class TrainingLoaders:
             self._processed.append(loader)
         return loader
 
-    # ---- who reads -------------------------------------------------------------------------------------------------
+    # ---- reader ------------------------------------------------------------------------------
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches of a step."""
+        """Number of batches in a step."""
         return int(self._trainer.accumulate_grad_batches)
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return whether the training loop holds this iterator, and no look of user code."""
+        """Return whether the training loop holds this iterator, and not user code that looks at batches."""
         from lightning_hybrid.data.place import is_held_by_training
 
         return is_held_by_training(self._trainer, holder)
 
     def is_within_training(self) -> bool:
-        """Return whether the training loop is reading loaders now."""
+        """Return whether the training loop reads loaders now."""
         return self._trainer.fit_loop._data_fetcher is not None
 
     @property
     def _resumes(self) -> list[ExactResume]:
-        combined = self._trainer.fit_loop._combined_loader
-        if combined is None:
-            return []
-        return [
-            loader.exact_resume for loader in combined.flattened if hasattr(loader, "exact_resume")
-        ]
+        resumes: list[ExactResume] = []
+        for loader in self._training_loaders():
+            if hasattr(loader, "exact_resume"):
+                resumes.append(loader.exact_resume)
+        return resumes
 
-    # ---- where a fit continues -------------------------------------------------------------------------------------
+    def _training_loaders(self) -> list[Any]:
+        combined_loader = self._trainer.fit_loop._combined_loader
+        if combined_loader is None:
+            return []
+        return list(combined_loader.flattened)
+
+    # ---- start of a fit ----------------------------------------------------------------------
 
     def place_of(self, resume: ExactResume) -> Place:
-        """Return the place at which training's iteration of a loader begins now, by the counters of the loop."""
+        """Return the epoch and batch at which training begins to iterate over a loader, by the loop's counters."""
         from lightning_hybrid.data.place import Place
 
-        self._give_states()  # before `on_train_start` if a loader has no length
+        self._load_states()  # before `on_train_start` if a loader has no length
         resume.number = self._resumes.index(resume)
         fit = self._trainer.fit_loop
         if not fit.is_resuming or resume.has_begun:
@@ -189,7 +213,7 @@ class TrainingLoaders:
         return Place(start.epoch, state["cycle"], state["batches"] - state["total"] + start.batches)
 
     def _next_place(self, resume: ExactResume) -> Place:
-        """Return the start of the next epoch, or of the next cycle of this one."""
+        """Return the start of the next epoch, or of the next cycle in this epoch."""
         from lightning_hybrid.data.place import Place
 
         fit = self._trainer.fit_loop
@@ -199,27 +223,27 @@ class TrainingLoaders:
         resume.refuse_second_reader()
         return Place(epoch, resume.current.place.cycle + 1)
 
-    def _give_states(self) -> None:
-        """Give the loaders the states of the checkpoint, once they are known."""
+    def _load_states(self) -> None:
+        """Load the states of the checkpoint into the loaders, once the loaders exist."""
         states = [state for state in self._states or () if state is not None]
         self._states = None
         if not self._trainer.fit_loop.is_resuming:
-            return  # of a checkpoint that was validated
+            return  # The states are those of a checkpoint that was only validated.
         resumes = self._resumes
         if len(states) == len(resumes):
             for resume, state in zip(resumes, states, strict=True):
                 resume.load_state_dict(state)
         elif states:
             rank_zero_warn(
-                f"The checkpoint has {len(states)} states of training loaders, and there are {len(resumes)}: none is "
-                "used, and the rest of the epoch may be other images."
+                f"The checkpoint has {len(states)} states of training loaders, but this run has {len(resumes)} "
+                "loaders. The states are not used, and the rest of the epoch may have other images."
             )
 
     def _resumed_start(self) -> Place:
-        """Return the epoch, and its batches of this run that are done, at which a resumed fit continues.
+        """Return the epoch at which a resumed fit continues, and the number of this run's batches that are done.
 
         Raises:
-            NotExactError: The images of a step differ from the interrupted run's.
+            NotExactError: The images of a step would differ from the interrupted run's.
         """
         from lightning_hybrid.data.batch_counters import resumed_place
         from lightning_hybrid.data.place import Place
@@ -237,7 +261,7 @@ class TrainingLoaders:
         return self._start
 
     def _set_accumulation_of(self, epoch: int) -> None:
-        """Let `GradientAccumulationScheduler` act, which it does when an epoch starts: this one may have started."""
+        """Apply `GradientAccumulationScheduler`, which acts only when an epoch starts. This one may have started."""
         for callback in self._trainer.callbacks:
             if isinstance(
                 callback, lightning_types("pytorch.callbacks.GradientAccumulationScheduler")
@@ -245,7 +269,7 @@ class TrainingLoaders:
                 self._trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epoch)
 
     def _batches_after(self, resumed: ResumedPlace) -> int:
-        """Return the batches of this run that hold the images which the interrupted run had read."""
+        """Return the number of this run's batches that hold the images which the interrupted run had read."""
         num_done = resumed.batches_done
         if num_done == 0:
             return 0
@@ -258,16 +282,23 @@ class TrainingLoaders:
                     f"of the batches that are done it has read {number}, and another loader of the fit {numbers[0]}: "
                     "give all loaders the ranks and batch sizes of the checkpoint, or change all by one factor"
                 )
-        return numbers[0] if numbers else num_done
+        if not numbers:
+            return num_done
+        return numbers[0]
 
     def _length_of_finished_epoch(self, num_done: int) -> int:
-        """Return the batches of an epoch that is finished. Other layouts fill up the last step in another way."""
+        """Return the number of batches in a finished epoch. Other batch sizes fill the last step in another way."""
         max_batches = self._trainer.fit_loop.max_batches
         has_other_batches = any(resume.has_other_batches() for resume in self._resumes)
-        return int(max_batches) if has_other_batches and max_batches < float("inf") else num_done
+        if has_other_batches and max_batches < float("inf"):
+            return int(max_batches)
+        return num_done
 
     def on_train_start(self) -> None:
-        """Correct the counters of a resumed fit, as loaders of `data` do, and warn of what is not exact."""
+        """Correct the counters of a resumed fit, and warn if it is inexact.
+
+        Loaders of `lightning_hybrid.data` correct the counters in the same way.
+        """
         from lightning_hybrid.data.batch_counters import (
             count_batches_as,
             goes_on_in_epoch,
@@ -283,7 +314,7 @@ class TrainingLoaders:
         if not fit.is_resuming:
             return
 
-        self._give_states()
+        self._load_states()
         if self._resumes:
             start = self._resumed_start()
             if goes_on_in_epoch(trainer):
@@ -291,21 +322,24 @@ class TrainingLoaders:
                     trainer, accumulate_grad_batches_before=self._accumulated_before
                 )
                 count_batches_as(trainer, num_before, start.batches)
-            every = trainer.reload_dataloaders_every_n_epochs
-            if every > 1:  # Lightning counts from the epoch in which a fit begins
-                fit._last_train_dl_reload_epoch = start.epoch - start.epoch % every
+            reload_period = trainer.reload_dataloaders_every_n_epochs
+            if reload_period > 1:  # Lightning counts from the epoch in which a fit begins.
+                fit._last_train_dl_reload_epoch = start.epoch - start.epoch % reload_period
             self._warn_without_state(start)
-            self._warn()
+            self._warn_of_caveats()
         elif self._has_loader_of_data:
             goes_on_in_epoch(trainer)
         if self.is_on:
             warn_of_skipped_epoch_start(trainer)
 
     def _refuse_replaced_loaders(self) -> None:
-        """Refuse loaders that stand around those of `process`, because nothing would show who reads."""
+        """Refuse loaders that wrap those of `process`, because the position of their iterators is unknown.
+
+        Raises:
+            RuntimeError: A training loader is another one.
+        """
         fit = self._trainer.fit_loop
-        loaders = [] if fit._combined_loader is None else fit._combined_loader.flattened
-        for loader in loaders:
+        for loader in self._training_loaders():
             if self._processed and not any(loader is processed for processed in self._processed):
                 raise RuntimeError(
                     f"The training loader (={type(loader).__name__}) must be the one that the strategy's "
@@ -328,11 +362,12 @@ class TrainingLoaders:
             )
         else:
             rank_zero_warn(
-                f"{text}, and its order is not one that follows from the epoch alone: the rest of this epoch may be "
-                "other images."
+                f"{text}, and its order does not follow from the epoch alone. The rest of this epoch may have other "
+                "images."
             )
 
-    def _warn(self) -> None:
+    def _warn_of_caveats(self) -> None:
+        """Warn once of state that is restored inexactly or late."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -340,33 +375,46 @@ class TrainingLoaders:
             caveat = resume.caveat()
             if caveat:
                 rank_zero_warn(
-                    f"The training loader is not resumed exactly, or not at once: {caveat}."
+                    f"The training loader does not resume exactly, or not at once: {caveat}."
                 )
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any], *, is_alone: bool) -> None:
-        """Move the states of all ranks to an entry of our own. Collective, unless this rank is alone."""
+        """Move the loaders' states, with those of all ranks, to our own entry. Collective, unless `is_alone`.
+
+        Args:
+            checkpoint: The checkpoint, which is changed.
+            is_alone: Whether other ranks do not save with this one.
+        """
         if not self.is_on or self._trainer is None or "loops" not in checkpoint:
             return
         loop = checkpoint["loops"]["fit_loop"]["state_dict"]
         states = loop.pop("combined_loader", [])
         gathered = states_of_all_ranks(states, self.rank, is_alone=is_alone)
-        states_of_others = [
-            state for state, ours in zip(states, gathered, strict=True) if ours is None
-        ]
-        if states_of_others:
-            loop["combined_loader"] = states_of_others
+        # Loaders that keep their state by themselves stay in Lightning's entry.
+        states_for_lightning: list[Any] = []
+        for state, gathered_state in zip(states, gathered, strict=True):
+            if gathered_state is None:
+                states_for_lightning.append(state)
+        if states_for_lightning:
+            loop["combined_loader"] = states_for_lightning
         if any(gathered):
             checkpoint[_KEY] = gathered
-            self._warn()
+            self._warn_of_caveats()
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Take the states of a checkpoint, and leave Lightning as many as it restores itself."""
-        self._states = checkpoint.get(_KEY) if self.is_on else None
+        """Note the states of a checkpoint, and leave Lightning as many entries as it restores itself."""
+        self._states = None
+        if self.is_on:
+            self._states = checkpoint.get(_KEY)
         loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        if self._states and "combined_loader" in loop:
-            others = iter(loop["combined_loader"])
-            loop["combined_loader"] = [
-                next(others) if state is None else state for state in self._states
-            ]
+        if not self._states or "combined_loader" not in loop:
+            return
+        states_for_lightning = iter(loop["combined_loader"])
+        states: list[Any] = []
+        for state in self._states:
+            if state is None:
+                state = next(states_for_lightning)
+            states.append(state)
+        loop["combined_loader"] = states

@@ -1,4 +1,4 @@
-"""Option objects that a user gives a strategy. Choices that exclude each other are classes of one argument."""
+"""Option objects that a user passes to a strategy. Choices that exclude each other are classes of one argument."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
 
 _NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-_DTYPES = {name: getattr(torch, full) for short, full in _NAMES.items() for name in (full, short)}
+_DTYPES: dict[str, torch.dtype] = {}
+for _short_name, _name in _NAMES.items():
+    _DTYPES[_name] = getattr(torch, _name)
+    _DTYPES[_short_name] = getattr(torch, _name)
 
 
 @runtime_checkable
@@ -26,46 +29,50 @@ class Planner(Protocol):
     def plan_for(
         self, numels: Sequence[int], topology: Topology, *, itemsize: int, on_cuda: bool
     ) -> CommPlan:
-        """Choose, equally on every rank, the plan for gradients of `numels` elements in the order they get ready.
+        """Choose the plan for gradients of `numels` elements, in the order they get ready. All ranks choose the same.
 
-        Sums that go through a codec between nodes have `codec_bits=8` or `4` besides.
+        With a codec between nodes, the strategy also passes `codec_bits=8` or `4`.
         """
 
 
 class OptionValue:
-    """A value whose text is what the user would write: what is left at its default is left out."""
+    """Base of option objects, whose text is the call that a user would write, without defaults."""
 
     def __repr__(self) -> str:
-        known: Any = self  # a dataclass
-        given = [
-            (each.name, getattr(self, each.name), each.default)
-            for each in dataclasses.fields(known)
-        ]
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value, off in given if value != off)})"
+        option: Any = self  # a dataclass
+        arguments: list[str] = []
+        for field_of_option in dataclasses.fields(option):
+            value = getattr(self, field_of_option.name)
+            if value != field_of_option.default:
+                arguments.append(f"{field_of_option.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 class BetweenNodes(OptionValue):
     """Exchange between nodes: `Mean`, `Adasum` or `LocalSteps`."""
 
-    # No dataclass: LightningCLI then asks for a class and keeps it. It takes the first dataclass of a union that fits.
+    # Not a dataclass: LightningCLI then asks for a class and keeps it. Of a union of dataclasses it takes the first
+    # one that fits.
 
     @property
     def on_wire(self) -> torch.dtype | Codec | None:
-        """The dtype or codec between nodes, or None for the dtype of the sums."""
+        """The dtype or codec between nodes, or None for the dtype inside a node."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Mean(BetweenNodes):
-    """The mean of the nodes' gradients, in each step.
+    """Mean of the nodes' gradients in every step.
 
     Args:
-        dtype: dtype of sums between nodes only, those inside a node keep more digits; None: as in the node. Also
-            `"int8"` or `"int4"`: rounded to 8 or 4 bits without bias, see comm/README.md.
-        error_feedback: with these, whether sums are rounded to the nearest, and errors added to the next step's.
+        dtype: Data type of gradients sent between nodes: `"float16"`, `"bfloat16"`, `"int8"` or `"int4"`. The
+            integer types are rounded to 8 or 4 bits without bias (see comm/README.md). Traffic inside a node is not
+            affected. None: the dtype used inside the node.
+        error_feedback: With `"int8"` or `"int4"`, round to the nearest value and add the rounding error to the next
+            step's gradients.
 
     Raises:
-        ValueError: `dtype` names none, or there is no codec whose errors could be fed back.
+        ValueError: `dtype` is unknown, or `error_feedback` is set without `"int8"` or `"int4"`.
 
     >>> Mean(dtype="int4", error_feedback=True), str(Mean(dtype="int4", error_feedback=True).on_wire), Mean().on_wire
     (Mean(dtype='int4', error_feedback=True), 'int4 with error feedback (seed 0)', None)
@@ -75,35 +82,33 @@ class Mean(BetweenNodes):
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        """Check both."""
+        """Check both options."""
         name = "between_nodes.error_feedback"
         dtype = _on_wire(self.dtype)
         why = "whether errors of rounding are added to the sums of the next step"
         require_choice(name, self.error_feedback, (True, False), why)
         if self.error_feedback and not isinstance(dtype, Codec):
-            own = "None" if dtype is None else str(dtype).removeprefix("torch.")
+            dtype_name = str(dtype).removeprefix("torch.")
             raise ValueError(
-                f"`{name}` (=True) needs a codec between nodes, and `between_nodes.dtype` is {own}: only what int8 and "
-                "int4 round away is kept. Write dtype='int8' or 'int4', or leave "
+                f"`{name}` (=True) needs a codec between nodes, but `between_nodes.dtype` is {dtype_name}. Only "
+                "rounding errors of int8 and int4 are kept. Write dtype='int8' or 'int4', or leave "
                 f"`{name}` out."
             )
 
     @property
     def on_wire(self) -> torch.dtype | Codec | None:
-        """The dtype or codec of sums between nodes."""
+        """The dtype or codec of gradients between nodes."""
         dtype = _on_wire(self.dtype)
-        return (
-            replace(dtype, error_feedback=self.error_feedback)
-            if isinstance(dtype, Codec)
-            else dtype
-        )
+        if isinstance(dtype, Codec):
+            return replace(dtype, error_feedback=self.error_feedback)
+        return dtype
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Adasum(BetweenNodes):
-    """Adasum of the nodes' mean gradients, for each parameter and in each step.
+    """Adasum of the nodes' mean gradients, for each parameter and in every step.
 
-    It is their mean where they agree and their sum where they are orthogonal.
+    Gradients that agree are averaged, and orthogonal ones are summed.
 
     Source: Maleki et al. 2020 (arXiv:2006.02924).
     """
@@ -111,24 +116,24 @@ class Adasum(BetweenNodes):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LocalSteps(BetweenNodes):
-    """Steps of each node on its own: weights and momentum are averaged over nodes after every `every` of them.
+    """Local SGD: each node trains independently, and nodes average weights and momentum every `every` steps.
 
         w <- mean over nodes of w        after steps from_step + every, from_step + 2 * every, ...
 
     Args:
-        every: optimizer steps from one average to the next; 2 or more.
-        from_step: up to that step gradients are averaged over all ranks in each step.
-        dtype: in which what weights have moved travels: None (fp32), `"bfloat16"`, `"int8"` or `"int4"`.
-        outer_lr, outer_momentum: of a Nesterov step from the last common weights to the next, 0.7 and 0.9 in DiLoCo; 1
-            and 0: the average itself.
+        every: Number of optimizer steps between two averages, at least 2.
+        from_step: Average gradients over all ranks in every step until this step, then switch to local steps.
+        dtype: Data type in which weight differences are sent: None (fp32), `"bfloat16"`, `"int8"` or `"int4"`.
+        outer_lr, outer_momentum: Nesterov step from the last common weights to the next. DiLoCo uses 0.7 and 0.9. With
+            1 and 0 (default), the average is used as it is.
 
     Raises:
-        ValueError: a value cannot work.
+        ValueError: An argument is out of range.
 
     Source: Stich 2019 (arXiv:1805.09767); Lin et al. 2020 (arXiv:1808.07217); Douillard et al. 2023 (arXiv:2311.08105).
 
     >>> steps = LocalSteps(every=4, from_step=2)
-    >>> [step for step in range(12) if steps.end_at(step)]      # after so many optimizer steps
+    >>> [num_steps for num_steps in range(12) if steps.end_at(num_steps)]
     [6, 10]
     """
 
@@ -139,7 +144,7 @@ class LocalSteps(BetweenNodes):
     outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check each."""
+        """Check each option."""
         make_plain(self, "every", "from_step", "outer_lr", "outer_momentum")
         why = (
             "it counts the optimizer steps that a node takes on its own before the nodes' weights are averaged. 1 is "
@@ -169,7 +174,7 @@ class LocalSteps(BetweenNodes):
         return num_steps > self.from_step and (num_steps - self.from_step) % self.every == 0
 
     def num_periods(self, num_steps: int) -> int:
-        """Return how many periods have ended after the run's first `num_steps` optimizer steps."""
+        """Return the number of periods that have ended after the run's first `num_steps` optimizer steps."""
         return max(0, num_steps - self.from_step) // self.every
 
     @property
@@ -180,19 +185,20 @@ class LocalSteps(BetweenNodes):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comm(OptionValue):
-    """Options of communication. They change sums by rounding alone.
+    """Options of the all-reduce. None of them changes the result beyond rounding.
 
     Args:
-        algorithm: `"flat"` (one all-reduce over all ranks), `"parallel_flat"` (several at once), `"hierarchical"`
-            (reduce in the node, ring of node leaders, broadcast), `"two_level"` (scatter-reduce in the node, all-reduce
-            across nodes, gather), or `"auto"`: per bucket the one that fits its bytes and the topology.
-        bucket_bytes: size at which gradients are fused into one buffer; bytes.
-        plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
-            JSON, or a `Planner` that chooses one when training starts, such as a `planning.model.cluster.Cluster`.
-        dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
+        algorithm: `"flat"`: one all-reduce over all ranks. `"parallel_flat"`: the same, several at once.
+            `"hierarchical"`: reduce inside each node, ring of node leaders, broadcast inside each node. `"two_level"`:
+            reduce-scatter inside each node, all-reduce between nodes, all-gather inside each node. `"auto"` (default):
+            the best fit for each bucket's size and the topology.
+        bucket_bytes: Size of the buckets in which gradients are fused, in bytes.
+        plan: Complete communication plan, in place of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of a plan
+            in JSON, or a `Planner` that makes one when training starts, such as a `planning.model.cluster.Cluster`.
+        dtype: Data type on the wire (`"float16"`, `torch.bfloat16`, ...). None: the gradients' dtype.
 
     Raises:
-        ValueError: a value cannot work, or `plan` and what it stands for are both given.
+        ValueError: An argument is invalid, or `plan` is combined with `algorithm` or `bucket_bytes`.
     """
 
     algorithm: Literal["auto", "flat", "parallel_flat", "hierarchical", "two_level"] = field(
@@ -203,14 +209,14 @@ class Comm(OptionValue):
     dtype: str | torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Check each, the file of a plan too."""
+        """Check each option, and the file of a plan."""
         make_plain(self, "bucket_bytes")
         self.made_plan()
         dtype_from(self.dtype, name="comm.dtype")
 
     @property
     def on_wire(self) -> torch.dtype | None:
-        """`dtype`, as torch's."""
+        """The dtype on the wire, or None for the gradients' dtype."""
         return dtype_from(self.dtype, name="comm.dtype")
 
     @property
@@ -219,22 +225,24 @@ class Comm(OptionValue):
         return self.plan if isinstance(self.plan, Planner) else None
 
     def made_plan(self) -> CommPlan:
-        """Return the plan, or read it from its file, or make it from the two options that need none.
+        """Return the plan itself, the plan in its file, or the plan of `algorithm` and `bucket_bytes`.
 
-        For a planner it is the library's own plan, until the planner is asked.
+        With a planner it is the default plan, until the planner chooses one.
 
         Raises:
-            ValueError: a plan and one of the options were given, or a value cannot work.
+            ValueError: `plan` is combined with `algorithm` or `bucket_bytes`, or a value is invalid.
         """
         plan = self.plan
         size = self.bucket_bytes
         if plan is None:
-            made = CommPlan(algorithm=self.algorithm)
-            return made if size is None else replace(made, bucket_bytes=size, num_buckets=1)
+            default_plan = CommPlan(algorithm=self.algorithm)
+            if size is None:
+                return default_plan
+            return replace(default_plan, bucket_bytes=size, num_buckets=1)
         if self.algorithm != "auto" or size is not None:
             raise ValueError(
-                f"`comm.plan` (={plan!r}) says which algorithm and what bucket size are used: leave `comm.algorithm` "
-                "and `comm.bucket_bytes` out, or the plan."
+                f"`comm.plan` (={plan!r}) already sets the algorithm and the bucket size. Leave `comm.algorithm` and "
+                "`comm.bucket_bytes` out, or the plan."
             )
         if isinstance(plan, Planner):
             return CommPlan()
@@ -254,18 +262,19 @@ class Report(OptionValue):
     """Options of reports about communication.
 
     Args:
-        trace_dir: directory of a timeline of every bucket and stage, `rank<r>.json`, for Perfetto; None: none.
-        link_bytes_per_s: rate of a node's link to the others, in each direction; only for metrics and report.
+        trace_dir: Folder for a timeline of every bucket and stage, `rank<r>.json`, for Perfetto. None: no timeline.
+        link_bytes_per_s: Bandwidth of a node's link to the other nodes in each direction, in bytes per second. Only
+            metrics and reports use it.
 
     Raises:
-        ValueError: a value cannot work.
+        ValueError: An argument is invalid.
     """
 
     trace_dir: str | None = None
     link_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Check both."""
+        """Check both options."""
         make_plain(self, "link_bytes_per_s")
         if self.trace_dir is not None and not isinstance(self.trace_dir, str | os.PathLike):
             raise ValueError(
@@ -281,7 +290,17 @@ class Report(OptionValue):
 
 
 def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) -> None:
-    """Raise `ValueError` with a suggestion unless an argument is an object of one of these dataclasses."""
+    """Check that an argument is an object of one of these dataclasses.
+
+    Args:
+        name: The name of the argument.
+        value: Its value.
+        kinds: The dataclasses.
+        example: The text of an object, for the error.
+
+    Raises:
+        ValueError: It is not. The error suggests an object.
+    """
     if isinstance(value, kinds):
         return
     class_names = [kind.__name__ for kind in kinds]
@@ -312,7 +331,7 @@ def _object_meant_by(value: Any, kinds: tuple[type, ...]) -> str | None:
         for fields in candidates:
             try:
                 return repr(kind(**fields))
-            except (TypeError, ValueError):  # the value is none of this field's
+            except (TypeError, ValueError):  # Not a value of this field.
                 continue
     return None
 
@@ -322,17 +341,17 @@ _EXAMPLES: dict[type, str] = {LocalSteps: "LocalSteps(every=8)"}
 
 
 def dtype_from(
-    setting: str | torch.dtype | None, *, name: str, more: tuple[str, ...] = ()
+    setting: str | torch.dtype | None, *, name: str, further_choices: tuple[str, ...] = ()
 ) -> torch.dtype | None:
     """Return the dtype that an option names.
 
     Args:
         setting: The value of the option.
         name: The name of the option, for the error.
-        more: Further values that it may have, for the error.
+        further_choices: Further values that the option may have, for the error.
 
     Raises:
-        ValueError: it names no dtype of a gradient.
+        ValueError: The setting is not the name of a gradient's dtype.
 
     >>> [dtype_from(name, name="comm.dtype") for name in ("fp16", "torch.bfloat16", None)]
     [torch.float16, torch.bfloat16, None]
@@ -345,14 +364,15 @@ def dtype_from(
     name_of_bits = str(setting).removeprefix("torch.")
     if name_of_bits in ("int8", "int4"):
         cure = f" Sums have to hold them as they are: 8 and 4 bits are for between_nodes=Mean(dtype={name_of_bits!r})."
-    raise ValueError(
-        f"`{name}` (={setting!r}) must be None or one of {', '.join([*_DTYPES, *more])}.{cure}"
-    )
+    choices = ", ".join([*_DTYPES, *further_choices])
+    raise ValueError(f"`{name}` (={setting!r}) must be None or one of {choices}.{cure}")
 
 
 def _on_wire(setting: str | torch.dtype | None) -> torch.dtype | Codec | None:
-    # What `between_nodes.dtype` names.
+    """Return the dtype or codec for a setting of `between_nodes.dtype`."""
     name = str(setting).removeprefix("torch.")
-    if name in ("int8", "int4"):
-        return Codec(bits=8 if name == "int8" else 4)
-    return dtype_from(setting, name="between_nodes.dtype", more=("int8", "int4"))
+    if name == "int8":
+        return Codec(bits=8)
+    if name == "int4":
+        return Codec(bits=4)
+    return dtype_from(setting, name="between_nodes.dtype", further_choices=("int8", "int4"))

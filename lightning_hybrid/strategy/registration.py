@@ -1,4 +1,4 @@
-"""The names that Trainer and Fabric know, in the registry of each Lightning: at once, or when it is imported."""
+"""Registration of the strategies' names in the registry of each Lightning package, now or when it is imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DESCRIPTIONS = {
     ELASTIC_NAME: "Data parallel that continues without a lost host",
 }
 
-# The module that has the registry, its name there, and where our class is.
+# By the module that holds a registry: the name of the registry there, and our module with the classes.
 _REGISTRIES = {
     "lightning.pytorch.strategies": (
         "StrategyRegistry",
@@ -40,9 +40,12 @@ _REGISTRIES = {
     ),
 }
 
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+"""Suffixes of the names, and the start method of each."""
+
 
 def register_everywhere() -> None:
-    """Register the strategy's names with every Lightning: those imported now, and the others when they are."""
+    """Register the strategies' names with every Lightning package: now if it is imported, or else on its import."""
     for name in _REGISTRIES:
         if name in sys.modules:
             _register(sys.modules[name])
@@ -50,23 +53,24 @@ def register_everywhere() -> None:
 
 
 def register_names(registry: Any, strategy: Any, name: str = STRATEGY_NAME) -> None:
-    """Register a name and the variants that `ddp` has; `strategy`: the class, or what makes one."""
-    for suffix, start_method in (
-        ("", "popen"),
-        ("_spawn", "spawn"),
-        ("_fork", "fork"),
-        ("_notebook", "fork"),
-    ):
-        full = f"{name}{suffix}"
-        if full in registry:
+    """Register a name and the variants that `ddp` has.
+
+    Args:
+        registry: The registry of a Lightning package.
+        strategy: The class of the strategy, or a function that creates one.
+        name: The name without suffixes.
+    """
+    for suffix, start_method in _START_METHODS.items():
+        full_name = f"{name}{suffix}"
+        if full_name in registry:
             continue
         description = f"{_DESCRIPTIONS[name]}, start_method={start_method}"
-        registry.register(full, strategy, description=description, start_method=start_method)
-        if name == ELASTIC_NAME:  # which refuses to look for unused parameters
+        registry.register(full_name, strategy, description=description, start_method=start_method)
+        if name == ELASTIC_NAME:  # It does not support unused parameters.
             continue
         for unused in (False, True):
             registry.register(
-                f"{full}_find_unused_parameters_{str(unused).lower()}",
+                f"{full_name}_find_unused_parameters_{str(unused).lower()}",
                 strategy,
                 description=f"{description}, find_unused_parameters={unused}",
                 find_unused_parameters=unused,
@@ -75,22 +79,20 @@ def register_names(registry: Any, strategy: Any, name: str = STRATEGY_NAME) -> N
 
 
 def _register(module: ModuleType) -> None:
+    """Register our names in the registry of a module of Lightning."""
     attribute, flavour = _REGISTRIES[module.__name__]
     try:
         registry = getattr(module, attribute)
         # Not the class itself: Lightning is being imported, and our class needs more of it.
         register_names(registry, partial(_strategy_of, flavour, "HybridAllReduceStrategy"))
-        if "pytorch" in module.__name__:  # Fabric has no `training_step` that a schedule could run
-            register_names(
-                registry, partial(_strategy_of, flavour, "HybridPipelineStrategy"), PIPELINE_NAME
-            )
-            register_names(
-                registry, partial(_strategy_of, flavour, "HybridElasticStrategy"), ELASTIC_NAME
-            )
+        if "pytorch" in module.__name__:  # Fabric has no `training_step` that a schedule could run.
+            pipeline = partial(_strategy_of, flavour, "HybridPipelineStrategy")
+            register_names(registry, pipeline, PIPELINE_NAME)
+            elastic = partial(_strategy_of, flavour, "HybridElasticStrategy")
+            register_names(registry, elastic, ELASTIC_NAME)
         _suggest_names(registry)
-    except (
-        Exception
-    ) as error:  # of a version that we do not know: its import must not fail because of us
+    except Exception as error:
+        # An unknown version of Lightning: its import must not fail because of us.
         warnings.warn(
             f"{module.__name__}: strategy={STRATEGY_NAME!r} could not be registered: {error}",
             stacklevel=2,
@@ -102,7 +104,7 @@ def _strategy_of(flavour: str, strategy: str, **options: Any) -> Any:
 
 
 def _suggest_names(registry: Any) -> None:
-    """Let the names of a registry answer a misspelt name of ours, which Lightning answers with its own names."""
+    """Let the names of a registry suggest ours for a misspelt one. Lightning would list only its own names."""
     list_names = registry.available_strategies
 
     def available_strategies() -> list[str]:
@@ -112,7 +114,7 @@ def _suggest_names(registry: Any) -> None:
 
 
 class _SuggestingNames(list[str]):
-    """List of strategy names that raises an error for a misspelt one of ours, and for a class in place of an object.
+    """List of strategy names that raises an error for a misspelt name of ours, and for a class in place of an object.
 
     Trainer and Fabric ask whether the value of `strategy` is in the list, and have no other hook before their error.
     """
@@ -122,7 +124,7 @@ class _SuggestingNames(list[str]):
             return True
         if isinstance(strategy, type) and strategy.__module__.startswith("lightning_hybrid."):
             raise TypeError(
-                f"`strategy` (={strategy.__name__}) is a class, and must be an object or a name. Write "
+                f"`strategy` (={strategy.__name__}) is a class, but must be an object or a name. Write "
                 f"strategy={strategy.__name__}()."
             )
         if isinstance(strategy, str):
@@ -135,7 +137,7 @@ class _SuggestingNames(list[str]):
 
 
 def nearest_name(misspelt: str, names: Collection[str]) -> str | None:
-    """Return the name of ours that was probably meant; None if a name of Lightning's is nearer, or none is near.
+    """Return the name of ours that was probably meant, or None if no name or one of Lightning's is nearest.
 
     >>> names = ["ddp", "ddp_spawn", "hybrid_allreduce", "hybrid_allreduce_spawn", "hybrid_pipeline"]
     >>> [nearest_name(name, names) for name in ("hybrid", "hybrid-all-reduce", "hybrid_pipline", "ddp_spwan")]
@@ -151,7 +153,7 @@ def nearest_name(misspelt: str, names: Collection[str]) -> str | None:
 
 
 class _RegisterWhenImported(MetaPathFinder):
-    # The other finders find the module; its loader registers our names once it has run the module.
+    """Finder that lets other finders find a module of Lightning, and registers our names after its execution."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -159,8 +161,10 @@ class _RegisterWhenImported(MetaPathFinder):
         if name not in _REGISTRIES:
             return None
         for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = None if find is None else find(name, path, target)
+            find_spec = getattr(finder, "find_spec", None)
+            if finder is self or find_spec is None:
+                continue
+            spec = find_spec(name, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
                     spec.loader = _RegisteringLoader(spec.loader)
@@ -169,7 +173,7 @@ class _RegisterWhenImported(MetaPathFinder):
 
 
 class _RegisteringLoader:
-    # All but `exec_module` is the loader's own.
+    """Loader that registers our names after it has executed the module. All else is the wrapped loader's."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -179,6 +183,7 @@ class _RegisteringLoader:
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self._loader
+            module.__spec__.loader = self._loader
+            module.__loader__ = self._loader
         self._loader.exec_module(module)
         _register(module)

@@ -1,4 +1,7 @@
-"""How ranks start and meet: rank zero opens a store at the user's address, and each rank writes its name there."""
+"""Launch and rendezvous of ranks.
+
+Rank zero opens a store at the user's address, and each rank writes its name there.
+"""
 
 from __future__ import annotations
 
@@ -23,76 +26,100 @@ from lightning_hybrid.checks import first_line, plain_value, require_choice
 from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.lightning_names import lightning_function, lightning_types, misconfiguration
 
-# Time for rank zero's result to reach the others, after the limit. Our choice: the store answers in milliseconds.
+# Seconds for rank zero's result to reach the other ranks, after the limit. Our choice: the store
+# answers in milliseconds.
 GRACE_S = 5.0
 
-# How long the ranks of a node may take to report which rank is dead. Our choice: they need about 5 s over Gloo, 15 s
-# over NCCL, and more where what they do meanwhile is none of communication.
+# Seconds that the ranks of a node may take to report which rank is dead. Our choice: they need about
+# 5 s over Gloo, 15 s over NCCL, and more if they are not communicating at the time.
 REPORT_S = 30.0
+
+# Rank zero's result if no rank is missing.
+_ALL_CAME = "all came"
 
 _OBSERVER = "fabric.strategies.launchers.subprocess_script._ChildProcessObserver"
 
 
 class RendezvousError(RuntimeError):
-    """A rendezvous that failed: who is missing, where the others waited, and for how long."""
+    """Error of a failed rendezvous: the missing ranks, the address, and the time that the others waited."""
 
 
 def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Wait until all ranks have come, and return the store of a new process group. Collective.
+    """Wait until all ranks have arrived, and return the store of a new process group. Collective.
 
-    Rank zero listens on `address` alone where that is a number (or `localhost`), and on all interfaces where it is a
-    name: a host may know its own name by another address than others do.
+    Rank zero listens only on `address` if that is a number (or `localhost`), and on all interfaces if it is a name: a
+    host may know its own name by another address than other hosts do.
 
     Args:
-        address: `MASTER_ADDR`.
-        port: `MASTER_PORT`.
-        rank: rank of this process.
-        world_size: number of ranks to wait for.
-        timeout: how long to wait for all of them; also the store's own time limit.
+        address: The address of rank zero, `MASTER_ADDR`.
+        port: The port of rank zero, `MASTER_PORT`.
+        rank: The rank of this process.
+        world_size: The number of ranks to wait for.
+        timeout: The time to wait for all of them, and the store's own time limit.
 
     Raises:
-        RendezvousError: some did not come in time, two processes have the same rank, or the port is taken.
+        RendezvousError: A rank is missing after the timeout, two processes have the same rank, or the port is taken.
     """
     end_s = monotonic() + timeout.total_seconds()
     where = f"{address}:{port}"
-    try:
-        store = (_serve if rank == 0 else _join)(address, port, world_size, timeout)
-    except dist.DistError as error:
-        if rank == 0:
-            raise RendezvousError(
-                f"`MASTER_PORT` (={port}) must be a port that rank 0 may open: {first_line(error)}. Is another "
-                "process rank 0 too, or another job at this port? Set another port on every rank, or end that process."
-            ) from error
-        raise RendezvousError(_no_answer(where, rank, timeout)) from error
-    calls = dist.PrefixStore("names", store)
-    me = f"process {os.getpid()} on host {socket.gethostname()}"
-    # The first process to write the rank's name has the rank; a second one reads that name and ends.
-    other = calls.compare_set(f"rank {rank}", "", me).decode()
-    if other != me:
-        raise RendezvousError(
-            f"`RANK` (={rank}) must be another one on each process: {other} is rank {rank} at {where}, and so is {me}. "
-            "Start each rank once, with torchrun or srun, which number them."
-        )
+    store = _open_store(address, port, rank, world_size, timeout)
+    names = dist.PrefixStore("names", store)
+    _claim_rank(names, rank, where)
+
     # Rank zero waits for all names and writes the result, so that every rank ends with the same words.
-    missing = (
-        _collect(calls, world_size, end_s)
-        if rank == 0
-        else _await_result(calls, end_s, where, rank, timeout)
-    )
+    if rank == 0:
+        missing = _collect_ranks(names, world_size, end_s)
+    else:
+        missing = _await_result(names, end_s, where, rank, timeout)
     if missing:
         raise RendezvousError(
             f"`WORLD_SIZE` (={world_size}) ranks must meet at {where}, and within {timeout.total_seconds():g} s "
-            f"{missing} did not come. Is it started, with this MASTER_ADDR and MASTER_PORT, and may it connect here "
-            "(firewall)? `timeout` is how long ranks wait for one another."
+            f"{missing} did not come. Check that every rank is started with this MASTER_ADDR and MASTER_PORT and that "
+            "no firewall blocks the connection, or raise `timeout`, the time that ranks wait for one another."
         )
     return dist.PrefixStore("default_pg", store)
 
 
-def listening_address(address: str) -> str:
-    """Return where rank zero listens: the address itself where it is a number, else everywhere (an empty string).
+def _open_store(
+    address: str, port: int, rank: int, world_size: int, timeout: timedelta
+) -> dist.TCPStore:
+    """Open the store on rank zero, or connect to it on another rank."""
+    try:
+        if rank == 0:
+            return _serve(address, port, world_size, timeout)
+        return dist.TCPStore(
+            address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+    except dist.DistError as error:
+        if rank == 0:
+            raise RendezvousError(
+                f"`MASTER_PORT` (={port}) must be a port that rank 0 may open: {first_line(error)}. Another process "
+                "may be rank 0 too, or another job may use this port. Set another port on every rank, or end that "
+                "process."
+            ) from error
+        raise RendezvousError(_no_answer(f"{address}:{port}", rank, timeout)) from error
 
-    >>> listening_address("10.0.0.7"), listening_address("localhost"), listening_address("node7")
-    ('10.0.0.7', '127.0.0.1', '')
+
+def _claim_rank(names: dist.Store, rank: int, where: str) -> None:
+    """Write the name of this process under its rank. The first process to do so has the rank.
+
+    Raises:
+        RendezvousError: Another process has the rank.
+    """
+    name = f"process {os.getpid()} on host {socket.gethostname()}"
+    owner = names.compare_set(f"rank {rank}", "", name).decode()
+    if owner != name:
+        raise RendezvousError(
+            f"`RANK` (={rank}) must be different on each process: {owner} is rank {rank} at {where}, and so is "
+            f"{name}. Start each rank once, for example with torchrun or srun, which number the ranks."
+        )
+
+
+def listening_address(address: str) -> str:
+    """Return the address on which rank zero listens: a number itself, or all interfaces (an empty string) for a name.
+
+    >>> [listening_address(address) for address in ("10.0.0.7", "localhost", "node7")]
+    ['10.0.0.7', '127.0.0.1', '']
     """
     if address == "localhost":
         return "127.0.0.1"
@@ -103,48 +130,62 @@ def listening_address(address: str) -> str:
 
 
 def timeout_from(setting: timedelta | float) -> timedelta:
-    """Return how long ranks wait for one another; a number is in seconds.
+    """Return the time that ranks wait for one another, from a `timedelta` or a number of seconds.
 
     Raises:
-        ValueError: it is no time above zero.
+        ValueError: It is not a time above zero.
 
-    >>> timeout_from(60), timeout_from(timedelta(minutes=1)) == timeout_from(60.0)
-    (datetime.timedelta(seconds=60), True)
+    >>> timeout_from(60)
+    datetime.timedelta(seconds=60)
+    >>> timeout_from(timedelta(minutes=1)) == timeout_from(60.0)
+    True
     """
-    seconds = setting.total_seconds() if isinstance(setting, timedelta) else plain_value(setting)
-    # A year at most: what torch makes of it is counted in milliseconds and nanoseconds.
-    if (
-        isinstance(seconds, bool)
-        or not isinstance(seconds, int | float)
-        or not 0 < seconds <= 366 * 86400
-    ):
+    if isinstance(setting, timedelta):
+        seconds: Any = setting.total_seconds()
+    else:
+        seconds = plain_value(setting)
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    # At most a year: torch counts it in milliseconds and nanoseconds.
+    if not is_number or not 0 < seconds <= 366 * 86400:
         raise ValueError(
-            f"`timeout` (={setting!r}) must be a number of seconds above zero, or a timedelta: so long do ranks wait "
-            "for one another, to meet and in each collective. Write timeout=1800, or leave `timeout` out."
+            f"`timeout` (={setting!r}) must be a number of seconds above zero, or a timedelta. It is the time that "
+            "ranks wait for one another, at the start and in each collective. Write timeout=1800, or leave `timeout` "
+            "out."
         )
     return timedelta(seconds=seconds)
 
 
-# ---- rank zero -------------------------------------------------------------------------------------------------------
+# ---- rank zero -------------------------------------------------------------------------------
 
 
 def _serve(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """Open the store of rank zero."""
     listener = _listen(listening_address(address), port)
-    # `multi_tenant`: a store that this process already has at this port, of an earlier fit, is used again.
-    common: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
-    descriptor = None if listener is None else listener.detach()  # the store closes it
+    descriptor = None
+    if listener is not None:
+        descriptor = listener.detach()  # the store closes it
     return dist.TCPStore(
-        address, port, world_size, is_master=True, master_listen_fd=descriptor, **common
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        # If this process already has a store at this port, from an earlier fit, it is used again.
+        multi_tenant=True,
+        master_listen_fd=descriptor,
     )
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on one address, or None if torch's own listener is to be used."""
     if not address:
         return None
-    # torch's own listener would take every interface: any host could reach the store.
-    listener = socket.socket(
-        socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM
-    )
+    # torch's own listener would use every interface: any host could reach the store.
+    family = socket.AF_INET
+    if ":" in address:
+        family = socket.AF_INET6
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
@@ -154,103 +195,127 @@ def _listen(address: str, port: int) -> socket.socket | None:
         # A port in use is left to torch: the listener there may be this process's own store, of an earlier fit.
         if error.errno != errno.EADDRINUSE:
             rank_zero_warn(
-                f"MASTER_ADDR (={address}) is no address of this host's own ({error.strerror}): rank 0 listens at port "
-                f"{port} on all interfaces."
+                f"MASTER_ADDR (={address}) is not an address of this host ({error.strerror}), so rank 0 listens at "
+                f"port {port} on all interfaces."
             )
         return None
     return listener
 
 
-def _collect(calls: dist.Store, world_size: int, end_s: float) -> str:
+def _collect_ranks(names: dist.Store, world_size: int, end_s: float) -> str:
+    """Wait for the names of all ranks, write the result for them, and return the missing ranks as text."""
     missing = list(range(world_size))
     while True:
-        missing = [rank for rank in missing if not calls.check([f"rank {rank}"])]
+        missing = [rank for rank in missing if not names.check([f"rank {rank}"])]
         if not missing or monotonic() >= end_s:
             break
         time.sleep(0.01)
-    result = name_ranks(missing) if missing else ""
-    calls.set("result", result or "all came")
-    if result:  # the store ends with this process: the others have to read first
-        last_s = monotonic() + GRACE_S
-        while calls.add("read", 0) < world_size - 1 - len(missing) and monotonic() < last_s:
-            time.sleep(0.01)
+    if not missing:
+        names.set("result", _ALL_CAME)
+        return ""
+
+    result = name_ranks(missing)
+    names.set("result", result)
+    # The store ends with this process, so the other ranks have to read the result first.
+    num_readers = world_size - 1 - len(missing)
+    last_s = monotonic() + GRACE_S
+    while names.add("read", 0) < num_readers and monotonic() < last_s:
+        time.sleep(0.01)
     return result
 
 
-# ---- the others ------------------------------------------------------------------------------------------------------
-
-
-def _join(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    return dist.TCPStore(
-        address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False
-    )
+# ---- other ranks -----------------------------------------------------------------------------
 
 
 def _await_result(
-    calls: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta
+    names: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta
 ) -> str:
-    left_s = max(0.0, end_s - monotonic()) + GRACE_S
+    """Wait for rank zero's result, and return the missing ranks as text."""
+    remaining_s = max(0.0, end_s - monotonic()) + GRACE_S
     try:
-        calls.wait(["result"], timedelta(seconds=left_s))
-        result = calls.get("result").decode()
-        calls.add("read", 1)
+        names.wait(["result"], timedelta(seconds=remaining_s))
+        result = names.get("result").decode()
+        names.add("read", 1)
     except RuntimeError as error:  # of the store
         raise RendezvousError(_no_answer(where, rank, timeout)) from error
-    return "" if result == "all came" else result
+    if result == _ALL_CAME:
+        return ""
+    return result
 
 
 def _no_answer(where: str, rank: int, timeout: timedelta) -> str:
     return (
         f"`MASTER_ADDR` and `MASTER_PORT` (={where}) must be where rank 0 waits for the others: rank {rank} on host "
-        f"{socket.gethostname()} had no answer there within {timeout.total_seconds():g} s. Is rank 0 started, did it "
-        "end with an error of its own, and may this host connect to it (firewall)? Where no launcher is meant, unset "
-        "RANK, LOCAL_RANK, NODE_RANK and WORLD_SIZE."
+        f"{socket.gethostname()} had no answer there within {timeout.total_seconds():g} s. Check that rank 0 is "
+        "running, that it did not end with an error, and that no firewall blocks the connection. To run without a "
+        "launcher, unset RANK, LOCAL_RANK, NODE_RANK and WORLD_SIZE."
     )
 
 
-# ---- Lightning's seam ------------------------------------------------------------------------------------------------
+# ---- Lightning -------------------------------------------------------------------------------
 
 
 def connect_ranks(
     environment: Any, backend: str, device: torch.device, timeout: timedelta | None
 ) -> None:
-    """Make the process group by `meet`, except under torchrun, whose agents have their store. Collective.
+    """Create the process group with the store of `meet`, except under torchrun, whose agents have a store. Collective.
+
+    Args:
+        environment: Lightning's cluster environment.
+        backend: The backend of the process group.
+        device: The device of this rank.
+        timeout: The time that ranks wait for one another.
 
     Raises:
-        RendezvousError: as `meet`; or ranks met, and cannot connect to one another.
+        RendezvousError: As in `meet`, or the ranks met and cannot connect to one another.
     """
     assert timeout is not None
-    # Bound to its device NCCL connects at once, and groups are splits of the default one. Gloo has neither.
-    is_bound = device.type != "cpu" and "nccl" in backend
-    kwargs: dict[str, Any] = {"timeout": timeout, "device_id": device if is_bound else None}
-    if not dist.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        kwargs["store"] = meet(
+    # A group that is bound to its device makes NCCL connect at once, and further groups are splits of the default one.
+    # Gloo has neither.
+    device_id = None
+    if device.type != "cpu" and "nccl" in backend:
+        device_id = device
+    group_options: dict[str, Any] = {"timeout": timeout, "device_id": device_id}
+    if not dist.is_initialized():
+        store = _new_store(environment, timeout)
+        if store is not None:
+            group_options["store"] = store
+    try:
+        init_process_group = lightning_function(
+            "fabric.utilities.distributed._init_dist_connection"
+        )
+        init_process_group(environment, backend, **group_options)
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"`WORLD_SIZE` (={environment.world_size()}) ranks met at {environment.main_address}:"
+            f"{environment.main_port} and must be able to connect to one another: {first_line(error)}. "
+            "Set GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) to the network interface, which otherwise is that of "
+            "the host's name, and check that each process may open enough files (`ulimit -n`)."
+        ) from error
+    let_ranks_report()
+
+
+def _new_store(environment: Any, timeout: timedelta) -> dist.Store | None:
+    """Return the store for a new process group, or None for that of torchrun's agents."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return meet(
             address=environment.main_address,
             port=environment.main_port,
             rank=environment.global_rank(),
             world_size=environment.world_size(),
             timeout=timeout,
         )
-    elif not dist.is_initialized() and os.environ.get("GROUP_WORLD_SIZE") == "1":
-        kwargs["store"] = store_of_attempt(environment.main_address, environment.main_port, timeout)
-    try:
-        connect = lightning_function("fabric.utilities.distributed._init_dist_connection")
-        connect(environment, backend, **kwargs)
-    except dist.DistError as error:
-        raise RendezvousError(
-            f"`WORLD_SIZE` (={environment.world_size()}) ranks met at {environment.main_address}:"
-            f"{environment.main_port} and must be able to connect to one another: {first_line(error)}. "
-            "GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names the interface; where it is unset, it is that of "
-            "the host's name. Has every process descriptors enough (`ulimit -n`)?"
-        ) from error
-    let_ranks_report()
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        return store_of_attempt(environment.main_address, environment.main_port, timeout)
+    return None
 
 
 def store_of_attempt(address: str, port: int, timeout: timedelta) -> dist.Store:
-    """Return the store of torchrun's agent, for this attempt of a launch on one node alone.
+    """Return the store of torchrun's agent with a prefix for this attempt, for a launch on a single node.
 
-    The agent's store outlives its workers. Without a prefix those of the next attempt would find the addresses of the
-    last one, which the rank that is first reads. Attempts are counted by each agent, so that this is for one agent.
+    The agent's store outlives its workers. Without a prefix, the workers of the next attempt would find the addresses
+    that the last attempt wrote, and the first rank would read them. Each agent counts attempts by itself, so this works
+    for one agent only.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -258,10 +323,10 @@ def store_of_attempt(address: str, port: int, timeout: timedelta) -> dist.Store:
 
 
 def start_method_from(setting: str) -> Any:
-    """Return how the ranks of a node are started.
+    """Return the way in which the ranks of a node are started.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: It is unknown.
     """
     why = "it is how the ranks of a node are started. Leave `start_method` out for 'popen'"
     require_choice("start_method", setting, ("popen", "spawn", "fork", "forkserver"), why)
@@ -269,23 +334,27 @@ def start_method_from(setting: str) -> Any:
 
 
 def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -> None:
-    """Check, before ranks are started, that devices are CPUs or CUDA's, and that a command can be repeated for ranks.
+    """Check, before ranks are started, the type of the devices and that the command can be repeated for each rank.
+
+    Args:
+        name: The name of the strategy.
+        start_method: The way in which the ranks of a node are started.
+        devices: The devices of this node.
 
     Raises:
-        MisconfigurationException: other devices (MPS, XLA, HPU, ...), or an interactive session, with the name for it.
+        MisconfigurationException: A device is neither a CPU nor a CUDA GPU (such as MPS, XLA or HPU), or `"popen"` is
+            used in an interactive session.
     """
-    for kind in {getattr(device, "type", type(device).__name__) for device in devices or ()} - {
-        "cpu",
-        "cuda",
-    }:
+    device_types = {getattr(device, "type", type(device).__name__) for device in devices or ()}
+    for device_type in device_types - {"cpu", "cuda"}:
         raise misconfiguration(
-            f"`accelerator` (=one of {kind!r} devices) must be cpu or cuda with strategy={name!r}: gradients are "
-            "summed over Gloo or NCCL, which have no others. Set accelerator='cpu', or strategy='auto' for one device."
+            f"`accelerator` (=one of {device_type!r} devices) must be cpu or cuda with strategy={name!r}: Gloo "
+            "and NCCL, which sum the gradients, support no others. Set accelerator='cpu', or strategy='auto' for one "
+            "device."
         )
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
-    if (
-        start_method == "popen" and is_interactive
-    ):  # as Lightning, whose error would name a variant of DDP
+    # Lightning refuses it too, but its error would name a variant of DDP.
+    if start_method == "popen" and is_interactive:
         raise misconfiguration(
             f"`strategy` (={name!r}) must be started from a script: it repeats the command for each rank, and an "
             f"interactive session or a notebook has none. Write strategy='{name}_notebook' (in a strategy object "
@@ -294,17 +363,17 @@ def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -
 
 
 def let_ranks_report() -> None:
-    """Give ranks `REPORT_S` to end by an error of their own, before Lightning kills them because one has died.
+    """Give ranks `REPORT_S` to end with an error of their own, before Lightning kills them because one has died.
 
-    Lightning looks every 5 s, and would kill this process before, or while, it reports which rank is dead, and why.
+    Lightning checks every 5 s, and would kill this process before or while it reports the dead rank and the reason.
     """
     for thread in threading.enumerate():
         if isinstance(thread, lightning_types(_OBSERVER)) and "_run" not in vars(thread):
-            thread._run = partial(_look_again, thread._child_processes, thread._run)
+            thread._run = partial(_run_after_reports, thread._child_processes, thread._run)
 
 
-def _look_again(processes: list[Any], look: Any) -> bool:
+def _run_after_reports(processes: list[Any], run: Any) -> bool:
     if any(process.poll() for process in processes):
         time.sleep(REPORT_S)
-    is_over: bool = look()
+    is_over: bool = run()
     return is_over

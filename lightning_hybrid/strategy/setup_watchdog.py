@@ -1,4 +1,4 @@
-"""The watchdog of a setup: names dead, stopped, hanging and failed ranks before there is an engine to do it."""
+"""Watchdog of a setup: names dead, stopped, hanging and failed ranks before there is an engine that does so."""
 
 from __future__ import annotations
 
@@ -20,83 +20,104 @@ from lightning_hybrid.comm.health.thread_place import place_of, place_of_error
 from lightning_hybrid.comm.health.watchdog import Watchdog, private_store, short
 from lightning_hybrid.comm.topology import host_identity
 
-INSIDE, OUTSIDE = "in a collective of Lightning's or torch's", "in no collective"
+INSIDE = "in a collective of Lightning's or torch's"
+OUTSIDE = "in no collective"
 
 
 class SetupWatchdog:
-    """Watchdog that names the rank others wait for, before there is an engine or where there is none. Collective.
+    """Watchdog that names the rank others wait for, before there is an engine or without one.
 
-    `device`: where tensors are; on a GPU waiting is the device's, and a failure aborts its communicators. `timeout`: of
-    collectives; a wait of 0.9 of it is a failure on a GPU.
+    Collective: every rank must create it, in the same order.
+
+    Args:
+        device: The device of the tensors. On a GPU the device waits, and a failure aborts its communicators.
+        timeout: The time limit of collectives. On a GPU, a wait of 0.9 of it is a failure.
     """
 
-    # Over Gloo a collective that waits for long fails by itself; only then can the cause be named.
-
+    # Over Gloo a collective that waits for long fails by itself. Only then can the cause be named.
     gives_up_on_cpu = False
 
     def __init__(self, *, device: torch.device, timeout: timedelta | None = None) -> None:
-        may_give_up = device.type == "cuda" or self.gives_up_on_cpu
-        self._device_waits = DeviceWaits(device) if device.type == "cuda" else None
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._num_inside, self._waited, self._caller = 0, "", threading.get_ident()
-        places: list[tuple[str, list[str]]] = [("", [])] * self._world_size
-        dist.all_gather_object(places, (host_identity()[0], tcp_info.own_addresses()))
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        self._device_waits: DeviceWaits | None = None
+        if device.type == "cuda":
+            self._device_waits = DeviceWaits(device)
+        self._num_inside = 0
+        self._failed_location = ""
+        self._caller = threading.get_ident()
+        self._watchdog = self._new_watchdog(device, timeout)
+        self._watchdog.start()
+
+    def _new_watchdog(self, device: torch.device, timeout: timedelta | None) -> Watchdog:
+        hosts_and_addresses: list[tuple[str, list[str]]] = [("", [])] * self._world_size
+        dist.all_gather_object(hosts_and_addresses, (host_identity()[0], tcp_info.own_addresses()))
         # A process may fit more than once: each setup has a store of its own.
-        count = private_store("lightning_hybrid/setups").add(str(self._rank), 1)
-        self._watchdog = Watchdog(
-            store=private_store(f"lightning_hybrid/setup/{count}"),
+        setup_number = private_store("lightning_hybrid/setups").add(str(self._rank), 1)
+
+        give_up_after_s = None
+        if timeout is not None and (device.type == "cuda" or self.gives_up_on_cpu):
+            give_up_after_s = GIVE_UP_AT * timeout.total_seconds()
+        return Watchdog(
+            store=private_store(f"lightning_hybrid/setup/{setup_number}"),
             rank=self._rank,
             world_size=self._world_size,
             watched=self,
-            hosts=[host for host, _ in places],
-            addresses=[addresses for _, addresses in places],
-            give_up_after_s=GIVE_UP_AT * timeout.total_seconds()
-            if timeout is not None and may_give_up
-            else None,
+            hosts=[host for host, _ in hosts_and_addresses],
+            addresses=[addresses for _, addresses in hosts_and_addresses],
+            give_up_after_s=give_up_after_s,
         )
-        self._watchdog.start()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SetupWatchdog:
-        return self  # its thread is there once, also where user code copies the trainer
+        # Its thread exists once, even if user code copies the trainer.
+        return self
 
     def status(self) -> RankStatus:
-        """Return where this rank stands, for the diagnosis of a failure."""
-        place, is_inside = place_of(self._caller)
-        is_inside = is_inside or self._num_inside > 0 or bool(self._waited)
-        place = f"{INSIDE if is_inside else OUTSIDE}, {self._waited or place}"
-        return RankStatus(num_submitted=0, order="", place=place, is_inside=is_inside)
+        """Return the state of this rank, for the diagnosis of a failure."""
+        location, is_inside = place_of(self._caller)
+        is_inside = is_inside or self._num_inside > 0 or bool(self._failed_location)
+        collective = OUTSIDE
+        if is_inside:
+            collective = INSIDE
+        return RankStatus(
+            num_submitted=0,
+            order="",
+            place=f"{collective}, {self._failed_location or location}",
+            is_inside=is_inside,
+        )
 
     def stalled_s(self) -> float:
-        """Return how long the device has been at one thing; 0 on a CPU, where no bucket is in flight."""
-        return 0.0 if self._device_waits is None else self._device_waits.stalled_s()
+        """Return the seconds since the device last made progress, or 0 on a CPU, where no bucket is in flight."""
+        if self._device_waits is None:
+            return 0.0
+        return self._device_waits.stalled_s()
 
     def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """End the waits of a GPU; Gloo's cannot be called off."""
+        """End the waits of a GPU. Those of Gloo cannot be cancelled."""
         if self._device_waits is not None:
             abort_all(limit_s=ABORT_LIMIT_S)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark what no rank leaves before all have come: a rank that fails inside has waited for others."""
+        """Mark a section that acts as a barrier. A rank that fails inside has waited for others."""
         self._num_inside += 1
         yield  # no `finally`: after an error inside, the rank still counts as one that waited
         self._num_inside -= 1
 
     def explain(self, error: BaseException) -> str:
-        """Name the cause of a collective that failed here, then `error`; in the same words on every rank."""
-        self._waited = place_of_error(error)
+        """Return the cause of a collective that failed here, in the same words on every rank, and then `error`."""
+        self._failed_location = place_of_error(error)
         noticed = f"rank {self._rank} failed {self._where()}: {short(error)}"
-        return (
-            f"{self._watchdog.collect_status(noticed)} Seen here as {type(error).__name__}: {error}"
-        )
+        diagnosis = self._watchdog.collect_status(noticed)
+        return f"{diagnosis} Seen here as {type(error).__name__}: {error}"
 
     def _where(self) -> str:
         return "in a collective that averages no gradients"
 
     def abort(self, reason: str) -> None:
-        """Let the other ranks know why this one ends."""
+        """Report to the other ranks the reason for which this one ends."""
         self._watchdog.raise_alarm(f"comm: rank {self._rank} gave up: {reason}")
 
     def leave(self) -> None:
-        """End; may be called again."""
+        """End the watchdog. It may be called again."""
         self._watchdog.leave()

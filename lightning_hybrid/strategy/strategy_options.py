@@ -1,4 +1,4 @@
-"""Options of a strategy: parsed and checked once, in the constructor, and then handed on whole."""
+"""Validated options of a strategy, which its constructor parses once and then passes on as one object."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ _OPTIONS_OF_THE_STRATEGY = (
     "device_mesh",
     "mixed_precision",
 )
+_OPTION_TYPES: tuple[tuple[str, Any], ...] = (
+    ("between_nodes", Mean),
+    ("between_nodes", LocalSteps),
+    ("comm", Comm),
+    ("report", Report),
+)
+"""Arguments that take an option object, with the types whose fields a user may have written as arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +56,11 @@ class StrategyOptions:
     """Validated options of a strategy. Make them with `parse`.
 
     Attributes:
-        strategy_features: Features that the strategy itself has, as in `features`.
+        strategy_features: Features of the strategy itself, as in `features`.
         between_nodes: The exchange between nodes.
-        comm: The options of communication.
-        plan: The plan that `comm` gives, until a planner is asked.
-        ranks_per_node: Consecutive ranks that share a node, or None to find out.
+        comm: The options of the all-reduce.
+        plan: The plan of `comm`, until a planner chooses another one.
+        ranks_per_node: The number of consecutive ranks that form a node. None: the ranks of a host.
         shard_update: The ranks that share the update of weights.
         loss_scale: The loss scale for fp16, or None for the default.
         report: The options of reports.
@@ -88,13 +95,13 @@ class StrategyOptions:
         report: Report = Report(),  # noqa: B008
         extensions: Iterable[ExtensionFactory] | None = None,
     ) -> StrategyOptions:
-        """Check what a user gave a strategy, before any process group exists.
+        """Check the options of a strategy, before any process group is created.
 
         Args:
-            ddp_kwargs: The keyword arguments that the strategy does not know.
+            ddp_kwargs: The keyword arguments that are not the strategy's own.
             argument_names: The arguments of the strategy, for suggestions in errors.
             strategy_name: The name of the strategy, for errors.
-            strategy_features: Features that the strategy itself has, which some options exclude.
+            strategy_features: Features of the strategy itself, which some options exclude.
             between_nodes: As in `HybridAllReduceStrategy`.
             comm: As in `HybridAllReduceStrategy`.
             ranks_per_node: As in `HybridAllReduceStrategy`.
@@ -104,7 +111,7 @@ class StrategyOptions:
             extensions: As in `HybridAllReduceStrategy`.
 
         Raises:
-            ValueError: An option does not exist, has a value that cannot work, or excludes another one.
+            ValueError: An option is unknown, has an invalid value, or excludes another one.
         """
         refuse_unknown_options(ddp_kwargs, argument_names, strategy_name)
         require_value(
@@ -144,19 +151,19 @@ class StrategyOptions:
 
     @property
     def local_steps(self) -> LocalSteps | None:
-        """The options of steps that nodes take on their own, or None."""
+        """The options of local steps, or None."""
         if isinstance(self.between_nodes, LocalSteps):
             return self.between_nodes
         return None
 
     @property
     def dtype_across_nodes(self) -> torch.dtype | Codec | None:
-        """The dtype or codec of sums between nodes, or None for that of sums in the node."""
+        """The dtype or codec between nodes, or None for the dtype inside a node."""
         return self.between_nodes.on_wire
 
     @property
     def has_error_feedback(self) -> bool:
-        """True if rounding errors of a codec are added to the sums of the next step."""
+        """True if rounding errors of a codec are added to the gradients of the next step."""
         codec = self.dtype_across_nodes
         return isinstance(codec, Codec) and codec.error_feedback
 
@@ -168,7 +175,10 @@ class StrategyOptions:
         return os.fspath(self.report.trace_dir)
 
     def features(self) -> dict[str, str]:
-        """Return the features that the options ask for, by the names of `compatibility.CURES`, with their texts."""
+        """Return the features that the options request, with texts for errors.
+
+        Their names are those of `compatibility.CURES`.
+        """
         between_nodes = f"`between_nodes` (={self.between_nodes!r})"
         features: dict[str, str] = {}
         if self.is_adasum:
@@ -197,14 +207,14 @@ class StrategyOptions:
 
 
 def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
-    """Return `comm` with the bucket size that the user gave in the form of DDP, in MiB."""
+    """Return `comm` with the bucket size that the user set as DDP's argument, in MiB."""
     bucket_cap_mb = plain_value(bucket_cap_mb)
     if bucket_cap_mb is None:
         return comm
     if comm.bucket_bytes is not None:
         raise ValueError(
-            f"`bucket_cap_mb` (={bucket_cap_mb}) and `comm.bucket_bytes` (={comm.bucket_bytes}) say the same thing. "
-            "Keep `comm.bucket_bytes`."
+            f"`bucket_cap_mb` (={bucket_cap_mb}) and `comm.bucket_bytes` (={comm.bucket_bytes}) both set the bucket "
+            "size. Keep only `comm.bucket_bytes`."
         )
     return replace(comm, bucket_bytes=int(bucket_cap_mb * 2**20))
 
@@ -239,11 +249,29 @@ def _parse_extensions(extensions: Any) -> tuple[ExtensionFactory, ...]:
         factories = tuple(extensions)
     if not is_list or not all(callable(factory) for factory in factories):
         raise ValueError(
-            f"`extensions` (={extensions!r:.120}) must be a list and must hold what makes extensions, such as "
-            "classes or `functools.partial(LogsNorm, every=10)`: each fit in each process gets its own. Write "
+            f"`extensions` (={extensions!r:.120}) must be a list of factories of extensions, such as classes or "
+            "`functools.partial(LogsNorm, every=10)`, because each fit in each process creates its own. Write "
             "extensions=[LogsNorm], without a call."
         )
     return factories
+
+
+def argument_names(strategy_type: type, root: type) -> list[str]:
+    """Return the names of a strategy's arguments, with those of its base classes.
+
+    Args:
+        strategy_type: The class of the strategy.
+        root: The last base class whose arguments count.
+    """
+    names: list[str] = []
+    for base in strategy_type.__mro__:
+        if not issubclass(base, root) or "__init__" not in vars(base):
+            continue
+        for parameter in inspect.signature(vars(base)["__init__"]).parameters.values():
+            is_named = parameter.kind is not inspect.Parameter.VAR_KEYWORD
+            if is_named and parameter.name != "self" and parameter.name not in names:
+                names.append(parameter.name)
+    return names
 
 
 def refuse_unknown_options(
@@ -257,10 +285,10 @@ def refuse_unknown_options(
         strategy_name: The name of the strategy.
 
     Raises:
-        ValueError: One is not. The error names the option that is most similar.
+        ValueError: A name is unknown, or not free to set. The error names the most similar option.
     """
-    own_names = [name for name in argument_names if name != "ddp_kwargs"]
-    # Lightning passes every unknown keyword on, and DDP would refuse it only after the process group was made.
+    strategy_names = [name for name in argument_names if name != "ddp_kwargs"]
+    # Lightning passes every unknown keyword on, and DDP would refuse it only after the process group is created.
     ddp_names = list(inspect.signature(DistributedDataParallel).parameters)
     for name, value in ddp_kwargs.items():
         if name in _HOOK_OPTIONS:
@@ -277,26 +305,21 @@ def refuse_unknown_options(
                 f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel."
             )
         if name not in ddp_names:
-            suggestion = _suggestion(name, [*own_names, *ddp_names])
+            suggestion = _suggestion(name, [*strategy_names, *ddp_names])
             raise ValueError(
                 f"`{name}` (={value!r}) is not an option of strategy={strategy_name!r} nor of DistributedDataParallel."
-                f"{suggestion} Options: {', '.join(own_names)}."
+                f"{suggestion} Options: {', '.join(strategy_names)}."
             )
 
 
 def _suggestion(name: str, names: list[str]) -> str:
     """Return a sentence with the most similar option or field of an option, or an empty string."""
     fields: dict[str, str] = {}
-    for argument, option_types in (
-        ("between_nodes", (Mean, LocalSteps)),
-        ("comm", (Comm,)),
-        ("report", (Report,)),
-    ):
-        for option_type in option_types:
-            for option_field in dataclasses.fields(option_type):
-                fields[option_field.name] = (
-                    f"{argument}={option_type.__name__}({option_field.name}=...)"
-                )
+    for argument, option_type in _OPTION_TYPES:
+        for option_field in dataclasses.fields(option_type):
+            fields[option_field.name] = (
+                f"{argument}={option_type.__name__}({option_field.name}=...)"
+            )
     matches = difflib.get_close_matches(name, [*names, *fields], n=1)
     if not matches:
         return ""

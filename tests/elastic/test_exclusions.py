@@ -74,14 +74,14 @@ def refuse(name):
     refuse_excluded(features, rows=EXCLUDED_BY_ELASTIC, cures=CURES_OF_ELASTIC)
 
 
-@pytest.mark.parametrize("row", EXCLUDED_BY_ELASTIC, ids=lambda row: row.one)
+@pytest.mark.parametrize("row", EXCLUDED_BY_ELASTIC, ids=lambda row: row.feature)
 def test_every_row_makes_its_error_with_the_reason_and_both_cures(row):
     with pytest.raises(ValueError, match="exclude each other: ") as raised:
-        refuse(row.one)
+        refuse(row.feature)
     names, _, rest = str(raised.value).partition(" exclude each other: ")
     assert "`strategy` (='hybrid_elastic')" in names
-    cures = f"{CURES_OF_ELASTIC[row.one]}, or {CURES_OF_ELASTIC['elastic']}"
-    assert rest.lower() == f"{row.why}. {cures}.".lower()
+    cures = f"{CURES_OF_ELASTIC[row.feature]}, or {CURES_OF_ELASTIC['elastic']}"
+    assert rest.lower() == f"{row.reason}. {cures}.".lower()
 
 
 def test_a_plain_run_is_accepted():
@@ -109,7 +109,7 @@ def test_the_page_names_all_that_is_excluded():
     page = (ROOT / "lightning_hybrid" / "elastic" / "README.md").read_text()
     paragraph = page.partition("## What it excludes\n")[2].partition("\n## ")[0]
     listed = paragraph.strip().splitlines()[-1].rstrip(".").split(", ")
-    assert listed == [row.one for row in EXCLUDED_BY_ELASTIC]
+    assert listed == [row.feature for row in EXCLUDED_BY_ELASTIC]
 
 
 def test_the_name_alone_takes_hosts_from_the_environment(monkeypatch):

@@ -103,14 +103,14 @@ def by_hand(is_automatic=False):
 
 
 def made(pair):
-    names = {pair.one, pair.other}
+    names = {pair.feature, pair.conflict}
     if names <= {*ASKED, *KINDS}:
         (kind,) = [KINDS[name] for name in names if name in KINDS] or [HybridAllReduceStrategy]
         options = [ASKED[name] for name in sorted(names) if name in ASKED]
         kind(**{name: value for each in options for name, value in each.items()})
-    elif pair.other == "pipeline" and pair.one in OF_A_PIPELINE:
-        in_a_pipeline(pair.one)
-    elif pair.one == "manual steps":
+    elif pair.conflict == "pipeline" and pair.feature in OF_A_PIPELINE:
+        in_a_pipeline(pair.feature)
+    elif pair.feature == "manual steps":
         by_hand()
     else:
         given = {name: f"`{name}`" for name in names if name not in FOUND}
@@ -119,18 +119,20 @@ def made(pair):
         )
 
 
-@pytest.mark.parametrize("pair", table.EXCLUDED, ids=lambda pair: f"{pair.one}, {pair.other}")
+@pytest.mark.parametrize(
+    "pair", table.EXCLUDED, ids=lambda pair: f"{pair.feature}, {pair.conflict}"
+)
 def test_every_row_makes_its_error_with_both_names_the_reason_and_both_cures(pair):
     with pytest.raises(Exception, match="exclude each other: ") as caught:
         made(pair)
-    of_lightning = pair.other == "pipeline" and pair.one in OF_A_PIPELINE
+    of_lightning = pair.conflict == "pipeline" and pair.feature in OF_A_PIPELINE
     assert type(caught.value).__name__ == (
         "MisconfigurationException" if of_lightning else "ValueError"
     )
     both, _, rest = str(caught.value).partition(" exclude each other: ")
     assert " and " in both
     assert rest.lower().startswith(
-        f"{pair.why}. {table.CURES[pair.one]}, or {table.CURES[pair.other]}.".lower()
+        f"{pair.reason}. {table.CURES[pair.feature]}, or {table.CURES[pair.conflict]}.".lower()
     )
 
 
@@ -165,4 +167,4 @@ def test_the_page_has_the_table():
         if line.startswith("|")
     ]
     shown = {(one, other) for other, *rest in lines[2:] for one in ", ".join(rest).split(", ")}
-    assert shown == {(pair.one, pair.other) for pair in table.EXCLUDED}
+    assert shown == {(pair.feature, pair.conflict) for pair in table.EXCLUDED}

@@ -76,7 +76,7 @@ def test_residuals_move_to_the_rank_that_encodes_their_block(four_ranks, tmp_pat
 
 def of_all_nodes(trainer, module, *args):
     extensions = trainer.strategy._extensions
-    return extensions.made[0].collected(extensions.fit)
+    return extensions.members[0].collected(extensions.fit)
 
 
 def test_a_skipped_step_leaves_all_residuals_as_they_were(two_ranks):

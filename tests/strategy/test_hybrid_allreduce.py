@@ -213,7 +213,7 @@ def test_a_plan_comes_from_a_file_and_excludes_the_options_it_holds(tmp_path):
     for options in ({"algorithm": "flat"}, {"bucket_bytes": 1}):
         with pytest.raises(
             ValueError,
-            match=r"^`comm.plan` .* leave `comm.algorithm` and `comm.bucket_bytes` out, or",
+            match=r"^`comm.plan` .* Leave `comm.algorithm` and `comm.bucket_bytes` out, or",
         ):
             Comm(plan=plan, **options)
 

@@ -1,1 +1,4 @@
-"""`exact_resume=True`: where a user's loaders go on after a resume; how they do is in `data/exact_loader.py`."""
+"""Exact resume of a user's loaders, `exact_resume=True`: the batch at which each one continues.
+
+`data/exact_loader.py` moves the loaders there.
+"""

@@ -9,19 +9,22 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_hybrid.lightning_names import is_overridden, lightning_types
 
 _HOOK = "on_train_epoch_start"
-# Callbacks of these packages set nothing there that a resumed epoch lacks, or are set by the strategy.
+# Callbacks of these packages set nothing in the hook that a resumed epoch lacks, or the strategy sets it.
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_hybrid", "recipes")
 
 
 def warn_of_skipped_epoch_start(trainer: Any) -> None:
     """Warn if a resumed fit continues in an epoch whose start ran before the checkpoint, and user code acts there.
 
-    What the hook sets on a data set, a sampler or a loss is as a new epoch 0 has it. Lightning says so only of loaders
-    without a state.
+    Values that the hook sets on a data set, a sampler or a loss are those of a new epoch 0. Lightning warns of this
+    only for loaders without a state.
     """
     if not trainer.fit_loop.restarted_mid_epoch:
         return
-    names = [type(callback).__name__ for callback in trainer.callbacks if _is_users(callback)]
+    names: list[str] = []
+    for callback in trainer.callbacks:
+        if _is_users(callback):
+            names.append(type(callback).__name__)
     module = trainer.lightning_module
     if is_overridden(_HOOK, module, "pytorch.LightningModule"):
         names.append(type(module).__name__)
@@ -35,6 +38,7 @@ def warn_of_skipped_epoch_start(trainer: Any) -> None:
 
 
 def _is_users(callback: Any) -> bool:
+    """Return whether a callback of the user has the hook."""
     is_lambda = isinstance(callback, lightning_types("pytorch.callbacks.LambdaCallback"))
     if is_lambda:
         return _HOOK in vars(callback)

@@ -10,7 +10,7 @@ import torch
 
 from lightning_hybrid.strategy.exact_resume.rank_states import states_of_all_ranks
 
-# Imported in functions: their package brings loaders of our own.
+# Imported in functions at run time: their package also imports our own loaders.
 if TYPE_CHECKING:
     from lightning_hybrid.data.exact_resume import ExactResume
     from lightning_hybrid.data.place import Place
@@ -27,15 +27,15 @@ class LoopReader:
     sets_epochs: bool = True  # Fabric counts iterations from 0 after a resume
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return True: all iterators are the user's."""
+        """Return True, because the user's loop holds all iterators."""
         return True
 
     def is_within_training(self) -> bool:
-        """Return True: only the user knows."""
+        """Return True, because only the user knows when training runs."""
         return True
 
     def place_of(self, resume: ExactResume) -> Place:
-        """Return the next epoch, or the rest of the one that was saved."""
+        """Return the start of the next epoch, or the batch at which the saved epoch continues."""
         from lightning_hybrid.data.place import Place
 
         state = resume.loaded
@@ -73,10 +73,13 @@ class LoopLoaders:
         return exact_loader
 
     def with_states(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Return a state with the states of all ranks in the place of each loader. Collective, if there is one."""
-        with_states: dict[str, Any] = {}
+        """Return a state in which each loader is replaced by its states on all ranks.
+
+        Collective, if there is a loader.
+        """
+        state_to_save: dict[str, Any] = {}
         for name, value in state.items():
             if hasattr(value, "exact_resume"):
                 value = states_of_all_ranks([value.state_dict()], rank, is_alone=False)[0]
-            with_states[name] = value
-        return with_states
+            state_to_save[name] = value
+        return state_to_save

@@ -10,21 +10,26 @@ import torch.distributed as dist
 def states_of_all_ranks(
     states: list[dict[str, Any]], rank: int, *, is_alone: bool
 ) -> list[dict[str, Any] | None]:
-    """Return these states with `own` of all ranks, None for a loader that keeps its state by itself.
+    """Return the states of loaders with the entries of all ranks, or None for a loader that keeps its state itself.
 
-    Collective, unless `is_alone`: every rank must call it, with as many states.
+    Collective, unless `is_alone`: every rank must call it, with the same number of states.
+
+    Args:
+        states: The states of this rank's loaders. `own` is the entry of this rank alone.
+        rank: The index of this rank among the ranks that read different data.
+        is_alone: Whether other ranks do not call this function.
     """
-    own = (rank, [state.get("own") for state in states])
-    gathered: list[Any] = [own]
+    rank_entries = (rank, [state.get("own") for state in states])
+    gathered: list[Any] = [rank_entries]
     if not is_alone and dist.is_initialized() and dist.get_world_size() > 1:
         gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
+        dist.all_gather_object(gathered, rank_entries)
 
     states_to_save: list[dict[str, Any] | None] = []
     for index, state in enumerate(states):
         if "own" not in state:
             states_to_save.append(None)
             continue
-        of_ranks = {other_rank: own_states[index] for other_rank, own_states in gathered}
+        of_ranks = {gathered_rank: entries[index] for gathered_rank, entries in gathered}
         states_to_save.append({**state, "own": None, "of_ranks": of_ranks})
     return states_to_save

@@ -62,7 +62,7 @@ def test_ctrl_c_without_a_callback_says_where_it_stopped_and_what_to_go_on_from(
     assert end.startswith("SystemExit: 1")
     (said,) = [message for message in messages if message.startswith("The run stopped")]
     assert (
-        f"in epoch 1 after step 9; `fit(..., ckpt_path='{tmp_path}/epoch=0-step=8.ckpt')` goes on"
+        f"in epoch 1 after step 9; `fit(..., ckpt_path='{tmp_path}/epoch=0-step=8.ckpt')` resumes"
         in said
     )
 
@@ -120,7 +120,7 @@ def is_alive(pid):
 @pytest.mark.parametrize(
     ("launcher", "callback", "number", "whom", "words"),
     [
-        ("lightning", "none", signal.SIGINT, "all", "no checkpoint was written to go on from"),
+        ("lightning", "none", signal.SIGINT, "all", "no checkpoint was written to resume from"),
         (
             "lightning",
             "none",

@@ -99,7 +99,7 @@ def test_the_second_process_of_a_rank_is_sent_away_and_the_others_meet(three_ran
     results = three_ranks.run(meets_but_one, free_port())
     assert results[0] == "met"
     (refused,) = [each for each in results[1:] if each != "met"]
-    assert refused.startswith("`RANK` (=1) must be another one on each process: process ")
+    assert refused.startswith("`RANK` (=1) must be different on each process: process ")
 
 
 def meets_but_one(port):
@@ -129,7 +129,7 @@ def test_a_port_that_is_taken_is_named():
 def test_an_address_that_is_not_this_hosts_is_warned_of():
     """192.0.2.1 is for documentation (RFC 5737): such as the outer address of a host behind a translator."""
     with pytest.warns(
-        UserWarning, match=r"MASTER_ADDR \(=192\.0\.2\.1\) is no address of this host's own"
+        UserWarning, match=r"MASTER_ADDR \(=192\.0\.2\.1\) is not an address of this host"
     ):
         assert rendezvous._listen("192.0.2.1", free_port()) is None
 

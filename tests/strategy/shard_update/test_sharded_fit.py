@@ -108,7 +108,7 @@ def held(trainer, module, *args):
 
 
 def shards_of(trainer):
-    return trainer.strategy._extensions.made[0]._parts.shards.values()
+    return trainer.strategy._extensions.members[0]._parts.shards.values()
 
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
@@ -130,7 +130,7 @@ def test_each_rank_of_a_node_holds_a_part_of_the_large_tensors(two_ranks, precis
 
 def num_scattered(trainer, module, *args):
     extensions = trainer.strategy._extensions
-    scatter = extensions.made[0]._parts.scatter if extensions else None
+    scatter = extensions.members[0]._parts.scatter if extensions.members else None
     return scatter and sum(packing is not None for packing in scatter._packings.values())
 
 

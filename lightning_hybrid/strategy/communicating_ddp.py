@@ -1,0 +1,204 @@
+"""Base of the strategies: ranks that meet, average gradients with our engine, and report failures by rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hybrid.comm import CommTrace
+from lightning_hybrid.lightning_names import lightning_function
+from lightning_hybrid.precision.plugin import MasterWeightMixin
+from lightning_hybrid.strategy.comm_setup import CommSetup
+from lightning_hybrid.strategy.failures import FailureReports, use_own_names
+from lightning_hybrid.strategy.loss_checks import (
+    refuse_loss_without_gradient,
+    refuse_loss_without_parameters,
+)
+from lightning_hybrid.strategy.registration import STRATEGY_NAME
+from lightning_hybrid.strategy.rendezvous import (
+    connect_ranks,
+    refuse_launch,
+    start_method_from,
+    timeout_from,
+)
+from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
+from lightning_hybrid.strategy.strategy_options import StrategyOptions
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    # The class that users see is in `flavours/` and derives from the DDPStrategy of one Lightning package.
+    _Base = object
+
+
+class CommunicatingDDP(_Base):
+    """DDP strategy of ranks that connect, average gradients and name the rank that fails.
+
+    Args:
+        options: The validated options of the strategy.
+        timeout: Seconds or `timedelta` that ranks wait for one another.
+        start_method: The way in which Lightning starts the ranks of a node.
+        **lightning_arguments: Further arguments of Lightning's `DDPStrategy`, without those of DDP.
+
+    Raises:
+        ValueError: `timeout` or `start_method` has an invalid value.
+    """
+
+    registered_name = STRATEGY_NAME
+    _watchdog_type: type[SetupWatchdog] = SetupWatchdog
+
+    def __init__(
+        self,
+        options: StrategyOptions,
+        *,
+        timeout: timedelta | float,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"],
+        **lightning_arguments: Any,
+    ) -> None:
+        self._options = options
+        self._comm = CommSetup(options)
+        self._failures = FailureReports()
+        super().__init__(
+            timeout=timeout_from(timeout),
+            start_method=start_method_from(start_method),
+            **lightning_arguments,
+            **options.ddp_options,
+        )
+
+    @property
+    def comm_trace(self) -> CommTrace | None:
+        """Counters of the communication, while a fit runs."""
+        return self._comm.trace
+
+    @property
+    def communication_plan(self) -> str | None:
+        """Ranks, nodes, buckets and algorithms in one line, once they are known."""
+        return self._comm.communication_plan
+
+    @property
+    def _module(self) -> Any:
+        return self.lightning_module  # there from `connect` on
+
+    # ---- launch ------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        refuse_launch(self.registered_name, self._start_method, self.parallel_devices)
+        super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Set up as DDP. From here on an error names the rank that is missing."""
+        has_several = self._comm.has_several_communicators(self._module)
+        self._failures.begin(self.parallel_devices or (), has_several_communicators=has_several)
+        super().setup_environment()
+        self._failures.watch_setup(self._watchdog_type, self.root_device, self._timeout)
+
+    def set_world_ranks(self) -> None:
+        """Set the ranks and the world size, and check `ranks_per_node`, which needs both."""
+        super().set_world_ranks()
+        if self.cluster_environment is not None:
+            self._comm.check_ranks(rank=self.global_rank, world_size=self.world_size)
+
+    def setup_distributed(self) -> None:
+        """Set up as DDP, with the store of `rendezvous.meet`. Collective."""
+        lightning_function("fabric.utilities.seed.reset_seed")()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        connect_ranks(
+            self.cluster_environment, self._process_group_backend, self.root_device, self._timeout
+        )
+
+    # ---- communication of a fit --------------------------------------------------------------
+
+    def _begin_communication(self) -> None:
+        """Find the topology of a fit. Collective, unless the user set `ranks_per_node`."""
+        topology = self._comm.topology_of(self.global_rank, self.world_size)
+        self._comm.begin(topology, self.root_device, self._timeout)
+
+    def _share_of_data(self) -> dict[str, Any]:
+        """Return the number of ranks that read different data, and this rank's index among them."""
+        share: dict[str, Any] = self.distributed_sampler_kwargs
+        return share
+
+    @property
+    def _sums_over_ranks(self) -> bool:
+        """True if gradients are summed over several ranks."""
+        return bool(self.world_size > 1)
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        # On the current stream: Lightning would create its own, and gradients would cross streams.
+        return self._comm.wrap(
+            model,
+            device_ids=self.determine_ddp_device_ids(),
+            is_half=isinstance(self.precision_plugin, MasterWeightMixin),
+            **self._ddp_kwargs,
+        )
+
+    def _register_ddp_hooks(self) -> None:
+        # Lightning registers hooks on CUDA only. This one is for every device type.
+        assert isinstance(self.model, DistributedDataParallel)
+        engine = self._comm.new_engine(self.precision_plugin)
+        self._comm.engine = engine
+        self._failures.engine = engine
+        self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run backward as DDP, and check that the loss has gradients, which other ranks wait for."""
+        refuse_loss_without_gradient(
+            closure_loss, rank=self.global_rank, world_size=self.world_size
+        )
+        state = self._comm.hook_state
+        num_buckets_before = 0
+        if state is not None:
+            num_buckets_before = state.num_buckets
+        scaled_loss = super().backward(closure_loss, *args, **kwargs)
+        if state is not None and state.num_buckets == num_buckets_before:
+            self._refuse_backward_without_buckets(closure_loss)
+        return scaled_loss
+
+    def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
+        """Check that no other rank waits for the gradients of a backward that filled no bucket."""
+        is_averaged = (
+            isinstance(self.model, DistributedDataParallel)
+            and self.model.require_backward_grad_sync
+        )
+        if is_averaged and self.world_size > 1:
+            refuse_loss_without_parameters(
+                closure_loss, rank=self.global_rank, world_size=self.world_size
+            )
+
+    def _close_communication(self) -> None:
+        """End the communication of a fit."""
+        self._comm.close(self.optimizers)
+
+    # ---- failures ----------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Start as DDP. From here on, a SIGTERM to any rank stops all ranks."""
+        super().on_train_start()
+        self._failures.watch_sigterm(self._module.trainer)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait as DDP, except on a rank that fails: the others do not reach this barrier."""
+        if not self._failures.is_alone():
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Broadcast as DDP, except on a rank that fails, which gets its own object back."""
+        if self._failures.is_alone():
+            return obj
+        return super().broadcast(obj, *args, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Report the error to the ranks that wait for this one, and name the rank that caused it."""
+        # First of all DDP's advice replaces torch's message: the report below the traceback repeats it.
+        super().on_exception(exception)
+        use_own_names(exception, strategy=type(self).__name__)
+        first_rank = self.node_rank * self.num_processes
+        self._failures.report(exception, rank=self.global_rank, first_rank=first_rank)
+        if self.lightning_module is not None:
+            self._failures.ended_by = exception
