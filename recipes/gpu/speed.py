@@ -1,4 +1,4 @@
-"""Speed: updates against the memory's bandwidth, training against Lightning's own, sums against the planner."""
+"""Checks of speed: updates by memory bandwidth, ResNet-50 by Lightning's strategies, all-reduces by the planner."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ NUM_SAMPLES = 5
 
 def verdict(given: Given, *, is_fast: bool) -> str:
     """Return FAST or SLOW for a GPU; on a CPU, where nothing is measured, PASS."""
-    return "PASS" if not given.on_cuda else "FAST" if is_fast else "SLOW"
+    if not given.on_cuda:
+        return "PASS"
+    return "FAST" if is_fast else "SLOW"
 
 
 def updates(given: Given) -> Details:
@@ -49,26 +51,40 @@ def updates(given: Given) -> Details:
     more than 1.3 times their bytes.
     """
     device = torch.device(given.device)
-    rate = copy_rate(device, num_bytes=2**30 if given.on_cuda else 2**24)
-    case = "resnet50" if given.on_cuda else "linear_8mib"
-    shapes = GRADIENT_SETS[case]()
-    table = list[Details]()
+    if given.on_cuda:
+        copied_bytes = 2**30
+        gradient_set = "resnet50"
+    else:
+        copied_bytes = 2**24
+        gradient_set = "linear_8mib"
+    bytes_per_s = copy_rate(device, num_bytes=copied_bytes)
+    shapes = GRADIENT_SETS[gradient_set]()
+
+    table: list[Details] = []
     for arm in ("sgd_fused_fp32", "lars_fused", "adamw_fused_fp32", "lamb"):
-        num_bytes = FLOOR_BYTES[arm]
+        bytes_per_parameter = FLOOR_BYTES[arm]
+        num_bytes = bytes_per_parameter * numel(shapes)
         device_s, host_s = seconds_of(ARMS[arm](shapes, device), device)
-        floor_s = num_bytes * numel(shapes) / rate
-        row: Details = {"arm": arm, "parameters": case, "bytes per parameter": num_bytes}
-        row |= {"device ms": round(1e3 * device_s, 4), "host ms": round(1e3 * host_s, 4)}
-        table.append(row | {"GB/s": round(num_bytes * numel(shapes) / device_s / 1e9, 1)})
-        table[-1]["x bytes over bandwidth"] = round(device_s / floor_s, 2)
+        table.append(
+            {
+                "arm": arm,
+                "parameters": gradient_set,
+                "bytes per parameter": bytes_per_parameter,
+                "device ms": round(1e3 * device_s, 4),
+                "host ms": round(1e3 * host_s, 4),
+                "GB/s": round(num_bytes / device_s / 1e9, 1),
+                "x bytes over bandwidth": round(device_s / (num_bytes / bytes_per_s), 2),
+            }
+        )
+
     ratios = {row["arm"]: row["x bytes over bandwidth"] for row in table}
     is_fast = ratios["lars_fused"] <= UPDATE_BOUND
     message = ", ".join(f"{arm} {ratio}" for arm, ratio in ratios.items())
     return {
         "status": verdict(given, is_fast=is_fast),
-        "message": f"copy {rate / 1e9:.0f} GB/s; times its bytes: {message}",
+        "message": f"copy {bytes_per_s / 1e9:.0f} GB/s; times its bytes: {message}",
         "table": table,
-        "copy_bytes_per_s": rate,
+        "copy_bytes_per_s": bytes_per_s,
     }
 
 
@@ -78,26 +94,26 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float,
         work()
     num_in_a_row = calls_in_a_row(work)
     samples = [time_one(work, device, num_in_a_row=num_in_a_row) for _ in range(NUM_SAMPLES)]
-    return statistics.median(one for one, _ in samples), statistics.median(
-        host_s for _, host_s in samples
-    )
+    median_device_s = statistics.median(device_s for device_s, _ in samples)
+    median_host_s = statistics.median(host_s for _, host_s in samples)
+    return median_device_s, median_host_s
 
 
 # ---- ResNet-50 -------------------------------------------------------------------------------------------------------
 
 
 class ShardedNet(TrainedNet):
-    """FSDP2: bf16 with fp32 sums; normalisation stays fp32, as under autocast."""
+    """Network sharded by FSDP2: bf16 with fp32 sums; normalisation stays fp32, as under autocast."""
 
     def configure_model(self) -> None:
         """Shard the network over all ranks."""
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
         self.net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other
         norms = [module for module in self.net.modules() if isinstance(module, nn.BatchNorm2d)]
-        fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # type: ignore[arg-type]
-        fully_shard(
-            self.net, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        )
+        fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
+        fully_shard(norms, mesh=mesh, mp_policy=fp32)  # type: ignore[arg-type]
+        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(self.net, mesh=mesh, mp_policy=bf16)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Make SGD by lists: torch's fused one takes no DTensors."""
@@ -107,7 +123,8 @@ class ShardedNet(TrainedNet):
 def _size(given: Given) -> Details:
     if not given.on_cuda:
         return {"width": 0.125, "batch": 4, "pixels": 32, "num_warmup": 1, "num_steps": 2}
-    batch = 256 if torch.cuda.get_device_properties(0).total_memory > 40 * 2**30 else 64
+    has_large_memory = torch.cuda.get_device_properties(0).total_memory > 40 * 2**30
+    batch = 256 if has_large_memory else 64
     return {"width": 1.0, "batch": batch, "pixels": 224, "num_warmup": 15, "num_steps": 40}
 
 
@@ -131,31 +148,39 @@ RESNET_ARMS: dict[str, tuple[Any, Callable[[int], Any]]] = {
 def images_per_s(arm: str, given: Given, rank: int, num_ranks: int) -> Details:
     """Measure the images per second of all ranks with an arm of `RESNET_ARMS`."""
     size = _size(given)
-    (precision, strategy) = RESNET_ARMS[arm]
-    device = torch.device("cuda", rank) if given.on_cuda else torch.device("cpu")
+    precision, make_strategy = RESNET_ARMS[arm]
+    device = _device_of(given, rank)
     images = torch.randn(size["batch"], 3, size["pixels"], size["pixels"], device=device)
-    batch = (
-        images.contiguous(memory_format=torch.channels_last),
-        torch.randint(1000, (size["batch"],), device=device),
-    )
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (size["batch"],), device=device)
+
     clock = FitClock(begin=size["num_warmup"], end=size["num_warmup"] + size["num_steps"])
-    settings = {
-        "strategy": strategy(num_ranks),
-        "max_steps": clock.end,
-        "max_epochs": -1,
-        "deterministic": False,
-    }
-    settings |= {
-        "devices": num_ranks,
-        "use_distributed_sampler": False,
-        "benchmark": True,
-        "callbacks": [clock],
-    }
-    net = ResNet(depth=50, width=size["width"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
-    kind = ShardedNet if arm.startswith("fully_shard") else TrainedNet
-    module = kind(net, fused_lars if arm.startswith("ours") else fused_sgd)
-    trainer_for(given, precision, **settings).fit(module, SameBatch(batch, clock.end))
+    trainer = trainer_for(
+        given,
+        precision,
+        strategy=make_strategy(num_ranks),
+        max_steps=clock.end,
+        max_epochs=-1,
+        deterministic=False,
+        devices=num_ranks,
+        use_distributed_sampler=False,
+        benchmark=True,
+        callbacks=[clock],
+    )
+
+    net = ResNet(depth=50, width=size["width"])
+    net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
+    module_type = ShardedNet if arm.startswith("fully_shard") else TrainedNet
+    make_optimizer = fused_lars if arm.startswith("ours") else fused_sgd
+    module = module_type(net, make_optimizer)
+    trainer.fit(module, SameBatch((images, labels), clock.end))
     return {"images_per_s": num_ranks * size["batch"] * size["num_steps"] / clock.seconds}
+
+
+def _device_of(given: Given, rank: int) -> torch.device:
+    if given.on_cuda:
+        return torch.device("cuda", rank)
+    return torch.device("cpu")
 
 
 def resnet50(given: Given) -> Details:
@@ -163,129 +188,177 @@ def resnet50(given: Given) -> Details:
 
     A rank is a process of its own for each arm and round: an arm that fails is a row with its error.
     """
-    num_gpus = given.num_gpus if given.on_cuda else 1
-    num_rounds = 2 if given.on_cuda else 1
-    worlds = {(arm, num_gpus): list[float]() for arm in RESNET_ARMS} | {
-        ("ours, 16-true", 1): list[float]()
-    }
-    errors: dict[tuple[str, int], AssertionError] = {}
-    for (arm, num_ranks), samples in [*worlds.items()] * num_rounds:
-        try:
-            run = partial(images_per_s, arm)
-            answers = run_world(given, run, num_ranks=num_ranks, limit_s=given.limit_s / 4)
-            samples.append(min(answer["images_per_s"] for answer in answers))
-        except AssertionError as error:
-            errors[arm, num_ranks] = error
-    table: list[Details] = []
-    for (arm, num_ranks), samples in worlds.items():
-        row: Details = {"arm": arm, "GPUs" if given.on_cuda else "processes": num_ranks}
-        row["images/s"] = (
-            round(statistics.median(samples), 1) if samples else str(errors[arm, num_ranks])[:200]
-        )
-        table.append(row | {"rounds": [round(sample, 1) for sample in samples]})
-    if not worlds["ours, 16-true", num_gpus]:
-        raise errors["ours, 16-true", num_gpus]
-    ours = statistics.median(worlds["ours, 16-true", num_gpus])
-    rates = {arm: statistics.median(found) for (arm, _), found in worlds.items() if found}
-    theirs = {arm: rate for arm, rate in rates.items() if not arm.startswith("ours")}
-    message = ", ".join(
-        f"{ours / rate:.2f} times {arm} ({rate:.0f})" for arm, rate in theirs.items()
+    num_ranks = given.num_gpus if given.on_cuda else 1
+    samples, errors = _sample_arms(given, num_ranks)
+    if not samples["ours, 16-true", num_ranks]:
+        raise errors["ours, 16-true", num_ranks]
+
+    rates = {}
+    for (arm, _), arm_samples in samples.items():
+        if arm_samples:
+            rates[arm] = statistics.median(arm_samples)
+    our_rate = statistics.median(samples["ours, 16-true", num_ranks])
+    lightning_rates = {arm: rate for arm, rate in rates.items() if not arm.startswith("ours")}
+
+    ratios = ", ".join(
+        f"{our_rate / rate:.2f} times {arm} ({rate:.0f})" for arm, rate in lightning_rates.items()
     )
-    message = f"ResNet-50, {num_gpus} ranks: {ours:.0f} images/s in 16-true with LARS: {message}"
+    message = (
+        f"ResNet-50, {num_ranks} ranks: {our_rate:.0f} images/s in 16-true with LARS: {ratios}"
+    )
+    if not given.on_cuda:
+        message = f"{message} (a tiny network: no measurement)"
     return {
-        "status": verdict(given, is_fast=ours > max(theirs.values(), default=0.0)),
-        "message": message if given.on_cuda else f"{message} (a tiny network: no measurement)",
-        "table": table,
-        "size": _size(given),  # not before: ranks are forks, and it makes a context of CUDA's
+        "status": verdict(given, is_fast=our_rate > max(lightning_rates.values(), default=0.0)),
+        "message": message,
+        "table": _table_of_arms(given, samples, errors),
+        "size": _size(given),  # not before: ranks are forks, and it makes a CUDA context
     }
 
 
-# ---- sums ------------------------------------------------------------------------------------------------------------
+_Samples = dict[tuple[str, int], list[float]]
+_Errors = dict[tuple[str, int], AssertionError]
+
+
+def _sample_arms(given: Given, num_ranks: int) -> tuple[_Samples, _Errors]:
+    """Measure every arm in turns, and ours also on one rank; an arm that fails has an error."""
+    samples: _Samples = {(arm, num_ranks): [] for arm in RESNET_ARMS}
+    samples.setdefault(("ours, 16-true", 1), [])
+    errors: _Errors = {}
+    num_rounds = 2 if given.on_cuda else 1
+    for _ in range(num_rounds):
+        for (arm, arm_ranks), arm_samples in samples.items():
+            run = partial(images_per_s, arm)
+            try:
+                answers = run_world(given, run, num_ranks=arm_ranks, limit_s=given.limit_s / 4)
+            except AssertionError as error:
+                errors[arm, arm_ranks] = error
+            else:
+                arm_samples.append(min(answer["images_per_s"] for answer in answers))
+    return samples, errors
+
+
+def _table_of_arms(given: Given, samples: _Samples, errors: _Errors) -> list[Details]:
+    devices = "GPUs" if given.on_cuda else "processes"
+    table: list[Details] = []
+    for (arm, num_ranks), arm_samples in samples.items():
+        row: Details = {"arm": arm, devices: num_ranks}
+        if arm_samples:
+            row["images/s"] = round(statistics.median(arm_samples), 1)
+        else:
+            row["images/s"] = str(errors[arm, num_ranks])[:200]
+        row["rounds"] = [round(sample, 1) for sample in arm_samples]
+        table.append(row)
+    return table
+
+
+# ---- all-reduces -----------------------------------------------------------------------------------------------------
 
 
 def sums(given: Given) -> Details:
-    """Time sums of 1, 25 and 100 MiB of fp16 by the backend and by our engine; compare with the planner's."""
+    """Time all-reduces of 1, 25 and 100 MiB of fp16 by the backend and by our engine; compare with the planner."""
     backend, num_ranks, _ = layout(given)
     if given.on_cuda and backend == "gloo":
         raise NotHere("needs two GPUs, or two MIG instances")
-    of_ranks = run_world(
-        given, partial(_timed_sums, backend), num_ranks=num_ranks, limit_s=0.9 * given.limit_s
-    )
-    cluster = cluster_of(torch.cuda.get_device_name() if given.on_cuda else "", num_ranks)
+    run = partial(_timed_sums, backend)
+    answers = run_world(given, run, num_ranks=num_ranks, limit_s=0.9 * given.limit_s)
+
+    gpu_name = torch.cuda.get_device_name() if given.on_cuda else ""
+    cluster = cluster_of(gpu_name, num_ranks)
     table: list[Details] = []
-    for key in of_ranks[0]:
-        num_bytes = int(key) * 2**20
-        (sum_s, engine_s) = (max(each[key][way] for each in of_ranks) for way in (0, 1))
-        row: Details = {
-            "MiB": int(key),
-            "backend ms": round(1e3 * sum_s, 3),
-            "engine ms": round(1e3 * engine_s, 3),
-        }
-        row["bus GB/s"] = round(2 * (num_ranks - 1) / num_ranks * num_bytes / sum_s / 1e9, 2)
-        predicted_s = None if cluster is None else cluster.alone_s("flat", num_bytes)
-        row["predicted ms"] = None if predicted_s is None else round(1e3 * predicted_s, 3)
-        table.append(
-            row | {"x predicted": None if predicted_s is None else round(sum_s / predicted_s, 2)}
-        )
-    slowest = max((row["x predicted"] for row in table if row["x predicted"]), default=None)
-    said = ", ".join(
+    for mib in answers[0]:
+        backend_s = max(answer[mib]["backend"] for answer in answers)
+        engine_s = max(answer[mib]["engine"] for answer in answers)
+        table.append(_row_of_sum(int(mib), backend_s, engine_s, num_ranks, cluster))
+
+    times = ", ".join(
         f"{row['MiB']} MiB {row['engine ms']} ms ({row['backend ms']} by {backend})"
         for row in table
     )
-    words = (
-        "no prediction for this machine"
-        if slowest is None
-        else f"at most {slowest} times the planner's"
-    )
-    status = "PASS" if slowest is None else verdict(given, is_fast=slowest <= PREDICTION_BOUND)
+    ratios = [row["x predicted"] for row in table if row["x predicted"]]
+    if ratios:
+        comparison = f"at most {max(ratios)} times the planner's"
+        status = verdict(given, is_fast=max(ratios) <= PREDICTION_BOUND)
+    else:
+        comparison = "no prediction for this machine"
+        status = "PASS"
     return {
         "status": status,
-        "message": f"sums of {num_ranks} ranks: {said}; {words}",
+        "message": f"sums of {num_ranks} ranks: {times}; {comparison}",
         "table": table,
     }
 
 
+def _row_of_sum(
+    mib: int, backend_s: float, engine_s: float, num_ranks: int, cluster: Cluster | None
+) -> Details:
+    num_bytes = mib * 2**20
+    row: Details = {
+        "MiB": mib,
+        "backend ms": round(1e3 * backend_s, 3),
+        "engine ms": round(1e3 * engine_s, 3),
+        "bus GB/s": round(2 * (num_ranks - 1) / num_ranks * num_bytes / backend_s / 1e9, 2),
+        "predicted ms": None,
+        "x predicted": None,
+    }
+    if cluster is not None:
+        predicted_s = cluster.alone_s("flat", num_bytes)
+        row["predicted ms"] = round(1e3 * predicted_s, 3)
+        row["x predicted"] = round(backend_s / predicted_s, 2)
+    return row
+
+
 def _timed_sums(backend: str, given: Given, rank: int, num_ranks: int) -> Details:
-    device = torch.device("cuda", rank) if given.on_cuda else torch.device("cpu")
+    """Return the seconds of an all-reduce by the backend and by the engine, for each size in MiB."""
+    device = _device_of(given, rank)
     limit = timedelta(seconds=60)
     if given.on_cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=limit, device_id=device if given.on_cuda else None)
+        dist.init_process_group(backend, timeout=limit, device_id=device)
+        sizes_mib = [1, 25, 100]
+    else:
+        dist.init_process_group(backend, timeout=limit)
+        sizes_mib = [1, 4]
     topology = Topology.from_ranks_per_node(
         rank=rank, world_size=num_ranks, ranks_per_node=num_ranks
     )
-    engine = CommEngine(
-        topology=topology, plan=CommPlan(algorithm="flat"), timeout=limit, device=device
-    )
-    found = {}
-    for mib in (1, 25, 100) if given.on_cuda else (1, 4):
+    plan = CommPlan(algorithm="flat")
+    engine = CommEngine(topology=topology, plan=plan, timeout=limit, device=device)
+
+    def by_engine(flat: torch.Tensor) -> None:
+        engine.submit(flat, bucket_index=0, is_last=True).wait()
+
+    seconds: Details = {}
+    for mib in sizes_mib:
         flat = torch.zeros(mib << 19, dtype=torch.float16, device=device)
-        ways = (
-            lambda: dist.all_reduce(flat),  # noqa: B023
-            lambda: engine.submit(flat, bucket_index=0, is_last=True).wait(),  # noqa: B023
-        )
-        found[str(mib)] = [seconds_of(way, device)[0] for way in ways]
+        backend_s, _ = seconds_of(partial(dist.all_reduce, flat), device)
+        engine_s, _ = seconds_of(partial(by_engine, flat), device)
+        seconds[str(mib)] = {"backend": backend_s, "engine": engine_s}
     engine.close()
-    return found
+    return seconds
 
 
 def cluster_of(gpu: str, num_ranks: int) -> Cluster | None:
-    """Return the description in conf/cluster of one node with GPUs of this name; None where there is none.
+    """Describe one node with these GPUs by a file of conf/cluster; return None for unknown GPUs.
 
     >>> cluster_of("NVIDIA H200", 8).inside.bytes_per_s, cluster_of("NVIDIA T4", 2)
     (370800000000.0, None)
     """
-    names = {"H200": "hgx_h200", "H100": "dgx_h100", "A100": "dgx_a100", "B200": "hgx_b200"}
-    name = next((names[word] for word in gpu.replace("-", " ").split() if word in names), None)
-    if name is None or "PCI" in gpu.upper():  # which has no switch between all GPUs
+    clusters = {"H200": "hgx_h200", "H100": "dgx_h100", "A100": "dgx_a100", "B200": "hgx_b200"}
+    known_words = [word for word in gpu.replace("-", " ").split() if word in clusters]
+    if not known_words or "PCI" in gpu.upper():  # PCIe cards have no switch between all GPUs
         return None
-    links = yaml.safe_load((ROOT / "conf" / "cluster" / f"{name}.yaml").read_text())["links"]
-    values = {key: value for key, value in links["transport"].items() if not key.startswith("_")}
-    ends = [
-        Link(latency_s=links[at]["latency_s"], bytes_per_s=links[at]["bytes_per_s"])
-        for at in ("inside", "across")
-    ]
-    transport = Nccl(**values)
+    file = ROOT / "conf" / "cluster" / f"{clusters[known_words[0]]}.yaml"
+    links = yaml.safe_load(file.read_text())["links"]
+    transport = {k: value for k, value in links["transport"].items() if not k.startswith("_")}
     return Cluster(
-        num_nodes=1, ranks_per_node=num_ranks, inside=ends[0], across=ends[1], transport=transport
+        num_nodes=1,
+        ranks_per_node=num_ranks,
+        inside=_link(links["inside"]),
+        across=_link(links["across"]),
+        transport=Nccl(**transport),
     )
+
+
+def _link(description: Details) -> Link:
+    return Link(latency_s=description["latency_s"], bytes_per_s=description["bytes_per_s"])
