@@ -281,9 +281,7 @@ class RunReport(Callback):
 
         accuracy = self.last(m.TEST_ACC)
         if accuracy is not None:
-            weights = "the last weights"
-            if self._tested_checkpoint is not None:
-                weights = _path_in(folder, self._tested_checkpoint)
+            weights = self._name_tested_weights(folder)
             findings["test accuracy"] = (True, f"{accuracy:.2%} of {weights}")
 
         validation = self._describe_validation(trainer, folder)
@@ -332,6 +330,11 @@ class RunReport(Callback):
         if _is_dry(trainer):
             rows["report"] = "not written (fast_dev_run)"
         return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
+
+    def _name_tested_weights(self, folder: Path) -> str:
+        if self._tested_checkpoint is None:
+            return "the last weights"
+        return _path_in(folder, self._tested_checkpoint)
 
     def _describe_validation(self, trainer: pl.Trainer, folder: Path) -> str | None:
         """Return the last accuracy in validation, the best one, and its checkpoint."""
