@@ -52,7 +52,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    # A module is imported at the first access, because some commands use this package without Lightning.
+    # A module is imported at the first access, because some commands use this package without
+    # Lightning.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

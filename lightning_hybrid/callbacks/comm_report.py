@@ -11,7 +11,8 @@ from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 def byte_metrics(comm: CommSummary) -> dict[str, float]:
     """Return bytes per step.
 
-    Bytes between nodes are included if there are several nodes, and the error of quantisation if a codec is used.
+    Bytes between nodes are included if there are several nodes, and the error of quantisation if a
+    codec is used.
     """
     if not comm.num_steps:
         return {}
@@ -112,7 +113,8 @@ def describe(
 
     Args:
         comm: Communication of all steps. None: not measured.
-        exposed_s: Exposed seconds per step, without the first steps of a run. None: show the mean of all steps.
+        exposed_s: Exposed seconds per step, without the first steps of a run. None: show the mean
+            of all steps.
         exposed_share: The same as a share of the time of a step.
         link_bytes_per_s: Bandwidth of a node's link. None: unknown.
 

@@ -60,8 +60,8 @@ class MasterWeightAveraging(EMAWeightAveraging):
 
         average <- decay * average + (1 - decay) * weight         fp32, after each step
 
-    Validation uses the average, and after `fit` the module holds it. Checkpoints hold the average as their weights, and
-    the trained weights under a key of their own.
+    Validation uses the average, and after `fit` the module holds it. Checkpoints hold the average
+    as their weights, and the trained weights under a key of their own.
 
     Args:
         decay: Share of the average that stays at each update, between 0 and 1.

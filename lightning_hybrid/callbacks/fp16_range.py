@@ -21,7 +21,8 @@ from lightning_hybrid.callbacks.recalibrate_bn import generators_kept, new_train
 from lightning_hybrid.checks import plain_value, require_whole
 from lightning_hybrid.precision.window import NORMALISATION_TYPES, is_reparametrised
 
-# Exponents of fp16: its smallest values are 2^-24, those with all 11 bits begin at 2^-14, and from 2^16 on it has inf.
+# Exponents of fp16: its smallest values are 2^-24, those with all 11 bits begin at 2^-14, and from
+# 2^16 on it has inf.
 SUBNORMAL = -24
 NORMAL = -14
 END = 16
@@ -31,8 +32,8 @@ LEAST = -50
 MOST = 40
 LARGEST_SCALE = 24
 
-# Shares of lost and of imprecise values that need no remedy. They are our choice: for normally distributed weights with
-# a standard deviation of 0.02 the shares are 2e-6 and 0.002.
+# Shares of lost and of imprecise values that need no remedy. They are our choice: for normally
+# distributed weights with a standard deviation of 0.02 the shares are 2e-6 and 0.002.
 MOST_LOST = 0.01
 MOST_SUBNORMAL = 0.1
 
@@ -95,10 +96,11 @@ def half_precision_report(
 ) -> RangeReport:
     """Measure which values fp16 cannot represent in forward and backward of some batches.
 
-    A copy of the module runs `training_step` in the module's own precision and on its device. The module, its buffers
-    and gradients, random numbers and the loader's generators stay unchanged. The report covers weights that
-    `"16-true"` converts, outputs of leaf modules, and gradients of both. It does not cover values computed between
-    layers. bf16 has the range of fp32, with 8 bits of precision.
+    A copy of the module runs `training_step` in the module's own precision and on its device. The
+    module, its buffers and gradients, random numbers and the loader's generators stay unchanged.
+    The report covers weights that `"16-true"` converts, outputs of leaf modules, and gradients of
+    both. It does not cover values computed between layers. bf16 has the range of fp32, with 8 bits
+    of precision.
 
     Args:
         module: The module.
@@ -119,7 +121,8 @@ def half_precision_report(
         for index, batch in enumerate(islice(batches, num_batches)):
             moved = shadow._apply_batch_transfer_handler(batch, shadow.device)
             if hasattr(batches, "on_device"):
-                # Loaders of this library work on the device too, such as to normalise images that are sent as uint8.
+                # Loaders of this library work on the device too, such as to normalise images that
+                # are sent as uint8.
                 moved = batches.on_device(moved)
             output = shadow.training_step(*(moved, index)[:num_arguments])
             loss = output["loss"] if isinstance(output, Mapping) else output
@@ -230,8 +233,9 @@ def _range_of(kind: str, name: str, counts: Tensor, scale: int) -> TensorRange:
 class HalfPrecisionReport(Callback):
     """Callback that reports, before a fit, what fp16 cannot represent in the training batches.
 
-    It runs `half_precision_report` on the CPU, where the module is at that time. Rank zero prints the result of its own
-    batches. *Every rank must have this callback*, because `training_step` may wait for other ranks.
+    It runs `half_precision_report` on the CPU, where the module is at that time. Rank zero prints
+    the result of its own batches. *Every rank must have this callback*, because `training_step` may
+    wait for other ranks.
 
     Args:
         num_batches: Number of training batches to run.

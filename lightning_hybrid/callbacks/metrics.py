@@ -23,8 +23,8 @@ class Metric:
         name: Name in loggers.
         unit: SI unit, or "1" for a pure number.
         meaning: One sentence.
-        from_clock: Whether the value comes from a clock or the operating system, and so differs in a repeated run. All
-            other metrics repeat digit for digit.
+        from_clock: Whether the value comes from a clock or the operating system, and so differs in
+            a repeated run. All other metrics repeat digit for digit.
         best: Whether the largest or the least value of a run is the best. None: neither.
     """
 
@@ -189,8 +189,9 @@ INDEXED = {
 }
 """Metrics that exist several times, by the name of the first.
 
-They are the metrics of each bucket, by its position in the step, of each further optimizer in manual optimization, and
-of each further parameter group with trust ratios. The first optimizer and the first group have no index.
+They are the metrics of each bucket, by its position in the step, of each further optimizer in
+manual optimization, and of each further parameter group with trust ratios. The first optimizer and
+the first group have no index.
 """
 
 

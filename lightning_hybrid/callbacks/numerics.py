@@ -63,13 +63,16 @@ class NumericsMonitor(Callback):
     any error in a batch, except communication      The batch is described in a note, and saved.
     ==============================================  ==================================================================
 
-    The host waits for the device at logged steps only. Layers are probed only after 20 consecutive skipped steps.
+    The host waits for the device at logged steps only. Layers are probed only after 20 consecutive
+    skipped steps.
     *Every rank must have this callback.*
 
     Args:
-        run_dir: Folder of the run. The state at the failure is saved in `<run_dir>/numbers`, once, by each rank whose
-            numbers are bad and by rank zero, which adds the weights. None: the state is not saved.
-        patience: Number of consecutive logged steps at which a gradient must be zero for the warning.
+        run_dir: Folder of the run. The state at the failure is saved in `<run_dir>/numbers`, once,
+            by each rank whose numbers are bad and by rank zero, which adds the weights. None: the
+            state is not saved.
+        patience: Number of consecutive logged steps at which a gradient must be zero for the
+            warning.
 
     Raises:
         ValueError: `patience` is not a positive integer.
@@ -112,12 +115,14 @@ class NumericsMonitor(Callback):
     ) -> None:
         """Remember the batch while it is processed. If every step is skipped, probe its layers."""
         self._current_batch = (batch, batch_idx)
-        # The number of skipped steps is on the device. It is read only if the host would wait anyway.
+        # The number of skipped steps is on the device. It is read only if the host would wait
+        # anyway.
         is_free = _reads_are_free(pl_module.device) or is_logged_step(trainer, is_next=True)
         if is_free and _num_consecutive_skips(trainer) >= PROBE_AFTER:
             self._note_scale(trainer)
             if not self._losses_of_ranks:
-                # Not over all ranks: if nodes train independently, another node's ranks skip none of these steps.
+                # Not over all ranks: if nodes train independently, another node's ranks skip none
+                # of these steps.
                 group = run_status(trainer).verdict_group
                 self._losses_of_ranks = self._describe_losses_of_ranks(trainer, group)
             self._probes = LayerProbes(pl_module)
@@ -235,7 +240,8 @@ class NumericsMonitor(Callback):
         for name in elsewhere:
             largest.pop(name, None)
 
-        # Gradients are the same on every rank, so rank zero warns. For shards it needs those of the others.
+        # Gradients are the same on every rank, so rank zero warns. For shards it needs those of the
+        # others.
         are_shards = any(is_dtensor(parameter) for parameter in pl_module.parameters())
         if not are_shards:
             # Manual optimization may have removed all gradients.
@@ -298,7 +304,8 @@ class NumericsMonitor(Callback):
         batch, batch_idx = self._current_batch
         probes = self._probes
         self._forget_batch()
-        # A `NonFiniteLossError` is complete, and another rank's failure has no cause in this rank's batch.
+        # A `NonFiniteLossError` is complete, and another rank's failure has no cause in this rank's
+        # batch.
         if isinstance(exception, NonFiniteLossError) or failed_wait(exception) is not None:
             return
         try:

@@ -31,33 +31,38 @@ from lightning_hybrid.run_status import run_status
 class RecalibrateBatchNorm(Callback):
     """Callback that recomputes BatchNorm's statistics on training images, before each validation and test.
 
-    Running statistics are a moving average over batches of past weights. If weights change fast and updates are few, as
-    with large batches, they belong to no network that ever existed, and validation measures that. This callback uses B
-    batches of the training loader, each normalised by itself as in training. Over all elements x of a channel:
+    Running statistics are a moving average over batches of past weights. If weights change fast and
+    updates are few, as with large batches, they belong to no network that ever existed, and
+    validation measures that. This callback uses B batches of the training loader, each normalised
+    by itself as in training. Over all elements x of a channel:
 
         mean = sum of x / n        variance = sum of (x - mean)^2 / (n - 1)
 
-    The statistics stay in the module, so checkpoints saved after a validation hold those that it used. An averaged
-    model of `WeightAveraging` (`callbacks=[default,ema]`) gets its own statistics.
+    The statistics stay in the module, so checkpoints saved after a validation hold those that it
+    used. An averaged model of `WeightAveraging` (`callbacks=[default,ema]`) gets its own
+    statistics.
 
-    Training stays bit-identical. Layers that are in evaluation mode while the module trains normalise by statistics of
-    other data and keep them. The callback warns about their names once. Dropout is off. The global random state is
-    restored, and so are generators of torch and NumPy that are attributes of the loader and its samplers. Any other
-    state of a data set or sampler advances by one pass.
+    Training stays bit-identical. Layers that are in evaluation mode while the module trains
+    normalise by statistics of other data and keep them. The callback warns about their names once.
+    Dropout is off. The global random state is restored, and so are generators of torch and NumPy
+    that are attributes of the loader and its samplers. Any other state of a data set or sampler
+    advances by one pass.
 
-    All ranks process the same number of batches and end with the same bits. If the loader's batches do not depend on
-    the number of ranks (those of `data/`), the statistics do not depend on it either, as long as the batch size of a
-    rank is the same: sums are float64, in the order of the batches. SyncBatchNorm counts as BatchNorm of one rank's
-    batch.
+    All ranks process the same number of batches and end with the same bits. If the loader's batches
+    do not depend on the number of ranks (those of `data/`), the statistics do not depend on it
+    either, as long as the batch size of a rank is the same: sums are float64, in the order of the
+    batches. SyncBatchNorm counts as BatchNorm of one rank's batch.
 
     Args:
-        num_images: Maximum number of training images over all ranks, in whole batches, at least one per rank.
-        forward: Function that runs the network on a batch, as `forward(module, batch)`. None: `module(batch)`, or
-            `module(batch[0])` if a batch is a pair such as images and labels.
+        num_images: Maximum number of training images over all ranks, in whole batches, at least one
+            per rank.
+        forward: Function that runs the network on a batch, as `forward(module, batch)`. None:
+            `module(batch)`, or `module(batch[0])` if a batch is a pair such as images and labels.
 
     Raises:
         ValueError: `num_images` is below 1.
-        RuntimeError: The trainer knows no training data: `trainer.test` without a fit or a data module.
+        RuntimeError: The trainer knows no training data: `trainer.test` without a fit or a data
+            module.
 
     Source: Wu & Johnson 2021 (arXiv:2105.07576), "precise BatchNorm".
     """
@@ -159,7 +164,8 @@ class _Statistics:
     The statistics of a batch are a float64 tensor of shape [3, channels of all layers].
 
     Args:
-        layers: All layers. Frozen ones are included, so that all ranks gather tensors of the same size.
+        layers: All layers. Frozen ones are included, so that all ranks gather tensors of the same
+            size.
         frozen: Layers that keep their statistics.
     """
 
@@ -211,7 +217,8 @@ class _Statistics:
             of_ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
             dist.all_gather(of_ranks, local)
 
-        # Merged in the order of the loader's images, for any number of ranks: by batch, then by rank.
+        # Merged in the order of the loader's images, for any number of ranks: by batch, then by
+        # rank.
         total = torch.zeros_like(of_ranks[0][0])
         for batch_statistics in torch.stack(of_ranks, dim=1).flatten(0, 1):
             total = _merged(total, batch_statistics)

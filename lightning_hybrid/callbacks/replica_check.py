@@ -50,31 +50,34 @@ class _RankState(NamedTuple):
 class ReplicaCheck(Callback):
     """Check every `every_n_steps` steps that all ranks hold bit-identical weights, optimizer state and loss scales.
 
-    The check also covers what determines the data order: seed, epoch and number of shards (`order_of`). After a bit
-    flip, code that runs on some ranks only, or another library or checkpoint, a rank's gradients belong to other
-    weights.
+    The check also covers what determines the data order: seed, epoch and number of shards
+    (`order_of`). After a bit flip, code that runs on some ranks only, or another library or
+    checkpoint, a rank's gradients belong to other weights.
 
         c_r = fingerprint of (those of tensors 0, 1, ..., of their names and the order of data)      on rank r
         (a, b) = min over ranks of (c_r, ~c_r)                                               16 bytes; all equal: a = ~b
 
-    Ranks exchange the fingerprints of all tensors only if they differ, to name the first difference. The check also
-    runs at the start of training, including a start from a checkpoint, and at its end. Buffers, and parameters that
-    DDP ignores, are not checked.
+    Ranks exchange the fingerprints of all tensors only if they differ, to name the first
+    difference. The check also runs at the start of training, including a start from a checkpoint,
+    and at its end. Buffers, and parameters that DDP ignores, are not checked.
 
-    If the ranks of a node share the update, (a, b) covers what all ranks hold. Another pair for each local rank covers
-    its parts, which the ranks with the same number on all nodes share. If nodes train independently (`LocalSteps`), the
-    ranks of each node are compared. In an elastic run the ranks of all hosts are compared. A check that a change of
-    hosts interrupts is left out, because hosts are compared when they train together again.
+    If the ranks of a node share the update, (a, b) covers what all ranks hold. Another pair for
+    each local rank covers its parts, which the ranks with the same number on all nodes share. If
+    nodes train independently (`LocalSteps`), the ranks of each node are compared. In an elastic run
+    the ranks of all hosts are compared. A check that a change of hosts interrupts is left out,
+    because hosts are compared when they train together again.
 
     *Every rank must have this callback, with the same number.* The host waits for the device at a check, and at no
     other step. With one rank, nothing is checked.
 
     Args:
-        every_n_steps: Number of steps between two checks, after which a rank that drifted is found at the latest.
+        every_n_steps: Number of steps between two checks, after which a rank that drifted is found
+            at the latest.
 
     Raises:
         ValueError: `every_n_steps` is not a positive integer.
-        ReplicaDriftError: During training, the same on every rank: the first difference, and the ranks.
+        ReplicaDriftError: During training, the same on every rank: the first difference, and the
+            ranks.
         DataOrderError: During training, if the data order differs.
     """
 
@@ -140,12 +143,14 @@ class ReplicaCheck(Callback):
         order = order_of(trainer.train_dataloader)
 
         combined = self._combine_with_names(replicated, order)
-        # One collective finds minimum and maximum: the minimum of the complements belongs to the maximum.
+        # One collective finds minimum and maximum: the minimum of the complements belongs to the
+        # maximum.
         bounds = torch.stack([combined, ~combined])
         if parts:
             local_rank, num_local_ranks = status.place_in_node
             combined_parts = self._fingerprint.combine(list(parts.values()))
-            # This rank contributes nothing to the bounds of other local ranks: the largest number there is.
+            # This rank contributes nothing to the bounds of other local ranks: the largest number
+            # there is.
             part_bounds = torch.full(
                 (num_local_ranks, 2), torch.iinfo(torch.int64).max, device=bounds.device
             )
@@ -182,7 +187,8 @@ class ReplicaCheck(Callback):
 
         Args:
             trainer: The trainer.
-            gather: Collective that returns the values of all ranks, or None if a change of hosts interrupts it.
+            gather: Collective that returns the values of all ranks, or None if a change of hosts
+                interrupts it.
             last_checked_step: Step of the last check.
         """
         assert self._fingerprint is not None
@@ -207,7 +213,8 @@ class ReplicaCheck(Callback):
     ) -> list[_RankState]:
         """Return the state of each rank.
 
-        Collective: every rank of `group` (None: WORLD) must call it. All of them have seen the difference.
+        Collective: every rank of `group` (None: WORLD) must call it. All of them have seen the
+        difference.
         """
         on_host = torch.stack([fingerprint.cpu() for fingerprint in fingerprints.values()])
         numbers = dict(zip(fingerprints, on_host.tolist(), strict=True))

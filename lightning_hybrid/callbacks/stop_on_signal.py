@@ -25,8 +25,8 @@ from lightning_hybrid.checks import plain_value, require_whole
 
 CHECKPOINT_NAME = "stopped.ckpt"
 
-# A request is the number of the signal that stops the run, plus `REQUEUE` if the job is to be requeued. The largest
-# request of all ranks counts.
+# A request is the number of the signal that stops the run, plus `REQUEUE` if the job is to be
+# requeued. The largest request of all ranks counts.
 NO = 0
 REQUEUE = 1000
 
@@ -45,25 +45,28 @@ class StopOnSignal(Callback):
 
         signal to any rank -> all ranks agree before the next batch -> <dirpath>/stopped.ckpt -> exit
 
-    A run that resumes from the checkpoint continues bit for bit. The exit codes are those that a shell reports after
-    SIGTERM and SIGINT. Other signals count as SIGTERM. Ranks started by Lightning itself, without torchrun or SLURM,
-    exit with 0. A second Ctrl-C stops the run at once, without a checkpoint.
+    A run that resumes from the checkpoint continues bit for bit. The exit codes are those that a
+    shell reports after SIGTERM and SIGINT. Other signals count as SIGTERM. Ranks started by
+    Lightning itself, without torchrun or SLURM, exit with 0. A second Ctrl-C stops the run at once,
+    without a checkpoint.
 
-    A signal takes effect after at most `every_n_steps` whole steps, plus a validation loop if one is running, plus the
-    time to write the checkpoint. SLURM kills the job 30 s after the signal, unless `KillWait` differs.
+    A signal takes effect after at most `every_n_steps` whole steps, plus a validation loop if one
+    is running, plus the time to write the checkpoint. SLURM kills the job 30 s after the signal,
+    unless `KillWait` differs.
 
-    The host waits for the answer of all ranks. On CUDA this keeps the next step from being queued early, see
-    `every_n_steps`.
+    The host waits for the answer of all ranks. On CUDA this keeps the next step from being queued
+    early, see `every_n_steps`.
 
     On SLURM, the callback also handles the signal that announces the time limit, Lightning's
-    `SLURMEnvironment.requeue_signal`. Once the checkpoint is on disk, rank zero requeues the job, unless
-    `SLURMEnvironment(auto_requeue=False)`. *Every rank must have this callback.*
+    `SLURMEnvironment.requeue_signal`. Once the checkpoint is on disk, rank zero requeues the job,
+    unless `SLURMEnvironment(auto_requeue=False)`. *Every rank must have this callback.*
 
     Args:
-        dirpath: Folder for the checkpoint. None: that of the first `ModelCheckpoint`, otherwise the trainer's
-            `default_root_dir`.
+        dirpath: Folder for the checkpoint. None: that of the first `ModelCheckpoint`, otherwise the
+            trainer's `default_root_dir`.
         signals: Names of the signals to handle, in addition to SLURM's.
-        every_n_steps: Number of steps between two checks over all ranks. A single rank checks after every step.
+        every_n_steps: Number of steps between two checks over all ranks. A single rank checks after
+            every step.
 
     Raises:
         ValueError: A signal is unknown, or `every_n_steps` is not a positive integer.
@@ -118,17 +121,18 @@ class StopOnSignal(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the signal handlers. Lightning restores the handlers from before the fit when it ends."""
-        # They replace Lightning's handlers. Its handler of SIGTERM calls a collective in the middle of a rank's work,
-        # and a rank above zero exits alone. Its handler of SLURM's signal saves in the middle of a step. A test would
-        # then use the weights of that moment, because a file `hpc_ckpt_*` in the run's directory takes precedence
-        # over the weights in memory.
+        # They replace Lightning's handlers. Its handler of SIGTERM calls a collective in the middle
+        # of a rank's work, and a rank above zero exits alone. Its handler of SLURM's signal saves
+        # in the middle of a step. A test would then use the weights of that moment, because a file
+        # `hpc_ckpt_*` in the run's directory takes precedence over the weights in memory.
         if _is_main_thread():
             for number in self.signals:
                 signal.signal(number, partial(self._on_signal, trainer, NO))
             requeue_number = requeue_signal_of(trainer)
             if requeue_number is not None:
                 signal.signal(requeue_number, partial(self._on_signal, trainer, REQUEUE))
-        # A maximum over ranks replaces Lightning's broadcast of rank zero's flag before every batch.
+        # A maximum over ranks replaces Lightning's broadcast of rank zero's flag before every
+        # batch.
         if trainer.world_size > 1:
             loop: Any = trainer.fit_loop.epoch_loop
             loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)
@@ -179,7 +183,8 @@ class StopOnSignal(Callback):
         loop = trainer.fit_loop.epoch_loop
         self._logger_step = loop._batches_that_stepped
         if trainer.validating and not loop._should_accumulate():
-            # A single rank stops in the middle of a validation, before Lightning counts the step before it.
+            # A single rank stops in the middle of a validation, before Lightning counts the step
+            # before it.
             self._logger_step += 1
         _forget_batches_of_finished_epoch(trainer)
         trainer.save_checkpoint(path, weights_only=False)
@@ -191,7 +196,8 @@ class StopOnSignal(Callback):
             signal_name = "Ctrl-C"
             exit_code = 128 + signal.SIGINT
         exception.code = exit_code
-        # A rank that Lightning started must exit with 0. Otherwise it kills rank zero, which may still be writing.
+        # A rank that Lightning started must exit with 0. Otherwise it kills rank zero, which may
+        # still be writing.
         environment = getattr(trainer.strategy, "cluster_environment", None)
         if isinstance(environment, LightningEnvironment) and trainer.local_rank > 0:
             exception.code = 0
@@ -211,7 +217,8 @@ class StopOnSignal(Callback):
     def _on_signal(
         self, trainer: pl.Trainer, requeue: int, number: int, frame: FrameType | None
     ) -> None:
-        # This interrupts any code of the main thread: no collective, no file and no lock may be used.
+        # This interrupts any code of the main thread: no collective, no file and no lock may be
+        # used.
         if number == signal.SIGINT:
             self._on_interrupt(trainer)
         self._request = max(self._request, requeue + number)
@@ -229,7 +236,8 @@ class StopOnSignal(Callback):
             raise KeyboardInterrupt
 
     def _stop_single_rank(self, trainer: pl.Trainer) -> None:
-        # A single rank need not wait for a check before a batch. Lightning reads this flag after each batch.
+        # A single rank need not wait for a check before a batch. Lightning reads this flag after
+        # each batch.
         if trainer.world_size == 1 and not trainer.fit_loop.epoch_loop._should_accumulate():
             trainer._signal_connector.received_sigterm = True
 
@@ -260,7 +268,8 @@ class StopOnSignal(Callback):
 def _forget_batches_of_finished_epoch(trainer: pl.Trainer) -> None:
     """Reset Lightning's counters of the last epoch's batches, between two epochs.
 
-    With `max_steps` Lightning would restore them and, without validation, end the next epoch after one batch.
+    With `max_steps` Lightning would restore them and, without validation, end the next epoch after
+    one batch.
     """
     epochs = trainer.fit_loop.epoch_progress.total
     loop = trainer.fit_loop.epoch_loop

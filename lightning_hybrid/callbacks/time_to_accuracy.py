@@ -21,8 +21,9 @@ class TimeToAccuracy(Callback):
         time_to_accuracy/train_s   without validation
         time_to_accuracy/total_s   with validation, including the one that reached the target
 
-    The step is measured too. All three are as fine as the interval between validations. The checkpoint holds the clock,
-    so the work of an interrupted run after its last checkpoint is not counted. *Every rank must have this callback.*
+    The step is measured too. All three are as fine as the interval between validations. The
+    checkpoint holds the clock, so the work of an interrupted run after its last checkpoint is not
+    counted. *Every rank must have this callback.*
 
     Args:
         target: Value that the metric must reach.
@@ -31,8 +32,8 @@ class TimeToAccuracy(Callback):
         stop: Whether to end training when the target is reached.
 
     Raises:
-        ValueError: The mode is unknown, or no accuracy can reach the target. During training: validation does not log
-            the metric.
+        ValueError: The mode is unknown, or no accuracy can reach the target. During training:
+            validation does not log the metric.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class TimeToAccuracy(Callback):
         """
         if self._fit_began_s is None or trainer.sanity_checking:  # no training is running
             return
-        # Updated before the check, so that the training time excludes the validation that reached the target.
+        # Updated before the check, so that the training time excludes the validation that reached
+        # the target.
         self._validation_s += perf_counter() - self._validation_began_s
         if self.reached is None and self._is_reached(trainer):
             self.reached = {
@@ -128,7 +130,8 @@ class TimeToAccuracy(Callback):
             is_reached = float(value) >= self.target
         else:
             is_reached = float(value) <= self.target
-        # Ranks may have different values of the metric. If they stopped at different steps, the others would hang.
+        # Ranks may have different values of the metric. If they stopped at different steps, the
+        # others would hang.
         return bool(trainer.strategy.reduce_boolean_decision(is_reached, all=True))
 
     def describe(self) -> str:

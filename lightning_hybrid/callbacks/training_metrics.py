@@ -27,19 +27,21 @@ from lightning_hybrid.run_status import RunStatus, run_status
 class TrainingMetrics(Callback):
     """Log throughput, communication, data loading, memory and optimizer metrics to every logger of the trainer.
 
-    `lightning_hybrid.callbacks.metrics` lists all of them, under train, comm, data, throughput and memory. Values are
-    read from the device, and the loss is averaged over ranks, only at every `log_every_n_steps`-th step: *every rank
-    must have this callback.* Metrics that do not apply are left out, such as trust ratios without LARS or LAMB. Times
-    are those of rank zero between two logged steps, without validation. They assume equal batch sizes on all ranks.
+    `lightning_hybrid.callbacks.metrics` lists all of them, under train, comm, data, throughput and
+    memory. Values are read from the device, and the loss is averaged over ranks, only at every
+    `log_every_n_steps`-th step: *every rank must have this callback.* Metrics that do not apply are
+    left out, such as trust ratios without LARS or LAMB. Times are those of rank zero between two
+    logged steps, without validation. They assume equal batch sizes on all ranks.
 
     Args:
-        skip_steps: Number of initial steps of this process without times, while memory is allocated and buckets are
-            built.
-        flops_per_image: Floating-point operations of forward and backward for one image, in which a multiply-add counts
-            as two. None: operations per second are not logged.
-        peak_flops_per_s: Peak of one rank's device in the precision used, from its data sheet. None: utilisation is not
-            logged.
-        with_trust_ratios: Whether to log trust ratios. They cost two passes over all weights at each logged step.
+        skip_steps: Number of initial steps of this process without times, while memory is allocated
+            and buckets are built.
+        flops_per_image: Floating-point operations of forward and backward for one image, in which a
+            multiply-add counts as two. None: operations per second are not logged.
+        peak_flops_per_s: Peak of one rank's device in the precision used, from its data sheet.
+            None: utilisation is not logged.
+        with_trust_ratios: Whether to log trust ratios. They cost two passes over all weights at
+            each logged step.
 
     Raises:
         ValueError: A number is not above zero, or there is a peak without operations per image.
@@ -159,8 +161,8 @@ class TrainingMetrics(Callback):
         values = {m.TRAIN_LR: float(self._lr)}
         if self._momentum is not None:
             values[m.TRAIN_MOMENTUM] = float(self._momentum)
-        # With manual optimization, some or all ranks may return no loss. Each rank adds its loss and the number of its
-        # losses.
+        # With manual optimization, some or all ranks may return no loss. Each rank adds its loss
+        # and the number of its losses.
         loss_and_number = torch.zeros(2, device=trainer.strategy.root_device)
         if outputs and "loss" in outputs:
             # Lightning divides the loss of a batch by the number of batches of a step.

@@ -18,6 +18,7 @@
     pipeline_watchdog.py  rank, stage and micro-batch at which a run stopped
     strategy.py           the Lightning strategy
 
-Schedules are those of `torch.distributed.pipelining`. Sources: GPipe (Huang et al. 2018, arXiv:1811.06965), PipeDream's
-1F1B (Narayanan et al. 2019, with a flush as in arXiv:2006.09503) and its interleaved form (arXiv:2104.04473).
+Schedules are those of `torch.distributed.pipelining`. Sources: GPipe (Huang et al. 2018,
+arXiv:1811.06965), PipeDream's 1F1B (Narayanan et al. 2019, with a flush as in arXiv:2006.09503) and
+its interleaved form (arXiv:2104.04473).
 """

@@ -26,8 +26,10 @@ class StageBody(nn.Module):
     """Blocks of one stage, which run one after the other.
 
     Args:
-        blocks: Modules, each of which takes the previous one's output: a tensor, or the entries of a tuple.
-        checkpoint_activations: Whether to store only the input of each block, and to recompute its inside in backward.
+        blocks: Modules, each of which takes the previous one's output: a tensor, or the entries of
+            a tuple.
+        checkpoint_activations: Whether to store only the input of each block, and to recompute its
+            inside in backward.
     """
 
     def __init__(
@@ -43,7 +45,8 @@ class StageBody(nn.Module):
         for block in self.blocks:
             arguments = as_arguments(value)
             if self.checkpoint_activations and torch.is_grad_enabled():
-                # A block such as dropout draws random numbers. The second pass must draw the same ones.
+                # A block such as dropout draws random numbers. The second pass must draw the same
+                # ones.
                 value = checkpointed(block, *arguments, norms=block, preserve_rng_state=True)
             else:
                 value = block(*arguments)
@@ -88,10 +91,11 @@ class StageSetting:
         num_stages: Number of stages of the pipeline.
         device: Device of this rank.
         group: Process group for messages between stages.
-        around_backward: Context for each backward, called with the parameters that get gradients and `is_last`:
-            `MicrobatchMixin.backward_of_microbatch`.
+        around_backward: Context for each backward, called with the parameters that get gradients
+            and `is_last`: `MicrobatchMixin.backward_of_microbatch`.
         note: `PipelineWatchdog.note`.
-        set_last_backward: Function that gets, before each backward, whether it is the stage's last one of a step.
+        set_last_backward: Function that gets, before each backward, whether it is the stage's last
+            one of a step.
     """
 
     index: int
@@ -106,10 +110,11 @@ class StageSetting:
 class CheckedStage(PipelineStage):
     """Pipeline stage whose micro-batch gradients add up bit for bit as those of accumulated batches.
 
-    With half precision, gradients are summed in fp32 and rounded once, in the last micro-batch's backward.
+    With half precision, gradients are summed in fp32 and rounded once, in the last micro-batch's
+    backward.
 
-    torch's stage only supports tensors for which a gradient comes back. All other tensors between stages have messages
-    of their own.
+    torch's stage only supports tensors for which a gradient comes back. All other tensors between
+    stages have messages of their own.
 
     Args:
         body: The module, or the module in DistributedDataParallel.
@@ -117,7 +122,8 @@ class CheckedStage(PipelineStage):
         inputs: Specifications of the stage's inputs.
         outputs: Specifications of the stage's outputs.
         input_of: Function that returns the input of a micro-batch. Only the first stage calls it.
-        random_state_of: Function that returns the context with the random numbers of a micro-batch in this stage.
+        random_state_of: Function that returns the context with the random numbers of a micro-batch
+            in this stage.
     """
 
     def __init__(
@@ -140,8 +146,8 @@ class CheckedStage(PipelineStage):
         self._received: dict[int, list[Tensor]] = {}
         self._sent: dict[int, list[Tensor]] = {}
 
-        # Without example tensors torch would find shapes by a forward of its own. Only tensors that get a gradient
-        # require one.
+        # Without example tensors torch would find shapes by a forward of its own. Only tensors that
+        # get a gradient require one.
         examples = inputs
         if setting.index > 0:
             examples = _with_gradient(inputs)
@@ -181,7 +187,8 @@ class CheckedStage(PipelineStage):
         except RuntimeError as error:
             if error.__cause__ is None or "failed to run forward" not in str(error):
                 raise
-            # torch wraps the user's error in one of its own. The user's error is raised instead, with the location.
+            # torch wraps the user's error in one of its own. The user's error is raised instead,
+            # with the location.
             error.__cause__.add_note(self._location("in forward", fwd_chunk_id))
             raise error.__cause__ from None
         return output
@@ -237,7 +244,8 @@ class CheckedStage(PipelineStage):
         if self.is_first or backward_type == "weight":
             return tuple(results)
 
-        # An input that does not influence the loss has no gradient, which torch 2.13 and earlier do not send.
+        # An input that does not influence the loss has no gradient, which torch 2.13 and earlier do
+        # not send.
         gradients = []
         for value, gradient in zip(bwd_kwargs["input_values"], results[0], strict=True):
             gradients.append(torch.zeros_like(value) if gradient is None else gradient)
@@ -350,14 +358,15 @@ def schedule_of(
 ) -> Callable[[], Tensor | None]:
     """Return a function that runs one step of a torch schedule.
 
-    The function returns the outputs of all micro-batches on the last stage, and None on other stages.
+    The function returns the outputs of all micro-batches on the last stage, and None on other
+    stages.
 
     Args:
         name: Name of the schedule.
         stages: Stages of this rank.
         num_microbatches: Number of micro-batches of a step.
-        loss_of: Function of the output and the index of a micro-batch that returns its loss, already divided: the
-            gradients of all losses add up to those of the step.
+        loss_of: Function of the output and the index of a micro-batch that returns its loss,
+            already divided: the gradients of all losses add up to those of the step.
     """
 
     def loss(output: Tensor, index: Tensor) -> Tensor:

@@ -175,8 +175,8 @@ def add_cause(error: BaseException, *, stages: str) -> None:
 def example_hidden(module: Any) -> Iterator[None]:
     """Set a module's `example_input_array` to None inside.
 
-    With an example, Lightning's model summary, which every Trainer has, and loggers of graphs would run a forward on
-    this rank only.
+    With an example, Lightning's model summary, which every Trainer has, and loggers of graphs would
+    run a forward on this rank only.
 
     Raises:
         ValueError: The attribute cannot be set.
@@ -216,7 +216,8 @@ def _local_buffers(
             continue
         seen.add(id(module))
         waiting.extend(module.children())
-        # All parameters are in blocks, so a layer with parameters belongs to a block under a second name.
+        # All parameters are in blocks, so a layer with parameters belongs to a block under a second
+        # name.
         if not list(module.parameters(recurse=False)):
             modules.append(module)
 

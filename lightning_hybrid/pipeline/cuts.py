@@ -24,9 +24,12 @@ class BlockProfile:
 
     Args:
         seconds: Time of forward and backward of one micro-batch in each block, in any unit.
-        activation_bytes: Bytes that each block keeps of one micro-batch for backward. None: not limited.
-        held_bytes: Bytes that each block holds in addition: parameters, gradients, optimizer state. None: not limited.
-        most_bytes: Memory of a rank. Each stage must fit into it, with the micro-batches that its schedule keeps.
+        activation_bytes: Bytes that each block keeps of one micro-batch for backward. None: not
+            limited.
+        held_bytes: Bytes that each block holds in addition: parameters, gradients, optimizer state.
+            None: not limited.
+        most_bytes: Memory of a rank. Each stage must fit into it, with the micro-batches that its
+            schedule keeps.
     """
 
     seconds: Sequence[float]
@@ -129,29 +132,30 @@ def balanced_cuts(
         minimise   max over stages j   sum of seconds[i] over blocks i of stage j
         such that  sum of bytes_[i] + num_alive[j] * activation_bytes[i]  <=  most_bytes
 
-    A pipeline runs at the pace of its slowest stage. Among cuts with the same slowest stage, the result has the least
-    sum of squares, so that the other stages are even too. The result is exact, by dynamic programming over the ends of
-    stages: O(S n^2) for S stages and n blocks.
+    A pipeline runs at the pace of its slowest stage. Among cuts with the same slowest stage, the
+    result has the least sum of squares, so that the other stages are even too. The result is exact,
+    by dynamic programming over the ends of stages: O(S n^2) for S stages and n blocks.
 
     Args:
-        seconds: Time of forward and backward of each block, for one micro-batch, in any unit. If all are 0, blocks are
-            counted instead.
-        bytes_: Bytes that each block holds for any number of micro-batches: parameters, gradients, optimizer state.
+        seconds: Time of forward and backward of each block, for one micro-batch, in any unit. If
+            all are 0, blocks are counted instead.
+        bytes_: Bytes that each block holds for any number of micro-batches: parameters, gradients,
+            optimizer state.
         num_stages: Number of stages. Each gets at least one block.
         most_bytes: Memory of a rank, in bytes.
         activation_bytes: Bytes that each block keeps of one micro-batch for backward. None: none.
-        num_alive: Number of micro-batches that each stage keeps at the same time: M in all stages for GPipe,
-            min(M, S - j) in stage j for 1F1B. None: one.
+        num_alive: Number of micro-batches that each stage keeps at the same time: M in all stages
+            for GPipe, min(M, S - j) in stage j for 1F1B. None: one.
 
     Returns:
         The indices of the first blocks of stages 1 to S - 1, ascending.
 
     Raises:
-        ValueError: There are fewer blocks than stages, the lengths differ, a number is negative or not finite, or no
-            cut fits into `most_bytes`.
+        ValueError: There are fewer blocks than stages, the lengths differ, a number is negative or
+            not finite, or no cut fits into `most_bytes`.
 
-    Source: Kleinberg and Tardos, Algorithm Design, linear partitions; PipeDream's planner (Narayanan et al. 2019)
-    without replicas of single stages.
+    Source: Kleinberg and Tardos, Algorithm Design, linear partitions; PipeDream's planner
+    (Narayanan et al. 2019) without replicas of single stages.
 
     >>> balanced_cuts([1, 1, 1, 3, 1, 1], [0] * 6, 3)
     [3, 4]
@@ -201,7 +205,8 @@ def balanced_cuts(
 class _StageCosts:
     """Time and memory of a stage with the blocks `begin` to `end` - 1, as differences of cumulative sums.
 
-    Because they are differences, the time of a stage has the same bits in both passes of `balanced_cuts`.
+    Because they are differences, the time of a stage has the same bits in both passes of
+    `balanced_cuts`.
     """
 
     def __init__(
@@ -263,7 +268,8 @@ def _best_cuts(
         cost_of: Function of (stage, begin, end) that returns the cost of a stage.
         join: Function that combines the costs of two stages, such as `max`.
     """
-    # best_costs[end]: the least joint cost of all ways to split the first `end` blocks into the stages so far.
+    # best_costs[end]: the least joint cost of all ways to split the first `end` blocks into the
+    # stages so far.
     best_costs = [0.0] + [math.inf] * num_blocks
     best_begins: list[list[int]] = []  # by stage and end: where the stage begins
     for stage in range(num_stages):

@@ -42,7 +42,8 @@ class Stages:
         device: Device of this rank.
         num_microbatches: Number of micro-batches of a step.
         whole_layers: Context in which layers that are cut over ranks are whole. Collective.
-        require_backward_grad_sync: Whether the current backward is a stage's last one of its step. The name is DDP's.
+        require_backward_grad_sync: Whether the current backward is a stage's last one of its step.
+            The name is DDP's.
     """
 
     module: Any
@@ -200,8 +201,8 @@ class Stages:
         digest = digest_of(inputs, with_values=False)
         self.compare_digests("The input of the network", digest, describe)
 
-        # Several micro-batches keep all stages busy. If a rank has two stages, NCCL would need another order of
-        # messages for them.
+        # Several micro-batches keep all stages busy. If a rank has two stages, NCCL would need
+        # another order of messages for them.
         num_parts = 1
         is_divisible = count_rows(inputs) % self.num_microbatches == 0
         if self.ranks.stages_per_rank == 1 and is_divisible:

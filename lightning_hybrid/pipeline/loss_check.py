@@ -1,8 +1,9 @@
 """Comparison of the first micro-batch's loss in stages with the loss of the whole network.
 
-Some code is not part of any stage, such as what `forward` does in addition to calling its blocks, or features that a
-hook keeps. It would silently be left out of training. Therefore the rank of the first stage, whose inputs count, holds
-the whole network for one forward, and both losses must agree.
+Some code is not part of any stage, such as what `forward` does in addition to calling its blocks,
+or features that a hook keeps. It would silently be left out of training. Therefore the rank of the
+first stage, whose inputs count, holds the whole network for one forward, and both losses must
+agree.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def loss_of_whole(
         eps: Machine epsilon of the network's dtype.
 
     Returns:
-        The loss, or the reason why it is unknown. NaN if the loss depends on what the computation changes in the
-        module.
+        The loss, or the reason why it is unknown. NaN if the loss depends on what the computation
+        changes in the module.
     """
     try:
         with whole_network:
@@ -82,7 +83,8 @@ def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: flo
     """Check that the loss of a micro-batch in stages equals the loss with the whole network.
 
     Raises:
-        ValueError: The losses differ, or the loss depends on what each micro-batch changes in the module.
+        ValueError: The losses differ, or the loss depends on what each micro-batch changes in the
+            module.
     """
     if math.isnan(whole_loss):
         raise ValueError(
@@ -131,8 +133,8 @@ def in_stages(
 ) -> Iterator[None]:
     """Let each block of the whole network draw the random numbers of its stage.
 
-    A user's own `forward` may call the layers of a block instead of the block. Therefore a stage also begins with the
-    first call of a layer that only this stage has.
+    A user's own `forward` may call the layers of a block instead of the block. Therefore a stage
+    also begins with the first call of a layer that only this stage has.
 
     Args:
         net: The network.

@@ -4,8 +4,8 @@
     last stage      training_step(micro-batch) with the stage's output at that call -> the loss, nothing logged
     every rank      training_step(batch) with all outputs, once, without gradients  -> logged values, the loss
 
-All three draw the same random numbers for the same micro-batch outside of the network, for example to mix images and
-labels.
+All three draw the same random numbers for the same micro-batch outside of the network, for example
+to mix images and labels.
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ def microbatches(batch: Any, num: int) -> list[Any]:
 def digest_of(batch: Any, *, with_values: bool) -> int:
     """Return 63 bits that differ if the batches of two ranks differ in shapes, dtypes or labels.
 
-    Of the values only integers count, which are labels: images may differ because each rank augments its own. If a
-    batch has no integers, all its tensors count. If it has no tensors, all its arrays, texts and numbers count.
+    Of the values only integers count, which are labels: images may differ because each rank
+    augments its own. If a batch has no integers, all its tensors count. If it has no tensors, all
+    its arrays, texts and numbers count.
 
     >>> threes_and_fours = (torch.rand(2), torch.tensor([3, 4]))
     >>> threes_and_fives = (torch.rand(2), torch.tensor([3, 5]))
@@ -176,8 +177,8 @@ def random_state(
     ...     has_drawn(), len([random.random()]), has_drawn()
     (False, 1, True)
     """
-    # A digest, because torch's CPU generator and numpy's use 32 bits of a seed only, in which the epoch or the data
-    # rank could get lost.
+    # A digest, because torch's CPU generator and numpy's use 32 bits of a seed only, in which the
+    # epoch or the data rank could get lost.
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
     seed = int.from_bytes(digest, "little")
     # `torch.manual_seed` and `fork_rng` would take a hundred times as long.
@@ -223,7 +224,8 @@ def _are_fresh(generators: list[torch.Generator], seed: int) -> bool:
 class Muting:
     """Suppression of logs and metrics for a micro-batch, so that each batch counts once, as without a pipeline.
 
-    Metrics of the module are replaced by copies meanwhile, so that code that uses their values works.
+    Metrics of the module are replaced by copies meanwhile, so that code that uses their values
+    works.
     """
 
     def __init__(self, module: nn.Module) -> None:

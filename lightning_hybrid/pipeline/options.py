@@ -38,8 +38,8 @@ def check_options(
         ValueError: An option is invalid. The message names it.
 
     >>> check_options(num_stages=4, num_microbatches=2, schedule="1f1b", cuts=None)
-    Traceback (most recent call last):
-    ValueError: `num_microbatches` (=2) must be at least `num_stages` (=4): with fewer, some stages always wait. Write \
+    Traceback (most recent call last): ValueError: `num_microbatches` (=2) must be at least
+    `num_stages` (=4): with fewer, some stages always wait. Write \
 num_microbatches=16: with four times as many, 16 % of a step are waiting.
     """
     _check_schedule(schedule)
@@ -271,13 +271,16 @@ def cut_places(
 
     Args:
         costs: Cost of each block.
-        cuts: First block of each stage after the first, a profile to balance by, or None to balance by `costs`.
+        cuts: First block of each stage after the first, a profile to balance by, or None to balance
+            by `costs`.
         num_stages: Number of stages.
         num_microbatches: Number of micro-batches of a step.
-        schedule: Name of the schedule, which decides how many micro-batches a stage keeps in memory.
+        schedule: Name of the schedule, which decides how many micro-batches a stage keeps in
+            memory.
 
     Raises:
-        ValueError: There are fewer blocks than stages, a cut is behind the last block, or a profile does not fit.
+        ValueError: There are fewer blocks than stages, a cut is behind the last block, or a profile
+            does not fit.
 
     >>> cut_places([5, 1, 1, 1, 4], None, 2), cut_places([5, 1, 1, 1, 4], [1], 2)
     ([0, 2, 5], [0, 1, 5])

@@ -1,7 +1,8 @@
 """Watchdog of a pipeline: names the rank that the others wait for, with its stage and micro-batch.
 
-A wait in Gloo only ends together with its process group, so a stage would wait for a stopped rank until the group's
-timeout. On a CPU a separate thread therefore waits, while the rank's main thread checks for an error of all ranks:
+A wait in Gloo only ends together with its process group, so a stage would wait for a stopped rank
+until the group's timeout. On a CPU a separate thread therefore waits, while the rank's main thread
+checks for an error of all ranks:
 
     a rank is dead               its neighbours' messages fail at once; they name it, and all other ranks fail too
     a rank is stopped            it does not answer a question (comm/health/presence.py): named within about 15 s
@@ -36,7 +37,8 @@ class PipelineWatchdog(SetupWatchdog):
 
     Args:
         timeout: Timeout of every message.
-        device: Device of the tensors. On a GPU the device waits, and a failure aborts its communicators.
+        device: Device of the tensors. On a GPU the device waits, and a failure aborts its
+            communicators.
     """
 
     gives_up_on_cpu = True
@@ -62,8 +64,8 @@ class PipelineWatchdog(SetupWatchdog):
             activity: Description for the error message, with stage and micro-batch.
             is_waiting: Whether the rank waits for another stage instead of computing.
         """
-        # The watchdog's thread reads both attributes. If it reads them between the two writes, only the wording of an
-        # error suffers.
+        # The watchdog's thread reads both attributes. If it reads them between the two writes, only
+        # the wording of an error suffers.
         self._activity = activity
         self._is_waiting = is_waiting
 
@@ -105,7 +107,8 @@ class PipelineWatchdog(SetupWatchdog):
         if self._error:
             raise RuntimeError(self._error)
         if self._activity is not None and not self._is_waiting:
-            # A schedule may wait long after it asked for a message, until the receiver takes its own message.
+            # A schedule may wait long after it asked for a message, until the receiver takes its
+            # own message.
             self.note(f"waiting for messages, last {self._activity}", is_waiting=True)
 
         if self._thread is None:

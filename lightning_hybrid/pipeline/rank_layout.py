@@ -20,7 +20,8 @@ from lightning_hybrid.comm.engine.process_groups import end_group, own_group
 class PipelineRanks:
     """Position of one rank among pipelines and stages: rank = data_rank * num_ranks + position in its pipeline.
 
-    With several stages on each rank, position p holds the stages p, p + num_ranks, p + 2 num_ranks, ...
+    With several stages on each rank, position p holds the stages p, p + num_ranks, p + 2 num_ranks,
+    ...
 
     >>> ranks = PipelineRanks(rank=5, world_size=8, num_ranks=4, stages_per_rank=2)
     >>> ranks.data_rank, ranks.position, ranks.stages, ranks.pipelines[1], ranks.replicas[1]
@@ -101,13 +102,15 @@ class PipelineGroups:
         # Messages have a group of their own because Gloo matches them by order of arrival.
         self.pipe = self.new_group(ranks.pipelines, "pipeline stages")
         self.agree = self.new_group(ranks.pipelines, "pipeline agreement", backend="gloo")
-        # The group exists even if each stage has one rank, so that a torchmetric counts over that rank only.
+        # The group exists even if each stage has one rank, so that a torchmetric counts over that
+        # rank only.
         self.data = self.new_group(ranks.replicas, "pipeline data")
 
     def new_group(self, rank_sets: Sequence[Sequence[int]], desc: str, **options: Any) -> Any:
         """Create a group for each of these sets of ranks, and return the group of this rank.
 
-        Collective: every rank of WORLD must call it, in the same order. The sets partition the world.
+        Collective: every rank of WORLD must call it, in the same order. The sets partition the
+        world.
         """
         group = own_group(rank_sets, timeout=self._timeout, desc=desc, **options)
         self._groups.append(group)
@@ -126,8 +129,9 @@ class TiedWeights:
 
         gradient = sum over ranks j that hold it of round(sum over micro-batches of the gradient in the stage of j)
 
-    Gradient accumulation without a pipeline adds the gradients of both uses before it adds micro-batches. Here that
-    would take a message as large as the parameter for each micro-batch. The sums differ only in the order of additions.
+    Gradient accumulation without a pipeline adds the gradients of both uses before it adds
+    micro-batches. Here that would take a message as large as the parameter for each micro-batch.
+    The sums differ only in the order of additions.
 
     Collective: every rank of WORLD must create it, in the same order.
 
@@ -213,11 +217,13 @@ class _TableEntry(NamedTuple):
 class OtherStages:
     """Parameters and buffers of blocks on other ranks, which are on the meta device until `restore`.
 
-    The user's tensors stay the same objects. They are kept here without memory, and get their values back at the end.
+    The user's tensors stay the same objects. They are kept here without memory, and get their
+    values back at the end.
 
     Args:
         modules: Modules of the blocks on other ranks.
-        needed: Tensors that this rank needs too, such as a mask that all blocks share. They stay as they are.
+        needed: Tensors that this rank needs too, such as a mask that all blocks share. They stay as
+            they are.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, needed: Sequence[Tensor] = ()) -> None:

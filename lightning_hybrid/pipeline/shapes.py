@@ -1,6 +1,7 @@
 """Shape, dtype and memory layout of the tensors between stages, found with fake tensors.
 
-Fake tensors take no memory, do no arithmetic and send no message. Shapes have to be known before the first message:
+Fake tensors take no memory, do no arithmetic and send no message. Shapes have to be known before
+the first message:
 
 * Gloo accepts a shorter message, or one of another dtype, without an error, and training continues on wrong values.
 * torch's own shape inference runs a real forward, which changes BatchNorm's running statistics.
@@ -60,8 +61,8 @@ class Boundary:
     def message(self, tensor: Tensor) -> Tensor:
         """Return the elements of `tensor`, which has this shape, as one row in the order of this layout.
 
-        The row shares the tensor's memory if the tensor has this layout already. A receiver's tensor comes from
-        `empty`, so its row is always its memory.
+        The row shares the tensor's memory if the tensor has this layout already. A receiver's
+        tensor comes from `empty`, so its row is always its memory.
 
         >>> turned = torch.arange(6.0).view(2, 3).t()
         >>> boundary_of(turned).message(turned), Boundary((3, 2), turned.dtype).message(turned)
@@ -127,7 +128,8 @@ def output_of(
     The blocks stay unchanged.
 
     Raises:
-        ValueError: A block returns something other than tensors, or only integers, or its shapes depend on values.
+        ValueError: A block returns something other than tensors, or only integers, or its shapes
+            depend on values.
 
     >>> output_of([nn.Conv2d(3, 8, 3), nn.Flatten()], [Boundary((2, 3, 8, 8), torch.float32)], torch.device("cpu"))
     (Boundary(shape=(2, 288), dtype=torch.float32, stride=None, has_gradient=True),)
@@ -147,7 +149,8 @@ def output_of(
 
     if any(boundary.has_gradient for boundary in outputs):
         return outputs
-    # Everything before is frozen, or nothing is trained. torch's schedules need at least one gradient.
+    # Everything before is frozen, or nothing is trained. torch's schedules need at least one
+    # gradient.
     return tuple(
         replace(boundary, has_gradient=boundary.dtype.is_floating_point) for boundary in outputs
     )

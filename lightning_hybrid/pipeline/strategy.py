@@ -53,27 +53,32 @@ class HybridPipeline(DataRanksMixin):
         ranks = num_stages * (data ranks)         batch of a data rank = num_microbatches * (micro-batch)
         idle share of a step = (num_stages - 1) / (v * num_microbatches + num_stages - 1)         v: stages per rank
 
-    The result is bit-identical to `hybrid_allreduce` on the data ranks with `accumulate_grad_batches =
-    num_microbatches`. Checkpoints are the same files: runs with any number of stages, and plain `ddp`, can load them.
+    The result is bit-identical to `hybrid_allreduce` on the data ranks with
+    `accumulate_grad_batches = num_microbatches`. Checkpoints are the same files: runs with any
+    number of stages, and plain `ddp`, can load them.
 
     Args:
         num_stages: Number of ranks of a pipeline. It must divide the number of ranks.
-        num_microbatches: Number of micro-batches into which the batch of a rank is cut, at least `num_stages`. With
-            four times as many or more, the idle share is below 20 %.
-        schedule: `"gpipe"`: all forwards, then all backwards; all micro-batches in memory. `"1f1b"`: each backward as
-            early as possible; stage j keeps `num_stages - j` micro-batches. `"interleaved"`: two stages per rank, half
-            the idle time. `"zero_bubble"`: like `"interleaved"`, with gradients of weights computed in idle time; for
-            one data rank.
-        of: Name of the network in the module: an `nn.Sequential`, or a module with `pipeline_blocks()`.
-        cuts: First block of each stage after the first. A `BlockProfile` balances the stages by seconds and bytes. None
-            balances by operations if there is an `example_input_array` (the network's input), otherwise by parameters.
-        checkpoint_activations: Whether to store only the input of each block and to recompute its inside in backward:
-            GPipe's second half, for about a third more arithmetic.
+        num_microbatches: Number of micro-batches into which the batch of a rank is cut, at least
+            `num_stages`. With four times as many or more, the idle share is below 20 %.
+        schedule: `"gpipe"`: all forwards, then all backwards; all micro-batches in memory.
+            `"1f1b"`: each backward as early as possible; stage j keeps `num_stages - j`
+            micro-batches. `"interleaved"`: two stages per rank, half the idle time.
+            `"zero_bubble"`: like `"interleaved"`, with gradients of weights computed in idle time;
+            for one data rank.
+        of: Name of the network in the module: an `nn.Sequential`, or a module with
+            `pipeline_blocks()`.
+        cuts: First block of each stage after the first. A `BlockProfile` balances the stages by
+            seconds and bytes. None balances by operations if there is an `example_input_array` (the
+            network's input), otherwise by parameters.
+        checkpoint_activations: Whether to store only the input of each block and to recompute its
+            inside in backward: GPipe's second half, for about a third more arithmetic.
         **options: As in `HybridAllReduceStrategy`, for the data ranks. Options that need the gradients of the whole
             network raise an error: a codec, a planner, `Adasum`, `LocalSteps`.
 
     Raises:
-        ValueError: An option is invalid. Raised before any process group exists, if that can be known by then.
+        ValueError: An option is invalid. Raised before any process group exists, if that can be
+            known by then.
 
     Source: Huang et al. 2018 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473).
     """
@@ -373,8 +378,8 @@ class HybridPipeline(DataRanksMixin):
     def _over_stages(self, batch: Any, batch_idx: int = 0, *_: Any) -> Iterator[None]:
         """Let the network compute in all stages inside.
 
-        Every rank logs values of its own batch, so the first batches are compared. A step need not take a batch index.
-        Without one, all batches are compared.
+        Every rank logs values of its own batch, so the first batches are compared. A step need not
+        take a batch index. Without one, all batches are compared.
         """
         stages = self._active_stages
         if batch_idx < NUM_COMPARED:

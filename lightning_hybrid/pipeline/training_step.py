@@ -73,7 +73,8 @@ class TrainingStep:
         self._schedules: dict[int, Callable[[], Tensor | None]] = {}  # by digest of shapes
         self._muting = Muting(stages.module)
 
-        # Of the current step: micro-batches, further arguments of `training_step`, loss scale, seed, rows of the batch.
+        # Of the current step: micro-batches, further arguments of `training_step`, loss scale,
+        # seed, rows of the batch.
         self._microbatches: Sequence[Any] = ()
         self._step_arguments: tuple[Any, ...] = ()
         self._scale: Tensor | None = None
@@ -109,8 +110,8 @@ class TrainingStep:
     ) -> Tensor:
         """Run forward and backward of all micro-batches, and return the outputs of the whole batch.
 
-        Afterwards `p.grad` holds the gradients of the mean over micro-batches, averaged over data ranks. With half
-        precision they are fp32 and unscaled.
+        Afterwards `p.grad` holds the gradients of the mean over micro-batches, averaged over data
+        ranks. With half precision they are fp32 and unscaled.
 
         Collective: every rank of WORLD must call it, in the same order.
 
@@ -135,7 +136,8 @@ class TrainingStep:
             boundaries = stages.boundaries((shapes_digest, "training"), self._first_input)
             self._num_rows = stages.num_microbatches * boundaries[0][0].shape[0]
             if shapes_digest not in self._schedules:
-                # Only the last shapes have a schedule: each holds memory for the messages of all micro-batches.
+                # Only the last shapes have a schedule: each holds memory for the messages of all
+                # micro-batches.
                 self._schedules = {shapes_digest: self._new_schedule(boundaries)}
             with stages.watchdog.in_schedule(), waits_of_schedules(stages.watchdog):
                 output = self._schedules[shapes_digest]()
@@ -269,7 +271,8 @@ class TrainingStep:
     def _loss_in_one_piece(self) -> float | str:
         """Return the first micro-batch's loss with the whole network, or why it is unknown.
 
-        The value counts on the first rank only. Collective: every rank of the pipeline must call it.
+        The value counts on the first rank only. Collective: every rank of the pipeline must call
+        it.
         """
         if not self._fits_on_one_rank:
             return "there is no memory for the whole network on one rank"
@@ -346,15 +349,16 @@ class TrainingStep:
         """Let `training_step` run on the whole batch inside, where the network returns `output`, so that it can log.
 
         Raises:
-            ValueError: The network gets other rows than in the micro-batches, or a buffer outside of it changes.
+            ValueError: The network gets other rows than in the micro-batches, or a buffer outside
+                of it changes.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             self._check_rows(only_tensors(args, kwargs)[0])
             return output
 
-        # These random numbers depend on the position in the run too. Otherwise ranks would log different values, and a
-        # schedule that reads them would make the ranks diverge.
+        # These random numbers depend on the position in the run too. Otherwise ranks would log
+        # different values, and a schedule that reads them would make the ranks diverge.
         buffers_before = self._buffers_outside()
         with (
             self._random_state(None) as has_drawn,

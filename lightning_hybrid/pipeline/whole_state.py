@@ -38,8 +38,8 @@ def share_(
     Collective: every rank of the group must call it with the same tensors, in the same order.
     """
     for tensor in tensors:
-        # Each tensor goes through the device by itself: its backend may support no other memory, and the whole model
-        # may not fit there.
+        # Each tensor goes through the device by itself: its backend may support no other memory,
+        # and the whole model may not fit there.
         on_device = tensor.detach().to(device).contiguous()
         dist.broadcast(on_device, src=owner, group=group)
         if on_device.data_ptr() != tensor.data_ptr():
@@ -94,8 +94,8 @@ def gather_checkpoint(
     Args:
         checkpoint: Lightning's checkpoint of this rank.
         ranks: Position of this rank.
-        group: Process group of the pipeline over host memory; NCCL would need a stage's whole state once more on the
-            device. None: WORLD.
+        group: Process group of the pipeline over host memory; NCCL would need a stage's whole state
+            once more on the device. None: WORLD.
     """
     if ranks.data_rank > 0:  # other pipelines hold the same values
         return

@@ -37,9 +37,10 @@ class RunReport(Callback):
         <run_dir>/curves.json    {metric: [[step, value], ...]}; `time/elapsed_s` is the time at each recorded step
         <run_dir>/run.html       a page with all of it, good results first
 
-    Checkpoints hold curves and totals, so the report of a resumed run covers the whole run. Curves are values that the
-    module and other callbacks log (list `TrainingMetrics` before this callback), thinned beyond 2,000 points.
-    Communication is that of rank zero, of every step since the first. With `fast_dev_run` nothing is written.
+    Checkpoints hold curves and totals, so the report of a resumed run covers the whole run. Curves
+    are values that the module and other callbacks log (list `TrainingMetrics` before this
+    callback), thinned beyond 2,000 points. Communication is that of rank zero, of every step since
+    the first. With `fast_dev_run` nothing is written.
 
     Args:
         run_dir: Folder for the files. None: the trainer's `default_root_dir`.
@@ -214,7 +215,8 @@ class RunReport(Callback):
 
     def exposed_share(self) -> float | None:
         """Return exposed communication as a share of the time of all logged steps, weighted by their time."""
-        # Windows have equally many images, so the time of a window is in proportion to 1 / images per second.
+        # Windows have equally many images, so the time of a window is in proportion to 1 / images
+        # per second.
         time_of_step = {}
         for step, images_per_s in self.curves.get(m.IMAGES_PER_S, ()):
             time_of_step[step] = 1 / images_per_s

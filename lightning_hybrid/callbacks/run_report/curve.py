@@ -32,7 +32,8 @@ def thinned(curve: Sequence[Point], *, num_points: int) -> list[Point]:
     [(0, 0.0), (5, -1.0), (33, 33.0), (66, 66.0), (99, 99.0)]
     """
     values = [value for _, value in curve]
-    # The choice depends on the points alone, so a resumed run has the same curve as an uninterrupted one.
+    # The choice depends on the points alone, so a resumed run has the same curve as an
+    # uninterrupted one.
     extremes = {0, values.index(min(values)), values.index(max(values))}
     first = curve[0][0]
     last = curve[-1][0]

@@ -17,8 +17,8 @@ def environment(code_dir: Path | None = None) -> dict[str, Any]:
     """Return the versions, the machine and the commit of this process.
 
     Args:
-        code_dir: Folder of the code. If it is in a checkout, `commit` is its commit, with a `+` if files differ from
-            it. Otherwise `commit` is None.
+        code_dir: Folder of the code. If it is in a checkout, `commit` is its commit, with a `+` if
+            files differ from it. Otherwise `commit` is None.
 
     >>> environment()["torch"] == torch.__version__, environment()["commit"]
     (True, None)
@@ -47,8 +47,8 @@ def environment(code_dir: Path | None = None) -> dict[str, Any]:
 def code_state(code_dir: Path) -> dict[str, Any] | None:
     """Return the state of the repository around a folder: `commit`, and `is_dirty` if a tracked file differs from it.
 
-    None if there is no repository, no commit or no git. Also None if the repository tracks no file of the folder, such
-    as an environment inside of a project.
+    None if there is no repository, no commit or no git. Also None if the repository tracks no file
+    of the folder, such as an environment inside of a project.
 
     >>> code_state(Path("/")) is None
     True

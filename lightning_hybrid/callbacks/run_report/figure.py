@@ -1,7 +1,8 @@
 """Style of every figure: as wide as a phone, labels next to lines, one palette for light and dark pages.
 
-A figure is drawn for the width at which it is shown, so its text is never scaled. Wider pages put several side by side.
-Hues are those of Okabe & Ito 2008, which colour-blind readers can distinguish, darkened until readable as text.
+A figure is drawn for the width at which it is shown, so its text is never scaled. Wider pages put
+several side by side. Hues are those of Okabe & Ito 2008, which colour-blind readers can
+distinguish, darkened until readable as text.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def pictures(panels: Sequence[Panel]) -> list[str]:
 def format_value(value: Any, unit: str | None = None) -> str:
     """Format a value for readers.
 
-    None is an empty text. A number with a unit has four digits, and a prefix for thousands or thousandths.
+    None is an empty text. A number with a unit has four digits, and a prefix for thousands or
+    thousandths.
 
     >>> format_value(1 / 3), format_value(65536.0), format_value(None), format_value(True), format_value([1, "a"])
     ('0.333333', '65536', '', 'True', "[1, 'a']")

@@ -33,7 +33,8 @@ class CurvePanel:
     Attributes:
         title: Title, with a place for the statistic.
         metrics: Labels of the metrics, by name. The label `_` is not shown.
-        statistic: Function that returns the title's number from the values of the first metric that was measured.
+        statistic: Function that returns the title's number from the values of the first metric that
+            was measured.
         unit: Unit of the y-axis.
         factor: Factor from the logged values to that unit.
         log_base: Base of a logarithmic y-axis, or 0 for a linear one.
