@@ -65,7 +65,8 @@ class MasterWeightAveraging(EMAWeightAveraging):
 
     Args:
         decay: Share of the average that stays at each update, between 0 and 1.
-        **kwargs: As in `EMAWeightAveraging`: `update_every_n_steps`, `update_starting_at_step`, `use_buffers`, ...
+        **kwargs: As in `EMAWeightAveraging`: `update_every_n_steps`, `update_starting_at_step`,
+            `use_buffers`, ...
 
     Raises:
         ValueError: `decay` is not between 0 and 1. In `setup`: the strategy shards the module.

@@ -45,7 +45,10 @@ class LayerProbes:
         self._hooks = []
 
     def first_not_finite(self) -> str | None:
-        """Return the first layer whose output had inf or nan, in the order in which layers ran. Wait for the device."""
+        """Return the first layer whose output had inf or nan, in the order in which layers ran.
+
+        It waits for the device.
+        """
         if not self._magnitudes:
             return None
         magnitudes = torch.stack([largest.float() for _, largest in self._magnitudes])
@@ -79,7 +82,9 @@ def largest_gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def describe_batch(batch: Any) -> tuple[str, bool]:
-    """Return a description of each tensor of a batch, and whether any of them has inf or nan. Wait for the device.
+    """Return a description of each tensor of a batch, and whether any of them has inf or nan.
+
+    It waits for the device.
 
     >>> text, is_bad = describe_batch([torch.tensor([[1.0], [float("nan")]]), torch.tensor([3, 12])])
     >>> print(text, is_bad)

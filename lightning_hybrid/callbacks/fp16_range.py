@@ -210,7 +210,10 @@ def _observed_copy(module: pl.LightningModule, counts: _ExponentCounts) -> pl.Li
 
 
 def _range_of(kind: str, name: str, counts: Tensor, scale: int) -> TensorRange:
-    """Return the range of a tensor from the counts of its exponents. `scale` is the exponent of the loss scale."""
+    """Return the range of a tensor from the counts of its exponents.
+
+    `scale` is the exponent of the loss scale.
+    """
     shares = (counts.double() / counts.sum().clamp(min=1)).tolist()
 
     def below(exponent: int) -> float:

@@ -35,7 +35,10 @@ A dynamic scale may need 16 to settle from 2**16.
 """
 
 STEPS_AT_FLOOR = 200
-"""Number of steps at the least loss scale before a warning. A short burst of overflows would be over by then."""
+"""Number of steps at the least loss scale before a warning.
+
+A short burst of overflows would be over by then.
+"""
 
 NUM_SAVED = 8
 MOST_NAMES = 5
@@ -171,7 +174,10 @@ class NumericsMonitor(Callback):
         self._warn_of_zeros(trainer, pl_module)
 
     def _raise_if_not_finite(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
-        """Raise the same error on all ranks for the first bad loss of any rank. Collective."""
+        """Raise the same error on all ranks for the first bad loss of any rank.
+
+        Collective: every rank must call it, in the same order.
+        """
         # Step and rank are one number, so the first bad loss is a minimum of 8 bytes.
         world_size = trainer.world_size
         first_step = self._bad_losses.first_step
@@ -231,7 +237,10 @@ class NumericsMonitor(Callback):
             )
 
     def _warn_of_zeros(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn on rank zero about gradients that are zero at `patience` logged steps. Collective for shards."""
+        """Warn on rank zero about gradients that are zero at `patience` logged steps.
+
+        Collective for shards: every rank must call it, in the same order.
+        """
         elsewhere = set()  # parameters of other stages of a pipeline
         for name, parameter in pl_module.named_parameters():
             if parameter.is_meta:
@@ -265,7 +274,10 @@ class NumericsMonitor(Callback):
     def _values_over_ranks(
         self, largest: Mapping[str, Tensor | None], device: torch.device, *, are_shards: bool
     ) -> list[float]:
-        """Return the largest magnitude of each gradient, over all ranks if they hold shards. Wait for the device."""
+        """Return the largest magnitude of each gradient, over all ranks if they hold shards.
+
+        It waits for the device.
+        """
         zero = torch.zeros((), device=device)
         tensors = [zero]  # so that there is one, even without parameters
         for value in largest.values():
@@ -297,7 +309,10 @@ class NumericsMonitor(Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Add a description of the batch to the error, and save the state. Errors of communication stay as they are."""
+        """Add a description of the batch to the error, and save the state.
+
+        Errors of communication stay as they are.
+        """
         if self._current_batch is None or not isinstance(exception, Exception):
             self._forget_batch()
             return
@@ -394,7 +409,9 @@ class NumericsMonitor(Callback):
 
 
 class _BadLosses:
-    """Counter of losses that are not finite. It stays on the device, so that the host waits for nothing.
+    """Counter of losses that are not finite.
+
+    It stays on the device, so that the host waits for nothing.
 
     Attributes:
         number: Number of bad losses.
@@ -409,7 +426,10 @@ class _BadLosses:
         self._rows = torch.arange(NUM_SAVED, device=device).unsqueeze(1)
 
     def count(self, loss: Tensor, *, step: int, batch_idx: int) -> None:
-        """Count a loss. The host reads the result at logged steps, at which `TrainingMetrics` reads anyway."""
+        """Count a loss.
+
+        The host reads the result at logged steps, at which `TrainingMetrics` reads anyway.
+        """
         is_bad = ~torch.isfinite(loss.detach()).all()
         # The device decides whether the entry is written.
         row = self.number % NUM_SAVED

@@ -86,7 +86,10 @@ class RecalibrateBatchNorm(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Recalibrate before the first batch. By then the module holds averaged weights, if there are some."""
+        """Recalibrate before the first batch.
+
+        By then the module holds averaged weights, if there are some.
+        """
         if batch_idx == dataloader_idx == 0 and not trainer.sanity_checking:
             self._recalibrate(trainer, pl_module)
 

@@ -120,7 +120,10 @@ class StopOnSignal(Callback):
             signal.signal(number, requeue)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install the signal handlers. Lightning restores the handlers from before the fit when it ends."""
+        """Install the signal handlers.
+
+        Lightning restores the handlers from before the fit when it ends.
+        """
         # They replace Lightning's handlers. Its handler of SIGTERM calls a collective in the middle
         # of a rank's work, and a rank above zero exits alone. Its handler of SLURM's signal saves
         # in the middle of a step. A test would then use the weights of that moment, because a file
@@ -249,7 +252,10 @@ class StopOnSignal(Callback):
             self._stop_if_asked(trainer)
 
     def _stop_if_asked(self, trainer: pl.Trainer) -> None:
-        """Stop if any rank has a request. Collective."""
+        """Stop if any rank has a request.
+
+        Collective: every rank must call it, in the same order.
+        """
         request = torch.tensor([self._request], device=trainer.strategy.root_device)
         if trainer.world_size > 1 and dist.is_initialized():
             dist.all_reduce(request, op=dist.ReduceOp.MAX)

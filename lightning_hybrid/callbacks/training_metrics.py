@@ -112,7 +112,10 @@ class TrainingMetrics(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record learning rate and momentum. At the end of the batch they are those of the next step."""
+        """Record learning rate and momentum.
+
+        At the end of the batch they are those of the next step.
+        """
         group = trainer.optimizers[0].param_groups[0]
         self._lr = group["lr"]
         self._momentum = momentum_of(group)

@@ -220,14 +220,20 @@ class CheckedStage(PipelineStage):
         return tuple(outputs_with_gradient)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Compute one micro-batch's gradients. Autograd gives them the shape and dtype of the inputs."""
+        """Compute one micro-batch's gradients.
+
+        Autograd gives them the shape and dtype of the inputs.
+        """
         self._note("in backward", bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
     ) -> Any:
-        """Run a backward. With half precision its gradients are added to those of earlier micro-batches in fp32."""
+        """Run a backward.
+
+        With half precision its gradients are added to those of earlier micro-batches in fp32.
+        """
         setting = self._setting
         setting.set_last_backward(last_backward)
         parameters = list(self.submod.parameters())

@@ -74,7 +74,10 @@ class CutModel:
         return zip(blocks, self._owners, strict=True)
 
     def _averages(self) -> list[tuple[nn.Module, list[nn.Module]]]:
-        """Return the averages of the module that callbacks keep, each with its blocks. They are cut in the same way."""
+        """Return the averages of the module that callbacks keep, each with its blocks.
+
+        They are cut in the same way.
+        """
         averages = []
         for model in average_models(self._module.trainer.callbacks):
             averages.append((model.module, blocks_of(model.module, self._of)))

@@ -20,7 +20,9 @@ from lightning_hybrid.pipeline.shapes import as_arguments
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """Measured time and memory of each block of a network. Given as a pipeline's `cuts`, it balances the stages.
+    """Measured time and memory of each block of a network.
+
+    Given as a pipeline's `cuts`, it balances the stages.
 
     Args:
         seconds: Time of forward and backward of one micro-batch in each block, in any unit.
@@ -260,7 +262,9 @@ def _best_cuts(
     cost_of: Callable[[int, int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """Return the least joint cost of all cuts, and the cuts that have it. Infinite if no cut is possible.
+    """Return the least joint cost of all cuts, and the cuts that have it.
+
+    Infinite if no cut is possible.
 
     Args:
         num_blocks: Number of blocks.

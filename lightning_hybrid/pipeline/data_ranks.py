@@ -65,7 +65,10 @@ class DataRanksMixin(HybridAllReduce):
 
     @contextmanager
     def _whole_layers(self) -> Iterator[None]:
-        """Restore layers that are cut over ranks to whole layers inside, as in validation. Collective."""
+        """Restore layers that are cut over ranks to whole layers inside, as in validation.
+
+        Collective: every rank must call it, in the same order.
+        """
         extensions = None
         if self._module.trainer.training:
             extensions = self._extensions

@@ -237,7 +237,10 @@ class Muting:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Suppress `log`, `log_dict` and metrics inside. `all_gather` raises, because only one stage would call it."""
+        """Suppress `log`, `log_dict` and metrics inside.
+
+        `all_gather` raises, because only one stage would call it.
+        """
         with temporary_attributes(
             self._module, log=_log_nothing, log_dict=_log_nothing, all_gather=_refuse_gather
         ):

@@ -117,7 +117,10 @@ class PipelineGroups:
         return group
 
     def destroy(self, *, are_aborted: bool = False) -> None:
-        """Free the groups. Ranks that still wait in one get an error. Aborted groups are not waited for."""
+        """Free the groups.
+
+        Ranks that still wait in one get an error. Aborted groups are not waited for.
+        """
         for group in self._groups:
             # The group for agreement is over host memory, which an abort does not reach.
             is_aborted = are_aborted and group is not self.agree
@@ -125,7 +128,9 @@ class PipelineGroups:
 
 
 class TiedWeights:
-    """Parameters that several ranks of a pipeline share. Each rank updates its copy from the same gradient.
+    """Parameters that several ranks of a pipeline share.
+
+    Each rank updates its copy from the same gradient.
 
         gradient = sum over ranks j that hold it of round(sum over micro-batches of the gradient in the stage of j)
 

@@ -3,7 +3,8 @@
 Fake tensors take no memory, do no arithmetic and send no message. Shapes have to be known before
 the first message:
 
-* Gloo accepts a shorter message, or one of another dtype, without an error, and training continues on wrong values.
+* Gloo accepts a shorter message, or one of another dtype, without an error, and training continues
+  on wrong values.
 * torch's own shape inference runs a real forward, which changes BatchNorm's running statistics.
 * Backends send memory in the order in which it lies. Gloo refuses a channels_last tensor, and NCCL would deliver its
   elements in another order.
@@ -109,7 +110,9 @@ def as_arguments(value: Any) -> tuple[Any, ...]:
 
 
 def boundary_of(tensor: Tensor) -> Boundary:
-    """Return the specification of `tensor`. If it has gaps, as an expanded one, the layout is that of its copy.
+    """Return the specification of `tensor`.
+
+    If it has gaps, as an expanded one, the layout is that of its copy.
 
     >>> boundary_of(torch.ones(2, 3).t()).stride, boundary_of(torch.ones(2, 3)).stride
     ((1, 3), None)

@@ -73,8 +73,9 @@ class HybridPipeline(DataRanksMixin):
             network's input), otherwise by parameters.
         checkpoint_activations: Whether to store only the input of each block and to recompute its
             inside in backward: GPipe's second half, for about a third more arithmetic.
-        **options: As in `HybridAllReduceStrategy`, for the data ranks. Options that need the gradients of the whole
-            network raise an error: a codec, a planner, `Adasum`, `LocalSteps`.
+        **options: As in `HybridAllReduceStrategy`, for the data ranks. Options that need the
+            gradients of the whole network raise an error: a codec, a planner, `Adasum`,
+            `LocalSteps`.
 
     Raises:
         ValueError: An option is invalid. Raised before any process group exists, if that can be
@@ -169,7 +170,10 @@ class HybridPipeline(DataRanksMixin):
         )
 
     def _cut_network(self, module: pl.LightningModule, places: Sequence[int]) -> Stages:
-        """Create process groups and stages, of which this rank keeps its own. Collective."""
+        """Create process groups and stages, of which this rank keeps its own.
+
+        Collective: every rank must call it, in the same order.
+        """
         # Imported here, as it imports torch's schedules.
         from lightning_hybrid.pipeline.checked_stage import StageBody
 

@@ -88,7 +88,10 @@ class TrainingStep:
         self._fits_on_one_rank = self._find_whether_network_fits()
 
     def _find_whether_network_fits(self) -> bool:
-        """Return whether every rank has the memory for the whole network. Collective."""
+        """Return whether every rank has the memory for the whole network.
+
+        Collective: every rank must call it, in the same order.
+        """
         stages = self._stages
         fits = free_bytes(stages.device) > 2 * self._cut.bytes_elsewhere
         fits_everywhere = torch.tensor(float(fits), device=stages.device)
@@ -304,7 +307,10 @@ class TrainingStep:
             return loss_in(stages.module.training_step(microbatch, *self._step_arguments)).detach()
 
     def _compare_first_loss(self, whole_loss: float | str) -> None:
-        """Compare the first loss in stages with that of the whole network. Collective."""
+        """Compare the first loss in stages with that of the whole network.
+
+        Collective: every rank must call it, in the same order.
+        """
         self._is_first_step = False
         losses = self._stages.gather(_FirstLoss(whole_loss, self._first_loss_in_stages))
         whole_loss = losses[0].whole

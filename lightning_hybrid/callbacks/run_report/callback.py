@@ -30,7 +30,9 @@ from lightning_hybrid.run_status import run_status
 
 
 class RunReport(Callback):
-    """Callback that writes a report of the run when fitting ends, and again when testing ends. Rank zero writes it.
+    """Callback that writes a report of the run when fitting ends, and again when testing ends.
+
+    Rank zero writes it.
 
         <run_dir>/run.png        loss, accuracy, learning rate, loss scale, waits against steps; buckets
         <run_dir>/summary.json   last and best value of every metric, throughput, communication, settings of the run
@@ -79,7 +81,10 @@ class RunReport(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore curves, elapsed time and communication. Older checkpoints may lack some of them."""
+        """Restore curves, elapsed time and communication.
+
+        Older checkpoints may lack some of them.
+        """
         self._earlier_fits_s = state_dict.get("elapsed_s", 0.0)
         self._fit_began_s = None
         self.curves.clear()

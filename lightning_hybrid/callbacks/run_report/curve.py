@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_POINTS = 2000
-"""Maximum number of points of a curve. The panels of a run's picture have one pixel for four of them."""
+"""Maximum number of points of a curve.
+
+The panels of a run's picture have one pixel for four of them.
+"""
 
 Point = tuple[int, float]
 """Step and value."""

@@ -123,7 +123,10 @@ def _label_lines(axes: Axes, height: int) -> None:
 
 
 def in_units(axes: Axes, *, x: str | None = None, y: str | None = None) -> None:
-    """Label ticks in a unit, with prefixes for thousands and thousandths. Pure numbers below a million have none."""
+    """Label ticks in a unit, with prefixes for thousands and thousandths.
+
+    Pure numbers below a million have none.
+    """
     for axis, unit in ((axes.xaxis, x), (axes.yaxis, y)):
         if unit is not None:
             axis.set_major_formatter(partial(_format_tick, unit))

@@ -82,7 +82,9 @@ def format_value(value: Any, unit: str | None = None) -> str:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested configuration to the keys of the command line. Empty groups stay as they are.
+    """Flatten a nested configuration to the keys of the command line.
+
+    Empty groups stay as they are.
 
     >>> flatten({"optim": {"lr": 1.0, "betas": [0.9, 0.99]}, "logger": None, "tags": {}})
     {'optim.lr': 1.0, 'optim.betas': [0.9, 0.99], 'logger': None, 'tags': {}}

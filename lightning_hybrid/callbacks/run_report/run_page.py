@@ -19,7 +19,10 @@ Points = Sequence[tuple[int, float]]
 Curves = Mapping[str, Points]
 
 MOST_BARS = 12
-"""Maximum number of buckets in the picture. If there are more, those that were exposed longest are shown."""
+"""Maximum number of buckets in the picture.
+
+If there are more, those that were exposed longest are shown.
+"""
 
 
 def _last(values: Sequence[float]) -> float:
