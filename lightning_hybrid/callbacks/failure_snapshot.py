@@ -147,37 +147,40 @@ def save_state(
     Returns:
         The path, or None if the file exists already.
     """
-    status = run_status(trainer)
     path = folder / f"step{trainer.global_step}_rank{trainer.global_rank}.pt"
-    if status.num_shards is not None:
+    if run_status(trainer).num_shards is not None:
         # In an elastic run, ranks of several hosts have the same number.
         path = path.with_name(f"{path.stem}_{host_identity()[0]}.pt")
     if path.exists():
         return None
 
-    snapshot: dict[str, Any] = {
+    snapshot = {
         "error": error,
         "global_step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "batch_idx": batch_idx,
         "batch": tree_map(_to_plain, batch),
         "scale_history": [[step, value] for step, value in history],
-        "rng_state": torch.get_rng_state(),
+        **_state_of(trainer),
     }
-    device = trainer.strategy.root_device
-    if device.type == "cuda":
-        snapshot["cuda_rng_state"] = torch.cuda.get_rng_state(device)
-    # fp32 weights are the same on all ranks, so only rank zero saves them.
-    if trainer.is_global_zero:
-        # The strategy's own state dict would need all ranks if they share the update.
-        with status.own_state():
-            snapshot["state_dict"] = trainer.lightning_module.state_dict()
-        snapshot["precision"] = trainer.precision_plugin.state_dict()
-
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as part:
         torch.save(snapshot, part)
     return path
+
+
+def _state_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the state of random numbers, and on rank zero the weights, which are the same on all ranks."""
+    state: dict[str, Any] = {"rng_state": torch.get_rng_state()}
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        state["cuda_rng_state"] = torch.cuda.get_rng_state(device)
+    if trainer.is_global_zero:
+        # The strategy's own state dict would need all ranks if they share the update.
+        with run_status(trainer).own_state():
+            state["state_dict"] = trainer.lightning_module.state_dict()
+        state["precision"] = trainer.precision_plugin.state_dict()
+    return state
 
 
 def _to_plain(leaf: Any) -> Any:

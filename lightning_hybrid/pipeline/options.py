@@ -38,8 +38,8 @@ def check_options(
         ValueError: An option is invalid. The message names it.
 
     >>> check_options(num_stages=4, num_microbatches=2, schedule="1f1b", cuts=None)
-    Traceback (most recent call last): ValueError: `num_microbatches` (=2) must be at least
-    `num_stages` (=4): with fewer, some stages always wait. Write \
+    Traceback (most recent call last):
+    ValueError: `num_microbatches` (=2) must be at least `num_stages` (=4): with fewer, some stages always wait. Write \
 num_microbatches=16: with four times as many, 16 % of a step are waiting.
     """
     _check_schedule(schedule)
