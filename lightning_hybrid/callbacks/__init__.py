@@ -1,4 +1,4 @@
-"""Callbacks for any LightningModule: metrics to any logger, a report, averages of weights, checks."""
+"""Callbacks for any LightningModule: metrics, run reports, weight averages, checks and clean stops."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -34,21 +34,26 @@ __all__ = [
     "half_precision_report",
 ]
 
-_PLACES = {
+_MODULES = {
+    "DataOrderError": "replica_check",
+    "HalfPrecisionReport": "fp16_range",
     "MasterWeightAveraging": "ema",
+    "NonFiniteLossError": "numerics",
+    "NumericsMonitor": "numerics",
     "RecalibrateBatchNorm": "recalibrate_bn",
+    "ReplicaCheck": "replica_check",
+    "ReplicaDriftError": "replica_check",
     "RunReport": "run_report.callback",
     "StopOnSignal": "stop_on_signal",
     "TimeToAccuracy": "time_to_accuracy",
     "TrainingMetrics": "training_metrics",
-    **dict.fromkeys(("HalfPrecisionReport", "half_precision_report"), "fp16_range"),
-    **dict.fromkeys(("NonFiniteLossError", "NumericsMonitor"), "numerics"),
-    **dict.fromkeys(("DataOrderError", "ReplicaCheck", "ReplicaDriftError"), "replica_check"),
+    "half_precision_report": "fp16_range",
 }
 
 
 def __getattr__(name: str) -> object:
-    # Imported when it is first asked for: some commands use a module of this package, and no Lightning.
-    if name not in _PLACES:
+    # A module is imported at the first access, because some commands use this package without
+    # Lightning.
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""A run's communication in numbers: for loggers, for `summary.json` and as one line of text."""
+"""Figures of a run's communication: metrics for loggers, a section of `summary.json` and one line of text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
 
 def byte_metrics(comm: CommSummary) -> dict[str, float]:
-    """Return bytes per step, those between nodes only where there are several; and what a codec there lost."""
+    """Return bytes per step.
+
+    Bytes between nodes are included if there are several nodes, and the error of quantisation if a
+    codec is used.
+    """
     if not comm.num_steps:
         return {}
     values = {
@@ -27,9 +31,12 @@ def byte_metrics(comm: CommSummary) -> dict[str, float]:
 def clock_metrics(
     comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: float | None
 ) -> dict[str, float]:
-    """Return seconds per step and the achieved rate of the link; nothing where no time was measured.
+    """Return seconds per step and the achieved bandwidth of the link, or nothing if no time was measured.
 
-    `elapsed_s`: time of these steps in all; `link_bytes_per_s`: rate of a node's link, None: not known.
+    Args:
+        comm: Communication of some steps.
+        elapsed_s: Time of these steps, in seconds.
+        link_bytes_per_s: Bandwidth of a node's link. None: unknown.
     """
     if not comm.num_steps or comm.busy_s is None or comm.exposed_s is None:
         return {}
@@ -49,37 +56,44 @@ def clock_metrics(
 
 
 def as_json(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, Any]:
-    """Return the section of `summary.json` on all steps; None where a time was not measured, or with one node only."""
-    same = (
-        "num_steps",
-        "num_buckets",
-        "num_bytes",
-        "quantisation_nmse",
-        "busy_s",
-        "exposed_s",
-        "achieved_bytes_per_s",
-    )
+    """Return the section of `summary.json` on communication.
+
+    Values are None if a time was not measured, or if there is only one node.
+    """
     return {
-        **{name: getattr(comm, name) for name in same},
+        "num_steps": comm.num_steps,
+        "num_buckets": comm.num_buckets,
+        "num_bytes": comm.num_bytes,
+        "quantisation_nmse": comm.quantisation_nmse,
+        "busy_s": comm.busy_s,
+        "exposed_s": comm.exposed_s,
+        "achieved_bytes_per_s": comm.achieved_bytes_per_s,
         "link_bytes": comm.bytes_across,
         "least_link_bytes": comm.least_bytes_across,
         "node_bytes": comm.bytes_inside,
         "exposed_s_per_step": _ratio(comm.exposed_s, comm.num_steps),
         "link_bytes_per_s": link_bytes_per_s,
         "achieved_share": _ratio(comm.achieved_bytes_per_s, link_bytes_per_s),
-        "per_bucket": [_bucket(bucket, link_bytes_per_s) for bucket in comm.buckets],
+        "per_bucket": [_bucket_as_json(bucket, link_bytes_per_s) for bucket in comm.buckets],
     }
 
 
-def _bucket(bucket: BucketSummary, link_bytes_per_s: float | None) -> dict[str, Any]:
+def _bucket_as_json(bucket: BucketSummary, link_bytes_per_s: float | None) -> dict[str, Any]:
     in_flight_s = _ratio(bucket.in_flight_s, bucket.num_times)
-    least = bucket.traffic.least_across
-    achieved = least / in_flight_s if in_flight_s and least else None
-    same = ("index", "numel", "dtype", "num_bytes", "algorithm", "num_chunks", "num_times")
+    least_bytes = bucket.traffic.least_across
+    achieved = None
+    if in_flight_s and least_bytes:
+        achieved = least_bytes / in_flight_s
     return {
-        **{name: getattr(bucket, name) for name in same},
+        "index": bucket.index,
+        "numel": bucket.numel,
+        "dtype": bucket.dtype,
+        "num_bytes": bucket.num_bytes,
+        "algorithm": bucket.algorithm,
+        "num_chunks": bucket.num_chunks,
+        "num_times": bucket.num_times,
         "link_bytes": bucket.traffic.across,
-        "least_link_bytes": least,
+        "least_link_bytes": least_bytes,
         "node_bytes": bucket.traffic.inside,
         "mean_exposed_s": _ratio(bucket.exposed_s, bucket.num_times),
         "mean_in_flight_s": in_flight_s,
@@ -98,10 +112,11 @@ def describe(
     """Format the summary as one line of text.
 
     Args:
-        comm: all steps; None: not measured.
-        exposed_s: exposed seconds per step without the first steps of a run; None: the mean of all steps is shown.
-        exposed_share: the same as a share of the step.
-        link_bytes_per_s: rate of a node's link; None: not known.
+        comm: Communication of all steps. None: not measured.
+        exposed_s: Exposed seconds per step, without the first steps of a run. None: show the mean
+            of all steps.
+        exposed_share: The same as a share of the time of a step.
+        link_bytes_per_s: Bandwidth of a node's link. None: unknown.
 
     >>> comm = CommSummary(num_steps=2, num_buckets=2, num_bytes=2_000_000, busy_s=1.0, exposed_s=0.1,
     ...                    least_bytes_across=2e6, bytes_across=3e6)
@@ -116,24 +131,29 @@ def describe(
     if exposed_s is None:
         steps = "step"
         exposed_s = _ratio(comm.exposed_s, comm.num_steps)
+
+    exposed_text = "time not measured"
+    if exposed_s is not None:
+        exposed_text = f"{1e3 * exposed_s:.3g} ms exposed per {steps}"
+        if exposed_share is not None:
+            exposed_text += f" ({100 * exposed_share:.1f} %)"
+
+    bytes_text = "none between nodes"
+    bytes_per_step = comm.bytes_across / comm.num_steps
+    if bytes_per_step:
+        bytes_text = f"{bytes_per_step / 1e6:.3g} MB per node and step"
+
+    texts = [exposed_text, bytes_text]
     achieved = comm.achieved_bytes_per_s
-    share = "" if exposed_share is None else f" ({100 * exposed_share:.1f} %)"
-    parts = [
-        "time not measured"
-        if exposed_s is None
-        else f"{1e3 * exposed_s:.3g} ms exposed per {steps}{share}"
-    ]
-    across = comm.bytes_across / comm.num_steps
-    parts.append(f"{across / 1e6:.3g} MB per node and step" if across else "none between nodes")
     if achieved is not None:
-        of_link = (
-            ""
-            if link_bytes_per_s is None
-            else f" = {100 * achieved / link_bytes_per_s:.3g} % of the link"
-        )
-        parts.append(f"{achieved / 1e6:.3g} MB/s{of_link}")
-    return ", ".join(parts)
+        rate_text = f"{achieved / 1e6:.3g} MB/s"
+        if link_bytes_per_s is not None:
+            rate_text += f" = {100 * achieved / link_bytes_per_s:.3g} % of the link"
+        texts.append(rate_text)
+    return ", ".join(texts)
 
 
-def _ratio(total: float | None, by: float | None) -> float | None:
-    return None if total is None or not by else total / by
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    if numerator is None or not denominator:
+        return None
+    return numerator / denominator

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights."""
+"""Callback that keeps an exponential moving average of the weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from lightning_hybrid.checks import plain_value, require_whole
 
 
 class HostCountedAverage(AveragedModel):
-    """Average whose number of updates is on the host: torch's asks the device for it twice in each update.
+    """Average of weights whose number of updates is on the host.
+
+    torch's own average reads that number from the device twice in each update.
 
     Args:
-        averaged: torch's average, whose copy of the module is taken over.
+        averaged: torch's average, whose copy of the module is reused.
     """
 
     def __init__(self, averaged: AveragedModel) -> None:
-        nn.Module.__init__(
-            self
-        )  # and not torch's constructor, which would copy the module once more
+        # The constructor of `AveragedModel` would copy the module once more.
+        nn.Module.__init__(self)
         self.module = averaged.module
         self.avg_fn = averaged.avg_fn
         self.multi_avg_fn = averaged.multi_avg_fn
@@ -34,12 +35,11 @@ class HostCountedAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Take the weights of `model` in; nothing waits for the device."""
+        """Add the weights of `model` to the average, without waiting for the device."""
         assert self.avg_fn is not None
         is_first = int(self.n_averaged) == 0
-        for average, current in zip(
-            self._tensors_of(self.module), self._tensors_of(model), strict=True
-        ):
+        averages = self._tensors_of(self.module)
+        for average, current in zip(averages, self._tensors_of(model), strict=True):
             weight = current.detach().to(average.device)
             if is_first:
                 average.copy_(weight)
@@ -56,19 +56,20 @@ class HostCountedAverage(AveragedModel):
 
 
 class MasterWeightAveraging(EMAWeightAveraging):
-    """Lightning's `EMAWeightAveraging`, with checked arguments, and an average after a run with nothing left to train.
+    """Lightning's `EMAWeightAveraging` with checked arguments, and an average even if nothing was left to train.
 
         average <- decay * average + (1 - decay) * weight         fp32, after each step
 
-    Validation sees the average; after `fit` the module holds it. Checkpoints hold it as their weights, and the trained
-    weights under a key of their own.
+    Validation uses the average, and after `fit` the module holds it. Checkpoints hold the average
+    as their weights, and the trained weights under a key of their own.
 
     Args:
-        decay: part of the average that stays at each update, 0 to 1.
-        **kwargs: as in `EMAWeightAveraging`: `update_every_n_steps`, `update_starting_at_step`, `use_buffers`, ...
+        decay: Share of the average that stays at each update, between 0 and 1.
+        **kwargs: As in `EMAWeightAveraging`: `update_every_n_steps`, `update_starting_at_step`,
+            `use_buffers`, ...
 
     Raises:
-        ValueError: `decay` is not between 0 and 1; in `setup`, the strategy shards the module.
+        ValueError: `decay` is not between 0 and 1. In `setup`: the strategy shards the module.
     """
 
     def __init__(self, decay: float = 0.999, **kwargs: Any) -> None:
@@ -86,7 +87,7 @@ class MasterWeightAveraging(EMAWeightAveraging):
         self._is_handed_over = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Make the averaged model on the device to which the module has still to move."""
+        """Create the averaged model on the device to which the module will move."""
         if isinstance(trainer.strategy, ModelParallelStrategy):
             raise ValueError(
                 f"`strategy` (={type(trainer.strategy).__name__}) and MasterWeightAveraging exclude each other: the "
@@ -107,11 +108,11 @@ class MasterWeightAveraging(EMAWeightAveraging):
             self._average_model = HostCountedAverage(self._average_model)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give the module the average."""
+        """Copy the average to the module."""
         super().on_train_end(trainer, pl_module)
         self._is_handed_over = True
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give the module the average if nothing was left to train, as in a run resumed only to be tested."""
+        """Copy the average to the module if nothing was left to train, as in a run that resumes only to be tested."""
         if not self._is_handed_over and self._average_model is not None:
             self._copy_average_to_current(pl_module)

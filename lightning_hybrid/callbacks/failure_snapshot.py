@@ -1,7 +1,8 @@
-"""A snapshot of the moment at which numbers went wrong: the batch, the first layer, a file with the state."""
+"""Snapshot of a failure in the numbers: description of the batch, the first bad layer, and a file with the state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,26 @@ from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.optim.dtensor import local_shard
 from lightning_hybrid.run_status import run_status
 
-MOST_PLACES = 5
+MOST_SAMPLES = 5
+"""Maximum number of samples that a description names."""
 
 
 class LayerProbes:
-    """Hooks that measure the largest magnitude of each layer's output in one forward, without a wait of the host."""
+    """Hooks that measure the largest magnitude of each layer's output in a forward, without waiting for the device."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._found: list[tuple[str, Tensor]] = []
-        leaves = [
-            (name, one) for name, one in module.named_modules() if name and not any(one.children())
-        ]
-        self._hooks = [one.register_forward_hook(partial(self._note, name)) for name, one in leaves]
+        self._magnitudes: list[
+            tuple[str, Tensor]
+        ] = []  # by layer, in the order in which layers ran
+        self._hooks = []
+        for name, layer in module.named_modules():
+            if name and not any(layer.children()):
+                hook = layer.register_forward_hook(partial(self._note_output, name))
+                self._hooks.append(hook)
 
-    def _note(self, name: str, layer: nn.Module, _: Any, output: Any) -> None:
+    def _note_output(self, name: str, layer: nn.Module, _: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.is_floating_point() and output.numel():
-            self._found.append((f"{name} ({type(layer).__name__})", _largest(output)))
+            self._magnitudes.append((f"{name} ({type(layer).__name__})", _largest(output)))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -40,71 +45,84 @@ class LayerProbes:
         self._hooks = []
 
     def first_not_finite(self) -> str | None:
-        """Return the first layer, in the order they ran, whose output had inf or nan. Wait for the device."""
-        if not self._found:
+        """Return the first layer whose output had inf or nan, in the order in which layers ran.
+
+        It waits for the device.
+        """
+        if not self._magnitudes:
             return None
-        finite = torch.isfinite(
-            torch.stack([largest.float() for _, largest in self._found])
-        ).tolist()
-        return next(
-            (
-                name
-                for (name, _), is_finite in zip(self._found, finite, strict=True)
-                if not is_finite
-            ),
-            None,
-        )
+        magnitudes = torch.stack([largest.float() for _, largest in self._magnitudes])
+        are_finite = torch.isfinite(magnitudes).tolist()
+        for (name, _), is_finite in zip(self._magnitudes, are_finite, strict=True):
+            if not is_finite:
+                return name
+        return None
 
     @property
     def num_layers(self) -> int:
-        """Number of layers that ran."""
-        return len(self._found)
+        """The number of layers that ran."""
+        return len(self._magnitudes)
 
 
 @torch.no_grad()
 def largest_gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the largest magnitude in the gradient of each trained parameter; None where it has no gradient.
+    """Return the largest magnitude in the gradient of each trained parameter, or None if it has no gradient.
 
-    Of a DTensor it is that of this rank's shard.
+    For a DTensor it is that of this rank's shard.
     """
-    trained = {
-        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
-    }
-    grads = {name: local_shard(parameter.grad) for name, parameter in trained.items()}
-    return {
-        name: None if grad is None or not grad.numel() else _largest(grad)
-        for name, grad in grads.items()
-    }
+    largest: dict[str, Tensor | None] = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = local_shard(parameter.grad)
+        largest[name] = None
+        if gradient is not None and gradient.numel():
+            largest[name] = _largest(gradient)
+    return largest
 
 
 def describe_batch(batch: Any) -> tuple[str, bool]:
-    """Describe each tensor of a batch, and say whether any holds inf or nan. Wait for the device.
+    """Return a description of each tensor of a batch, and whether any of them has inf or nan.
 
-    >>> words, is_bad = describe_batch([torch.tensor([[1.0], [float("nan")]]), torch.tensor([3, 12])])
-    >>> print(words, is_bad)
+    It waits for the device.
+
+    >>> text, is_bad = describe_batch([torch.tensor([[1.0], [float("nan")]]), torch.tensor([3, 12])])
+    >>> print(text, is_bad)
     [0] float32 [2, 1]: 1 of 2 values not finite, in samples 1; [1] int64 [2]: from 3 to 12 True
     """
-    parts = []
-    is_bad = False
+    descriptions = []
+    has_bad_values = False
     for path, leaf in tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor) or not leaf.numel():
             continue
         name = f"{keystr(path)} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
-        bad = ~torch.isfinite(leaf)
-        if bool(bad.any()):
-            is_bad = True
-            samples = (
-                bad.reshape(len(leaf) if leaf.dim() else 1, -1).any(1).nonzero().view(-1).tolist()
-            )
-            some = ", ".join(map(str, samples[:MOST_PLACES])) + (
-                ", ..." if len(samples) > MOST_PLACES else ""
-            )
-            parts.append(
-                f"{name}: {int(bad.sum())} of {leaf.numel()} values not finite, in samples {some}"
+        is_bad = ~torch.isfinite(leaf)
+        if bool(is_bad.any()):
+            has_bad_values = True
+            num_samples = len(leaf) if leaf.dim() else 1
+            bad_samples = is_bad.reshape(num_samples, -1).any(1).nonzero().view(-1).tolist()
+            num_bad = int(is_bad.sum())
+            descriptions.append(
+                f"{name}: {num_bad} of {leaf.numel()} values not finite, in samples "
+                f"{first_of(bad_samples, MOST_SAMPLES)}"
             )
         else:
-            parts.append(f"{name}: from {leaf.min().item():g} to {leaf.max().item():g}")
-    return "; ".join(parts), is_bad
+            lowest = leaf.min().item()
+            highest = leaf.max().item()
+            descriptions.append(f"{name}: from {lowest:g} to {highest:g}")
+    return "; ".join(descriptions), has_bad_values
+
+
+def first_of(values: Iterable[object], limit: int) -> str:
+    """Return at most `limit` values as a list in text, which shows if there are more.
+
+    >>> first_of([1, 2, 3], 2), first_of([1, 2], 2)
+    ('1, 2, ...', '1, 2')
+    """
+    texts = [str(value) for value in values]
+    if len(texts) > limit:
+        texts = [*texts[:limit], "..."]
+    return ", ".join(texts)
 
 
 def save_state(
@@ -116,45 +134,64 @@ def save_state(
     error: str,
     history: list[tuple[int, float]],
 ) -> Path | None:
-    """Save the state at the moment of failure as `step<s>_rank<r>.pt`; return None where there is one already."""
-    # It loads with `torch.load(..., weights_only=True)`. fp32 weights are the same on all ranks: rank zero saves them.
+    """Save the state at the moment of a failure as `step<s>_rank<r>.pt`, which `torch.load` reads with `weights_only`.
+
+    Args:
+        folder: Folder for the file.
+        trainer: The trainer.
+        batch: The batch of the failure.
+        batch_idx: Its index.
+        error: Text of the error.
+        history: Steps and values of the loss scale.
+
+    Returns:
+        The path, or None if the file exists already.
+    """
     path = folder / f"step{trainer.global_step}_rank{trainer.global_rank}.pt"
-    if (
-        run_status(trainer).num_shards is not None
-    ):  # ranks of several hosts have this number in an elastic run
+    if run_status(trainer).num_shards is not None:
+        # In an elastic run, ranks of several hosts have the same number.
         path = path.with_name(f"{path.stem}_{host_identity()[0]}.pt")
     if path.exists():
         return None
-    snapshot: dict[str, Any] = {
+
+    snapshot = {
         "error": error,
         "global_step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "batch_idx": batch_idx,
-        "batch": tree_map(_plain, batch),
-        "scale_history": [list(one) for one in history],
-        "rng_state": torch.get_rng_state(),
+        "batch": tree_map(_to_plain, batch),
+        "scale_history": [[step, value] for step, value in history],
+        **_state_of(trainer),
     }
-    device = trainer.strategy.root_device
-    if device.type == "cuda":
-        snapshot["cuda_rng_state"] = torch.cuda.get_rng_state(device)
-    if trainer.is_global_zero:
-        # Not the strategy's: where ranks share the update, that takes all of them.
-        with run_status(trainer).own_state():
-            snapshot["state_dict"] = trainer.lightning_module.state_dict()
-        snapshot["precision"] = trainer.precision_plugin.state_dict()
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as part:
         torch.save(snapshot, part)
     return path
 
 
-def _plain(leaf: Any) -> Any:
-    # What `weights_only=True` loads: tensors and plain values, and the text of anything else.
+def _state_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the state of random numbers, and on rank zero the weights, which are the same on all ranks."""
+    state: dict[str, Any] = {"rng_state": torch.get_rng_state()}
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        state["cuda_rng_state"] = torch.cuda.get_rng_state(device)
+    if trainer.is_global_zero:
+        # The strategy's own state dict would need all ranks if they share the update.
+        with run_status(trainer).own_state():
+            state["state_dict"] = trainer.lightning_module.state_dict()
+        state["precision"] = trainer.precision_plugin.state_dict()
+    return state
+
+
+def _to_plain(leaf: Any) -> Any:
+    """Return a value that `weights_only=True` loads: tensors and plain values, or the text of anything else."""
     if isinstance(leaf, Tensor):
         return leaf.detach().cpu()
-    return leaf if isinstance(leaf, bool | int | float | str | None) else repr(leaf)
+    if isinstance(leaf, bool | int | float | str | None):
+        return leaf
+    return repr(leaf)
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    # One pass over memory, and no copy of absolute values; nan where there is one.
+    # One pass over memory without a copy of absolute values. It is nan if the tensor has one.
     return torch.linalg.vector_norm(tensor.detach(), float("inf"))

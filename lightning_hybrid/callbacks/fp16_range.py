@@ -1,4 +1,4 @@
-"""What fp16 cannot hold of a network's weights, activations and gradients, found before a run."""
+"""Report on values of a network that fp16 cannot represent: weights, activations and gradients, before a run."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from lightning_hybrid.callbacks.recalibrate_bn import generators_kept, new_train
 from lightning_hybrid.checks import plain_value, require_whole
 from lightning_hybrid.precision.window import NORMALISATION_TYPES, is_reparametrised
 
-SUBNORMAL, NORMAL, END = (
-    -24,
-    -14,
-    16,
-)  # the smallest values are 2^-24, of 11 bits 2^-14; from 2^16 on they are inf
-LEAST, MOST, LARGEST_SCALE = (
-    -50,
-    40,
-    24,
-)  # exponents of the counts, and that of the largest loss scale
-# Shares that need no remedy; our choice: of normally distributed weights of 0.02 they are 2e-6 and 0.002.
+# Exponents of fp16: its smallest values are 2^-24, those with all 11 bits begin at 2^-14, and from
+# 2^16 on it has inf.
+SUBNORMAL = -24
+NORMAL = -14
+END = 16
+
+# Range of the exponents that are counted, and the exponent of the largest loss scale.
+LEAST = -50
+MOST = 40
+LARGEST_SCALE = 24
+
+# Shares of lost and of imprecise values that need no remedy. They are our choice: for normally
+# distributed weights with a standard deviation of 0.02 the shares are 2e-6 and 0.002.
 MOST_LOST = 0.01
 MOST_SUBNORMAL = 0.1
 
@@ -50,14 +52,23 @@ BELOW = {
 
 
 class TensorRange(NamedTuple):
-    """Shares of the values of a weight, activation or gradient, zeros aside, and what to do where fp16 loses some."""
+    """Shares of the non-zero values of a tensor that fp16 cannot represent well, and a remedy.
+
+    Attributes:
+        kind: `"weight"`, `"activation"` or `"gradient"`.
+        name: Name of the parameter or layer.
+        below_subnormal: Share below 2^-24 = 6e-8.
+        below_normal: Share below 2^-14 = 6e-5, including the former.
+        above: Share from 65,536 on, including inf and nan.
+        remedy: What to do, or an empty string if fp16 is sufficient.
+    """
 
     kind: str
     name: str
-    below_subnormal: float  # 2^-24 = 6e-8
-    below_normal: float  # 2^-14 = 6e-5, with these
-    above: float  # from 65,536 on; inf and nan too
-    remedy: str  # empty where fp16 does
+    below_subnormal: float
+    below_normal: float
+    above: float
+    remedy: str
 
 
 class RangeReport(NamedTuple):
@@ -67,98 +78,142 @@ class RangeReport(NamedTuple):
     loss_scale: float
 
     def __str__(self) -> str:
-        found = [one for one in self.tensors if one.remedy]
+        lossy = [tensor for tensor in self.tensors if tensor.remedy]
         text = (
-            f"half precision: of {len(self.tensors)} tensors {len(found)} have values that fp16 does not hold; "
+            f"half precision: of {len(self.tensors)} tensors {len(lossy)} have values that fp16 does not hold; "
             f"there is room for a loss scale up to {self.loss_scale:g}"
         )
-        for kind, name, *shares, remedy in found:
-            lost, few_bits, above = (f"{share:.1%}" for share in shares)
-            text += f"\n  {kind} {name}: {lost} below 6e-8, {few_bits} below 6e-5, {above} above 65,504: {remedy}"
+        for tensor in lossy:
+            text += (
+                f"\n  {tensor.kind} {tensor.name}: {tensor.below_subnormal:.1%} below 6e-8, "
+                f"{tensor.below_normal:.1%} below 6e-5, {tensor.above:.1%} above 65,504: {tensor.remedy}"
+            )
         return text
 
 
 def half_precision_report(
     module: pl.LightningModule, batches: Iterable[Any], *, num_batches: int = 2
 ) -> RangeReport:
-    """Measure what fp16 cannot hold in forward and backward of some batches, by a copy of the module.
+    """Measure which values fp16 cannot represent in forward and backward of some batches.
 
-    `training_step` runs in the module's own precision, where it is; module, its buffers and gradients, random numbers
-    and the loader's generators stay as they are. Seen are weights that `"16-true"` converts, what leaf modules put out,
-    and the gradients of both; not what is computed between layers. bf16 has fp32's range, in 8 bits.
+    A copy of the module runs `training_step` in the module's own precision and on its device. The
+    module, its buffers and gradients, random numbers and the loader's generators stay unchanged.
+    The report covers weights that `"16-true"` converts, outputs of leaf modules, and gradients of
+    both. It does not cover values computed between layers. bf16 has the range of fp32, with 8 bits
+    of precision.
+
+    Args:
+        module: The module.
+        batches: The training loader.
+        num_batches: Number of batches to run.
 
     Raises:
-        ValueError: The module optimizes by hand, or has no parameters yet.
+        ValueError: The module uses manual optimization, or has no parameters yet.
     """
     num_batches = plain_value(num_batches)
     require_whole("num_batches", num_batches, "so many batches are run. Write num_batches=2")
-    if not module.automatic_optimization or not any(True for _ in module.parameters()):
-        what = (
-            "`automatic_optimization` (=False)"
-            if not module.automatic_optimization
-            else "`parameters()` (=none)"
-        )
-        raise ValueError(
-            f"{what} leaves the report on half precision nothing to see: it runs `training_step` of layers that exist, "
-            "and backward of the loss that comes back. Leave `HalfPrecisionReport` out."
-        )
-    counts: dict[tuple[str, str], Tensor] = {}
-
-    def add(kind: str, name: str, tensor: Tensor) -> None:
-        values = tensor.detach().float()
-        values = values[values != 0]
-        # x = m 2^e with m in [1/2, 1): below 2^k is e <= k.
-        exponents = torch.where(values.isfinite(), torch.frexp(values).exponent, MOST).clamp(
-            LEAST, MOST
-        )
-        counts[kind, name] = counts.get((kind, name), 0) + torch.bincount(
-            exponents - LEAST, minlength=MOST - LEAST + 1
-        )
-
-    def take_gradient(name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            add("gradient", name, parameter.grad)
-        parameter.grad = None
-
-    def see_output(name: str, _: Any, __: Any, output: Any) -> None:
-        for one in tree_iter(output):
-            if isinstance(one, Tensor) and one.is_floating_point():
-                add("activation", name, one)
-                if one.requires_grad:
-                    one.register_hook(partial(add, "gradient", name))
-
-    trainer = module._trainer
-    shadow = copy.deepcopy(module, {id(trainer): trainer})
-    shadow.log = lambda *_, **__: None  # type: ignore[method-assign]
-    for name, one in shadow.named_modules():
-        if not isinstance(one, NORMALISATION_TYPES) and not is_reparametrised(one):
-            for own, parameter in one.named_parameters(name, recurse=False):
-                add("weight", own, parameter)
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(partial(take_gradient, own))
-        if name and not any(one.children()):
-            one.register_forward_hook(partial(see_output, f"{name} ({type(one).__name__})"))
+    _check_module(module)
+    counts = _ExponentCounts()
+    shadow = _observed_copy(module, counts)
     num_arguments = len(inspect.signature(module.training_step).parameters)
     shadow.zero_grad()
     with isolate_rng(), generators_kept(batches), torch.enable_grad():
         for index, batch in enumerate(islice(batches, num_batches)):
             moved = shadow._apply_batch_transfer_handler(batch, shadow.device)
-            # Of this library's loaders, such as the normalisation of images that travel as uint8.
-            moved = batches.on_device(moved) if hasattr(batches, "on_device") else moved
-            found = shadow.training_step(*(moved, index)[:num_arguments])
-            loss = found["loss"] if isinstance(found, Mapping) else found
-            if loss is not None:  # of a batch that is left out
+            if hasattr(batches, "on_device"):
+                # Loaders of this library work on the device too, such as to normalise images that
+                # are sent as uint8.
+                moved = batches.on_device(moved)
+            output = shadow.training_step(*(moved, index)[:num_arguments])
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if loss is not None:  # None: the step skips this batch
                 loss.backward()
-    largest = [
-        LEAST + int(each.nonzero().max())
-        for (kind, _), each in counts.items()
-        if kind == "gradient" and each.any()
-    ]
-    scale = min(max(END - 1 - max(largest, default=0), 0), LARGEST_SCALE)
-    return RangeReport([_range_of(*key, each, scale) for key, each in counts.items()], 2.0**scale)
+    return counts.report()
+
+
+def _check_module(module: pl.LightningModule) -> None:
+    if not module.automatic_optimization:
+        subject = "`automatic_optimization` (=False)"
+    elif not list(module.parameters()):
+        subject = "`parameters()` (=none)"
+    else:
+        return
+    raise ValueError(
+        f"{subject} leaves the report on half precision nothing to see: it runs `training_step` of layers that exist, "
+        "and backward of the loss that comes back. Leave `HalfPrecisionReport` out."
+    )
+
+
+class _ExponentCounts:
+    """Histograms of the binary exponents of weights, activations and gradients."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], Tensor] = {}  # by kind and name
+
+    def add(self, kind: str, name: str, tensor: Tensor) -> None:
+        """Count the exponents of the non-zero values of a tensor."""
+        values = tensor.detach().float()
+        values = values[values != 0]
+        # frexp: x = m 2^e with m in [1/2, 1), so x is below 2^k if e <= k.
+        exponents = torch.where(values.isfinite(), torch.frexp(values).exponent, MOST)
+        exponents = exponents.clamp(LEAST, MOST)
+        counts = torch.bincount(exponents - LEAST, minlength=MOST - LEAST + 1)
+        self._counts[kind, name] = self._counts.get((kind, name), 0) + counts
+
+    def take_gradient(self, name: str, parameter: Tensor) -> None:
+        """Count the gradient of a parameter, and remove it."""
+        if parameter.grad is not None:
+            self.add("gradient", name, parameter.grad)
+        parameter.grad = None
+
+    def add_output(self, name: str, _: Any, __: Any, output: Any) -> None:
+        """Count the output of a layer, and its gradient in backward."""
+        for value in tree_iter(output):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self.add("activation", name, value)
+                if value.requires_grad:
+                    value.register_hook(partial(self.add, "gradient", name))
+
+    def report(self) -> RangeReport:
+        """Return the ranges of all tensors."""
+        gradient_exponents = []  # of the largest value in each gradient
+        for (kind, _), counts in self._counts.items():
+            if kind == "gradient" and counts.any():
+                gradient_exponents.append(LEAST + int(counts.nonzero().max()))
+        scale = END - 1 - max(gradient_exponents, default=0)
+        scale = min(max(scale, 0), LARGEST_SCALE)
+
+        tensors = []
+        for (kind, name), counts in self._counts.items():
+            tensors.append(_range_of(kind, name, counts, scale))
+        return RangeReport(tensors, 2.0**scale)
+
+
+def _observed_copy(module: pl.LightningModule, counts: _ExponentCounts) -> pl.LightningModule:
+    """Copy a module, count its weights, and register hooks that count outputs and gradients."""
+    trainer = module._trainer
+    shadow = copy.deepcopy(module, {id(trainer): trainer})
+    shadow.log = lambda *_, **__: None  # type: ignore[method-assign]
+    for name, layer in shadow.named_modules():
+        is_converted = not isinstance(layer, NORMALISATION_TYPES) and not is_reparametrised(layer)
+        if is_converted:
+            for parameter_name, parameter in layer.named_parameters(name, recurse=False):
+                counts.add("weight", parameter_name, parameter)
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(
+                        partial(counts.take_gradient, parameter_name)
+                    )
+        if name and not any(layer.children()):
+            layer_name = f"{name} ({type(layer).__name__})"
+            layer.register_forward_hook(partial(counts.add_output, layer_name))
+    return shadow
 
 
 def _range_of(kind: str, name: str, counts: Tensor, scale: int) -> TensorRange:
+    """Return the range of a tensor from the counts of its exponents.
+
+    `scale` is the exponent of the loss scale.
+    """
     shares = (counts.double() / counts.sum().clamp(min=1)).tolist()
 
     def below(exponent: int) -> float:
@@ -168,17 +223,25 @@ def _range_of(kind: str, name: str, counts: Tensor, scale: int) -> TensorRange:
         return below(SUBNORMAL - scale) > MOST_LOST or below(NORMAL - scale) > MOST_SUBNORMAL
 
     above = sum(shares[END + 1 - LEAST :])
-    remedy = ABOVE[kind] if above else BELOW[kind] if is_lossy() else ""
-    if kind == "gradient" and not above and is_lossy() and not is_lossy(scale):
+    remedy = ""
+    if above:
+        remedy = ABOVE[kind]
+    elif kind == "gradient" and is_lossy() and not is_lossy(scale):
         remedy = f"a loss scale: loss_scale='dynamic', or {2.0**scale:g}"
+    elif is_lossy():
+        remedy = BELOW[kind]
     return TensorRange(kind, name, below(SUBNORMAL), below(NORMAL), above, remedy)
 
 
 class HalfPrecisionReport(Callback):
-    """Callback that says, before a fit, what fp16 cannot hold: `half_precision_report` of its training batches.
+    """Callback that reports, before a fit, what fp16 cannot represent in the training batches.
 
-    It runs where the module then is, on the CPU; rank zero prints what its own batches showed. *Every rank must have
-    this callback*, as `training_step` may wait for others.
+    It runs `half_precision_report` on the CPU, where the module is at that time. Rank zero prints
+    the result of its own batches. *Every rank must have this callback*, because `training_step` may
+    wait for other ranks.
+
+    Args:
+        num_batches: Number of training batches to run.
     """
 
     def __init__(self, num_batches: int = 2) -> None:

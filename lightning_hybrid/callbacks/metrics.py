@@ -1,4 +1,4 @@
-"""Every metric that a run logs: name, unit and meaning.
+"""Names, units and meanings of all metrics that a run logs.
 
 >>> METRICS["train/lr"].unit
 '1'
@@ -17,21 +17,30 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One metric."""
+    """Description of a metric.
 
-    name: str  # in loggers
-    unit: str  # SI unit, or "1" for a pure number
-    meaning: str  # one sentence
-    # From a clock or the operating system: a repeated run gives another value. All others repeat digit for digit.
+    Attributes:
+        name: Name in loggers.
+        unit: SI unit, or "1" for a pure number.
+        meaning: One sentence.
+        from_clock: Whether the value comes from a clock or the operating system, and so differs in
+            a repeated run. All other metrics repeat digit for digit.
+        best: Whether the largest or the least value of a run is the best. None: neither.
+    """
+
+    name: str
+    unit: str
+    meaning: str
     from_clock: bool = False
-    best: Literal["max", "min"] | None = None  # of a run's values; None where neither is
+    best: Literal["max", "min"] | None = None
 
 
 METRICS: dict[str, Metric] = {}
 
 
-def _metric(name: str, unit: str, meaning: str, **more: Any) -> str:
-    METRICS[name] = Metric(name=name, unit=unit, meaning=meaning, **more)
+def _metric(name: str, unit: str, meaning: str, **options: Any) -> str:
+    """Add a metric to `METRICS`, and return its name."""
+    METRICS[name] = Metric(name=name, unit=unit, meaning=meaning, **options)
     return name
 
 
@@ -162,12 +171,10 @@ TIME_TO_ACCURACY_STEP = _metric(
 TRUST_RATIOS = (TRUST_RATIO_MIN, TRUST_RATIO_MEDIAN, TRUST_RATIO_MAX)
 
 
-def _indexed(name: str, of: str, meaning: str) -> Metric:
-    return replace(METRICS[name], name=f"{name}/{of}_<index>", meaning=meaning)
+def _indexed(name: str, item: str, meaning: str) -> Metric:
+    return replace(METRICS[name], name=f"{name}/{item}_<index>", meaning=meaning)
 
 
-# Metrics of each bucket, by its place in the step; of each further optimizer in manual optimization; of each further
-# parameter group with trust ratios. The first optimizer and group have no index.
 INDEXED = {
     COMM_EXPOSED_S: _indexed(
         COMM_EXPOSED_S,
@@ -180,23 +187,27 @@ INDEXED = {
         for name in TRUST_RATIOS
     },
 }
+"""Metrics that exist several times, by the name of the first.
+
+They are the metrics of each bucket, by its position in the step, of each further optimizer in
+manual optimization, and of each further parameter group with trust ratios. The first optimizer and
+the first group have no index.
+"""
 
 
 def with_index(name: str, index: int) -> str:
-    """Return the name of a metric of one bucket, optimizer or parameter group, see `INDEXED`.
+    """Return the name of the metric of a bucket, optimizer or parameter group, see `INDEXED`.
 
     >>> with_index(COMM_EXPOSED_S, 0), with_index(TRAIN_LOSS_SCALE, 0), with_index(TRUST_RATIO_MIN, 2)
     ('comm/exposed_s/bucket_0', 'train/loss_scale', 'train/trust_ratio_min/group_2')
     """
-    return (
-        INDEXED[name].name.replace("<index>", str(index))
-        if index or name == COMM_EXPOSED_S
-        else name
-    )
+    if index == 0 and name != COMM_EXPOSED_S:
+        return name
+    return INDEXED[name].name.replace("<index>", str(index))
 
 
 def metric_of(name: str) -> Metric | None:
-    """Find the metric of a logged name; None if it is not one of these."""
+    """Return the metric with a logged name, or None if there is none."""
     index = name.rpartition("_")[2]
     for metric in INDEXED.values():
         if index.isdecimal() and name == metric.name.replace("<index>", index):

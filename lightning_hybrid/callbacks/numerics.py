@@ -1,8 +1,9 @@
-"""Diagnosis of numbers that go wrong: which rank, which batch, which layer; and a snapshot of the state."""
+"""Diagnosis of losses, gradients and loss scales that go wrong: rank, batch, layer and a snapshot of the state."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from lightning_hybrid.callbacks.failure_snapshot import (
     LayerProbes,
     describe_batch,
+    first_of,
     largest_gradients,
     save_state,
 )
@@ -26,11 +28,17 @@ from lightning_hybrid.optim.dtensor import is_dtensor
 from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
 from lightning_hybrid.run_status import run_status
 
-# Skipped steps in a row after which layers are probed. A dynamic scale may need 16 to settle from 2**16.
 PROBE_AFTER = 20
+"""Number of consecutive skipped steps after which layers are probed.
 
-# Steps at the least loss scale before a warning: a short burst of overflows would be over by then.
+A dynamic scale may need 16 to settle from 2**16.
+"""
+
 STEPS_AT_FLOOR = 200
+"""Number of steps at the least loss scale before a warning.
+
+A short burst of overflows would be over by then.
+"""
 
 NUM_SAVED = 8
 MOST_NAMES = 5
@@ -38,36 +46,40 @@ NEVER = torch.iinfo(torch.int64).max
 
 
 class NonFiniteLossError(RuntimeError):
-    """A loss of inf or nan in a precision that skips no step: it is in the weights."""
+    """Loss of inf or nan in a precision that skips no step, so that the weights are lost."""
 
 
 class NumericsMonitor(Callback):
-    """A monitor of endless overflow, losses that are not finite, and gradients that are zero, with their causes.
+    """Callback that finds the causes of endless overflow, of losses that are not finite, and of zero gradients.
 
     ==============================================  ==================================================================
-    40 steps skipped in a row (the precision's own  the error also says on which ranks and hosts the loss is not
-    error, `EndlessOverflowError`)                  finite, in which batches, which layer is the first to put out inf
-                                                    or nan, and how the scale got where it is
-    a loss that is not finite, where no step is     error at the next logged step, on every rank: rank, host, step and
-    skipped (`"32-true"`, `"bf16-true"`, ...)       batch at which it began
-    the same, where the step was skipped            warning at the next logged step, on the rank that it happened on
-    the loss scale at its floor for 200 steps       warning: smaller gradients are lost
-    gradients of zeros, or none, at `patience`      warning that names the parameters: a layer that died, or is not
-    logged steps in a row                           used; or all of them
-    any error in a batch, but communication's       the batch is described in a note, and saved
+    40 consecutive skipped steps (the precision's   The error also names the ranks and hosts whose loss is not finite,
+    own error, `EndlessOverflowError`)              the batches, the first layer whose output has inf or nan, and how
+                                                    the loss scale developed.
+    a loss that is not finite, if steps are not     Error at the next logged step, on every rank. It names the rank,
+    skipped (`"32-true"`, `"bf16-true"`, ...)       the host, the step and the batch where it began.
+    a loss that is not finite, if the step was      Warning at the next logged step, on the rank where it happened.
+    skipped
+    the loss scale at its floor for 200 steps       Warning that smaller gradients are lost.
+    zero gradients, or none, at `patience`          Warning that names the parameters: their layer died or is not
+    consecutive logged steps                        used, or all gradients are zero.
+    any error in a batch, except communication      The batch is described in a note, and saved.
     ==============================================  ==================================================================
 
-    The host waits for the device at logged steps only. Layers are probed only after 20 skipped steps in a row. *Every
-    rank must have this callback.*
+    The host waits for the device at logged steps only. Layers are probed only after 20 consecutive
+    skipped steps.
+    *Every rank must have this callback.*
 
     Args:
-        run_dir: the state at the failure is saved in `<run_dir>/numbers`, once: by each rank whose own numbers are bad,
-            and by rank zero, with the weights. None: nowhere.
-        patience: logged steps in a row at which a gradient must be zero for the warning.
+        run_dir: Folder of the run. The state at the failure is saved in `<run_dir>/numbers`, once,
+            by each rank whose numbers are bad and by rank zero, which adds the weights. None: the
+            state is not saved.
+        patience: Number of consecutive logged steps at which a gradient must be zero for the
+            warning.
 
     Raises:
-        ValueError: `patience` is not a whole number above zero.
-        NonFiniteLossError: in training, see above.
+        ValueError: `patience` is not a positive integer.
+        NonFiniteLossError: During training, see above.
     """
 
     def __init__(self, run_dir: str | None = None, patience: int = 3) -> None:
@@ -76,43 +88,46 @@ class NumericsMonitor(Callback):
         require_whole("patience", patience, why, unit="logged steps")
         self.folder = None if run_dir is None else Path(run_dir) / "numbers"
         self.patience = patience
-        self._batch: tuple[Any, int] | None = None
+        self._current_batch: tuple[Any, int] | None = None
         self._probes: LayerProbes | None = None
+        self._reset(torch.device("cpu"), step=0)
+
+    def _reset(self, device: torch.device, *, step: int) -> None:
+        self._bad_losses = _BadLosses(device)
+        self._last_step = step
+        self._num_reported = 0
+        self._floor_since: int | None = None  # step since which the loss scale is at its floor
+        self._scale_history: list[tuple[int, float]] = []
+        self._num_zero: dict[str, int] = {}  # consecutive logged steps with a zero gradient
+        self._losses_of_ranks = ""  # while steps are skipped: the ranks that had bad losses
+        self._has_saved = False
+        self._has_warned_of_floor = False
 
     def reads_gradients(self, trainer: pl.Trainer) -> bool:
-        """Return whether `p.grad` is read after the step in progress."""
+        """Return whether `p.grad` is read after the current step."""
         return is_logged_step(trainer, is_next=True)
 
-    # ---- per batch: nothing waits ------------------------------------------------------------------------------------
+    # ---- per batch: the host waits for nothing -------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reset what was seen."""
-        device = pl_module.device
-        self._num_bad = torch.zeros((), dtype=torch.int64, device=device)
-        # (step, batch), oldest overwritten
-        self._bad = torch.full((NUM_SAVED, 2), -1, dtype=torch.int64, device=device)
-        self._places = torch.arange(NUM_SAVED, device=device).unsqueeze(1)
-        self._first_bad = torch.full((), NEVER, dtype=torch.int64, device=device)
-        self._last_step = trainer.global_step
-        self._num_reported = 0
-        self._floor_since = -1
-        self._history: list[tuple[int, float]] = []
-        self._num_zero: dict[str, int] = {}
-        self._on_others: str = ""
-        self._has_saved = self._has_warned_of_floor = False
+        """Reset all counters."""
+        self._reset(pl_module.device, step=trainer.global_step)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Remember the batch while it is worked on; where every step is skipped, probe its layers."""
-        self._batch = (batch, batch_idx)
-        # The count of skipped steps is on the device: it is read only where that makes the host wait for nothing more.
+        """Remember the batch while it is processed. If every step is skipped, probe its layers."""
+        self._current_batch = (batch, batch_idx)
+        # The number of skipped steps is on the device. It is read only if the host would wait
+        # anyway.
         is_free = _reads_are_free(pl_module.device) or is_logged_step(trainer, is_next=True)
-        if is_free and _num_in_a_row(trainer) >= PROBE_AFTER:
+        if is_free and _num_consecutive_skips(trainer) >= PROBE_AFTER:
             self._note_scale(trainer)
-            if not self._on_others:
-                # Not of all ranks: while nodes take steps of their own, those of another skip none.
-                self._on_others = self._ask_others(trainer, run_status(trainer).verdict_group)
+            if not self._losses_of_ranks:
+                # Not over all ranks: if nodes train independently, another node's ranks skip none
+                # of these steps.
+                group = run_status(trainer).verdict_group
+                self._losses_of_ranks = self._describe_losses_of_ranks(trainer, group)
             self._probes = LayerProbes(pl_module)
 
     def on_train_batch_end(
@@ -123,42 +138,35 @@ class NumericsMonitor(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count losses that are not finite, on the device; look at a logged step."""
-        if isinstance(outputs, dict) and isinstance(loss := outputs.get("loss"), Tensor):
-            self._count(loss, step=trainer.global_step, batch_idx=batch_idx)
-        self._forget()
-        if trainer.global_step == self._last_step:  # accumulating gradients
+        """Count losses that are not finite, on the device. Check everything at a logged step."""
+        loss = None
+        if isinstance(outputs, dict):
+            loss = outputs.get("loss")
+        if isinstance(loss, Tensor):
+            self._bad_losses.count(loss, step=trainer.global_step, batch_idx=batch_idx)
+        self._forget_batch()
+        if trainer.global_step == self._last_step:  # gradients are being accumulated
             return
         self._last_step = trainer.global_step
         if is_logged_step(trainer):
-            self._look(trainer, pl_module, batch, batch_idx)
+            self._check(trainer, pl_module, batch, batch_idx)
 
-    def _count(self, loss: Tensor, *, step: int, batch_idx: int) -> None:
-        # The answer stays on the device; the host reads it at logged steps, where `TrainingMetrics` reads anyway.
-        bad = ~torch.isfinite(loss.detach()).all()
-        # A ring buffer on the device: only bad losses are written, which is decided there, so the host never waits.
-        place = self._num_bad % NUM_SAVED
-        entry = torch.stack([torch.full_like(place, step), torch.full_like(place, batch_idx)])
-        self._bad = torch.where(bad & (self._places == place), entry, self._bad)
-        self._num_bad = self._num_bad + bad
-        self._first_bad = torch.where(bad & (self._first_bad == NEVER), step, self._first_bad)
-
-    def _forget(self) -> None:
-        self._batch = None
+    def _forget_batch(self) -> None:
+        self._current_batch = None
         if self._probes is not None:
             self._probes.remove()
             self._probes = None
 
-    # ---- at logged steps ---------------------------------------------------------------------------------------------
+    # ---- at logged steps -----------------------------------------------------------------------
 
-    def _look(
+    def _check(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._note_scale(trainer)
-        if _num_in_a_row(trainer) == 0:
-            self._on_others = ""
+        if _num_consecutive_skips(trainer) == 0:
+            self._losses_of_ranks = ""
         status = run_status(trainer)
-        if status.loss_scales or status.has_grad_scaler:  # then such a step is skipped
+        if status.loss_scales or status.has_grad_scaler:  # steps with bad losses are skipped
             self._warn_of_skipped(trainer)
             self._warn_at_floor(trainer)
         else:
@@ -166,202 +174,296 @@ class NumericsMonitor(Callback):
         self._warn_of_zeros(trainer, pl_module)
 
     def _raise_if_not_finite(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
-        # On every rank what any rank has seen first: (step, rank) in one number, so the minimum is one of 8 bytes.
-        world = trainer.world_size
-        key = torch.where(
-            self._first_bad == NEVER, NEVER, self._first_bad * world + trainer.global_rank
+        """Raise the same error on all ranks for the first bad loss of any rank.
+
+        Collective: every rank must call it, in the same order.
+        """
+        # Step and rank are one number, so the first bad loss is a minimum of 8 bytes.
+        world_size = trainer.world_size
+        first_step = self._bad_losses.first_step
+        first = torch.where(
+            first_step == NEVER, NEVER, first_step * world_size + trainer.global_rank
         )
-        if world > 1:
-            dist.all_reduce(key, dist.ReduceOp.MIN)
-        if (found := int(key)) == NEVER:
+        if world_size > 1:
+            dist.all_reduce(first, dist.ReduceOp.MIN)
+        step_and_rank = int(first)
+        if step_and_rank == NEVER:
             return
-        step, rank = divmod(found, world)
+
+        step, rank = divmod(step_and_rank, world_size)
         error = (
             f"The loss is not finite since step {step}, on rank {rank} first, and precision="
-            f"{trainer.precision_plugin.precision!r} skips no step: the weights are lost. {self._ask_others(trainer)} "
+            f"{trainer.precision_plugin.precision!r} skips no step: the weights are lost. "
+            f"{self._describe_losses_of_ranks(trainer)} "
             "Look at the learning rate, at the data of that batch, and for a log or division of 0 in the loss; resume "
             f"from a checkpoint written before step {step}."
         )
-        raise NonFiniteLossError(
-            error + self._save(trainer, error, batch, batch_idx, is_concerned=True)
-        )
+        saved = self._save(trainer, error, batch, batch_idx, is_concerned=True)
+        raise NonFiniteLossError(error + saved)
 
     def _warn_of_skipped(self, trainer: pl.Trainer) -> None:
-        num_bad = int(self._num_bad)
+        num_bad = int(self._bad_losses.number)
         if num_bad > self._num_reported:
             warnings.warn(
-                f"The loss of {num_bad - self._num_reported} batches on {_here(trainer)} was inf or nan, the last: "
-                f"{self._recent()}. Their steps were skipped.",
+                f"The loss of {num_bad - self._num_reported} batches on {_name_rank(trainer)} was inf or nan, the "
+                f"last: {self._bad_losses.describe_last()}. Their steps were skipped.",
                 stacklevel=2,
             )
         self._num_reported = num_bad
 
     def _warn_at_floor(self, trainer: pl.Trainer) -> None:
-        scales = [
-            (scale.value, getattr(scale, "min_scale", None))
-            for scale in run_status(trainer).loss_scales
-        ]
-        # A fixed scale has no floor.
-        if not any(floor is not None and value <= floor for value, floor in scales):
-            self._floor_since = -1
+        values = []
+        is_at_floor = False
+        for scale in run_status(trainer).loss_scales:
+            value = scale.value
+            values.append(value)
+            floor = getattr(scale, "min_scale", None)  # a fixed scale has no floor
+            if floor is not None and value <= floor:
+                is_at_floor = True
+        if not is_at_floor:
+            self._floor_since = None
             return
-        self._floor_since = trainer.global_step if self._floor_since < 0 else self._floor_since
+
+        if self._floor_since is None:
+            self._floor_since = trainer.global_step
         num_steps = trainer.global_step - self._floor_since
         if num_steps >= STEPS_AT_FLOOR and not self._has_warned_of_floor and trainer.is_global_zero:
             self._has_warned_of_floor = True
-            value = min(value for value, _ in scales)
             warnings.warn(
-                f"`loss_scale` (={value:g}) has been at its floor for {num_steps} steps: gradients below 2**-24 = 6e-8 "
-                "are lost. Larger ones overflow again and again, so clip gradients, lower the learning rate, or use "
-                f"precision='bf16-true'. The scale: {self._scales()}.",
+                f"`loss_scale` (={min(values):g}) has been at its floor for {num_steps} steps: gradients below 2**-24 "
+                "= 6e-8 are lost. Larger ones overflow again and again, so clip gradients, lower the learning rate, "
+                f"or use precision='bf16-true'. The scale: {self._describe_scales()}.",
                 stacklevel=2,
             )
 
     def _warn_of_zeros(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Gradients are the same on every rank, so rank zero warns; but of shards it asks the others.
-        elsewhere = {
-            name for name, parameter in pl_module.named_parameters() if parameter.is_meta
-        }  # other stages
-        found = {
-            name: one for name, one in largest_gradients(pl_module).items() if name not in elsewhere
-        }
-        are_shards = any(map(is_dtensor, pl_module.parameters()))
-        if not are_shards and (
-            not trainer.is_global_zero or all(one is None for one in found.values())
-        ):
-            return  # manual loops may have removed them
-        device = pl_module.device
-        nothing = torch.zeros((), device=device)
-        values = torch.stack(
-            [nothing, *(nothing if one is None else one.float() for one in found.values())]
-        )
-        if are_shards:
-            dist.all_reduce(values, dist.ReduceOp.MAX)
-        _, *largest = values.tolist()
+        """Warn on rank zero about gradients that are zero at `patience` logged steps.
+
+        Collective for shards: every rank must call it, in the same order.
+        """
+        elsewhere = set()  # parameters of other stages of a pipeline
+        for name, parameter in pl_module.named_parameters():
+            if parameter.is_meta:
+                elsewhere.add(name)
+        largest = largest_gradients(pl_module)
+        for name in elsewhere:
+            largest.pop(name, None)
+
+        # Gradients are the same on every rank, so rank zero warns. For shards it needs those of the
+        # others.
+        are_shards = any(is_dtensor(parameter) for parameter in pl_module.parameters())
+        if not are_shards:
+            # Manual optimization may have removed all gradients.
+            has_gradients = any(value is not None for value in largest.values())
+            if not trainer.is_global_zero or not has_gradients:
+                return
+        values = self._values_over_ranks(largest, pl_module.device, are_shards=are_shards)
         if not trainer.is_global_zero:
             return
-        for name, value in zip(found, largest, strict=True):
-            # One zero may be chance, such as a layer that dropout or a rare branch left out.
-            self._num_zero[name] = self._num_zero.get(name, 0) + 1 if value == 0 else 0
-        dead = [name for name, num in self._num_zero.items() if num == self.patience]
+
+        for name, value in zip(largest, values, strict=True):
+            # A single zero may be chance, such as a layer that dropout or a rare branch left out.
+            if value == 0:
+                self._num_zero[name] = self._num_zero.get(name, 0) + 1
+            else:
+                self._num_zero[name] = 0
+        dead = [name for name, num_steps in self._num_zero.items() if num_steps == self.patience]
         if dead:
-            whole = len(dead) == len(found)
-            few = ", ".join(f"`{name}`" for name in dead[:MOST_NAMES]) + (
-                ", ..." if len(dead) > MOST_NAMES else ""
-            )
+            self._warn_of_dead(dead, num_parameters=len(largest), step=trainer.global_step)
+
+    def _values_over_ranks(
+        self, largest: Mapping[str, Tensor | None], device: torch.device, *, are_shards: bool
+    ) -> list[float]:
+        """Return the largest magnitude of each gradient, over all ranks if they hold shards.
+
+        It waits for the device.
+        """
+        zero = torch.zeros((), device=device)
+        tensors = [zero]  # so that there is one, even without parameters
+        for value in largest.values():
+            tensors.append(zero if value is None else value.float())
+        stacked = torch.stack(tensors)
+        if are_shards:
+            dist.all_reduce(stacked, dist.ReduceOp.MAX)
+        values: list[float] = stacked.tolist()
+        return values[1:]
+
+    def _warn_of_dead(self, dead: list[str], *, num_parameters: int, step: int) -> None:
+        if len(dead) == num_parameters:
+            subject = "All gradients are"
+            cause = "nothing is learned: is the loss detached, or the loss scale so small that all gradients underflow?"
+        else:
+            names = first_of([f"`{name}`" for name in dead], MOST_NAMES)
+            subject = f"The gradient of {names} ({len(dead)} of {num_parameters}) is"
             cause = (
-                "nothing is learned: is the loss detached, or the loss scale so small that all gradients underflow?"
-                if whole
-                else "these layers do not learn: are they used, and do their activations die (ReLU below 0 for every "
+                "these layers do not learn: are they used, and do their activations die (ReLU below 0 for every "
                 "input)? Freeze them with requires_grad=False if that is wanted."
             )
-            warnings.warn(
-                f"{'All gradients are' if whole else f'The gradient of {few} ({len(dead)} of {len(found)}) is'} zero, "
-                f"at {self.patience} logged steps in a row up to step {trainer.global_step}: {cause}",
-                stacklevel=2,
-            )
+        warnings.warn(
+            f"{subject} zero, at {self.patience} logged steps in a row up to step {step}: {cause}",
+            stacklevel=3,
+        )
 
-    # ---- at the end of a run that fails ------------------------------------------------------------------------------
+    # ---- at the end of a run that fails --------------------------------------------------------
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Add what is known of the batch, and save the state; not for errors of communication."""
-        if self._batch is None or not isinstance(exception, Exception):
-            self._forget()
+        """Add a description of the batch to the error, and save the state.
+
+        Errors of communication stay as they are.
+        """
+        if self._current_batch is None or not isinstance(exception, Exception):
+            self._forget_batch()
             return
-        (batch, batch_idx) = self._batch
+        batch, batch_idx = self._current_batch
         probes = self._probes
-        self._forget()
-        # These say all there is to say, and another rank's failure has no cause in this rank's batch.
+        self._forget_batch()
+        # A `NonFiniteLossError` is complete, and another rank's failure has no cause in this rank's
+        # batch.
         if isinstance(exception, NonFiniteLossError) or failed_wait(exception) is not None:
             return
         try:
-            words, is_bad = describe_batch(batch)
-            if isinstance(exception, EndlessOverflowError):
-                why = f"{self._on_others}{self._of_layers(probes)} The scale: {self._scales()}."
-                exception.args = (f"{exception} {why}",)
-            own = (
-                is_bad or not isinstance(exception, EndlessOverflowError) or int(self._num_bad) > 0
-            )
-            saved = self._save(trainer, str(exception), batch, batch_idx, is_concerned=own)
-            exception.add_note(f"On {_here(trainer)}, in batch {batch_idx}: {words}.{saved}")
-        except Exception as error:  # such as a device that answers nothing any more
+            self._add_diagnosis(trainer, exception, batch, batch_idx, probes)
+        except Exception as error:  # such as from a device that does not answer any more
             exception.add_note(f"Nothing more could be found out: {type(error).__name__}: {error}")
 
-    def _of_layers(self, probes: LayerProbes | None) -> str:
-        if probes is None or not probes.num_layers:
-            return ""
-        first = probes.first_not_finite()
-        if first is None:
-            return f" The outputs of all {probes.num_layers} layers were finite: it is in the loss, or in backward."
-        return f" The first layer to put out inf or nan was {first}."
+    def _add_diagnosis(
+        self,
+        trainer: pl.Trainer,
+        exception: Exception,
+        batch: Any,
+        batch_idx: int,
+        probes: LayerProbes | None,
+    ) -> None:
+        description, is_bad_batch = describe_batch(batch)
+        is_concerned = True
+        if isinstance(exception, EndlessOverflowError):
+            diagnosis = f"{self._losses_of_ranks}{_describe_layers(probes)} The scale: {self._describe_scales()}."
+            exception.args = (f"{exception} {diagnosis}",)
+            is_concerned = is_bad_batch or int(self._bad_losses.number) > 0
+        saved = self._save(trainer, str(exception), batch, batch_idx, is_concerned=is_concerned)
+        exception.add_note(f"On {_name_rank(trainer)}, in batch {batch_idx}: {description}.{saved}")
 
     def _save(
         self, trainer: pl.Trainer, error: str, batch: Any, batch_idx: int, *, is_concerned: bool
     ) -> str:
+        """Save the state once, and return a sentence about it."""
         if self.folder is None or self._has_saved or not (is_concerned or trainer.is_global_zero):
             return ""
         self._has_saved = True
-        state: dict[str, Any] = {
-            "batch": batch,
-            "batch_idx": batch_idx,
-            "error": error,
-            "history": self._history,
-        }
         try:
-            path = save_state(self.folder, trainer, **state)
-        except (
-            OSError,
-            RuntimeError,
-        ) as trouble:  # such as a full disk: it must not hide what went wrong before
-            return f" The state was not saved for a look: {str(trouble).partition(chr(10))[0]}."
+            path = save_state(
+                self.folder,
+                trainer,
+                batch=batch,
+                batch_idx=batch_idx,
+                error=error,
+                history=self._scale_history,
+            )
+        except (OSError, RuntimeError) as save_error:
+            # A full disk, for example, must not hide the original error.
+            reason = str(save_error).partition("\n")[0]
+            return f" The state was not saved for a look: {reason}."
         return "" if path is None else f" Saved for a look: {path}."
 
-    # ---- words -------------------------------------------------------------------------------------------------------
+    # ---- descriptions --------------------------------------------------------------------------
 
-    def _ask_others(self, trainer: pl.Trainer, group: dist.ProcessGroup | None = None) -> str:
-        # Collective; the same text on all ranks of the group (None: WORLD).
-        own = (
-            trainer.global_rank,
-            host_identity()[0],
-            self._recent(since=trainer.global_step - PROBE_AFTER),
-        )
-        ranks = [own]
+    def _describe_losses_of_ranks(
+        self, trainer: pl.Trainer, group: dist.ProcessGroup | None = None
+    ) -> str:
+        """Return a sentence about the ranks whose recent losses were bad, the same on all ranks.
+
+        Collective: every rank of `group` (None: WORLD) must call it, in the same order.
+        """
+        recent_losses = self._bad_losses.describe_last(since=trainer.global_step - PROBE_AFTER)
+        rank_losses = (trainer.global_rank, host_identity()[0], recent_losses)
+        losses = [rank_losses]
         if trainer.world_size > 1:
-            ranks *= dist.get_world_size(group)
-            dist.all_gather_object(ranks, own, group=group)
-        bad = [one for one in ranks if one[2]]
-        if not bad:
-            return f"The loss was finite on every rank{'' if group is None else ' of this node'}."
-        few = "; ".join(f"rank {rank} (host {host}) in {recent}" for rank, host, recent in bad[:4])
-        return f"The loss was inf or nan on {len(bad)} of {len(ranks)} ranks: {few}{'; ...' if len(bad) > 4 else ''}."
+            losses *= dist.get_world_size(group)
+            dist.all_gather_object(losses, rank_losses, group=group)
 
-    def _recent(self, since: int = 0) -> str:
-        places = [
-            f"batch {batch} (step {step})"
-            for step, batch in sorted(self._bad.tolist())
-            if step >= max(since, 0)
-        ]
-        return ", ".join(places[-3:])
+        bad_ranks = []
+        for rank, host, recent in losses:
+            if recent:
+                bad_ranks.append(f"rank {rank} (host {host}) in {recent}")
+        if not bad_ranks:
+            if group is not None:
+                return "The loss was finite on every rank of this node."
+            return "The loss was finite on every rank."
+        text = "; ".join(bad_ranks[:4])
+        if len(bad_ranks) > 4:
+            text += "; ..."
+        return f"The loss was inf or nan on {len(bad_ranks)} of {len(losses)} ranks: {text}."
 
     def _note_scale(self, trainer: pl.Trainer) -> None:
         for scale in run_status(trainer).loss_scales[:1]:
             value = scale.value
-            if not self._history or self._history[-1][1] != value:
-                self._history = [*self._history[-2 * NUM_SAVED :], (trainer.global_step, value)]
+            if not self._scale_history or self._scale_history[-1][1] != value:
+                recent = self._scale_history[-2 * NUM_SAVED :]
+                self._scale_history = [*recent, (trainer.global_step, value)]
 
-    def _scales(self) -> str:
-        return ", ".join(f"{value:g} at step {step}" for step, value in self._history[-NUM_SAVED:])
+    def _describe_scales(self) -> str:
+        recent = self._scale_history[-NUM_SAVED:]
+        return ", ".join(f"{value:g} at step {step}" for step, value in recent)
+
+
+class _BadLosses:
+    """Counter of losses that are not finite.
+
+    It stays on the device, so that the host waits for nothing.
+
+    Attributes:
+        number: Number of bad losses.
+        first_step: Step of the first bad loss, or `NEVER`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.number = torch.zeros((), dtype=torch.int64, device=device)
+        self.first_step = torch.full((), NEVER, dtype=torch.int64, device=device)
+        # Ring buffer of (step, batch index), in which the oldest entry is overwritten.
+        self._last = torch.full((NUM_SAVED, 2), -1, dtype=torch.int64, device=device)
+        self._rows = torch.arange(NUM_SAVED, device=device).unsqueeze(1)
+
+    def count(self, loss: Tensor, *, step: int, batch_idx: int) -> None:
+        """Count a loss.
+
+        The host reads the result at logged steps, at which `TrainingMetrics` reads anyway.
+        """
+        is_bad = ~torch.isfinite(loss.detach()).all()
+        # The device decides whether the entry is written.
+        row = self.number % NUM_SAVED
+        entry = torch.stack([torch.full_like(row, step), torch.full_like(row, batch_idx)])
+        self._last = torch.where(is_bad & (self._rows == row), entry, self._last)
+        self.number = self.number + is_bad
+        self.first_step = torch.where(is_bad & (self.first_step == NEVER), step, self.first_step)
+
+    def describe_last(self, since: int = 0) -> str:
+        """Return the batches and steps of the last bad losses since a step. Wait for the device."""
+        batches = []
+        for step, batch_idx in sorted(self._last.tolist()):
+            if step >= max(since, 0):
+                batches.append(f"batch {batch_idx} (step {step})")
+        return ", ".join(batches[-3:])
+
+
+def _describe_layers(probes: LayerProbes | None) -> str:
+    if probes is None or not probes.num_layers:
+        return ""
+    first = probes.first_not_finite()
+    if first is None:
+        return f" The outputs of all {probes.num_layers} layers were finite: it is in the loss, or in backward."
+    return f" The first layer to put out inf or nan was {first}."
 
 
 def _reads_are_free(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _here(trainer: pl.Trainer) -> str:
+def _name_rank(trainer: pl.Trainer) -> str:
     return f"rank {trainer.global_rank} (host {host_identity()[0]})"
 
 
-def _num_in_a_row(trainer: pl.Trainer) -> int:
-    return max((int(one.num_in_a_row) for one in run_status(trainer).optimizer_steps), default=0)
+def _num_consecutive_skips(trainer: pl.Trainer) -> int:
+    steps = run_status(trainer).optimizer_steps
+    return max((int(step.num_in_a_row) for step in steps), default=0)

@@ -1,4 +1,4 @@
-"""BatchNorm statistics of the present weights, in place of a moving average over past ones."""
+"""Recalibration of BatchNorm statistics for the current weights, in place of a moving average over past weights."""
 
 from __future__ import annotations
 
@@ -29,34 +29,40 @@ from lightning_hybrid.run_status import run_status
 
 
 class RecalibrateBatchNorm(Callback):
-    """A callback that recomputes BatchNorm's statistics on training images, before each validation and test.
+    """Callback that recomputes BatchNorm's statistics on training images, before each validation and test.
 
-    Running statistics are a moving average over batches of past weights. Where weights move fast and updates are few,
-    as with large batches, they belong to no network that ever was, and validation measures that. Here, with B batches
-    of the training loader, each normalised by itself as in training, and over all their elements x of a channel:
+    Running statistics are a moving average over batches of past weights. If weights change fast and
+    updates are few, as with large batches, they belong to no network that ever existed, and
+    validation measures that. This callback uses B batches of the training loader, each normalised
+    by itself as in training. Over all elements x of a channel:
 
         mean = sum of x / n        variance = sum of (x - mean)^2 / (n - 1)
 
-    The statistics stay in the module, so that checkpoints saved after a validation hold those that it used. An averaged
-    model of `WeightAveraging` (`callbacks=[default,ema]`) gets its own.
+    The statistics stay in the module, so checkpoints saved after a validation hold those that it
+    used. An averaged model of `WeightAveraging` (`callbacks=[default,ema]`) gets its own
+    statistics.
 
-    Training keeps its bits. Layers that are in evaluation mode while the module trains, and so normalise by statistics
-    of other data, keep them: their names are warned of once. Dropout is off. The global random state is put back, and
-    so are torch's and NumPy's generators that are attributes of the loader and its samplers; what else a data set or
-    sampler counts or draws from moves on by a pass.
+    Training stays bit-identical. Layers that are in evaluation mode while the module trains
+    normalise by statistics of other data and keep them. The callback warns about their names once.
+    Dropout is off. The global random state is restored, and so are generators of torch and NumPy
+    that are attributes of the loader and its samplers. Any other state of a data set or sampler
+    advances by one pass.
 
-    All ranks do the same number of batches and end with the same bits. With a loader whose batches do not depend on the
-    number of ranks (those of `data/`), so do the statistics, as long as a batch of one rank has the same size: sums are
-    float64, in the order of the batches. SyncBatchNorm counts as BatchNorm of one rank's batch.
+    All ranks process the same number of batches and end with the same bits. If the loader's batches
+    do not depend on the number of ranks (those of `data/`), the statistics do not depend on it
+    either, as long as the batch size of a rank is the same: sums are float64, in the order of the
+    batches. SyncBatchNorm counts as BatchNorm of one rank's batch.
 
     Args:
-        num_images: At most so many training images over all ranks, in whole batches, at least one a rank.
-        forward: Runs the network on a batch, as `forward(module, batch)`. None: `module(batch)`, or `module(batch[0])`
-            where a batch is a pair such as images and labels.
+        num_images: Maximum number of training images over all ranks, in whole batches, at least one
+            per rank.
+        forward: Function that runs the network on a batch, as `forward(module, batch)`. None:
+            `module(batch)`, or `module(batch[0])` if a batch is a pair such as images and labels.
 
     Raises:
         ValueError: `num_images` is below 1.
-        RuntimeError: The trainer knows no training data: `trainer.test` without a fit or a data module.
+        RuntimeError: The trainer knows no training data: `trainer.test` without a fit or a data
+            module.
 
     Source: Wu & Johnson 2021 (arXiv:2105.07576), "precise BatchNorm".
     """
@@ -80,7 +86,10 @@ class RecalibrateBatchNorm(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Recalibrate before the first batch: by then an average of weights has taken its place in the module."""
+        """Recalibrate before the first batch.
+
+        By then the module holds averaged weights, if there are some.
+        """
         if batch_idx == dataloader_idx == 0 and not trainer.sanity_checking:
             self._recalibrate(trainer, pl_module)
 
@@ -93,129 +102,133 @@ class RecalibrateBatchNorm(Callback):
                 "`RecalibrateBatchNorm` cannot be combined with strategy='hybrid_pipeline': it runs the network "
                 "outside of a step, where each rank has its own stages alone. Leave it out."
             )
-        layers = {
-            name: layer
-            for name, layer in pl_module.named_modules()
-            if isinstance(layer, _BatchNorm) and layer.track_running_stats
-        }
+        layers = {}
+        for name, layer in pl_module.named_modules():
+            if isinstance(layer, _BatchNorm) and layer.track_running_stats:
+                layers[name] = layer
         if not layers:
             rank_zero_warn(
                 "`RecalibrateBatchNorm`: the module has no BatchNorm with running statistics."
             )
             return
-        begin = time.perf_counter()
+
+        begin_s = time.perf_counter()
         with isolate_rng(), _normalizing_by_batch(trainer, pl_module, layers) as statistics:
             for batch in self._batches(trainer):
                 with trainer.precision_plugin.forward_context():
                     self.forward(pl_module, batch)
                 statistics.end_batch()
         statistics.write()
-        if statistics.frozen and not self._has_warned:
-            self._has_warned = True
-            names = ", ".join(
-                f"`{name}`" for name, layer in layers.items() if layer in statistics.frozen
-            )
-            rank_zero_warn(
-                f"`RecalibrateBatchNorm`: {names} keep their statistics, as they are in evaluation mode while the "
-                "module trains."
-            )
-        for callback in trainer.callbacks:
-            # During a validation the module shows the average's values: these statistics are the average's.
-            average = (
-                getattr(callback, "_average_model", None)
-                if isinstance(callback, WeightAveraging)
-                else None
-            )
-            if average is not None and trainer.state.fn == "fit":
-                _copy_statistics(pl_module, average.module)
+        self._warn_of_frozen(layers, statistics)
+        if trainer.state.fn == "fit":
+            _update_averages(trainer, pl_module)
         pl_module.log(
             m.RECALIBRATION_S,
-            time.perf_counter() - begin,
+            time.perf_counter() - begin_s,
             on_epoch=True,
             sync_dist=True,
             reduce_fx="max",
         )
 
+    def _warn_of_frozen(self, layers: dict[str, _BatchNorm], statistics: _Statistics) -> None:
+        if not statistics.frozen or self._has_warned:
+            return
+        self._has_warned = True
+        frozen = [f"`{name}`" for name, layer in layers.items() if layer in statistics.frozen]
+        rank_zero_warn(
+            f"`RecalibrateBatchNorm`: {', '.join(frozen)} keep their statistics, as they are in evaluation mode while "
+            "the module trains."
+        )
+
     def _batches(self, trainer: pl.Trainer) -> Iterator[Any]:
+        """Yield the batches of a new training loader, on the device."""
         loader: Any = new_train_loader(trainer, asked_by="RecalibrateBatchNorm")
         if isinstance(loader, DataLoader):
             loader = copy(loader)
-            loader._iterator = None  # workers that persist are in the middle of the epoch
+            loader._iterator = None  # persistent workers are in the middle of the epoch
         with generators_kept(loader):
             loader = trainer.strategy.process_dataloader(loader)
             batches = iter(loader)
             first = next(batches)
-            num_batches = max(
-                1, self.num_images // (extract_batch_size(first) * trainer.world_size)
-            )
+            global_batch_size = extract_batch_size(first) * trainer.world_size
+            num_batches = max(1, self.num_images // global_batch_size)
             try:
-                yield _on_device(trainer, first)
+                yield _to_device(trainer, first)
                 for batch in islice(batches, num_batches - 1):
-                    yield _on_device(trainer, batch)
+                    yield _to_device(trainer, batch)
             finally:
                 if hasattr(batches, "close"):
                     batches.close()
 
 
 class _Statistics:
-    """Count, mean and sum of squared deviations of the inputs of layers, `[3, channels of all layers]` for a batch."""
+    """Count, mean and sum of squared deviations of the inputs of layers, for each batch.
+
+    The statistics of a batch are a float64 tensor of shape [3, channels of all layers].
+
+    Args:
+        layers: All layers. Frozen ones are included, so that all ranks gather tensors of the same
+            size.
+        frozen: Layers that keep their statistics.
+    """
 
     def __init__(self, layers: Sequence[_BatchNorm], frozen: Sequence[_BatchNorm] = ()) -> None:
-        self.layers, self.frozen = (
-            layers,
-            frozen,
-        )  # all are noted: ranks gather as much, whatever each has frozen
+        self.layers = layers
+        self.frozen = frozen
         self._of_batches: list[Tensor] = []
-        self._now: dict[_BatchNorm, Tensor] = {}
+        self._of_layers: dict[_BatchNorm, Tensor] = {}  # in the current batch
 
     def note(self, layer: _BatchNorm, inputs: tuple[Tensor, ...]) -> None:
-        """Take what a layer is about to normalise."""
+        """Add the input that a layer is about to normalise."""
         x = inputs[0].detach().float()
-        variance, mean = torch.var_mean(
-            x, dim=[dim for dim in range(x.dim()) if dim != 1], correction=0
-        )
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        variance, mean = torch.var_mean(x, dim=dims, correction=0)
         count = torch.full_like(mean, x.numel() // x.shape[1])
-        found = torch.stack([count, mean, variance * count]).double()
-        self._now[layer] = (
-            _merged(self._now[layer], found) if layer in self._now else found
-        )  # called twice: shared
+        statistics = torch.stack([count, mean, variance * count]).double()
+        if layer in self._of_layers:  # a shared layer is called more than once
+            statistics = _merged(self._of_layers[layer], statistics)
+        self._of_layers[layer] = statistics
 
     def end_batch(self) -> None:
-        """Close a batch; a layer that was not called counts nothing."""
+        """End a batch. A layer that was not called counts nothing."""
         assert self.layers[0].running_mean is not None
-        device = self.layers[
-            0
-        ].running_mean.device  # also where no layer was called: ranks send it to one another
-        of_layers = []
+        # Ranks exchange the statistics, so they are on the device even if no layer was called.
+        device = self.layers[0].running_mean.device
+        columns = []
         for layer in self.layers:
-            if layer in self._now:
-                of_layers.append(self._now[layer].to(device))
+            if layer in self._of_layers:
+                columns.append(self._of_layers[layer].to(device))
             else:
-                of_layers.append(
+                columns.append(
                     torch.zeros(3, layer.num_features, dtype=torch.float64, device=device)
                 )
-        self._of_batches.append(torch.cat(of_layers, dim=1))
-        self._now = {}
+        self._of_batches.append(torch.cat(columns, dim=1))
+        self._of_layers = {}
 
     def write(self) -> None:
-        """Put the statistics of all ranks' batches into the layers."""
-        own = torch.stack(self._of_batches)
-        of_ranks = [own]
+        """Write the statistics of all ranks' batches into the layers.
+
+        Collective: every rank of WORLD must call it, in the same order.
+        """
+        local = torch.stack(self._of_batches)
+        of_ranks = [local]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            # A loader may be shorter on one rank: what all have counts.
-            num_batches = torch.tensor(len(own), device=own.device)
+            # A loader may be shorter on one rank. Only as many batches count as all ranks have.
+            num_batches = torch.tensor(len(local), device=local.device)
             dist.all_reduce(num_batches, dist.ReduceOp.MIN)
-            own = own[: int(num_batches)]
-            of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-            dist.all_gather(of_ranks, own)
-        # In the order of the loader's images: batch by batch, and rank by rank within, whatever the number of ranks.
+            local = local[: int(num_batches)]
+            of_ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+            dist.all_gather(of_ranks, local)
+
+        # Merged in the order of the loader's images, for any number of ranks: by batch, then by
+        # rank.
         total = torch.zeros_like(of_ranks[0][0])
-        for of_batch in torch.stack(of_ranks, dim=1).flatten(0, 1):
-            total = _merged(total, of_batch)
-        sizes = [layer.num_features for layer in self.layers]
-        for layer, (count, mean, squares) in zip(
-            self.layers, total.split(sizes, dim=1), strict=True
-        ):
+        for batch_statistics in torch.stack(of_ranks, dim=1).flatten(0, 1):
+            total = _merged(total, batch_statistics)
+
+        num_channels = [layer.num_features for layer in self.layers]
+        totals = total.split(num_channels, dim=1)
+        for layer, (count, mean, squares) in zip(self.layers, totals, strict=True):
             assert layer.running_mean is not None
             assert layer.running_var is not None
             if layer not in self.frozen and bool(count[0] > 0):
@@ -223,58 +236,68 @@ class _Statistics:
                 layer.running_var.copy_(squares / (count - 1).clamp(min=1))
 
 
-def _merged(one: Tensor, other: Tensor) -> Tensor:
+def _merged(first: Tensor, second: Tensor) -> Tensor:
     """Merge counts, means and sums of squared deviations of two sets (Chan et al. 1979)."""
-    count = one[0] + other[0]
-    share = other[0] / count.clamp(min=1)
-    delta = other[1] - one[1]
-    return torch.stack(
-        [count, one[1] + delta * share, one[2] + other[2] + delta.square() * one[0] * share]
-    )
+    first_count, first_mean, first_squares = first
+    second_count, second_mean, second_squares = second
+    count = first_count + second_count
+    share = second_count / count.clamp(min=1)
+    delta = second_mean - first_mean
+    mean = first_mean + delta * share
+    squares = first_squares + second_squares + delta.square() * first_count * share
+    return torch.stack([count, mean, squares])
 
 
 @contextmanager
 def generators_kept(loader: Any) -> Iterator[None]:
-    """Put the states of generators that a loader and its samplers hold back at the end."""
-    samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    samplers.append(getattr(samplers[1], "sampler", None))
-    held = [
-        value for each in (loader, *samplers) for value in getattr(each, "__dict__", {}).values()
+    """Restore on exit the states of generators that a loader and its samplers hold."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = [
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
     ]
-    of_torch = [(each, each.get_state()) for each in held if isinstance(each, torch.Generator)]
-    of_numpy = [
-        (each.bit_generator, each.bit_generator.state)
-        for each in held
-        if isinstance(each, np.random.Generator)
-    ]
+    torch_states = []
+    numpy_states = []
+    for holder in holders:
+        for value in getattr(holder, "__dict__", {}).values():
+            if isinstance(value, torch.Generator):
+                torch_states.append((value, value.get_state()))
+            elif isinstance(value, np.random.Generator):
+                numpy_states.append((value.bit_generator, value.bit_generator.state))
     try:
         yield
     finally:
-        for generator, state in of_torch:
-            generator.set_state(state)
-        for bits, place in of_numpy:
-            bits.state = place
+        for generator, torch_state in torch_states:
+            generator.set_state(torch_state)
+        for bit_generator, numpy_state in numpy_states:
+            bit_generator.state = numpy_state
 
 
 @contextmanager
 def _normalizing_by_batch(
     trainer: pl.Trainer, module: nn.Module, layers: dict[str, _BatchNorm]
 ) -> Iterator[_Statistics]:
-    """Let the layers that train with the module, and nothing else of it, behave as in training."""
-    was_training = {each: each.training for each in module.modules()}
-    modes = trainer._evaluation_loop._module_mode.mode  # those that come back after the evaluation
+    """Let the layers that train with the module behave as in training inside, and nothing else of the module."""
+    training_modes = {submodule: submodule.training for submodule in module.modules()}
+    # The modes that Lightning restores after the evaluation.
+    modes = trainer._evaluation_loop._module_mode.mode
     is_fit = trainer.state.fn == "fit"
-    frozen = [layer for name, layer in layers.items() if not modes[name] and (is_fit or modes[""])]
+    frozen = []
+    for name, layer in layers.items():
+        if not modes[name] and (is_fit or modes[""]):
+            frozen.append(layer)
     if not is_fit:
-        module.train()  # it may never have trained: its own `train` says which layers do not
+        # The module may never have trained. Its own `train` decides which layers do not train.
+        module.train()
         frozen += [layer for layer in layers.values() if not layer.training]
+
     statistics = _Statistics(list(layers.values()), frozen)
-    tracked = [
-        layer.num_batches_tracked
-        for layer in layers.values()
-        if layer.num_batches_tracked is not None
-    ]
-    counts = [each.clone() for each in tracked]
+    counters = []
+    for layer in layers.values():
+        if layer.num_batches_tracked is not None:
+            counters.append((layer.num_batches_tracked, layer.num_batches_tracked.clone()))
     handles = [layer.register_forward_pre_hook(statistics.note) for layer in layers.values()]
     module.eval()
     for layer in layers.values():
@@ -284,35 +307,43 @@ def _normalizing_by_batch(
     finally:
         for handle in handles:
             handle.remove()
-        for each, is_training in was_training.items():
-            each.training = is_training
-        for now, before in zip(tracked, counts, strict=True):
-            now.copy_(before)
+        for submodule, is_training in training_modes.items():
+            submodule.training = is_training
+        for counter, count in counters:
+            counter.copy_(count)
 
 
 def new_train_loader(trainer: Any, *, asked_by: str) -> Any:
-    """Make a training loader of its own: the one in use keeps its place."""
-    given = trainer.fit_loop._data_source
-    source = trainer.datamodule or (given.instance if given.is_defined() else None)
+    """Return a new training loader, so that the one in use keeps its position.
+
+    Args:
+        trainer: The trainer.
+        asked_by: Name of the callback, for the error.
+
+    Raises:
+        RuntimeError: The trainer has no source from which it could create a loader.
+    """
+    fit_source = trainer.fit_loop._data_source
+    source = trainer.datamodule
+    if not source:
+        source = fit_source.instance if fit_source.is_defined() else None
     is_module = isinstance(source, pl.LightningModule | pl.LightningDataModule)
     if source is None or (hasattr(source, "state_dict") and not is_module):
-        found = (
-            "none"
-            if source is None
-            else f"a `{type(source).__name__}`, whose place in the epoch would be lost"
-        )
+        description = "none"
+        if source is not None:
+            description = f"a `{type(source).__name__}`, whose place in the epoch would be lost"
         raise RuntimeError(
-            f"`{asked_by}` needs training data of which it can make a loader, and found {found}. Give "
+            f"`{asked_by}` needs training data of which it can make a loader, and found {description}. Give "
             "`trainer.fit` and `trainer.test` a data module."
         )
     loader = source.train_dataloader() if is_module else source
-    # With a DistributedSampler where Lightning would put one.
+    # It gets a DistributedSampler if Lightning would add one.
     return trainer._data_connector._prepare_dataloader(
         loader, shuffle=True, mode=RunningStage.TRAINING
     )
 
 
-def _on_device(trainer: pl.Trainer, batch: Any) -> Any:
+def _to_device(trainer: pl.Trainer, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     return trainer.strategy.batch_to_device(batch)
 
@@ -323,13 +354,24 @@ def _forward_images(module: pl.LightningModule, batch: Any) -> Any:
             f"`{type(module).__name__}.forward` is not defined: `RecalibrateBatchNorm` cannot run the "
             "network. Define it, or give `RecalibrateBatchNorm(forward=lambda module, batch: module.net(batch[0]))`."
         )
-    return module(batch[0] if isinstance(batch, tuple | list) else batch)
+    if isinstance(batch, tuple | list):
+        return module(batch[0])
+    return module(batch)
+
+
+def _update_averages(trainer: pl.Trainer, module: nn.Module) -> None:
+    """Copy the statistics to averages of the weights, whose values the module holds during a validation."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, WeightAveraging):
+            continue
+        average = getattr(callback, "_average_model", None)
+        if average is not None:
+            _copy_statistics(module, average.module)
 
 
 def _copy_statistics(source: nn.Module, target: nn.Module) -> None:
-    """Copy running statistics to the layers of the same place in an average of the module."""
-    pairs = zip(source.modules(), target.modules(), strict=True)
-    for one, other in pairs:
-        if isinstance(one, _BatchNorm) and one.track_running_stats:
+    """Copy running statistics to the corresponding layers of an average of the module."""
+    for layer, average_layer in zip(source.modules(), target.modules(), strict=True):
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats:
             for name in ("running_mean", "running_var"):
-                getattr(other, name).copy_(getattr(one, name))
+                getattr(average_layer, name).copy_(getattr(layer, name))

@@ -1,4 +1,4 @@
-"""A stop by a signal, as schedulers send one before they kill: a checkpoint after the step, on all ranks."""
+"""Callback that stops a run cleanly on a signal, such as schedulers send before they kill a job."""
 
 from __future__ import annotations
 
@@ -25,44 +25,51 @@ from lightning_hybrid.checks import plain_value, require_whole
 
 CHECKPOINT_NAME = "stopped.ckpt"
 
-# A request to a rank: to stop, by the signal of that number, and to requeue. The largest over ranks is obeyed.
+# A request is the number of the signal that stops the run, plus `REQUEUE` if the job is to be
+# requeued. The largest request of all ranks counts.
 NO = 0
 REQUEUE = 1000
 
-# A second Ctrl-C later than this ends the run at once. Sooner it may be torchrun's, which hands on the first.
 AT_ONCE_AFTER_S = 2.0
+"""Seconds after which a second Ctrl-C stops the run at once.
 
-# How long `scontrol` may take. Our choice: SLURM's own `MessageTimeout` is 10 s.
+An earlier one may come from torchrun, which forwards the first.
+"""
+
 REQUEUE_LIMIT_S = 30.0
+"""Seconds that `scontrol` may take. It is our choice: SLURM's own `MessageTimeout` is 10 s."""
 
 
 class StopOnSignal(Callback):
-    """A stop after the step that is under way, on SIGTERM or Ctrl-C, with a checkpoint and exit code 143 or 130.
+    """On SIGTERM or Ctrl-C, finish the current step, save a checkpoint and exit with code 143 or 130.
 
-        signal to any rank -> all ranks learn of it before the next batch -> <dirpath>/stopped.ckpt -> exit
+        signal to any rank -> all ranks agree before the next batch -> <dirpath>/stopped.ckpt -> exit
 
-    The exit code is a shell's for a process that SIGTERM ended, or SIGINT; other signals count as SIGTERM. Ctrl-C a
-    second time ends the run at once, without a checkpoint.
+    A run that resumes from the checkpoint continues bit for bit. The exit codes are those that a
+    shell reports after SIGTERM and SIGINT. Other signals count as SIGTERM. Ranks started by
+    Lightning itself, without torchrun or SLURM, exit with 0. A second Ctrl-C stops the run at once,
+    without a checkpoint.
 
-    A run that is resumed from the checkpoint goes on to the bit. The signal is obeyed after at most `every_n_steps`
-    whole steps and, where that is under way, one validation; writing the checkpoint comes on top. SLURM leaves 30 s
-    before it kills, unless `KillWait` differs.
+    A signal takes effect after at most `every_n_steps` whole steps, plus a validation loop if one
+    is running, plus the time to write the checkpoint. SLURM kills the job 30 s after the signal,
+    unless `KillWait` differs.
 
-    The host waits for the answer of all ranks, so on CUDA nothing of the next step is queued up meanwhile; see
-    `every_n_steps`. Ranks that Lightning itself started (not torchrun, not SLURM) end with code 0.
+    The host waits for the answer of all ranks. On CUDA this keeps the next step from being queued
+    early, see `every_n_steps`.
 
-    In a job of SLURM's the signal that announces its time limit, Lightning's `SLURMEnvironment.requeue_signal`, is
-    obeyed too, and once the checkpoint is on the disk rank zero queues the job again, unless
-    `SLURMEnvironment(auto_requeue=False)`. *Every rank must have this callback.*
+    On SLURM, the callback also handles the signal that announces the time limit, Lightning's
+    `SLURMEnvironment.requeue_signal`. Once the checkpoint is on disk, rank zero requeues the job,
+    unless `SLURMEnvironment(auto_requeue=False)`. *Every rank must have this callback.*
 
     Args:
-        dirpath: folder of the checkpoint; None: that of the first `ModelCheckpoint`, or else the trainer's
-            `default_root_dir`.
-        signals: names of the signals that are obeyed, in addition to SLURM's.
-        every_n_steps: steps from one question to all ranks to the next. One rank alone obeys after the step.
+        dirpath: Folder for the checkpoint. None: that of the first `ModelCheckpoint`, otherwise the
+            trainer's `default_root_dir`.
+        signals: Names of the signals to handle, in addition to SLURM's.
+        every_n_steps: Number of steps between two checks over all ranks. A single rank checks after
+            every step.
 
     Raises:
-        ValueError: there is no such signal, or `every_n_steps` is not a whole number, 1 or more.
+        ValueError: A signal is unknown, or `every_n_steps` is not a positive integer.
     """
 
     def __init__(
@@ -77,61 +84,71 @@ class StopOnSignal(Callback):
         self.dirpath = dirpath
         self.signals = [_signal_of(name) for name in signals]
         self.every_n_steps = every_n_steps
-        self._num_steps = 0  # begun, since the last question and with it
-        self._asked = self._agreed = NO
-        self._interrupted_s: float | None = None  # when Ctrl-C came first
-        self._steps_of_loggers: int | None = (
-            None  # at the checkpoint that is written, or resumed from
-        )
+        self._num_steps = 0  # steps begun since the last check, including it
+        self._request = NO  # of this rank
+        self._agreed_request = NO  # of all ranks
+        self._interrupted_s: float | None = None  # time of the first Ctrl-C
+        # Step of the loggers at the checkpoint that is being written, or was resumed.
+        self._logger_step: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step that loggers were at, in the checkpoint of a run that was stopped."""
-        return {"steps_of_loggers": self._steps_of_loggers} if self._agreed or self._asked else {}
+        """Return the step of the loggers if the run is being stopped, otherwise nothing."""
+        if self._agreed_request or self._request:
+            return {"steps_of_loggers": self._logger_step}
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the loggers' step, see `on_train_batch_start`."""
-        self._steps_of_loggers = state_dict.get("steps_of_loggers")
+        """Restore the step of the loggers, see `on_train_batch_start`."""
+        self._logger_step = state_dict.get("steps_of_loggers")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget what an earlier fit was asked."""
-        self._asked = self._agreed = NO
+        """Reset the requests of an earlier fit."""
+        self._request = NO
+        self._agreed_request = NO
         self._interrupted_s = None
         self._num_steps = 0
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Queue the job again at SLURM's signal at once: nothing is left to save, and the test has to be repeated."""
-        if (
-            number := requeue_signal_of(trainer)
-        ) is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(
-                number, lambda *_: rank_zero_info(queue_again()) if trainer.is_global_zero else None
-            )
+        """Requeue the job as soon as SLURM's signal arrives: a test has nothing to save and must be repeated."""
+
+        def requeue(*_: Any) -> None:
+            if trainer.is_global_zero:
+                rank_zero_info(queue_again())
+
+        number = requeue_signal_of(trainer)
+        if number is not None and _is_main_thread():
+            signal.signal(number, requeue)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install the handlers."""
-        # Lightning, which installed its own before, restores the old ones after the fit.
-        # In place of Lightning's handlers. That of SIGTERM calls a collective in the middle of a rank's work, and a
-        # rank above zero leaves alone. That of SLURM's signal saves in the middle of a step and then tests the weights
-        # of that moment: a file `hpc_ckpt_*` in the run's directory beats those in memory.
-        if threading.current_thread() is threading.main_thread():
+        """Install the signal handlers.
+
+        Lightning restores the handlers from before the fit when it ends.
+        """
+        # They replace Lightning's handlers. Its handler of SIGTERM calls a collective in the middle
+        # of a rank's work, and a rank above zero exits alone. Its handler of SLURM's signal saves
+        # in the middle of a step. A test would then use the weights of that moment, because a file
+        # `hpc_ckpt_*` in the run's directory takes precedence over the weights in memory.
+        if _is_main_thread():
             for number in self.signals:
                 signal.signal(number, partial(self._on_signal, trainer, NO))
-            if (number_of_slurm := requeue_signal_of(trainer)) is not None:
-                signal.signal(number_of_slurm, partial(self._on_signal, trainer, REQUEUE))
-        # Lightning broadcasts rank zero's flag before every batch; a maximum over ranks takes its place.
+            requeue_number = requeue_signal_of(trainer)
+            if requeue_number is not None:
+                signal.signal(requeue_number, partial(self._on_signal, trainer, REQUEUE))
+        # A maximum over ranks replaces Lightning's broadcast of rank zero's flag before every
+        # batch.
         if trainer.world_size > 1:
             loop: Any = trainer.fit_loop.epoch_loop
             loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)
 
-    on_sanity_check_start = on_train_start  # a signal now is obeyed before the first batch
+    on_sanity_check_start = on_train_start  # such a signal takes effect before the first batch
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Restore the loggers' step: resumed at the start of an epoch, Lightning counts one more for a validation."""
-        if self._steps_of_loggers is not None:
-            trainer.fit_loop.epoch_loop._batches_that_stepped = self._steps_of_loggers
-            self._steps_of_loggers = None
+        """Restore the step of the loggers, to which Lightning adds one if it resumes at the start of an epoch."""
+        if self._logger_step is not None:
+            trainer.fit_loop.epoch_loop._batches_that_stepped = self._logger_step
+            self._logger_step = None
 
     def on_train_batch_end(
         self,
@@ -141,88 +158,110 @@ class StopOnSignal(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Stop now that the step under way at the signal is made."""
-        if self._asked:
+        """Stop a single rank if a signal arrived during the step."""
+        if self._request:
             self._stop_single_rank(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop here, if a signal came since the last step. Collective."""
+        """Stop if a signal arrived since the last step.
+
+        Collective: every rank must call it, in the same order.
+        """
         self._stop_if_asked(trainer)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Write the checkpoint. Collective."""
-        asked = (
-            self._agreed if trainer.world_size > 1 else max(self._asked, self._agreed)
-        )  # all save, or none
-        if not isinstance(exception, SIGTERMException) or not asked:
+        """Write the checkpoint.
+
+        Collective: every rank must call it, in the same order.
+        """
+        request = self._agreed_request  # all ranks save, or none
+        if trainer.world_size == 1:
+            request = max(self._request, self._agreed_request)
+        if not isinstance(exception, SIGTERMException) or not request:
             return
+
         path = self._folder(trainer) / CHECKPOINT_NAME
         loop = trainer.fit_loop.epoch_loop
-        # One rank alone stops in the middle of a validation, before Lightning counts the step that it follows.
-        self._steps_of_loggers = loop._batches_that_stepped + (
-            trainer.validating and not loop._should_accumulate()
-        )
-        _forget_batches_of_a_whole_epoch(trainer)
+        self._logger_step = loop._batches_that_stepped
+        if trainer.validating and not loop._should_accumulate():
+            # A single rank stops in the middle of a validation, before Lightning counts the step
+            # before it.
+            self._logger_step += 1
+        _forget_batches_of_finished_epoch(trainer)
         trainer.save_checkpoint(path, weights_only=False)
-        by = signal.Signals(asked % REQUEUE)
-        code = 128 + (signal.SIGINT if by == signal.SIGINT else signal.SIGTERM)
-        # If a rank that Lightning started ends with another code than 0, it kills rank zero, which may still write.
+
+        received = signal.Signals(request % REQUEUE)
+        signal_name = received.name
+        exit_code = 128 + signal.SIGTERM
+        if received == signal.SIGINT:
+            signal_name = "Ctrl-C"
+            exit_code = 128 + signal.SIGINT
+        exception.code = exit_code
+        # A rank that Lightning started must exit with 0. Otherwise it kills rank zero, which may
+        # still be writing.
         environment = getattr(trainer.strategy, "cluster_environment", None)
-        exception.code = (
-            0 if isinstance(environment, LightningEnvironment) and trainer.local_rank > 0 else code
-        )
+        if isinstance(environment, LightningEnvironment) and trainer.local_rank > 0:
+            exception.code = 0
         rank_zero_info(
-            f"stopped by {'Ctrl-C' if by == signal.SIGINT else by.name} in epoch {trainer.current_epoch} after step "
-            f"{trainer.global_step}; `fit(..., ckpt_path={str(path)!r})` goes on from there; exit code {code}"
+            f"stopped by {signal_name} in epoch {trainer.current_epoch} after step "
+            f"{trainer.global_step}; `fit(..., ckpt_path={str(path)!r})` goes on from there; exit code {exit_code}"
         )
-        if asked > REQUEUE and trainer.is_global_zero:
-            trainer.strategy.checkpoint_io.teardown()  # waits for the disk: SLURM kills some seconds after it was asked
+        if request > REQUEUE and trainer.is_global_zero:
+            # This waits for the disk, because SLURM kills the job some seconds after the request.
+            trainer.strategy.checkpoint_io.teardown()
             rank_zero_info(queue_again())
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give Lightning its own broadcast back."""
+        """Restore Lightning's own broadcast."""
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
     def _on_signal(
         self, trainer: pl.Trainer, requeue: int, number: int, frame: FrameType | None
     ) -> None:
-        # This runs in the middle of anything: no collective, no file, no lock.
+        # This interrupts any code of the main thread: no collective, no file and no lock may be
+        # used.
         if number == signal.SIGINT:
-            now_s = monotonic()
-            if self._interrupted_s is not None and now_s - self._interrupted_s > AT_ONCE_AFTER_S:
-                raise KeyboardInterrupt
-            if self._interrupted_s is None and trainer.is_global_zero:
-                # Not `print`: the code that was interrupted may be in the middle of one.
-                os.write(
-                    2,
-                    b"\nCtrl-C: the run stops after this step, with a checkpoint; once more: at once\n",
-                )
-            self._interrupted_s = now_s if self._interrupted_s is None else self._interrupted_s
-        self._asked = max(self._asked, requeue + number)
+            self._on_interrupt(trainer)
+        self._request = max(self._request, requeue + number)
         self._stop_single_rank(trainer)
 
+    def _on_interrupt(self, trainer: pl.Trainer) -> None:
+        now_s = monotonic()
+        if self._interrupted_s is None:
+            if trainer.is_global_zero:
+                # `print` is no option, because the interrupted code may be in the middle of one.
+                message = b"\nCtrl-C: the run stops after this step, with a checkpoint; once more: at once\n"
+                os.write(2, message)
+            self._interrupted_s = now_s
+        elif now_s - self._interrupted_s > AT_ONCE_AFTER_S:
+            raise KeyboardInterrupt
+
     def _stop_single_rank(self, trainer: pl.Trainer) -> None:
-        # One rank has no question before a batch to wait for; Lightning reads this flag after each batch.
+        # A single rank need not wait for a check before a batch. Lightning reads this flag after
+        # each batch.
         if trainer.world_size == 1 and not trainer.fit_loop.epoch_loop._should_accumulate():
             trainer._signal_connector.received_sigterm = True
 
     def _before_batch(self, trainer: pl.Trainer) -> None:
         if trainer.fit_loop.epoch_loop._should_accumulate():
-            return  # the last batch was not the last of a step
+            return  # the last batch did not end a step
         self._num_steps = self._num_steps % self.every_n_steps + 1
         if self._num_steps == 1:
             self._stop_if_asked(trainer)
 
     def _stop_if_asked(self, trainer: pl.Trainer) -> None:
-        asked = torch.tensor([self._asked], device=trainer.strategy.root_device)
+        """Stop if any rank has a request.
+
+        Collective: every rank must call it, in the same order.
+        """
+        request = torch.tensor([self._request], device=trainer.strategy.root_device)
         if trainer.world_size > 1 and dist.is_initialized():
-            dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        self._agreed = int(
-            asked.item()
-        )  # not what was asked meanwhile: other ranks have not heard of that
-        if self._agreed:
+            dist.all_reduce(request, op=dist.ReduceOp.MAX)
+        # A signal that arrives meanwhile does not count, because the other ranks do not know of it.
+        self._agreed_request = int(request.item())
+        if self._agreed_request:
             raise SIGTERMException
 
     def _folder(self, trainer: pl.Trainer) -> Path:
@@ -232,18 +271,22 @@ class StopOnSignal(Callback):
         return Path(folder or trainer.default_root_dir)
 
 
-def _forget_batches_of_a_whole_epoch(trainer: pl.Trainer) -> None:
-    # Between two epochs Lightning still counts the batches of the last one. With `max_steps` it would restore them, and
-    # where nothing is validated end the next epoch after one batch.
+def _forget_batches_of_finished_epoch(trainer: pl.Trainer) -> None:
+    """Reset Lightning's counters of the last epoch's batches, between two epochs.
+
+    With `max_steps` Lightning would restore them and, without validation, end the next epoch after
+    one batch.
+    """
     epochs = trainer.fit_loop.epoch_progress.total
     loop = trainer.fit_loop.epoch_loop
     if epochs.ready == epochs.completed:
-        for progress in (
-            loop.batch_progress,
-            loop.scheduler_progress,
-            loop.automatic_optimization.optim_progress,
-        ):
-            progress.reset_on_run()
+        loop.batch_progress.reset_on_run()
+        loop.scheduler_progress.reset_on_run()
+        loop.automatic_optimization.optim_progress.reset_on_run()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _signal_of(name: str) -> signal.Signals:
@@ -256,7 +299,7 @@ def _signal_of(name: str) -> signal.Signals:
 
 
 def requeue_signal_of(trainer: pl.Trainer) -> signal.Signals | None:
-    """Return the signal at which the job is to be queued again, Lightning's `requeue_signal`; None: at no signal."""
+    """Return the signal at which the job is to be requeued, Lightning's `requeue_signal`, or None."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return environment.requeue_signal
@@ -264,30 +307,34 @@ def requeue_signal_of(trainer: pl.Trainer) -> signal.Signals | None:
 
 
 def job_id_of(variables: Mapping[str, str]) -> str:
-    """Return the job's name for `scontrol`; a task of an array has its own.
+    """Return the job's name for `scontrol`. Each task of an array has its own.
 
     >>> job_id_of({"SLURM_JOB_ID": "17"})
     '17'
     >>> job_id_of({"SLURM_JOB_ID": "18", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1"})
     '17_1'
     """
-    if (array := variables.get("SLURM_ARRAY_JOB_ID")) is not None:
+    array = variables.get("SLURM_ARRAY_JOB_ID")
+    if array is not None:
         return f"{array}_{variables['SLURM_ARRAY_TASK_ID']}"
     return variables["SLURM_JOB_ID"]
 
 
 def queue_again() -> str:
-    """Ask SLURM to end this job and to queue it again; return the result in one line. Call it on one rank only."""
+    """Ask SLURM to end this job and to requeue it, and return the result as a line of text.
+
+    Only one rank may call it.
+    """
     job_id = job_id_of(os.environ)
     command = ["scontrol", "requeue", job_id]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=REQUEUE_LIMIT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     else:
-        if done.returncode == 0:
+        if process.returncode == 0:
             return f"SLURM job {job_id} is queued again"
-        reason = done.stderr.strip() or f"exit code {done.returncode}"
+        reason = process.stderr.strip() or f"exit code {process.returncode}"
     return f"SLURM job {job_id} could not be queued again by `{' '.join(command)}` ({reason}): submit it again yourself"

@@ -1,4 +1,4 @@
-"""The time until a run reaches its target accuracy."""
+"""Callback that measures the time until a run reaches its target accuracy."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from lightning_hybrid.checks import plain_value, require_choice
 
 
 class TimeToAccuracy(Callback):
-    """A clock of the training until a metric of validation first reaches a target; it stops the run there, if asked.
+    """Measure the training time until a metric of validation first reaches a target, and optionally stop there.
 
-    Two times, both of this process's clock since training began, start-up not counted:
+    Two times are measured by this process's clock since training began, without start-up:
 
-        time_to_accuracy/train_s   validation not counted
-        time_to_accuracy/total_s   validation counted, that which saw it included
+        time_to_accuracy/train_s   without validation
+        time_to_accuracy/total_s   with validation, including the one that reached the target
 
-    and the step, as finely as validation is done. The clock travels in the checkpoint: what an interrupted run did
-    after its last checkpoint is not counted. *Every rank must have this callback.*
+    The step is measured too. All three are as fine as the interval between validations. The
+    checkpoint holds the clock, so the work of an interrupted run after its last checkpoint is not
+    counted. *Every rank must have this callback.*
 
     Args:
-        target: value of the metric to reach.
-        monitor: a metric that validation logs.
-        mode: `"max"`: reached at `target` or more; `"min"`: or less.
-        stop: whether to end training there.
+        target: Value that the metric must reach.
+        monitor: Name of a metric that validation logs.
+        mode: `"max"`: `target` or more is sufficient. `"min"`: `target` or less is.
+        stop: Whether to end training when the target is reached.
 
     Raises:
-        ValueError: an unknown mode, or a target that no accuracy reaches; in training, a metric that validation does
-            not log.
+        ValueError: The mode is unknown, or no accuracy can reach the target. During training:
+            validation does not log the metric.
     """
 
     def __init__(
@@ -55,13 +56,13 @@ class TimeToAccuracy(Callback):
         self.mode = mode
         self.stop = stop
         self.reached: dict[str, float] | None = None
-        self._before_s = self._validation_s = (
-            0.0  # of fits that were interrupted; of validation in all
-        )
-        self._began_s: float | None = None
+        self._earlier_fits_s = 0.0
+        self._validation_s = 0.0  # of all fits
+        self._validation_began_s = 0.0
+        self._fit_began_s: float | None = None  # None: no fit is running
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clock, and whether the target was reached."""
+        """Return the clock and the result."""
         return {
             "elapsed_s": self.elapsed_s,
             "validation_s": self._validation_s,
@@ -69,34 +70,41 @@ class TimeToAccuracy(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the clock of the interrupted run."""
-        self._before_s = state_dict["elapsed_s"]
+        """Restore the clock and the result of the interrupted run."""
+        self._earlier_fits_s = state_dict["elapsed_s"]
         self._validation_s = state_dict["validation_s"]
         self.reached = state_dict["reached"]
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since training began, validation included."""
-        return self._before_s + (0.0 if self._began_s is None else perf_counter() - self._began_s)
+        """The seconds since training began, including validation."""
+        current_fit_s = 0.0
+        if self._fit_began_s is not None:
+            current_fit_s = perf_counter() - self._fit_began_s
+        return self._earlier_fits_s + current_fit_s
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
-        self._began_s = perf_counter()
+        self._fit_began_s = perf_counter()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""
-        self._before_s = self.elapsed_s
-        self._began_s = None
+        self._earlier_fits_s = self.elapsed_s
+        self._fit_began_s = None
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note when validation began."""
+        """Record when validation begins."""
         self._validation_began_s = perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the metric. Collective."""
-        if self._began_s is None or trainer.sanity_checking:  # `trainer.validate` trains nothing
+        """Check whether the metric reaches the target.
+
+        Collective: every rank must call it, in the same order.
+        """
+        if self._fit_began_s is None or trainer.sanity_checking:  # no training is running
             return
-        # Before the check: the clock of training must not count the validation that saw the target.
+        # Updated before the check, so that the training time excludes the validation that reached
+        # the target.
         self._validation_s += perf_counter() - self._validation_began_s
         if self.reached is None and self._is_reached(trainer):
             self.reached = {
@@ -118,13 +126,16 @@ class TimeToAccuracy(Callback):
                 f"`monitor` (={self.monitor!r}) must be a metric that validation logs: logged so far were {logged}. "
                 "Name one of them, or log it with `self.log` in `validation_step`."
             )
-        number = float(value)
-        here = number >= self.target if self.mode == "max" else number <= self.target
-        # A metric that is each rank's own would let ranks stop at different steps, and those that go on would hang.
-        return bool(trainer.strategy.reduce_boolean_decision(here, all=True))
+        if self.mode == "max":
+            is_reached = float(value) >= self.target
+        else:
+            is_reached = float(value) <= self.target
+        # Ranks may have different values of the metric. If they stopped at different steps, the
+        # others would hang.
+        return bool(trainer.strategy.reduce_boolean_decision(is_reached, all=True))
 
     def describe(self) -> str:
-        """Say in a sentence when the target was reached.
+        """Return a sentence about when the target was reached.
 
         >>> TimeToAccuracy(target=0.75).describe()
         'val/acc has not reached 0.75'

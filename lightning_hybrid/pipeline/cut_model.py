@@ -1,4 +1,4 @@
-"""A network of which a rank holds its own stages, until it is whole again."""
+"""The user's network while each rank holds its own stages only, and its restoration afterwards."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ from lightning_hybrid.placement import ignored_by_ddp
 
 
 class CutModel:
-    """The blocks of a module and of its averages; those of other ranks are on the meta device.
+    """Blocks of a module and of its averages, of which those on other ranks are on the meta device.
 
-    Collective: every rank of WORLD must make it. Every rank begins with the values of rank zero, as under DDP.
+    Every rank begins with the values of rank zero, as under DDP.
 
-    `module`: the LightningModule, whose trainer's callbacks may keep averages of it; `of`: name of its network;
-    `places`: first block of each stage, and the number of blocks; `device`: where tensors are sent from.
+    Collective: every rank of WORLD must create it, in the same order.
+
+    Args:
+        module: The LightningModule. Callbacks of its trainer may keep averages of it.
+        of: Name of its network.
+        places: First block of each stage, and the number of blocks.
+        ranks: Position of this rank.
+        device: Device from which tensors are sent.
     """
 
     def __init__(
@@ -42,89 +48,102 @@ class CutModel:
         self._device = device
         self.places = places
         self.blocks = blocks_of(module, of)
-        share_(_tensors(self.blocks), owner=0, device=device)
-        self._owner_of = [
-            ranks.pipelines[0][stage % ranks.num_ranks]
-            for stage in range(ranks.num_stages)
-            for _ in range(places[stage], places[stage + 1])
-        ]
-        mine = ranks.pipelines[0][ranks.position]
-        self._others = []
-        for root, some in ((module, self.blocks), *self._averages()):
-            others = [block for block, owner in self._owned(some) if owner != mine]
-            own = [block for block, owner in self._owned(some) if owner == mine]
-            modules = [each for block in others for each in block.modules()]
-            tied = [parameter for block in own for parameter in block.parameters()]
-            self._others.append(
-                OtherStages(modules, needed=[*_buffers_of(root, own, others), *tied])
-            )
-            if root is module:
-                self.guard = StateDictGuard(modules)
+        share_(_tensors_of(self.blocks), owner=0, device=device)
 
-    def _owned(self, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, int]]:
-        return zip(blocks, self._owner_of, strict=True)
+        first_pipeline = ranks.pipelines[0]
+        self._owners: list[int] = []  # the rank of the first pipeline that holds each block
+        for stage in range(ranks.num_stages):
+            num_blocks = places[stage + 1] - places[stage]
+            self._owners += [first_pipeline[stage % ranks.num_ranks]] * num_blocks
+
+        # Of the module first, then of each average.
+        self._other_stages: list[OtherStages] = []
+        rank = first_pipeline[ranks.position]
+        for root, blocks in ((module, self.blocks), *self._averages()):
+            local_blocks = [block for block, owner in self._with_owners(blocks) if owner == rank]
+            other_blocks = [block for block, owner in self._with_owners(blocks) if owner != rank]
+            needed = _local_buffers(root, local_blocks, other_blocks)
+            for block in local_blocks:  # parameters may be tied to other stages
+                needed += block.parameters()
+            other_modules = _modules_of(other_blocks)
+            self._other_stages.append(OtherStages(other_modules, needed=needed))
+            if root is module:
+                self.guard = StateDictGuard(other_modules)
+
+    def _with_owners(self, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, int]]:
+        return zip(blocks, self._owners, strict=True)
 
     def _averages(self) -> list[tuple[nn.Module, list[nn.Module]]]:
-        # Averages of the weights that callbacks keep are cut as the module is. Each with its blocks.
-        models = average_models(self._module.trainer.callbacks)
-        return [(model.module, blocks_of(model.module, self._of)) for model in models]
+        """Return the averages of the module that callbacks keep, each with its blocks.
 
-    def stage(self, number: int) -> list[nn.Module]:
+        They are cut in the same way.
+        """
+        averages = []
+        for model in average_models(self._module.trainer.callbacks):
+            averages.append((model.module, blocks_of(model.module, self._of)))
+        return averages
+
+    def stage(self, index: int) -> list[nn.Module]:
         """Return the blocks of a stage."""
-        return self.blocks[self.places[number] : self.places[number + 1]]
+        return self.blocks[self.places[index] : self.places[index + 1]]
 
     def hidden(self) -> AbstractContextManager[None]:
-        """Take the tensors of other ranks out of the module, so that it can be moved."""
-        return self._others[0].hidden()
+        """Remove the tensors of other ranks from the module inside, so that it can be moved."""
+        return self._other_stages[0].hidden()
 
     @property
     def bytes_elsewhere(self) -> int:
-        """What parameters and buffers of other stages would take here."""
-        return sum(meta.numel() * meta.element_size() for meta in self._others[0].tensors)
+        """The bytes that parameters and buffers of other stages would take on this rank."""
+        return sum(meta.numel() * meta.element_size() for meta in self._other_stages[0].tensors)
 
     @contextmanager
     def whole_on_first(self, ranks: PipelineRanks, group: Any) -> Iterator[None]:
-        """Let the first rank of a pipeline hold the whole network, inside. Collective: every rank of that pipeline."""
-        values = dict[int, Tensor]()
-        peers = ranks.pipelines[ranks.data_rank]
-        for block, position in self._owned(self.blocks):
-            tensors = _tensors([block])
-            message = list[Any]([None])
-            if 0 < position == ranks.position:
-                # Of a layer that is cut over ranks the whole, which is an attribute now.
-                held = {
-                    id(one): vars(each).get(name, one)
-                    for each in block.modules()
-                    for name, one in each.named_parameters(recurse=False)
-                }
-                values_here = [held.get(id(one), one).detach().cpu() for one in tensors]
-                dist.send_object_list([values_here], dst=peers[0], group=group)
-            elif 0 < position != ranks.position == 0:
+        """Give the first rank of a pipeline the whole network inside.
+
+        Collective: every rank of the pipeline must call it, in the same order.
+        """
+        values: dict[int, Tensor] = {}
+        peers = ranks.peers
+        for block, position in self._with_owners(self.blocks):
+            if position == 0:
+                continue
+            tensors = _tensors_of([block])
+            if ranks.position == position:
+                block_values = _whole_values(block, tensors)
+                dist.send_object_list([block_values], dst=peers[0], group=group)
+            elif ranks.position == 0:
+                message: list[Any] = [None]
                 dist.recv_object_list(message, src=peers[position], group=group)
-                values |= dict(zip(map(id, tensors), message[0], strict=True))
-        with self._others[0].filled(values, self._device):
+                for tensor, value in zip(tensors, message[0], strict=True):
+                    values[id(tensor)] = value
+        with self._other_stages[0].filled(values, self._device):
             yield
 
     def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give every rank all values, in host memory. Collective: every rank of WORLD."""
-        for others in self._others:
-            others.restore(
-                [torch.empty_like(meta, device="cpu") for meta in others.tensors], optimizers
-            )
-        for blocks in (self.blocks, *(blocks for _, blocks in self._averages())):
-            for block, owner in self._owned(blocks):
-                share_(_tensors([block]), owner=owner, device=self._device)
+        """Restore all values on every rank, in host memory.
+
+        Collective: every rank of WORLD must call it, in the same order.
+        """
+        for other_stages in self._other_stages:
+            values = [torch.empty_like(meta, device="cpu") for meta in other_stages.tensors]
+            other_stages.restore(values, optimizers)
+
+        networks = [self.blocks]
+        for _, blocks in self._averages():
+            networks.append(blocks)
+        for blocks in networks:
+            for block, owner in self._with_owners(blocks):
+                share_(_tensors_of([block]), owner=owner, device=self._device)
         self.guard.remove()
 
     def ignored_by_ddp(self) -> AbstractContextManager[None]:
-        """Keep Lightning from giving every rank rank zero's values: each has other blocks."""
+        """Keep Lightning from broadcasting rank zero's values inside, because each rank has other blocks."""
         module = self._module
-        own = set(map(id, _tensors(self.blocks)))
-        names = [
-            name
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-            if id(tensor) in own
-        ]
+        block_tensor_ids = {id(tensor) for tensor in _tensors_of(self.blocks)}
+        names = []
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if id(tensor) in block_tensor_ids:
+                names.append(name)
         return ignored_by_ddp(module, names)
 
 
@@ -142,28 +161,35 @@ _NOTES = {
 
 
 def add_cause(error: BaseException, *, stages: str) -> None:
-    """Add to torch's errors why a tensor or a graph is not here. `stages`: of this rank, in words."""
+    """Add a note to torch's errors that explains why a tensor or a graph is missing on this rank.
+
+    Args:
+        error: The error.
+        stages: Stages of this rank, as text.
+    """
+    if not isinstance(error, RuntimeError):
+        return
     for pattern, note in _NOTES.items():
-        if isinstance(error, RuntimeError) and re.search(
-            pattern, str(error), re.IGNORECASE | re.DOTALL
-        ):
+        if re.search(pattern, str(error), re.IGNORECASE | re.DOTALL):
             error.add_note(note.format(stages=stages))
 
 
 @contextmanager
 def example_hidden(module: Any) -> Iterator[None]:
-    """Leave a module without its `example_input_array`.
+    """Set a module's `example_input_array` to None inside.
 
-    With one, Lightning's summary, which every Trainer has, and loggers of graphs run a forward on this rank alone.
+    With an example, Lightning's model summary, which every Trainer has, and loggers of graphs would
+    run a forward on this rank only.
 
     Raises:
-        ValueError: it cannot be set.
+        ValueError: The attribute cannot be set.
     """
-    before = module.example_input_array
-    is_own = "example_input_array" in vars(module)
-    if before is None:
+    example = module.example_input_array
+    is_instance_attribute = "example_input_array" in vars(module)
+    if example is None:
         yield
         return
+
     try:
         module.example_input_array = None
     except AttributeError:
@@ -174,30 +200,60 @@ def example_hidden(module: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if is_own or "example_input_array" not in vars(module):
-            module.example_input_array = before
-        else:  # it hid that of the class
+        if is_instance_attribute or "example_input_array" not in vars(module):
+            module.example_input_array = example
+        else:  # None has hidden the attribute of the class
             del module.example_input_array
 
 
-def _buffers_of(
-    root: nn.Module, own: Sequence[nn.Module], others: Sequence[nn.Module]
+def _local_buffers(
+    root: nn.Module, local_blocks: Sequence[nn.Module], other_blocks: Sequence[nn.Module]
 ) -> list[Tensor]:
-    """Return the buffers that a rank computes with: of its own blocks, and of what is outside of all blocks."""
-    seen = set(map(id, (*own, *others)))
+    """Return the buffers that this rank computes with: of its own blocks, and of modules outside of all blocks."""
+    seen = {id(block) for block in (*local_blocks, *other_blocks)}
     waiting = [root]
-    modules = [module for block in own for module in block.modules()]
+    modules = _modules_of(local_blocks)
     while waiting:
         module = waiting.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
         waiting.extend(module.children())
-        # Parameters are in blocks: a layer that has some is part of a block under a second name.
-        if not any(True for _ in module.parameters(recurse=False)):
+        # All parameters are in blocks, so a layer with parameters belongs to a block under a second
+        # name.
+        if not list(module.parameters(recurse=False)):
             modules.append(module)
-    return [buffer for module in modules for buffer in module.buffers(recurse=False)]
+
+    buffers: list[Tensor] = []
+    for module in modules:
+        buffers += module.buffers(recurse=False)
+    return buffers
 
 
-def _tensors(blocks: Sequence[nn.Module]) -> list[Tensor]:
-    return [tensor for block in blocks for tensor in (*block.parameters(), *block.buffers())]
+def _modules_of(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    modules: list[nn.Module] = []
+    for block in blocks:
+        modules += block.modules()
+    return modules
+
+
+def _tensors_of(blocks: Sequence[nn.Module]) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for block in blocks:
+        tensors += block.parameters()
+        tensors += block.buffers()
+    return tensors
+
+
+def _whole_values(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy the values of a block's tensors to host memory, of layers that are cut over ranks the whole tensors."""
+    # While a cut layer is whole, an attribute of its module hides the parameter of the same name.
+    whole_tensors: dict[int, Tensor] = {}
+    for module in block.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            whole_tensors[id(parameter)] = vars(module).get(name, parameter)
+
+    values = []
+    for tensor in tensors:
+        values.append(whole_tensors.get(id(tensor), tensor).detach().cpu())
+    return values

@@ -1,10 +1,11 @@
-"""Places at which a sequence of blocks is cut into the stages of a pipeline."""
+"""Cutting a sequence of blocks into the stages of a pipeline."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,18 @@ from lightning_hybrid.pipeline.shapes import as_arguments
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """What the blocks of a network were measured to take, as a pipeline's `cuts`: it balances stages by it.
+    """Measured time and memory of each block of a network.
+
+    Given as a pipeline's `cuts`, it balances the stages.
 
     Args:
-        seconds: Forward and backward of one micro-batch in each block, in any unit.
-        activation_bytes: What each block keeps of one micro-batch for backward. None: nothing is known.
-        held_bytes: What each block holds besides: parameters, gradients, optimizer state. None: nothing is known.
-        most_bytes: Memory of a rank, which each stage must fit into, with the micro-batches that its schedule keeps.
+        seconds: Time of forward and backward of one micro-batch in each block, in any unit.
+        activation_bytes: Bytes that each block keeps of one micro-batch for backward. None: not
+            limited.
+        held_bytes: Bytes that each block holds in addition: parameters, gradients, optimizer state.
+            None: not limited.
+        most_bytes: Memory of a rank. Each stage must fit into it, with the micro-batches that its
+            schedule keeps.
     """
 
     seconds: Sequence[float]
@@ -40,42 +46,77 @@ class BlockProfile:
     def measured(
         cls, blocks: Sequence[nn.Module], example: Tensor | tuple[Tensor, ...], *, num_runs: int = 5
     ) -> BlockProfile:
-        """Run copies of the blocks on one micro-batch; of each the least time of forward and backward counts."""
-        seconds = list[float]()
-        kept = list[float]()
-        for index, block in enumerate(map(copy.deepcopy, blocks)):
-            values = as_arguments(example)
+        """Run copies of the blocks on one micro-batch, and keep each block's shortest time of `num_runs` runs.
+
+        Args:
+            blocks: Blocks of the network, in order. They stay unchanged.
+            example: Input of the first block.
+            num_runs: Number of forwards and backwards of each block.
+        """
+        seconds = []
+        activation_bytes = []
+        for index, block in enumerate(blocks):
+            run = _BlockRun(copy.deepcopy(block), is_first=index == 0)
+            inputs = as_arguments(example)
             times_s = []
-            saved = dict[int, int]()
-
-            def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
-                saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-                return tensor
-
             for _ in range(num_runs):
-                saved.clear()
-                # A block may change what it is given in place.
-                given = [
-                    each.detach().requires_grad_(index > 0 and each.is_floating_point()).clone()
-                    for each in values
-                ]
-                begin_s = _clock_s(given[0])
-                with saved_tensors_hooks(note, lambda tensor: tensor):
-                    example = block(*given)
-                outputs = [each for each in as_arguments(example) if each.requires_grad]
-                torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
-                times_s.append(_clock_s(given[0]) - begin_s)
-            own = {each.untyped_storage().data_ptr() for each in block.parameters()}
+                time_s, example = run(inputs)
+                times_s.append(time_s)
             seconds.append(min(times_s))
-            kept.append(sum(saved[address] for address in saved.keys() - own))
-        return cls(seconds=seconds, activation_bytes=kept)
+            activation_bytes.append(run.activation_bytes)
+        return cls(seconds=seconds, activation_bytes=activation_bytes)
+
+
+class _BlockRun:
+    """Timed forward and backward of a block that counts the bytes that autograd saves.
+
+    Args:
+        block: A copy of the block.
+        is_first: Whether the block is the network's first, whose input needs no gradient.
+    """
+
+    def __init__(self, block: nn.Module, *, is_first: bool) -> None:
+        self._block = block
+        self._is_first = is_first
+        self._saved_bytes: dict[
+            int, int
+        ] = {}  # bytes of each memory that autograd saved, by address
+
+    def __call__(self, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor | tuple[Tensor, ...]]:
+        """Return the seconds of forward and backward, and the outputs."""
+        self._saved_bytes.clear()
+        # A block may change its inputs in place.
+        arguments = []
+        for tensor in inputs:
+            needs_gradient = not self._is_first and tensor.is_floating_point()
+            arguments.append(tensor.detach().requires_grad_(needs_gradient).clone())
+
+        begin_s = _clock_s(arguments[0])
+        with saved_tensors_hooks(self._count_saved, lambda tensor: tensor):
+            outputs = self._block(*arguments)
+        trained = [output for output in as_arguments(outputs) if output.requires_grad]
+        torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
+        return _clock_s(arguments[0]) - begin_s, outputs
+
+    @property
+    def activation_bytes(self) -> int:
+        """The bytes that the last run saved for backward, without parameters."""
+        parameters = {
+            parameter.untyped_storage().data_ptr() for parameter in self._block.parameters()
+        }
+        return sum(self._saved_bytes[address] for address in self._saved_bytes.keys() - parameters)
+
+    def _count_saved(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._saved_bytes[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
 
 Cuts = Sequence[int] | BlockProfile | None
 
 
 def _clock_s(tensor: Tensor) -> float:
-    getattr(torch, tensor.device.type).synchronize()  # the CPU's does nothing
+    getattr(torch, tensor.device.type).synchronize()  # does nothing on a CPU
     return time.perf_counter()
 
 
@@ -88,33 +129,35 @@ def balanced_cuts(
     activation_bytes: Sequence[float] | None = None,
     num_alive: Sequence[int] | None = None,
 ) -> list[int]:
-    """Cut blocks into stages so that the slowest stage is as fast as it can be, and each fits into memory.
+    """Cut blocks into stages so that the slowest stage is as fast as possible, and each stage fits into memory.
 
         minimise   max over stages j   sum of seconds[i] over blocks i of stage j
         such that  sum of bytes_[i] + num_alive[j] * activation_bytes[i]  <=  most_bytes
 
-    A pipeline runs at the pace of its slowest stage. Of the cuts with the same slowest stage those with the least sum
-    of squares are taken, so that the other stages are even too. Exact, by dynamic programming over the ends of stages:
-    O(S n^2) for S stages and n blocks.
+    A pipeline runs at the pace of its slowest stage. Among cuts with the same slowest stage, the
+    result has the least sum of squares, so that the other stages are even too. The result is exact,
+    by dynamic programming over the ends of stages: O(S n^2) for S stages and n blocks.
 
     Args:
-        seconds: Forward and backward of each block, for one micro-batch, in any unit. All 0 counts blocks instead.
-        bytes_: What each block holds whatever the number of micro-batches: parameters, gradients, optimizer state.
-        num_stages: Stages; each gets one block at least.
-        most_bytes: Memory of a rank.
-        activation_bytes: What each block keeps of one micro-batch for backward; None: nothing.
-        num_alive: Micro-batches that each stage keeps at the same time: M in all stages for GPipe, min(M, S - j) in
-            stage j for 1F1B. None: one.
+        seconds: Time of forward and backward of each block, for one micro-batch, in any unit. If
+            all are 0, blocks are counted instead.
+        bytes_: Bytes that each block holds for any number of micro-batches: parameters, gradients,
+            optimizer state.
+        num_stages: Number of stages. Each gets at least one block.
+        most_bytes: Memory of a rank, in bytes.
+        activation_bytes: Bytes that each block keeps of one micro-batch for backward. None: none.
+        num_alive: Number of micro-batches that each stage keeps at the same time: M in all stages
+            for GPipe, min(M, S - j) in stage j for 1F1B. None: one.
 
     Returns:
         The indices of the first blocks of stages 1 to S - 1, ascending.
 
     Raises:
-        ValueError: There are fewer blocks than stages, the lengths differ, a number is negative or not finite, or no
-            cut fits into `most_bytes`.
+        ValueError: There are fewer blocks than stages, the lengths differ, a number is negative or
+            not finite, or no cut fits into `most_bytes`.
 
-    Source: Kleinberg and Tardos, Algorithm Design, linear partitions; PipeDream's planner (Narayanan et al. 2019)
-    without replicas of single stages.
+    Source: Kleinberg and Tardos, Algorithm Design, linear partitions; PipeDream's planner
+    (Narayanan et al. 2019) without replicas of single stages.
 
     >>> balanced_cuts([1, 1, 1, 3, 1, 1], [0] * 6, 3)
     [3, 4]
@@ -123,90 +166,136 @@ def balanced_cuts(
     """
     num_blocks = len(seconds)
     require_whole("num_stages", num_stages, "stages are counted. Write num_stages=2")
-    kept = [0.0] * num_blocks if activation_bytes is None else activation_bytes
-    alive = [1] * num_stages if num_alive is None else num_alive
-    for name, values, length, of in (
-        ("bytes_", bytes_, num_blocks, "blocks"),
-        ("activation_bytes", kept, num_blocks, "blocks"),
-        ("num_alive", alive, num_stages, "stages"),
-    ):
-        if len(values) != length:
-            raise ValueError(
-                f"`{name}` (={len(values)} numbers) must have one for each of {length} {of}."
-            )
-    for name, values in (
-        ("seconds", seconds),
-        ("bytes_", bytes_),
-        ("activation_bytes", kept),
-        ("num_alive", alive),
-    ):
-        if not all(0 <= value < math.inf for value in values):
-            raise ValueError(
-                f"`{name}` (={list(values)!r:.80}) must hold finite numbers, none negative."
-            )
+    if activation_bytes is None:
+        activation_bytes = [0.0] * num_blocks
+    if num_alive is None:
+        num_alive = [1] * num_stages
+    _check_length("bytes_", bytes_, num_blocks, "blocks")
+    _check_length("activation_bytes", activation_bytes, num_blocks, "blocks")
+    _check_length("num_alive", num_alive, num_stages, "stages")
+    _check_finite("seconds", seconds)
+    _check_finite("bytes_", bytes_)
+    _check_finite("activation_bytes", activation_bytes)
+    _check_finite("num_alive", num_alive)
     if num_blocks < num_stages:
         raise ValueError(
             f"`num_stages` (={num_stages}) must not exceed the number of blocks ({num_blocks}): a stage "
             f"without one would compute nothing. Write num_stages={max(1, num_blocks)} or less, or "
             "offer smaller blocks."
         )
-    # Sums from the first block on: what blocks begin ... end - 1 take is a difference, and the same in both passes.
-    seconds_to, bytes_to, kept_to = (
-        [0.0, *itertools.accumulate(map(float, values))]
-        for values in (seconds if any(seconds) else [1.0] * num_blocks, bytes_, kept)
-    )
 
-    def time(begin: int, end: int) -> float:
-        return seconds_to[end] - seconds_to[begin]
-
-    def held(stage: int, begin: int, end: int) -> float:
-        return bytes_to[end] - bytes_to[begin] + alive[stage] * (kept_to[end] - kept_to[begin])
-
-    def time_if_it_fits(stage: int, begin: int, end: int) -> float:
-        return time(begin, end) if held(stage, begin, end) <= most_bytes else math.inf
-
-    slowest, _ = _best(num_blocks, num_stages, time_if_it_fits, max)
+    costs = _StageCosts(seconds, bytes_, activation_bytes, num_alive, most_bytes)
+    slowest, _ = _best_cuts(num_blocks, num_stages, costs.time_if_it_fits, max)
     if slowest == math.inf:
-        least, _ = _best(num_blocks, num_stages, held, max)
+        least_bytes, _ = _best_cuts(num_blocks, num_stages, costs.held_bytes, max)
         raise ValueError(
-            f"`most_bytes` (={most_bytes:g}) must be {least:g} or more: of all cuts into {num_stages} stages the "
+            f"`most_bytes` (={most_bytes:g}) must be {least_bytes:g} or more: of all cuts into {num_stages} stages the "
             "most even one in memory has a stage of that size. Give more `num_stages`, or "
             "write checkpoint_activations=True."
         )
 
     def square_if_not_slower(stage: int, begin: int, end: int) -> float:
-        each = time_if_it_fits(stage, begin, end)
-        return each**2 if each <= slowest else math.inf
+        stage_time = costs.time_if_it_fits(stage, begin, end)
+        if stage_time <= slowest:
+            return stage_time**2
+        return math.inf
 
-    return _best(num_blocks, num_stages, square_if_not_slower, lambda one, other: one + other)[1]
+    _, cuts = _best_cuts(num_blocks, num_stages, square_if_not_slower, operator.add)
+    return cuts
 
 
-def _best(
+class _StageCosts:
+    """Time and memory of a stage with the blocks `begin` to `end` - 1, as differences of cumulative sums.
+
+    Because they are differences, the time of a stage has the same bits in both passes of
+    `balanced_cuts`.
+    """
+
+    def __init__(
+        self,
+        seconds: Sequence[float],
+        held_bytes: Sequence[float],
+        activation_bytes: Sequence[float],
+        num_alive: Sequence[int],
+        most_bytes: float,
+    ) -> None:
+        if not any(seconds):
+            seconds = [1.0] * len(seconds)
+        self._seconds_until = _cumulative(seconds)
+        self._held_bytes_until = _cumulative(held_bytes)
+        self._activation_bytes_until = _cumulative(activation_bytes)
+        self._num_alive = num_alive
+        self._most_bytes = most_bytes
+
+    def held_bytes(self, stage: int, begin: int, end: int) -> float:
+        held = self._held_bytes_until[end] - self._held_bytes_until[begin]
+        activations = self._activation_bytes_until[end] - self._activation_bytes_until[begin]
+        return held + self._num_alive[stage] * activations
+
+    def time_if_it_fits(self, stage: int, begin: int, end: int) -> float:
+        if self.held_bytes(stage, begin, end) <= self._most_bytes:
+            return self._seconds_until[end] - self._seconds_until[begin]
+        return math.inf
+
+
+def _cumulative(values: Sequence[float]) -> list[float]:
+    return [0.0, *itertools.accumulate(map(float, values))]
+
+
+def _check_length(name: str, values: Sequence[float], length: int, items: str) -> None:
+    if len(values) != length:
+        raise ValueError(
+            f"`{name}` (={len(values)} numbers) must have one for each of {length} {items}."
+        )
+
+
+def _check_finite(name: str, values: Sequence[float]) -> None:
+    if not all(0 <= value < math.inf for value in values):
+        raise ValueError(
+            f"`{name}` (={list(values)!r:.80}) must hold finite numbers, none negative."
+        )
+
+
+def _best_cuts(
     num_blocks: int,
     num_stages: int,
-    cost: Callable[[int, int, int], float],
+    cost_of: Callable[[int, int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """Find the cuts of least joint cost; `cost(stage, begin, end)` is of one stage. Infinite: there are none."""
-    # least[end]: of all ways to deal the first `end` blocks to the stages so far, the least joint cost.
-    least = [0.0] + [math.inf] * num_blocks
-    begins: list[list[int]] = []
+    """Return the least joint cost of all cuts, and the cuts that have it.
+
+    Infinite if no cut is possible.
+
+    Args:
+        num_blocks: Number of blocks.
+        num_stages: Number of stages.
+        cost_of: Function of (stage, begin, end) that returns the cost of a stage.
+        join: Function that combines the costs of two stages, such as `max`.
+    """
+    # best_costs[end]: the least joint cost of all ways to split the first `end` blocks into the
+    # stages so far.
+    best_costs = [0.0] + [math.inf] * num_blocks
+    best_begins: list[list[int]] = []  # by stage and end: where the stage begins
     for stage in range(num_stages):
-        new = [math.inf] * (num_blocks + 1)
-        came_from = [0] * (num_blocks + 1)
-        for end in range(stage + 1, num_blocks - (num_stages - stage - 1) + 1):
+        next_costs = [math.inf] * (num_blocks + 1)
+        begins = [0] * (num_blocks + 1)
+        num_later_stages = num_stages - stage - 1
+        for end in range(stage + 1, num_blocks - num_later_stages + 1):
             for begin in range(stage, end):
-                if least[begin] == math.inf:
+                if best_costs[begin] == math.inf:
                     continue
-                joint = join(least[begin], cost(stage, begin, end))
-                if joint < new[end]:
-                    new[end] = joint
-                    came_from[end] = begin
-        least = new
-        begins.append(came_from)
+                joint_cost = join(best_costs[begin], cost_of(stage, begin, end))
+                if joint_cost < next_costs[end]:
+                    next_costs[end] = joint_cost
+                    begins[end] = begin
+        best_costs = next_costs
+        best_begins.append(begins)
+
+    # Each stage begins where the previous one ends. The first stage begins at 0, which is no cut.
     cuts = []
     end = num_blocks
-    for came_from in reversed(begins):
-        end = came_from[end]
+    for begins in reversed(best_begins[1:]):
+        end = begins[end]
         cuts.append(end)
-    return least[num_blocks], cuts[-2::-1]
+    cuts.reverse()
+    return best_costs[num_blocks], cuts

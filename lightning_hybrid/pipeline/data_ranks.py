@@ -1,4 +1,4 @@
-"""What Lightning asks of ranks: those of one pipeline read the same batches and count once."""
+"""Answers to Lightning's questions about ranks: the ranks of one pipeline read the same batches and count once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduce
 
 
 class DataRanksMixin(HybridAllReduce):
-    """Strategy mixin: samplers, means over ranks and the state of a run by data ranks."""
+    """Strategy mixin that defines samplers, reductions and run state over data ranks."""
 
     num_stages: int
     schedule: str
@@ -32,40 +32,46 @@ class DataRanksMixin(HybridAllReduce):
     _stages: Stages | None = None
 
     @property
-    def _here(self) -> Stages:
-        assert self._stages is not None  # from setup to teardown
+    def _active_stages(self) -> Stages:
+        """The stages of this rank, between setup and teardown."""
+        assert self._stages is not None
         return self._stages
 
     def set_world_ranks(self) -> None:
-        """Set ranks and world size, and refuse a world that does not divide into pipelines."""
+        """Set the rank and the world size, and check that the world divides into pipelines."""
         super().set_world_ranks()
         if self.cluster_environment is not None:
-            given: dict[str, Any] = {
-                "schedule": self.schedule,
-                "checkpoints": self.checkpoint_activations,
-            }
-            check_ranks(num_stages=self.num_stages, world_size=self.world_size, **given)
+            check_ranks(
+                num_stages=self.num_stages,
+                world_size=self.world_size,
+                schedule=self.schedule,
+                checkpoints=self.checkpoint_activations,
+            )
 
     @property
     def pipeline_ranks(self) -> PipelineRanks:
-        """The place of this rank."""
-        per_rank = STAGES_PER_RANK[self.schedule]
+        """The position of this rank among pipelines and stages."""
         return PipelineRanks(
             rank=self.global_rank,
             world_size=self.world_size,
             num_ranks=self.num_stages,
-            stages_per_rank=per_rank,
+            stages_per_rank=STAGES_PER_RANK[self.schedule],
         )
 
     @property
     def replicas(self) -> ReplicaSets:
-        """The ranks that hold the same stages: data ranks, or ranks that share the layers of a stage."""
+        """The sets of ranks that hold the same stages: data ranks, or ranks that share the layers of a stage."""
         return ReplicaSets(world=self._comm.topology, sets=self.pipeline_ranks.replicas)
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        # Inside, layers that are cut over these are whole, as in validation.
-        extensions = self._extensions if self._module.trainer.training else None
+    def _whole_layers(self) -> Iterator[None]:
+        """Restore layers that are cut over ranks to whole layers inside, as in validation.
+
+        Collective: every rank must call it, in the same order.
+        """
+        extensions = None
+        if self._module.trainer.training:
+            extensions = self._extensions
         if extensions is not None:
             extensions.call("in_validation")
         try:
@@ -76,7 +82,7 @@ class DataRanksMixin(HybridAllReduce):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks of a pipeline read the same batches."""
+        """The arguments of samplers. All ranks of a pipeline read the same batches."""
         return {
             "num_replicas": self.pipeline_ranks.num_data_ranks,
             "rank": self.pipeline_ranks.data_rank,
@@ -84,7 +90,7 @@ class DataRanksMixin(HybridAllReduce):
 
     @property
     def run_status(self) -> RunStatus:
-        """What callbacks may know of the run."""
+        """The state of the run that callbacks may read."""
         status = super().run_status
 
         @contextmanager
@@ -95,35 +101,45 @@ class DataRanksMixin(HybridAllReduce):
         return dataclasses.replace(status, replica_group=self._data_group, own_state=own_state)
 
     def _allowed(self) -> AbstractContextManager[None]:
+        """Allow state dicts that hold this rank's stages only."""
         return nullcontext() if self._cut is None else self._cut.guard.allowed()
 
     def on_validation_start(self) -> None:
-        """Give every data rank the running statistics of the first, as DDP does before a forward."""
+        """Broadcast the first data rank's running statistics to the others, as DDP does before a forward."""
         super().on_validation_start()
         self._share_buffers()
 
     def _share_buffers(self) -> None:
-        here = self._here
-        # The stages run under `no_sync`, where DDP shares none.
-        for body in here.bodies.values() if here.ranks.num_data_ranks > 1 else ():
-            owner = here.ranks.replicas[here.ranks.position][0]
-            share_(body.buffers(), owner=owner, device=here.device, group=here.groups.data)
+        stages = self._active_stages
+        ranks = stages.ranks
+        if ranks.num_data_ranks == 1:
+            return
+        # The stages run under `no_sync`, in which DDP broadcasts no buffers.
+        owner = ranks.replicas[ranks.position][0]
+        for body in stages.bodies.values():
+            share_(body.buffers(), owner=owner, device=stages.device, group=stages.groups.data)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data ranks: those of a pipeline hold the same values."""
-        return super().reduce(tensor, self._data_group if group is None else group, reduce_op)
+        """Reduce over the data ranks, because the ranks of a pipeline hold the same values."""
+        if group is None:
+            group = self._data_group
+        return super().reduce(tensor, group, reduce_op)
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather from the data ranks: those of a pipeline hold the same values."""
-        return super().all_gather(tensor, self._data_group if group is None else group, sync_grads)
+        """Gather from the data ranks, because the ranks of a pipeline hold the same values."""
+        if group is None:
+            group = self._data_group
+        return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decide over all ranks."""
+        """Combine the decisions of all ranks."""
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
+        if all:
+            return bool(votes == self.world_size)
+        return bool(votes)
 
     @property
     def _data_group(self) -> Any:

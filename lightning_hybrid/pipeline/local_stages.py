@@ -1,10 +1,10 @@
-"""The stages of this rank, and what connects them with those of others: agreement, and forward through all of them."""
+"""The stages of this rank, agreement with the other ranks of its pipeline, and forward through all stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,188 +16,290 @@ from lightning_hybrid.batch_rows import count_rows
 from lightning_hybrid.pipeline.microbatches import digest_of, microbatches, only_tensors
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks, TiedWeights
-from lightning_hybrid.pipeline.shapes import Boundary, as_arguments, boundary_of, check, output_of
+from lightning_hybrid.pipeline.shapes import (
+    Boundaries,
+    Boundary,
+    as_arguments,
+    boundary_of,
+    check_shapes,
+    output_of,
+)
 
 
 @dataclass(kw_only=True)
 class Stages:
-    """The stages of this rank, and what connects them with those of others."""
+    """Stages of this rank, with the process groups that connect them with the other stages.
 
-    module: Any  # the LightningModule
+    Attributes:
+        module: The LightningModule.
+        net: Its network.
+        bodies: `StageBody` by index of the stage.
+        wrapped: The same in DistributedDataParallel, if other ranks hold replicas.
+        ranks: Position of this rank.
+        groups: Process groups of the pipeline.
+        tied: Parameters that several ranks share.
+        watchdog: Watchdog of the run.
+        device: Device of this rank.
+        num_microbatches: Number of micro-batches of a step.
+        whole_layers: Context in which layers that are cut over ranks are whole. Collective.
+        require_backward_grad_sync: Whether the current backward is a stage's last one of its step.
+            The name is DDP's.
+    """
+
+    module: Any
     net: nn.Module
-    bodies: Mapping[int, Any]  # `StageBody` by number of stage
-    wrapped: Mapping[
-        int, nn.Module
-    ]  # the same in DistributedDataParallel, where other ranks have replicas
+    bodies: Mapping[int, Any]
+    wrapped: Mapping[int, nn.Module]
     ranks: PipelineRanks
     groups: PipelineGroups
     tied: TiedWeights
     watchdog: PipelineWatchdog
     device: torch.device
     num_microbatches: int
-    whole: Callable[
-        [], AbstractContextManager[None]
-    ]  # inside, layers that are cut over ranks are whole. Collective
-    require_backward_grad_sync = (
-        False  # whether the backward under way is a stage's last of its step, as DDP names it
-    )
+    whole_layers: Callable[[], AbstractContextManager[None]]
+    require_backward_grad_sync: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._boundaries: dict[Any, list[tuple[Boundary, ...]]] = {}
+        self._boundaries: dict[Any, list[Boundaries]] = {}
 
-    def agree(self, what: str, digest: int, described: Callable[[], Any]) -> None:
-        """Compare a digest over the pipeline before any message is sent. Collective.
+    def set_last_backward(self, is_last: bool) -> None:
+        """Record whether the next backward is a stage's last one of its step."""
+        self.require_backward_grad_sync = is_last
 
-        Raises:
-            ValueError: on every rank, with what each of them has, as `described` says it.
-        """
-        own = torch.tensor([digest])
-        found = [torch.empty_like(own) for _ in range(self.ranks.num_ranks)]
-        self.watchdog.wait_for(lambda: dist.all_gather(found, own, group=self.groups.agree))
-        if len({int(each) for each in found}) > 1:
-            peers = self.ranks.pipelines[self.ranks.data_rank]
-            words = self.told(described())
-            all_words = "; ".join(
-                f"rank {rank}: {each}" for rank, each in zip(peers, words, strict=True)
-            )
-            raise ValueError(
-                f"{what} must be the same on all ranks of a pipeline ({all_words}): the first stage takes the images "
-                "and the last one the labels. Shuffle by a sampler that Lightning may replace, or give each rank the "
-                "sampler, or the part of an IterableDataset, that `trainer.strategy.distributed_sampler_kwargs` asks "
-                "for."
-            )
+    # ---- agreement -----------------------------------------------------------------------------
 
-    def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:
-        """Compare shapes and labels of a batch over the pipeline. Collective.
+    def compare_digests(self, subject: str, digest: int, describe: Callable[[], Any]) -> None:
+        """Compare a digest over the pipeline, before any message is sent.
+
+        Collective: every rank of the pipeline must call it, in the same order.
+
+        Args:
+            subject: Name of the compared value, for the error.
+            digest: Digest of this rank's value.
+            describe: Function that returns a description of this rank's value, for the error.
 
         Raises:
-            ValueError: on every rank, they differ.
+            ValueError: On every rank, with each rank's description.
         """
-        digest = digest_of(batch, with_values=with_values)
-        self.agree(
-            "The batch",
-            digest,
-            lambda: f"{count_rows(batch)} samples, labels and shapes {digest:x}",
+        local_digest = torch.tensor([digest])
+        digests = [torch.empty_like(local_digest) for _ in range(self.ranks.num_ranks)]
+        self.watchdog.wait_for(
+            lambda: dist.all_gather(digests, local_digest, group=self.groups.agree)
+        )
+        if len({int(value) for value in digests}) == 1:
+            return
+
+        descriptions = []
+        for rank, description in zip(self.ranks.peers, self.gather(describe()), strict=True):
+            descriptions.append(f"rank {rank}: {description}")
+        raise ValueError(
+            f"{subject} must be the same on all ranks of a pipeline ({'; '.join(descriptions)}): the first stage takes "
+            "the images and the last one the labels. Shuffle by a sampler that Lightning may replace, or give each "
+            "rank the sampler, or the part of an IterableDataset, that `trainer.strategy.distributed_sampler_kwargs` "
+            "asks for."
         )
 
-    def told(self, own: Any) -> list[Any]:
-        """Return what each rank of the pipeline gives here. Collective."""
-        found: list[Any] = [None] * self.ranks.num_ranks
-        self.watchdog.wait_for(lambda: dist.all_gather_object(found, own, group=self.groups.agree))
-        return found
+    def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:
+        """Compare shapes and, with `with_values`, labels of a batch over the pipeline.
+
+        Collective: every rank of the pipeline must call it, in the same order.
+
+        Raises:
+            ValueError: On every rank, if batches differ.
+        """
+        digest = digest_of(batch, with_values=with_values)
+
+        def describe() -> str:
+            return f"{count_rows(batch)} samples, labels and shapes {digest:x}"
+
+        self.compare_digests("The batch", digest, describe)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks of the pipeline, in the order of stages.
+
+        Collective: every rank of the pipeline must call it, in the same order.
+        """
+        values: list[Any] = [None] * self.ranks.num_ranks
+        self.watchdog.wait_for(
+            lambda: dist.all_gather_object(values, value, group=self.groups.agree)
+        )
+        return values
 
     def largest(self, found_inf: Tensor) -> Tensor:
-        """Return the largest of all stages' verdicts on overflow; in place. Collective."""
+        """Replace this rank's overflow flag by the maximum over all stages, in place.
+
+        Collective: every rank of the pipeline must call it, in the same order.
+        """
         self.watchdog.wait_for(
             lambda: dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.groups.pipe)
         )
         return found_inf
 
-    def boundaries(
-        self, key: Any, given: Callable[[], tuple[Tensor, ...]]
-    ) -> list[tuple[Boundary, ...]]:
-        """Return the inputs of every stage and the output of the last. Collective where the key is new.
+    # ---- shapes --------------------------------------------------------------------------------
 
-        `given` is asked on the first stage only. What one rank cannot find out is an error on all of them.
+    def boundaries(self, key: Any, inputs: Callable[[], tuple[Tensor, ...]]) -> list[Boundaries]:
+        """Return the specifications of every stage's inputs and of the last stage's outputs.
+
+        Collective if the key is new: every rank of the pipeline must call it, in the same order.
+
+        Args:
+            key: Key under which the result is kept.
+            inputs: Function that returns the network's inputs. Only the first stage calls it.
+
+        Raises:
+            ValueError: On every rank, if one rank cannot find its shapes.
         """
         if key not in self._boundaries:
-            with self.whole():
-                self._boundaries[key] = self._new_boundaries(given)
+            with self.whole_layers():
+                self._boundaries[key] = self._find_boundaries(inputs)
         return self._boundaries[key]
 
-    def _new_boundaries(
-        self, given: Callable[[], tuple[Tensor, ...]]
-    ) -> list[tuple[Boundary, ...]]:
-        peers = self.ranks.pipelines[self.ranks.data_rank]
-        found = list[tuple[Boundary, ...]]()
+    def _find_boundaries(self, inputs: Callable[[], tuple[Tensor, ...]]) -> list[Boundaries]:
+        boundaries: list[Boundaries] = []
         for stage in range(-1, self.ranks.num_stages):
-            owner = peers[max(stage, 0) % self.ranks.num_ranks]
-            answer: list[Any] = [None]
+            owner = self.ranks.peers[max(stage, 0) % self.ranks.num_ranks]
+            message: list[Any] = [None]
             if owner == self.ranks.rank:
-                try:
-                    if stage < 0:
-                        answer = [tuple(map(boundary_of, given()))]
-                    else:
-                        answer = [output_of(self.bodies[stage].blocks, found[-1], self.device)]
-                    if stage + 1 == self.ranks.num_stages and len(answer[0]) != 1:
-                        answer = [
-                            f"the last block must return one tensor (returned {len(answer[0])})"
-                        ]
-                except Exception as error:
-                    answer = [f"{type(error).__name__}: {error}"]
-            dist.broadcast_object_list(answer, src=owner, group=self.groups.agree)
-            if isinstance(answer[0], str):
-                raise ValueError(
-                    f"On rank {owner}, {f'stage {stage}' if stage >= 0 else 'its input'}: {answer[0]}"
-                )
-            found.append(answer[0])
-        return found
+                find: Callable[[], Boundaries | str]
+                if stage < 0:
+                    find = partial(_boundaries_of, inputs)
+                else:
+                    find = partial(self._outputs_of, stage, boundaries[-1])
+                message = [_result_or_error(find)]
+            dist.broadcast_object_list(message, src=owner, group=self.groups.agree)
+
+            result = message[0]
+            if isinstance(result, str):
+                source = f"stage {stage}"
+                if stage < 0:
+                    source = "its input"
+                raise ValueError(f"On rank {owner}, {source}: {result}")
+            boundaries.append(result)
+        return boundaries
+
+    def _outputs_of(self, stage: int, inputs: Boundaries) -> Boundaries | str:
+        outputs = output_of(self.bodies[stage].blocks, inputs, self.device)
+        is_last = stage + 1 == self.ranks.num_stages
+        if is_last and len(outputs) != 1:
+            return f"the last block must return one tensor (returned {len(outputs)})"
+        return outputs
+
+    # ---- forward -------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the network's output, for `net.forward`, on every rank of the pipeline. Collective."""
-        xs = only_tensors(args, kwargs)
-        given = tuple(
-            (tuple(x.shape), x.dtype) for x in xs
-        )  # not their layout: the first stage's is taken
-        digest = digest_of(xs, with_values=False)
-        self.agree(
-            "The input of the network",
-            digest,
-            lambda: ", ".join("{} of {}".format(*one) for one in given),
-        )
-        # Several parts keep all stages busy; where a rank has two stages, NCCL would need another order of messages.
-        divides = count_rows(xs) % self.num_microbatches == 0
-        num = self.num_microbatches if self.ranks.stages_per_rank == 1 and divides else 1
-        parts = microbatches(xs, num)
-        boundaries = self.boundaries((given, num), lambda: parts[0])
+        """Compute the network's output on every rank of the pipeline, in place of `net.forward`.
+
+        Collective: every rank of the pipeline must call it, in the same order.
+        """
+        inputs = only_tensors(args, kwargs)
+        # Layouts may differ between ranks: that of the first stage counts.
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+
+        def describe() -> str:
+            return ", ".join(f"{shape} of {dtype}" for shape, dtype in shapes)
+
+        digest = digest_of(inputs, with_values=False)
+        self.compare_digests("The input of the network", digest, describe)
+
+        # Several micro-batches keep all stages busy. If a rank has two stages, NCCL would need
+        # another order of messages for them.
+        num_parts = 1
+        is_divisible = count_rows(inputs) % self.num_microbatches == 0
+        if self.ranks.stages_per_rank == 1 and is_divisible:
+            num_parts = self.num_microbatches
+        parts = microbatches(inputs, num_parts)
+        boundaries = self.boundaries((shapes, num_parts), lambda: parts[0])
         with self.watchdog.in_schedule():
-            return self.shared_output(
-                self._forward(parts, boundaries), len(parts), boundaries[-1][0]
-            )
+            output = self._forward(parts, boundaries)
+            return self.shared_output(output, len(parts), boundaries[-1][0])
 
     def _forward(
-        self, parts: Sequence[tuple[Tensor, ...]], boundaries: Sequence[tuple[Boundary, ...]]
+        self, parts: Sequence[tuple[Tensor, ...]], boundaries: Sequence[Boundaries]
     ) -> Tensor | None:
-        # Collective, with as many parts on every rank. The outputs of all of them on the last stage, None elsewhere.
-        peers = self.ranks.pipelines[self.ranks.data_rank]
-        num_ranks = self.ranks.num_ranks
-        sent: list[tuple[dist.Work | None, Tensor]] = []
+        """Run all parts of a batch through the stages of this rank.
+
+        Collective: every rank of the pipeline must call it with the same number of parts.
+
+        Returns:
+            The outputs of all parts on the last stage, None on other stages.
+        """
+        sent: list[tuple[dist.Work | None, Tensor]] = []  # messages stay alive until they are sent
         outputs: list[Tensor] = []
         for stage in self.ranks.stages:
-            for number, part in enumerate(parts):
+            for index, part in enumerate(parts):
+                inputs = part
                 if stage > 0:
-                    self.watchdog.note(
-                        f"waiting for part {number} of the batch on stage {stage}", is_waiting=True
-                    )
-                    part = tuple(one.empty(self.device) for one in boundaries[stage])
-                    source = peers[(stage - 1) % num_ranks]
-                    for one, tensor in zip(boundaries[stage], part, strict=True):
-                        receive = partial(
-                            dist.recv, one.message(tensor), src=source, group=self.groups.pipe
-                        )
-                        self.watchdog.wait_for(receive)
-                self.watchdog.note(f"in forward of part {number} of the batch on stage {stage}")
-                output = self.bodies[stage](*part)
-                check(boundaries[stage + 1], output, f"the output of stage {stage}")
+                    inputs = self._receive(stage, boundaries[stage], index)
+                self.watchdog.note(f"in forward of part {index} of the batch on stage {stage}")
+                output = self.bodies[stage](*inputs)
+                check_shapes(boundaries[stage + 1], output, f"the output of stage {stage}")
                 if stage + 1 == self.ranks.num_stages:
                     outputs.append(output)
-                    continue
-                target = peers[(stage + 1) % num_ranks]
-                for one, tensor in zip(boundaries[stage + 1], as_arguments(output), strict=True):
-                    message = one.message(tensor)
-                    sent.append((dist.isend(message, dst=target, group=self.groups.pipe), message))
+                else:
+                    sent += self._send(stage, boundaries[stage + 1], output)
+
         self.watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
         for work, _ in sent:
             if work is not None:
                 self.watchdog.wait_for(work.wait)
         return torch.cat(outputs) if outputs else None
 
+    def _receive(self, stage: int, boundaries: Boundaries, part_index: int) -> tuple[Tensor, ...]:
+        """Receive the inputs of a stage from the previous one."""
+        self.watchdog.note(
+            f"waiting for part {part_index} of the batch on stage {stage}", is_waiting=True
+        )
+        source = self.ranks.peers[(stage - 1) % self.ranks.num_ranks]
+        tensors = tuple(boundary.empty(self.device) for boundary in boundaries)
+        for boundary, tensor in zip(boundaries, tensors, strict=True):
+            receive = partial(
+                dist.recv, boundary.message(tensor), src=source, group=self.groups.pipe
+            )
+            self.watchdog.wait_for(receive)
+        return tensors
+
+    def _send(
+        self, stage: int, boundaries: Boundaries, output: Any
+    ) -> list[tuple[dist.Work | None, Tensor]]:
+        """Begin to send the output of a stage to the next one, and return the work with the messages."""
+        target = self.ranks.peers[(stage + 1) % self.ranks.num_ranks]
+        sent = []
+        for boundary, tensor in zip(boundaries, as_arguments(output), strict=True):
+            message = boundary.message(tensor)
+            work = dist.isend(message, dst=target, group=self.groups.pipe)
+            sent.append((work, message))
+        return sent
+
     def shared_output(self, output: Tensor | None, num_parts: int, boundary: Boundary) -> Tensor:
-        """Give every rank of the pipeline the last stage's outputs (`output` there, None elsewhere). Collective."""
+        """Return the last stage's outputs on every rank of the pipeline.
+
+        Collective: every rank of the pipeline must call it, in the same order.
+
+        Args:
+            output: The outputs on the last stage, None on other stages.
+            num_parts: Number of parts of the batch.
+            boundary: Specification of the output of one part.
+        """
         if output is None:
             shape = (num_parts * boundary.shape[0], *boundary.shape[1:])
             output = torch.empty(shape, dtype=boundary.dtype, device=self.device)
         shared = output.detach().contiguous()
-        last = self.ranks.pipelines[self.ranks.data_rank][-1]
-        self.watchdog.wait_for(lambda: dist.broadcast(shared, src=last, group=self.groups.pipe))
+        last_rank = self.ranks.peers[-1]
+        self.watchdog.wait_for(
+            lambda: dist.broadcast(shared, src=last_rank, group=self.groups.pipe)
+        )
         return shared
+
+
+def _boundaries_of(inputs: Callable[[], tuple[Tensor, ...]]) -> Boundaries:
+    return tuple(boundary_of(tensor) for tensor in inputs())
+
+
+def _result_or_error(
+    find: Callable[[], Boundaries | str],
+) -> Boundaries | str:
+    """Return the result of `find`, or the text of its error."""
+    try:
+        return find()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

@@ -1,7 +1,9 @@
-"""The loss of a run's first micro-batch, in stages and by `training_step` with the whole network: they must agree.
+"""Comparison of the first micro-batch's loss in stages with the loss of the whole network.
 
-What does not go from stage to stage, as what `forward` does besides its blocks or features that a hook keeps, would be
-left out of training in silence. The rank of the first stage, whose inputs count, holds the whole network for a moment.
+Some code is not part of any stage, such as what `forward` does in addition to calling its blocks,
+or features that a hook keeps. It would silently be left out of training. Therefore the rank of the
+first stage, whose inputs count, holds the whole network for one forward, and both losses must
+agree.
 """
 
 from __future__ import annotations
@@ -20,85 +22,106 @@ from lightning_hybrid.module_state import put_back
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return how much memory is free on a device; a host has held the network before it was cut."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+    """Return the free memory of a device in bytes.
+
+    It is infinite for a host, which held the network before it was cut.
+    """
+    if device.type != "cuda":
+        return math.inf
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def loss_of_whole(
     module: nn.Module,
     net: nn.Module,
-    whole: AbstractContextManager[None],
-    run: Callable[[], Tensor],
+    whole_network: AbstractContextManager[None],
+    compute_loss: Callable[[], Tensor],
     *,
     eps: float,
 ) -> float | str:
-    """Return the loss that `run` returns, with what it moves put back; or why it is not known.
+    """Compute the loss with the whole network, and restore what the computation changes in the module.
 
-    `whole`: inside, the network is here. `eps`: of its dtype. NaN: the loss depends on what it moves in the module.
+    Args:
+        module: The LightningModule.
+        net: Its network.
+        whole_network: Context in which this rank holds the whole network.
+        compute_loss: Function that computes the loss.
+        eps: Machine epsilon of the network's dtype.
+
+    Returns:
+        The loss, or the reason why it is unknown. NaN if the loss depends on what the computation
+        changes in the module.
     """
     try:
-        with whole:
-            if any(
-                getattr(each, "_compiled_call_impl", None) or hasattr(each, "_orig_mod")
-                for each in net.modules()
-            ):
+        with whole_network:
+            if any(_is_compiled(submodule) for submodule in net.modules()):
                 return "its blocks are compiled"
+
             with put_back(module):
                 with put_back(net):
-                    loss = float(run())
-                later = float(run())  # with what the first one left outside of the network
-            if is_close(loss, later, eps):
+                    loss = float(compute_loss())
+                # The second computation starts from what the first one left outside of the network.
+                later_loss = float(compute_loss())
+            if is_close(loss, later_loss, eps):
                 return loss if math.isfinite(loss) else math.inf
+
             with put_back(module):
-                again = float(run())
-    except Exception as error:  # as for want of memory, or of what another rank has
+                repeated_loss = float(compute_loss())
+    except Exception as error:  # such as too little memory, or state that only another rank has
         return short(error)
-    return (
-        math.nan
-        if is_close(loss, again, eps)
-        else f"it is {loss:g} and {again:g} for the same micro-batch"
-    )
+
+    if is_close(loss, repeated_loss, eps):
+        return math.nan
+    return f"it is {loss:g} and {repeated_loss:g} for the same micro-batch"
 
 
-def check_loss(whole: float, in_stages: float, *, net: nn.Module, eps: float) -> None:
-    """Check that the loss of a micro-batch in stages is that with the whole network.
+def _is_compiled(module: nn.Module) -> bool:
+    return bool(getattr(module, "_compiled_call_impl", None)) or hasattr(module, "_orig_mod")
+
+
+def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: float) -> None:
+    """Check that the loss of a micro-batch in stages equals the loss with the whole network.
 
     Raises:
-        ValueError: it is another one, or depends on what each micro-batch moves in the module.
+        ValueError: The losses differ, or the loss depends on what each micro-batch changes in the
+            module.
     """
-    if math.isnan(whole):
+    if math.isnan(whole_loss):
         raise ValueError(
             "The loss of `training_step` must not depend on what it moves in the module (attributes, buffers, a "
             "generator): the first and the last stage run it for each micro-batch, and every rank for the whole batch. "
             "Move that in `on_train_batch_end`, and draw random numbers from the default generators."
         )
-    if not is_close(whole, in_stages, eps):
-        hooked = [
-            name
-            for name, each in net.named_modules()
-            if each._forward_hooks or each._forward_pre_hooks
-        ]
-        raise ValueError(
-            f"The loss of the first micro-batch in stages (={in_stages:g}) must be that of `training_step` with the "
-            f"whole network (={whole:g}): what it needs besides does not go from stage to stage. Does `forward` do "
-            "more than its blocks? Make it a block. Does a block, or a forward hook (there are some on "
-            f"{', '.join(hooked[:4]) or 'none'}), keep a tensor for the loss? Return it from the last block. Does the "
-            "loss depend on images that each rank augments at random? Draw from the number of the sample, alike on all "
-            "ranks."
-        )
+    if is_close(whole_loss, stage_loss, eps):
+        return
+
+    hooked = []
+    for name, submodule in net.named_modules():
+        if submodule._forward_hooks or submodule._forward_pre_hooks:
+            hooked.append(name)
+    hooked_names = ", ".join(hooked[:4]) or "none"
+    raise ValueError(
+        f"The loss of the first micro-batch in stages (={stage_loss:g}) must be that of `training_step` with the "
+        f"whole network (={whole_loss:g}): what it needs besides does not go from stage to stage. Does `forward` do "
+        "more than its blocks? Make it a block. Does a block, or a forward hook (there are some on "
+        f"{hooked_names}), keep a tensor for the loss? Return it from the last block. Does the "
+        "loss depend on images that each rank augments at random? Draw from the number of the sample, alike on all "
+        "ranks."
+    )
 
 
-def is_close(one: float, other: float, eps: float) -> bool:
-    """Whether two losses are equal but for rounding, as of sums in another order; two that are not finite are.
+def is_close(first_loss: float, second_loss: float, eps: float) -> bool:
+    """Return whether two losses are equal except for rounding, such as from another order of additions.
+
+    Two losses that are both not finite count as equal.
 
     >>> is_close(1.0, 1.00001, 1e-7), is_close(1.0, 1.001, 1e-7), is_close(math.inf, math.nan, 1e-7)
     (True, False, True)
     """
+    if not math.isfinite(first_loss) and not math.isfinite(second_loss):
+        return True
     tolerance = max(1e-4, 8 * eps)
-    are_finite = {math.isfinite(one), math.isfinite(other)}
-    return are_finite == {False} or math.isclose(
-        one, other, rel_tol=tolerance, abs_tol=tolerance / 100
-    )
+    return math.isclose(first_loss, second_loss, rel_tol=tolerance, abs_tol=tolerance / 100)
 
 
 @contextmanager
@@ -106,31 +129,43 @@ def in_stages(
     net: nn.Module,
     blocks: Sequence[nn.Module],
     places: Sequence[int],
-    draws: Callable[[int], AbstractContextManager[Any]],
+    random_state_of: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[None]:
-    """Let the blocks of a stage, where the whole network runs, draw inside of `draws(stage)`. `places`: its first.
+    """Let each block of the whole network draw the random numbers of its stage.
 
-    A `forward` of its own may call the layers of a block and not the block: the first that one stage alone has counts.
+    A user's own `forward` may call the layers of a block instead of the block. Therefore a stage
+    also begins with the first call of a layer that only this stage has.
+
+    Args:
+        net: The network.
+        blocks: Its blocks, in order.
+        places: First block of each stage, and the number of blocks.
+        random_state_of: Function that returns the context with the random numbers of a stage.
     """
-    number, reached = 0, -1  # of the next block; stage
-    homes: dict[nn.Module, set[int]] = {}
+    next_block = 0
+    current_stage = -1
+    stages_of: dict[nn.Module, set[int]] = {}
     for index, block in enumerate(blocks):
-        for each in block.modules():
-            homes.setdefault(each, set()).add(bisect_right(places, index) - 1)
-    with ExitStack() as handles, ExitStack() as current:
+        for layer in block.modules():
+            stages_of.setdefault(layer, set()).add(bisect_right(places, index) - 1)
 
-        def before(layer: nn.Module, *_: Any) -> None:
-            nonlocal number, reached
-            stages = homes[layer]
-            if number < len(blocks) and layer is blocks[number]:
-                stages = {bisect_right(places, number) - 1}
-                number += 1
-            if len(stages) == 1 and max(stages) > reached:
-                (reached,) = stages
-                current.close()
-                current.enter_context(draws(reached))
+    with ExitStack() as hooks, ExitStack() as current_state:
 
-        for layer in homes:
-            handles.callback(layer.register_forward_pre_hook(before, prepend=True).remove)
-        handles.callback(net.register_forward_hook(lambda *_: current.close(), prepend=True).remove)
+        def enter_stage(layer: nn.Module, *_: Any) -> None:
+            nonlocal next_block, current_stage
+            stages = stages_of[layer]
+            if next_block < len(blocks) and layer is blocks[next_block]:
+                stages = {bisect_right(places, next_block) - 1}
+                next_block += 1
+            if len(stages) == 1 and max(stages) > current_stage:
+                current_stage = max(stages)
+                current_state.close()
+                current_state.enter_context(random_state_of(current_stage))
+
+        def leave_stages(*_: Any) -> None:
+            current_state.close()
+
+        for layer in stages_of:
+            hooks.callback(layer.register_forward_pre_hook(enter_stage, prepend=True).remove)
+        hooks.callback(net.register_forward_hook(leave_stages, prepend=True).remove)
         yield

@@ -1,10 +1,11 @@
-"""The user's `training_step` around a stage: where the network's input comes from, and where its output goes.
+"""Calls of the user's `training_step` around the stages of a pipeline, and the micro-batches that it gets.
 
-    first stage     training_step(micro-batch) up to the call of the network        -> its input
+    first stage     training_step(micro-batch) up to the call of the network        -> the network's input
     last stage      training_step(micro-batch) with the stage's output at that call -> the loss, nothing logged
-    every rank      training_step(batch) with all outputs, once, without gradients  -> what is logged, the loss
+    every rank      training_step(batch) with all outputs, once, without gradients  -> logged values, the loss
 
-The three draw the same random numbers for the same micro-batch outside the network, as mixing images and labels does.
+All three draw the same random numbers for the same micro-batch outside of the network, for example
+to mix images and labels.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import copy
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,16 @@ from lightning_hybrid.batch_rows import count_rows, leaves, split_rows
 from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
 
 
-class _InputFound(Exception):  # noqa: N818  not an error: it ends `training_step` at the call of the network
+class _InputFound(Exception):  # noqa: N818  it is no error: it ends `training_step` at the call of the network
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
 
 
 def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
-    """Return what `run` gives to `net`, which is not computed.
+    """Return the tensors with which `run` calls `net`, without computing `net`.
 
     Raises:
-        ValueError: something else than tensors is given to it, or it is never called.
+        ValueError: `run` calls the network with something other than tensors, or never.
 
     >>> net = nn.Linear(1, 1)
     >>> input_of_net(net, lambda: net(torch.ones(2, 1) / 2).sum())
@@ -48,8 +49,8 @@ def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
     try:
         with temporary_attributes(net, forward=forward):
             run()
-    except _InputFound as found:
-        return found.tensors
+    except _InputFound as call:
+        return call.tensors
     raise ValueError(
         "`training_step` must call the network that `of` names: it returned without. Set `of` to the network "
         "that it calls."
@@ -57,31 +58,37 @@ def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
 
 
 def only_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return the tensors that a network was called with, one by one or in a tuple.
+    """Return the tensors with which a network was called, one by one or in a tuple.
 
     Raises:
-        ValueError: there is something else, or a name.
+        ValueError: There is an argument that is not a tensor, a keyword argument, or no argument.
     """
-    tensors = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
-    if not tensors or kwargs or not all(isinstance(each, Tensor) for each in tensors):
-        given = ", ".join([*(type(each).__name__ for each in tensors), *kwargs])
+    tensors: Any = args
+    if len(args) == 1 and isinstance(args[0], tuple | list):
+        tensors = args[0]
+    if not tensors or kwargs or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        arguments = [type(value).__name__ for value in tensors]
+        arguments += kwargs
         raise ValueError(
-            f"The network that `of` names must be called with tensors, without names (was called with: {given}): they "
-            "are the arguments of its first block. Give it these, and what else it needs as attributes."
+            "The network that `of` names must be called with tensors, without names (was called with: "
+            f"{', '.join(arguments)}): they are the arguments of its first block. Give it these, and what else it "
+            "needs as attributes."
         )
     return tuple(tensors)
 
 
 def loss_in(output: Any) -> Tensor:
-    """Return the loss in what `training_step` returned.
+    """Return the loss from the output of `training_step`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is no loss.
 
     >>> loss_in({"loss": torch.tensor(2.0)})
     tensor(2.)
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
     if not isinstance(loss, Tensor):
         raise ValueError(
             f"`training_step` (returned {type(output).__name__}) must return a loss for every micro-batch in a "
@@ -90,14 +97,14 @@ def loss_in(output: Any) -> Tensor:
     return loss
 
 
-# ---- micro-batches -------------------------------------------------------------------------------------------------
+# ---- micro-batches -----------------------------------------------------------------------------
 
 
 def microbatches(batch: Any, num: int) -> list[Any]:
-    """Cut a batch into `num` equal parts, by the rows of `lightning_hybrid.batch_rows`.
+    """Cut a batch into `num` micro-batches of equal size, by the rows of `lightning_hybrid.batch_rows`.
 
     Raises:
-        ValueError: it does not divide, or it is unknown where samples begin in it.
+        ValueError: The batch does not divide, or its rows are unknown.
 
     >>> [(part["x"].tolist(), part["names"]) for part in microbatches({"x": torch.arange(2), "names": ["a", "b"]}, 2)]
     [([0], ['a']), ([1], ['b'])]
@@ -114,148 +121,169 @@ def microbatches(batch: Any, num: int) -> list[Any]:
 
 
 def digest_of(batch: Any, *, with_values: bool) -> int:
-    """Return 63 bits that differ where two ranks of a pipeline have batches of different shapes, dtypes or labels.
+    """Return 63 bits that differ if the batches of two ranks differ in shapes, dtypes or labels.
 
-    Of the values, integers count, which are labels: images may differ, as each rank augments its own. If a batch has no
-    integers, all its tensors count, and if it has no tensors, all its arrays, texts and numbers.
+    Of the values only integers count, which are labels: images may differ because each rank
+    augments its own. If a batch has no integers, all its tensors count. If it has no tensors, all
+    its arrays, texts and numbers count.
 
-    >>> one, other = (digest_of((torch.rand(2), torch.tensor([3, label])), with_values=True) for label in (4, 5))
-    >>> one == other
+    >>> threes_and_fours = (torch.rand(2), torch.tensor([3, 4]))
+    >>> threes_and_fives = (torch.rand(2), torch.tensor([3, 5]))
+    >>> digest_of(threes_and_fours, with_values=True) == digest_of(threes_and_fives, with_values=True)
     False
     """
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
-    digest = hashlib.blake2b(
-        repr([(tuple(leaf.shape), leaf.dtype) for leaf in tensors]).encode(), digest_size=8
-    )
+    shapes = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+    digest = hashlib.blake2b(shapes.encode(), digest_size=8)
     if with_values:
-        labels = [
-            leaf
-            for leaf in tensors
-            if not leaf.is_floating_point() and leaf.dtype is not torch.uint8
-        ]
-        for leaf in labels or tensors:
-            digest.update(
-                leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            )
+        labels = [tensor for tensor in tensors if _may_be_labels(tensor)]
+        for tensor in labels or tensors:
+            digest.update(_bytes_of(tensor))
         if not tensors:
             digest.update(_text_of(batch).encode())
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
+def _may_be_labels(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and tensor.dtype is not torch.uint8
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    row = tensor.detach().cpu().contiguous().view(-1)
+    return row.view(torch.uint8).numpy().tobytes()
+
+
 def _text_of(batch: Any) -> str:
-    entries = [leaf.tolist() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves(batch)]
+    entries = []
+    for leaf in leaves(batch):
+        if isinstance(leaf, np.ndarray):
+            leaf = leaf.tolist()
+        entries.append(leaf)
     return repr(entries)
+
+
+# ---- random numbers ----------------------------------------------------------------------------
 
 
 @contextmanager
 def random_state(
     numbers: int | tuple[int, ...], device: torch.device
 ) -> Iterator[Callable[[], bool]]:
-    """Draw the random numbers of `numbers` inside: torch's, Python's and numpy's; those outside go on undisturbed.
+    """Draw random numbers of torch, Python and numpy that depend on `numbers` only, and restore all states on exit.
 
-    It gives a function that says whether any were drawn since.
+    The context yields a function that returns whether any numbers were drawn inside.
 
     >>> with random_state((1, 2), torch.device("cpu")) as has_drawn:
     ...     has_drawn(), len([random.random()]), has_drawn()
     (False, 1, True)
     """
-    # Mixed: torch's generator on a CPU and numpy's take 32 bits, in which an epoch or a data rank would have no part.
-    seed = int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little")
-    generators = [
-        torch.default_generator
-    ]  # by hand: `torch.manual_seed` and `fork_rng` take a hundred times as long
+    # A digest, because torch's CPU generator and numpy's use 32 bits of a seed only, in which the
+    # epoch or the data rank could get lost.
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
+    seed = int.from_bytes(digest, "little")
+    # `torch.manual_seed` and `fork_rng` would take a hundred times as long.
+    generators = [torch.default_generator]
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
-    before = [generator.get_state() for generator in generators]
-    of_python = random.getstate()
-    of_numpy = np.random.get_state()
 
-    def has_drawn() -> bool:
-        fresh = [
-            torch.Generator(generator.device).manual_seed(seed).get_state()
-            for generator in generators
-        ]
-        same = all(
-            torch.equal(each.get_state(), state)
-            for each, state in zip(generators, fresh, strict=True)
-        )
-        of_seed = np.random.RandomState(seed).get_state()
-        return not (
-            same
-            and random.getstate() == random.Random(seed).getstate()
-            and all(
-                np.array_equal(one, other)
-                for one, other in zip(np.random.get_state(), of_seed, strict=True)
-            )
-        )
-
+    torch_states = [generator.get_state() for generator in generators]
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         for generator in generators:
             generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        yield has_drawn
+        yield lambda: not _are_fresh(generators, seed)
     finally:
-        for generator, state in zip(generators, before, strict=True):
+        for generator, state in zip(generators, torch_states, strict=True):
             generator.set_state(state)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
-# ---- logging and metrics -------------------------------------------------------------------------------------------
+def _are_fresh(generators: list[torch.Generator], seed: int) -> bool:
+    """Return whether nothing was drawn from `generators`, Python's and numpy's since they were seeded."""
+    for generator in generators:
+        fresh_state = torch.Generator(generator.device).manual_seed(seed).get_state()
+        if not torch.equal(generator.get_state(), fresh_state):
+            return False
+    if random.getstate() != random.Random(seed).getstate():
+        return False
+    fresh_numpy_state = np.random.RandomState(seed).get_state()
+    for value, fresh_value in zip(np.random.get_state(), fresh_numpy_state, strict=True):
+        if not np.array_equal(value, fresh_value):
+            return False
+    return True
+
+
+# ---- logging and metrics -----------------------------------------------------------------------
 
 
 class Muting:
-    """What keeps a micro-batch out of log and metrics: each batch counts once, as without a pipeline.
+    """Suppression of logs and metrics for a micro-batch, so that each batch counts once, as without a pipeline.
 
-    Metrics of the module are replaced by copies meanwhile, so that what the user computes with them works.
+    Metrics of the module are replaced by copies meanwhile, so that code that uses their values
+    works.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._copies = [
-            (parent, name, metric, _copy_of(metric)) for parent, name, metric in metrics_in(module)
-        ]
+        # The parent of each metric, its name there, the metric and the copy.
+        self._metrics: list[tuple[nn.Module, str, Any, Any]] = []
+        for parent, name, metric in metrics_in(module):
+            self._metrics.append((parent, name, metric, _scratch_copy(metric)))
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Mute `log`, `log_dict` and the metrics inside; refuse `all_gather`, which only one stage would call."""
-        muted = temporary_attributes(
-            self._module, log=_nothing, log_dict=_nothing, all_gather=_refuse_gather
-        )
-        with muted, ExitStack() as stack:
-            for parent, name, metric, scratch in self._copies:
-                parent._modules[name] = scratch
-                stack.callback(parent._modules.__setitem__, name, metric)
-                stack.callback(scratch.reset)
-            yield
+        """Suppress `log`, `log_dict` and metrics inside.
+
+        `all_gather` raises, because only one stage would call it.
+        """
+        with temporary_attributes(
+            self._module, log=_log_nothing, log_dict=_log_nothing, all_gather=_refuse_gather
+        ):
+            try:
+                for parent, name, _, scratch in self._metrics:
+                    parent._modules[name] = scratch
+                yield
+            finally:
+                for parent, name, metric, _ in self._metrics:
+                    parent._modules[name] = metric
+                for _, _, _, scratch in self._metrics:
+                    scratch.reset()
 
 
 def metrics_in(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return torchmetrics and their collections in a module, with parent and name; not those inside another."""
-    found: list[tuple[nn.Module, str, Any]] = []
+    """Return torchmetrics and their collections in a module, each with its parent and its name there.
+
+    Metrics inside of another metric are left out.
+    """
+    metrics: list[tuple[nn.Module, str, Any]] = []
     for name, child in module.named_children():
         if isinstance(child, Metric | MetricCollection):
-            found.append((module, name, child))
+            metrics.append((module, name, child))
         else:
-            found += metrics_in(child)
-    return found
+            metrics += metrics_in(child)
+    return metrics
 
 
 def single_metrics(module: nn.Module) -> list[Metric]:
-    """Return every torchmetric of a module, those of collections too."""
+    """Return every torchmetric of a module, including those of collections."""
     return [child for child in module.modules() if isinstance(child, Metric)]
 
 
-def _copy_of(metric: Any) -> Any:
+def _scratch_copy(metric: Any) -> Any:
+    """Copy a metric for updates by one rank alone, which must not synchronise."""
     scratch = copy.deepcopy(metric)
-    for each in single_metrics(scratch):
-        each.dist_sync_on_step = each.sync_on_compute = False  # one rank alone updates it
+    for single_metric in single_metrics(scratch):
+        single_metric.dist_sync_on_step = False
+        single_metric.sync_on_compute = False
     return scratch
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 

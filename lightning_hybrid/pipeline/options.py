@@ -1,4 +1,4 @@
-"""Checks of what a user gives a pipeline, and the blocks that it is made of."""
+"""Validation of a pipeline's options, and discovery of the network's blocks."""
 
 from __future__ import annotations
 
@@ -32,61 +32,81 @@ _ASYNCHRONOUS = (
 def check_options(
     *, num_stages: int, num_microbatches: int, schedule: str, cuts: Cuts, of: str = "net"
 ) -> None:
-    """Check the options of a pipeline that need no module.
+    """Check the options of a pipeline that do not depend on the module.
 
     Raises:
-        ValueError: names the option.
+        ValueError: An option is invalid. The message names it.
 
     >>> check_options(num_stages=4, num_microbatches=2, schedule="1f1b", cuts=None)
     Traceback (most recent call last):
     ValueError: `num_microbatches` (=2) must be at least `num_stages` (=4): with fewer, some stages always wait. Write \
 num_microbatches=16: with four times as many, 16 % of a step are waiting.
     """
-    if schedule not in get_args(Schedule):
-        name = str(schedule).lower()
-        why = 'Use schedule="1f1b", which needs the least memory.'
-        why = 'Use schedule="zero_bubble".' if re.search("zb|zero|dualpipe", name) else why
-        why = _ASYNCHRONOUS if "dream" in name else why
-        raise ValueError(
-            f"`schedule` (={schedule!r}) must be one of {', '.join(get_args(Schedule))}: {why}"
-        )
+    _check_schedule(schedule)
     why = "one stage is no pipeline, and needs no more than strategy='hybrid_allreduce'. Write num_stages=2"
     require_whole("num_stages", num_stages, why, least=2)
-    require_whole(
-        "num_microbatches", num_microbatches, "they are counted. Write num_microbatches=8"
-    )
-    if num_microbatches < num_stages:
-        most = 4 * num_stages
-        waiting = (num_stages - 1) / (most + num_stages - 1)
-        raise ValueError(
-            f"`num_microbatches` (={num_microbatches}) must be at least `num_stages` (={num_stages}): with fewer, some "
-            f"stages always wait. Write num_microbatches={most}: with four times as many, {100 * waiting:.0f} % "
-            "of a step are waiting."
-        )
-    rounds = max(1, num_microbatches // num_stages)
-    if STAGES_PER_RANK[schedule] > 1 and num_microbatches % rounds:
-        raise ValueError(
-            f"`num_microbatches` (={num_microbatches}) must be a multiple of the number of rounds "
-            f"(=num_microbatches // num_stages = {rounds}) in an interleaved schedule, which takes them in rounds of "
-            f"equal size. Write num_microbatches={num_stages * rounds}."
-        )
+    _check_num_microbatches(num_microbatches, num_stages, schedule)
     if not isinstance(of, str):
         raise ValueError(
             f"`of` (={of!r}) must be the name of the network in the module: write of='net'."
         )
     if isinstance(cuts, BlockProfile):
-        if STAGES_PER_RANK[schedule] == 1 or cuts.most_bytes == math.inf:
-            return
+        _check_profile(cuts, schedule)
+    elif cuts is not None:
+        _check_cuts(cuts, num_stages, schedule)
+
+
+def _check_schedule(schedule: str) -> None:
+    if schedule in get_args(Schedule):
+        return
+    name = str(schedule).lower()
+    if "dream" in name:
+        advice = _ASYNCHRONOUS
+    elif re.search("zb|zero|dualpipe", name):
+        advice = 'Use schedule="zero_bubble".'
+    else:
+        advice = 'Use schedule="1f1b", which needs the least memory.'
+    raise ValueError(
+        f"`schedule` (={schedule!r}) must be one of {', '.join(get_args(Schedule))}: {advice}"
+    )
+
+
+def _check_num_microbatches(num_microbatches: int, num_stages: int, schedule: str) -> None:
+    require_whole(
+        "num_microbatches", num_microbatches, "they are counted. Write num_microbatches=8"
+    )
+    if num_microbatches < num_stages:
+        advised = 4 * num_stages
+        waiting = (num_stages - 1) / (advised + num_stages - 1)
         raise ValueError(
-            f"`cuts.most_bytes` (={cuts.most_bytes:g}) must be left out with schedule={schedule!r}: it limits one "
+            f"`num_microbatches` (={num_microbatches}) must be at least `num_stages` (={num_stages}): with fewer, some "
+            f"stages always wait. Write num_microbatches={advised}: with four times as many, {100 * waiting:.0f} % "
+            "of a step are waiting."
+        )
+    num_rounds = max(1, num_microbatches // num_stages)
+    if STAGES_PER_RANK[schedule] > 1 and num_microbatches % num_rounds:
+        raise ValueError(
+            f"`num_microbatches` (={num_microbatches}) must be a multiple of the number of rounds "
+            f"(=num_microbatches // num_stages = {num_rounds}) in an interleaved schedule, which takes them in rounds "
+            f"of equal size. Write num_microbatches={num_stages * num_rounds}."
+        )
+
+
+def _check_profile(profile: BlockProfile, schedule: str) -> None:
+    if STAGES_PER_RANK[schedule] > 1 and profile.most_bytes != math.inf:
+        raise ValueError(
+            f"`cuts.most_bytes` (={profile.most_bytes:g}) must be left out with schedule={schedule!r}: it limits one "
             'stage, and there a rank has two. Set schedule="1f1b", or leave it out.'
         )
+
+
+def _check_cuts(cuts: Sequence[int], num_stages: int, schedule: str) -> None:
     total = num_stages * STAGES_PER_RANK[schedule]
-    numbers: Sequence[Any] = cuts if isinstance(cuts, Sequence) else ["none"]
-    is_right = all(isinstance(one, int) and one >= 1 for one in numbers) and list(
-        numbers
-    ) == sorted(set(numbers))
-    if cuts is not None and not (is_right and len(cuts) == total - 1):
+    are_places = isinstance(cuts, Sequence) and all(
+        isinstance(cut, int) and cut >= 1 for cut in cuts
+    )
+    is_ascending = are_places and list(cuts) == sorted(set(cuts))
+    if not is_ascending or len(cuts) != total - 1:
         raise ValueError(
             f"`cuts` (={cuts!r}) must be {total - 1} ascending places, the first block of each stage after the "
             f"first: {num_stages} ranks hold {total} stages. Leave `cuts` out to balance them."
@@ -96,10 +116,16 @@ num_microbatches=16: with four times as many, 16 % of a step are waiting.
 def check_ranks(
     *, num_stages: int, world_size: int, schedule: str = "1f1b", checkpoints: bool = False
 ) -> None:
-    """Check that the ranks divide into pipelines, and what a schedule asks of them; `checkpoints`: of activations.
+    """Check that the ranks divide into pipelines, and that the schedule can run on them.
+
+    Args:
+        num_stages: Number of ranks of a pipeline.
+        world_size: Number of all ranks.
+        schedule: Name of the schedule.
+        checkpoints: Whether activations are checkpointed.
 
     Raises:
-        ValueError: they do not.
+        ValueError: The number of ranks, or activation checkpointing, does not fit.
     """
     if schedule == "zero_bubble" and (world_size > num_stages or checkpoints):
         raise ValueError(
@@ -118,47 +144,64 @@ def check_ranks(
 def refuse_in_pipeline(
     trainer: Any, module: Any, precision: Any, *, is_setup: bool = False
 ) -> None:
-    """Check what a pipeline cannot carry out: how a step is made, precision; in the setup callbacks and losses.
+    """Check options of trainer, module, precision and optimizers that a pipeline cannot support.
+
+    Args:
+        trainer: The trainer.
+        module: The LightningModule.
+        precision: The precision plugin.
+        is_setup: Whether to check callbacks and losses too.
 
     Raises:
-        MisconfigurationException: names the option.
+        MisconfigurationException: Names the option.
     """
-    found = (
-        {"pipeline": "a pipeline"}
-        | in_precision(precision)
-        | in_callbacks(trainer.callbacks if is_setup else ())
-    )
-    if (num := trainer.accumulate_grad_batches) != 1:
-        found["accumulation"] = f"`accumulate_grad_batches` (={num})"
+    features = {"pipeline": "a pipeline"} | in_precision(precision)
+    if is_setup:
+        features |= in_callbacks(trainer.callbacks)
+
+    num_batches = trainer.accumulate_grad_batches
+    if num_batches != 1:
+        features["accumulation"] = f"`accumulate_grad_batches` (={num_batches})"
     if not module.automatic_optimization:
-        found["manual optimization"] = "`automatic_optimization` (=False)"
-    if bounds := {
-        group.get("max_grad_norm") for each in trainer.optimizers for group in each.param_groups
-    } - {None}:
-        found["norm of all"] = f"`max_grad_norm` (={min(bounds)})"
+        features["manual optimization"] = "`automatic_optimization` (=False)"
+
+    max_norms = set()
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            if group.get("max_grad_norm") is not None:
+                max_norms.add(group["max_grad_norm"])
+    if max_norms:
+        features["norm of all"] = f"`max_grad_norm` (={min(max_norms)})"
+
     if trainer.strategy._layer_sync is not None:
-        found["SyncBatchNorm"] = "`sync_batchnorm` (=True)"
-    if is_setup and (
-        losses := [one for one in module.modules() if hasattr(one, "couples_the_batch")]
-    ):
-        found["global batch"] = f"`{type(losses[0]).__name__}`"
-    refuse_excluded(found, error=misconfiguration)
+        features["SyncBatchNorm"] = "`sync_batchnorm` (=True)"
+    if is_setup:
+        coupled = [layer for layer in module.modules() if hasattr(layer, "couples_the_batch")]
+        if coupled:
+            features["global batch"] = f"`{type(coupled[0]).__name__}`"
+    refuse_excluded(features, error=misconfiguration)
 
 
-def compare_stages(blocks: Sequence[nn.Module], **own: Any) -> None:
-    """Compare what makes up a pipeline over all ranks. Collective: every rank of WORLD.
+def compare_stages(blocks: Sequence[nn.Module], **settings: Any) -> None:
+    """Compare the network and the settings of the pipeline over all ranks.
+
+    Collective: every rank of WORLD must call it, in the same order.
 
     Raises:
-        ValueError: on every rank, with what differs.
+        ValueError: On every rank, with the setting that differs.
     """
-    shapes = [
-        [(name, tuple(p.shape), str(p.dtype)) for name, p in block.named_parameters()]
-        for block in blocks
-    ]
-    own["blocks"] = f"{len(blocks)} of {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    if difference := differing(found):
+    shapes = []
+    for block in blocks:
+        shapes.append(
+            [(name, tuple(p.shape), str(p.dtype)) for name, p in block.named_parameters()]
+        )
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]
+    settings["blocks"] = f"{len(blocks)} of {digest}"
+
+    settings_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(settings_by_rank, settings)
+    difference = differing(settings_by_rank)
+    if difference:
         raise ValueError(
             f"The plan of a pipeline must be the same on all ranks: {difference}. Stages would send what others do "
             "not expect. Give every rank the same `strategy` options and the same network."
@@ -166,26 +209,16 @@ def compare_stages(blocks: Sequence[nn.Module], **own: Any) -> None:
 
 
 def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
-    """Return the blocks of the network `of` of a module, of which each takes what the one before returns.
+    """Return the blocks of the network, of which each takes the previous one's output.
+
+    Args:
+        module: The LightningModule.
+        of: Name of its network.
 
     Raises:
-        ValueError: there is no such network, it has no blocks, or parameters are outside it.
+        ValueError: There is no such network, it has no blocks, or parameters are outside of it.
     """
-    try:
-        net: Any = module.get_submodule(of)
-    except AttributeError:
-        children = [
-            name for name, child in module.named_children() if any(True for _ in child.parameters())
-        ]
-        raise ValueError(
-            f"`of` (={of!r}) must name the network that is cut into stages, and {type(module).__name__} has no such "
-            f"attribute: those with parameters are {', '.join(children) or 'none'}. Set `of` to one of them."
-        ) from None
-    if getattr(net, "_compiled_call_impl", None) is not None or hasattr(net, "_orig_mod"):
-        raise ValueError(
-            f"`of` (={of!r}) must not be compiled as a whole: its stages run one by one. Compile its blocks, or leave "
-            "torch.compile out."
-        )
+    net = _network_of(module, of)
     if callable(getattr(net, "pipeline_blocks", None)):
         blocks = list(net.pipeline_blocks())
     elif isinstance(net, nn.Sequential) and type(net).forward is nn.Sequential.forward:
@@ -195,14 +228,36 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
             f"`of` (={of!r}) must be an nn.Sequential, or have a method `pipeline_blocks()` that returns modules in "
             f"order, each taking what the one before returns; {type(net).__name__} is neither. Give it one."
         )
+
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     outside = [name for name, parameter in module.named_parameters() if id(parameter) not in inside]
     if outside:
+        names = ", ".join(f"`{name}`" for name in outside[:3])
         raise ValueError(
-            f"Parameters {', '.join(f'`{name}`' for name in outside[:3])} ({len(outside)} in all) must be in a block "
+            f"Parameters {names} ({len(outside)} in all) must be in a block "
             f"of `of` (={of!r}): what is outside belongs to no stage. Make them part of the network."
         )
     return blocks
+
+
+def _network_of(module: nn.Module, of: str) -> Any:
+    try:
+        net = module.get_submodule(of)
+    except AttributeError:
+        names = []
+        for name, child in module.named_children():
+            if list(child.parameters()):
+                names.append(name)
+        raise ValueError(
+            f"`of` (={of!r}) must name the network that is cut into stages, and {type(module).__name__} has no such "
+            f"attribute: those with parameters are {', '.join(names) or 'none'}. Set `of` to one of them."
+        ) from None
+    if getattr(net, "_compiled_call_impl", None) is not None or hasattr(net, "_orig_mod"):
+        raise ValueError(
+            f"`of` (={of!r}) must not be compiled as a whole: its stages run one by one. Compile its blocks, or leave "
+            "torch.compile out."
+        )
+    return net
 
 
 def cut_places(
@@ -212,11 +267,20 @@ def cut_places(
     num_microbatches: int = 1,
     schedule: str = "1f1b",
 ) -> list[int]:
-    """Return where each stage begins, and the end: `num_stages + 1` ascending block numbers; `costs`: of the blocks.
+    """Return the first block of each stage, and the number of blocks: `num_stages + 1` ascending numbers.
+
+    Args:
+        costs: Cost of each block.
+        cuts: First block of each stage after the first, a profile to balance by, or None to balance
+            by `costs`.
+        num_stages: Number of stages.
+        num_microbatches: Number of micro-batches of a step.
+        schedule: Name of the schedule, which decides how many micro-batches a stage keeps in
+            memory.
 
     Raises:
-        ValueError: there are fewer blocks than stages, a cut is behind the last block, or a profile is of other blocks
-            or does not fit.
+        ValueError: There are fewer blocks than stages, a cut is behind the last block, or a profile
+            does not fit.
 
     >>> cut_places([5, 1, 1, 1, 4], None, 2), cut_places([5, 1, 1, 1, 4], [1], 2)
     ([0, 2, 5], [0, 1, 5])
@@ -233,22 +297,33 @@ def cut_places(
                 f"`cuts` (=a profile of {len(cuts.seconds)} blocks) must have one number for each of the {num_blocks} "
                 "blocks of the network. Measure these: BlockProfile.measured(blocks, example)."
             )
-        gpipe = schedule == "gpipe"
-        held = cuts.held_bytes or [0.0] * num_blocks
-        alive = [
-            num_microbatches if gpipe else min(num_microbatches, num_stages - j)
-            for j in range(num_stages)
-        ]
-        limits: Any = {
-            "most_bytes": cuts.most_bytes,
-            "activation_bytes": cuts.activation_bytes,
-            "num_alive": alive,
-        }
-        return [0, *balanced_cuts(cuts.seconds, held, num_stages, **limits), num_blocks]
-    if cuts and cuts[-1] >= num_blocks:
-        raise ValueError(
-            f"`cuts` (={list(cuts)}) must be below the number of blocks (={num_blocks}): the last stage would be "
-            "empty. Leave `cuts` out to balance them."
-        )
-    places = balanced_cuts(costs, [0.0] * num_blocks, num_stages) if cuts is None else list(cuts)
+        places = _places_by_profile(cuts, num_stages, num_microbatches, schedule)
+    elif cuts is None:
+        places = balanced_cuts(costs, [0.0] * num_blocks, num_stages)
+    else:
+        places = list(cuts)
+        if places and places[-1] >= num_blocks:
+            raise ValueError(
+                f"`cuts` (={places}) must be below the number of blocks (={num_blocks}): the last stage would be "
+                "empty. Leave `cuts` out to balance them."
+            )
     return [0, *places, num_blocks]
+
+
+def _places_by_profile(
+    profile: BlockProfile, num_stages: int, num_microbatches: int, schedule: str
+) -> list[int]:
+    num_alive = []
+    for stage in range(num_stages):
+        if schedule == "gpipe":
+            num_alive.append(num_microbatches)
+        else:
+            num_alive.append(min(num_microbatches, num_stages - stage))
+    return balanced_cuts(
+        profile.seconds,
+        profile.held_bytes or [0.0] * len(profile.seconds),
+        num_stages,
+        most_bytes=profile.most_bytes,
+        activation_bytes=profile.activation_bytes,
+        num_alive=num_alive,
+    )

@@ -1,12 +1,12 @@
-"""Which ranks hold which stage, the groups in which they talk, and parameters on other ranks, or on several."""
+"""Stages of each rank, the process groups of a pipeline, and parameters that are on another rank or on several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from lightning_hybrid.comm.engine.process_groups import end_group, own_group
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRanks:
-    """The place of one rank: rank = data_rank * num_ranks + position in its pipeline.
+    """Position of one rank among pipelines and stages: rank = data_rank * num_ranks + position in its pipeline.
 
-    With several stages on each rank, rank position p holds the stages p, p + num_ranks, p + 2 num_ranks, ...
+    With several stages on each rank, position p holds the stages p, p + num_ranks, p + 2 num_ranks,
+    ...
 
     >>> ranks = PipelineRanks(rank=5, world_size=8, num_ranks=4, stages_per_rank=2)
     >>> ranks.data_rank, ranks.position, ranks.stages, ranks.pipelines[1], ranks.replicas[1]
@@ -34,22 +35,22 @@ class PipelineRanks:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of a pipeline."""
+        """The number of stages of a pipeline."""
         return self.num_ranks * self.stages_per_rank
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of pipelines, each with batches of its own."""
+        """The number of pipelines, which read different batches."""
         return self.world_size // self.num_ranks
 
     @property
     def data_rank(self) -> int:
-        """Which pipeline."""
+        """The index of this rank's pipeline."""
         return self.rank // self.num_ranks
 
     @property
     def position(self) -> int:
-        """Place in it."""
+        """The index of this rank within its pipeline."""
         return self.rank % self.num_ranks
 
     @property
@@ -60,112 +61,138 @@ class PipelineRanks:
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each pipeline, in the order of stages."""
-        return tuple(
-            tuple(range(d * self.num_ranks, (d + 1) * self.num_ranks))
-            for d in range(self.num_data_ranks)
-        )
+        pipelines = []
+        for first_rank in range(0, self.num_data_ranks * self.num_ranks, self.num_ranks):
+            pipelines.append(tuple(range(first_rank, first_rank + self.num_ranks)))
+        return tuple(pipelines)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks of this rank's pipeline, in the order of stages."""
+        return self.pipelines[self.data_rank]
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold the same stages, by position."""
-        return tuple(
-            tuple(range(p, self.world_size, self.num_ranks)) for p in range(self.num_ranks)
-        )
+        replicas = []
+        for position in range(self.num_ranks):
+            replicas.append(tuple(range(position, self.world_size, self.num_ranks)))
+        return tuple(replicas)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the first stage."""
+        """True if this rank holds the first stage."""
         return self.position == 0
 
 
 class PipelineGroups:
-    """The process groups of a pipeline: `pipe` for messages between stages, `agree` for words, `data` for replicas.
+    """Process groups of a pipeline.
 
-    Collective: every rank of WORLD must make them, in the same order.
+    Collective: every rank of WORLD must create them, in the same order.
+
+    Attributes:
+        pipe: The ranks of this pipeline, for messages between stages.
+        agree: The same ranks over host memory, to compare and exchange Python objects.
+        data: The ranks that hold the same stages.
     """
 
     def __init__(self, ranks: PipelineRanks, *, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._made = list[Any]()
-        # Messages have a group of their own: Gloo matches by order of arrival.
-        self.pipe = self.new(ranks.pipelines, "pipeline stages")
-        self.agree = self.new(ranks.pipelines, "pipeline agreement", backend="gloo")
-        # Made also where each stage has one rank: a torchmetric then counts over that one rank alone.
-        self.data = self.new(ranks.replicas, "pipeline data")
+        self._groups: list[Any] = []
+        # Messages have a group of their own because Gloo matches them by order of arrival.
+        self.pipe = self.new_group(ranks.pipelines, "pipeline stages")
+        self.agree = self.new_group(ranks.pipelines, "pipeline agreement", backend="gloo")
+        # The group exists even if each stage has one rank, so that a torchmetric counts over that
+        # rank only.
+        self.data = self.new_group(ranks.replicas, "pipeline data")
 
-    def new(self, sets: Sequence[Sequence[int]], desc: str, **options: Any) -> Any:
-        """Make a group for each of these sets, which divide the world; return that of this rank. Collective."""
-        self._made.append(own_group(sets, timeout=self._timeout, desc=desc, **options))
-        return self._made[-1]
+    def new_group(self, rank_sets: Sequence[Sequence[int]], desc: str, **options: Any) -> Any:
+        """Create a group for each of these sets of ranks, and return the group of this rank.
+
+        Collective: every rank of WORLD must call it, in the same order. The sets partition the
+        world.
+        """
+        group = own_group(rank_sets, timeout=self._timeout, desc=desc, **options)
+        self._groups.append(group)
+        return group
 
     def destroy(self, *, are_aborted: bool = False) -> None:
-        """Free the groups; ranks that still wait in one learn of it by an error. Aborted ones are not waited for."""
-        for group in self._made:
-            end_group(
-                group, is_aborted=are_aborted and group is not self.agree
-            )  # which is over host memory
+        """Free the groups.
+
+        Ranks that still wait in one get an error. Aborted groups are not waited for.
+        """
+        for group in self._groups:
+            # The group for agreement is over host memory, which an abort does not reach.
+            is_aborted = are_aborted and group is not self.agree
+            end_group(group, is_aborted=is_aborted)
 
 
 class TiedWeights:
-    """The parameters that are on several ranks of a pipeline; each rank updates its copy, from the same gradient.
+    """Parameters that several ranks of a pipeline share.
+
+    Each rank updates its copy from the same gradient.
 
         gradient = sum over ranks j that hold it of round(sum over micro-batches of the gradient in the stage of j)
 
-    Accumulation adds the gradients of both uses before those of micro-batches, which would take a message as large as
-    the parameter for each micro-batch: its sums are the same but for the order of additions.
+    Gradient accumulation without a pipeline adds the gradients of both uses before it adds
+    micro-batches. Here that would take a message as large as the parameter for each micro-batch.
+    The sums differ only in the order of additions.
 
-    Collective: every rank of WORLD must make it.
+    Collective: every rank of WORLD must create it, in the same order.
 
     Args:
-        stages: blocks of each stage.
-        ranks: place of this rank.
-        groups: of the pipeline, to which theirs are added.
+        stages: Blocks of each stage.
+        ranks: Position of this rank.
+        groups: Groups of the pipeline, to which the groups of tied parameters are added.
+
+    Attributes:
+        counted_elsewhere: `id` of each tied parameter whose gradient norm another rank contributes.
 
     Raises:
-        ValueError: a rank has two stages with the same parameter.
+        ValueError: A rank has two stages with the same parameter.
     """
 
     def __init__(
         self, stages: Sequence[Sequence[nn.Module]], ranks: PipelineRanks, groups: PipelineGroups
     ) -> None:
-        names = dict[Tensor, str]()
-        places = dict[Tensor, list[int]]()
-        for stage, blocks in enumerate(stages):
-            # Each parameter of a stage once, whatever the names that it has there.
-            for name, one in nn.ModuleList(blocks).named_parameters():
-                names.setdefault(one, name)
-                places.setdefault(one, []).append(stage)
-        self._own = list[tuple[Tensor, Any]]()
         self.counted_elsewhere: set[int] = set()
-        made = dict[tuple[int, ...], Any]()
-        for parameter, found in places.items():
-            positions = tuple(sorted(stage % ranks.num_ranks for stage in found))
+        self._local: list[tuple[Tensor, Any]] = []  # tied parameters of this rank, with their group
+        parameter: Tensor
+        names: dict[Tensor, str] = {}
+        stages_of: dict[Tensor, list[int]] = {}
+        for stage, blocks in enumerate(stages):
+            # A parameter that has several names in a stage is listed once.
+            for name, parameter in nn.ModuleList(blocks).named_parameters():
+                names.setdefault(parameter, name)
+                stages_of.setdefault(parameter, []).append(stage)
+
+        group_of_positions: dict[tuple[int, ...], Any] = {}
+        for parameter, its_stages in stages_of.items():
+            positions = tuple(sorted(stage % ranks.num_ranks for stage in its_stages))
             if len(set(positions)) < len(positions):
                 raise ValueError(
                     f"A parameter (`{names[parameter]}`, of shape {tuple(parameter.shape)}) must not be in two stages "
-                    f"of one rank (= stages {found}): gradients of its stages are averaged one by one. Give other "
+                    f"of one rank (= stages {its_stages}): gradients of its stages are averaged one by one. Give other "
                     '`cuts`, or schedule="1f1b", with one stage a rank.'
                 )
             if len(positions) == 1 or not parameter.requires_grad:
                 continue
-            if positions not in made:
-                alone = [p for p in range(ranks.num_ranks) if p not in positions]
-                sets = [
-                    tuple(peers[p] for p in some)
-                    for peers in ranks.pipelines
-                    for some in (positions, *zip(alone))
-                ]
-                made[positions] = groups.new(sets, "pipeline tied weights")
+            if positions not in group_of_positions:
+                rank_sets = _sets_with_positions(ranks, positions)
+                group_of_positions[positions] = groups.new_group(rank_sets, "pipeline tied weights")
             if ranks.position in positions:
-                self._own.append((parameter, made[positions]))
+                self._local.append((parameter, group_of_positions[positions]))
                 if ranks.position > positions[0]:
                     self.counted_elsewhere.add(id(parameter))
 
     @torch.no_grad()
     def sum_gradients_(self) -> None:
-        """Add up the gradients over the ranks that hold a parameter, in place. Collective over these ranks."""
-        for parameter, group in self._own:
-            if parameter.grad is None:  # another rank may have one
+        """Add up the gradients of tied parameters over the ranks that hold them, in place.
+
+        Collective: every rank of the pipeline must call it, in the same order.
+        """
+        for parameter, group in self._local:
+            if parameter.grad is None:  # another rank may have a gradient
                 parameter.grad = torch.zeros_like(parameter)
             message = parameter.grad.contiguous()
             dist.all_reduce(message, group=group)
@@ -173,90 +200,130 @@ class TiedWeights:
                 parameter.grad.copy_(message)
 
 
-class OtherStages:
-    """Parameters and buffers of blocks that are on other ranks: on the meta device, until `restore`.
+def _sets_with_positions(ranks: PipelineRanks, positions: Sequence[int]) -> list[tuple[int, ...]]:
+    """Partition the world into the ranks at `positions` of each pipeline, and every other rank alone."""
+    rank_sets = []
+    for peers in ranks.pipelines:
+        rank_sets.append(tuple(peers[position] for position in positions))
+        for position in range(ranks.num_ranks):
+            if position not in positions:
+                rank_sets.append((peers[position],))
+    return rank_sets
 
-    Those of the user stay the same objects: they are put aside, empty, and get their values back in the end. Those
-    that are in `needed` too, as a mask that all blocks share, stay as they are.
+
+class _TableEntry(NamedTuple):
+    """Tensor in the table of its module, `_parameters` or `_buffers`."""
+
+    table: dict[str, Any]
+    name: str
+    tensor: Tensor
+
+
+class OtherStages:
+    """Parameters and buffers of blocks on other ranks, which are on the meta device until `restore`.
+
+    The user's tensors stay the same objects. They are kept here without memory, and get their
+    values back at the end.
+
+    Args:
+        modules: Modules of the blocks on other ranks.
+        needed: Tensors that this rank needs too, such as a mask that all blocks share. They stay as
+            they are.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, needed: Sequence[Tensor] = ()) -> None:
-        stays = set(map(id, needed))
-        self._kept: list[tuple[dict[str, Any], str, Tensor]] = []
-        replaced: dict[int, Tensor] = {}
+        self._user_entries: list[_TableEntry] = []
+        needed_ids = {id(tensor) for tensor in needed}
+        meta_tensors: dict[int, Tensor] = {}
         for module in modules:
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():
-                    if tensor is None or id(tensor) in stays:
+                    if tensor is None or id(tensor) in needed_ids:
                         continue
-                    if id(tensor) not in replaced:
-                        replaced[id(tensor)] = _on_meta(tensor)
-                    self._kept.append((table, name, tensor))
-        for table, name, tensor in self._kept:
-            table[name] = replaced[id(tensor)]
+                    if id(tensor) not in meta_tensors:
+                        meta_tensors[id(tensor)] = _on_meta(tensor)
+                    self._user_entries.append(_TableEntry(table, name, tensor))
+
+        for table, name, tensor in self._user_entries:
+            table[name] = meta_tensors[id(tensor)]
             tensor.grad = None
             tensor.data = tensor.data.new_empty(0)
 
-    def hidden(self) -> AbstractContextManager[None]:
-        """Take them out of their modules: a module with tensors on the meta device cannot be moved."""
-        return self._replaced(lambda meta: None)
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Remove the tensors from their modules inside: a module with tensors on the meta device cannot be moved."""
+        with self._replaced(lambda meta: None):
+            yield
 
     @contextmanager
     def filled(self, values: Mapping[int, Tensor], device: torch.device) -> Iterator[None]:
-        """Hold values inside: by id of the tensor that is in a module now."""
-        made: dict[int, Tensor] = {}
+        """Put real values into the modules inside.
+
+        Args:
+            values: Values, by `id` of the meta tensor that is in a module now.
+            device: Device to which the values are moved.
+        """
+        tensors: dict[int, Tensor] = {}
         for meta in self.tensors:
-            if id(meta) in values:
-                value = values[id(meta)].to(device)
-                made[id(meta)] = (
-                    nn.Parameter(value, meta.requires_grad)
-                    if isinstance(meta, nn.Parameter)
-                    else value
-                )
-        with self._replaced(lambda meta: made.get(id(meta), meta)):
+            if id(meta) not in values:
+                continue
+            value = values[id(meta)].to(device)
+            if isinstance(meta, nn.Parameter):
+                value = nn.Parameter(value, meta.requires_grad)
+            tensors[id(meta)] = value
+        with self._replaced(lambda meta: tensors.get(id(meta), meta)):
             yield
 
     @contextmanager
-    def _replaced(self, instead_of: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-        before = self._now()
+    def _replaced(self, replacement_of: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+        entries = self._meta_entries()
         try:
-            for table, name, meta in before:
-                table[name] = instead_of(meta)
+            for table, name, meta in entries:
+                table[name] = replacement_of(meta)
             yield
         finally:
-            for table, name, meta in before:
+            for table, name, meta in entries:
                 table[name] = meta
 
     def restore(self, values: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> None:
-        """Put the users' own tensors back, with these values, in the order of `tensors`."""
-        given = dict(zip(map(id, self.tensors), values, strict=True))
-        own: dict[int, Tensor] = {}
-        for table, name, tensor in self._kept:
-            meta = table[name]
-            tensor.data = given[id(meta)]
-            table[name] = own[id(meta)] = tensor
+        """Put the user's tensors back into modules and optimizers, with new values.
+
+        Args:
+            values: Values in the order of `tensors`.
+            optimizers: Optimizers whose groups hold the meta tensors.
+        """
+        value_of = {id(meta): value for meta, value in zip(self.tensors, values, strict=True)}
+        user_tensors: dict[int, Tensor] = {}
+        for table, name, tensor in self._user_entries:
+            meta_id = id(table[name])
+            tensor.data = value_of[meta_id]
+            table[name] = tensor
+            user_tensors[meta_id] = tensor
+
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [
-                    own.get(id(parameter), parameter) for parameter in group["params"]
+                    user_tensors.get(id(parameter), parameter) for parameter in group["params"]
                 ]
-        self._kept.clear()
+        self._user_entries.clear()
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors on the meta device, each once."""
-        return list({id(meta): meta for _, _, meta in self._now()}.values())
+        unique = {id(entry.tensor): entry.tensor for entry in self._meta_entries()}
+        return list(unique.values())
 
-    def _now(self) -> list[tuple[dict[str, Any], str, Tensor]]:
-        # Not those made here: `module.double()` makes other buffers.
-        return [(table, name, table[name]) for table, name, _ in self._kept]
+    def _meta_entries(self) -> list[_TableEntry]:
+        # The modules are read again each time because `module.double()` creates new buffers.
+        entries = []
+        for table, name, _ in self._user_entries:
+            entries.append(_TableEntry(table, name, table[name]))
+        return entries
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
     meta = torch.empty_like(tensor, device="meta")
-    return (
-        nn.Parameter(meta, requires_grad=tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else meta
-    )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(meta, requires_grad=tensor.requires_grad)
+    return meta

@@ -1,8 +1,13 @@
-"""Shape, dtype and layout of what goes from stage to stage, from fake tensors: no memory, no arithmetic, no message.
+"""Shape, dtype and memory layout of the tensors between stages, found with fake tensors.
 
-Gloo takes a shorter message, or one of another dtype, without a word, and trains on. torch's own way to find shapes
-runs a real forward, which counts in BatchNorm's running statistics. Backends send memory as it lies: of a channels_last
-tensor Gloo refuses it, and NCCL would have its elements arrive in another order.
+Fake tensors take no memory, do no arithmetic and send no message. Shapes have to be known before
+the first message:
+
+* Gloo accepts a shorter message, or one of another dtype, without an error, and training continues
+  on wrong values.
+* torch's own shape inference runs a real forward, which changes BatchNorm's running statistics.
+* Backends send memory in the order in which it lies. Gloo refuses a channels_last tensor, and NCCL would deliver its
+  elements in another order.
 """
 
 from __future__ import annotations
@@ -25,33 +30,40 @@ from torch.func import functional_call
 
 @dataclass(frozen=True)
 class Boundary:
-    """What goes from one stage to the next: a tensor of one micro-batch."""
+    """Specification of a tensor of one micro-batch that one stage sends to the next.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Data type of the tensor.
+        stride: Strides of a tensor without gaps, or None for a contiguous one.
+        has_gradient: In training, whether a gradient is sent back for the tensor.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    stride: tuple[int, ...] | None = None  # without gaps; None: of a contiguous tensor
-    has_gradient: bool = False  # in training: one goes back for it
+    stride: tuple[int, ...] | None = None
+    has_gradient: bool = False
 
     def empty(self, device: torch.device | str, *, requires_grad: bool = False) -> Tensor:
-        """Make such a tensor."""
-        made = torch.empty(self.shape, dtype=self.dtype, device=device)
-        made = made if self.stride is None else made.as_strided(self.shape, self.stride)
-        return made.requires_grad_(requires_grad)
+        """Return an uninitialised tensor of this shape, dtype and layout."""
+        tensor = torch.empty(self.shape, dtype=self.dtype, device=device)
+        if self.stride is not None:
+            tensor = tensor.as_strided(self.shape, self.stride)
+        return tensor.requires_grad_(requires_grad)
 
     def has_layout_of(self, tensor: Tensor) -> bool:
-        """Whether the elements of a tensor of this shape lie in memory as agreed on."""
+        """Return whether `tensor`, which has this shape, lies in memory in this layout."""
         if self.stride is None:
             return tensor.is_contiguous()
-        return all(
-            size == 1 or own == other
-            for size, own, other in zip(self.shape, self.stride, tensor.stride(), strict=True)
-        )
+        # The stride of a dimension of size 1 has no effect.
+        dims = [dim for dim, size in enumerate(self.shape) if size != 1]
+        return all(self.stride[dim] == tensor.stride(dim) for dim in dims)
 
     def message(self, tensor: Tensor) -> Tensor:
-        """Return the elements of a tensor of this shape in the order that was agreed on, one after the other.
+        """Return the elements of `tensor`, which has this shape, as one row in the order of this layout.
 
-        It shares the tensor's memory where that lies so already; a receiver's tensor comes from `empty`, so that its
-        message is its memory.
+        The row shares the tensor's memory if the tensor has this layout already. A receiver's
+        tensor comes from `empty`, so its row is always its memory.
 
         >>> turned = torch.arange(6.0).view(2, 3).t()
         >>> boundary_of(turned).message(turned), Boundary((3, 2), turned.dtype).message(turned)
@@ -63,122 +75,159 @@ class Boundary:
         return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def check(boundaries: Sequence[Boundary], value: object, what: str) -> None:
-    """Raise `RuntimeError` unless `what`, a tensor or a tuple, is tensors of these shapes and dtypes."""
-    agreed = [(one.shape, one.dtype) for one in boundaries]
-    found = [
-        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in as_arguments(value)
-    ]
-    if found != agreed:
+Boundaries = tuple[Boundary, ...]
+"""Specifications of all inputs or all outputs of a stage."""
+
+
+def check_shapes(boundaries: Sequence[Boundary], value: object, subject: str) -> None:
+    """Check that a tensor, or a tuple of tensors, has the agreed shapes and dtypes.
+
+    Args:
+        boundaries: The agreed specifications.
+        value: The tensor or tuple to check.
+        subject: Name of the value in the error.
+
+    Raises:
+        RuntimeError: A shape, a dtype or the number of tensors differs.
+    """
+    agreed = [(boundary.shape, boundary.dtype) for boundary in boundaries]
+    actual: list[Any] = []
+    for argument in as_arguments(value):
+        if isinstance(argument, Tensor):
+            actual.append((tuple(argument.shape), argument.dtype))
+        else:
+            actual.append(type(argument))
+    if actual != agreed:
         raise RuntimeError(
-            f"Shapes and dtypes of {what} (={found}) must be those of the fake tensors that ran before (={agreed}): "
-            "the next rank would take the message for something else. A block must not choose its shapes by values."
+            f"Shapes and dtypes of {subject} (={actual}) must be those of the fake tensors that ran before "
+            f"(={agreed}): the next rank would misread the message. A block must not choose its shapes by values."
         )
 
 
 def as_arguments(value: Any) -> tuple[Any, ...]:
-    """Return what a block gives the next one as arguments: the entries of a tuple, or the one value."""
+    """Return a block's output as the arguments of the next block: a tuple as it is, any other value in a tuple."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def boundary_of(tensor: Tensor) -> Boundary:
-    """Return shape, dtype and layout of a tensor; of one with gaps, as an expanded one, the layout of its copy.
+    """Return the specification of `tensor`.
+
+    If it has gaps, as an expanded one, the layout is that of its copy.
 
     >>> boundary_of(torch.ones(2, 3).t()).stride, boundary_of(torch.ones(2, 3)).stride
     ((1, 3), None)
     """
-    stride = (
-        None if tensor.is_contiguous() else tuple(torch.empty_like(tensor, device="meta").stride())
-    )
+    stride = None
+    if not tensor.is_contiguous():
+        stride = tuple(torch.empty_like(tensor, device="meta").stride())
     return Boundary(tuple(tensor.shape), tensor.dtype, stride, tensor.requires_grad)
 
 
 def output_of(
-    blocks: Sequence[nn.Module], given: Sequence[Boundary], device: torch.device
-) -> tuple[Boundary, ...]:
-    """Return what `blocks` make of `given`, in the modes of the moment (autocast, gradients); blocks stay as they are.
+    blocks: Sequence[nn.Module], inputs: Sequence[Boundary], device: torch.device
+) -> Boundaries:
+    """Return the specifications of what `blocks` return for `inputs`, in the current autocast and gradient modes.
+
+    The blocks stay unchanged.
 
     Raises:
-        ValueError: a block returns other things than tensors, or integers alone, or its shapes depend on values.
+        ValueError: A block returns something other than tensors, or only integers, or its shapes
+            depend on values.
 
     >>> output_of([nn.Conv2d(3, 8, 3), nn.Flatten()], [Boundary((2, 3, 8, 8), torch.float32)], torch.device("cpu"))
     (Boundary(shape=(2, 288), dtype=torch.float32, stride=None, has_gradient=True),)
     """
-    doubles = [_double_of(block) for block in blocks]
+    scratch_blocks = [_copy_without_tensors(block) for block in blocks]
+
     # Tensors that are plain attributes of a block are real ones.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        # Clones, as a block may begin with an operation in place.
-        value = tuple(one.empty(device, requires_grad=one.has_gradient).clone() for one in given)
-        for block in doubles:
-            fake = {
-                name: torch.empty_strided(
-                    tensor.shape,
-                    tensor.stride(),
-                    dtype=tensor.dtype,
-                    device=device,
-                    requires_grad=tensor.requires_grad,
-                )
-                for name, tensor in [*block.named_parameters(), *block.named_buffers()]
-            }
-            try:
-                value = as_arguments(functional_call(block, fake, value))
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise ValueError(
-                    f"The output of block {type(block).__name__} must have a shape that does not depend on values: "
-                    "stages agree on shapes before they compute. Move what depends on values out of the network."
-                ) from error
-            if not all(isinstance(one, Tensor) for one in value) or not any(
-                map(torch.is_floating_point, value)
-            ):
-                kinds = ", ".join(type(one).__name__ for one in value)
-                raise ValueError(
-                    f"Block {type(block).__name__} (returned {kinds}) must return a floating-point tensor or a tuple "
-                    "of tensors with one, the arguments of the next block. Keep other things as attributes of blocks."
-                )
-        found = tuple(map(boundary_of, value))
-    if any(one.has_gradient for one in found):
-        return found
-    # All before is frozen, or nothing is trained: torch's schedules take one gradient back at least.
-    return tuple(replace(one, has_gradient=one.dtype.is_floating_point) for one in found)
+        # Blocks get clones, because one may begin with an operation in place.
+        value = tuple(
+            boundary.empty(device, requires_grad=boundary.has_gradient).clone()
+            for boundary in inputs
+        )
+        for block in scratch_blocks:
+            value = _fake_output(block, value, device)
+        outputs = tuple(boundary_of(tensor) for tensor in value)
+
+    if any(boundary.has_gradient for boundary in outputs):
+        return outputs
+    # Everything before is frozen, or nothing is trained. torch's schedules need at least one
+    # gradient.
+    return tuple(
+        replace(boundary, has_gradient=boundary.dtype.is_floating_point) for boundary in outputs
+    )
 
 
-def _double_of(block: nn.Module) -> nn.Module:
-    """Copy a block without its tensors: one that keeps a table from its first forward must not keep a fake one."""
-    attributes = [item for module in block.modules() for item in vars(module).items()]
-    tensors = [
-        *block.parameters(),
-        *block.buffers(),
-        *(value for _, value in attributes if isinstance(value, Tensor)),
-    ]
-    # A hook may belong to anything, as the trainer.
-    hooks = [value for name, value in attributes if name.endswith("_hooks")]
+def _fake_output(
+    block: nn.Module, arguments: tuple[Tensor, ...], device: torch.device
+) -> tuple[Tensor, ...]:
+    """Run `block` with fake parameters and buffers on fake `arguments`."""
+    fake_state = {}
+    for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+        fake_state[name] = torch.empty_strided(
+            tensor.shape,
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device=device,
+            requires_grad=tensor.requires_grad,
+        )
+
     try:
-        return copy.deepcopy(block, {id(each): each for each in (*tensors, *hooks)})
-    except Exception:  # as of a lock
+        outputs = as_arguments(functional_call(block, fake_state, arguments))
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"The output of block {type(block).__name__} must have a shape that does not depend on values: "
+            "stages agree on shapes before they compute. Move what depends on values out of the network."
+        ) from error
+
+    are_tensors = all(isinstance(output, Tensor) for output in outputs)
+    if not are_tensors or not any(torch.is_floating_point(output) for output in outputs):
+        kinds = ", ".join(type(output).__name__ for output in outputs)
+        raise ValueError(
+            f"Block {type(block).__name__} (returned {kinds}) must return a floating-point tensor or a tuple "
+            "of tensors with one, the arguments of the next block. Keep other values as attributes of blocks."
+        )
+    return outputs
+
+
+def _copy_without_tensors(block: nn.Module) -> nn.Module:
+    """Copy a block that shares its tensors: a block may keep a table from its first forward, never a fake one."""
+    shared: list[Any] = [*block.parameters(), *block.buffers()]
+    for module in block.modules():
+        for name, value in vars(module).items():
+            # A hook may belong to any object, such as the trainer.
+            if isinstance(value, Tensor) or name.endswith("_hooks"):
+                shared.append(value)
+
+    try:
+        return copy.deepcopy(block, {id(value): value for value in shared})
+    except Exception:  # some attributes, such as locks, cannot be copied
         return block
 
 
 def costs_of(blocks: Sequence[nn.Module], example: object) -> list[float]:
-    """Return what each block costs: operations of a forward on `example`, or its parameters where it is no tensors.
+    """Return the cost of each block: operations of a forward on `example`, or parameters if it is not tensors.
 
-    One operation for each element that a block returns is added, so that none is free.
+    One operation for each element that a block returns is added, so that no block is free.
 
     >>> costs_of([nn.Linear(3, 5), nn.ReLU()], torch.zeros(2, 3)), costs_of([nn.Linear(3, 5), nn.ReLU()], None)
     ([70.0, 10.0], [20.0, 0.0])
     """
     arguments = as_arguments(example)
-    if not all(isinstance(one, Tensor) for one in arguments):
-        return [
-            float(sum(parameter.numel() for parameter in block.parameters())) for block in blocks
-        ]
-    from torch.utils.flop_counter import (
-        FlopCounterMode,
-    )  # here: it imports Triton, which takes half a second
-
     costs = list[float]()
-    given = tuple(map(boundary_of, arguments))
+    if not all(isinstance(argument, Tensor) for argument in arguments):
+        for block in blocks:
+            costs.append(float(sum(parameter.numel() for parameter in block.parameters())))
+        return costs
+
+    # Imported here because it imports Triton, which takes half a second.
+    from torch.utils.flop_counter import FlopCounterMode
+
+    boundaries = tuple(boundary_of(argument) for argument in arguments)
     for block in blocks:
         with FlopCounterMode(display=False) as counter:
-            given = output_of([block], given, torch.device("cpu"))
-        costs.append(float(counter.get_total_flops() + sum(math.prod(one.shape) for one in given)))
+            boundaries = output_of([block], boundaries, torch.device("cpu"))
+        num_elements = sum(math.prod(boundary.shape) for boundary in boundaries)
+        costs.append(float(counter.get_total_flops() + num_elements))
     return costs

@@ -1,4 +1,4 @@
-"""The strategy `hybrid_pipeline`: wiring of stages, schedules and checkpoints into `hybrid_allreduce`."""
+"""The strategy `hybrid_pipeline`, which adds stages, schedules and their checkpoints to `hybrid_allreduce`."""
 
 from __future__ import annotations
 
@@ -48,31 +48,38 @@ if TYPE_CHECKING:
 
 
 class HybridPipeline(DataRanksMixin):
-    """A pipeline: the network of a module in stages, each on a rank of its own; `training_step` stays as it is.
+    """Pipeline-parallel strategy: the network runs in stages on several ranks, and `training_step` stays unchanged.
 
         ranks = num_stages * (data ranks)         batch of a data rank = num_microbatches * (micro-batch)
-        waiting part of a step = (num_stages - 1) / (v * num_microbatches + num_stages - 1)         v: stages per rank
+        idle share of a step = (num_stages - 1) / (v * num_microbatches + num_stages - 1)         v: stages per rank
 
-    It trains what `hybrid_allreduce` trains on the data ranks with `accumulate_grad_batches = num_microbatches`, to the
-    bit. Checkpoints are the same files: any number of stages, and plain `ddp`, can load them.
+    The result is bit-identical to `hybrid_allreduce` on the data ranks with
+    `accumulate_grad_batches = num_microbatches`. Checkpoints are the same files: runs with any
+    number of stages, and plain `ddp`, can load them.
 
     Args:
-        num_stages: ranks of a pipeline; divides the ranks.
-        num_microbatches: parts into which the batch of a rank is cut, at least `num_stages`; four times as many and
-            more keep the waiting part below 20 %.
-        schedule: `"gpipe"`: all forwards, then all backwards; all micro-batches in memory. `"1f1b"`: backward as soon
-            as it can; stage j keeps `num_stages - j`. `"interleaved"`: two stages a rank: half the waiting.
-            `"zero_bubble"`: these, with gradients of weights computed while others wait; for one data rank.
-        of: name of the network in the module: an `nn.Sequential`, or a module with `pipeline_blocks()`.
-        cuts: first block of each stage after the first; a `BlockProfile` balances the stages by seconds and bytes, None
-            by operations where there is an `example_input_array` (the network's input), else by parameters.
-        checkpoint_activations: whether to store only the input of each block and to compute its inside again in
-            backward: GPipe's second half, for about a third more arithmetic.
-        **options: as in `HybridAllReduceStrategy`, for the data ranks; what needs the gradients of a whole network is
-            refused: a codec, a planner, `Adasum`, `LocalSteps`.
+        num_stages: Number of ranks of a pipeline. It must divide the number of ranks.
+        num_microbatches: Number of micro-batches into which the batch of a rank is cut, at least
+            `num_stages`. With four times as many or more, the idle share is below 20 %.
+        schedule: `"gpipe"`: all forwards, then all backwards; all micro-batches in memory.
+            `"1f1b"`: each backward as early as possible; stage j keeps `num_stages - j`
+            micro-batches. `"interleaved"`: two stages per rank, half the idle time.
+            `"zero_bubble"`: like `"interleaved"`, with gradients of weights computed in idle time;
+            for one data rank.
+        of: Name of the network in the module: an `nn.Sequential`, or a module with
+            `pipeline_blocks()`.
+        cuts: First block of each stage after the first. A `BlockProfile` balances the stages by
+            seconds and bytes. None balances by operations if there is an `example_input_array` (the
+            network's input), otherwise by parameters.
+        checkpoint_activations: Whether to store only the input of each block and to recompute its
+            inside in backward: GPipe's second half, for about a third more arithmetic.
+        **options: As in `HybridAllReduceStrategy`, for the data ranks. Options that need the
+            gradients of the whole network raise an error: a codec, a planner, `Adasum`,
+            `LocalSteps`.
 
     Raises:
-        ValueError: an option cannot work; before any process group exists where it can be known by then.
+        ValueError: An option is invalid. Raised before any process group exists, if that can be
+            known by then.
 
     Source: Huang et al. 2018 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473).
     """
@@ -85,8 +92,8 @@ class HybridPipeline(DataRanksMixin):
         self,
         num_stages: int = 2,
         num_microbatches: int = 8,
-        schedule: Schedule
-        | str = "1f1b",  # any text: what is refused gets its reason, by `check_options`
+        # Any text is accepted here, so that `check_options` can give the reason for an invalid one.
+        schedule: Schedule | str = "1f1b",
         of: str = "net",
         cuts: Cuts = None,
         checkpoint_activations: bool = False,
@@ -113,20 +120,17 @@ class HybridPipeline(DataRanksMixin):
         self.checkpoint_activations = checkpoint_activations
         self._training: TrainingStep | None = None
         self._cut: CutModel | None = None
-        self._gradients: list[Tensor | None] = []
-        self._until_teardown = ExitStack()
+        self._gradients: list[Tensor | None] = []  # between `training_step` and `backward`
+        self._until_teardown = ExitStack()  # changes of the user's module that end with the fit
         super().__init__(**dict(options))
 
-    # ---- setup -----------------------------------------------------------------------------------------------------
+    # ---- setup ---------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Keep this rank's stages, put the others on the meta device, and set up as `hybrid_allreduce`."""
+        """Keep this rank's stages, move the others to the meta device, and set up as `hybrid_allreduce`."""
         module = self.lightning_module
-        watchdog = self._failures.setup_watchdog
-        is_fit = trainer.state.fn == "fit"
         assert module is not None
-        assert self._timeout is not None
-        assert isinstance(watchdog, PipelineWatchdog)
+        is_fit = trainer.state.fn == "fit"
         if is_fit:
             refuse_in_pipeline(trainer, module, self.precision_plugin, is_setup=True)
         ranks = self.pipeline_ranks
@@ -144,12 +148,49 @@ class HybridPipeline(DataRanksMixin):
             checkpoint_activations=self.checkpoint_activations,
             precision=self.precision_plugin.precision,
         )
+        self._stages = self._cut_network(module, places)
+
+        if is_fit:
+            super().setup(trainer)
+        else:
+            with self._active_cut.ignored_by_ddp():
+                super().setup(trainer)
+        for metric in single_metrics(module):
+            if metric.process_group is None:
+                metric.process_group = self._stages.groups.data
+        if is_fit:
+            if self._extensions is not None:
+                self._extensions.begin(self._comm, self._stages)
+            self._clip_over_stages()
+            self._check_clipping_of(module)
+        self._until_teardown.enter_context(example_hidden(module))
+        rank_zero_info(
+            f"pipeline: {ranks.num_stages} stages on {ranks.num_ranks} of {ranks.world_size} ranks each; "
+            f"{self.schedule}, {self.num_microbatches} micro-batches; cuts {places[1:-1]} of {len(blocks)} blocks"
+        )
+
+    def _cut_network(self, module: pl.LightningModule, places: Sequence[int]) -> Stages:
+        """Create process groups and stages, of which this rank keeps its own.
+
+        Collective: every rank must call it, in the same order.
+        """
+        # Imported here, as it imports torch's schedules.
+        from lightning_hybrid.pipeline.checked_stage import StageBody
+
+        watchdog = self._failures.setup_watchdog
+        assert isinstance(watchdog, PipelineWatchdog)
+        assert self._timeout is not None
+        ranks = self.pipeline_ranks
         self._groups = PipelineGroups(ranks, timeout=self._timeout)
         self._cut = CutModel(module, self.of, places=places, ranks=ranks, device=self.root_device)
-        stages = [self._cut.stage(stage) for stage in range(ranks.num_stages)]
-        tied = TiedWeights(stages, ranks, self._groups)
-        bodies = {stage: self._body_of(stages[stage]) for stage in ranks.stages}
-        self._stages = Stages(
+        blocks_by_stage = [self._cut.stage(index) for index in range(ranks.num_stages)]
+        tied = TiedWeights(blocks_by_stage, ranks, self._groups)
+        bodies = {}
+        for index in ranks.stages:
+            bodies[index] = StageBody(
+                blocks_by_stage[index], checkpoint_activations=self.checkpoint_activations
+            )
+        return Stages(
             module=module,
             net=module.get_submodule(self.of),
             bodies=bodies,
@@ -160,95 +201,102 @@ class HybridPipeline(DataRanksMixin):
             watchdog=watchdog,
             device=self.root_device,
             num_microbatches=self.num_microbatches,
-            whole=self._whole,
-        )
-        with nullcontext() if is_fit else self._cut.ignored_by_ddp():
-            super().setup(trainer)
-        for metric in single_metrics(module):
-            if metric.process_group is None:
-                metric.process_group = self._groups.data
-        if is_fit:
-            if self._extensions is not None:
-                self._extensions.begin(self._comm, self._stages)
-            clip = vars(self.precision_plugin).get(
-                "clip_grad_by_norm", clip_by_norm_over_ranks
-            )  # of slices
-            stages_of_norm = {
-                "stage_group": self._groups.pipe,
-                "counted_elsewhere": tied.counted_elsewhere,
-            }
-            vars(self.precision_plugin)["clip_grad_by_norm"] = partial(
-                clip, device=self.root_device, **stages_of_norm
-            )
-            if is_overridden(
-                name := "configure_gradient_clipping", module, "pytorch.LightningModule"
-            ):
-                clipped = {name: partial(clip_as_user, module, getattr(module, name))}
-                self._until_teardown.enter_context(temporary_attributes(module, **clipped))
-        self._until_teardown.enter_context(example_hidden(module))
-        rank_zero_info(
-            f"pipeline: {ranks.num_stages} stages on {ranks.num_ranks} of {ranks.world_size} ranks each; "
-            f"{self.schedule}, {self.num_microbatches} micro-batches; cuts {places[1:-1]} of {len(blocks)} blocks"
+            whole_layers=self._whole_layers,
         )
 
-    def _body_of(self, blocks: Sequence[nn.Module]) -> nn.Module:
-        from lightning_hybrid.pipeline.checked_stage import (
-            StageBody,
-        )  # here: it imports torch's schedules
+    @property
+    def _active_cut(self) -> CutModel:
+        """The cut network, between setup and teardown."""
+        assert self._cut is not None
+        return self._cut
 
-        return StageBody(blocks, checkpoint_activations=self.checkpoint_activations)
+    def _clip_over_stages(self) -> None:
+        """Let the precision plugin, which may be Lightning's, clip by the norm over all stages."""
+        stages = self._active_stages
+        precision: Any = self.precision_plugin
+        # Slices of layers have set a clipping of their own, to which the stages are added.
+        clip = vars(precision).get("clip_grad_by_norm", clip_by_norm_over_ranks)
+        precision.clip_grad_by_norm = partial(
+            clip,
+            device=self.root_device,
+            stage_group=stages.groups.pipe,
+            counted_elsewhere=stages.tied.counted_elsewhere,
+        )
+
+    def _check_clipping_of(self, module: pl.LightningModule) -> None:
+        """Check the gradients that the module's own `configure_gradient_clipping` changes, if it has one."""
+        name = "configure_gradient_clipping"
+        if not is_overridden(name, module, "pytorch.LightningModule"):
+            return
+        clip = partial(clip_as_user, module, module.configure_gradient_clipping)
+        self._until_teardown.enter_context(
+            temporary_attributes(module, configure_gradient_clipping=clip)
+        )
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
         cut = self._cut
-        if (
-            self._stages is None
-        ):  # the end: after a failure blocks of others stay on the meta device
+        if self._stages is None:
+            # The run ends. After a failure, blocks of other ranks stay on the meta device.
             self._cut = None
         with nullcontext() if cut is None else cut.hidden():
             yield
 
     def configure_ddp(self) -> None:
-        """Wrap each stage in DDP over its data ranks, and remember which parameters are trained."""
-        here = self._here
-        self._averaged_parameters, ignored = trained_parameters(here.module)
-        named = here.module.named_parameters(remove_duplicate=False)
-        ignored_ids = {id(parameter) for name, parameter in named if name in ignored}
-        if here.ranks.num_data_ranks > 1:
-            if self._extensions is not None:
-                self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
-            new = self._comm.new_engine(
-                self.precision_plugin, replicas=self.replicas, group=self._data_group
-            )
-            here.watchdog.engine = self._comm.engine = new
-            self._comm.hook_state = self._comm.average_by(new, None)  # all of a stage may be cut
-            with nullcontext() if self._window is None else self._window.opened():
-                here.wrapped = {
-                    index: self._wrapped(body, new, ignored_ids)
-                    for index, body in here.bodies.items()
-                }
+        """Wrap each stage in DDP over its data ranks, and record which parameters are averaged."""
+        stages = self._active_stages
+        self._averaged_parameters, ignored_names = trained_parameters(stages.module)
+        ignored_ids = set()
+        for name, parameter in stages.module.named_parameters(remove_duplicate=False):
+            if name in ignored_names:
+                ignored_ids.add(id(parameter))
+        if stages.ranks.num_data_ranks > 1:
+            self._wrap_stages(ignored_ids)
         if self._half is not None:
-            self._half.connect_stages(here.largest)
+            self._half.connect_stages(stages.largest)
+
         seed = [int(torch.initial_seed()) % 2**32]
         dist.broadcast_object_list(seed, src=0)
-        assert self._cut is not None
         self._training = TrainingStep(
-            here,
+            stages,
             schedule=self.schedule,
             precision=self.precision_plugin,
             seed=seed[0],
-            cut=self._cut,
+            cut=self._active_cut,
         )
 
-    def _wrapped(self, body: nn.Module, engine: CommEngine, ignored: set[int]) -> nn.Module:
-        if not any(
-            parameter.requires_grad and id(parameter) not in ignored
-            for parameter in body.parameters()
-        ):
+    def _wrap_stages(self, ignored_ids: set[int]) -> None:
+        """Create the engine that averages over data ranks, and wrap each stage in DDP."""
+        stages = self._active_stages
+        if self._extensions is not None:
+            self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
+        engine = self._comm.new_engine(
+            self.precision_plugin, replicas=self.replicas, group=self._data_group
+        )
+        stages.watchdog.engine = engine
+        self._comm.engine = engine
+        # A stage may have no parameters that DDP averages.
+        self._comm.hook_state = self._comm.average_by(engine, None)
+        with nullcontext() if self._window is None else self._window.opened():
+            wrapped = {}
+            for index, body in stages.bodies.items():
+                wrapped[index] = self._wrap_stage(body, engine, ignored_ids)
+            stages.wrapped = wrapped
+
+    def _wrap_stage(self, body: nn.Module, engine: CommEngine, ignored_ids: set[int]) -> nn.Module:
+        """Wrap a stage in DDP, unless it has no parameters to average."""
+        ignored_names = []
+        has_averaged_parameters = False
+        for name, parameter in body.named_parameters(remove_duplicate=False):
+            if id(parameter) in ignored_ids:
+                ignored_names.append(name)
+            elif parameter.requires_grad:
+                has_averaged_parameters = True
+        if not has_averaged_parameters:
             return body
+
         options = self._ddp_kwargs | {"process_group": self._data_group, "init_sync": False}
-        named = body.named_parameters(remove_duplicate=False)
-        with ignored_by_ddp(body, [name for name, one in named if id(one) in ignored]):
+        with ignored_by_ddp(body, ignored_names):
             wrapped = self._comm.wrap(
                 body,
                 device_ids=self.determine_ddp_device_ids(),
@@ -258,52 +306,61 @@ class HybridPipeline(DataRanksMixin):
         self._comm.hook_state = self._comm.average_by(engine, wrapped)
         return wrapped
 
-    # ---- step ------------------------------------------------------------------------------------------------------
+    # ---- step ----------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the schedule, then the user's `training_step` on the whole batch with the outputs, without gradients."""
         assert self._training is not None
-        trainer = self._here.module.trainer
-        refuse_in_pipeline(trainer, self._here.module, self.precision_plugin)
-        (batch, *rest) = (*args, *kwargs.values())
+        trainer = self._active_stages.module.trainer
+        refuse_in_pipeline(trainer, self._active_stages.module, self.precision_plugin)
+        batch, *step_arguments = [*args, *kwargs.values()]
         parameters = self._training.parameters
         for parameter in parameters:
             parameter.grad = None
-        place = (trainer.current_epoch, trainer.fit_loop.batch_idx)
-        output = self._training.run(batch, tuple(rest), place=place)
-        # Lightning sets gradients to None between here and `backward`, which puts these back.
+        output = self._training.run(
+            batch,
+            tuple(step_arguments),
+            epoch=trainer.current_epoch,
+            batch_index=trainer.fit_loop.batch_idx,
+        )
+
+        # Lightning sets gradients to None between here and `backward`, which restores these.
         self._gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         with torch.no_grad(), self._training.on_whole_batch(output):
-            result: Any = super().training_step(batch, *rest)
+            result: Any = super().training_step(batch, *step_arguments)
         if self._half is not None:
-            self._half.end_microbatches(result["loss"] if isinstance(result, Mapping) else result)
+            loss = result
+            if isinstance(result, Mapping):
+                loss = result["loss"]
+            self._half.end_microbatches(loss)
         return result
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Call the hooks around backward, which the schedule has run; give the parameters their gradients."""
+        """Call the hooks around backward, which the schedule has run, and restore the gradients."""
         assert self._training is not None
-        plain = self.precision_plugin
-        half = self._half
-        module = self._here.module
-        closure_loss = (plain.pre_backward if half is None else half.call_before_backward)(
-            closure_loss, module
-        )
+        module = self._active_stages.module
+        if self._half is None:
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        else:
+            closure_loss = self._half.call_before_backward(closure_loss, module)
+
         for parameter, gradient in zip(self._training.parameters, self._gradients, strict=True):
             parameter.grad = gradient
         self._gradients = []
-        return (plain.post_backward if half is None else half.call_after_backward)(
-            closure_loss, module
-        )
+
+        if self._half is None:
+            return self.precision_plugin.post_backward(closure_loss, module)
+        return self._half.call_after_backward(closure_loss, module)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step as `hybrid_allreduce`; look at what hooks have logged."""
+        """Step as `hybrid_allreduce`, then compare the values that hooks have logged."""
         result = super().optimizer_step(*args, **kwargs)
         assert self._training is not None
-        self._training.compare_logged(self._here.module.trainer._results)
+        self._training.compare_logged(self._active_stages.module.trainer._results)
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -323,22 +380,30 @@ class HybridPipeline(DataRanksMixin):
 
     @contextmanager
     def _over_stages(self, batch: Any, batch_idx: int = 0, *_: Any) -> Iterator[None]:
-        # Every rank logs of its own batch. Without a number, which a step need not take, all are compared.
+        """Let the network compute in all stages inside.
+
+        Every rank logs values of its own batch, so the first batches are compared. A step need not
+        take a batch index. Without one, all batches are compared.
+        """
+        stages = self._active_stages
         if batch_idx < NUM_COMPARED:
-            self._here.agree_on_batch(batch)
-        with temporary_attributes(self._here.net, forward=self._here.evaluate):
+            stages.agree_on_batch(batch)
+        with temporary_attributes(stages.net, forward=stages.evaluate):
             yield
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
+    # ---- checkpoints ---------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return what this rank has; `save_checkpoint` brings it together."""
+        """Return the state of this rank's stages. `save_checkpoint` adds that of the others."""
         with self._allowed():
             return dict(super().lightning_module_state_dict())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save what all stages hold, in one file. Collective: every rank must call it, as Lightning does."""
-        refuse_after_failure(self._comm.engine)  # before anything collective
+        """Save the state of all stages in one file.
+
+        Collective: every rank must call it, in the same order, as Lightning does.
+        """
+        refuse_after_failure(self._comm.engine)  # before any collective
         self._failures.refuse_to_save_alone("A pipeline", "its stages are on several ranks")
         group = None if self._groups is None else self._groups.agree  # None: after the fit
         gather_checkpoint(checkpoint, self.pipeline_ranks, group=group)
@@ -346,27 +411,24 @@ class HybridPipeline(DataRanksMixin):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of this rank's parameters."""
-        states = [
-            without_others(state, optimizer)
-            for optimizer, state in zip(
-                self.optimizers, checkpoint["optimizer_states"], strict=True
-            )
-        ]
+        states = []
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            states.append(without_others(state, optimizer))
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
-    # ---- end -------------------------------------------------------------------------------------------------------
+    # ---- end -----------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report the error to all ranks; the sums in flight are given up."""
+        """Report the error to all ranks, and abort the all-reduces in flight."""
         if self._cut is not None:
-            own = " and ".join(map(str, self.pipeline_ranks.stages))
-            add_cause(exception, stages=f"stage {own} of {self.pipeline_ranks.num_stages}")
+            stages = " and ".join(map(str, self.pipeline_ranks.stages))
+            add_cause(exception, stages=f"stage {stages} of {self.pipeline_ranks.num_stages}")
         super().on_exception(exception)
         if self._comm.engine is not None:
             self._comm.engine.abort(f"{type(exception).__name__}: {exception}")
 
     def _put_back(self) -> None:
-        """Make the module whole again on every rank, unless the run has failed."""
+        """Restore the whole module on every rank, unless the run has failed."""
         super()._put_back()
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._until_teardown.close()
@@ -379,9 +441,12 @@ class HybridPipeline(DataRanksMixin):
                 self._half.connect_stages(None)
             if self._stages is not None:
                 self._release(self._stages)
-            self._stages = self._training = self._groups = None
+            self._stages = None
+            self._training = None
+            self._groups = None
 
     def _release(self, stages: Stages) -> None:
+        """Free the process groups, and take them out of the module's metrics."""
         for metric in single_metrics(stages.module):
             if metric.process_group is stages.groups.data:
                 metric.process_group = None

@@ -1,4 +1,4 @@
-"""One step of training: the user's `training_step` on every micro-batch, carried out by a schedule over the stages."""
+"""One training step: the user's `training_step` on every micro-batch, run by a schedule over the stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,19 +28,35 @@ from lightning_hybrid.pipeline.microbatches import (
     random_state,
 )
 from lightning_hybrid.pipeline.pipeline_watchdog import waits_of_schedules
-from lightning_hybrid.pipeline.shapes import Boundary
+from lightning_hybrid.pipeline.shapes import Boundaries
 from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 
-# Batches of each epoch and loader whose labels are compared over a pipeline. Few: on CUDA each waits for the batch.
 NUM_COMPARED = 4
+"""Batches of each epoch and loader whose labels are compared over a pipeline.
+
+They are few because on CUDA each comparison waits for the batch.
+"""
+
+
+class _FirstLoss(NamedTuple):
+    """Loss of the first micro-batch, as one rank knows it."""
+
+    whole: float | str  # with the whole network, or why it is unknown: counts on the first rank
+    in_stages: float  # known on the last rank
 
 
 class TrainingStep:
-    """The micro-batches of a step, through all stages. Collective: every rank of WORLD must make it.
+    """Forward and backward of all micro-batches of a step, through all stages.
 
-    `precision` is Lightning's plugin; `seed` is of random numbers outside the network, the same on every rank of a
-    pipeline; `cut` has the network, for its loss in one piece.
+    Collective: every rank of WORLD must create it, in the same order.
+
+    Args:
+        stages: The stages of this rank.
+        schedule: Name of the schedule.
+        precision: Lightning's precision plugin.
+        seed: Seed of random numbers outside of the network, the same on every rank of a pipeline.
+        cut: The cut network, which computes the first loss in one piece.
     """
 
     def __init__(
@@ -52,63 +68,93 @@ class TrainingStep:
         self._cut = cut
         self._precision = precision
         self._half = precision if isinstance(precision, MasterWeightMixin) else None
-        self._schedules: dict[int, Callable[[], Tensor | None]] = {}
+        dtype = torch.float32 if self._half is None else self._half.dtype
+        self._eps = torch.finfo(dtype).eps
+        self._schedules: dict[int, Callable[[], Tensor | None]] = {}  # by digest of shapes
         self._muting = Muting(stages.module)
-        self._parts: Sequence[Any] = ()
-        self._rest: tuple[Any, ...] = ()
+
+        # Of the current step: micro-batches, further arguments of `training_step`, loss scale,
+        # seed, rows of the batch.
+        self._microbatches: Sequence[Any] = ()
+        self._step_arguments: tuple[Any, ...] = ()
         self._scale: Tensor | None = None
-        self._place: tuple[int, ...] = ()
+        self._step_seed: tuple[int, ...] = ()
         self._num_rows = 0
+
         self._has_warned = False
-        self._eps = torch.finfo(torch.float32 if self._half is None else self._half.dtype).eps
-        # Until the first step: the loss in one piece on the first rank, and in stages on the last.
         self._is_first_step = True
         self._has_compared_logs = False
-        self._loss_in_stages = math.nan
-        fits = torch.tensor(
-            float(free_bytes(stages.device) > 2 * cut.bytes_elsewhere), device=stages.device
-        )
-        stages.watchdog.wait_for(lambda: dist.all_reduce(fits, dist.ReduceOp.MIN))
-        self._fits = bool(fits)
+        self._first_loss_in_stages = math.nan
+        self._fits_on_one_rank = self._find_whether_network_fits()
+
+    def _find_whether_network_fits(self) -> bool:
+        """Return whether every rank has the memory for the whole network.
+
+        Collective: every rank must call it, in the same order.
+        """
+        stages = self._stages
+        fits = free_bytes(stages.device) > 2 * self._cut.bytes_elsewhere
+        fits_everywhere = torch.tensor(float(fits), device=stages.device)
+        stages.watchdog.wait_for(lambda: dist.all_reduce(fits_everywhere, dist.ReduceOp.MIN))
+        return bool(fits_everywhere)
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of this rank's stages."""
-        return [
-            parameter for body in self._stages.bodies.values() for parameter in body.parameters()
-        ]
+        parameters: list[Tensor] = []
+        for body in self._stages.bodies.values():
+            parameters += body.parameters()
+        return parameters
 
-    def run(self, batch: Any, rest: tuple[Any, ...], *, place: tuple[int, int]) -> Tensor:
-        """Run forward and backward of all micro-batches; return the outputs of the whole batch. Collective.
+    # ---- the step ------------------------------------------------------------------------------
 
-        `rest`: further arguments of `training_step`. `place`: epoch and batch. Gradients are those of the mean over
-        micro-batches, averaged over data ranks, in `p.grad`; with half precision fp32 and unscaled.
+    def run(
+        self, batch: Any, step_arguments: tuple[Any, ...], *, epoch: int, batch_index: int
+    ) -> Tensor:
+        """Run forward and backward of all micro-batches, and return the outputs of the whole batch.
+
+        Afterwards `p.grad` holds the gradients of the mean over micro-batches, averaged over data
+        ranks. With half precision they are fp32 and unscaled.
+
+        Collective: every rank of WORLD must call it, in the same order.
+
+        Args:
+            batch: The batch of this data rank.
+            step_arguments: Further arguments of `training_step`.
+            epoch: Index of the epoch.
+            batch_index: Index of the batch in its epoch.
         """
         stages = self._stages
-        self._parts = microbatches(batch, stages.num_microbatches)
-        self._rest = rest
-        # A function of the place in the run: one that is resumed draws the same.
-        self._place = (self._seed, stages.ranks.data_rank, *place)
-        shapes = digest_of(batch, with_values=False)
-        stages.agree_on_batch(batch, with_values=place[1] < NUM_COMPARED)
+        self._microbatches = microbatches(batch, stages.num_microbatches)
+        self._step_arguments = step_arguments
+        # Random numbers depend on the position in the run only, so a resumed run draws the same.
+        self._step_seed = (self._seed, stages.ranks.data_rank, epoch, batch_index)
+        shapes_digest = digest_of(batch, with_values=False)
+        stages.agree_on_batch(batch, with_values=batch_index < NUM_COMPARED)
+
         with self._schedule_context() as self._scale:
-            whole = self._loss_in_one_piece() if self._is_first_step else None
-            boundaries = stages.boundaries((shapes, "training"), self._first_input)
+            whole_loss = None
+            if self._is_first_step:
+                whole_loss = self._loss_in_one_piece()
+            boundaries = stages.boundaries((shapes_digest, "training"), self._first_input)
             self._num_rows = stages.num_microbatches * boundaries[0][0].shape[0]
-            if shapes not in self._schedules:
-                # That of the last shapes alone: each holds memory for the messages of all micro-batches.
-                self._schedules = {shapes: self._new_schedule(boundaries)}
+            if shapes_digest not in self._schedules:
+                # Only the last shapes have a schedule: each holds memory for the messages of all
+                # micro-batches.
+                self._schedules = {shapes_digest: self._new_schedule(boundaries)}
             with stages.watchdog.in_schedule(), waits_of_schedules(stages.watchdog):
-                output = self._schedules[shapes]()
+                output = self._schedules[shapes_digest]()
+
         with stages.watchdog.in_schedule():
             # With half precision each rank's sum over micro-batches is fp32 by now.
             stages.watchdog.note("waiting for the gradients of tied weights", is_waiting=True)
             stages.watchdog.wait_for(stages.tied.sum_gradients_)
             stages.watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
             output = stages.shared_output(output, stages.num_microbatches, boundaries[-1][0])
-        self._parts = ()
-        if whole is not None:
-            self._compare(whole)
+
+        self._microbatches = ()
+        if whole_loss is not None:
+            self._compare_first_loss(whole_loss)
         return output
 
     def _schedule_context(self) -> AbstractContextManager[Tensor | None]:
@@ -118,109 +164,8 @@ class TrainingStep:
         context: AbstractContextManager[None] = self._precision.train_step_context()
         return context
 
-    def _loss_in_one_piece(self) -> float | str:
-        stages = self._stages
-        cut = self._cut
-        if not self._fits:
-            return "there is no memory for the whole network on one rank"
-
-        def run() -> Tensor:
-            apart = in_stages(
-                stages.net, cut.blocks, cut.places, lambda stage: self.draws(0, stage=stage)
-            )
-            with self.draws(0), self._muting.muted(), apart:
-                return loss_in(
-                    stages.module.training_step(copy_batch(self._parts[0]), *self._rest)
-                ).detach()
-
-        with stages.whole():
-            whole = cut.whole_on_first(stages.ranks, stages.groups.agree)
-            if stages.ranks.is_first:
-                return loss_of_whole(stages.module, stages.net, whole, run, eps=self._eps)
-            with whole:
-                return ""  # the first rank's counts
-
-    def _compare(self, whole: float | str) -> None:
-        self._is_first_step = False
-        (whole, _), *_, (_, in_stages) = self._stages.told((whole, self._loss_in_stages))
-        if isinstance(whole, str):
-            rank_zero_info(
-                f"pipeline: the loss in stages was not compared with that of the whole network: {whole}"
-            )
-        else:
-            check_loss(whole, in_stages, net=self._stages.net, eps=self._eps)
-
-    def compare_logged(self, results: Mapping[str, Any]) -> None:
-        """Warn of values that hooks have logged until the first step, if stages' differ. Collective, once."""
-        if self._has_compared_logs:
-            return
-        self._has_compared_logs = True
-        found = self._stages.told(
-            {each.meta.name: f"{each.value:.4g}" for each in results.values() if each.is_tensor}
-        )
-        values = {name: [each[name] for each in found if name in each] for name in found[0]}
-        if apart := [
-            f"{name} (= {', '.join(each)})" for name, each in values.items() if len(set(each)) > 1
-        ]:
-            rank_zero_warn(
-                f"Logged values differ among the stages of a pipeline: {'; '.join(apart)}. Outside of `training_step` "
-                "a hook sees gradients and weights of its own stages alone, and loggers write those of rank zero: a "
-                "norm is not the network's."
-            )
-
-    @contextmanager
-    def on_whole_batch(self, output: Tensor) -> Iterator[None]:
-        """Let `training_step` on the whole batch get `output` from the network, for what it logs.
-
-        Raises:
-            ValueError: its micro-batches gave the network other rows.
-        """
-
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
-            given = only_tensors(args, kwargs)[0]
-            if given.dim() == 0 or given.shape[0] != self._num_rows:
-                raise ValueError(
-                    f"The network's input for a whole batch (of shape {tuple(given.shape)}) must have the rows of its "
-                    f"micro-batches (= {self._num_rows}): what is logged would be of other rows than what was trained. "
-                    "Let the rows that `training_step` gives to the network follow from those of the batch."
-                )
-            return output
-
-        # Of the place in the run as well: ranks that drew otherwise would log otherwise, and part at a schedule.
-        before = self._buffers_outside()
-        with self.draws(None) as has_drawn, temporary_attributes(self._stages.net, forward=forward):
-            yield
-            after = self._buffers_outside()
-            none = (None, 0)
-            if names := [
-                name
-                for name, (buffer, num) in after.items()
-                if before.get(name, none)[0] is not buffer or before[name][1] != num
-            ]:
-                raise ValueError(
-                    f"Buffers outside of the network (`{'`, `'.join(names[:3])}`) must not be moved in `training_step` "
-                    "in a pipeline: the first and the last stage run it for each micro-batch, and every rank for the "
-                    "whole batch, so ranks would part. Move them in `on_train_batch_end`, from what `training_step` "
-                    "returns: it is the same on all ranks there."
-                )
-            if not self._has_warned and self._place[-1] < NUM_COMPARED and has_drawn():
-                self._has_warned = True
-                rank_zero_warn(
-                    "`training_step` draws random numbers: in a pipeline the values that it logs are of the outputs "
-                    "that were trained and of another draw, made for the whole batch. Gradients are right. Draw in "
-                    "the loader, or log in validation."
-                )
-
-    def _buffers_outside(self) -> dict[str, tuple[Tensor, int]]:
-        # With their counts of writes: no memory is read.
-        inside = set(map(id, self._stages.net.buffers()))
-        named = self._stages.module.named_buffers()
-        return {name: (each, each._version) for name, each in named if id(each) not in inside}
-
-    def _new_schedule(
-        self, boundaries: Sequence[tuple[Boundary, ...]]
-    ) -> Callable[[], Tensor | None]:
-        # Here: it takes a second.
+    def _new_schedule(self, boundaries: Sequence[Boundaries]) -> Callable[[], Tensor | None]:
+        # Imported here, as it takes a second.
         from lightning_hybrid.pipeline.checked_stage import (
             CheckedStage,
             StageSetting,
@@ -228,68 +173,89 @@ class TrainingStep:
             schedule_of,
         )
 
-        around_backward = (
-            plain_backward if self._half is None else self._half.backward_of_microbatch
-        )
-        mine = self._stages
-        made = []
-        for index in mine.ranks.stages:
+        around_backward: Callable[..., AbstractContextManager[None]] = plain_backward
+        if self._half is not None:
+            around_backward = self._half.backward_of_microbatch
+
+        stages = self._stages
+        checked_stages = []
+        for index in stages.ranks.stages:
             setting = StageSetting(
                 index=index,
-                num_stages=mine.ranks.num_stages,
-                device=mine.device,
-                group=mine.groups.pipe,
+                num_stages=stages.ranks.num_stages,
+                device=stages.device,
+                group=stages.groups.pipe,
                 around_backward=around_backward,
-                note=mine.watchdog.note,
-                note_last=partial(setattr, mine, "require_backward_grad_sync"),
+                note=stages.watchdog.note,
+                set_last_backward=stages.set_last_backward,
             )
-            ends = {"given": boundaries[index], "returned": boundaries[index + 1]}
-            draws = partial(self.draws, stage=index)
-            made.append(
-                CheckedStage(
-                    mine.wrapped[index], setting, input_of=self._input_of, draws=draws, **ends
-                )
+            checked_stage = CheckedStage(
+                stages.wrapped[index],
+                setting,
+                inputs=boundaries[index],
+                outputs=boundaries[index + 1],
+                input_of=self._input_of,
+                random_state_of=partial(self._random_state, stage=index),
             )
+            checked_stages.append(checked_stage)
         return schedule_of(
-            self._schedule, made, num_microbatches=mine.num_microbatches, loss_of=self._loss_of
+            self._schedule,
+            checked_stages,
+            num_microbatches=stages.num_microbatches,
+            loss_of=self._loss_of,
         )
 
-    def draws(
-        self, number: int | None, *, stage: int | None = None
-    ) -> AbstractContextManager[Callable[[], bool]]:
-        """Draw a micro-batch's random numbers inside: those of a stage, which are its own, or those outside of all.
+    # ---- calls of the user's `training_step` ---------------------------------------------------
 
-        Of the whole batch where `number` is None.
+    def _random_state(
+        self, microbatch: int | None, *, stage: int | None = None
+    ) -> AbstractContextManager[Callable[[], bool]]:
+        """Return a context with the random numbers of a micro-batch.
+
+        Args:
+            microbatch: Index of the micro-batch. None: the whole batch.
+            stage: Stage that draws them. None: code outside of the network.
         """
-        own = (-1 if number is None else number, -1 if stage is None else stage)
-        return random_state((*self._place, *own), self._stages.device)
+        microbatch_seed = -1 if microbatch is None else microbatch
+        stage_seed = -1 if stage is None else stage
+        return random_state((*self._step_seed, microbatch_seed, stage_seed), self._stages.device)
 
     def _first_input(self) -> tuple[Tensor, ...]:
         with put_back(self._stages.module):
             return self._input_of(0)
 
-    def _input_of(self, number: int) -> tuple[Tensor, ...]:
+    def _input_of(self, index: int) -> tuple[Tensor, ...]:
+        """Return the network's input for a micro-batch."""
         module = self._stages.module
-        part = copy_batch(self._parts[number])
-        with torch.no_grad(), self.draws(number), self._muting.muted():
-            return input_of_net(self._stages.net, lambda: module.training_step(part, *self._rest))
+        microbatch = copy_batch(self._microbatches[index])
 
-    def _loss_of(self, output: Tensor, number: int) -> Tensor:
-        self._stages.watchdog.note(f"in the loss of micro-batch {number}")
-        loss = self._user_loss(copy_batch(self._parts[number]), output, number)
-        if self._is_first_step and number == 0:
-            self._loss_in_stages = float(loss.detach())
-        # In the order of accumulation: Lightning divides, then the loss is scaled.
+        def run() -> Any:
+            return module.training_step(microbatch, *self._step_arguments)
+
+        with torch.no_grad(), self._random_state(index), self._muting.muted():
+            return input_of_net(self._stages.net, run)
+
+    def _loss_of(self, output: Tensor, index: int) -> Tensor:
+        """Return the loss of a micro-batch, divided by their number and scaled."""
+        self._stages.watchdog.note(f"in the loss of micro-batch {index}")
+        loss = self._user_loss(copy_batch(self._microbatches[index]), output, index)
+        if self._is_first_step and index == 0:
+            self._first_loss_in_stages = float(loss.detach())
+        # The order of gradient accumulation: Lightning divides the loss, then the loss is scaled.
         loss = loss / self._stages.num_microbatches
-        return loss if self._scale is None else loss.float() * self._scale
+        if self._scale is None:
+            return loss
+        return loss.float() * self._scale
 
-    def _user_loss(self, part: Any, output: Tensor, number: int) -> Tensor:
+    def _user_loss(self, microbatch: Any, output: Tensor, index: int) -> Tensor:
+        """Run the user's `training_step`, in which the network returns `output`."""
         module = self._stages.module
-        calls = list[int]()
+        num_calls = 0
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            calls.append(number)
-            if len(calls) > 1:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1:
                 raise ValueError(
                     "`training_step` must call the network that `of` names once: its stages compute each micro-batch "
                     "once. Join the inputs of both calls into one."
@@ -297,8 +263,151 @@ class TrainingStep:
             return output
 
         with (
-            self.draws(number),
+            self._random_state(index),
             self._muting.muted(),
             temporary_attributes(self._stages.net, forward=forward),
         ):
-            return loss_in(module.training_step(part, *self._rest))
+            return loss_in(module.training_step(microbatch, *self._step_arguments))
+
+    # ---- comparison of the first loss ----------------------------------------------------------
+
+    def _loss_in_one_piece(self) -> float | str:
+        """Return the first micro-batch's loss with the whole network, or why it is unknown.
+
+        The value counts on the first rank only. Collective: every rank of the pipeline must call
+        it.
+        """
+        if not self._fits_on_one_rank:
+            return "there is no memory for the whole network on one rank"
+
+        stages = self._stages
+        with stages.whole_layers():
+            whole_network = self._cut.whole_on_first(stages.ranks, stages.groups.agree)
+            if stages.ranks.is_first:
+                return loss_of_whole(
+                    stages.module,
+                    stages.net,
+                    whole_network,
+                    self._first_loss_of_whole,
+                    eps=self._eps,
+                )
+            with whole_network:
+                return ""
+
+    def _first_loss_of_whole(self) -> Tensor:
+        stages = self._stages
+        stage_states = in_stages(
+            stages.net,
+            self._cut.blocks,
+            self._cut.places,
+            lambda stage: self._random_state(0, stage=stage),
+        )
+        with self._random_state(0), self._muting.muted(), stage_states:
+            microbatch = copy_batch(self._microbatches[0])
+            return loss_in(stages.module.training_step(microbatch, *self._step_arguments)).detach()
+
+    def _compare_first_loss(self, whole_loss: float | str) -> None:
+        """Compare the first loss in stages with that of the whole network.
+
+        Collective: every rank must call it, in the same order.
+        """
+        self._is_first_step = False
+        losses = self._stages.gather(_FirstLoss(whole_loss, self._first_loss_in_stages))
+        whole_loss = losses[0].whole
+        if isinstance(whole_loss, str):
+            rank_zero_info(
+                "pipeline: the loss in stages was not compared with that of the whole network: "
+                f"{whole_loss}"
+            )
+        else:
+            check_loss(whole_loss, losses[-1].in_stages, net=self._stages.net, eps=self._eps)
+
+    # ---- logging -------------------------------------------------------------------------------
+
+    def compare_logged(self, results: Mapping[str, Any]) -> None:
+        """Warn about values that hooks have logged until the first step, if they differ between stages.
+
+        Collective: every rank of the pipeline must call it. Later calls do nothing.
+        """
+        if self._has_compared_logs:
+            return
+        self._has_compared_logs = True
+        logged = {}
+        for result in results.values():
+            if result.is_tensor:
+                logged[result.meta.name] = f"{result.value:.4g}"
+        logged_by_rank = self._stages.gather(logged)
+
+        differing = []
+        for name in logged_by_rank[0]:
+            values = [rank_values[name] for rank_values in logged_by_rank if name in rank_values]
+            if len(set(values)) > 1:
+                differing.append(f"{name} (= {', '.join(values)})")
+        if differing:
+            rank_zero_warn(
+                f"Logged values differ among the stages of a pipeline: {'; '.join(differing)}. Outside of "
+                "`training_step` a hook sees gradients and weights of its own stages alone, and loggers write those "
+                "of rank zero: a norm is not the network's."
+            )
+
+    @contextmanager
+    def on_whole_batch(self, output: Tensor) -> Iterator[None]:
+        """Let `training_step` run on the whole batch inside, where the network returns `output`, so that it can log.
+
+        Raises:
+            ValueError: The network gets other rows than in the micro-batches, or a buffer outside
+                of it changes.
+        """
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            self._check_rows(only_tensors(args, kwargs)[0])
+            return output
+
+        # These random numbers depend on the position in the run too. Otherwise ranks would log
+        # different values, and a schedule that reads them would make the ranks diverge.
+        buffers_before = self._buffers_outside()
+        with (
+            self._random_state(None) as has_drawn,
+            temporary_attributes(self._stages.net, forward=forward),
+        ):
+            yield
+            self._check_buffers(buffers_before)
+            is_compared = self._step_seed[-1] < NUM_COMPARED
+            if not self._has_warned and is_compared and has_drawn():
+                self._has_warned = True
+                rank_zero_warn(
+                    "`training_step` draws random numbers: in a pipeline the values that it logs are of the outputs "
+                    "that were trained and of another draw, made for the whole batch. Gradients are right. Draw in "
+                    "the loader, or log in validation."
+                )
+
+    def _check_rows(self, net_input: Tensor) -> None:
+        if net_input.dim() == 0 or net_input.shape[0] != self._num_rows:
+            raise ValueError(
+                f"The network's input for a whole batch (of shape {tuple(net_input.shape)}) must have the rows of its "
+                f"micro-batches (= {self._num_rows}): what is logged would be of other rows than what was trained. "
+                "Let the rows that `training_step` gives to the network follow from those of the batch."
+            )
+
+    def _buffers_outside(self) -> dict[str, tuple[Tensor, int]]:
+        """Return the buffers outside of the network with their number of writes, without reading their memory."""
+        net_buffer_ids = {id(buffer) for buffer in self._stages.net.buffers()}
+        buffers = {}
+        for name, buffer in self._stages.module.named_buffers():
+            if id(buffer) not in net_buffer_ids:
+                buffers[name] = (buffer, buffer._version)
+        return buffers
+
+    def _check_buffers(self, buffers_before: Mapping[str, tuple[Tensor, int]]) -> None:
+        changed = []
+        for name, (buffer, num_writes) in self._buffers_outside().items():
+            buffer_before, num_writes_before = buffers_before.get(name, (None, 0))
+            if buffer is not buffer_before or num_writes != num_writes_before:
+                changed.append(name)
+        if changed:
+            raise ValueError(
+                f"Buffers outside of the network (`{'`, `'.join(changed[:3])}`) must not be moved in `training_step` "
+                "in a pipeline: the first and the last stage run it for each micro-batch, and every rank for the "
+                "whole batch, so ranks would part. Move them in `on_train_batch_end`, from what `training_step` "
+                "returns: it is the same on all ranks there."
+            )

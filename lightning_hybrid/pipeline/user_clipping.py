@@ -1,4 +1,4 @@
-"""Clipping of gradients by the module's own hook, in a pipeline."""
+"""Gradient clipping by the module's own `configure_gradient_clipping`, in a pipeline."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from lightning_hybrid.precision.optimizer_protocol import parameters_of, tempora
 def clip_as_user(
     module: Any, hook: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
 ) -> None:
-    """Call the module's own `configure_gradient_clipping`, `hook`.
+    """Call `hook`, the module's own `configure_gradient_clipping`, and check how it changes gradients.
 
     Raises:
-        RuntimeError: it changed gradients by other means than `self.clip_gradients`.
+        RuntimeError: The hook changed gradients by other means than `self.clip_gradients`.
     """
-    clip = module.clip_gradients
-    known = _versions(optimizer)
+    clip_gradients = module.clip_gradients
+    versions = _gradient_versions(optimizer)
 
-    def clip_by_lightning(*args: Any, **kwargs: Any) -> None:
-        nonlocal known
-        is_known = known == _versions(optimizer)
-        clip(*args, **kwargs)
-        known = _versions(optimizer) if is_known else known
+    def clip_and_note_versions(*args: Any, **kwargs: Any) -> None:
+        nonlocal versions
+        is_unchanged = versions == _gradient_versions(optimizer)
+        clip_gradients(*args, **kwargs)
+        if is_unchanged:
+            versions = _gradient_versions(optimizer)
 
-    with temporary_attributes(module, clip_gradients=clip_by_lightning):
+    with temporary_attributes(module, clip_gradients=clip_and_note_versions):
         hook(optimizer, *args, **kwargs)
-    if known != _versions(optimizer):
+    if versions != _gradient_versions(optimizer):
         raise RuntimeError(
             "`configure_gradient_clipping` changed gradients by other means than `self.clip_gradients`: a rank has "
             "those of its own stages, so their norm is not the network's. Call `self.clip_gradients(optimizer, "
@@ -37,6 +38,7 @@ def clip_as_user(
         )
 
 
-def _versions(optimizer: Optimizer) -> list[Any]:
+def _gradient_versions(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Return the identity and the number of writes of each gradient, without reading memory."""
     gradients = [parameter.grad for parameter in parameters_of(optimizer)]
     return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]

@@ -1,4 +1,4 @@
-"""One checkpoint and one module, of what the stages hold in parts."""
+"""Checkpoints and weights of the complete network, collected from all stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_map_only
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.placement import with_entries
 
+EntryPath = tuple[Any, ...]
+"""Keys and indices that lead to an entry of a checkpoint."""
+
 _NOT_WHOLE = (
     "`state_dict()`, or `torch.save` of a module, has this rank's stages alone while a pipeline runs. Call "
     "`trainer.save_checkpoint(path)` on every rank, whose `state_dict` entry is whole; or save after the run, when the "
@@ -30,97 +33,115 @@ def share_(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Give every rank of `group` (None: WORLD) the values of rank `owner`, in place.
+    """Broadcast the values of rank `owner` to every rank of `group` (None: WORLD), in place.
 
-    Collective: every rank of the group, with the same tensors in the same order.
+    Collective: every rank of the group must call it with the same tensors, in the same order.
     """
     for tensor in tensors:
-        # By way of the device, one at a time: its backend may know no others, and a whole model may not fit there.
+        # Each tensor goes through the device by itself: its backend may support no other memory,
+        # and the whole model may not fit there.
         on_device = tensor.detach().to(device).contiguous()
         dist.broadcast(on_device, src=owner, group=group)
         if on_device.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(on_device)
 
 
-def parts_of(checkpoint: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
-    """Return what a rank contributes to a checkpoint: `{path: value}` of module states and optimizer states."""
-    parts: dict[tuple[Any, ...], Any] = {}
-    for key in _module_states(checkpoint):
-        parts |= {
-            (key, name): value
-            for name, value in checkpoint[key].items()
-            if not _is_elsewhere(value)
-        }
+def local_entries(checkpoint: Mapping[str, Any]) -> dict[EntryPath, Any]:
+    """Return the entries that this rank contributes to a checkpoint, as `{path: value}`.
+
+    Paths lead to tensors of module states and to entries of optimizer states.
+    """
+    entries: dict[EntryPath, Any] = {}
+    for key in _module_state_keys(checkpoint):
+        for name, value in checkpoint[key].items():
+            if not _is_elsewhere(value):
+                entries[key, name] = value
     for index, state in enumerate(checkpoint.get("optimizer_states", ())):
-        for number, value in _own_state(state).items():
-            parts["optimizer_states", index, number] = value
-    return parts
+        for parameter_index, value in _local_optimizer_state(state).items():
+            entries["optimizer_states", index, parameter_index] = value
+    return entries
 
 
-def fill_(checkpoint: dict[str, Any], parts: Mapping[tuple[Any, ...], Any]) -> None:
-    """Put another stage's parts where this rank has nothing.
+def fill_(checkpoint: dict[str, Any], entries: Mapping[EntryPath, Any]) -> None:
+    """Insert another stage's entries where this rank has none.
 
     >>> checkpoint = {"state_dict": {"a": torch.zeros(1), "b": torch.empty(1, device="meta")}}
-    >>> fill_(checkpoint, parts_of({"state_dict": {"a": torch.empty(1, device="meta"), "b": torch.ones(1)}}))
+    >>> stage_state = {"a": torch.empty(1, device="meta"), "b": torch.ones(1)}
+    >>> fill_(checkpoint, local_entries({"state_dict": stage_state}))
     >>> checkpoint["state_dict"]
     {'a': tensor([0.]), 'b': tensor([1.])}
     """
-    for path, value in parts.items():
+    for path, value in entries.items():
         if path[0] == "optimizer_states":
-            checkpoint[path[0]][path[1]]["state"].setdefault(path[2], value)
-        elif _is_elsewhere(checkpoint[path[0]][path[1]]):
-            checkpoint[path[0]][path[1]] = value
+            key, optimizer_index, parameter_index = path
+            optimizer_state = checkpoint[key][optimizer_index]
+            optimizer_state["state"].setdefault(parameter_index, value)
+        else:
+            key, name = path
+            if _is_elsewhere(checkpoint[key][name]):
+                checkpoint[key][name] = value
 
 
 def gather_checkpoint(
     checkpoint: dict[str, Any], ranks: PipelineRanks, *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill the checkpoint of rank 0 with the parts of its pipeline. Collective: every rank of that pipeline.
+    """Complete the checkpoint of rank 0 with the entries of all ranks of its pipeline.
 
-    The others' tensors stay: only rank 0 writes a file. `group`: of the pipeline, over host memory, as NCCL would need
-    a stage's whole state once more on the device; None: WORLD.
+    The checkpoints of other ranks stay unchanged, because only rank 0 writes a file.
+
+    Collective: every rank of the first pipeline must call it, in the same order.
+
+    Args:
+        checkpoint: Lightning's checkpoint of this rank.
+        ranks: Position of this rank.
+        group: Process group of the pipeline over host memory; NCCL would need a stage's whole state
+            once more on the device. None: WORLD.
     """
-    if ranks.data_rank > 0:  # another pipeline: it holds the same values
+    if ranks.data_rank > 0:  # other pipelines hold the same values
         return
     if ranks.position > 0:
-        dist.send_object_list([parts_of(_on_host(checkpoint))], dst=0, group=group)
+        dist.send_object_list([local_entries(_on_host(checkpoint))], dst=0, group=group)
         return
+
     for rank in ranks.pipelines[0][1:]:
         received: list[Any] = [None]
         dist.recv_object_list(received, src=rank, group=group)
         fill_(checkpoint, received[0])
-    for state in checkpoint.get("optimizer_states", ()):  # a file does not tell which rank had what
-        state["state"] = dict(sorted(_own_state(state).items()))
+    # The order of entries must not show which rank held them.
+    for state in checkpoint.get("optimizer_states", ()):
+        state["state"] = dict(sorted(_local_optimizer_state(state).items()))
 
 
 def without_others(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state for the parameters that are here."""
-    return with_entries(
-        state, optimizer, lambda parameter, entry: None if parameter.is_meta else entry
-    )
+    """Return an optimizer's state dict with the entries of this rank's parameters only."""
+
+    def keep_local(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any] | None:
+        return None if parameter.is_meta else entry
+
+    return with_entries(state, optimizer, keep_local)
 
 
 class StateDictGuard:
-    """A hook before state dicts of blocks of other stages, which refuses them outside of `allowed`."""
+    """State dict hook of blocks of other stages that raises an error outside of `allowed`."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._num_allowed = 0
         self._handles = [module.register_state_dict_pre_hook(self) for module in modules]
 
     def __call__(self, *_: Any) -> None:
-        """Refuse, but inside of `allowed`."""
+        """Raise `RuntimeError`, except inside of `allowed`."""
         if not self._num_allowed:
             raise RuntimeError(_NOT_WHOLE)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateDictGuard:
-        return self  # a copy of the module has no more than the module
+        return self  # a copy of the module holds the same stages as the module
 
     def __reduce__(self) -> Any:
         raise RuntimeError(_NOT_WHOLE)
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Let state dicts hold what this rank has."""
+        """Allow state dicts of this rank's stages inside."""
         self._num_allowed += 1
         try:
             yield
@@ -128,30 +149,34 @@ class StateDictGuard:
             self._num_allowed -= 1
 
     def remove(self) -> None:
-        """Refuse no more."""
+        """Remove the hook from all blocks."""
         for handle in self._handles:
             handle.remove()
 
 
-def _module_states(checkpoint: Mapping[str, Any]) -> list[str]:
-    # The module's, and those of averages of it, which callbacks save under keys of their own.
-    names = set(checkpoint.get("state_dict", ()))
-    found = [
-        key
-        for key, value in checkpoint.items()
-        if isinstance(value, Mapping) and names and set(value) == names
-    ]
-    return found or [key for key in ("state_dict",) if key in checkpoint]
+def _module_state_keys(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return the keys of the module's state and of averages of it, which callbacks save under keys of their own."""
+    if "state_dict" not in checkpoint:
+        return []
+    names = set(checkpoint["state_dict"])
+    if not names:
+        return ["state_dict"]
+
+    keys = []
+    for key, value in checkpoint.items():
+        if isinstance(value, Mapping) and set(value) == names:
+            keys.append(key)
+    return keys or ["state_dict"]
 
 
-def _own_state(state: Mapping[str, Any]) -> dict[int, Any]:
-    return {
-        number: value
-        for number, value in state["state"].items()
-        if not any(
-            _is_elsewhere(each) for each in (value.values() if isinstance(value, Mapping) else ())
-        )
-    }
+def _local_optimizer_state(state: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the entries of an optimizer's state dict without those that have a tensor on the meta device."""
+    local_state = {}
+    for parameter_index, entry in state["state"].items():
+        values = entry.values() if isinstance(entry, Mapping) else ()
+        if not any(_is_elsewhere(value) for value in values):
+            local_state[parameter_index] = entry
+    return local_state
 
 
 def _is_elsewhere(value: Any) -> bool:
@@ -159,8 +184,13 @@ def _is_elsewhere(value: Any) -> bool:
 
 
 def _on_host(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    keys = {*_module_states(checkpoint), "optimizer_states"} & set(checkpoint)
-    return {
-        key: tree_map_only(Tensor, lambda one: one if one.is_meta else one.cpu(), checkpoint[key])
-        for key in keys
-    }
+    """Copy the module and optimizer states of a checkpoint to host memory."""
+
+    def to_host(tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta else tensor.cpu()
+
+    on_host = {}
+    for key in {*_module_state_keys(checkpoint), "optimizer_states"}:
+        if key in checkpoint:
+            on_host[key] = tree_map_only(Tensor, to_host, checkpoint[key])
+    return on_host

@@ -47,7 +47,7 @@ def step_over(
         "group": group,
     }
     settings = [StageSetting(index=index, note=watchdog.note, **place) for index in blocks]
-    ends: dict[str, Any] = {"given": [given], "returned": [given], "input_of": lambda _: (x,)}
+    ends: dict[str, Any] = {"inputs": [given], "outputs": [given], "input_of": lambda _: (x,)}
     bodies = [StageBody([block]) for block in blocks.values()]
     stages = [
         CheckedStage(body, setting, **ends) for body, setting in zip(bodies, settings, strict=True)

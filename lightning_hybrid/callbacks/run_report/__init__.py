@@ -1,1 +1,1 @@
-"""The report of a run: figures, a page and a summary."""
+"""Report of a run: pictures, a page and a summary."""

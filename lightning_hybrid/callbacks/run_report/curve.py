@@ -1,17 +1,21 @@
-"""Curves with as many points as a picture can show, however long the run."""
+"""Curves with a bounded number of points, however long the run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Points of a curve: four to a pixel of a panel of the picture of a run.
 MAX_POINTS = 2000
+"""Maximum number of points of a curve.
+
+The panels of a run's picture have one pixel for four of them.
+"""
 
 Point = tuple[int, float]
+"""Step and value."""
 
 
 def append_(curve: list[Point], step: int, value: float) -> None:
-    """Add a point, which is later than all others; a curve that has become too long is thinned.
+    """Append a point of a later step. A curve that has become too long is thinned first.
 
     >>> curve = list[Point]()
     >>> for step in range(5000):
@@ -25,20 +29,21 @@ def append_(curve: list[Point], step: int, value: float) -> None:
 
 
 def thinned(curve: Sequence[Point], *, num_points: int) -> list[Point]:
-    """Pick at most so many points, spread evenly over the steps, with the least and the largest value.
+    """Return at most `num_points` points, spread evenly over the steps, including the least and the largest value.
 
     >>> thinned([(step, -1.0 if step == 5 else float(step)) for step in range(100)], num_points=6)
     [(0, 0.0), (5, -1.0), (33, 33.0), (66, 66.0), (99, 99.0)]
     """
     values = [value for _, value in curve]
-    # By the points alone: a resumed run has the curve of one that went through.
+    # The choice depends on the points alone, so a resumed run has the same curve as an
+    # uninterrupted one.
     extremes = {0, values.index(min(values)), values.index(max(values))}
     first = curve[0][0]
     last = curve[-1][0]
     num_intervals = num_points - len(extremes)
-    # One point of each interval, its last: later ones overwrite earlier ones of the same key.
-    ends = {
-        (step - first) * num_intervals // (last - first + 1): index
-        for index, (step, _) in enumerate(curve)
-    }
-    return [curve[index] for index in sorted({*extremes, *ends.values()})]
+    # The last point of each interval, since later points overwrite earlier ones.
+    interval_ends = {}
+    for index, (step, _) in enumerate(curve):
+        interval = (step - first) * num_intervals // (last - first + 1)
+        interval_ends[interval] = index
+    return [curve[index] for index in sorted({*extremes, *interval_ends.values()})]

@@ -1,4 +1,4 @@
-"""The environment of a run: versions, machine, commit."""
+"""Versions, machine and commit of a run."""
 
 from __future__ import annotations
 
@@ -14,45 +14,56 @@ import torch
 
 
 def environment(code_dir: Path | None = None) -> dict[str, Any]:
-    """Return versions and machine; `commit` where `code_dir` is in a checkout, with a `+` where files differ from it.
+    """Return the versions, the machine and the commit of this process.
+
+    Args:
+        code_dir: Folder of the code. If it is in a checkout, `commit` is its commit, with a `+` if
+            files differ from it. Otherwise `commit` is None.
 
     >>> environment()["torch"] == torch.__version__, environment()["commit"]
     (True, None)
     """
+    commit = None
     state = None if code_dir is None else code_state(code_dir)
+    if state is not None:
+        commit = state["commit"]
+        if state["is_dirty"]:
+            commit += "+"
+
+    device = platform.machine()
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": version("lightning"),
-        "commit": None if state is None else state["commit"] + ("+" if state["is_dirty"] else ""),
+        "commit": commit,
         "system": platform.system() + " " + platform.release(),
         "num_cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "device": device,
     }
 
 
 def code_state(code_dir: Path) -> dict[str, Any] | None:
-    """Return `commit` of the repository around a folder, and `is_dirty`: whether a file that it tracks differs.
+    """Return the state of the repository around a folder: `commit`, and `is_dirty` if a tracked file differs from it.
 
-    None where there is no repository, no commit, or no git; also where the repository knows no file of the folder, such
-    as an environment inside of a project.
+    None if there is no repository, no commit or no git. Also None if the repository tracks no file
+    of the folder, such as an environment inside of a project.
 
     >>> code_state(Path("/")) is None
     True
     """
     git = ["git", "-C", str(code_dir)]
-    commit = _output([*git, "rev-parse", "HEAD"])
-    if commit is None or not _output([*git, "ls-files", "."]):
+    commit = _output_of([*git, "rev-parse", "HEAD"])
+    if commit is None or not _output_of([*git, "ls-files", "."]):
         return None
-    return {
-        "commit": commit,
-        "is_dirty": bool(_output([*git, "status", "--porcelain", "--untracked-files=no"])),
-    }
+    changes = _output_of([*git, "status", "--porcelain", "--untracked-files=no"])
+    return {"commit": commit, "is_dirty": bool(changes)}
 
 
-def _output(command: Sequence[str]) -> str | None:
+def _output_of(command: Sequence[str]) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None

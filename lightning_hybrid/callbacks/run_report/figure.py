@@ -1,7 +1,8 @@
-"""The look of every figure: as wide as a phone, names next to lines, one palette that light and dark pages share.
+"""Style of every figure: as wide as a phone, labels next to lines, one palette for light and dark pages.
 
-A figure is drawn for the width at which it is shown, so its text is never scaled: wider pages put several side by side.
-Hues are those of Okabe & Ito 2008, which colour-blind readers tell apart, darkened until they can be read as text.
+A figure is drawn for the width at which it is shown, so its text is never scaled. Wider pages put
+several side by side. Hues are those of Okabe & Ito 2008, which colour-blind readers can
+distinguish, darkened until readable as text.
 """
 
 from __future__ import annotations
@@ -21,28 +22,37 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
 WIDTH_PX = 360
 FONT_PX = 13
-INK, MUTED, FAINT = "#1f2328", "#59636e", "#c8d1da"
+INK = "#1f2328"
+MUTED = "#59636e"
+FAINT = "#c8d1da"
 SERIES = ("#0060a8", "#b34700", "#00714f", "#8f3f78", "#7a5b00", "#4a4fb5")
-_IN_THE_DARK = (
-    "#e6edf3",
-    "#9198a1",
-    "#4a535e",
-    "#58a6ff",
-    "#ff8f4a",
-    "#3fc99b",
-    "#e29ac4",
-    "#e3b341",
-    "#a5a8ff",
-)
-_RULES = "".join(
-    f'svg [style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
-    for light, dark in zip((INK, MUTED, FAINT, *SERIES), _IN_THE_DARK, strict=True)
-    for kind in ("fill", "stroke")
-)
+_DARK_COLOURS = {
+    INK: "#e6edf3",
+    MUTED: "#9198a1",
+    FAINT: "#4a535e",
+    SERIES[0]: "#58a6ff",
+    SERIES[1]: "#ff8f4a",
+    SERIES[2]: "#3fc99b",
+    SERIES[3]: "#e29ac4",
+    SERIES[4]: "#e3b341",
+    SERIES[5]: "#a5a8ff",
+}
+"""Colours of dark pages, by those of light pages."""
+
+
+def _css_rules() -> str:
+    """Return CSS rules that replace light colours by dark ones."""
+    rules = ""
+    for light, dark in _DARK_COLOURS.items():
+        for kind in ("fill", "stroke"):
+            rules += f'svg [style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
+    return rules
+
+
 _STYLE = {
-    **{f"{name}.color": MUTED for name in ("xtick", "ytick")},
-    **{f"axes.spines.{side}": False for side in ("top", "right")},
-    **{f"axes.{name}": FONT_PX for name in ("titlesize", "labelsize")},
+    "xtick.color": MUTED, "ytick.color": MUTED,
+    "axes.spines.top": False, "axes.spines.right": False,
+    "axes.titlesize": FONT_PX, "axes.labelsize": FONT_PX,
     "axes.axisbelow": True, "axes.edgecolor": FAINT, "axes.facecolor": "none", "axes.grid": True,
     "axes.labelcolor": MUTED,
     "axes.prop_cycle": cycler(color=SERIES), "axes.titlelocation": "left", "axes.titleweight": "bold",
@@ -51,67 +61,90 @@ _STYLE = {
     "xtick.labelsize": FONT_PX - 1, "ytick.labelsize": FONT_PX - 1,
 }  # fmt: skip
 
-Panel = tuple[Callable[[Axes], None], int]  # what draws it, and its height in pixels
+Panel = tuple[Callable[[Axes], None], int]
+"""Function that draws a panel, and the height of the panel in pixels."""
 
 
 def figure_of(panels: Sequence[Panel], *, columns: int = 1) -> Figure:
-    """Draw panels, row by row, and write the name of each labelled line at its end."""
-    heights = [
-        max(height for _, height in panels[at : at + columns])
-        for at in range(0, len(panels), columns)
-    ] or [1]
-    size = (WIDTH_PX * columns / 72, sum(heights) / 72)
+    """Draw panels row by row, and write the label of each line at its end."""
+    row_heights = []
+    for first in range(0, len(panels), columns):
+        row = panels[first : first + columns]
+        row_heights.append(max(height for _, height in row))
+    if not row_heights:
+        row_heights = [1]
+
+    size = (WIDTH_PX * columns / 72, sum(row_heights) / 72)
     with rc_context(_STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=size, layout="constrained")
-        places = figure.subfigures(len(heights), columns, squeeze=False, height_ratios=heights)
-        for place, (draw, height) in zip(places.flat, panels, strict=False):
-            axes = place.subplots()
+        subfigures = figure.subfigures(
+            len(row_heights), columns, squeeze=False, height_ratios=row_heights
+        )
+        for subfigure, (draw, height) in zip(subfigures.flat, panels, strict=False):
+            axes = subfigure.subplots()
             draw(axes)
             title = textwrap.fill(axes.get_title("left"), 44)
             axes.set_title("", loc="left")
-            place.suptitle(title, x=0.01, ha="left", fontsize=FONT_PX, weight="bold")
-            _name_lines(axes, height)
+            subfigure.suptitle(title, x=0.01, ha="left", fontsize=FONT_PX, weight="bold")
+            _label_lines(axes, height)
     return figure
 
 
-def _name_lines(axes: Axes, height: int) -> None:
+def _label_lines(axes: Axes, height: int) -> None:
+    """Write the label of each line next to its last point, moved apart where labels would overlap."""
     axes.autoscale_view()
     to_axes = axes.transData + axes.transAxes.inverted()
-    least = 0.0
+    lines = []
+    for line in axes.lines:
+        if not str(line.get_label()).startswith("_") and len(line.get_xydata()):  # type: ignore[arg-type]
+            lines.append(line)
+
+    ends = []
+    for index, line in enumerate(lines):
+        points: Any = line.get_xydata()
+        ends.append((to_axes.transform(points[-1])[1], index))
+    ends.sort()
+
+    lowest = 0.0
     gap = (FONT_PX + 2) / (0.6 * height)
-    points: Any = {
-        line: line.get_xydata() for line in axes.lines if not str(line.get_label()).startswith("_")
-    }
-    lines = [line for line, places in points.items() if len(places)]
-    ends = sorted((to_axes.transform(points[line][-1])[1], i) for i, line in enumerate(lines))
-    for place, (at, i) in enumerate(ends):
-        at = min(max(at, least), 1 - gap * (len(ends) - 1 - place))
-        least = at + gap
-        style: Any = {"color": lines[i].get_color(), "fontsize": FONT_PX - 1, "va": "center"}
-        axes.annotate(str(lines[i].get_label()), (1.02, at), xycoords="axes fraction", **style)
+    for num_below, (end, index) in enumerate(ends):
+        num_above = len(ends) - 1 - num_below
+        label_y = min(max(end, lowest), 1 - gap * num_above)
+        lowest = label_y + gap
+        line = lines[index]
+        axes.annotate(
+            str(line.get_label()),
+            (1.02, label_y),
+            xycoords="axes fraction",
+            color=line.get_color(),
+            fontsize=FONT_PX - 1,
+            va="center",
+        )
 
 
 def in_units(axes: Axes, *, x: str | None = None, y: str | None = None) -> None:
-    """Label ticks in a unit and thousands or thousandths of it; a pure number below a million stays as it is."""
+    """Label ticks in a unit, with prefixes for thousands and thousandths.
+
+    Pure numbers below a million have none.
+    """
     for axis, unit in ((axes.xaxis, x), (axes.yaxis, y)):
         if unit is not None:
-            axis.set_major_formatter(partial(_tick, unit))
+            axis.set_major_formatter(partial(_format_tick, unit))
             axis.set_minor_formatter(NullFormatter())
             if axis.get_scale() == "linear":
                 axis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
 
 
-def _tick(unit: str, value: float, place: int) -> str:
-    is_plain = unit in ("", "%", "x") and abs(value) < 1e6
-    return (
-        f"{value:,g} {unit}".rstrip()
-        if is_plain
-        else EngFormatter(unit)(float(f"{value:.3g}")).rstrip()
-    )
+def _format_tick(unit: str, value: float, position: int) -> str:
+    is_pure_number = unit in ("", "%", "x")
+    if is_pure_number and abs(value) < 1e6:
+        return f"{value:,g} {unit}".rstrip()
+    rounded = float(f"{value:.3g}")
+    return EngFormatter(unit)(rounded).rstrip()
 
 
 def svg_of(figure: Figure) -> str:
-    """Return an SVG whose text is text, and whose colours follow the reader's choice of light or dark.
+    """Return an SVG with real text, in colours that follow the reader's choice of a light or dark page.
 
     >>> text = svg_of(figure_of([(lambda axes: axes.set_title("loss fell"), 200)]))
     >>> "prefers-color-scheme: dark" in text, ">loss fell</text>" in text, f'width="{WIDTH_PX}"' in text
@@ -120,19 +153,19 @@ def svg_of(figure: Figure) -> str:
     with rc_context(_STYLE), io.StringIO() as buffer:  # type: ignore[arg-type]
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         text = buffer.getvalue()
-    text = text[text.index("<svg") :].replace(
-        "pt", "", 2
-    )  # of width and height: a point is a pixel here
-    return text.replace(">", f"><style>@media (prefers-color-scheme: dark) {{{_RULES}}}</style>", 1)
+    text = text[text.index("<svg") :]
+    text = text.replace("pt", "", 2)  # in width and height: a point is a pixel here
+    style = f"<style>@media (prefers-color-scheme: dark) {{{_css_rules()}}}</style>"
+    return text.replace(">", f">{style}", 1)
 
 
 def png_of(figure: Figure) -> bytes:
-    """Return a PNG on white, two pixels for each of a page's."""
+    """Return a PNG on a white background, with twice the resolution of a page."""
     with rc_context(_STYLE), io.BytesIO() as buffer:  # type: ignore[arg-type]
         figure.savefig(buffer, format="png", dpi=144, facecolor="white")
         return buffer.getvalue()
 
 
 def write_svg(path: Path, panels: Sequence[Panel]) -> None:
-    """Write panels, one below the other, as one SVG."""
+    """Write panels, one below the other, as one SVG file."""
     path.write_text(svg_of(figure_of(panels)))

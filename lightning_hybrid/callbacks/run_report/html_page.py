@@ -1,4 +1,4 @@
-"""Pages that need no other file, on a phone or a desk, light or dark: HTML with its pictures inside."""
+"""HTML pages with embedded pictures, which need no other file and fit phones, desktops, light and dark screens."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from matplotlib.ticker import EngFormatter
 from lightning_hybrid.callbacks.run_report.figure import Panel, figure_of, svg_of
 
 TEMPLATES = Path(__file__).parent / "templates"
-"""Folder of the frame, the style and the parts of all pages."""
+"""Folder of the templates that all pages share."""
 
 
 class Good(str):
-    """Text of a cell that is the best of its row."""
+    """Table cell text that the page marks as a good result."""
 
 
 def render(template: Path, **values: Any) -> str:
     """Fill in a template. All values are escaped, except those that the template marks as safe.
 
     Args:
-        template: File, which may extend `base.html` and import from `blocks.html`.
-        values: Values of its names; `title` is that of the page.
+        template: Template file. It may extend `base.html` and import from `blocks.html`.
+        **values: Values of the template's variables, including the `title` of the page.
 
     >>> page = render(TEMPLATES / "base.html", title="<b>")
     >>> "<title>&lt;b&gt;</title>" in page, "color-scheme" in page
@@ -45,12 +45,15 @@ def render(template: Path, **values: Any) -> str:
 
 
 def pictures(panels: Sequence[Panel]) -> list[str]:
-    """Return each panel as an SVG of its own."""
+    """Return an SVG for each panel."""
     return [svg_of(figure_of([panel])) for panel in panels]
 
 
 def format_value(value: Any, unit: str | None = None) -> str:
-    """Format a value for people: nothing for None; with a unit, four digits and thousands or thousandths of it.
+    """Format a value for readers.
+
+    None is an empty text. A number with a unit has four digits, and a prefix for thousands or
+    thousandths.
 
     >>> format_value(1 / 3), format_value(65536.0), format_value(None), format_value(True), format_value([1, "a"])
     ('0.333333', '65536', '', 'True', "[1, 'a']")
@@ -63,29 +66,34 @@ def format_value(value: Any, unit: str | None = None) -> str:
         return str(value)
     if unit is None:
         return f"{value:.6g}" if isinstance(value, float) else str(value)
-    name = unit.removeprefix("1")
-    number = float(f"{value:.4g}")
-    if abs(value) < 1e6 and (name in ("", "/s") or (name == "s" and (value >= 1 or not value))):
-        text = f"{value:,.0f}" if float(value).is_integer() else f"{number:,g}"
-        return text + (name if name == "/s" else f" {name}".rstrip())
-    return (
-        EngFormatter("")(number).rstrip() + name
-        if name == "/s"
-        else EngFormatter(name)(number).rstrip()
-    )
+
+    unit_name = unit.removeprefix("1")
+    rounded = float(f"{value:.4g}")
+    is_rate = unit_name == "/s"
+    is_whole_seconds = unit_name == "s" and (value >= 1 or not value)
+    if abs(value) < 1e6 and (unit_name == "" or is_rate or is_whole_seconds):
+        text = f"{rounded:,g}"
+        if float(value).is_integer():
+            text = f"{value:,.0f}"
+        return f"{text}/s" if is_rate else f"{text} {unit_name}".rstrip()
+    if is_rate:
+        return EngFormatter("")(rounded).rstrip() + unit_name
+    return EngFormatter(unit_name)(rounded).rstrip()
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested configuration to keys as on the command line; empty groups stay as they are.
+    """Flatten a nested configuration to the keys of the command line.
+
+    Empty groups stay as they are.
 
     >>> flatten({"optim": {"lr": 1.0, "betas": [0.9, 0.99]}, "logger": None, "tags": {}})
     {'optim.lr': 1.0, 'optim.betas': [0.9, 0.99], 'logger': None, 'tags': {}}
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            found |= flatten(value, f"{name}.")
+            flat |= flatten(value, f"{name}.")
         else:
-            found[name] = value
-    return found
+            flat[name] = value
+    return flat

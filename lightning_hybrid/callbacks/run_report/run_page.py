@@ -1,8 +1,9 @@
-"""The pictures and the page of a run, from its curves and its summary."""
+"""Pictures and the HTML page of a run, from its curves and its summary."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,115 +13,195 @@ from matplotlib.axes import Axes
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report import html_page
 from lightning_hybrid.callbacks.run_report.figure import FAINT, SERIES, Panel, in_units
-from lightning_hybrid.comm.stats.summary import CommSummary
+from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
-Curves = Mapping[str, Sequence[tuple[int, float]]]
-MOST_BARS = 12  # of buckets; where there are more, those that were exposed longest
+Points = Sequence[tuple[int, float]]
+Curves = Mapping[str, Points]
+
+MOST_BARS = 12
+"""Maximum number of buckets in the picture.
+
+If there are more, those that were exposed longest are shown.
+"""
 
 
 def _last(values: Sequence[float]) -> float:
     return values[-1]
 
 
-# Title with what it says of the first metric that was measured; metrics with their names; unit, factor, log base.
-PANELS: tuple[tuple[str, Any, dict[str, str], str, float, int], ...] = (
-    ("Loss: {:.3g} at the end", _last, {m.TRAIN_LOSS: "training", m.VAL_LOSS: "validation"}, "", 1.0, 0),
-    ("Accuracy: {:.2%} at best", max, {m.VAL_ACC: "validation", m.TEST_ACC: "test"}, "%", 100.0, 0),
-    ("Learning rate: {:.3g} at most", max, {m.TRAIN_LR: "_"}, "", 1.0, 0),
-    ("Loss scale: {:,.0f} at the end", _last, {m.TRAIN_LOSS_SCALE: "_"}, "", 1.0, 2),
-    ("Waiting for gradients, share of each logged step", _last, {m.COMM_EXPOSED_SHARE: "_"}, "%", 100.0, 0),
-)  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class CurvePanel:
+    """Panel of curves of a run, and the statement that is its title.
+
+    Attributes:
+        title: Title, with a place for the statistic.
+        metrics: Labels of the metrics, by name. The label `_` is not shown.
+        statistic: Function that returns the title's number from the values of the first metric that
+            was measured.
+        unit: Unit of the y-axis.
+        factor: Factor from the logged values to that unit.
+        log_base: Base of a logarithmic y-axis, or 0 for a linear one.
+    """
+
+    title: str
+    metrics: Mapping[str, str]
+    statistic: Callable[[Sequence[float]], float] = _last
+    unit: str = ""
+    factor: float = 1.0
+    log_base: int = 0
+
+
+CURVE_PANELS = (
+    CurvePanel(
+        title="Loss: {:.3g} at the end",
+        metrics={m.TRAIN_LOSS: "training", m.VAL_LOSS: "validation"},
+    ),
+    CurvePanel(
+        title="Accuracy: {:.2%} at best",
+        metrics={m.VAL_ACC: "validation", m.TEST_ACC: "test"},
+        statistic=max,
+        unit="%",
+        factor=100.0,
+    ),
+    CurvePanel(
+        title="Learning rate: {:.3g} at most",
+        metrics={m.TRAIN_LR: "_"},
+        statistic=max,
+    ),
+    CurvePanel(
+        title="Loss scale: {:,.0f} at the end",
+        metrics={m.TRAIN_LOSS_SCALE: "_"},
+        log_base=2,
+    ),
+    CurvePanel(
+        title="Waiting for gradients, share of each logged step",
+        metrics={m.COMM_EXPOSED_SHARE: "_"},
+        unit="%",
+        factor=100.0,
+    ),
+)
 
 
 def panels_of(curves: Curves, comm: CommSummary | None) -> list[Panel]:
-    """Return a panel for each thing that was measured, its title what it shows."""
-    panels = list[Panel]()
-    for title, statistic, names, unit, factor, log_base in PANELS:
-        lines = {words: curves[name] for name, words in names.items() if curves.get(name)}
+    """Return a panel for each group of metrics that was measured, and one for the buckets."""
+    panels: list[Panel] = []
+    for curve_panel in CURVE_PANELS:
+        lines = {}
+        for name, label in curve_panel.metrics.items():
+            if curves.get(name):
+                lines[label] = curves[name]
         if lines:
-            found = statistic([value for _, value in next(iter(lines.values()))])
-            panels.append((partial(_draw, title.format(found), lines, unit, factor, log_base), 220))
-    return panels + _buckets(comm)
+            first_line = next(iter(lines.values()))
+            number = curve_panel.statistic([value for _, value in first_line])
+            title = curve_panel.title.format(number)
+            panels.append((partial(_draw_curves, curve_panel, title, lines), 220))
+
+    buckets = _timed_buckets(comm)
+    if buckets:
+        num_bars = min(len(buckets), MOST_BARS)
+        panels.append((partial(_draw_buckets, buckets), 100 + 20 * num_bars))
+    return panels
 
 
-def _draw(
-    title: str, lines: Mapping[str, Any], unit: str, factor: float, log_base: int, axes: Axes
-) -> None:
+def _draw_curves(panel: CurvePanel, title: str, lines: Curves, axes: Axes) -> None:
     axes.set_title(title)
     axes.set_xlabel("step")
-    for words, points in lines.items():
-        steps, values = zip(*points, strict=True)
+    for label, points in lines.items():
+        steps = tuple(step for step, _ in points)
+        values = [panel.factor * value for _, value in points]
         marker = "o" if len(steps) < 40 else ""
-        axes.plot(steps, [factor * value for value in values], marker=marker, label=words)
-    if log_base:
-        axes.set_yscale("log", base=log_base)
+        axes.plot(steps, values, marker=marker, label=label)
+    if panel.log_base:
+        axes.set_yscale("log", base=panel.log_base)
     elif "_" in lines:
         axes.set_ylim(bottom=0)
-    in_units(axes, x="", y=unit)
+    in_units(axes, x="", y=panel.unit)
 
 
-def _buckets(comm: CommSummary | None) -> list[Panel]:
-    # DDP makes its buckets again after its first step: those of the first step alone are left out.
+@dataclass(frozen=True)
+class _TimedBucket:
+    """Bucket with its mean times per step, in seconds."""
+
+    bucket: BucketSummary
+    exposed_s: float
+    in_flight_s: float
+
+
+def _timed_buckets(comm: CommSummary | None) -> list[_TimedBucket]:
+    """Return the buckets whose times were measured, without those of the first step only.
+
+    DDP makes its buckets again after its first step.
+    """
     buckets = () if comm is None else comm.buckets
     most_times = max((bucket.num_times for bucket in buckets), default=0)
-    timed = [
-        (bucket, bucket.exposed_s / bucket.num_times, bucket.in_flight_s / bucket.num_times)
-        for bucket in buckets
-        if 10 * bucket.num_times > most_times
-        and bucket.exposed_s is not None
-        and bucket.in_flight_s is not None
-    ]
-    longest = sorted(timed, key=lambda each: -each[1])
-    shown = [each for each in timed if each in longest[:MOST_BARS]]
+    timed = []
+    for bucket in buckets:
+        is_of_first_step = 10 * bucket.num_times <= most_times
+        if is_of_first_step or bucket.exposed_s is None or bucket.in_flight_s is None:
+            continue
+        exposed_s = bucket.exposed_s / bucket.num_times
+        in_flight_s = bucket.in_flight_s / bucket.num_times
+        timed.append(_TimedBucket(bucket, exposed_s, in_flight_s))
+    return timed
 
-    def draw(axes: Axes) -> None:
-        bucket, exposed_s, _ = longest[0]
-        axes.set_title(
-            f"Bucket {bucket.index} is waited for longest: {html_page.format_value(exposed_s, 's')}, mean"
-        )
-        places = [-place for place in range(len(shown))]
-        axes.barh(places, [in_flight_s for _, _, in_flight_s in shown], color=FAINT)
-        axes.barh(places, [exposed_s for _, exposed_s, _ in shown], height=0.4, color=SERIES[0])
-        axes.set_yticks(
-            places, [f"{bucket.index}: {bucket.num_bytes / 2**20:.2g} MiB" for bucket, *_ in shown]
-        )
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel(
-            "grey: in flight; blue: waited for"
-            + ("" if len(shown) == len(timed) else "; the longest")
-        )
-        in_units(axes, x="s")
 
-    return [(draw, 100 + 20 * len(shown))] if timed else []
+def _draw_buckets(buckets: Sequence[_TimedBucket], axes: Axes) -> None:
+    """Draw the buckets that were exposed longest, in the order of the step."""
+    longest = sorted(buckets, key=lambda timed: -timed.exposed_s)
+    shown = [timed for timed in buckets if timed in longest[:MOST_BARS]]
+    wait = html_page.format_value(longest[0].exposed_s, "s")
+    axes.set_title(f"Bucket {longest[0].bucket.index} is waited for longest: {wait}, mean")
+
+    positions = [-index for index in range(len(shown))]
+    axes.barh(positions, [timed.in_flight_s for timed in shown], color=FAINT)
+    axes.barh(positions, [timed.exposed_s for timed in shown], height=0.4, color=SERIES[0])
+    labels = []
+    for timed in shown:
+        labels.append(f"{timed.bucket.index}: {timed.bucket.num_bytes / 2**20:.2g} MiB")
+    axes.set_yticks(positions, labels)
+    axes.grid(axis="y", visible=False)
+
+    legend = "grey: in flight; blue: waited for"
+    if len(shown) < len(buckets):
+        legend += "; the longest"
+    axes.set_xlabel(legend)
+    in_units(axes, x="s")
 
 
 SHOWN_ABOVE = (m.IMAGES_PER_S, m.COMM_EXPOSED_S, m.COMM_EXPOSED_SHARE, m.TRAIN_SKIPPED_STEPS)
-"""Metrics of which the page shows one figure for the whole run, in its first table, and not the last one logged."""
+"""Metrics that the page's first table shows as one figure for the whole run, instead of the last logged value."""
 
 
 def html_of(
     summary: Mapping[str, Any], panels: Sequence[Panel], findings: Mapping[str, tuple[bool, str]]
 ) -> str:
-    """Return the page of a run.
+    """Return the HTML page of a run.
 
     Args:
         summary: Content of `summary.json`.
-        panels: Pictures.
-        findings: By name whether a result is good, and the result as text.
+        panels: Panels of the pictures.
+        findings: Results as `{name: (is good, text)}`.
     """
-    good = [
-        ("✓", name, html_page.Good(text)) for name, (is_good, text) in findings.items() if is_good
-    ]
-    others = [("", name, text) for name, (is_good, text) in findings.items() if not is_good]
+    good_rows = []
+    other_rows = []
+    for name, (is_good, text) in findings.items():
+        if is_good:
+            good_rows.append(("✓", name, html_page.Good(text)))
+        else:
+            other_rows.append(("", name, text))
+
     environment = [("folder", summary["run_dir"])]
-    environment += [
-        (name, value) for name, value in summary["environment"].items() if value is not None
-    ]
-    plan = summary["communication_plan"] if summary["communication"] is not None else None
+    for name, value in summary["environment"].items():
+        if value is not None:
+            environment.append((name, value))
+
+    plan = None
+    if summary["communication"] is not None:
+        plan = summary["communication_plan"]
     return html_page.render(
         html_page.TEMPLATES / "run.html",
         title=f"Run {Path(summary['run_dir']).name}",
-        findings=[*good, *others],
+        findings=[*good_rows, *other_rows],
         plan=plan,
         pictures=html_page.pictures(panels),
         metrics=_metric_rows(summary["metrics"], summary["best"]),

@@ -158,7 +158,7 @@ def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     )
     comm.close([])
     groups = object.__new__(rank_layout.PipelineGroups)
-    groups.pipe, groups.agree, groups.data = groups._made = ["pipe", "agree", "data"]
+    groups.pipe, groups.agree, groups.data = groups._groups = ["pipe", "agree", "data"]
     groups.destroy(are_aborted=has_failed)
     # words go over Gloo
     assert seen == [

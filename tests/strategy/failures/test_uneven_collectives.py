@@ -42,7 +42,7 @@ class SignalOnRankOne(toy.Toy):
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and dist.get_rank() == 1:
-            self.trainer.callbacks[0]._asked = 15
+            self.trainer.callbacks[0]._request = 15
             raise SIGTERMException
         return super().training_step(batch, batch_idx)
 
