@@ -159,8 +159,7 @@ class HybridPipeline(DataRanksMixin):
             if metric.process_group is None:
                 metric.process_group = self._stages.groups.data
         if is_fit:
-            if self._extensions is not None:
-                self._extensions.begin(self._comm, self._stages)
+            self._extensions.begin(self._comm, self._stages)
             self._clip_over_stages()
             self._check_clipping_of(module)
         self._until_teardown.enter_context(example_hidden(module))
@@ -268,8 +267,7 @@ class HybridPipeline(DataRanksMixin):
     def _wrap_stages(self, ignored_ids: set[int]) -> None:
         """Create the engine that averages over data ranks, and wrap each stage in DDP."""
         stages = self._active_stages
-        if self._extensions is not None:
-            self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
+        self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
         engine = self._comm.new_engine(
             self.precision_plugin, replicas=self.replicas, group=self._data_group
         )
