@@ -428,12 +428,11 @@ class LayerwiseOptimizer(Optimizer):
         return lists
 
 
-def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options among the arguments of a constructor, which are the defaults of parameter groups."""
+def options_of(**arguments: Any) -> dict[str, Any]:
+    """Return the defaults of parameter groups from the arguments of a constructor, as plain values."""
     options: dict[str, Any] = {"trust_ratio": True}
     for name, value in arguments.items():
-        if name not in ("self", "params", "__class__"):
-            options[name] = plain_value(value)
+        options[name] = plain_value(value)
     return options
 
 
