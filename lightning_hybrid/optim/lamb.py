@@ -235,7 +235,8 @@ class LAMB(LayerwiseOptimizer):
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         lr = lr_of(group, params[0].device)
         scaling = self._scaling
-        # Three passes over the blocks: moments, |u|, update. No block is updated before |u| of the whole tensor is known.
+        # Three passes over the blocks: moments, |u|, update. The first block is updated when |u| of
+        # the whole tensor is known.
         part_norms = self._whole_norms(params)
         if part_norms is None:
             steps = self._update_moments(group, params, grads)

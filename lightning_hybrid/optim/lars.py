@@ -318,8 +318,10 @@ def lars_ratios(
     elif is_joint:
         norms_of_blocks = []
         for block in in_blocks(params, grads):
-            directions = decayed_gradients(*block, group=group, scaling=scaling)
-            norms_of_blocks.append(tensor_norms(directions))
+            # No name holds the directions, so that their memory is free before the next block.
+            norms_of_blocks.append(
+                tensor_norms(decayed_gradients(*block, group=group, scaling=scaling))
+            )
         weight_norms = tensor_norms(params)
         update_norms = combined_norms(norms_of_blocks)
     else:

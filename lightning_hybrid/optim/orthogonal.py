@@ -252,8 +252,9 @@ def orthogonalized_all(
 
     results: list[Tensor] = [torch.empty(0)] * len(shapes)
     for batch in _batches(shapes, indices_of_ranks[rank], together=together):
-        tensors = [tensor_of(index) for index in batch]
-        for index, result in zip(batch, orthogonalized(*tensors), strict=True):
+        # No name holds the tensors, so that their memory is free before the next batch is made.
+        batch_results = orthogonalized(*map(tensor_of, batch))
+        for index, result in zip(batch, batch_results, strict=True):
             results[index] = result
     if group is None:
         return results
@@ -277,7 +278,9 @@ def orthogonalized_all(
 
 
 def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
-    """Choose a rank for each tensor: the costliest first, to the rank with the least work. Every rank gets the same result.
+    """Choose a rank for each tensor, the costliest first, always the rank with the least work.
+
+    Every rank gets the same result.
 
     >>> owners_by_flops([torch.Size((64, 64)), torch.Size((512, 512)), torch.Size((64, 64))], 2)
     [1, 0, 1]
