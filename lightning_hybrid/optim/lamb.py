@@ -364,7 +364,10 @@ def lamb_vectors(
         return []
     exp_avg, exp_avg_sq = moments
     blocks = in_blocks([param], [exp_avg], [exp_avg_sq])
-    updates = (lamb_updates(*block, [step], group=group)[0] for block in blocks)
+    updates = (
+        lamb_updates(params, means, squares, [step], group=group)[0]
+        for params, means, squares in blocks
+    )
     weight = ShardedVector(part=part, pieces=[param])
     update = ShardedVector(part=part, pieces=updates, is_in_blocks=not is_together(group, param))
     return [weight, update]

@@ -281,6 +281,7 @@ def _text_of(exclusion: Exclusion) -> str:
 
 
 def _checked_exclusions(exclude: Any) -> tuple[Exclusion, ...]:
+    exclusions: tuple[Any, ...]
     if isinstance(exclude, str | type) or callable(exclude):
         exclusions = (exclude,)
     else:
