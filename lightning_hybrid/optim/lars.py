@@ -382,20 +382,29 @@ def lars_(
         directions = scaled(directions, ratios, keep=grads)
 
     steps = directions
-    kept = grads  # the list that the scaling of "ratio_outside" must not change
     if buffers is not None:
-        new_buffers = scaling.scratch(buffers)
-        torch._foreach_mul_(new_buffers, group["momentum"])
-        torch._foreach_add_(new_buffers, directions)
-        scaling.commit_(buffers, new_buffers)
+        new_buffers = _update_buffers(buffers, directions, group=group, scaling=scaling)
+        steps = new_buffers
         if group["nesterov"]:
             steps = list(torch._foreach_add(directions, new_buffers, alpha=group["momentum"]))
-        else:
-            # These may be the buffers themselves, which must keep the unscaled momentum.
-            steps = new_buffers
-            kept = new_buffers
-    if momentum_form == "ratio_outside" and ratios is not None:
-        steps = scaled(steps, ratios, keep=kept)
+        if momentum_form == "ratio_outside" and ratios is not None:
+            # The new buffers must keep the unscaled momentum.
+            steps = scaled(steps, ratios, keep=new_buffers)
 
     add_scaled_(weights, steps, -lr)
     scaling.commit_(params, weights)
+
+
+def _update_buffers(
+    buffers: list[Tensor],
+    directions: list[Tensor],
+    *,
+    group: dict[str, Any],
+    scaling: GradScaling,
+) -> list[Tensor]:
+    """Write the next momentum to `buffers` unless the step is skipped. Return the next momentum."""
+    new_buffers = scaling.scratch(buffers)
+    torch._foreach_mul_(new_buffers, group["momentum"])
+    torch._foreach_add_(new_buffers, directions)
+    scaling.commit_(buffers, new_buffers)
+    return new_buffers

@@ -170,7 +170,9 @@ def result_dtype(dtype: torch.dtype) -> torch.dtype:
     Elements are at most 1.2 and singular values within a third of 1, so the rounding of float16 (5e-4) does
     not matter, and ranks that share the work send half the bytes.
     """
-    return torch.float64 if dtype == torch.float64 else torch.float16
+    if dtype == torch.float64:
+        return torch.float64
+    return torch.float16
 
 
 def num_flops(shape: Sequence[int]) -> int:
@@ -256,9 +258,24 @@ def orthogonalized_all(
         batch_results = orthogonalized(*map(tensor_of, batch))
         for index, result in zip(batch, batch_results, strict=True):
             results[index] = result
-    if group is None:
-        return results
+    if group is not None:
+        _exchange(results, indices_of_ranks, shapes, result_dtype(dtype), device, group)
+    return results
 
+
+def _exchange(
+    results: list[Tensor],
+    indices_of_ranks: list[list[int]],
+    shapes: Sequence[torch.Size],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
+    """Send the results of this rank to the other ranks, and fill in their results.
+
+    Collective: every rank of the group must call it, in the same order.
+    """
+    rank = dist.get_rank(group)
     works: list[Any] = []  # never None, because this rank is in the group
     for owner, indices in enumerate(indices_of_ranks):
         if not indices:
@@ -267,14 +284,13 @@ def orthogonalized_all(
             flat = torch.cat([results[index].reshape(-1) for index in indices])
         else:
             sizes = [shapes[index].numel() for index in indices]
-            flat = torch.empty(sum(sizes), dtype=result_dtype(dtype), device=device)
+            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
             for index, received in zip(indices, flat.split(sizes), strict=True):
                 results[index] = received.view(shapes[index])
         source = dist.get_global_rank(group, owner)
         works.append(dist.broadcast(flat, src=source, group=group, async_op=True))
     for work in works:
         work.wait()
-    return results
 
 
 def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:

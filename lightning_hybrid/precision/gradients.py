@@ -302,8 +302,7 @@ class BackwardGradients:
             else:
                 verdicts[id(record.found_inf)] = record.found_inf
         if unknown:
-            one = torch.ones((), device=device)
-            verdicts[-1] = unscale_(unknown, one)
+            verdicts[-1] = unscale_(unknown, torch.ones((), device=device))
         if not verdicts:
             return torch.zeros((), device=device)
         return torch.stack(list(verdicts.values())).amax()

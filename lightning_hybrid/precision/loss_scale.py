@@ -140,23 +140,13 @@ class DynamicLossScale(LossScale):
         min_scale = plain_value(min_scale)
         max_scale = plain_value(max_scale)
         hysteresis = plain_value(hysteresis)
-        scales = {"init_scale": init_scale, "min_scale": min_scale, "max_scale": max_scale}
-        for name, value in {
-            **scales,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-        }.items():
-            _check_power_of_two(name, value)
+        _check_power_of_two("init_scale", init_scale)
+        _check_power_of_two("min_scale", min_scale)
+        _check_power_of_two("max_scale", max_scale)
+        _check_power_of_two("growth_factor", growth_factor)
+        _check_power_of_two("backoff_factor", backoff_factor)
         super().__init__(init_scale)
-        require_number(
-            "growth_factor", growth_factor, "a clean step never lowers the scale. 2 is usual", low=1
-        )
-        why = "after an overflow the scale has to fall, or every later step overflows too. 0.5 is usual"
-        require_number("backoff_factor", backoff_factor, why, high=1, above=True)
-        why = "it counts clean steps before the scale grows. 2000 is usual"
-        require_whole("growth_interval", growth_interval, why, unit="steps")
-        why = "it says which one is the first to lower the scale. 1 is every one, 2 is usual elsewhere"
-        require_whole("hysteresis", hysteresis, why, unit="overflows")
+        _check_rule(growth_factor, backoff_factor, growth_interval, hysteresis)
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(
                 f"`init_scale` (={init_scale}) must lie between `min_scale` (={min_scale}) and `max_scale` "
@@ -177,7 +167,7 @@ class DynamicLossScale(LossScale):
 
     @property
     def wants_largest(self) -> bool:
-        """Whether this is one of the first steps: the host need not ask the device whether they overflow."""
+        """True in the first steps, in which the host does not ask the device for overflow."""
         return self._num_looks > 0
 
     def to(self, device: torch.device) -> None:
@@ -191,8 +181,12 @@ class DynamicLossScale(LossScale):
         scale = self.scale.clone()  # gradients that wait for a step still have the old one
         if self.hysteresis == 1:  # then it is torch's rule, in one launch
             torch._amp_update_scale_(
-                *(scale, self.num_clean_steps, found_inf.float()),
-                *(self.growth_factor, self.backoff_factor, self.growth_interval),
+                scale,
+                self.num_clean_steps,
+                found_inf.float(),
+                self.growth_factor,
+                self.backoff_factor,
+                self.growth_interval,
             )
         else:
             # The same rule with a count of forgiven overflows; no branch on the host, which does not know `found_inf`.
@@ -218,39 +212,62 @@ class DynamicLossScale(LossScale):
         fits = (exponent.to(torch.int32) << 23).view(torch.float32).clamp(max=self._most)
         self._is_starting = self._is_starting & found_inf
         self._has_fallen = falls
-        is_over = (
-            scale.device.type == "cpu" and not self._is_starting
-        )  # there the answer is at hand
-        self._num_looks = 0 if is_over else self._num_looks - 1
+        # On the CPU the host can read at once that the first steps are over.
+        if scale.device.type == "cpu" and not self._is_starting:
+            self._num_looks = 0
+        else:
+            self._num_looks -= 1
         return torch.where(leaps, fits, scale.masked_fill(falls, self.min_scale))
 
     def state_dict(self) -> dict[str, float]:
-        """Return scale, clean steps since the last overflow or growth, and what is left of the hysteresis."""
-        return {
+        """Return the scale, the clean steps since the last overflow or growth, and the remaining hysteresis."""
+        state: dict[str, float] = {
             "scale": self.value,
             "num_clean_steps": int(self.num_clean_steps),
             "hysteresis_left": int(self.hysteresis_left),
-            **({"has_fallen": 1} if self._has_fallen else {}),
-            **({"is_starting": 1} if self._is_starting and not self._has_fallen else {}),
         }
+        if self._has_fallen:
+            state["has_fallen"] = 1
+        elif self._is_starting:
+            state["is_starting"] = 1
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's scale, clamped to this object's bounds."""
         scale = min(max(float(state["scale"]), self.min_scale), self.max_scale)
         _check_power_of_two("scale", scale)
         self.scale = torch.full_like(self.scale, scale)
-        clean = min(
-            int(state.get("num_clean_steps", 0)), self.growth_interval - 1
-        )  # the next one is then enough
-        self.num_clean_steps = torch.full_like(self.num_clean_steps, clean)
-        left = min(int(state.get("hysteresis_left", self.hysteresis)), self.hysteresis)
-        self.hysteresis_left = torch.full_like(self.hysteresis_left, left)
+        # At most one step below the interval, so that the next clean step is enough.
+        num_clean_steps = min(int(state.get("num_clean_steps", 0)), self.growth_interval - 1)
+        self.num_clean_steps = torch.full_like(self.num_clean_steps, num_clean_steps)
+        hysteresis_left = min(int(state.get("hysteresis_left", self.hysteresis)), self.hysteresis)
+        self.hysteresis_left = torch.full_like(self.hysteresis_left, hysteresis_left)
         has_fallen = bool(state.get("has_fallen", 0))
-        # Before the first step, as where the hosts of an elastic run begin with the state of the first.
+        # True before the first step, for example if the hosts of an elastic run begin with the state of the first host.
         is_starting = has_fallen or bool(state.get("is_starting", 0))
-        self._num_looks = NUM_LOOKS if is_starting else 0
+        self._num_looks = 0
+        if is_starting:
+            self._num_looks = NUM_LOOKS
         self._is_starting = torch.full_like(self._is_starting, is_starting)
         self._has_fallen = torch.full_like(self._has_fallen, has_fallen)
+
+
+def _check_rule(
+    growth_factor: float, backoff_factor: float, growth_interval: int, hysteresis: int
+) -> None:
+    """Raise `ValueError` for the first number of a dynamic scale's rule that is out of range."""
+    reason = "a clean step never lowers the scale. 2 is usual"
+    require_number("growth_factor", growth_factor, reason, low=1)
+    reason = (
+        "after an overflow the scale has to fall, or every later step overflows too. 0.5 is usual"
+    )
+    require_number("backoff_factor", backoff_factor, reason, high=1, above=True)
+    reason = "it counts clean steps before the scale grows. 2000 is usual"
+    require_whole("growth_interval", growth_interval, reason, unit="steps")
+    reason = (
+        "it says which one is the first to lower the scale. 1 is every one, 2 is usual elsewhere"
+    )
+    require_whole("hysteresis", hysteresis, reason, unit="overflows")
 
 
 def loss_scale_from(setting: str | float | LossScale) -> LossScale:
@@ -278,7 +295,7 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
     """Divide by the scale, in place, in the pass over memory that also looks for inf and nan, as `GradScaler` does.
 
     Args:
-        gradients: one or more, on one device, fp32 or wider.
+        gradients: At least one gradient, all on one device, fp32 or wider.
         scale: 0-dim fp32, a power of two, on that device.
 
     Returns:
@@ -288,11 +305,12 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
     inverse_scale = scale.reciprocal()
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
-        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        by_dtype.setdefault(real.dtype, []).append(real)
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
     # torch's own kernel, which `GradScaler` calls: it takes a list of one dtype, and no complex numbers.
-    for of_one_dtype in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(of_one_dtype, found_inf, inverse_scale)
+    for same_dtype in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inverse_scale)
     return found_inf
 
 

@@ -54,12 +54,14 @@ def prepare_to_skip_(optimizer: Optimizer) -> None:
     # If skipped, that step leaves it uninitialised (torch 2.11 to 2.13). SGD starts with `momentum * 0 + gradient`.
     if isinstance(optimizer, SGD):
         for group in optimizer.param_groups:
-            for parameter in group["params"] if group["momentum"] else ():
-                if (
-                    parameter.grad is not None
-                    and optimizer.state[parameter].get("momentum_buffer") is None
-                ):
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+            if not group["momentum"]:
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = optimizer.state[parameter]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
 def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
@@ -74,8 +76,9 @@ def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
 
 def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
     """Yield the parameters in the groups of `optimizer`, in order, or none for None."""
-    groups = () if optimizer is None else optimizer.param_groups
-    for group in groups:
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
         yield from group["params"]
 
 
@@ -97,4 +100,6 @@ def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], An
     closure = kwargs.get("closure")
     if closure is None and len(args) > 1:
         closure = args[1]
-    return closure if callable(closure) else None
+    if callable(closure):
+        return closure
+    return None

@@ -60,12 +60,16 @@ class ParameterPair:
     @property
     def fp32(self) -> Tensor:
         """The tensor that holds the fp32 value, whichever side is shown."""
-        return self._hidden if self.is_open else self.parameter
+        if self.is_open:
+            return self._hidden
+        return self.parameter
 
     @property
     def half(self) -> Tensor:
         """The tensor that holds the half-precision copy, whichever side is shown."""
-        return self.parameter if self.is_open else self._hidden
+        if self.is_open:
+            return self.parameter
+        return self._hidden
 
     def open(self) -> None:
         """Show the half-precision copy, with the fp32 gradient that the parameter has."""
@@ -89,9 +93,9 @@ class ParameterPair:
         self.hide_gradient()
         self._exchange()
         if gradient is not None:
-            self.parameter.grad = (
-                gradient if gradient.dtype is self.parameter.dtype else gradient.float()
-            )
+            if gradient.dtype is not self.parameter.dtype:
+                gradient = gradient.float()
+            self.parameter.grad = gradient
 
     def show_gradient(self, gradient: Tensor | None) -> None:
         """Put an fp32 gradient into `parameter.grad` while the half-precision copy is shown, as user code may too."""
