@@ -71,7 +71,7 @@ class ModuleHooks:
                 self._checked_modules.append(child)
 
     def attach(self) -> None:
-        """Put the hooks of forward on the modules."""
+        """Register the hooks of forward on the modules."""
         self._thread = threading.get_ident()
         for layer in self._normalisation_layers:
             self._attached += [
@@ -84,7 +84,7 @@ class ModuleHooks:
             )
 
     def detach(self) -> None:
-        """Take the hooks of forward off again."""
+        """Remove the hooks of forward."""
         for handle in self._attached:
             handle.remove()
         self._attached.clear()

@@ -1,4 +1,4 @@
-"""Abilities of an optimizer that the precision plugin asks for.
+"""Abilities of an optimizer that the precision plugin uses.
 
 Attributes decide, never the type, so that any optimizer may join:
 
@@ -23,7 +23,7 @@ def takes_scaled_gradients(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether `step` can leave everything as it is where `optimizer.found_inf` is 1, without asking the host."""
+    """Return whether `step` changes nothing if `optimizer.found_inf` is 1, without a read by the host."""
     # Only the first step of torch's fused SGD leaves dampening out, and where that is skipped no later one does.
     if isinstance(optimizer, SGD) and any(
         group["momentum"] and group["dampening"] for group in optimizer.param_groups
@@ -36,7 +36,7 @@ def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def evaluates_closure(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer must be given the closure, as it may evaluate the loss at other weights.
+    """Return whether `step` needs the closure, because the optimizer may evaluate the loss at other weights.
 
     torch's own optimizers, except LBFGS, and those that declare an ability above call it once, before anything else.
     """
@@ -84,7 +84,7 @@ def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
 
 @contextmanager
 def temporary_attributes(owner: object, **attributes: Any) -> Iterator[None]:
-    """Lend an optimizer or a module attributes for a while, as `torch.amp.GradScaler` does for a step."""
+    """Set attributes of an optimizer or a module for a while, as `torch.amp.GradScaler` does for a step."""
     before = {name: value for name, value in vars(owner).items() if name in attributes}
     vars(owner).update(attributes)
     try:

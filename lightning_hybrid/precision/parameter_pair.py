@@ -129,7 +129,7 @@ class ParameterPair:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def note_cast(self) -> None:
-        """Note that the copy was made of the present fp32 value.
+        """Note that the copy was made from the current fp32 value.
 
         The cast itself is not counted as a write: a graph that waits for its backward holds the copy, and the same
         bits were written. If torch has counted a write to the fp32 value since, the graph is out of date, and torch's
@@ -155,7 +155,7 @@ class ParameterPair:
 
     @torch.no_grad()
     def take_writes_(self) -> None:
-        """Give the fp32 value what user code wrote into the half-precision copy, element by element.
+        """Copy into the fp32 value the elements that user code wrote into the half-precision copy.
 
             fp32 <- where(half == half_dtype(fp32), fp32, half)
 
@@ -210,7 +210,7 @@ class ParameterPair:
         )
 
     def load_(self, value: Tensor) -> None:
-        """Take the value of a state dict in full precision. torch writes the rounded one into the copy."""
+        """Load the value of a state dict in full precision. torch writes the rounded value into the copy."""
         with torch.no_grad():
             self.fp32.detach().copy_(value)
         self._fp32_version = self.fp32._version
@@ -258,7 +258,7 @@ def cast_(pairs: Iterable[ParameterPair]) -> None:
 
 @torch.no_grad()
 def take_writes_(pairs: Iterable[ParameterPair]) -> None:
-    """Take over what was written into the copies, on a device by lists. See `ParameterPair.take_writes_`."""
+    """Take over writes to the copies, on a device by lists. See `ParameterPair.take_writes_`."""
     block: list[ParameterPair] = []
     numel = 0
     for pair in pairs:

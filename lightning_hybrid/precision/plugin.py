@@ -158,7 +158,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         is_last_backward_of_step: Callable[[], bool],
         flush_backward: Callable[[Tensor], object] = torch.is_tensor,
     ) -> None:
-        """Take what only a strategy knows.
+        """Connect the functions that a strategy provides.
 
         Args:
             is_last_backward_of_step: returns whether the backward in progress averages over ranks, for a step after it.
@@ -223,7 +223,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Refuse strategies that cannot work, and guard per-step schedules against skipped steps."""
+        """Raise an error for a strategy that cannot work, and guard per-step schedules against skipped steps."""
         trainer: Any = None
         if self._lightning_module is not None:
             trainer = self._lightning_module.trainer

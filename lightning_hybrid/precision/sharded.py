@@ -1,4 +1,4 @@
-"""Half precision on the shards of FSDP2 (torch's `fully_shard`), which are the fp32 masters already."""
+"""Half precision on the shards of FSDP2 (torch's `fully_shard`), which are the fp32 master weights already."""
 
 from __future__ import annotations
 
@@ -154,11 +154,11 @@ class ShardedHalfMixin(MasterWeightMixin):
         fully_shard(network, **options)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Take the module, whose shards are masters already.
+        """Connect the module, whose shards are the master weights already.
 
         Raises:
-            MisconfigurationException: another strategy, or a module that `shard_` was not given; or offloaded shards
-                without `HostShards`.
+            MisconfigurationException: The strategy is another one, `shard_` has not sharded the module, or shards are
+                offloaded without `HostShards`.
         """
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
