@@ -141,7 +141,7 @@ class NativeLars(NativeEngine):
         compute_norms()    sum(w * w), and sum(g * g) or sum(d * d)      one read of g, w
         write_update()     the step                                      one read of g, w, v, one write of w, v
 
-    User code may write parameters between two steps. So each step measures the norms of its weights anew.
+    User code may write parameters between two steps. So each step measures the norms of its weights again.
     """
 
     num_numbers = 6
