@@ -93,7 +93,8 @@ class LayerwiseOptimizer(Optimizer):
         shard_sums: Sums over ranks during a step on shards of DTensors, see `dtensor.local_shards`.
     """
 
-    # Class attributes and not set in `__init__`, because torch's copies and unpickled optimizers do not run it.
+    # Class attributes, because copied and unpickled optimizers and the views of `local_shards` do not
+    # run `__init__`.
     parts: Mapping[Tensor, Part] | None = None
     add_up_: Callable[[Tensor], None]
     last_found_inf: Tensor | None = None

@@ -81,7 +81,7 @@ def data_ptrs(*lists: Sequence[Tensor]) -> list[int]:
     """Return the address of each tensor, one list after the other."""
     addresses: list[int] = []
     for tensors in lists:
-        addresses.extend(tensor.data_ptr() for tensor in tensors)
+        addresses.extend([tensor.data_ptr() for tensor in tensors])
     return addresses
 
 
