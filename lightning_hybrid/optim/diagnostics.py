@@ -1,4 +1,4 @@
-"""The trust ratios of LARS and LAMB, computed on request: a step does not store them."""
+"""Trust ratios of LARS and LAMB for loggers, computed on request because a step does not store them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ from lightning_hybrid.optim.trust_ratio import (
 def trust_ratios(
     optimizer: Optimizer, *, grad_scale: Tensor | None = None
 ) -> list[dict[Tensor, Tensor]]:
-    """Compute the trust ratio q of every tensor that has one, for each parameter group: `{parameter: q}`, q 0-dim.
+    """Compute the trust ratio of every tensor that has one, per parameter group: `{parameter: ratio}`, ratios 0-dim.
 
-    q is that of the optimizer's docstring, before any bound on it, for weights, gradients and moments as they are now:
-    before a step of LARS the step's own; after a step it differs by about the relative size of the step. Excluded
-    groups, tensors without gradient or state (LAMB before its first step) and other optimizers have none. Nothing is
-    written, nothing waits for the device. Where ranks share an update (`LayerwiseOptimizer.parts`, DTensors) q is that
-    of the whole tensor, and every rank that holds parts must call it, in the same order.
+    The ratio is the q of the optimizer's docstring, before any bound on it, for the current weights,
+    gradients and moments. Before a step of LARS it is the ratio of that step. After a step it differs
+    by about the relative size of the step. Excluded groups, tensors without gradient or state (LAMB
+    before its first step) and other optimizers have no ratio. Nothing is written, and nothing waits
+    for the device.
+
+    If ranks share an update (`LayerwiseOptimizer.parts`, DTensors), the ratio is that of the whole
+    tensor. Collective in this case: every rank that holds parts must call it, in the same order.
 
     Args:
         optimizer: Any optimizer.
-        grad_scale: Factor that the gradients still contain (0-dim); None: 1. LAMB does not read gradients.
+        grad_scale: Factor that the gradients still contain, 0-dim. None: 1. LAMB does not read gradients.
 
     >>> weight, bias = torch.nn.Parameter(torch.tensor([3.0, 4.0])), torch.nn.Parameter(torch.ones(1))
     >>> groups = [{"params": [weight]}, {"params": [bias], "trust_ratio": False}]
@@ -46,71 +49,98 @@ def trust_ratios(
     >>> trust_ratios(torch.optim.SGD([weight], lr=1.0))
     [{}]
     """
-    if isinstance(optimizer, LayerwiseOptimizer) and has_dtensors(optimizer.param_groups):
-        with local_shards(optimizer) as local:
-            found = _ratios(local, grad_scale)
-            return [{local.wholes[param]: ratio for param, ratio in some.items()} for some in found]
-    return _ratios(optimizer, grad_scale)
+    if not isinstance(optimizer, LayerwiseOptimizer) or not has_dtensors(optimizer.param_groups):
+        return _ratios(optimizer, grad_scale)
+    ratios_of_params = []
+    with local_shards(optimizer) as local:
+        for ratios_of_shards in _ratios(local, grad_scale):
+            ratios = {local.wholes[shard]: ratio for shard, ratio in ratios_of_shards.items()}
+            ratios_of_params.append(ratios)
+    return ratios_of_params
 
 
 def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor, Tensor]]:
-    inverse_scale = None if grad_scale is None else grad_scale.detach().float().reciprocal()
+    """Compute the trust ratios by parameter group, for parameters that are plain tensors."""
+    inverse_scale = None
+    if grad_scale is not None:
+        inverse_scale = grad_scale.detach().float().reciprocal()
     scaling = GradScaling(inverse_scale=inverse_scale)
-    of_parts = _norms_of_parts(optimizer, scaling)
-    has_rule = type(optimizer) in (LARS, LAMB)
-    found = []
+    norms_of_parts = _norms_of_parts(optimizer, scaling)
+
+    ratios_of_groups = []
     for group in optimizer.param_groups:
-        ratios = dict[Tensor, Tensor]()
-        for _, (param, grad) in dense_gradients(group) if has_rule and group["trust_ratio"] else ():
-            norms = of_parts.get(param)
+        ratios: dict[Tensor, Tensor] = {}
+        ratios_of_groups.append(ratios)
+        if type(optimizer) not in (LARS, LAMB) or not group["trust_ratio"]:
+            continue
+        for _, (param, grad) in dense_gradients(group):
+            norms = norms_of_parts.get(param)
             if type(optimizer) is LARS:
-                # The clip bounds the step and is no property of the layer; without it the ratio does not depend on lr.
-                options = {**group, "trust_clip": None}
-                here = scaling.to(param.device)
-                of_one = None if norms is None else [norm.view(1) for norm in norms]
-                sums = optimizer.shard_sums
-                ratios[param] = lars_ratios(
-                    [param],
-                    [grad],
-                    group=options,
-                    lr=1.0,
-                    scaling=here,
-                    norms=of_one,
-                    shard_sums=sums,
-                )[0]
+                ratios[param] = _lars_ratio(optimizer, group, param, grad, scaling, norms)
             elif type(optimizer) is LAMB and "step" in optimizer.state.get(param, {}):
-                ratios[param] = (
-                    _lamb_ratio(optimizer, group, param) if norms is None else trust_ratio(*norms)
-                )
-        found.append(ratios)
-    return found
+                ratios[param] = _lamb_ratio(optimizer, group, param, norms)
+    return ratios_of_groups
 
 
 def _norms_of_parts(optimizer: Optimizer, scaling: GradScaling) -> dict[Tensor, list[Tensor]]:
+    """Compute the norms of whole tensors for all parameters that are parts, over the ranks that hold parts."""
     if not isinstance(optimizer, LayerwiseOptimizer) or not optimizer.parts:
         return {}
-    vectors = dict[Tensor, list[ShardedVector]]()
+    vectors: dict[Tensor, list[ShardedVector]] = {}
     for group in optimizer.param_groups:
         for _, (param, grad) in dense_gradients(group):
-            if (part := optimizer.parts.get(param)) is None:
+            part = optimizer.parts.get(param)
+            if part is None:
                 continue
+            state = optimizer.state.get(param, {})
             if isinstance(optimizer, LARS):
                 vectors[param] = lars_vectors(
                     param, grad, part, group=group, scaling=scaling.to(param.device)
                 )
-            elif "step" in (state := optimizer.state.get(param, {})):
-                moments = state["exp_avg"], state["exp_avg_sq"]
+            elif "step" in state:
+                moments = (state["exp_avg"], state["exp_avg_sq"])
                 vectors[param] = lamb_vectors(
                     param, moments, part, group=group, step=_step_of(state)
                 )
-    device = next(iter(optimizer.parts)).device
-    return norms_over_ranks(vectors, torch.zeros((), device=device), optimizer.add_up_)[0]
+    no_flag = torch.zeros((), device=next(iter(optimizer.parts)).device)
+    norms, _ = norms_over_ranks(vectors, no_flag, optimizer.add_up_)
+    return norms
 
 
-def _lamb_ratio(optimizer: LAMB, group: dict[str, Any], param: Tensor) -> Tensor:
+def _lars_ratio(
+    optimizer: LARS,
+    group: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    scaling: GradScaling,
+    norms: list[Tensor] | None,
+) -> Tensor:
+    """Compute the ratio of a parameter. `norms` are those of the whole tensor if the parameter is a part."""
+    if norms is not None:
+        norms = [norm.view(1) for norm in norms]
+    ratios = lars_ratios(
+        [param],
+        [grad],
+        # The clip bounds the step and is no property of the layer. Without it the ratio does not depend on lr.
+        group={**group, "trust_clip": None},
+        lr=1.0,
+        scaling=scaling.to(param.device),
+        norms=norms,
+        shard_sums=optimizer.shard_sums,
+    )
+    return ratios[0]
+
+
+def _lamb_ratio(
+    optimizer: LAMB, group: dict[str, Any], param: Tensor, norms: list[Tensor] | None
+) -> Tensor:
+    """Compute the ratio of a parameter. `norms` are those of the whole tensor if the parameter is a part."""
+    if norms is not None:
+        return trust_ratio(*norms)
     state = optimizer.state[param]
-    moments = [state["exp_avg"]], [state["exp_avg_sq"]]
-    updates = lamb_updates([param], *moments, [_step_of(state)], group=group)
+    updates = lamb_updates(
+        [param], [state["exp_avg"]], [state["exp_avg_sq"]], [_step_of(state)], group=group
+    )
     norms = [tensor_norms([param]), tensor_norms(updates)]
     if optimizer.shard_sums is not None:
         norms = optimizer.shard_sums.norms([param], *norms)
@@ -118,6 +148,8 @@ def _lamb_ratio(optimizer: LAMB, group: dict[str, Any], param: Tensor) -> Tensor
 
 
 def _step_of(state: dict[str, Any]) -> float | Tensor:
-    # As in `LAMB`: a number where the count is on the CPU, else float64.
+    """Return the step count as `LAMB` uses it: a number if it is on the CPU, else float64."""
     step: Tensor = state["step"]
-    return step.item() if step.device.type == "cpu" else step.to(torch.float64)
+    if step.device.type == "cpu":
+        return step.item()
+    return step.to(torch.float64)

@@ -1,4 +1,4 @@
-"""LARS: stochastic gradient descent in which each layer's step is proportional to the layer's own size."""
+"""LARS: stochastic gradient descent in which each layer's step is proportional to the norm of its weights."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -31,6 +31,11 @@ from lightning_hybrid.placement import Part
 MomentumForm = Literal["lr_inside", "lr_outside", "ratio_outside"]
 Denominator = Literal["sum", "joint"]
 Direction = Literal["momentum", "orthogonal"]
+_CHOICES = {
+    "momentum_form": get_args(MomentumForm),
+    "denominator": get_args(Denominator),
+    "direction": get_args(Direction),
+}
 
 
 class LARS(OrthogonalStep):
@@ -45,61 +50,73 @@ class LARS(OrthogonalStep):
                         "lr_outside"      v <- momentum * v + q * d           w <- w - lr * v
                         "ratio_outside"   v <- momentum * v + d               w <- w - lr * q * v
 
-    eta -> `trust_coefficient`, m -> `momentum`, beta (decay) -> `weight_decay`, v -> state `"momentum_buffer"`.
+    The paper's eta is `trust_coefficient`, its m is `momentum`, its beta (decay) is `weight_decay`, and v is
+    the state `"momentum_buffer"`.
 
-    The first two forms differ only while `lr` changes: "lr_inside" remembers the rates of past gradients, "lr_outside"
-    scales all of them by the present rate. Used by:
+    The first two forms differ only while `lr` changes. "lr_inside" remembers the learning rates of past
+    gradients, "lr_outside" scales all of them by the current learning rate. Used by:
 
-        "lr_inside", "sum"        the paper; MLPerf's TensorFlow reference
+        "lr_inside", "sum"        the paper, MLPerf's TensorFlow reference
         "lr_inside", "joint"      optax
-        "lr_outside", "sum"       timm, apex LARC, lightly; with momentum correction, NVIDIA's MXNet
+        "lr_outside", "sum"       timm, apex LARC, lightly, and with momentum correction NVIDIA's MXNet
         "lr_outside", "joint"     Barlow Twins, MoCo v3, VISSL
         "ratio_outside", "sum"    NUS, ColossalAI (which also clamp)
 
-    `nesterov` looks one step ahead: after v is updated, the step uses momentum * v + its last addend in place of v.
+    With `nesterov` the step looks one momentum step ahead: after v is updated, the step uses momentum * v
+    plus the last addend of v in place of v.
 
-    A tensor with |w| = 0 or |g| = 0 ("joint": |d| = 0) gets q = 1, as in the MLPerf reference; the paper leaves this
-    open. Under "sum" a tensor whose gradient is exactly zero thus decays at the full `lr * weight_decay`.
+    A tensor with |w| = 0 or |g| = 0 ("joint": |d| = 0) gets q = 1, as in the MLPerf reference. The paper
+    leaves this open. Under "sum" a tensor whose gradient is exactly zero thus decays at the full
+    `lr * weight_decay`.
 
-    `trust_clip=c` is LARC: q is replaced by min(q / lr, c), after the rule for zeros. With c = 1, as in apex and timm,
-    the step is min(q, lr) * d: `lr` becomes a ceiling and no longer a factor. At lr = 0 it is c * lr * d = 0.
+    `trust_clip=c` is LARC: q is replaced by min(q / lr, c), after the rule for zeros. With c = 1, as in apex
+    and timm, the step is min(q, lr) * d, so `lr` becomes a ceiling and is no longer a factor. At lr = 0 the
+    step is c * lr * d = 0.
 
-    A group with `trust_ratio=False` is excluded: q = 1, its rate is lr * `excluded_lr_mult`, its weight decay its own.
-    Biases and normalisation are commonly excluded (see `param_groups`), but the bare `lr` of LARS is hundreds of times
-    that of SGD: with biases and no normalisation, do not exclude them, or set `excluded_lr_mult` near 0.01.
+    A group with `trust_ratio=False` is excluded: q = 1, its learning rate is lr * `excluded_lr_mult`, and it
+    keeps its own weight decay. Biases and normalisation are commonly excluded (see `param_groups`). But the
+    bare `lr` of LARS is hundreds of times that of SGD. In a network with biases and without normalisation,
+    do not exclude the biases, or set `excluded_lr_mult` near 0.01.
 
-    Momentum starts from zero, so that the first v is the first update. With the trust ratio off, "lr_outside" and
-    "ratio_outside" are `torch.optim.SGD` (dampening 0) bit for bit, in float32 and float64; so is "lr_inside" if
-    momentum = 0 or lr is a constant power of two; another constant lr changes the rounding, a changing lr the rule.
+    Momentum starts from zero, so the first v is the first update. With the trust ratio off, "lr_outside" and
+    "ratio_outside" are `torch.optim.SGD` (dampening 0) bit for bit, in float32 and float64. So is "lr_inside"
+    if momentum = 0 or lr is a constant power of two. Another constant lr changes the rounding, and a changing
+    lr changes the rule.
 
-    Parameters may be float16, bfloat16, float32 or float64. Arithmetic, norms and buffer are at least float32; a
-    half-precision parameter is rounded once, at the end. `lr` may be a 0-dim tensor, on any device: `step` reads
-    nothing back. `foreach=None` is one tensor at a time on the CPU, lists elsewhere. On the CPU both give the same
-    bits, but for "joint" beyond half a million elements, whose norm is then summed in another order (in float64).
+    Parameters may be float16, bfloat16, float32 or float64. Arithmetic, norms and buffer are at least
+    float32, and a half-precision parameter is rounded once, at the end. `lr` may be a 0-dim tensor on any
+    device, and `step` reads nothing back. `foreach=None` is one tensor at a time on the CPU, and lists
+    elsewhere. On the CPU both give the same bits, except for "joint" beyond half a million elements, whose
+    norm is then summed in another order (in float64).
 
-    `fused=True` is two passes over memory for the whole model: norms of gradients, then the update. On the CPU they are
-    C++ (`fused.cpu`), built by the system's compiler at the first use, a few seconds once per machine; on CUDA three
-    Triton kernels (`fused.cuda`), which have not been run on a GPU. `None` and False work on lists. Without compiler or
-    triton a warning says that lists are used. Only rounding differs: weights agree with the others to 2e-6
-    of their norm over ten steps, in float64 to 1e-14. It is no option of a group. With True,
-    `torch.amp.GradScaler` leaves unscaling and skipping to the step; Lightning then refuses to clip gradients under
-    "16-mixed". `torch.compile(optimizer.step)` compiles the lists.
+    `fused=True` is two passes over memory for the whole model: norms of gradients, then the update. On the
+    CPU they are C++ (`fused.cpu`), built by the system's compiler at the first use, which takes a few seconds
+    once per machine. On CUDA they are three Triton kernels (`fused.cuda`), which have not been run on a GPU.
+    None and False work on lists. Without compiler or triton a warning says that lists are used. Only rounding
+    differs: weights agree with the step on lists to 2e-6 of their norm over ten steps, and to 1e-14 in
+    float64. `fused` is an option of the optimizer, and groups cannot set it. With True, `torch.amp.GradScaler`
+    leaves unscaling and skipping to the step, and Lightning then raises an error for gradient clipping under
+    "16-mixed". `torch.compile(optimizer.step)` compiles the step on lists.
 
-    `capturable=True` reads nothing on the host in a step, so that a CUDA graph may capture it; capture itself has not
-    been run. A rate that changes between replays has to be a tensor. `differentiable` is torch's, and refused.
+    `capturable=True` reads nothing on the host in a step, so that a CUDA graph may capture it. Capture itself
+    has not been run. A learning rate that changes between replays has to be a tensor. `differentiable` is an
+    argument of torch's optimizers, and True raises an error.
 
-    `direction="orthogonal"` keeps the size of the step and changes its direction: every singular value of the momentum,
-    taken as the matrix [out, in * height * width], becomes about 1 (`orthogonal.orthogonalized`), as in Muon:
+    `direction="orthogonal"` keeps the size of the step and changes its direction. Every singular value of the
+    momentum, taken as the matrix [out, in * height * width], becomes about 1 (`orthogonal.orthogonalized`),
+    as in Muon:
 
         v <- momentum * v + d;   O = orthogonalized(v);   w <- w - lr * trust_coefficient * |w| * O / |O|
 
-    with `nesterov` of momentum * v + d. Large batches leave few updates, and here each moves a layer as far along its
-    weak directions as along its strong ones. `momentum_form`, `denominator` and `eps` have no part in it. Tensors that
-    are no matrices have O = v; with |w| = 0 or |v| = 0 the step is lr * v. Excluded groups stay momentum SGD, unless
-    they name the direction themselves: then `w <- w - lr * excluded_lr_mult * sqrt(max(1, rows / columns)) * O`, the
-    size of `torch.optim.Muon`. It works on lists; `fused=True` is refused. With `work_group`, a process group such as
-    the ranks of a node, each rank orthogonalises a part of the tensors and sends it to the others in float16: the bits
-    are the same as without. Source: Jordan et al. 2024 (Muon); Bernstein & Newhouse 2024 (arXiv:2409.20325).
+    With `nesterov`, O is computed from momentum * v + d. Large batches leave few updates, and here each moves
+    a layer as far along its weak directions as along its strong ones. `momentum_form`, `denominator` and
+    `eps` are not used. Tensors that are no matrices have O = v, and with |w| = 0 or |v| = 0 the step is
+    lr * v. Excluded groups stay momentum SGD unless they name the direction themselves. Then the step is
+    `w <- w - lr * excluded_lr_mult * sqrt(max(1, rows / columns)) * O`, the size of `torch.optim.Muon`. The
+    step works on lists, and `fused=True` raises an error. With `work_group`, a process group such as the ranks
+    of a node, each rank orthogonalises a part of the tensors and sends it to the other ranks in float16. The
+    bits are the same as without. Source: Jordan et al. 2024 (Muon), Bernstein & Newhouse 2024
+    (arXiv:2409.20325).
 
     For half-precision gradients, loss scale and skipping see `LayerwiseOptimizer`.
 
@@ -138,10 +155,28 @@ class LARS(OrthogonalStep):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
-        super().__init__(params, options_of(locals()))
+        options = options_of(
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            trust_coefficient=trust_coefficient,
+            eps=eps,
+            nesterov=nesterov,
+            momentum_form=momentum_form,
+            denominator=denominator,
+            trust_clip=trust_clip,
+            excluded_lr_mult=excluded_lr_mult,
+            direction=direction,
+            foreach=foreach,
+            maximize=maximize,
+            fused=fused,
+            capturable=capturable,
+            differentiable=differentiable,
+        )
+        super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as `LayerwiseOptimizer` does; an excluded one is momentum SGD unless it names a direction."""
+        """Add a group as `LayerwiseOptimizer` does. An excluded group is momentum SGD unless it names a direction."""
         if isinstance(param_group, dict) and not param_group.get("trust_ratio", True):
             param_group = {"direction": "momentum", **param_group}
         super().add_param_group(param_group)
@@ -161,32 +196,26 @@ class LARS(OrthogonalStep):
         require_choice(
             "nesterov", group["nesterov"], (True, False), "True looks one momentum step ahead"
         )
-        require_choice(
-            "momentum_form",
-            group["momentum_form"],
-            get_args(MomentumForm),
-            "see the LARS docstring",
-        )
-        require_choice(
-            "denominator", group["denominator"], get_args(Denominator), "see the LARS docstring"
-        )
-        require_choice(
-            "direction", group["direction"], get_args(Direction), "see the LARS docstring"
-        )
+        for name, choices in _CHOICES.items():
+            require_choice(name, group[name], choices, "see the LARS docstring")
+        self._check_combinations(group)
+
+    def _check_combinations(self, group: dict[str, Any]) -> None:
+        """Raise `ValueError` for options that cannot be combined."""
         if group["direction"] == "orthogonal":
-            for option, none, why in (
-                ("fused", (None, False), "there are no kernels for it: it works on lists"),
-                (
-                    "trust_clip",
-                    (None,),
-                    "no ratio enters its step, whose size is lr * trust_coefficient * |w|",
-                ),
-            ):
-                if group[option] not in none:
-                    raise ValueError(
-                        f'`{option}` (={group[option]!r}) and `direction` (="orthogonal") exclude each other: {why}. '
-                        f"Leave `{option}` out."
-                    )
+            conflict = ""
+            reason = ""
+            if group["fused"]:
+                conflict = "fused"
+                reason = "there are no kernels for it: it works on lists"
+            elif group["trust_clip"] is not None:
+                conflict = "trust_clip"
+                reason = "no ratio enters its step, whose size is lr * trust_coefficient * |w|"
+            if conflict:
+                raise ValueError(
+                    f'`{conflict}` (={group[conflict]!r}) and `direction` (="orthogonal") exclude each other: '
+                    f"{reason}. Leave `{conflict}` out."
+                )
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError(
                 "`nesterov` (=True) needs `momentum` (=0) above 0: there is no momentum to look ahead along. "
@@ -194,17 +223,20 @@ class LARS(OrthogonalStep):
             )
 
     def _asks_for_fused(self) -> bool:
-        return super()._asks_for_fused() and all(
-            group["direction"] == "momentum" for group in self.param_groups
-        )
+        if not super()._asks_for_fused():
+            return False
+        return all(group["direction"] == "momentum" for group in self.param_groups)
 
     def _before_updates(self) -> None:
-        self._part_norms = self._norms_over_ranks(self._vectors) if self.parts else {}
+        self._part_norms = {}
+        if self.parts:
+            self._part_norms = self._norms_over_ranks(self._vectors)
         self._orthogonalize()
 
     def _vectors(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part
     ) -> list[ShardedVector]:
+        """Return the vectors whose norms a part needs, as `_norms_over_ranks` asks."""
         if group["direction"] == "orthogonal":
             refuse_part(part)
         return lars_vectors(param, grad, part, group=group, scaling=self._scaling.to(param.device))
@@ -215,18 +247,22 @@ class LARS(OrthogonalStep):
             return
         lr = lr_of(group, params[0].device)
         scaling = self._scaling
-        # The ratio is of the whole tensor, so it is computed before any block of the tensor moves.
+        # The ratio is that of the whole tensor, so it is computed before any block of the tensor is updated.
         ratios = None
         if group["trust_ratio"]:
-            norms = self._whole_norms(params)
-            sums = self.shard_sums
             ratios = lars_ratios(
-                params, grads, group=group, lr=lr, scaling=scaling, norms=norms, shard_sums=sums
+                params,
+                grads,
+                group=group,
+                lr=lr,
+                scaling=scaling,
+                norms=self._whole_norms(params),
+                shard_sums=self.shard_sums,
             )
 
         lists = [params, grads]
         if group["momentum"] != 0:
-            lists += self.state_lists(params, "momentum_buffer")
+            lists.extend(self.state_lists(params, "momentum_buffer"))
         for blocks in in_blocks(*lists):
             lars_(*blocks, group=group, lr=lr, ratios=ratios, scaling=scaling)
 
@@ -239,20 +275,18 @@ def lars_vectors(
     group: dict[str, Any],
     scaling: GradScaling = UNSCALED,
 ) -> list[ShardedVector]:
-    """Return the vectors whose norms `lars_ratios` takes for a part; none where the trust ratio is off."""
+    """Return the vectors whose norms `lars_ratios` needs for a part, or no vector if the trust ratio is off."""
     if not group["trust_ratio"]:
         return []
     weight = ShardedVector(part=part, pieces=[param])
     if group["denominator"] == "sum":
         return [weight, ShardedVector(part=part, pieces=[grad])]
-    directions = (
-        decayed_gradients(*block, group=group, scaling=scaling)[0]
-        for block in in_blocks([param], [grad])
+    blocks = in_blocks([param], [grad])
+    directions = (decayed_gradients(*block, group=group, scaling=scaling)[0] for block in blocks)
+    direction = ShardedVector(
+        part=part, pieces=directions, is_in_blocks=not is_together(group, param)
     )
-    return [
-        weight,
-        ShardedVector(part=part, pieces=directions, is_in_blocks=not is_together(group, param)),
-    ]
+    return [weight, direction]
 
 
 def lars_ratios(
@@ -265,32 +299,47 @@ def lars_ratios(
     norms: Sequence[Tensor] | None = None,
     shard_sums: ShardSums | None = None,
 ) -> Tensor:
-    """Compute the trust ratios of tensors of one device and dtype, clipped if asked: 1-D, on that device.
+    """Compute the trust ratios of tensors of one device and dtype, clipped if the group says so: 1-D, on that device.
 
-    `norms`: of the weights and of the gradients or directions, where `params` are parts; gradients still scaled.
-    `shard_sums`: where they are shards of DTensors.
+    Args:
+        params: The weights.
+        grads: The gradients, which are still scaled.
+        group: The parameter group.
+        lr: The learning rate, by which a clip divides.
+        scaling: Loss scale of the gradients.
+        norms: If `params` are parts, the norms of the whole weights, and of the whole gradients (still
+            scaled) or directions.
+        shard_sums: Sums over ranks, if `params` are shards of DTensors.
     """
     options = {"trust_coefficient": group["trust_coefficient"], "eps": group["eps"]}
-    if group["denominator"] == "sum":
-        weight_norms, update_norms = norms or (tensor_norms(params), tensor_norms(grads))
-        # |g / scale| = |g| / scale: to unscale the norms saves a pass over the gradients.
+    is_joint = group["denominator"] == "joint"
+    if norms is not None:
+        weight_norms, update_norms = norms
+    elif is_joint:
+        norms_of_blocks = []
+        for block in in_blocks(params, grads):
+            # No name holds the directions, so that their memory is free before the next block.
+            norms_of_blocks.append(
+                tensor_norms(decayed_gradients(*block, group=group, scaling=scaling))
+            )
+        weight_norms = tensor_norms(params)
+        update_norms = combined_norms(norms_of_blocks)
+    else:
+        weight_norms = tensor_norms(params)
+        update_norms = tensor_norms(grads)
+
+    if not is_joint:
+        # |g / scale| = |g| / scale: unscaling the norms saves a pass over the gradients.
         (update_norms,) = scaling.unscale([update_norms], keep=[])
         options["weight_decay"] = group["weight_decay"]
-    elif norms is None:
-        blocks = in_blocks(params, grads)
-        parts = [
-            tensor_norms(decayed_gradients(*block, group=group, scaling=scaling))
-            for block in blocks
-        ]
-        weight_norms = tensor_norms(params)
-        update_norms = combined_norms(parts)
-    else:
-        weight_norms, update_norms = norms
     if shard_sums is not None:
         weight_norms, update_norms = shard_sums.norms(params, weight_norms, update_norms)
+
     ratios = trust_ratio(weight_norms, update_norms, **options)
+    if group["trust_clip"] is None:
+        return ratios
     # At lr = 0 the quotient is inf, and the clip remains.
-    return ratios if group["trust_clip"] is None else (ratios / lr).clamp(max=group["trust_clip"])
+    return (ratios / lr).clamp(max=group["trust_clip"])
 
 
 def lars_(
@@ -303,41 +352,59 @@ def lars_(
     ratios: Tensor | None,
     scaling: GradScaling = UNSCALED,
 ) -> None:
-    """Do one LARS step on tensors of one device and dtype, in place; the rule and its options are those of `LARS`.
+    """Do one LARS step on tensors of one device and dtype, in place, by the rule and options of `LARS`.
 
-    `buffers` is None where momentum is 0, `ratios` where the trust ratio is off.
+    `buffers` is None if momentum is 0, `ratios` is None if the trust ratio is off.
     """
-    # The order of operations is that of torch.optim.SGD, so that excluded groups have its bits.
+    # The order of operations is that of torch.optim.SGD, so that excluded groups have the bits of SGD.
     dtype = state_dtype(params[0].dtype)
     weights = as_dtype(params, dtype)
     directions = decayed_gradients(weights, grads, group=group, scaling=scaling)
-    # If the step may be skipped, all is computed in scratch memory; only `commit_` writes, and that by `found_inf`.
+    # If the step may be skipped, everything is computed in scratch memory, and `commit_` writes it unless `found_inf`.
     if weights is params:
         weights = scaling.scratch(params)
     if ratios is not None:
         ratios = ratios.to(dtype)
 
-    # Without momentum all forms agree; "lr_outside" is the one that is then SGD to the bit.
-    form = group["momentum_form"] if buffers is not None else "lr_outside"
-    if form == "lr_inside":
-        directions = scaled(directions, lr if ratios is None else lr * ratios, keep=grads)
-        # The rate is in the buffer from here on; the step must not apply it again.
+    # Without momentum all forms agree. "lr_outside" is then SGD bit for bit.
+    momentum_form = "lr_outside"
+    if buffers is not None:
+        momentum_form = group["momentum_form"]
+
+    if momentum_form == "lr_inside":
+        factors = lr
+        if ratios is not None:
+            factors = lr * ratios
+        directions = scaled(directions, factors, keep=grads)
+        # From here on the learning rate is in the buffer, and the step must not apply it again.
         lr = 1.0
-    elif form == "lr_outside" and ratios is not None:
+    elif momentum_form == "lr_outside" and ratios is not None:
         directions = scaled(directions, ratios, keep=grads)
 
     steps = directions
     if buffers is not None:
-        news = scaling.scratch(buffers)
-        torch._foreach_mul_(news, group["momentum"])
-        torch._foreach_add_(news, directions)
-        scaling.commit_(buffers, news)
-        steps = news
+        new_buffers = _update_buffers(buffers, directions, group=group, scaling=scaling)
+        steps = new_buffers
         if group["nesterov"]:
-            steps = list(torch._foreach_add(directions, news, alpha=group["momentum"]))
-    # Without Nesterov `steps` may be the buffers themselves, which must come out unscaled.
-    if form == "ratio_outside" and ratios is not None:
-        steps = scaled(steps, ratios, keep=grads if buffers is None or steps is not news else news)
+            steps = list(torch._foreach_add(directions, new_buffers, alpha=group["momentum"]))
+        if momentum_form == "ratio_outside" and ratios is not None:
+            # The new buffers must keep the unscaled momentum.
+            steps = scaled(steps, ratios, keep=new_buffers)
 
     add_scaled_(weights, steps, -lr)
     scaling.commit_(params, weights)
+
+
+def _update_buffers(
+    buffers: list[Tensor],
+    directions: list[Tensor],
+    *,
+    group: dict[str, Any],
+    scaling: GradScaling,
+) -> list[Tensor]:
+    """Write the next momentum to `buffers` unless the step is skipped. Return the next momentum."""
+    new_buffers = scaling.scratch(buffers)
+    torch._foreach_mul_(new_buffers, group["momentum"])
+    torch._foreach_add_(new_buffers, directions)
+    scaling.commit_(buffers, new_buffers)
+    return new_buffers

@@ -22,23 +22,29 @@ from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
 from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
 from lightning_hybrid.placement import Part
 
-# Jordan et al. 2024. A singular value in (0, 1] goes to a*s + b*s^3 + c*s^5: the largest slope at zero for which five
-# iterations end near 1, within [0.68, 1.21] from 0.01 on; the classical coefficients (1.5, -0.5) take twice as many.
+# Jordan et al. 2024. An iteration maps a singular value s in (0, 1] to a*s + b*s^3 + c*s^5. These coefficients have the
+# largest slope at zero for which five iterations end near 1, namely within [0.68, 1.21] for values from 0.01 on. The
+# classical coefficients (1.5, -0.5) take twice as many iterations.
 _A = 3.4445
 _B = -4.7750
 _C = 2.0315
 NUM_ITERATIONS = 5
-# Elements that one batch of equal shapes may have: 64 MiB of float32, and about three times that for temporaries.
+# Maximum number of elements of a batch of equal shapes: 64 MiB of float32, and about three times that for temporaries.
 _BATCH = 1 << 24
 
 
 class OrthogonalStep(LayerwiseOptimizer):
-    """Base of `LARS`, with the step of groups that have `direction="orthogonal"`; on lists of tensors."""
+    """Base of `LARS` with the step of groups that have `direction="orthogonal"`, on lists of tensors.
 
-    work_group: dist.ProcessGroup | None = None  # ranks that share the work
+    Attributes:
+        work_group: Process group whose ranks share the work. None: this rank does all of it.
+    """
+
+    work_group: dist.ProcessGroup | None = None
     _orthogonal: dict[Tensor, Tensor]  # the directions of the step in progress, by parameter
 
     def _orthogonalize(self) -> None:
+        """Compute the directions of all groups. Collective over `work_group`: every rank of it must call it."""
         # All tensors at once, so that ranks can share the work, and equal shapes can share one multiplication.
         self._orthogonal = {}
         batches: dict[Any, list[tuple[Tensor, Tensor, dict[str, Any]]]] = {}
@@ -70,7 +76,7 @@ class OrthogonalStep(LayerwiseOptimizer):
     def _moments(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Compute what is orthogonalised, and the next momentum or None without one; write nothing."""
+        """Return the tensors to orthogonalise, and the next momentum or None without momentum. Nothing is written."""
         weights = as_dtype(params, state_dtype(params[0].dtype))
         scaling = self._scaling.to(params[0].device)
         directions = decayed_gradients(weights, grads, group=group, scaling=scaling)
@@ -81,13 +87,13 @@ class OrthogonalStep(LayerwiseOptimizer):
         torch._foreach_add_(new_buffers, directions)
         if not group["nesterov"]:
             return new_buffers, new_buffers
-        return list(
-            torch._foreach_add(directions, new_buffers, alpha=group["momentum"])
-        ), new_buffers
+        moments = list(torch._foreach_add(directions, new_buffers, alpha=group["momentum"]))
+        return moments, new_buffers
 
     def _orthogonal_update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> None:
+        """Update parameters of a group with `direction="orthogonal"`, which share device and dtype, by one step."""
         lr = lr_of(group, params[0].device)
         scaling = self._scaling
         moments, new_buffers = self._moments(group, params, grads)
@@ -114,27 +120,32 @@ class OrthogonalStep(LayerwiseOptimizer):
 
         if group["trust_ratio"]:
             weight_norms = tensor_norms(params)
+            direction_norms = tensor_norms(directions)
             ratios = trust_ratio(
-                weight_norms, tensor_norms(directions), trust_coefficient=group["trust_coefficient"]
+                weight_norms, direction_norms, trust_coefficient=group["trust_coefficient"]
             )
-            # If a norm is zero the ratio is 1, and the step is the momentum itself, as with direction="momentum".
+            # If a norm is zero, the ratio is 1, and the step is the momentum itself, as with direction="momentum".
             is_nonzero = (weight_norms > 0).unbind()
             directions = list(map(torch.where, is_nonzero, directions, moments))
             return list(torch._foreach_mul(directions, ratios.to(directions[0].dtype).unbind()))
 
         sizes = []
         for direction, moment in zip(directions, moments, strict=True):
-            sizes.append(1.0 if direction is moment else _muon_size(direction))
+            size = 1.0
+            if direction is not moment:
+                size = _muon_size(direction)
+            sizes.append(size)
         return list(torch._foreach_mul(directions, sizes))
 
 
 def _muon_size(step: Tensor) -> float:
-    """Return sqrt(max(1, rows / columns)), by which `torch.optim.Muon` multiplies a matrix."""
-    return float(max(1.0, step.shape[0] ** 2 / step.numel()) ** 0.5)
+    """Return sqrt(max(1, rows / columns)), the factor by which `torch.optim.Muon` multiplies a matrix."""
+    rows_per_column = step.shape[0] ** 2 / step.numel()
+    return float(max(1.0, rows_per_column) ** 0.5)
 
 
 def refuse_part(part: Part) -> NoReturn:
-    """Raise the error for a part of a tensor: singular values are those of the whole matrix."""
+    """Raise the error for a part of a tensor, because singular values are those of the whole matrix."""
     raise ValueError(
         f'`direction` (="orthogonal") needs whole tensors, and here is a part of one (={part.begin} to {part.end} of '
         f"{part.numel} elements): the singular values are those of the whole matrix. Leave `shard_update` out; "
@@ -143,7 +154,9 @@ def refuse_part(part: Part) -> NoReturn:
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """Return whether `tensor` has a direction other than its own: two dimensions or more, none that makes it a row.
+    """Return True if orthogonalisation changes the direction of `tensor`.
+
+    Such a tensor has at least two dimensions, more than one row and more than one column.
 
     >>> [is_matrix(torch.zeros(shape)) for shape in [(2, 3), (8, 3, 5, 5), (4,), (1, 4), (4, 1, 1, 1), (0, 3)]]
     [True, True, False, False, False, False]
@@ -152,16 +165,18 @@ def is_matrix(tensor: Tensor) -> bool:
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of what `orthogonalized` gives: float16, but float64 of float64.
+    """Return the dtype of the results of `orthogonalized`: float16, or float64 for float64.
 
-    Its elements are at most 1.2 and its singular values within a third of 1, so the 5e-4 of float16 are not seen, and
-    ranks that share the work send half the bytes.
+    Elements are at most 1.2 and singular values within a third of 1, so the rounding of float16 (5e-4) does
+    not matter, and ranks that share the work send half the bytes.
     """
-    return torch.float64 if dtype == torch.float64 else torch.float16
+    if dtype == torch.float64:
+        return torch.float64
+    return torch.float16
 
 
 def num_flops(shape: Sequence[int]) -> int:
-    """Count the multiplications and additions to orthogonalise a tensor of `shape`.
+    """Return the number of multiplications and additions that orthogonalise a tensor of `shape`.
 
         rows <= columns of the matrix, or of its transpose:   5 * (4 * rows^2 * columns + 2 * rows^3)
 
@@ -169,7 +184,8 @@ def num_flops(shape: Sequence[int]) -> int:
     True
     """
     rows, columns = sorted((shape[0], torch.Size(shape[1:]).numel()))
-    return NUM_ITERATIONS * (4 * rows**2 * columns + 2 * rows**3)
+    flops_per_iteration = 4 * rows**2 * columns + 2 * rows**3
+    return NUM_ITERATIONS * flops_per_iteration
 
 
 def orthogonalized(*tensors: Tensor) -> list[Tensor]:
@@ -179,23 +195,27 @@ def orthogonalized(*tensors: Tensor) -> list[Tensor]:
 
         X <- M / |M|,   five times:   G = X X',   X <- a X + (b G + c G G) X
 
-    It does not depend on the size of M. The iteration is float32 on a CPU, bfloat16 elsewhere, float64 for float64;
-    matrices are transposed to have no more rows than columns. Singular values below 0.01 of |M| stay smaller.
+    The result does not depend on the size of M. The iteration is float32 on a CPU, bfloat16 elsewhere, and
+    float64 for float64. Matrices are transposed to have no more rows than columns. Singular values below
+    0.01 of |M| stay smaller.
 
     Args:
-        tensors: Of one device and dtype, each a matrix (`is_matrix`), of any memory format. Several have equal shapes,
-            and are multiplied as a batch, which may change the last bits.
+        tensors: Tensors of one device and dtype, each a matrix (`is_matrix`), in any memory format. Several
+            tensors must have equal shapes, and are multiplied as a batch, which may change the last bits.
 
     Returns:
-        Tensors of the same shapes, float16 (float64 of float64), contiguous.
+        Tensors of the same shapes, float16 (float64 for float64), contiguous.
 
     Source: Jordan et al. 2024 (Muon); Bernstein & Newhouse 2024 (arXiv:2409.20325).
     """
     shape = tensors[0].shape
-    # `flatten` goes by the dimensions, not by memory: a channels_last kernel gives the same matrix.
+    # `flatten` follows the dimensions and not memory, so a channels_last kernel gives the same matrix.
     matrices = torch.stack([tensor.flatten(1) for tensor in tensors])
     is_tall = matrices.shape[1] > matrices.shape[2]
-    results = _iterated(matrices.mT).mT if is_tall else _iterated(matrices)
+    if is_tall:
+        results = _iterate(matrices.mT).mT
+    else:
+        results = _iterate(matrices)
     return [result.reshape(shape) for result in results.to(result_dtype(tensors[0].dtype))]
 
 
@@ -208,14 +228,20 @@ def orthogonalized_all(
     together: bool,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """Orthogonalise many tensors; with `group`, each of its ranks does a part and sends it to the others.
+    """Orthogonalise many tensors. With `group`, each of its ranks does a part and sends it to the other ranks.
 
-    Every rank of the group must call it, with the same shapes, in the same order; afterwards all ranks hold the same
-    bits, those of `orthogonalized` on the rank that did the work. Parts are about equal in `num_flops`. A rank receives
-    the bytes of the results of all others.
+    Collective: every rank of the group must call it, with the same shapes, in the same order. Afterwards all
+    ranks hold the same bits, those of `orthogonalized` on the rank that did the work. The parts are about
+    equal in `num_flops`. A rank receives the bytes of all results of the other ranks.
 
-    `tensor_of` returns a tensor, float32 or float64, by its index; with `group` it is called for this rank's part only.
-    `together`: whether those of equal shapes are multiplied as a batch.
+    Args:
+        shapes: The shape of each tensor.
+        tensor_of: Function that returns a tensor, float32 or float64, by its index. With `group` it is called
+            for the tensors of this rank only.
+        dtype: The dtype of the tensors.
+        device: The device of the tensors.
+        together: True to multiply tensors of equal shapes as a batch.
+        group: Process group whose ranks share the work. None: this rank does all of it.
     """
     num_ranks = 1
     rank = 0
@@ -228,11 +254,28 @@ def orthogonalized_all(
 
     results: list[Tensor] = [torch.empty(0)] * len(shapes)
     for batch in _batches(shapes, indices_of_ranks[rank], together=together):
-        for index, result in zip(batch, orthogonalized(*map(tensor_of, batch)), strict=True):
+        # No name holds the tensors, so that their memory is free before the next batch is made.
+        batch_results = orthogonalized(*map(tensor_of, batch))
+        for index, result in zip(batch, batch_results, strict=True):
             results[index] = result
-    if group is None:
-        return results
+    if group is not None:
+        _exchange(results, indices_of_ranks, shapes, result_dtype(dtype), device, group)
+    return results
 
+
+def _exchange(
+    results: list[Tensor],
+    indices_of_ranks: list[list[int]],
+    shapes: Sequence[torch.Size],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
+    """Send the results of this rank to the other ranks, and fill in their results.
+
+    Collective: every rank of the group must call it, in the same order.
+    """
+    rank = dist.get_rank(group)
     works: list[Any] = []  # never None, because this rank is in the group
     for owner, indices in enumerate(indices_of_ranks):
         if not indices:
@@ -241,19 +284,19 @@ def orthogonalized_all(
             flat = torch.cat([results[index].reshape(-1) for index in indices])
         else:
             sizes = [shapes[index].numel() for index in indices]
-            flat = torch.empty(sum(sizes), dtype=result_dtype(dtype), device=device)
-            for index, piece in zip(indices, flat.split(sizes), strict=True):
-                results[index] = piece.view(shapes[index])
-        works.append(
-            dist.broadcast(flat, src=dist.get_global_rank(group, owner), group=group, async_op=True)
-        )
+            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            for index, received in zip(indices, flat.split(sizes), strict=True):
+                results[index] = received.view(shapes[index])
+        source = dist.get_global_rank(group, owner)
+        works.append(dist.broadcast(flat, src=source, group=group, async_op=True))
     for work in works:
         work.wait()
-    return results
 
 
 def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
-    """Choose a rank for each tensor, the costliest first to the rank with the least so far: the same on every rank.
+    """Choose a rank for each tensor, the costliest first, always the rank with the least work.
+
+    Every rank gets the same result.
 
     >>> owners_by_flops([torch.Size((64, 64)), torch.Size((512, 512)), torch.Size((64, 64))], 2)
     [1, 0, 1]
@@ -261,7 +304,8 @@ def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
     flops = [num_flops(shape) for shape in shapes]
     loads = [0] * num_ranks
     owners = [0] * len(shapes)
-    for index in sorted(range(len(shapes)), key=flops.__getitem__, reverse=True):
+    costliest_first = sorted(range(len(shapes)), key=flops.__getitem__, reverse=True)
+    for index in costliest_first:
         owner = loads.index(min(loads))
         owners[index] = owner
         loads[owner] += flops[index]
@@ -271,22 +315,25 @@ def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
 def _batches(
     shapes: Sequence[torch.Size], indices: Sequence[int], *, together: bool
 ) -> list[list[int]]:
+    """Return the indices in batches of equal shapes with at most `_BATCH` elements, or each alone."""
     if not together:
         return [[index] for index in indices]
     open_batches: dict[torch.Size, list[int]] = {}
     batches: list[list[int]] = []
     for index in indices:
-        batch = open_batches.get(shapes[index])
-        if batch is None or (len(batch) + 1) * shapes[index].numel() > _BATCH:
-            batch = open_batches[shapes[index]] = []
+        shape = shapes[index]
+        batch = open_batches.get(shape)
+        if batch is None or (len(batch) + 1) * shape.numel() > _BATCH:
+            batch = []
+            open_batches[shape] = batch
             batches.append(batch)
         batch.append(index)
     return batches
 
 
-def _iterated(matrices: Tensor) -> Tensor:
-    """Iterate on a batch `"matrix row column"`, none with more rows than columns."""
-    # Scaled twice: the squares of very small or large elements would leave the range of float32.
+def _iterate(matrices: Tensor) -> Tensor:
+    """Do the iterations on a batch `"matrix row column"`, whose matrices have no more rows than columns."""
+    # Scaled twice, because the squares of very small or large elements would leave the range of float32.
     largest = matrices.abs().amax(dim=(1, 2), keepdim=True)
     iterate = matrices / largest.clamp(min=torch.finfo(matrices.dtype).tiny)
     norms = torch.linalg.vector_norm(iterate, dim=(1, 2), keepdim=True)
@@ -294,7 +341,7 @@ def _iterated(matrices: Tensor) -> Tensor:
     if iterate.device.type != "cpu" and iterate.dtype != torch.float64:
         # The range of bfloat16 holds the small elements of large matrices, unlike that of float16.
         iterate = iterate.bfloat16()
-    # A manual loop steps inside of `training_step`, and so of its autocast, which would multiply in another dtype.
+    # A manual loop steps inside `training_step`, and so inside its autocast, which would multiply in another dtype.
     with torch.autocast(iterate.device.type, enabled=False):
         for _ in range(NUM_ITERATIONS):
             gram = iterate @ iterate.mT

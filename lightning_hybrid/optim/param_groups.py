@@ -22,7 +22,13 @@ NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResp
 
 @dataclass(frozen=True, kw_only=True)
 class ParamChoice:
-    """One parameter and its group: `reason` says why it is excluded, and is empty if it is not."""
+    """The group of one parameter.
+
+    Attributes:
+        name: Full name of the parameter.
+        param: The parameter.
+        reason: Why the parameter is excluded, or an empty string if it is adapted.
+    """
 
     name: str
     param: nn.Parameter
@@ -30,14 +36,19 @@ class ParamChoice:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Two parameter groups for any optimizer, adapted and excluded; `choices` says why, in the model's order."""
+    """Two parameter groups for any optimizer: adapted and excluded parameters.
+
+    Args:
+        groups: The adapted and the excluded group.
+        choices: The choice for each parameter and its reason, in the order of the model.
+    """
 
     def __init__(self, groups: Iterable[dict[str, Any]], choices: tuple[ParamChoice, ...]) -> None:
         super().__init__(groups)
         self.choices = choices
 
     def report(self) -> str:
-        """Format a table of what is adapted and what is excluded for which reason, in tensors and elements.
+        """Return a table that counts the adapted parameters, and the excluded parameters for each reason.
 
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
         >>> print(param_groups(model, weight_decay=5e-4).report())
@@ -46,28 +57,26 @@ class ParamGroups(list[dict[str, Any]]):
         excluded: bias                    1         8  0.bias
         excluded: BatchNorm2d             2        16  1.weight, 1.bias
         """
-        rows = [("parameters", "tensors", "elements", "example")]
         by_label: dict[str, list[ParamChoice]] = {}
         for choice in sorted(self.choices, key=lambda choice: choice.reason != ""):
-            by_label.setdefault(
-                f"excluded: {choice.reason}" if choice.reason else "adapted", []
-            ).append(choice)
+            label = "adapted"
+            if choice.reason:
+                label = f"excluded: {choice.reason}"
+            by_label.setdefault(label, []).append(choice)
+
+        rows = [("parameters", "tensors", "elements", "example")]
         for label, choices in by_label.items():
-            names = [choice.name for choice in choices]
-            example = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
-            rows.append(
-                (
-                    label,
-                    f"{len(choices):,}",
-                    f"{sum(choice.param.numel() for choice in choices):,}",
-                    example,
-                )
-            )
-        width = max(26, *(len(row[0]) for row in rows))
-        return "\n".join(
-            f"{label:<{width}}  {count:>7}  {size:>8}  {example}"
-            for label, count, size, example in rows
-        )
+            num_elements = sum(choice.param.numel() for choice in choices)
+            example = ", ".join(choice.name for choice in choices[:2])
+            if len(choices) > 2:
+                example += ", ..."
+            rows.append((label, f"{len(choices):,}", f"{num_elements:,}", example))
+
+        width = max(26, *(len(label) for label, _, _, _ in rows))
+        lines = []
+        for label, count, size, example in rows:
+            lines.append(f"{label:<{width}}  {count:>7}  {size:>8}  {example}")
+        return "\n".join(lines)
 
 
 def param_groups(
@@ -84,25 +93,33 @@ def param_groups(
         adapted     weight_decay = `weight_decay`    trust_ratio = True
         excluded    weight_decay = 0                 trust_ratio = False
 
-    Excluded is a parameter that one of `rules` (default all three) or of `exclude` applies to:
+    A parameter is excluded if one of `rules` (default all three) or of `exclude` applies to it:
 
         "normalisation"   a parameter of any shape in a normalisation module, known by type: BatchNorm, SyncBatchNorm,
                           InstanceNorm, LayerNorm, GroupNorm, RMSNorm, LocalResponseNorm and their subclasses
         "bias"            a parameter that its module, of any type, calls `bias`, `bias_...` or `..._bias`
-        "vector"          one with at most one dimension: home-made normalisation, scales and gates too
+        "vector"          a parameter with at most one dimension, also of hand-written normalisation, scales and gates
         a module type     a parameter in such a module, or anywhere below one
-        a pattern         one whose full name matches, as in `fnmatch` and case-sensitive: "head.*"
-        a predicate       one for which `predicate(name, param, module)` is true; `module` is the one that holds it
+        a pattern         a parameter whose full name matches, as in `fnmatch` and case-sensitive: "head.*"
+        a predicate       a parameter for which `predicate(name, param, module)` is true, where `module` holds it
 
-    For the paper's own rule, which adapts biases too, give `rules=("normalisation",)`; for everything `rules=()`.
+    `rules=("normalisation",)` is the paper's rule, which adapts biases too. `rules=()` adapts all parameters.
 
-    A parameter shared between modules comes once, under its first name, and is excluded if any of its places is.
-    Frozen parameters (`requires_grad=False`) are left out, unless `include_frozen`. Both groups have the order of
-    `model.named_parameters()`, and are there even if one is empty. They are plain dicts: torch's optimizers take them,
-    and ignore `trust_ratio`. With `named` torch later refuses groups without names, which `BaseFinetuning` adds.
+    A parameter that modules share is listed once, under its first name. It is excluded if it is excluded in
+    any of these modules. Both groups have the order of `model.named_parameters()`, and are present even if
+    one is empty. They are plain dicts: torch's optimizers accept them and ignore `trust_ratio`.
+
+    Args:
+        model: The module whose parameters are split.
+        weight_decay: Weight decay of the adapted group.
+        exclude: One module type, pattern or predicate, or a collection of them.
+        rules: Names of the rules that exclude parameters.
+        include_frozen: True to include frozen parameters (`requires_grad=False`).
+        named: True to add the names of parameters to the groups. torch then raises an error for later groups
+            without names, which `BaseFinetuning` adds.
 
     Raises:
-        TypeError: `model` is no module, such as `net.parameters()`.
+        TypeError: `model` is not a module, for example `net.parameters()`.
         ValueError: Nothing is trainable, a lazy module has not run, a rule is unknown, or an exclusion matches nothing.
 
     >>> model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2), nn.LayerNorm(2))
@@ -123,71 +140,103 @@ def param_groups(
         "weight_decay", weight_decay, "a negative decay would grow the weights; 0 is off"
     )
     exclusions = _checked_exclusions(exclude)
-    for rule in rules:
-        if rule not in get_args(Rule):
-            raise ValueError(
-                f"`rules` (={rules!r}) must hold only {', '.join(map(repr, get_args(Rule)))}: {rule!r} is no rule. "
-                "Patterns, types and predicates go to `exclude`."
-            )
+    _check_rules(rules)
+
+    reasons = _exclusion_reasons(model, exclusions, rules)
+    choices = []
+    for param, (name, reason) in reasons.items():
+        if include_frozen or param.requires_grad:
+            choices.append(ParamChoice(name=name, param=param, reason=reason))
+    if not choices:
+        state = "it has none at all"
+        if reasons:
+            state = f"all {len(reasons)} are frozen"
+        raise ValueError(
+            f"`model` (={type(model).__name__}) must have trainable parameters: {state}. Call `requires_grad_(True)` "
+            "on what is to be trained, or pass `include_frozen=True`."
+        )
+
+    adapted = [choice for choice in choices if not choice.reason]
+    excluded = [choice for choice in choices if choice.reason]
+    # Both groups even if one is empty, so that schedules see a constant number of groups.
+    groups = [
+        _group_of(adapted, weight_decay, is_adapted=True, named=named),
+        _group_of(excluded, 0.0, is_adapted=False, named=named),
+    ]
+    return ParamGroups(groups, tuple(choices))
+
+
+def _group_of(
+    choices: Collection[ParamChoice], weight_decay: float, *, is_adapted: bool, named: bool
+) -> dict[str, Any]:
+    """Make the parameter group of these parameters."""
+    group: dict[str, Any] = {"params": [choice.param for choice in choices]}
+    if named:
+        group["param_names"] = [choice.name for choice in choices]
+    group["weight_decay"] = weight_decay
+    group["trust_ratio"] = is_adapted
+    return group
+
+
+def _exclusion_reasons(
+    model: nn.Module, exclusions: tuple[Exclusion, ...], rules: Collection[Rule]
+) -> dict[nn.Parameter, tuple[str, str]]:
+    """Return the first name of each parameter, and the reason why it is excluded or an empty string."""
     names: dict[nn.Parameter, str] = {}
     reasons: dict[nn.Parameter, str] = {}
     matched: set[int] = set()
-    for name, param, ancestors in _places(model):
+    for name, param, ancestors in _walk_parameters(model):
         if is_lazy(param):
             raise ValueError(
                 f"`{name}` (={type(param).__name__}) must have a shape: its lazy module has not seen a batch. Run one "
                 "batch through the model before `param_groups`."
             )
-        # A shared parameter comes several times: the first name stays, and any place may exclude it.
+        # A shared parameter appears several times: the first name stays, and each of its modules may exclude it.
         names.setdefault(param, name)
-        # All exclusions are tried even where a rule excludes already: one that matches nothing is an error below.
-        applying = [
-            index for index, one in enumerate(exclusions) if _applies(one, name, param, ancestors)
-        ]
+        # All exclusions are tried even if a rule excludes already, because one that matches nothing is an error below.
+        applying = []
+        for index, exclusion in enumerate(exclusions):
+            if _applies(exclusion, name, param, ancestors):
+                applying.append(index)
         matched.update(applying)
         reason = _rule_reason(name, param, ancestors, rules)
         if not reason and applying:
             reason = _text_of(exclusions[applying[0]])
         if reason:
             reasons.setdefault(param, reason)
+
     _check_all_matched(exclusions, matched, list(names.values()))
-    choices = tuple(
-        ParamChoice(name=name, param=param, reason=reasons.get(param, ""))
-        for param, name in names.items()
-        if include_frozen or param.requires_grad
-    )
-    if not choices:
-        state = f"all {len(names)} are frozen" if names else "it has none at all"
-        raise ValueError(
-            f"`model` (={type(model).__name__}) must have trainable parameters: {state}. Call `requires_grad_(True)` "
-            "on what is to be trained, or pass `include_frozen=True`."
-        )
-    groups = []
-    # Both groups, even if one is empty: schedulers see a constant number.
-    for excluded in (False, True):
-        mine = [choice for choice in choices if bool(choice.reason) == excluded]
-        group: dict[str, Any] = {"params": [choice.param for choice in mine]}
-        if named:
-            group["param_names"] = [choice.name for choice in mine]
-        groups.append(
-            group | {"weight_decay": 0.0 if excluded else weight_decay, "trust_ratio": not excluded}
-        )
-    return ParamGroups(groups, choices)
+    return {param: (name, reasons.get(param, "")) for param, name in names.items()}
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, tuple[nn.Module, ...]]]:
-    # Unlike `named_parameters` this yields a shared parameter at each of its places, with all modules above it.
+def _check_rules(rules: Collection[Rule]) -> None:
+    for rule in rules:
+        if rule not in get_args(Rule):
+            raise ValueError(
+                f"`rules` (={rules!r}) must hold only {', '.join(map(repr, get_args(Rule)))}: {rule!r} is no rule. "
+                "Patterns, types and predicates go to `exclude`."
+            )
 
-    def walk(module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> Iterator[Any]:
-        around = (*above, module)
+
+def _walk_parameters(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Parameter, tuple[nn.Module, ...]]]:
+    """Yield the name of each parameter, the parameter, and all modules that contain it.
+
+    Unlike `named_parameters` this yields a shared parameter once for each module that holds it.
+    """
+
+    def walk(
+        module: nn.Module, prefix: str, ancestors: tuple[nn.Module, ...]
+    ) -> Iterator[tuple[str, nn.Parameter, tuple[nn.Module, ...]]]:
+        ancestors_and_self = (*ancestors, module)
         for name, param in module._parameters.items():
             if param is not None:
-                yield prefix + name, param, around
+                yield prefix + name, param, ancestors_and_self
         for name, child in module._modules.items():
-            if (
-                child is not None and child not in around
-            ):  # a module that contains itself would be walked without end
-                yield from walk(child, f"{prefix}{name}.", around)
+            # A module that contains itself would be walked without end.
+            if child is not None and child not in ancestors_and_self:
+                yield from walk(child, f"{prefix}{name}.", ancestors_and_self)
 
     return walk(model, "", ())
 
@@ -196,14 +245,16 @@ def _rule_reason(
     name: str, param: nn.Parameter, ancestors: tuple[nn.Module, ...], rules: Collection[Rule]
 ) -> str:
     if "normalisation" in rules:
-        # All ancestors, not only the holder: a parametrized weight is held by a module inside the normalisation.
+        # All ancestors, because a module inside the normalisation holds a parametrized weight.
         for module in ancestors:
             if isinstance(module, NORMALISATION):
                 return type(module).__name__
     if "bias" in rules:
         # A parametrized bias is called `parametrizations.bias.original`.
         path = name.split(".")
-        leaf = path[-2] if "parametrizations" in path[-3:-2] else path[-1]
+        leaf = path[-1]
+        if "parametrizations" in path[-3:-2]:
+            leaf = path[-2]
         if leaf == "bias" or leaf.startswith("bias_") or leaf.endswith("_bias"):
             return "bias"
     if "vector" in rules and param.dim() <= 1:
@@ -230,8 +281,11 @@ def _text_of(exclusion: Exclusion) -> str:
 
 
 def _checked_exclusions(exclude: Any) -> tuple[Exclusion, ...]:
-    one = isinstance(exclude, str | type) or callable(exclude)
-    exclusions = (exclude,) if one else tuple(exclude)
+    exclusions: tuple[Any, ...]
+    if isinstance(exclude, str | type) or callable(exclude):
+        exclusions = (exclude,)
+    else:
+        exclusions = tuple(exclude)
     for exclusion in exclusions:
         if isinstance(exclusion, type) and not issubclass(exclusion, nn.Module):
             raise ValueError(
@@ -253,10 +307,12 @@ def _check_all_matched(
         if index in matched or not names:
             continue
         if isinstance(exclusion, str):
-            near = difflib.get_close_matches(exclusion, names, n=3, cutoff=0.3) or names[:3]
+            similar = difflib.get_close_matches(exclusion, names, n=3, cutoff=0.3)
+            if not similar:
+                similar = names[:3]
             raise ValueError(
                 f"`exclude` (={exclusion!r}) matches none of {len(names)} parameter names: it would exclude "
-                f"nothing. Patterns match the whole name; near it are {', '.join(near)}."
+                f"nothing. Patterns match the whole name; near it are {', '.join(similar)}."
             )
         if isinstance(exclusion, type):
             raise ValueError(

@@ -1,7 +1,6 @@
-"""The learning-rate schedule of the large-batch records, and a rate to begin a search with."""
+"""Learning-rate schedule with warm-up and polynomial decay, and a learning rate from which to start a search."""
 
 import math
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -30,7 +29,7 @@ def warmup_polynomial_lr(
     warmup_start_lr: float,
     decay_from: DecayFrom = "warmup_end",
 ) -> Any:
-    """Compute the learning rate of update number `step`, counted from 0, by the rule of `WarmupPolynomialDecay`.
+    """Compute the learning rate of update number `step`, which counts from 0, as `WarmupPolynomialDecay` does.
 
     >>> rule = dict(total_steps=6, warmup_steps=2, power=2.0, end_lr=0.0, warmup_start_lr=0.0)
     >>> [warmup_polynomial_lr(step, 16.0, **rule) for step in range(8)]
@@ -38,31 +37,47 @@ def warmup_polynomial_lr(
     """
     if step < warmup_steps:
         return warmup_start_lr + (base_lr - warmup_start_lr) * (step / warmup_steps)
-    begin = warmup_steps if decay_from == "warmup_end" else 0
-    remaining = 1 - min(step - begin, total_steps - begin) / (total_steps - begin)
+    decay_begin = 0
+    if decay_from == "warmup_end":
+        decay_begin = warmup_steps
+    decay_steps = total_steps - decay_begin
+    remaining = 1 - min(step - decay_begin, decay_steps) / decay_steps
     return end_lr + (base_lr - end_lr) * remaining**power
 
 
 class WarmupPolynomialDecay(LRScheduler):
-    """Linear warm-up, then polynomial decay to `end_lr`, which stays; one `step()` per optimizer step.
+    """Learning-rate schedule with linear warm-up and polynomial decay to `end_lr`, stepped once per optimizer step.
 
     For update s = 0, 1, 2, ... with W = warmup_steps, T = total_steps - W:
 
         s <  W    lr = warmup_start_lr + (base - warmup_start_lr) * s / W
         s >= W    lr = end_lr + (base - end_lr) * (1 - min(s - W, T) / T) ** power
 
-    base is the group's own lr at construction, so the peak is the lr given to the optimizer, at s = W; `end_lr` would
-    be reached at s = total_steps, one past the last update, and holds beyond. This is MXNet's rule; the TensorFlow
-    reference divides by T + 1, the same at thousands of steps. As in both, update 0 runs at `warmup_start_lr`, which
-    at 0 is no update. Poly-2 ending at 1e-4 is MLPerf's for LARS (mlcommons/training, image classification).
+    base is the learning rate of the group at construction. So the peak, at s = W, is the learning rate that
+    you pass to the optimizer. `end_lr` is reached at s = total_steps, one after the last update, and holds
+    from then on. This is MXNet's rule. The TensorFlow reference divides by T + 1, which makes no difference
+    at thousands of steps. As in both, update 0 runs at `warmup_start_lr`, so that at 0 it changes nothing.
+    Power 2 with an end at 1e-4 is MLPerf's schedule for LARS (mlcommons/training, image classification).
 
-    With `decay_from="start"` the decay counts from update 0 (W = 0 in the second line): at s = W the rate falls from
-    near base to base * (1 - W / total_steps) ** power. This is Caffe's "poly" with NVCaffe's `rampup_interval`.
+    With `decay_from="start"` the decay counts from update 0 (W = 0 in the second line): at s = W the learning
+    rate falls from near base to base * (1 - W / total_steps) ** power. This is Caffe's "poly" with NVCaffe's
+    `rampup_interval`.
 
-    `end_lr` and `warmup_start_lr` hold for all groups. A 0-dim tensor `lr` is filled in place, through the host.
+    A 0-dim tensor as `lr` is filled in place, through the host.
+
+    Args:
+        optimizer: The optimizer whose groups get the learning rate.
+        total_steps: Number of optimizer steps of the run, with the warm-up.
+        warmup_steps: Number of optimizer steps of the warm-up.
+        power: Power of the decay. 1 is linear.
+        end_lr: Learning rate at the end, of all groups.
+        warmup_start_lr: Learning rate of update 0, of all groups.
+        last_epoch: Index of the last update, as in torch's schedules. -1 starts the schedule.
+        decay_from: Update from which the decay counts: `"warmup_end"` or `"start"`.
 
     Raises:
-        ValueError: An argument breaks its rule; a group has a smaller base than `end_lr`.
+        TypeError: `optimizer` is not an optimizer.
+        ValueError: An argument is out of range, or a group has a smaller base than `end_lr`.
     """
 
     def __init__(
@@ -81,32 +96,14 @@ class WarmupPolynomialDecay(LRScheduler):
         power = plain_value(power)
         end_lr = plain_value(end_lr)
         warmup_start_lr = plain_value(warmup_start_lr)
-        why = "it counts optimizer steps, not epochs. Multiply epochs by steps per epoch and round"
-        require_whole("total_steps", total_steps, why)
-        require_whole("warmup_steps", warmup_steps, why, least=0)
-        if warmup_steps >= total_steps:
-            raise ValueError(
-                f"`warmup_steps` (={warmup_steps}) must be less than `total_steps` (={total_steps}): the peak would "
-                "come after the end. Count both in optimizer steps, and let `total_steps` include the warm-up."
-            )
-        require_number(
-            "power", power, "2 is MLPerf's, 1 is linear; 0 would never decay", above=True
-        )
-        require_number("end_lr", end_lr, "it is a learning rate; 1e-4 is MLPerf's")
-        require_number("warmup_start_lr", warmup_start_lr, "it is a learning rate; 0 is usual")
+        _check_numbers(total_steps, warmup_steps, power, end_lr, warmup_start_lr)
         require_choice("decay_from", decay_from, get_args(DecayFrom), "start is Caffe's rule")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"`optimizer` (={optimizer!r:.80}) must be a torch.optim.Optimizer: its groups are changed."
             )
-        for index, group in enumerate(optimizer.param_groups):
-            # After a resume `lr` is that of the middle of the schedule; torch saves the base next to it.
-            base_lr = group.get("initial_lr", group["lr"])
-            if base_lr < end_lr:
-                raise ValueError(
-                    f"`end_lr` (={end_lr}) must not exceed the learning rate of group {index} (={float(base_lr)}): the "
-                    "decay would be a rise. Lower `end_lr`, or raise the group's `lr`."
-                )
+        _check_base_rates(optimizer, end_lr)
+
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps
         self.power = power
@@ -118,16 +115,58 @@ class WarmupPolynomialDecay(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """Compute the learning rate of each group at update `last_epoch`."""
         # In closed form, so that rounding does not add up.
-        names = ("total_steps", "warmup_steps", "power", "end_lr", "warmup_start_lr", "decay_from")
-        rule = {name: getattr(self, name) for name in names}
-        return [warmup_polynomial_lr(self.last_epoch, base_lr, **rule) for base_lr in self.base_lrs]
+        rates = []
+        for base_lr in self.base_lrs:
+            rate = warmup_polynomial_lr(
+                self.last_epoch,
+                base_lr,
+                total_steps=self.total_steps,
+                warmup_steps=self.warmup_steps,
+                power=self.power,
+                end_lr=self.end_lr,
+                warmup_start_lr=self.warmup_start_lr,
+                decay_from=self.decay_from,
+            )
+            rates.append(rate)
+        return rates
 
     _get_closed_form_lr = get_lr  # torch calls this name for `step(epoch)`
 
 
+def _check_numbers(
+    total_steps: Any, warmup_steps: Any, power: Any, end_lr: Any, warmup_start_lr: Any
+) -> None:
+    """Raise `ValueError` for the first number that is out of range."""
+    reason = "it counts optimizer steps, not epochs. Multiply epochs by steps per epoch and round"
+    require_whole("total_steps", total_steps, reason)
+    require_whole("warmup_steps", warmup_steps, reason, least=0)
+    if warmup_steps >= total_steps:
+        raise ValueError(
+            f"`warmup_steps` (={warmup_steps}) must be less than `total_steps` (={total_steps}): the peak would "
+            "come after the end. Count both in optimizer steps, and let `total_steps` include the warm-up."
+        )
+    require_number("power", power, "2 is MLPerf's, 1 is linear; 0 would never decay", above=True)
+    require_number("end_lr", end_lr, "it is a learning rate; 1e-4 is MLPerf's")
+    require_number("warmup_start_lr", warmup_start_lr, "it is a learning rate; 0 is usual")
+
+
+def _check_base_rates(optimizer: Optimizer, end_lr: float) -> None:
+    """Raise `ValueError` if the learning rate of a group is below `end_lr`."""
+    for index, group in enumerate(optimizer.param_groups):
+        # After a resume `lr` is that of the middle of the schedule. torch saves the base next to it.
+        base_lr = group.get("initial_lr", group["lr"])
+        if base_lr < end_lr:
+            raise ValueError(
+                f"`end_lr` (={end_lr}) must not exceed the learning rate of group {index} (={float(base_lr)}): the "
+                "decay would be a rise. Lower `end_lr`, or raise the group's `lr`."
+            )
+
+
 MLPERF_LARS = {4096: 10.0, 8192: 17.0, 32768: 21.2, 65536: 24.699}
-"""Images of a step, and LARS's peak rate for ResNet-50 with a trust coefficient of 0.001: MLPerf's reference points
-(`rcps_resnet.json`, github.com/mlcommons/logging), where SGD takes 0.1 at 256 images (Goyal et al. 2017)."""
+"""Peak learning rate of LARS for ResNet-50 by the number of images per step, with a trust coefficient of 0.001.
+
+These are MLPerf's reference points (`rcps_resnet.json`, github.com/mlcommons/logging). SGD uses 0.1 at 256 images
+(Goyal et al. 2017)."""
 
 
 def starting_rate(
@@ -137,19 +176,26 @@ def starting_rate(
     sgd_lr: float = 0.1,
     sgd_batch_size: int = 256,
 ) -> float:
-    """Return a peak learning rate for `batch_size` samples a step; a point to search from, by factors of two.
+    """Suggest a peak learning rate for a large batch, as a starting point for a search by factors of two.
 
-        s = sgd_lr * 256 / sgd_batch_size / 0.1              how SGD's rate compares with that of ResNet-50
-        sgd    sgd_lr * batch_size / sgd_batch_size          Goyal et al. 2017; they claim it up to 8,192
-        lars   s * MLPerf's rate at that batch               between its points by logarithms; below 4,096 linear
+        s = sgd_lr * 256 / sgd_batch_size / 0.1              compares your SGD rate with that of ResNet-50
+        sgd    sgd_lr * batch_size / sgd_batch_size          Goyal et al. 2017, who validated it up to 8,192
+        lars   s * MLPerf's rate at that batch               interpolated in log space, linear below 4,096
         lamb   s * 0.04 * sqrt(batch_size / 32,768)          You et al. 2020, ResNet-50
 
-    That LARS's and LAMB's rates grow with SGD's is our assumption. No rate is changed behind a user.
+    It is our assumption that LARS and LAMB rates scale with the SGD rate. The function only returns a number,
+    and changes no optimizer.
+
+    Args:
+        optimizer: `"sgd"`, `"lars"` or `"lamb"`.
+        batch_size: Number of samples per optimizer step, over all ranks.
+        sgd_lr: A learning rate that works with SGD.
+        sgd_batch_size: The batch size at which it works.
 
     Raises:
-        ValueError: an unknown optimizer, a number that is not above 0, or for LARS more than 65,536 samples.
+        ValueError: `optimizer` is unknown, a number is not positive, or `batch_size` exceeds 65,536 for LARS.
 
-    Source: Goyal et al. 2017 (arXiv:1706.02677); MLPerf's reference points; You et al. 2020 (arXiv:1904.00962).
+    Source: Goyal et al. 2017 (arXiv:1706.02677), MLPerf's reference points, You et al. 2020 (arXiv:1904.00962).
 
     >>> starting_rate("lars", batch_size=4096), starting_rate("sgd", batch_size=4096)
     (10.0, 1.6)
@@ -157,26 +203,35 @@ def starting_rate(
     0.02
     """
     require_choice("optimizer", optimizer, ("sgd", "lars", "lamb"), "whose rate is asked for")
-    for name, value in (
-        ("batch_size", batch_size),
-        ("sgd_lr", sgd_lr),
-        ("sgd_batch_size", sgd_batch_size),
-    ):
-        require_positive(name, value, "it is a rate, or counts samples")
+    reason = "it is a rate, or counts samples"
+    require_positive("batch_size", batch_size, reason)
+    require_positive("sgd_lr", sgd_lr, reason)
+    require_positive("sgd_batch_size", sgd_batch_size, reason)
+
     scale = sgd_lr * 256 / sgd_batch_size / 0.1
     if optimizer == "sgd":
         return sgd_lr * batch_size / sgd_batch_size
     if optimizer == "lamb":
         return scale * 0.04 * math.sqrt(batch_size / 32768)
-    points = list(MLPERF_LARS.items())
-    if batch_size > points[-1][0]:
+    return _scaled_lars_rate(batch_size, scale)
+
+
+def _scaled_lars_rate(batch_size: int, scale: float) -> float:
+    """Return `scale` times MLPerf's rate for LARS, interpolated in log space and linear below the first point."""
+    batch_sizes = list(MLPERF_LARS)
+    smallest = batch_sizes[0]
+    largest = batch_sizes[-1]
+    if batch_size > largest:
         raise ValueError(
-            f"`batch_size` (={batch_size}) must be at most {points[-1][0]} for LARS: no larger reference point is "
+            f"`batch_size` (={batch_size}) must be at most {largest} for LARS: no larger reference point is "
             "published. Search from the rate of that batch."
         )
-    if batch_size <= points[0][0]:
-        return scale * points[0][1] * batch_size / points[0][0]
-    (below, low), (above, high) = next(
-        pair for pair in pairwise(points) if batch_size <= pair[1][0]
-    )
-    return scale * low * (high / low) ** (math.log(batch_size / below) / math.log(above / below))
+    if batch_size <= smallest:
+        return scale * MLPERF_LARS[smallest] * batch_size / smallest
+
+    below = max(size for size in batch_sizes if size < batch_size)
+    above = min(size for size in batch_sizes if size >= batch_size)
+    low = MLPERF_LARS[below]
+    high = MLPERF_LARS[above]
+    fraction = math.log(batch_size / below) / math.log(above / below)
+    return scale * low * (high / low) ** fraction

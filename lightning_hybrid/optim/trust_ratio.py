@@ -1,4 +1,4 @@
-"""Layer norms that are right at any size, also of tensors of which ranks hold parts, and the trust ratio of them."""
+"""Layer norms that are accurate at any size, also of tensors that ranks share, and the trust ratio of two norms."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +27,18 @@ def trust_ratio(
     weight_decay: float | Tensor = 0.0,
     eps: float | Tensor = 0.0,
 ) -> Tensor:
-    """Compute how far a layer may move, relative to its own size (You et al. 2017, arXiv:1708.03888).
+    """Compute the trust ratio, which is the length of a layer's step relative to its weights.
 
         ratio = trust_coefficient * |w| / (|u| + weight_decay * |w| + eps)
 
-    eta -> `trust_coefficient`; |w| -> `weight_norm`, |u| -> `update_norm`, tensors of one shape, one element a layer.
-    Where the norm of the decayed direction is known, pass it as `update_norm` and leave `weight_decay` at 0.
+    The paper's eta is `trust_coefficient`. |w| is `weight_norm` and |u| is `update_norm`: tensors of one shape, with
+    one element per layer. If the norm of the decayed direction is known, pass it as `update_norm` and leave
+    `weight_decay` at 0.
 
-    A layer whose weights or update are all zero gets ratio 1, as in MLPerf's, optax and timm; the paper leaves it open.
+    A layer whose weights or update are all zero gets ratio 1, as in MLPerf's reference, optax and
+    timm. The paper leaves this open.
+
+    Source: You et al. 2017 (arXiv:1708.03888).
 
     >>> trust_ratio(torch.tensor([10.0]), torch.tensor([2.0]), trust_coefficient=0.001)
     tensor([0.0050])
@@ -51,15 +55,21 @@ def trust_ratio(
 
 def require_bounds(bounds: Any) -> None:
     """Raise `ValueError` unless `weight_norm_bounds` is None, or two numbers that bound a norm."""
-    pair: Any = bounds if isinstance(bounds, tuple | list) and len(bounds) == 2 else ()
-    are_numbers = bool(pair) and all(
-        isinstance(one, int | float) and not isinstance(one, bool) for one in pair
-    )
-    if bounds is not None and not (are_numbers and 0 <= pair[0] <= pair[1] and pair[1] > 0):
+    if bounds is not None and not _are_bounds(bounds):
         raise ValueError(
             f"`weight_norm_bounds` (={bounds!r:.60}) must be (low, high), two numbers, low <= high, neither negative, "
             "high above 0: they bound a layer's |w| in the trust ratio. None is no bound."
         )
+
+
+def _are_bounds(bounds: Any) -> bool:
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+        return False
+    for bound in bounds:
+        if not isinstance(bound, int | float) or isinstance(bound, bool):
+            return False
+    low, high = bounds
+    return bool(0 <= low <= high and high > 0)
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -67,15 +77,17 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
 
         norms[i] = sqrt(sum(tensors[i] ** 2))
 
-    Any shapes; float16, bfloat16, float32 or float64. On the CPU the result is float64 and right to 1e-6 at any size;
-    elsewhere float32, or float64 for float64 tensors. Squares are float32: above 1e19 inf, below 1e-23 zero.
+    The tensors may have any shape, and are float16, bfloat16, float32 or float64. On the CPU the
+    result is float64, with a relative error below 1e-6 at any size. Elsewhere it is float32, or
+    float64 for float64 tensors. Squares are float32: elements above 1e19 give inf, elements below
+    1e-23 count as zero.
 
     >>> tensor_norms([torch.tensor([3.0, 4.0]), torch.full((4,), 60000.0, dtype=torch.float16)])
     tensor([5.0000e+00, 1.2000e+05], dtype=torch.float64)
     """
-    # Not torch's own CPU norm: it adds millions of squares into a few float32 sums, and is off by 0.2 % on 37.7 million
-    # normal numbers and by 1 % on equal ones. Elsewhere torch's multi-tensor norm sums blocks in a tree. Never half
-    # precision: a norm past 65504 would be inf, and its layer would stop for good.
+    # torch's own CPU norm adds millions of squares into a few float32 sums, and is off by 0.2 % on 37.7 million normal
+    # numbers and by 1 % on equal ones. Elsewhere torch's multi-tensor norm sums blocks in a tree. A norm is never half
+    # precision, because beyond 65504 it would be inf, and its layer would never move again.
     if tensors[0].device.type == "cpu":
         return torch.stack([_norm_cpu(tensor) for tensor in tensors])
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -85,48 +97,58 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
 def _norm_cpu(tensor: Tensor) -> Tensor:
     if not numel_in_rows(tensor.numel(), tensor.dtype):
         return torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    # In the order of memory: of a channels_last weight that is a view.
+    # In the order of memory, in which a channels_last weight needs no copy.
     return norm_in_rows(flattened(tensor, tensor).contiguous())
 
 
 def norm_in_rows(tensor: Tensor) -> Tensor:
-    """Compute the norm of a 1-D tensor by rows: float64, 0-dim. Right to 1e-6 at any size, in one pass at any dtype.
+    """Compute the norm of a 1-D tensor by rows: float64, 0-dim.
+
+    The relative error is below 1e-6 at any size. It takes one pass at any dtype.
 
     >>> norm_in_rows(torch.full((1 << 20,), 2.0, dtype=torch.float16))
     tensor(2048., dtype=torch.float64)
     """
-    parts = []
+    norms = []
     for chunk in tensor.split(_CHUNK):
-        # The elements that fill no row are fewer than one row: a sum of their own, as exact.
+        # The elements that fill no row are fewer than one row: a sum of their own is as exact.
         num_in_rows = chunk.numel() // _ROW * _ROW
         rows = chunk[:num_in_rows].view(-1, _ROW)
-        parts.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
-        parts.append(torch.linalg.vector_norm(chunk[num_in_rows:], dtype=torch.float32).view(1))
-    return torch.linalg.vector_norm(torch.cat(parts), dtype=torch.float64)
+        tail = chunk[num_in_rows:]
+        norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
+        norms.append(torch.linalg.vector_norm(tail, dtype=torch.float32).view(1))
+    return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
 
 
 def numel_in_rows(numel: int, dtype: torch.dtype) -> int:
-    """Count the leading elements of a tensor that `tensor_norms` sums in rows of float32: all, or none of small ones.
+    """Return the number of leading elements of a tensor that `tensor_norms` sums in rows of float32.
+
+    These are all elements of a large tensor, and none of a small or float64 tensor.
 
     >>> [numel_in_rows(1 << 20, dtype) for dtype in (torch.float16, torch.float64)], numel_in_rows(5, torch.float32)
     ([1048576, 0], 0)
     """
-    return 0 if numel <= _SMALL or dtype == torch.float64 else numel
+    if numel <= _SMALL or dtype == torch.float64:
+        return 0
+    return numel
 
 
-def combined_norms(parts: list[Tensor]) -> Tensor:
-    """Combine the norms of the parts of tensors into the norms of the tensors."""
-    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
+def combined_norms(norms_of_blocks: list[Tensor]) -> Tensor:
+    """Combine the norms of the blocks of tensors into the norms of the tensors."""
+    if len(norms_of_blocks) == 1:
+        return norms_of_blocks[0]
+    return torch.linalg.vector_norm(torch.stack(norms_of_blocks), dim=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedVector:
-    """A vector whose norm is wanted, of which this rank has a part.
+    """A vector that ranks share, whose norm is needed.
 
     Attributes:
-        part: Which.
-        pieces: The part's elements in order; read once.
-        is_in_blocks: Whether one rank alone would sum it by `in_blocks`: then the last of these may be a small tensor.
+        part: The part of the vector that this rank holds.
+        pieces: The elements of that part in order. They are read once.
+        is_in_blocks: True if a single rank would sum the vector by `in_blocks`. Then the last block may be so small
+            that it is summed in float64.
     """
 
     part: Part
@@ -139,45 +161,61 @@ def norms_over_ranks(
     found_inf: Tensor,
     add_up_: Callable[[Tensor], None],
 ) -> tuple[dict[Tensor, list[Tensor]], Tensor]:
-    """Compute the norms of whole vectors, and whether any rank has found an inf or nan, in one call of `add_up_`.
+    """Compute the norms of whole vectors, and combine the `found_inf` of all ranks, in one call of `add_up_`.
 
-    Every rank that holds parts must call it, with vectors in the same order; afterwards all hold the same bits.
+    Collective: every rank that holds parts must call it, with vectors in the same order. Afterwards all ranks hold the
+    same bits.
 
-    Each rank sums the squares of its part as `tensor_norms` does on the CPU, the ranks' sums are added in float64. From
-    `tensor_norms` of the whole tensor a norm differs by this order only: by 1e-15, which float32 arithmetic rounds away
-    but about once in a hundred million norms; in float64 by 1e-13; on an accelerator, which sums otherwise, by 1e-6.
+    Each rank sums the squares of its part as `tensor_norms` does on the CPU, and the sums of the ranks are added in
+    float64. A norm differs from `tensor_norms` of the whole tensor by the order of additions alone. That is 1e-15 of
+    it, which float32 arithmetic rounds away except about once in a hundred million norms. The difference is 1e-13 in
+    float64, and 1e-6 on an accelerator, which sums in another way.
 
-    `found_inf`: 0-dim, above 0 where this rank has found one; `add_up_` adds a float64 tensor over the ranks, in place.
+    Args:
+        vectors: The vectors of each parameter.
+        found_inf: 0-dim tensor, above 0 if this rank has found an inf or nan.
+        add_up_: Function that adds a float64 tensor over the ranks, in place.
 
     Returns:
-        The norms of each parameter's vectors, float64 and 0-dim, on its device; and 1.0 or 0.0, float32 and 0-dim, on
-        the device of `found_inf`.
+        The norms of each parameter's vectors, float64 and 0-dim, on its device. And 1.0 if any rank has found an inf or
+        nan, else 0.0: float32 and 0-dim, on the device of `found_inf`.
     """
-    own = [found_inf.double()]
-    each = [vector for some in vectors.values() for vector in some]
-    own += [
-        _sum_of_squares(vector).to(found_inf.device) / vector.part.num_holders for vector in each
-    ]
-    message = torch.stack(own)
+    device = found_inf.device
+    addends = [found_inf.double()]
+    for vectors_of_param in vectors.values():
+        for vector in vectors_of_param:
+            squares = _sum_of_squares(vector).to(device)
+            addends.append(squares / vector.part.num_holders)
+    message = torch.stack(addends)
     add_up_(message)
+
     norms = iter(message[1:].sqrt().unbind())
-    of_params = {
-        param: [next(norms).to(param.device) for _ in some] for param, some in vectors.items()
-    }
-    return of_params, (message[0] > 0).float()
+    norms_of_params: dict[Tensor, list[Tensor]] = {}
+    for param, vectors_of_param in vectors.items():
+        norms_of_params[param] = [next(norms).to(param.device) for _ in vectors_of_param]
+    return norms_of_params, (message[0] > 0).float()
 
 
 def _sum_of_squares(vector: ShardedVector) -> Tensor:
+    """Sum the squares of this rank's part, in rows of float32 and in float64 where `tensor_norms` would."""
     part = vector.part
-    at = vector.part.begin
-    last = 1 + (part.numel - 1) % block_numel() if vector.is_in_blocks else part.numel
+    numel_of_last_block = part.numel
+    if vector.is_in_blocks:
+        numel_of_last_block = 1 + (part.numel - 1) % block_numel()
+    numel_before = part.numel - numel_of_last_block
+
     norms = []
+    begin = part.begin
     for piece in vector.pieces:
-        # As `tensor_norms` would: small tensors in float64, of which the last block of `in_blocks` may be one.
-        end_of_rows = sum(numel_in_rows(numel, piece.dtype) for numel in (part.numel - last, last))
-        row = flattened(piece, piece).contiguous()
-        in_rows, exact = row.tensor_split([min(max(end_of_rows - at, 0), piece.numel())])
-        norms += [norm_in_rows(in_rows)] if in_rows.numel() else []
-        norms += [torch.linalg.vector_norm(exact, dtype=torch.float64)] if exact.numel() else []
-        at += piece.numel()
+        end_of_rows = numel_in_rows(numel_before, piece.dtype)
+        end_of_rows += numel_in_rows(numel_of_last_block, piece.dtype)
+        num_in_rows = min(max(end_of_rows - begin, 0), piece.numel())
+        flat = flattened(piece, piece).contiguous()
+        in_rows = flat[:num_in_rows]
+        exact = flat[num_in_rows:]
+        if in_rows.numel():
+            norms.append(norm_in_rows(in_rows))
+        if exact.numel():
+            norms.append(torch.linalg.vector_norm(exact, dtype=torch.float64))
+        begin += piece.numel()
     return torch.stack(norms).square().sum()

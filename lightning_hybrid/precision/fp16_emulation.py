@@ -91,9 +91,14 @@ def _backward(
     inputs: Any = None,
 ) -> None:
     # `Tensor.backward` by the engine's own entry: each Python layer of torch's would leave the mode.
-    gradient = torch.ones_like(tensor) if gradient is None else gradient
-    retain_graph = create_graph if retain_graph is None else retain_graph
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
+    if gradient is None:
+        gradient = torch.ones_like(tensor)
+    if retain_graph is None:
+        retain_graph = create_graph
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    else:
+        inputs = tuple(inputs or ())
     _engine_run_backward(
         (tensor,),
         (gradient,),
@@ -106,15 +111,15 @@ def _backward(
 
 
 def _dtypes_of(arguments: Any) -> set[torch.dtype]:
-    found: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()
 
     def note(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
-            found.add(tensor.dtype)
+            dtypes.add(tensor.dtype)
         return tensor
 
     _map_tensors(note, arguments)
-    return found
+    return dtypes
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -122,25 +127,33 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     # Most arguments are plain. The general walk takes longer than the arithmetic of a small layer.
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind([_map_tensors(function, each) for each in value])
+        return kind([_map_tensors(function, element) for element in value])
     if kind in _WITHOUT_TENSORS:
         return value
     if kind is dict:
-        return (
-            {key: _map_tensors(function, each) for key, each in value.items()} if value else value
-        )
-    return function(value) if isinstance(value, Tensor) else tree_map_only(Tensor, function, value)
+        if not value:
+            return value
+        return {key: _map_tensors(function, element) for key, element in value.items()}
+    if isinstance(value, Tensor):
+        return function(value)
+    return tree_map_only(Tensor, function, value)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.float()
+    return tensor
 
 
 def _operand(tensor: Tensor) -> Tensor:
     if tensor.dtype is torch.float32:
         return tensor.half().float()
-    return tensor.float() if tensor.dtype is torch.float16 else tensor
+    if tensor.dtype is torch.float16:
+        return tensor.float()
+    return tensor
 
 
 def _round(tensor: Tensor) -> Tensor:
-    return tensor.half() if tensor.dtype is torch.float32 else tensor
+    if tensor.dtype is torch.float32:
+        return tensor.half()
+    return tensor

@@ -16,13 +16,13 @@ class FullAccumulation:
     # A weight gradient of a large batch is such a product. Under a loss scale its parts can exceed 65,504 where the sum
     # does not, and they are rounded as well. The flags belong to the process, with or without CUDA.
     def begin(self) -> None:
-        """Forbid what the user allows."""
+        """Turn off the flags that the user has left on."""
         for flag in _FLAGS:
             if getattr(torch.backends.cuda.matmul, flag):
                 setattr(torch.backends.cuda.matmul, flag, False)
                 self._forbidden.append(flag)
 
     def end(self) -> None:
-        """Allow it again."""
+        """Turn these flags on again."""
         while self._forbidden:
             setattr(torch.backends.cuda.matmul, self._forbidden.pop(), True)

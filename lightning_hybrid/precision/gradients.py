@@ -1,4 +1,4 @@
-"""Gradients around one backward: what was there before is kept, what comes is converted to fp32 and unscaled.
+"""Gradients around one backward: earlier gradients are kept, new ones are converted to fp32 and unscaled.
 
     before      p.grad   fp32, unscaled, or None          the user's own
     backward    p.grad   half, times the loss scale       in DDP's buckets
@@ -26,7 +26,7 @@ _BLOCK_NUMEL = 1 << 26
 
 @dataclass(eq=False)
 class GradientRecord:
-    """Facts about a gradient that we made, kept on the tensor itself: they go where it goes."""
+    """Facts about a gradient that the precision plugin made, stored on the tensor itself."""
 
     found_inf: (
         Tensor | None
@@ -92,7 +92,7 @@ class BackwardGradients:
         scale: Tensor | None,
         averages: Callable[[Tensor], bool],
     ) -> None:
-        """Set the gradients aside that a backward must not touch. The window is open.
+        """Set aside the gradients that a backward must not change. The window is open.
 
         Args:
             parameters: all that the backward may reach.
@@ -168,7 +168,9 @@ class BackwardGradients:
         scale: Tensor | None,
         averages: Callable[[Tensor], bool],
     ) -> None:
-        """Put fp32 gradients, divided by the scale, into `p.grad`, with what was set aside. The window is open.
+        """Put fp32 gradients, divided by the scale, into `p.grad`, and add the gradients that were set aside.
+
+        The window is open.
 
         Args:
             groups: the parameters of each optimizer, and others. One gradient of a group that is inf or nan makes the
@@ -199,7 +201,7 @@ class BackwardGradients:
 
     @torch.no_grad()
     def abort(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Drop the gradients of a backward that raised an error, and restore those from before it."""
+        """Drop the gradients of a backward that raised an error, and restore the gradients from before it."""
         self._drop_outside_terms()
         for parameter in parameters:
             _show(parameter, self._aside.pop(id(parameter), None))
@@ -302,8 +304,7 @@ class BackwardGradients:
             else:
                 verdicts[id(record.found_inf)] = record.found_inf
         if unknown:
-            one = torch.ones((), device=device)
-            verdicts[-1] = unscale_(unknown, one)
+            verdicts[-1] = unscale_(unknown, torch.ones((), device=device))
         if not verdicts:
             return torch.zeros((), device=device)
         return torch.stack(list(verdicts.values())).amax()
@@ -328,7 +329,7 @@ class BackwardGradients:
 
     @contextmanager
     def hidden(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Take all gradients away for a while. DDP would round them when it makes its buckets again."""
+        """Hide all gradients for a while, because DDP would round them when it makes its buckets again."""
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_hybrid.checks import plain_value, require_number, require_whole
 
 NUM_LOOKS = 24
-"""Steps at the start in which the largest gradient is looked at (our choice: from 2^24 to 1 by halves)."""
+"""Number of first steps in which the largest gradient is measured (our choice: from 2^24 to 1 by halving)."""
 
 
 class LossScale(ABC):
@@ -38,7 +38,7 @@ class LossScale(ABC):
 
     @property
     def wants_largest(self) -> bool:
-        """Whether the next `update` asks for the largest gradient."""
+        """True if the next `update` needs the largest gradient."""
         return False
 
     @abstractmethod
@@ -46,8 +46,8 @@ class LossScale(ABC):
         """Follow the outcome of one training step.
 
         Args:
-            found_inf: bool, 0-dim, on the scale's device: whether any gradient of the step was inf or nan.
-            largest: fp32, 0-dim, on that device: the largest element of a gradient, unscaled; None: not known.
+            found_inf: bool, 0-dim, on the scale's device: True if any gradient of the step was inf or nan.
+            largest: fp32, 0-dim, on that device: the largest element of a gradient, unscaled. None: unknown.
         """
 
     @abstractmethod
@@ -56,17 +56,17 @@ class LossScale(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
 
 class StaticLossScale(LossScale):
-    """One scale for the whole run; a step that overflows is still skipped.
+    """One fixed scale for the whole run. A step that overflows is still skipped.
 
     Args:
-        loss_scale: a power of two.
+        loss_scale: A power of two.
 
     Raises:
-        ValueError: the scale is no power of two.
+        ValueError: The scale is not a power of two.
 
     >>> StaticLossScale(1024.0).value
     1024.0
@@ -85,7 +85,7 @@ class StaticLossScale(LossScale):
         return {"scale": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the configured scale: what the user asks for now wins over what the checkpoint had."""
+        """Keep the configured scale, which takes precedence over the scale of the checkpoint."""
 
 
 class DynamicLossScale(LossScale):
@@ -95,25 +95,27 @@ class DynamicLossScale(LossScale):
             and then left = 0:           scale <- max(scale * backoff_factor, min_scale)
         `growth_interval` clean steps: scale <- min(scale * growth_factor, max_scale);  clean, left <- 0, hysteresis
 
-    The rule of `torch.amp.GradScaler` (same defaults), with two bounds that it lacks. `hysteresis` is the rule of
-    Megatron and DeepSpeed: between two growths, `hysteresis - 1` overflows leave the scale as it is.
+    This is the rule of `torch.amp.GradScaler` (same defaults), with two bounds that it lacks. `hysteresis` is the
+    rule of Megatron and DeepSpeed: between two growths, `hysteresis - 1` overflows leave the scale as it is.
 
-    A first scale that is far too high would cost a step for each halving. Where the first steps overflow and the
-    largest gradient g is known, the scale falls to `min_scale`, and after a clean step there goes where g has room:
+    A first scale that is far too high would cost a step for each halving. If the first steps overflow and the
+    largest gradient g is known, the scale falls to `min_scale`. After a clean step there it jumps to a scale that
+    leaves room for g:
 
         scale <- min(2^12 / g rounded down to a power of two, init_scale * backoff_factor)       2^12 = fp16's 2^16 / 16
 
     Args:
-        init_scale: first scale; a power of two.
-        growth_factor: power of two, at least 1.
-        backoff_factor: power of two below 1.
-        growth_interval: clean steps before the scale grows; steps.
-        min_scale: lower bound.
-        max_scale: upper bound.
-        hysteresis: which overflow since the last growth is the first to lower the scale; 1: each lowers it.
+        init_scale: First scale, a power of two.
+        growth_factor: Factor by which the scale grows, a power of two of at least 1.
+        backoff_factor: Factor by which the scale falls, a power of two below 1.
+        growth_interval: Number of clean steps before the scale grows.
+        min_scale: Lower bound of the scale, a power of two.
+        max_scale: Upper bound of the scale, a power of two.
+        hysteresis: Number of the overflow since the last growth that is the first to lower the scale. 1: every
+            overflow lowers it.
 
     Raises:
-        ValueError: for a value that is not a power of two, out of order, or not positive.
+        ValueError: A value is not a power of two, is not positive, or the bounds are out of order.
 
     >>> scale = DynamicLossScale(init_scale=8.0, growth_interval=2)
     >>> scale.update(torch.tensor(True)); scale.value
@@ -140,23 +142,13 @@ class DynamicLossScale(LossScale):
         min_scale = plain_value(min_scale)
         max_scale = plain_value(max_scale)
         hysteresis = plain_value(hysteresis)
-        scales = {"init_scale": init_scale, "min_scale": min_scale, "max_scale": max_scale}
-        for name, value in {
-            **scales,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-        }.items():
-            _check_power_of_two(name, value)
+        _check_power_of_two("init_scale", init_scale)
+        _check_power_of_two("min_scale", min_scale)
+        _check_power_of_two("max_scale", max_scale)
+        _check_power_of_two("growth_factor", growth_factor)
+        _check_power_of_two("backoff_factor", backoff_factor)
         super().__init__(init_scale)
-        require_number(
-            "growth_factor", growth_factor, "a clean step never lowers the scale. 2 is usual", low=1
-        )
-        why = "after an overflow the scale has to fall, or every later step overflows too. 0.5 is usual"
-        require_number("backoff_factor", backoff_factor, why, high=1, above=True)
-        why = "it counts clean steps before the scale grows. 2000 is usual"
-        require_whole("growth_interval", growth_interval, why, unit="steps")
-        why = "it says which one is the first to lower the scale. 1 is every one, 2 is usual elsewhere"
-        require_whole("hysteresis", hysteresis, why, unit="overflows")
+        _check_rule(growth_factor, backoff_factor, growth_interval, hysteresis)
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(
                 f"`init_scale` (={init_scale}) must lie between `min_scale` (={min_scale}) and `max_scale` "
@@ -171,13 +163,13 @@ class DynamicLossScale(LossScale):
         self.num_clean_steps = torch.tensor(0, dtype=torch.int32)
         self.hysteresis_left = torch.tensor(hysteresis, dtype=torch.int32)
         self._num_looks = NUM_LOOKS
-        self._most = init_scale * backoff_factor
+        self._highest_at_start = init_scale * backoff_factor
         self._is_starting = torch.tensor(True)
         self._has_fallen = torch.tensor(False)
 
     @property
     def wants_largest(self) -> bool:
-        """Whether this is one of the first steps: the host need not ask the device whether they overflow."""
+        """True in the first steps, in which the host does not ask the device for overflow."""
         return self._num_looks > 0
 
     def to(self, device: torch.device) -> None:
@@ -188,76 +180,110 @@ class DynamicLossScale(LossScale):
 
     def update(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
         """Follow the outcome of one step, on the device."""
-        scale = self.scale.clone()  # gradients that wait for a step still have the old one
-        if self.hysteresis == 1:  # then it is torch's rule, in one launch
+        scale = self.scale.clone()  # gradients that wait for a step still contain the old scale
+        if self.hysteresis == 1:
+            # This is torch's rule, in one launch.
             torch._amp_update_scale_(
-                *(scale, self.num_clean_steps, found_inf.float()),
-                *(self.growth_factor, self.backoff_factor, self.growth_interval),
+                scale,
+                self.num_clean_steps,
+                found_inf.float(),
+                self.growth_factor,
+                self.backoff_factor,
+                self.growth_interval,
             )
         else:
-            # The same rule with a count of forgiven overflows; no branch on the host, which does not know `found_inf`.
-            # (apex forgives all that do not come in a row: such a scale may stay too high for ever.)
+            # The same rule with a count of forgiven overflows, without a branch on the host, which does
+            # not know `found_inf`. (apex forgives all overflows that are not in a row, so its scale may
+            # stay too high for ever.)
             self.num_clean_steps.add_(1).masked_fill_(found_inf, 0)
-            grow = self.num_clean_steps >= self.growth_interval
+            grows = self.num_clean_steps >= self.growth_interval
             self.hysteresis_left.sub_(found_inf.int()).clamp_(min=0)
-            back = found_inf & (self.hysteresis_left == 0)
-            factor = torch.ones_like(scale).masked_fill_(back, self.backoff_factor)
-            scale.mul_(factor.masked_fill_(grow, self.growth_factor))
-            self.num_clean_steps.masked_fill_(grow, 0)
-            self.hysteresis_left.masked_fill_(grow, self.hysteresis)
+            falls = found_inf & (self.hysteresis_left == 0)
+            factor = torch.ones_like(scale)
+            factor.masked_fill_(falls, self.backoff_factor)
+            factor.masked_fill_(grows, self.growth_factor)
+            scale.mul_(factor)
+            self.num_clean_steps.masked_fill_(grows, 0)
+            self.hysteresis_left.masked_fill_(grows, self.hysteresis)
         if largest is not None:
-            scale = self._started(scale, found_inf, largest)
+            scale = self._adjust_at_start(scale, found_inf, largest)
         # Without bounds a long run could drive the scale to inf, and a burst of overflows to 0, where it would stay.
         self.scale = scale.clamp_(self.min_scale, self.max_scale)
 
-    def _started(self, scale: Tensor, found_inf: Tensor, largest: Tensor) -> Tensor:
+    def _adjust_at_start(self, scale: Tensor, found_inf: Tensor, largest: Tensor) -> Tensor:
+        """Return the scale after one of the first steps, see the class."""
         falls = found_inf & self._is_starting
         leaps = self._has_fallen & ~found_inf
-        # 2^(12 - exponent), by the bits of a float: powers computed otherwise need not be exact.
+        # 2^(12 - exponent), from the bits of a float, because other ways of computing a power need not be exact.
         exponent = (127 + 12 - torch.frexp(largest).exponent).clamp(1, 254)
-        fits = (exponent.to(torch.int32) << 23).view(torch.float32).clamp(max=self._most)
+        fits = (
+            (exponent.to(torch.int32) << 23).view(torch.float32).clamp(max=self._highest_at_start)
+        )
         self._is_starting = self._is_starting & found_inf
         self._has_fallen = falls
-        is_over = (
-            scale.device.type == "cpu" and not self._is_starting
-        )  # there the answer is at hand
-        self._num_looks = 0 if is_over else self._num_looks - 1
+        # On the CPU the host can read at once that the first steps are over.
+        if scale.device.type == "cpu" and not self._is_starting:
+            self._num_looks = 0
+        else:
+            self._num_looks -= 1
         return torch.where(leaps, fits, scale.masked_fill(falls, self.min_scale))
 
     def state_dict(self) -> dict[str, float]:
-        """Return scale, clean steps since the last overflow or growth, and what is left of the hysteresis."""
-        return {
+        """Return the scale, the clean steps since the last overflow or growth, and the remaining hysteresis."""
+        state: dict[str, float] = {
             "scale": self.value,
             "num_clean_steps": int(self.num_clean_steps),
             "hysteresis_left": int(self.hysteresis_left),
-            **({"has_fallen": 1} if self._has_fallen else {}),
-            **({"is_starting": 1} if self._is_starting and not self._has_fallen else {}),
         }
+        if self._has_fallen:
+            state["has_fallen"] = 1
+        elif self._is_starting:
+            state["is_starting"] = 1
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's scale, clamped to this object's bounds."""
         scale = min(max(float(state["scale"]), self.min_scale), self.max_scale)
         _check_power_of_two("scale", scale)
         self.scale = torch.full_like(self.scale, scale)
-        clean = min(
-            int(state.get("num_clean_steps", 0)), self.growth_interval - 1
-        )  # the next one is then enough
-        self.num_clean_steps = torch.full_like(self.num_clean_steps, clean)
-        left = min(int(state.get("hysteresis_left", self.hysteresis)), self.hysteresis)
-        self.hysteresis_left = torch.full_like(self.hysteresis_left, left)
+        # At most one step below the interval, so that the next clean step is enough.
+        num_clean_steps = min(int(state.get("num_clean_steps", 0)), self.growth_interval - 1)
+        self.num_clean_steps = torch.full_like(self.num_clean_steps, num_clean_steps)
+        hysteresis_left = min(int(state.get("hysteresis_left", self.hysteresis)), self.hysteresis)
+        self.hysteresis_left = torch.full_like(self.hysteresis_left, hysteresis_left)
         has_fallen = bool(state.get("has_fallen", 0))
-        # Before the first step, as where the hosts of an elastic run begin with the state of the first.
+        # True before the first step, for example if the hosts of an elastic run begin with the state of the first host.
         is_starting = has_fallen or bool(state.get("is_starting", 0))
-        self._num_looks = NUM_LOOKS if is_starting else 0
+        self._num_looks = 0
+        if is_starting:
+            self._num_looks = NUM_LOOKS
         self._is_starting = torch.full_like(self._is_starting, is_starting)
         self._has_fallen = torch.full_like(self._has_fallen, has_fallen)
 
 
+def _check_rule(
+    growth_factor: float, backoff_factor: float, growth_interval: int, hysteresis: int
+) -> None:
+    """Raise `ValueError` for the first number of a dynamic scale's rule that is out of range."""
+    reason = "a clean step never lowers the scale. 2 is usual"
+    require_number("growth_factor", growth_factor, reason, low=1)
+    reason = (
+        "after an overflow the scale has to fall, or every later step overflows too. 0.5 is usual"
+    )
+    require_number("backoff_factor", backoff_factor, reason, high=1, above=True)
+    reason = "it counts clean steps before the scale grows. 2000 is usual"
+    require_whole("growth_interval", growth_interval, reason, unit="steps")
+    reason = (
+        "it says which one is the first to lower the scale. 1 is every one, 2 is usual elsewhere"
+    )
+    require_whole("hysteresis", hysteresis, reason, unit="overflows")
+
+
 def loss_scale_from(setting: str | float | LossScale) -> LossScale:
-    """Make the loss scale of a setting: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
+    """Make the loss scale for a setting: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
 
     Raises:
-        ValueError: the setting is none of these.
+        ValueError: The setting is none of these.
 
     >>> type(loss_scale_from("dynamic")).__name__, loss_scale_from(128).value, loss_scale_from("1024").value
     ('DynamicLossScale', 128.0, 1024.0)
@@ -275,24 +301,25 @@ def loss_scale_from(setting: str | float | LossScale) -> LossScale:
 
 
 def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
-    """Divide by the scale, in place, in the pass over memory that also looks for inf and nan, as `GradScaler` does.
+    """Divide gradients by the scale in place, in the same pass that checks for inf and nan, as `GradScaler` does.
 
     Args:
-        gradients: one or more, on one device, fp32 or wider.
-        scale: 0-dim fp32, a power of two, on that device.
+        gradients: At least one gradient, all on one device, fp32 or wider.
+        scale: The loss scale, a power of two: 0-dim fp32, on that device.
 
     Returns:
-        1.0 if an element was inf or nan, else 0.0; 0-dim fp32.
+        1.0 if an element was inf or nan, else 0.0: 0-dim fp32.
     """
     found_inf = torch.zeros((), device=scale.device)
     inverse_scale = scale.reciprocal()
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
-        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        by_dtype.setdefault(real.dtype, []).append(real)
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
     # torch's own kernel, which `GradScaler` calls: it takes a list of one dtype, and no complex numbers.
-    for of_one_dtype in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(of_one_dtype, found_inf, inverse_scale)
+    for same_dtype in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inverse_scale)
     return found_inf
 
 

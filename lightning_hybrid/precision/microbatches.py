@@ -47,7 +47,7 @@ class MicrobatchMixin(_Base):
     def connect_stages(
         self, agree: Callable[[Tensor], Tensor] | None, *, is_of_slices: bool = False
     ) -> None:
-        """Take a function that makes the verdicts of all stages one, or None if this stage decides alone.
+        """Connect a function that combines the decisions of all stages, or None if this stage decides alone.
 
         The function takes a 0-dim fp32 tensor and returns the largest of all stages. Several are called one after the
         other: of the stages of a pipeline, and of the slices of a stage.
@@ -76,7 +76,7 @@ class MicrobatchMixin(_Base):
     def backward_of_microbatch(
         self, parameters: Iterable[nn.Parameter], *, is_last: bool
     ) -> Iterator[None]:
-        """Run one backward inside, and add what it brings to `p.grad`, in fp32 and unscaled.
+        """Run one backward inside, and add its gradients to `p.grad`, in fp32 and unscaled.
 
         Args:
             parameters: all that the backward may reach. No others are touched: those of another stage of this rank

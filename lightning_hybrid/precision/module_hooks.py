@@ -71,7 +71,7 @@ class ModuleHooks:
                 self._checked_modules.append(child)
 
     def attach(self) -> None:
-        """Put the hooks of forward on the modules."""
+        """Register the hooks of forward on the modules."""
         self._thread = threading.get_ident()
         for layer in self._normalisation_layers:
             self._attached += [
@@ -84,7 +84,7 @@ class ModuleHooks:
             )
 
     def detach(self) -> None:
-        """Take the hooks of forward off again."""
+        """Remove the hooks of forward."""
         for handle in self._attached:
             handle.remove()
         self._attached.clear()
@@ -104,10 +104,14 @@ class ModuleHooks:
         return tree_map_only(Tensor, self._tensor_to_fp32, values)
 
     def _tensor_to_fp32(self, tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype is self._dtype else tensor
+        if tensor.dtype is self._dtype:
+            return tensor.float()
+        return tensor
 
     def _tensor_to_half(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if tensor.dtype is torch.float32 else tensor
+        if tensor.dtype is torch.float32:
+            return tensor.to(self._dtype)
+        return tensor
 
     def _inputs_to_fp32(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return self.to_fp32((args, kwargs))
@@ -132,7 +136,9 @@ class ModuleHooks:
         if not self._window.is_open:
             return
         for name, parameter in module._parameters.items():
-            pair = None if parameter is None else self._window.pair_of(parameter)
+            if parameter is None:
+                continue
+            pair = self._window.pair_of(parameter)
             # With `keep_vars=True` the parameter is itself there.
             if pair is not None and state.get(prefix + name, parameter) is not parameter:
                 state[prefix + name] = pair.shown_in_fp32()
@@ -141,7 +147,9 @@ class ModuleHooks:
         if not self._window.is_open:
             return
         for name, parameter in module._parameters.items():
-            pair = None if parameter is None else self._window.pair_of(parameter)
+            if parameter is None:
+                continue
+            pair = self._window.pair_of(parameter)
             value = state.get(prefix + name)
             if pair is not None and isinstance(value, Tensor) and value.shape == pair.half.shape:
                 pair.load_(value)

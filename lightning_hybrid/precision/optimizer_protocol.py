@@ -1,4 +1,4 @@
-"""Abilities of an optimizer that the precision plugin asks for.
+"""Abilities of an optimizer that the precision plugin uses.
 
 Attributes decide, never the type, so that any optimizer may join:
 
@@ -23,7 +23,7 @@ def takes_scaled_gradients(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether `step` can leave everything as it is where `optimizer.found_inf` is 1, without asking the host."""
+    """Return whether `step` changes nothing if `optimizer.found_inf` is 1, without a read by the host."""
     # Only the first step of torch's fused SGD leaves dampening out, and where that is skipped no later one does.
     if isinstance(optimizer, SGD) and any(
         group["momentum"] and group["dampening"] for group in optimizer.param_groups
@@ -36,7 +36,7 @@ def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def evaluates_closure(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer must be given the closure, as it may evaluate the loss at other weights.
+    """Return whether `step` needs the closure, because the optimizer may evaluate the loss at other weights.
 
     torch's own optimizers, except LBFGS, and those that declare an ability above call it once, before anything else.
     """
@@ -54,12 +54,14 @@ def prepare_to_skip_(optimizer: Optimizer) -> None:
     # If skipped, that step leaves it uninitialised (torch 2.11 to 2.13). SGD starts with `momentum * 0 + gradient`.
     if isinstance(optimizer, SGD):
         for group in optimizer.param_groups:
-            for parameter in group["params"] if group["momentum"] else ():
-                if (
-                    parameter.grad is not None
-                    and optimizer.state[parameter].get("momentum_buffer") is None
-                ):
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+            if not group["momentum"]:
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = optimizer.state[parameter]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
 def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
@@ -74,14 +76,15 @@ def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
 
 def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
     """Yield the parameters in the groups of `optimizer`, in order, or none for None."""
-    groups = () if optimizer is None else optimizer.param_groups
-    for group in groups:
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
         yield from group["params"]
 
 
 @contextmanager
 def temporary_attributes(owner: object, **attributes: Any) -> Iterator[None]:
-    """Lend an optimizer or a module attributes for a while, as `torch.amp.GradScaler` does for a step."""
+    """Set attributes of an optimizer or a module for a while, as `torch.amp.GradScaler` does for a step."""
     before = {name: value for name, value in vars(owner).items() if name in attributes}
     vars(owner).update(attributes)
     try:
@@ -97,4 +100,6 @@ def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], An
     closure = kwargs.get("closure")
     if closure is None and len(args) > 1:
         closure = args[1]
-    return closure if callable(closure) else None
+    if callable(closure):
+        return closure
+    return None

@@ -60,12 +60,16 @@ class ParameterPair:
     @property
     def fp32(self) -> Tensor:
         """The tensor that holds the fp32 value, whichever side is shown."""
-        return self._hidden if self.is_open else self.parameter
+        if self.is_open:
+            return self._hidden
+        return self.parameter
 
     @property
     def half(self) -> Tensor:
         """The tensor that holds the half-precision copy, whichever side is shown."""
-        return self.parameter if self.is_open else self._hidden
+        if self.is_open:
+            return self.parameter
+        return self._hidden
 
     def open(self) -> None:
         """Show the half-precision copy, with the fp32 gradient that the parameter has."""
@@ -89,9 +93,9 @@ class ParameterPair:
         self.hide_gradient()
         self._exchange()
         if gradient is not None:
-            self.parameter.grad = (
-                gradient if gradient.dtype is self.parameter.dtype else gradient.float()
-            )
+            if gradient.dtype is not self.parameter.dtype:
+                gradient = gradient.float()
+            self.parameter.grad = gradient
 
     def show_gradient(self, gradient: Tensor | None) -> None:
         """Put an fp32 gradient into `parameter.grad` while the half-precision copy is shown, as user code may too."""
@@ -125,7 +129,7 @@ class ParameterPair:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def note_cast(self) -> None:
-        """Note that the copy was made of the present fp32 value.
+        """Note that the copy was made from the current fp32 value.
 
         The cast itself is not counted as a write: a graph that waits for its backward holds the copy, and the same
         bits were written. If torch has counted a write to the fp32 value since, the graph is out of date, and torch's
@@ -151,7 +155,7 @@ class ParameterPair:
 
     @torch.no_grad()
     def take_writes_(self) -> None:
-        """Give the fp32 value what user code wrote into the half-precision copy, element by element.
+        """Copy into the fp32 value the elements that user code wrote into the half-precision copy.
 
             fp32 <- where(half == half_dtype(fp32), fp32, half)
 
@@ -206,7 +210,7 @@ class ParameterPair:
         )
 
     def load_(self, value: Tensor) -> None:
-        """Take the value of a state dict in full precision. torch writes the rounded one into the copy."""
+        """Load the value of a state dict in full precision. torch writes the rounded value into the copy."""
         with torch.no_grad():
             self.fp32.detach().copy_(value)
         self._fp32_version = self.fp32._version
@@ -254,7 +258,7 @@ def cast_(pairs: Iterable[ParameterPair]) -> None:
 
 @torch.no_grad()
 def take_writes_(pairs: Iterable[ParameterPair]) -> None:
-    """Take over what was written into the copies, on a device by lists. See `ParameterPair.take_writes_`."""
+    """Take over writes to the copies, on a device by lists. See `ParameterPair.take_writes_`."""
     block: list[ParameterPair] = []
     numel = 0
     for pair in pairs:

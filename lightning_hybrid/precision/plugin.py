@@ -109,10 +109,14 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
                 "and gradients do not underflow. Leave it out."
             )
         self.precision = precision
-        self.dtype = torch.float16 if precision == "16-true" else torch.bfloat16
+        self.dtype = torch.bfloat16
+        scale: LossScale | None = None
+        if precision == "16-true":
+            self.dtype = torch.float16
+            setting = loss_scale if loss_scale is not None else "dynamic"
+            scale = loss_scale_from(setting)
         self.keep_fp32 = tuple(keep_fp32)
-        scale = loss_scale_from("dynamic" if loss_scale is None else loss_scale)
-        self.optimizer_steps = OptimizerStepStates(scale if precision == "16-true" else None)
+        self.optimizer_steps = OptimizerStepStates(scale)
         self.window: HalfPrecisionWindow | None = None
         self.gradients: BackwardGradients | None = None
         self._user_steps: UserSteps | None = None
@@ -154,7 +158,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         is_last_backward_of_step: Callable[[], bool],
         flush_backward: Callable[[Tensor], object] = torch.is_tensor,
     ) -> None:
-        """Take what only a strategy knows.
+        """Connect the functions that a strategy provides.
 
         Args:
             is_last_backward_of_step: returns whether the backward in progress averages over ranks, for a step after it.
@@ -178,8 +182,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @property
     def _lightning_module(self) -> LightningModule | None:
-        is_lightning_module = isinstance(self._module, lightning_types("pytorch.LightningModule"))
-        return self._module if is_lightning_module else None
+        if isinstance(self._module, lightning_types("pytorch.LightningModule")):
+            return self._module
+        return None
 
     def _new_window(self) -> HalfPrecisionWindow:
         is_evaluated = self._lightning_module is not None and not self._is_fit
@@ -218,8 +223,10 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Refuse strategies that cannot work, and guard per-step schedules against skipped steps."""
-        trainer: Any = None if self._lightning_module is None else self._lightning_module.trainer
+        """Raise an error for a strategy that cannot work, and guard per-step schedules against skipped steps."""
+        trainer: Any = None
+        if self._lightning_module is not None:
+            trainer = self._lightning_module.trainer
         if trainer is not None and not self._has_strategy:
             raise misconfiguration(
                 f"`strategy` (={type(trainer.strategy).__name__}) does not know when to show half-precision "
@@ -383,11 +390,11 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         if not module.automatic_optimization:
             return False
         optimizers = module.trainer.strategy.optimizers
-        if not all(
-            takes_scaled_gradients(one, self._device) and self._decides_alone(one)
-            for one in optimizers
-        ):
-            return False
+        for optimizer in optimizers:
+            if not takes_scaled_gradients(optimizer, self._device):
+                return False
+            if not self._decides_alone(optimizer):
+                return False
         return not grads_are_observed(optimizers, module)
 
     # ---- optimizer step --------------------------------------------------------------------------------------------
@@ -409,7 +416,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             return self._step_with_closure(optimizer, state, model, closure, **kwargs)
 
         closure_result = closure()
-        self.run_deferred_schedules()  # this step's rate may depend on how the last one ended: it is needed only now
+        # The learning rate of this step may depend on how the last step ended. It is not needed before.
+        self.run_deferred_schedules()
         state.skip_flag = None
         with self.window.shut():
             if closure_result is None and model.automatic_optimization:
@@ -427,9 +435,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         assert self.gradients is not None
         largest = self._largest_gradient(optimizer, state)
         if any(id(parameter) in self.gradients.scaled for parameter in parameters_of(optimizer)):
-            self._after_closure(
-                model, optimizer
-            )  # calls the hooks; none of them looks at gradients
+            # This calls the hooks, none of which reads gradients.
+            self._after_closure(model, optimizer)
             found_inf = self._step_on_scaled(optimizer, state, **kwargs)
         else:
             found_inf = self._verdict(optimizer, state)
@@ -453,7 +460,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         ):
             return None
         scaled = self.gradients.scaled
-        divisor = state.grad_scale if scaled else torch.ones_like(state.grad_scale)
+        divisor = torch.ones_like(state.grad_scale)
+        if scaled:
+            divisor = state.grad_scale
         if self.largest_of_parts is not None:  # each rank has parts
             return self.largest_of_parts(parameters_of(optimizer)) / divisor
         gradients = []
@@ -491,15 +500,17 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self, optimizer: Optimizer, state: OptimizerStepState, **kwargs: Any
     ) -> Tensor | None:
         assert self.gradients is not None
-        given = self.gradients.given_scaled(list(parameters_of(optimizer)))
+        scaled_gradients = self.gradients.given_scaled(list(parameters_of(optimizer)))
         scaling = temporary_attributes(optimizer, grad_scale=state.grad_scale, found_inf=None)
-        with given, scaling, self._running_step(optimizer):
+        with scaled_gradients, scaling, self._running_step(optimizer):
             optimizer.step(**kwargs)
         if state.loss_scale is None:
             return None
-        # No gradient at all leaves it None; the step then counts as a clean one.
         found_inf: Tensor | None = getattr(optimizer, "last_found_inf", None)
-        return torch.zeros((), device=self._device) if found_inf is None else found_inf
+        if found_inf is None:
+            # There was no gradient at all. The step counts as a clean one.
+            return torch.zeros((), device=self._device)
+        return found_inf
 
     def _step_or_skip(
         self,
@@ -574,8 +585,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _owns(self, optimizer: Optimizer) -> bool:
         if self._module is None:
             return False
-        own = {id(parameter) for parameter in self._module.parameters()}
-        return any(id(parameter) in own for parameter in parameters_of(optimizer))
+        module_parameters = set(map(id, self._module.parameters()))
+        return any(id(parameter) in module_parameters for parameter in parameters_of(optimizer))
 
     def _state_for_user(self, optimizer: Optimizer) -> OptimizerStepState:
         """Return the state of an optimizer, or of the one that trains its parameters and may wrap it."""
@@ -646,7 +657,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     def state_dict(self) -> dict[str, Any]:
         """Return loss scales and skip counters of all optimizers: plain numbers."""
-        return {} if self.loss_scale is None else self.optimizer_steps.state_dict()
+        if self.loss_scale is None:
+            return {}
+        return self.optimizer_steps.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the checkpoint's loss scales and counters."""

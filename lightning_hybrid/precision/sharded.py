@@ -1,9 +1,9 @@
-"""Half precision on the shards of FSDP2 (torch's `fully_shard`), which are the fp32 masters already."""
+"""Half precision on the shards of FSDP2 (torch's `fully_shard`), which are the fp32 master weights already."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,24 +23,29 @@ else:
 
 
 class HostShards(_Strategy):
-    """What Lightning's `ModelParallelStrategy`, the next base class, needs for `CPUOffloadPolicy`.
+    """Additions to Lightning's `ModelParallelStrategy`, the next base class, for FSDP2's `CPUOffloadPolicy`.
 
-    Shards (the masters), gradients and optimizer state stay on the host, and its ranks can add up there: whether a
-    gradient was inf or nan, and the norm that clipping takes. `offload` False: nothing of that.
+    Shards (the master weights), gradients and optimizer state stay on the host. The ranks can all-reduce
+    there, which the check for inf and nan and the norm for clipping need. With `offload=False` nothing
+    changes.
     """
 
     offload = True
 
     def setup(self, trainer: Any) -> None:
-        """Set up, and move to the device what is no shard."""
-        with _ShardsStay() if self.offload else nullcontext():
+        """Set up the run, and move everything except shards to the device."""
+        if not self.offload:
+            super().setup(trainer)
+            return
+        with _ShardsStay():
             super().setup(trainer)
 
     def _get_process_group_backend(self) -> str:
         backend = super()._get_process_group_backend()
         kind = self.root_device.type
-        has_host = not self.offload or kind == "cpu" or "cpu:" in backend
-        return backend if has_host else f"cpu:gloo,{kind}:{backend}"
+        if not self.offload or kind == "cpu" or "cpu:" in backend:
+            return backend
+        return f"cpu:gloo,{kind}:{backend}"
 
 
 class _ShardsStay(TorchFunctionMode):
@@ -48,8 +53,9 @@ class _ShardsStay(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.distributed.tensor import DTensor  # here: it takes a second
 
-        is_move = func is Tensor.to and isinstance(args[0], DTensor)
-        return args[0] if is_move else func(*args, **(kwargs or {}))
+        if func is Tensor.to and isinstance(args[0], DTensor):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 class CallsOutsideOfSteps:
@@ -117,45 +123,53 @@ class ShardedHalfMixin(MasterWeightMixin):
     """In which gradients are summed, over ranks and over the batches of a step; `torch.float16` sends half."""
 
     def shard_(self, network: nn.Module, blocks: Iterable[nn.Module], **options: Any) -> None:
-        """Shard `network` in place: each block, which is gathered on its own, what is left, and what stays fp32.
+        """Shard `network` in place: each block, which is gathered alone, then the modules in fp32 and all others.
 
-        Collective, as `fully_shard`, which is given the `options`, such as `mesh`, or `offload_policy`, which needs a
-        strategy with `HostShards`: masters, gradients and optimizer state are then on the host, loss scale and all.
+        Collective: every rank of the mesh must call it, in the same order, as `fully_shard`.
+
+        Args:
+            network: The network.
+            blocks: Modules of the network that are gathered one at a time.
+            **options: Arguments of `fully_shard`, such as `mesh`. An `offload_policy` needs a strategy with
+                `HostShards`. Master weights, gradients, optimizer state and loss scale are then on the host.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         kept = (*NORMALISATION_TYPES, *self.keep_fp32)
-        fp32 = [
-            one
-            for one in network.modules()
-            if isinstance(one, kept) and list(one.parameters(recurse=False))
-        ]
-        if fp32:  # as one group: they are small, and stay gathered from forward to backward
-            fully_shard(fp32, **options | {"reshard_after_forward": False})
-        # Autocast casts what is computed in half precision: inputs keep their dtype.
+        fp32_modules = []
+        for module in network.modules():
+            if isinstance(module, kept) and list(module.parameters(recurse=False)):
+                fp32_modules.append(module)
+        if fp32_modules:
+            # In a single group, because they are small, and stay gathered from forward to backward.
+            fp32_options = options | {"reshard_after_forward": False}
+            fully_shard(fp32_modules, **fp32_options)
+        # Autocast casts the operands of half-precision operations, so inputs keep their dtype.
         options["mp_policy"] = MixedPrecisionPolicy(
             self.dtype, self.reduce_dtype, cast_forward_inputs=False
         )
         for block in blocks:
-            if block not in fp32 and list(block.parameters()):
+            if block not in fp32_modules and list(block.parameters()):
                 fully_shard(block, **options)
         fully_shard(network, **options)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Take the module, whose shards are masters already.
+        """Connect the module, whose shards are the master weights already.
 
         Raises:
-            MisconfigurationException: another strategy, or a module that `shard_` was not given; or offloaded shards
-                without `HostShards`.
+            MisconfigurationException: The strategy is another one, `shard_` has not sharded the module, or shards are
+                offloaded without `HostShards`.
         """
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
         trainer: Any = getattr(module, "trainer", None)
-        strategy = trainer and trainer.strategy
-        if not isinstance(
-            strategy, lightning_types("pytorch.strategies.ModelParallelStrategy")
-        ) or not any(isinstance(one, FSDPModule) for one in module.modules()):
+        strategy = None
+        if trainer:
+            strategy = trainer.strategy
+        strategy_types = lightning_types("pytorch.strategies.ModelParallelStrategy")
+        is_sharded = any(isinstance(submodule, FSDPModule) for submodule in module.modules())
+        if not isinstance(strategy, strategy_types) or not is_sharded:
             raise misconfiguration(
                 f"`strategy` (={type(strategy).__name__}) must be ModelParallelStrategy, and the module sharded by "
                 f"{type(self).__name__}: it has no masters but the shards. Call `self.trainer.precision_plugin.shard_("
@@ -163,15 +177,21 @@ class ShardedHalfMixin(MasterWeightMixin):
             )
         self.connect_strategy(is_last_backward_of_step=partial(bool, True))
         super().convert_module(module)
-        kinds = {one.device.type for one in module.parameters() if isinstance(one, DTensor)}
-        is_offloaded = kinds != {strategy.root_device.type}
+        device_types = set()
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor):
+                device_types.add(parameter.device.type)
+        is_offloaded = device_types != {strategy.root_device.type}
         if is_offloaded and not (isinstance(strategy, HostShards) and strategy.offload):
             raise misconfiguration(
                 f"`strategy` (={type(strategy).__name__}) moves shards to the device, and those of an `offload_policy` "
                 "must be held on the host. Take `class Offloading(HostShards, ModelParallelStrategy)` of no body, with "
                 "`HostShards` from lightning_hybrid.precision.sharded."
             )
-        self.follow_device(strategy.root_device, host=torch.device("cpu") if is_offloaded else None)
+        host = None
+        if is_offloaded:
+            host = torch.device("cpu")
+        self.follow_device(strategy.root_device, host=host)
         return module
 
     def _new_window(self) -> HalfPrecisionWindow:

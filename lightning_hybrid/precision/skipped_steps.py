@@ -1,6 +1,6 @@
-"""The state of each optimizer's steps: loss scale, whether the last step was skipped, how many were skipped.
+"""Loss scale and counters of skipped steps for each optimizer.
 
-All of it lives on the device. The host learns of it where it asks: at a logged step, at a checkpoint, at the end.
+They are on the device. The host reads them at a logged step, at a checkpoint and at the end of training.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ class EndlessOverflowError(RuntimeError):
 
 
 class SkipFlag:
-    """The flag whether one step was skipped, on its way from the device to the host.
+    """The flag that says whether a step was skipped, while it is copied from the device to the host.
 
-    On CUDA the answer is copied to pinned memory behind the step's own work, and an event tells when it is there.
+    On CUDA the flag is copied to pinned memory after the work of the step, and an event marks its arrival.
 
     Args:
-        found_inf: 0-dim tensor, more than 0 if the step was skipped; or a bool, if the host knows already.
+        found_inf: 0-dim tensor, above 0 if the step was skipped. Or a bool, if the host knows already.
     """
 
     def __init__(self, found_inf: Tensor | bool) -> None:
         self._answer: Tensor | bool = found_inf
         self._arrival: torch.cuda.Event | None = None
         if isinstance(found_inf, Tensor) and found_inf.is_cuda:
-            # The device is named, as `torch.set_default_device("cuda")` would make it a tensor that cannot be pinned.
+            # The device is explicit, because with `torch.set_default_device("cuda")` the tensor could not
+            # be pinned.
             self._answer = torch.empty((), dtype=found_inf.dtype, device="cpu", pin_memory=True)
             self._answer.copy_(found_inf, non_blocking=True)
             self._arrival = torch.cuda.Event()
@@ -48,7 +49,7 @@ class SkipFlag:
 
     @property
     def is_known(self) -> bool:
-        """Whether the host knows, so that `was_skipped` reads nothing."""
+        """True if the host knows the flag, so that `was_skipped` reads nothing."""
         return isinstance(self._answer, bool)
 
     def was_skipped(self) -> bool:
@@ -62,14 +63,21 @@ class SkipFlag:
 
 @dataclass(eq=False)
 class OptimizerStepState:
-    """One optimizer's loss scale and counters."""
+    """One optimizer's loss scale and counters.
 
-    loss_scale: LossScale | None  # of the next backward; None with bf16
+    Attributes:
+        loss_scale: Loss scale for the next backward. None with bf16.
+        optimizer: The optimizer, or None before it is known.
+        grad_scale: Factor in the gradients that wait for the next step.
+        skip_flag: Flag of the last step. None: that step was not skipped.
+        num_skipped: Number of skipped steps.
+        num_in_a_row: Number of steps that were skipped in a row, up to the last one.
+    """
+
+    loss_scale: LossScale | None
     optimizer: Optimizer | None = None
-    grad_scale: Tensor | None = (
-        None  # what the gradients waiting for the next step were multiplied by
-    )
-    skip_flag: SkipFlag | None = None  # of the last step; None: it was not skipped
+    grad_scale: Tensor | None = None
+    skip_flag: SkipFlag | None = None
     num_skipped: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     num_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
@@ -81,9 +89,9 @@ class OptimizerStepState:
             self.loss_scale.to(device)
 
     def count(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
-        """Count one step, on the device, in few operations: each of one element is a launch there.
+        """Count one step on the device, in few operations, because each operation on one element is a launch there.
 
-        `largest`: as in `LossScale.update`.
+        `largest` is the argument of `LossScale.update`.
 
         >>> state = OptimizerStepState(loss_scale=None)
         >>> for overflow in (1.0, 0.0, 1.0, 1.0): state.count(torch.tensor(overflow))
@@ -94,13 +102,16 @@ class OptimizerStepState:
         if self.loss_scale is not None:
             self.loss_scale.update(skipped, largest)
         self.num_skipped.add_(skipped)
-        # A clean step multiplies by 0: no branch on the host.
+        # A clean step multiplies by 0, which needs no branch on the host.
         self.num_in_a_row.add_(1).mul_(skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers, so that a checkpoint loads with `weights_only=True`. Wait for the device."""
+        loss_scale: dict[str, Any] = {}
+        if self.loss_scale is not None:
+            loss_scale = self.loss_scale.state_dict()
         return {
-            "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
+            "loss_scale": loss_scale,
             "num_skipped_steps": int(self.num_skipped),
             "num_skipped_in_a_row": int(self.num_in_a_row),
         }
@@ -114,7 +125,7 @@ class OptimizerStepState:
 
 
 class OptimizerStepStates(list[OptimizerStepState]):
-    """The states of all optimizers, in the trainer's order; further loss scales are copies of the first's."""
+    """The states of all optimizers, in the trainer's order. Further loss scales are copies of the first one."""
 
     def __init__(self, loss_scale: LossScale | None) -> None:
         super().__init__([OptimizerStepState(loss_scale=loss_scale)])
@@ -137,10 +148,11 @@ class OptimizerStepStates(list[OptimizerStepState]):
                 state.optimizer = optimizer
                 return state
         # A copy: each optimizer's scale follows its own overflows.
-        new = OptimizerStepState(loss_scale=copy.deepcopy(self[0].loss_scale), optimizer=optimizer)
-        new.to(self._device)
-        self.append(new)
-        return new
+        loss_scale = copy.deepcopy(self[0].loss_scale)
+        new_state = OptimizerStepState(loss_scale=loss_scale, optimizer=optimizer)
+        new_state.to(self._device)
+        self.append(new_state)
+        return new_state
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the states be those of a trainer's optimizers. One that replaces another takes over its state."""
@@ -159,37 +171,42 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self._followed = current
         for optimizer in current:
             self.of(optimizer)
-        # The scale of an optimizer that is gone must not hold down those of the others.
-        self[:] = [state for state in self if state.optimizer is not None] or self[:1]
+        # The scale of a removed optimizer must not hold down the scales of the other ones.
+        current_states = [state for state in self if state.optimizer is not None]
+        self[:] = current_states or self[:1]
 
     def skip_flags_of(self, optimizer: Optimizer | None) -> list[SkipFlag]:
         """Return the flags of the last step of `optimizer`, or of every optimizer for None, if there are any."""
-        states = self if optimizer is None else [self.of(optimizer)]
+        states: list[OptimizerStepState] = self
+        if optimizer is not None:
+            states = [self.of(optimizer)]
         return [state.skip_flag for state in states if state.skip_flag is not None]
 
     def parameters_by_optimizer(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Return the parameters of each optimizer, and last those of `parameters` that no optimizer has."""
-        found = [list(parameters_of(state.optimizer)) for state in self]
-        known = {id(parameter) for group in found for parameter in group}
-        return [*found, [parameter for parameter in parameters if id(parameter) not in known]]
+        """Return the parameters of each optimizer, and last the remaining ones of `parameters`."""
+        parameter_lists = [list(parameters_of(state.optimizer)) for state in self]
+        optimized: set[int] = set()
+        for optimizer_parameters in parameter_lists:
+            optimized.update(map(id, optimizer_parameters))
+        remaining = [parameter for parameter in parameters if id(parameter) not in optimized]
+        parameter_lists.append(remaining)
+        return parameter_lists
 
     @torch.no_grad()
     def scale_for_backward(self) -> Tensor:
         """Return the smallest scale of the optimizers that a backward can reach, and give it to all of them."""
-        # One backward has one loss, so one scale: gradients of all that it reaches are multiplied by the same number.
+        # One backward has one loss and so one scale, which is in the gradients of all parameters that it reaches.
         reached = list(self)
         if len(reached) > 1:
-            reached = [
-                one for one in self if any(p.requires_grad for p in parameters_of(one.optimizer))
-            ] or reached
-        scales = [state.loss_scale for state in reached if state.loss_scale is not None]
-        scale = (
-            scales[0].scale
-            if len(scales) == 1
-            else torch.stack([one.scale for one in scales]).amin()
-        )
-        for state, loss_scale in zip(reached, scales, strict=True):
-            loss_scale.scale = state.grad_scale = scale
+            reached = [state for state in self if _is_trained(state)] or list(self)
+        loss_scales = [state.loss_scale for state in reached if state.loss_scale is not None]
+        if len(loss_scales) == 1:
+            scale = loss_scales[0].scale
+        else:
+            scale = torch.stack([loss_scale.scale for loss_scale in loss_scales]).amin()
+        for state, loss_scale in zip(reached, loss_scales, strict=True):
+            loss_scale.scale = scale
+            state.grad_scale = scale
         return scale
 
     def release(self) -> None:
@@ -201,14 +218,22 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self._followed = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the first optimizer's state, with those of the others under one more key."""
-        first, *others = (state.state_dict() for state in self)
-        return {**first, "other_optimizers": others} if others else first
+        """Return the first optimizer's state, which holds the states of further optimizers under one more key."""
+        first, *further = (state.state_dict() for state in self)
+        if further:
+            first["other_optimizers"] = further
+        return first
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore as many optimizers as there are in both."""
-        for one, own in zip(self, [state, *state.get("other_optimizers", ())], strict=False):
-            one.load_state_dict(own)
+        """Restore the states of the optimizers that both the checkpoint and this run have."""
+        saved_states = [state, *state.get("other_optimizers", ())]
+        for step_state, saved_state in zip(self, saved_states, strict=False):
+            step_state.load_state_dict(saved_state)
+
+
+def _is_trained(state: OptimizerStepState) -> bool:
+    """Return True if a parameter of the optimizer requires a gradient."""
+    return any(parameter.requires_grad for parameter in parameters_of(state.optimizer))
 
 
 def raise_if_stuck(
@@ -222,15 +247,15 @@ def raise_if_stuck(
     """End a run whose overflows no scale seems to cure. Wait for the device.
 
     Args:
-        state: of the optimizer.
-        model: has the names of parameters.
-        last_loss: of the last backward.
-        gradient_of: returns the last gradient of a parameter.
-        step: the last step, in words.
+        state: State of the optimizer.
+        model: The model, which has the names of parameters.
+        last_loss: Loss of the last backward.
+        gradient_of: Function that returns the last gradient of a parameter.
+        step: The last step, in words.
 
     Raises:
-        EndlessOverflowError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can
-            see it here. The callback `NumericsMonitor` adds layer, batch and rank.
+        EndlessOverflowError: At least the last 40 steps of the optimizer were all skipped. The message names the cause
+            as far as it can be seen here. The callback `NumericsMonitor` adds layer, batch and rank.
     """
     if (
         state.loss_scale is None
@@ -239,24 +264,26 @@ def raise_if_stuck(
     ):
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    bad = []
+    non_finite = []
     for parameter in parameters_of(state.optimizer):
         gradient = gradient_of(parameter)
         if gradient is not None and not bool(torch.isfinite(gradient).all()):
-            bad.append(names.get(id(parameter), "?"))
+            non_finite.append(names.get(id(parameter), "?"))
     loss = float(last_loss.float().sum())
-    finite = torch.isfinite(last_loss).all()
-    cause = (
-        "The loss itself is finite, so the gradients overflow in backward: look for a division by zero, a log or "
-        "square root at 0, or fp16 activations above 65504 in the layers named."
-        if finite
-        else "The loss itself is not finite: look at the learning rate, at the data of this step, and for a log or "
-        "division of 0 in the loss."
-    )
+    if torch.isfinite(last_loss).all():
+        cause = (
+            "The loss itself is finite, so the gradients overflow in backward: look for a division by zero, a log or "
+            "square root at 0, or fp16 activations above 65504 in the layers named."
+        )
+    else:
+        cause = (
+            "The loss itself is not finite: look at the learning rate, at the data of this step, and for a log or "
+            "division of 0 in the loss."
+        )
     raise EndlessOverflowError(
         f"Gradients were inf or nan for {int(state.num_in_a_row)} steps in a row, up to {step}; the "
         f"loss scale is {state.loss_scale.value:g} and no scale can cure this. "
-        f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(bad[:3])} "
-        f"({len(bad)} in all). {cause} The weights are those of the last good step; resume from the last "
+        f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(non_finite[:3])} "
+        f"({len(non_finite)} in all). {cause} The weights are those of the last good step; resume from the last "
         "checkpoint after the cure."
     )

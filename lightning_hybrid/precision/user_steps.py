@@ -97,7 +97,10 @@ class UserSteps:
 
     def _evaluate_outside(self, closure: Callable[[], Any], was_open: bool) -> Any:
         self._leave()
-        result = self._evaluate(closure) if was_open else closure()
+        if was_open:
+            result = self._evaluate(closure)
+        else:
+            result = closure()
         self._enter()
         return result
 

@@ -146,7 +146,7 @@ class HalfPrecisionWindow:
             self.pairs[id(stand_in)] = ParameterPair(pair.name, stand_in, self.dtype)
 
     def remove_stand_in(self, stand_in: Tensor) -> None:
-        """Forget what `add_stand_in` has added."""
+        """Forget the tensor that `add_stand_in` has added."""
         pair = self.pairs.pop(id(stand_in), None)
         if pair is not None:
             pair.close()
@@ -165,7 +165,7 @@ class HalfPrecisionWindow:
         self.hooks.attach()
 
     def close(self) -> None:
-        """Take over what was written inside, and show the fp32 values."""
+        """Take over writes to the copies, and show the fp32 values."""
         if not self.is_open:
             return
         self.hooks.detach()
@@ -240,7 +240,7 @@ class HalfPrecisionWindow:
     # ---- the way in and out ------------------------------------------------------------------------------------------
 
     def broadcast_(self, module: nn.Module, ignored: Container[str] = ()) -> None:
-        """Take rank zero's fp32 values, except for parameters that DDP ignores. Collective.
+        """Copy rank zero's fp32 values to all ranks, except parameters that DDP ignores. Collective.
 
         DDP broadcasts what it wraps, which are the copies. Ranks that began with other weights, as without a common
         seed, would keep other low digits.

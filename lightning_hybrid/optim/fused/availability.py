@@ -1,4 +1,4 @@
-"""Which devices have fused steps."""
+"""The device types that have fused steps, and the check that their kernels can be built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from lightning_hybrid.cpp.library import CannotBuildError
 from lightning_hybrid.optim.fused.cpu import build
 
-# Types of device; a parameter on "meta" has yet to be moved to one.
+# Device types. A parameter on "meta" has yet to be moved to another device.
 FUSED_DEVICES = ("cpu", "cuda", "meta")
 
 TRITON_CURE = "It needs triton, a C compiler (`apt install gcc`), Python's headers (python3-dev) and a GPU of its list"
@@ -16,10 +16,10 @@ TRITON_CURE = "It needs triton, a C compiler (`apt install gcc`), Python's heade
 
 @functools.cache
 def has_kernels(device_type: str) -> bool:
-    """Whether this type of device has fused steps; warns once if something is missing for them.
+    """Return True if this device type has fused steps. Warn once if something is missing to build them.
 
-    On the CPU the first call builds the passes, unless the user's cache has them; on CUDA it compiles and launches a
-    small kernel, which takes a C compiler, Python's headers, and a GPU that Triton knows.
+    On the CPU the first call builds the passes, unless they are in the user's cache. On CUDA it compiles and launches
+    a small kernel, for which it needs a C compiler, Python's headers, and a GPU that Triton supports.
 
     >>> has_kernels("meta"), has_kernels("mps")
     (True, False)
@@ -29,29 +29,26 @@ def has_kernels(device_type: str) -> bool:
             from lightning_hybrid.optim.fused.cuda import lars  # needs triton
 
             lars.try_out()
-        except (
-            Exception
-        ) as error:  # there is no triton; or of the compiler, the linker, the driver, or its own
+        # Triton is missing, or the compiler, the linker, the driver or Triton itself fails with an error of its own.
+        except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            what = f"(=True) on CUDA needs kernels that triton can build, and a first one failed ({text:.300})"
-            _warn(what, TRITON_CURE)
+            reason = f"(=True) on CUDA needs kernels that triton can build, and a first one failed ({text:.300})"
+            _warn(reason, TRITON_CURE)
             return False
     if device_type == "cpu":
         try:
             build.library()
         except CannotBuildError as error:
+            reason = f"(=True) on a CPU needs a C++ compiler that can build its passes, and {error}"
             cure = "Install one (`apt install g++`), or name it in the environment variable CXX"
-            _warn(
-                f"(=True) on a CPU needs a C++ compiler that can build its passes, and {error}",
-                cure,
-            )
+            _warn(reason, cure)
             return False
     return device_type in FUSED_DEVICES
 
 
-def _warn(what: str, cure: str) -> None:
+def _warn(reason: str, cure: str) -> None:
     warnings.warn(
-        f"`fused` {what}: the lists are used instead, the same rule in more passes over memory "
+        f"`fused` {reason}: the lists are used instead, the same rule in more passes over memory "
         f"and with other rounding, so that all ranks should do the same. {cure}, or set fused=False.",
         RuntimeWarning,
         stacklevel=3,

@@ -1,4 +1,4 @@
-"""What the fused step asks of an engine, on every device."""
+"""Interface of the engines that do a fused step for one tensor group, on any device."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ from lightning_hybrid.optim.gradients import GradScaling
 
 
 class Engine(ABC):
-    """Norms and update of one tensor group: `cpu.passes` on the CPU, `cuda.lars` on CUDA."""
+    """Norms and update of one tensor group: `cpu.passes` on the CPU, `cuda.lars` on CUDA.
 
-    block_sums: BlockSums | None = (
-        None  # what is added over ranks before an update; None: no tensor is a part
-    )
+    Attributes:
+        block_sums: Sums that are added over ranks before an update. None: every tensor is whole.
+    """
+
+    block_sums: BlockSums | None = None
     _views: ContiguousViews
     _add_over_ranks_: Callable[[Tensor], None] | None = None
 
-    def share(self, add_up_: Callable[[Tensor], None]) -> None:
-        """Have the sums of squares of shards, float64 (2, tensors), added over ranks before they are used."""
+    def add_shards_with(self, add_up_: Callable[[Tensor], None]) -> None:
+        """Let `add_up_` add the sums of squares of shards, float64 (2, tensors), over ranks before they are used."""
         self._add_over_ranks_ = add_up_
 
     def has_moved(self) -> bool:
-        """Whether a tensor is no longer at the address it had when this was built."""
+        """Return True if a tensor is no longer at the address that it had when this engine was built."""
         return self._views.have_moved()
 
     @abstractmethod
-    def norms(
+    def compute_norms(
         self,
         grads: Sequence[Tensor],
         options: OptionTable,
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Compute the norms; return 1.0 if a gradient that is `needed` is inf or nan, else 0.0.
+        """Compute the norms, and return 1.0 if a gradient that is `needed` is inf or nan, else 0.0.
 
-        The result is float32 and 0-dim, on the device: the `found_inf_out` of `scaling`, or without one meaningless.
+        The result is float32 and 0-dim, on the device of the tensors. On CUDA it is the `found_inf_out` of `scaling`.
+        Without a `found_inf_out` its value has no meaning there.
         """
 
     @abstractmethod
-    def update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Write the parameters, with the gradients and the norms of the last `norms`."""
+    def write_update(self, options: OptionTable, scaling: GradScaling) -> None:
+        """Write the parameters, with the gradients and the norms of the last `compute_norms`."""

@@ -1,9 +1,9 @@
-"""The fused steps: few passes over memory for all tensors of a tensor group, whatever their number."""
+"""The fused steps of LARS and LAMB: few passes over memory for all tensors of a tensor group, whatever their number."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.fused.availability import FUSED_DEVICES, has_kernels
-from lightning_hybrid.optim.fused.block_sums import add_up
+from lightning_hybrid.optim.fused.block_sums import BlockSums, add_up
 from lightning_hybrid.optim.fused.cpu.passes import NativeLamb, NativeLars
 from lightning_hybrid.optim.fused.engine import Engine
 from lightning_hybrid.optim.fused.option_table import (
@@ -27,50 +27,44 @@ from lightning_hybrid.placement import Part
 
 @dataclass
 class TensorGroup:
-    """Tensors that one launch takes: equal in device, dtypes and the flags that their rule compiles in."""
+    """Tensors that one launch updates: equal in device, dtypes and the flags that their rule compiles in.
+
+    Attributes:
+        options: Options of the tensors, as a table.
+        flags: Options that are compiled into the kernels, see `FusedStep.flags`.
+        grad_dtype: The dtype of all gradients.
+        indices: Index of each tensor among all parameters of the optimizer.
+        params: The tensors.
+        groups: The parameter group of each tensor.
+        parts: The part of each tensor, if ranks share tensors. Empty otherwise.
+        engine: The `Engine` that does the step.
+    """
 
     options: OptionTable
     flags: tuple[bool, ...]
     grad_dtype: torch.dtype
-    indices: list[int] = field(default_factory=list)  # among all parameters
+    indices: list[int] = field(default_factory=list)
     params: list[Tensor] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)  # the parameter group of each tensor
-    parts: list[Part | None] = field(default_factory=list)  # of each tensor, where ranks share them
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[Part | None] = field(default_factory=list)
     engine: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the tensors."""
+        return self.params[0].device
 
 
 class FusedStep:
-    """The state of a `LayerwiseOptimizer` between fused steps: its tensors by tensor group, each with an engine.
+    """Base of the fused steps: the state of a `LayerwiseOptimizer` between steps, with an engine per tensor group.
 
-    Abstract.
+    Attributes:
+        devices: Device types for which the rule has engines.
+        options: Function that makes the table of options of a tensor group.
     """
 
-    devices: ClassVar[tuple[str, ...]] = FUSED_DEVICES  # types of those that have engines
-    options: Callable[[], OptionTable]  # makes the table of options of a tensor group
-
-    def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
-        """Return the options of a parameter group that are compiled into its kernels: none of them."""
-        return ()
-
-    def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Make the engine of a tensor group, by its device, and the optimizer state that is missing."""
-        raise NotImplementedError
-
-    def is_needed(self, group: dict[str, Any]) -> bool:
-        """Whether the rule needs the norms of gradients of the group, even if nothing looks for inf and nan."""
-        raise NotImplementedError
-
-    @classmethod
-    def has_engines(cls, params: Iterable[Tensor]) -> bool:
-        """Whether all parameters are where the rule has engines; warns once where they cannot be built."""
-        return all(
-            one in cls.devices and has_kernels(one)
-            for one in {param.device.type for param in params}
-        )
-
-    def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
-        """Return the scaling of the update, once all norms are there."""
-        return scaling
+    devices: ClassVar[tuple[str, ...]] = FUSED_DEVICES
+    options: Callable[[], OptionTable]
 
     def __init__(self) -> None:
         # Addresses and tables last until more than gradients and options change: a step is cheap on the host.
@@ -79,80 +73,116 @@ class FusedStep:
         self._tensor_groups: list[TensorGroup] = []
         self._tables: list[OptionTables] = []  # one per device
 
-    def step(self, optimizer: Any, scaling: GradScaling, *, is_checked: bool) -> GradScaling | None:
-        """Update the parameters; gradients are read, never written.
+    def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
+        """Return the options of a parameter group that are compiled into its kernels: none in this base."""
+        return ()
 
-        With `is_checked` the step looks for inf and nan itself, before anything is written.
+    def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
+        """Make the engine of a tensor group for its device, and the optimizer state that is missing."""
+        raise NotImplementedError
+
+    def is_needed(self, group: dict[str, Any]) -> bool:
+        """Return True if the rule needs the norms of the group's gradients, also without a check for inf and nan."""
+        raise NotImplementedError
+
+    @classmethod
+    def has_engines(cls, params: Iterable[Tensor]) -> bool:
+        """Return True if the rule has engines on the devices of all parameters. Warn once if one cannot be built."""
+        device_types = {param.device.type for param in params}
+        return all(
+            device_type in cls.devices and has_kernels(device_type) for device_type in device_types
+        )
+
+    def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
+        """Return the scaling for the update. Runs after all norms are known."""
+        return scaling
+
+    def step(self, optimizer: Any, scaling: GradScaling, *, is_checked: bool) -> GradScaling | None:
+        """Update the parameters. Gradients are read, never written.
+
+        With `is_checked` the step looks for inf and nan itself, before anything is written. It looks at sums of
+        squares, in which inf and nan survive: a scaled float32 gradient beyond 1e18 therefore counts as inf.
 
         Returns:
-            The scaling with the `found_inf` of this step. None if a device has no kernels: then nothing was done.
+            The scaling with the `found_inf` of this step. None if a device has no kernels, and nothing was done.
         """
-        # It looks at sums of squares, which inf and nan survive: so a scaled float32 gradient past 1e18 counts as inf.
-        groups = optimizer.param_groups
-        params = [param for group in groups for param in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [param.grad for param in params]
         if any(grad is not None and grad.layout is not torch.strided for grad in grads):
-            for group in groups:
-                list(dense_gradients(group))  # raises
-        if not self._is_same(optimizer, params, grads) and not self._sort(optimizer, params, grads):
+            for group in optimizer.param_groups:
+                list(dense_gradients(group))  # raises the error for sparse gradients
+        is_current = self._is_current(optimizer, params, grads)
+        if not is_current and not self._rebuild(optimizer, params, grads):
             return None
-        # Before the norms: those of the joint denominator read the weight decay.
+        # Before the norms, because those of the joint denominator read the weight decay.
         for tables in self._tables:
-            tables.take()
-        # First all norms, then all updates: one inf in the last tensor must keep the first from being written. The
-        # tensor groups of a device share one flag, so that the host reads nothing; those of devices are combined.
-        flag_of = (
-            {}
-            if scaling.found_inf_out is None
-            else {scaling.found_inf_out.device: scaling.found_inf_out}
-        )
-        flags = []
-        for tensors in self._tensor_groups:
-            device = tensors.params[0].device
-            here = scaling.to(device)
-            if is_checked:
-                if device not in flag_of:
-                    flag_of[device] = torch.zeros((), device=device)
-                here = replace(here, found_inf_out=flag_of[device])
-            needed = [is_checked or self.is_needed(group) for group in tensors.groups]
-            own_grads = [grads[index] for index in tensors.indices]
-            flags.append(tensors.engine.norms(own_grads, tensors.options, here, needed))
+            tables.refresh()
+
+        # First all norms, then all updates: an inf in the last tensor must keep the first from being written.
+        flags = self._compute_norms(grads, scaling, is_checked)
         found_inf = scaling.found_inf
         if is_checked and flags:
-            distinct = list({id(flag): flag for flag in flags}.values())
-            found_inf = distinct[0]
-            if len(distinct) > 1:
-                found_inf = torch.stack(
-                    [flag.to(found_inf.device, non_blocking=True) for flag in distinct]
-                ).amax()
+            found_inf = _combine_flags(flags)
             if optimizer.shard_sums is not None:
                 found_inf = optimizer.shard_sums.largest(found_inf)
         if optimizer.parts and flags:
-            found_inf = self.add_over_ranks(optimizer, found_inf)
+            found_inf = self.add_block_sums(optimizer, found_inf)
         if found_inf is not scaling.found_inf:
             scaling = GradScaling(inverse_scale=scaling.inverse_scale, found_inf=found_inf)
-        for_update = self.before_update(optimizer, scaling)
+
+        update_scaling = self.before_update(optimizer, scaling)
         for tensors in self._tensor_groups:
-            tensors.engine.update(tensors.options, for_update.to(tensors.params[0].device))
+            tensors.engine.write_update(tensors.options, update_scaling.to(tensors.device))
         return scaling
 
-    def add_over_ranks(self, optimizer: Any, found_inf: Tensor | None) -> Tensor | None:
-        """Add the sums of parts over the ranks that hold them; return `found_inf` of all of them, None of None."""
-        block_sums = [
-            sums
-            for tensors in self._tensor_groups
-            if (sums := tensors.engine.block_sums) is not None
-        ]
-        flag = (
-            torch.zeros((), device=self._tensor_groups[0].params[0].device)
-            if found_inf is None
-            else found_inf
-        )
-        found = add_up(block_sums, flag, optimizer.add_up_)
-        return None if found_inf is None else found
+    def _compute_norms(
+        self, grads: Sequence[Any], scaling: GradScaling, is_checked: bool
+    ) -> list[Tensor]:
+        """Compute the norms of all tensor groups, and return a flag of each: above 0 after an inf or nan."""
+        # The tensor groups of a device share one flag, so that the host reads nothing.
+        flag_of_device: dict[torch.device, Tensor] = {}
+        if scaling.found_inf_out is not None:
+            flag_of_device[scaling.found_inf_out.device] = scaling.found_inf_out
 
-    def _is_same(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
-        # Engines hold addresses: a tensor that was replaced or moved must be noticed. `==` would compare elements.
+        flags = []
+        for tensors in self._tensor_groups:
+            device = tensors.device
+            device_scaling = scaling.to(device)
+            if is_checked:
+                if device not in flag_of_device:
+                    flag_of_device[device] = torch.zeros((), device=device)
+                device_scaling = replace(device_scaling, found_inf_out=flag_of_device[device])
+
+            group_grads = [grads[index] for index in tensors.indices]
+            needed = [is_checked or self.is_needed(group) for group in tensors.groups]
+            flag = tensors.engine.compute_norms(
+                group_grads, tensors.options, device_scaling, needed
+            )
+            flags.append(flag)
+        return flags
+
+    def add_block_sums(self, optimizer: Any, found_inf: Tensor | None) -> Tensor | None:
+        """Add the sums of parts over the ranks that hold them.
+
+        Collective: every rank that holds parts must call it, in the same order.
+
+        Returns:
+            The maximum of `found_inf` over these ranks. None if `found_inf` is None.
+        """
+        block_sums: list[BlockSums] = []
+        for tensors in self._tensor_groups:
+            if tensors.engine.block_sums is not None:
+                block_sums.append(tensors.engine.block_sums)
+
+        if found_inf is None:
+            no_flag = torch.zeros((), device=self._tensor_groups[0].device)
+            add_up(block_sums, no_flag, optimizer.add_up_)
+            return None
+        return add_up(block_sums, found_inf, optimizer.add_up_)
+
+    def _is_current(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
+        """Return True if the engines still fit: they hold addresses, so no tensor may be replaced or moved."""
+        # Compared by identity in one pass, because `==` would compare elements.
         owned = [*params, *_state_tensors(optimizer)]
         if len(owned) != len(self._owned) or not all(map(operator.is_, owned, self._owned)):
             return False
@@ -161,16 +191,21 @@ class FusedStep:
         return not any(tensors.engine.has_moved() for tensors in self._tensor_groups)
 
     def _signature_of(self, optimizer: Any, grads: list[Any]) -> list[Any]:
-        """Return all that decides about tensor groups besides the tensors themselves."""
-        groups = [
-            (id(group), len(group["params"]), self.flags(group)) for group in optimizer.param_groups
-        ]
-        parts = optimizer.parts and [(id(param), part) for param, part in optimizer.parts.items()]
-        grad_dtypes = [None if grad is None else grad.dtype for grad in grads]
-        return [parts, *groups, *grad_dtypes]
+        """Return all that decides about tensor groups, except the tensors themselves."""
+        signature: list[Any] = []
+        if optimizer.parts:
+            signature.extend((id(param), part) for param, part in optimizer.parts.items())
+        for group in optimizer.param_groups:
+            signature.append((id(group), len(group["params"]), self.flags(group)))
+        for grad in grads:
+            grad_dtype = None
+            if grad is not None:
+                grad_dtype = grad.dtype
+            signature.append(grad_dtype)
+        return signature
 
-    def _sort(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
-        """Sort the parameters into tensor groups with engines; return False if a device has no engines."""
+    def _rebuild(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
+        """Sort the parameters into tensor groups with engines. Return False if a device has no engines."""
         if not self.has_engines(params):
             return False
         all_tensor_groups = self._tensor_groups_of(optimizer, grads)
@@ -179,8 +214,9 @@ class FusedStep:
             # An engine makes the optimizer state that is missing.
             tensors.engine = self.engine_of(tensors, optimizer)
             if optimizer.shard_sums is not None:
-                tensors.engine.share(partial(optimizer.shard_sums.add_up_, tensors.params))
-            by_device.setdefault(tensors.params[0].device, []).append(tensors)
+                add_up_ = partial(optimizer.shard_sums.add_up_, tensors.params)
+                tensors.engine.add_shards_with(add_up_)
+            by_device.setdefault(tensors.device, []).append(tensors)
 
         self._tables = []
         for device, tensor_groups in by_device.items():
@@ -217,28 +253,39 @@ class FusedStep:
         return list(tensor_groups.values())
 
 
+def _combine_flags(flags: Sequence[Tensor]) -> Tensor:
+    """Return the maximum of the flags, on the device of the first one."""
+    distinct = list({id(flag): flag for flag in flags}.values())
+    if len(distinct) == 1:
+        return distinct[0]
+    device = distinct[0].device
+    return torch.stack([flag.to(device, non_blocking=True) for flag in distinct]).amax()
+
+
 def _state_tensors(optimizer: Any) -> list[Any]:
     return [value for entry in optimizer.state.values() for value in entry.values()]
 
 
 class FusedLars(FusedStep):
-    """The fused step of LARS; its only state is the momentum buffer, or none without momentum."""
+    """The fused step of LARS. Its only state is the momentum buffer, or nothing without momentum."""
 
     options = staticmethod(lars_options)
 
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
-        """Return whether there is momentum, and whether the denominator is joint."""
+        """Return two flags: there is momentum, and the denominator is joint."""
         return group["momentum"] != 0, group["denominator"] == "joint"
 
     def is_needed(self, group: dict[str, Any]) -> bool:
-        """Whether the group has a trust ratio."""
+        """Return True if the group has a trust ratio."""
         return group["trust_ratio"]
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Make the engine; see `FusedStep`."""
+        """Make the engine for the device of the tensors, as `FusedStep` says."""
         has_momentum, is_joint = tensors.flags
-        moments = optimizer.state_lists(tensors.params, "momentum_buffer") if has_momentum else []
-        if tensors.params[0].device.type == "cpu":
+        moments: list[list[Tensor]] = []
+        if has_momentum:
+            moments = optimizer.state_lists(tensors.params, "momentum_buffer")
+        if tensors.device.type == "cpu":
             return NativeLars(
                 tensors.params, moments, tensors.grad_dtype, is_joint=is_joint, parts=tensors.parts
             )
@@ -250,49 +297,48 @@ class FusedLars(FusedStep):
 
 
 class FusedLamb(FusedStep):
-    """The fused step of LAMB on the CPU; its state are both moments and the step counts."""
+    """The fused step of LAMB on the CPU. Its state are both moments and the step counts."""
 
     devices = ("cpu", "meta")
     options = staticmethod(lamb_options)
 
     def is_needed(self, group: dict[str, Any]) -> bool:
-        """Whether the norm of all gradients is bounded."""
+        """Return True if the norm of all gradients is bounded."""
         return group["max_grad_norm"] is not None
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Make the engine; see `FusedStep`."""
+        """Make the engine for the CPU, as `FusedStep` says."""
         for param in tensors.params:
             state = optimizer.state[param]
-            # The lists may have left the count on a GPU.
+            # The step on lists may have left the count on a GPU.
             step = state.get("step", torch.zeros(()))
             state["step"] = step.to("cpu", torch.float32)
         *moments, steps = optimizer.state_lists(tensors.params, "exp_avg", "exp_avg_sq", "step")
         return NativeLamb(tensors.params, moments, steps, tensors.grad_dtype, parts=tensors.parts)
 
     def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
-        """Scale all gradients by min(1, max_grad_norm / norm), if there is a bound; take them into the moments."""
-        for_moments = self._bounded(scaling)
+        """Scale all gradients by min(1, max_grad_norm / norm) if there is a bound, and update both moments."""
+        bounded_scaling = self._bound_gradients(scaling)
         for tensors in self._tensor_groups:
-            tensors.engine.moments(tensors.options, for_moments.to(torch.device("cpu")))
-        # |u| is known from here on, of whole tensors after one more sum over ranks.
+            tensors.engine.update_moments(tensors.options, bounded_scaling.to(torch.device("cpu")))
+        # From here on |u| is known. That of whole tensors takes another sum over ranks.
         if optimizer.parts and self._tensor_groups:
-            self.add_over_ranks(optimizer, None)
-        return for_moments
+            self.add_block_sums(optimizer, None)
+        return bounded_scaling
 
-    def _bounded(self, scaling: GradScaling) -> GradScaling:
-        bound = self._tensor_groups[0].groups[0]["max_grad_norm"] if self._tensor_groups else None
+    def _bound_gradients(self, scaling: GradScaling) -> GradScaling:
+        """Return the scaling with the factor of `max_grad_norm` in it."""
+        if not self._tensor_groups:
+            return scaling
+        bound = self._tensor_groups[0].groups[0]["max_grad_norm"]
         if bound is None:
             return scaling
-        norm = (
-            torch.stack([tensors.engine.grad_squares() for tensors in self._tensor_groups])
-            .sum()
-            .sqrt()
-        )
-        inverse_scale = (
-            torch.ones_like(norm)
-            if scaling.inverse_scale is None
-            else scaling.inverse_scale.to(norm)
-        )
-        # As a part of the inverse scale the bound costs no pass of its own.
+        squares = [tensors.engine.sum_grad_squares() for tensors in self._tensor_groups]
+        norm = torch.stack(squares).sum().sqrt()
+        inverse_scale = torch.ones_like(norm)
+        if scaling.inverse_scale is not None:
+            inverse_scale = scaling.inverse_scale.to(norm)
+
+        # As a factor of the inverse scale the bound needs no pass of its own.
         factor = (bound / (norm * inverse_scale)).clamp(max=1.0)
         return GradScaling(inverse_scale=inverse_scale * factor, found_inf=scaling.found_inf)

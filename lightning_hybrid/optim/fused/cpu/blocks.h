@@ -1,11 +1,11 @@
-// Parts of the passes: half precision, tiles in the dtype of the arithmetic, blocks that threads take in turn.
+// Building blocks of the passes: half precision, tiles in the dtype of the arithmetic, blocks that threads take in turn.
 //
-// A block is a contiguous part of one tensor; threads take the next block whenever they are done with one, so that the sizes of
-// tensors do not matter. A tile is 128 elements of it: few enough that the processor goes on to the next before it is done
-// with one, so that memory never waits for arithmetic; of 512 an update takes a tenth longer.
+// A block is a contiguous part of one tensor. A thread takes the next block whenever it has finished one, so the sizes
+// of tensors do not matter. A tile is 128 elements of a block. That is so few that the processor starts the next tile
+// before it has finished one, and memory never waits for arithmetic. With tiles of 512 an update takes a tenth longer.
 //
-// C++17 with the vector types of gcc and clang. Threads come from the caller's OpenMP runtime: `parallel` is its
-// GOMP_parallel. Half precision is rounded to nearest even, as torch does.
+// The code is C++17 with the vector types of gcc and clang. Threads come from the caller's OpenMP runtime: `parallel`
+// is its GOMP_parallel. Half precision is rounded to nearest even, as in torch.
 
 #pragma once
 
@@ -28,21 +28,22 @@ enum Dtype : int64_t { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 
 }  // namespace
 
-// Mirrored by `passes.Table` in Python, field by field. Addresses are of arrays; "tensors" and "blocks" are their lengths.
+// Mirrored by `passes.Table` in Python, field by field. All addresses are addresses of arrays. The comments name the
+// length of each array: the number of tensors or the number of blocks.
 struct Table {
   int64_t num_tensors, num_blocks, block, num_threads;
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // null: no threads
   int64_t state_dtype, grad_dtype, weight_dtype;
-  const uint64_t* grads;            // tensors; each entry the address of a tensor
-  const uint64_t* weights;
-  const uint64_t* firsts;           // momentum; null: none. LAMB: the first moment
-  const uint64_t* seconds;          // LAMB: the second moment
-  const int64_t* numels;            // tensors
-  const int64_t* tensor_of;         // blocks
-  const int64_t* begin_of;          // blocks
+  const uint64_t* grads;            // tensors: the address of each gradient
+  const uint64_t* weights;          // tensors: the address of each weight
+  const uint64_t* firsts;           // tensors: LARS the momentum, or null without momentum. LAMB: the first moment
+  const uint64_t* seconds;          // tensors: LAMB the second moment
+  const int64_t* numels;            // tensors: the number of elements
+  const int64_t* tensor_of;         // blocks: the index of the block's tensor
+  const int64_t* begin_of;          // blocks: the index of the block's first element in its tensor
   const int64_t* is_measured;       // tensors: 1 if `measure_grads` and `measure_layers` read the tensor, else 0
-  double* weight_squares;           // blocks
-  double* squares;                  // blocks: of gradients, directions, updates
+  double* weight_squares;           // blocks: the sum of squares of weights
+  double* squares;                  // blocks: the sum of squares of gradients, directions or updates
 };
 
 namespace {
@@ -51,7 +52,7 @@ namespace {
 
 inline float float_of_half(uint16_t half) {
   const uint32_t magnitude = half & 0x7fffu;
-  const uint32_t exponent = magnitude < 0x7c00u ? 112u << 23 : 224u << 23;  // inf and nan: the largest there is
+  const uint32_t exponent = magnitude < 0x7c00u ? 112u << 23 : 224u << 23;  // inf and nan get the largest exponent
   const float normal = as_float((magnitude << 13) + exponent);
   const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
   return as_float(as_bits(magnitude < 0x400u ? small : normal) | (half & 0x8000u) << 16);
@@ -60,7 +61,7 @@ inline float float_of_half(uint16_t half) {
 inline uint16_t half_of_float(float value) {
   const uint32_t bits = as_bits(value), magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
-  const uint32_t small = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);  // a unit of 0.5f is the least half
+  const uint32_t small = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);  // a unit of 0.5f is the smallest half
   uint32_t half = magnitude < 113u << 23 ? small : normal;
   half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520 and more
   half = magnitude > 0x7f800000u ? 0x7e00u : half;
@@ -75,7 +76,7 @@ inline uint16_t bfloat_of_float(float value) {
   return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-// 128 elements.
+// Converts 128 elements from half precision to float, and `narrow` converts them back.
 inline void widen(const uint16_t* __restrict from, float* __restrict to) {
 #if defined(__AVX512F__)
   for (int64_t i = 0; i < TILE; i += 16)
@@ -105,7 +106,11 @@ inline void narrow(const float* __restrict from, uint16_t* __restrict to) {
 template <typename State>
 constexpr Dtype dtype_of = sizeof(State) == 4 ? FLOAT32 : FLOAT64;
 
-inline int64_t bytes_of(int64_t dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
+inline int64_t bytes_of(int64_t dtype) {
+  if (dtype == FLOAT64) return 8;
+  if (dtype == FLOAT32) return 4;
+  return 2;
+}
 
 template <typename To, typename From>
 void convert(const From* __restrict from, To* __restrict to) {
@@ -138,15 +143,16 @@ void narrow_tile(const State* from, char* to, int64_t dtype) {
   for (int64_t i = 0; i < TILE; ++i) halves[i] = bfloat_of_float(values[i]);
 }
 
-// A tensor, tile by tile in the dtype of the arithmetic. Where that is its own and the tile is whole, in place; else in
-// `values`, with zeros for what a last tile lacks, so that the arithmetic is always over whole tiles.
+// A tensor, read tile by tile in the dtype of the arithmetic. A full tile of a tensor with this dtype is used in place.
+// Any other tile is copied to `values`. The last tile is filled up with zeros, so that the arithmetic always covers
+// full tiles.
 template <typename State>
 struct Tiles {
   Tiles(const uint64_t* tensors, int64_t tensor, int64_t dtype)
       : base(tensors ? reinterpret_cast<char*>(tensors[tensor]) : nullptr), dtype(dtype), bytes(bytes_of(dtype)) {}
 
-  State* load(int64_t at, int64_t num) {
-    char* from = base + at * bytes;
+  State* load(int64_t begin, int64_t num) {
+    char* from = base + begin * bytes;
     if (num == TILE) {
       if (dtype == dtype_of<State>) return reinterpret_cast<State*>(from);
       if (dtype == FLOAT16 && sizeof(State) == 4)  // without a copy in between
@@ -161,16 +167,16 @@ struct Tiles {
     return values;
   }
 
-  // Asks for the memory of the tile that follows `PREFETCHED` tiles later, past the end of a tensor too. Without it the
-  // same sums of two tensors took up to twice as long, depending on the order in which the compiler placed the loads.
-  void prefetch(int64_t at) const {
-    const char* from = base + (at + PREFETCHED * TILE) * bytes;
+  // Prefetches the tile that follows `PREFETCHED` tiles later, also past the end of a tensor. Without the prefetch the
+  // sums of two tensors took up to twice as long, depending on the order in which the compiler placed the loads.
+  void prefetch(int64_t begin) const {
+    const char* from = base + (begin + PREFETCHED * TILE) * bytes;
     for (int64_t line = 0; line < TILE * bytes; line += 64) __builtin_prefetch(from + line);
   }
 
-  // What `load` gave, changed, or another tile; rounded to nearest.
-  void store(int64_t at, int64_t num, const State* tile) const {
-    char* to = base + at * bytes;
+  // Writes a tile, rounded to nearest. The tile may be the changed one that `load` returned.
+  void store(int64_t begin, int64_t num, const State* tile) const {
+    char* to = base + begin * bytes;
     if (num == TILE) {
       if (reinterpret_cast<const char*>(tile) == to) return;
       if (dtype == FLOAT16 && sizeof(State) == 4)
@@ -189,7 +195,7 @@ struct Tiles {
   alignas(64) State values[TILE];
 };
 
-// 64 bytes of the dtype of the arithmetic, and as many float64.
+// `Lanes` is 64 bytes in the dtype of the arithmetic, `Wide` is the same number of float64.
 template <typename State>
 struct Vector;
 template <>
@@ -203,7 +209,8 @@ struct Vector<double> {
   typedef double Wide __attribute__((vector_size(64)));
 };
 
-// A sum of squares: of a tile 8 in a row (4, and twice 2) in the dtype of the arithmetic, all else in float64.
+// A sum of squares. Within a tile up to 8 squares in a row are added in the dtype of the arithmetic, namely two in each
+// of four sums, which are then added up. Everything else is added in float64.
 template <typename State>
 struct Squares {
   using Lanes = typename Vector<State>::Lanes;
@@ -232,7 +239,7 @@ struct Squares {
 
 // ---- blocks ----------------------------------------------------------------------------------------------------------
 
-constexpr int64_t GRAIN = 32768;  // elements below which threads cost more than they save; torch's own number
+constexpr int64_t GRAIN = 32768;  // with fewer elements threads cost more than they save, by torch's own number
 
 template <typename Work>
 struct Job {
@@ -248,14 +255,14 @@ struct Job {
   std::atomic<int64_t> next{0};
 };
 
-// `work(block)` for every block. Backwards: what the pass before read last is still in cache.
+// Calls `work(block)` for every block. Backwards, because the blocks that the pass before read last are still in cache.
 template <typename Work>
 void for_blocks(const Table* table, bool is_backwards, const Work& work) {
   Job<Work> job{table, work, is_backwards};
   int64_t numel = 0;
   for (int64_t k = 0; k < table->num_blocks && numel < GRAIN; ++k) {
-    const int64_t rest = table->numels[table->tensor_of[k]] - table->begin_of[k];
-    numel += rest < table->block ? rest : table->block;
+    const int64_t remaining = table->numels[table->tensor_of[k]] - table->begin_of[k];
+    numel += remaining < table->block ? remaining : table->block;
   }
   if (table->parallel && table->num_threads > 1 && numel >= GRAIN)
     table->parallel(Job<Work>::run, &job, static_cast<unsigned>(table->num_threads), 0);
@@ -263,12 +270,14 @@ void for_blocks(const Table* table, bool is_backwards, const Work& work) {
     Job<Work>::run(&job);
 }
 
-// `work(at, num)` for every tile of a block.
+// Calls `work(begin, num)` for every tile of a block: `num` elements from index `begin` of the tensor.
 template <typename Work>
 void for_tiles(const Table* table, int64_t block, const Work& work) {
-  const int64_t begin = table->begin_of[block], numel = table->numels[table->tensor_of[block]];
+  const int64_t begin = table->begin_of[block];
+  const int64_t numel = table->numels[table->tensor_of[block]];
   const int64_t end = begin + table->block < numel ? begin + table->block : numel;
-  for (int64_t at = begin; at < end; at += TILE) work(at, end - at < TILE ? end - at : TILE);
+  for (int64_t tile_begin = begin; tile_begin < end; tile_begin += TILE)
+    work(tile_begin, end - tile_begin < TILE ? end - tile_begin : TILE);
 }
 
 }  // namespace

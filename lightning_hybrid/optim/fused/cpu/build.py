@@ -11,8 +11,9 @@ import torch
 
 from lightning_hybrid.cpp.library import ADDRESS, COUNT, FLOAT_BITS, CppSource
 
+_FOLDER = Path(__file__).parent
 PASSES = CppSource(
-    files=(*(Path(__file__).with_name(name) for name in ("passes.cpp", "blocks.h")), FLOAT_BITS),
+    files=(_FOLDER / "passes.cpp", _FOLDER / "blocks.h", FLOAT_BITS),
     functions={
         "measure_grads": (ADDRESS, ADDRESS),
         "measure_layers": (ADDRESS, ADDRESS, ADDRESS),
@@ -31,7 +32,7 @@ PASSES = CppSource(
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the passes into this process, once; see `CppSource.library`.
+    """Load the passes into this process, once, as `CppSource.library` does.
 
     Raises:
         CannotBuildError: There is no compiler, or it fails.
@@ -40,8 +41,9 @@ def library() -> ctypes.CDLL:
 
 
 def openmp_parallel() -> int:
-    """Return the address of `GOMP_parallel` in torch's own OpenMP runtime; 0 where there is none."""
-    # One pool of threads for torch and the passes. The runtimes of gcc, LLVM and Intel have it; else one thread works.
+    """Return the address of `GOMP_parallel` in torch's own OpenMP runtime, or 0 if the runtime lacks it."""
+    # Torch and the passes share one pool of threads. The OpenMP runtimes of gcc, LLVM and Intel have this function.
+    # Without it one thread does all the work.
     libraries = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:

@@ -1,13 +1,15 @@
-// The passes of the fused LARS and LAMB on the CPU, each over all tensors of a kind, whatever their number and sizes.
+// The passes of the fused LARS and LAMB on the CPU. Each takes all tensors of a tensor group, whatever their number and
+// sizes.
 //
 //     measure_grads   sum of g * g, for LAMB                                             reads g
 //     measure_layers  sums of w * w and of g * g, or of (g + decay * w)^2, for LARS      reads g, w
-//     lars_update     the step of LARS                                                   reads g, w, v; writes w, v
-//     lamb_moments    both moments, sums of w * w and of u * u                           reads g, w, m, v; writes m, v
-//     lamb_update     the step of LAMB, with u made again: cheaper than to keep it       reads w, m, v; writes w
+//     lars_update     the step of LARS                                                   reads g, w, v, writes w, v
+//     lamb_moments    both moments, sums of w * w and of u * u                           reads g, w, m, v, writes m, v
+//     lamb_update     the step of LAMB, which computes u again: cheaper than storing it  reads w, m, v, writes w
 //
-// Sums of squares: a tile in float32 (float64 where the arithmetic is), the tiles of a block and the blocks of a tensor in
-// float64 and in their order. So they are the same bits for any number of threads. inf and nan survive them.
+// Sums of squares are float32 within a tile (float64 for float64 tensors). The tiles of a block and the blocks of a
+// tensor are added in float64 and in their order. So the sums have the same bits for any number of threads. inf and nan
+// survive them.
 
 #include "blocks.h"
 
@@ -20,7 +22,7 @@ void measure_grad_blocks(const Table* table) {
     if (!table->is_measured[tensor]) return;
     Tiles<State> grads(table->grads, tensor, table->grad_dtype);
     Squares<State> squares;
-    for_tiles(table, block, [&](int64_t at, int64_t num) { squares.add(grads.load(at, num)); });
+    for_tiles(table, block, [&](int64_t begin, int64_t num) { squares.add(grads.load(begin, num)); });
     table->squares[block] = squares.result();
   });
 }
@@ -35,22 +37,22 @@ void measure_layer_blocks(const Table* table, const double* decays) {
     Squares<State> squares, weight_squares;
     if (decays) {
       const State decay = State(decays[tensor]);
-      for_tiles(table, block, [&](int64_t at, int64_t num) {
-        weights.prefetch(at);
-        grads.prefetch(at);
-        const State* w = weights.load(at, num);
-        const State* g = grads.load(at, num);
+      for_tiles(table, block, [&](int64_t begin, int64_t num) {
+        weights.prefetch(begin);
+        grads.prefetch(begin);
+        const State* w = weights.load(begin, num);
+        const State* g = grads.load(begin, num);
         alignas(64) State sums[TILE];
         for (int64_t i = 0; i < TILE; ++i) sums[i] = g[i] + decay * w[i];
         weight_squares.add(w);
         squares.add(sums);
       });
     } else {
-      for_tiles(table, block, [&](int64_t at, int64_t num) {
-        weights.prefetch(at);
-        grads.prefetch(at);
-        weight_squares.add(weights.load(at, num));
-        squares.add(grads.load(at, num));
+      for_tiles(table, block, [&](int64_t begin, int64_t num) {
+        weights.prefetch(begin);
+        grads.prefetch(begin);
+        weight_squares.add(weights.load(begin, num));
+        squares.add(grads.load(begin, num));
       });
     }
     table->squares[block] = squares.result();
@@ -66,10 +68,10 @@ float overflow_of(const Table* table) {
   return std::isfinite(total) ? 0.0f : 1.0f;
 }
 
-// Rows of the options' table, see `option_table.py`.
+// Rows of the table of options, see `option_table.py`.
 enum LarsOption { OF_LR, OF_MOMENTUM, OF_DECAY, OF_TRUST, OF_EPS, OF_CLIP, OF_MULT, OF_FORM, OF_TRUST_RATIO, OF_SIGN,
                   OF_NESTEROV };
-enum LarsNumber { SCALE, DECAY, MOMENTUM, INSIDE, OUTSIDE, LOOK, NUM_LARS };
+enum LarsNumber { SCALE, DECAY, MOMENTUM, INSIDE, OUTSIDE, NESTEROV, NUM_LARS };
 
 template <typename State>
 void lars_tile(const State* __restrict g, State* __restrict w, State* __restrict v, const double* numbers) {
@@ -77,7 +79,7 @@ void lars_tile(const State* __restrict g, State* __restrict w, State* __restrict
   const State inside = State(numbers[INSIDE]), outside = State(numbers[OUTSIDE]);
   if (!v) {
     for (int64_t i = 0; i < TILE; ++i) w[i] -= outside * (inside * (scale * g[i] + decay * w[i]));
-  } else if (numbers[LOOK] == 0) {
+  } else if (numbers[NESTEROV] == 0) {
     for (int64_t i = 0; i < TILE; ++i) {
       v[i] = momentum * v[i] + inside * (scale * g[i] + decay * w[i]);
       w[i] -= outside * v[i];
@@ -98,12 +100,12 @@ void lars_blocks(const Table* table, const double* numbers) {
     Tiles<State> grads(table->grads, tensor, table->grad_dtype);
     Tiles<State> weights(table->weights, tensor, table->weight_dtype);
     Tiles<State> buffers(table->firsts, tensor, dtype_of<State>);
-    for_tiles(table, block, [&](int64_t at, int64_t num) {
-      State* w = weights.load(at, num);
-      State* v = buffers.base ? buffers.load(at, num) : nullptr;
-      lars_tile(grads.load(at, num), w, v, numbers + NUM_LARS * tensor);
-      if (v) buffers.store(at, num, v);
-      weights.store(at, num, w);
+    for_tiles(table, block, [&](int64_t begin, int64_t num) {
+      State* w = weights.load(begin, num);
+      State* v = buffers.base ? buffers.load(begin, num) : nullptr;
+      lars_tile(grads.load(begin, num), w, v, numbers + NUM_LARS * tensor);
+      if (v) buffers.store(begin, num, v);
+      weights.store(begin, num, w);
     });
   });
 }
@@ -140,15 +142,15 @@ void lamb_moments_blocks(const Table* table, const double* numbers) {
     Tiles<State> grads(table->grads, tensor, table->grad_dtype), weights(table->weights, tensor, table->weight_dtype);
     Tiles<State> firsts(table->firsts, tensor, dtype_of<State>), seconds(table->seconds, tensor, dtype_of<State>);
     Squares<State> squares, weight_squares;
-    for_tiles(table, block, [&](int64_t at, int64_t num) {
+    for_tiles(table, block, [&](int64_t begin, int64_t num) {
       alignas(64) State u[TILE];
-      State *m = firsts.load(at, num), *v = seconds.load(at, num);
-      const State* w = weights.load(at, num);
-      lamb_moments_tile(grads.load(at, num), m, v, line);
-      firsts.store(at, num, m);
-      seconds.store(at, num, v);
+      State *m = firsts.load(begin, num), *v = seconds.load(begin, num);
+      const State* w = weights.load(begin, num);
+      lamb_moments_tile(grads.load(begin, num), m, v, line);
+      firsts.store(begin, num, m);
+      seconds.store(begin, num, v);
       lamb_directions<State>(w, m, v, u, line);
-      for (int64_t i = num; i < TILE; ++i) u[i] = 0;  // else 0 / 0 where EPS is 0
+      for (int64_t i = num; i < TILE; ++i) u[i] = 0;  // with EPS = 0 the padding would be 0 / 0
       squares.add(u);
       weight_squares.add(w);
     });
@@ -164,12 +166,12 @@ void lamb_blocks(const Table* table, const double* numbers, const double* rates)
     const State rate = State(rates[tensor]);
     Tiles<State> weights(table->weights, tensor, table->weight_dtype);
     Tiles<State> firsts(table->firsts, tensor, dtype_of<State>), seconds(table->seconds, tensor, dtype_of<State>);
-    for_tiles(table, block, [&](int64_t at, int64_t num) {
+    for_tiles(table, block, [&](int64_t begin, int64_t num) {
       alignas(64) State u[TILE];
-      State* __restrict w = weights.load(at, num);
-      lamb_directions<State>(w, firsts.load(at, num), seconds.load(at, num), u, numbers + NUM_LAMB * tensor);
+      State* __restrict w = weights.load(begin, num);
+      lamb_directions<State>(w, firsts.load(begin, num), seconds.load(begin, num), u, numbers + NUM_LAMB * tensor);
       for (int64_t i = 0; i < TILE; ++i) w[i] -= rate * u[i];
-      weights.store(at, num, w);
+      weights.store(begin, num, w);
     });
   });
 }
@@ -178,20 +180,21 @@ void lamb_blocks(const Table* table, const double* numbers, const double* rates)
 
 extern "C" {
 
-// `found_inf`, here and in `measure_layers`: becomes 1 if a measured gradient is inf or nan, else 0.
+// Here and in `measure_layers`, `found_inf` becomes 1 if a measured gradient is inf or nan, else 0.
 void measure_grads(const Table* table, float* found_inf) {
   table->state_dtype == FLOAT64 ? measure_grad_blocks<double>(table) : measure_grad_blocks<float>(table);
   *found_inf = overflow_of(table);
 }
 
-// `decays`: for each tensor the factor on w before it is added to g; null: g alone is measured.
+// `decays` holds for each tensor the factor on w before it is added to g. If it is null, g alone is measured.
 void measure_layers(const Table* table, const double* decays, float* found_inf) {
   table->state_dtype == FLOAT64 ? measure_layer_blocks<double>(table, decays)
                                 : measure_layer_blocks<float>(table, decays);
   *found_inf = overflow_of(table);
 }
 
-// sums (2, tensors): of the squares of weights; of gradients, directions or updates.
+// Writes sums (2, tensors): of the squares of weights in the first row, and of the squares of gradients, directions or
+// updates in the second.
 void add_up(const Table* table, double* sums) {
   const int64_t num = table->num_tensors;
   std::memset(sums, 0, 2 * num * sizeof(double));
@@ -201,7 +204,8 @@ void add_up(const Table* table, double* sums) {
   }
 }
 
-// numbers (tensors, 6) of `lars_update`, from the options' table, a rate for each tensor, and the sums. `inverse_scale`: null for 1.
+// Writes numbers (tensors, 6) for `lars_update`, from the table of options, a learning rate for each tensor, and the
+// sums. A null `inverse_scale` stands for 1.
 void lars_numbers(const Table* table, int64_t is_joint, const double* options, const double* rates,
                   const double* inverse_scale, const double* sums, double* numbers) {
   const int64_t num = table->num_tensors;
@@ -214,7 +218,7 @@ void lars_numbers(const Table* table, int64_t is_joint, const double* options, c
     if (option(OF_TRUST_RATIO) > 0) {
       const double denominator = norm + (is_joint ? 0 : decay * weight_norm) + option(OF_EPS);
       if (weight_norm > 0 && norm > 0) ratio = option(OF_TRUST) * weight_norm / denominator;
-      if (std::isfinite(clip)) ratio = ratio / rate > clip ? clip : ratio / rate;  // at a rate of 0: the clip
+      if (std::isfinite(clip)) ratio = ratio / rate > clip ? clip : ratio / rate;  // the clip at a rate of 0
     } else {
       rate *= option(OF_MULT);
     }
@@ -222,26 +226,37 @@ void lars_numbers(const Table* table, int64_t is_joint, const double* options, c
     numbers[SCALE] = option(OF_SIGN) * scale;
     numbers[DECAY] = decay;
     numbers[MOMENTUM] = option(OF_MOMENTUM);
-    numbers[INSIDE] = form == 0 ? rate * ratio : form == 1 ? ratio : 1;
-    numbers[OUTSIDE] = form == 0 ? 1 : form == 1 ? rate : rate * ratio;
-    numbers[LOOK] = option(OF_NESTEROV);
+    numbers[NESTEROV] = option(OF_NESTEROV);
+    if (form == 0) {  // "lr_inside"
+      numbers[INSIDE] = rate * ratio;
+      numbers[OUTSIDE] = 1;
+    } else if (form == 1) {  // "lr_outside"
+      numbers[INSIDE] = ratio;
+      numbers[OUTSIDE] = rate;
+    } else {  // "ratio_outside"
+      numbers[INSIDE] = 1;
+      numbers[OUTSIDE] = rate * ratio;
+    }
   }
 }
 
-// `found_inf`, here and below: null, or above 0 if the step must be skipped. Then nothing is read or written.
+// Here and below, `found_inf` is null, or above 0 if the step must be skipped. Then no tensor is read or written.
 void lars_update(const Table* table, const double* numbers, const float* found_inf) {
   if (found_inf && *found_inf > 0) return;
   table->state_dtype == FLOAT64 ? lars_blocks<double>(table, numbers) : lars_blocks<float>(table, numbers);
 }
 
-// Counts the step of every tensor, `steps` being addresses of float32; then numbers (tensors, 7) of the passes below.
+// Counts the step of every tensor, where `steps` holds addresses of float32. Then writes numbers (tensors, 7) for the
+// passes below.
 void lamb_numbers(const Table* table, const uint64_t* steps, const double* options, const double* inverse_scale,
                   double* numbers, const float* found_inf) {
   if (found_inf && *found_inf > 0) return;
   const int64_t num = table->num_tensors;
   for (int64_t tensor = 0; tensor < num; ++tensor, numbers += NUM_LAMB) {
     const auto option = [=](LambOption row) { return options[row * num + tensor]; };
-    const double step = *reinterpret_cast<float*>(steps[tensor]) += 1;
+    float* count = reinterpret_cast<float*>(steps[tensor]);
+    *count += 1;
+    const double step = *count;
     const double beta1 = option(BY_BETA1), beta2 = option(BY_BETA2);
     const bool is_corrected = option(BY_CORRECTION) > 0;
     numbers[GRAD_SCALE] = option(BY_SIGN) * (inverse_scale ? *inverse_scale : 1.0);
@@ -254,7 +269,7 @@ void lamb_numbers(const Table* table, const uint64_t* steps, const double* optio
   }
 }
 
-// rates (tensors) of `lamb_update`: lr * ratio.
+// Writes rates (tensors) for `lamb_update`: lr * ratio.
 void lamb_rates(const Table* table, const double* options, const double* lrs, const double* sums, double* rates) {
   const int64_t num = table->num_tensors;
   for (int64_t tensor = 0; tensor < num; ++tensor) {
@@ -279,13 +294,13 @@ void lamb_update(const Table* table, const double* numbers, const double* rates,
                                 : lamb_blocks<float>(table, numbers, rates);
 }
 
-// For tests of the rounding: `num` elements, a multiple of 128.
+// For tests of the rounding. `num` is the number of elements, a multiple of 128.
 void half_to_float(const uint16_t* from, float* to, int64_t num) {
-  for (int64_t at = 0; at < num; at += TILE) widen(from + at, to + at);
+  for (int64_t i = 0; i < num; i += TILE) widen(from + i, to + i);
 }
 
 void float_to_half(const float* from, uint16_t* to, int64_t num) {
-  for (int64_t at = 0; at < num; at += TILE) narrow(from + at, to + at);
+  for (int64_t i = 0; i < num; i += TILE) narrow(from + i, to + i);
 }
 
 }  // extern "C"

@@ -19,12 +19,12 @@ from lightning_hybrid.placement import Part
 
 # `Dtype` of blocks.h.
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-# Elements of a block: large enough that taking one costs nothing, small enough that threads end together.
+# Number of elements of a block: so large that to take the next one costs nothing, so small that threads end together.
 _BLOCK = 1 << 14
 
 
 class Table(ctypes.Structure):
-    """Mirror of `Table` of blocks.h, field by field."""
+    """Python mirror of the struct `Table` of blocks.h, field by field."""
 
     _fields_ = (
         ("num_tensors", ctypes.c_int64),
@@ -49,19 +49,19 @@ class Table(ctypes.Structure):
 
 
 class NativeEngine(Engine):
-    """Base of both rules: a table of addresses of one tensor group, and the calls of the C++ passes.
+    """Base of the CPU engines: a table of addresses of one tensor group, and the calls of the C++ passes.
 
-    The table is made once. A step only writes the addresses of its gradients and calls the passes, without Python's
-    lock.
+    The table is made once. A step only writes the addresses of its gradients and calls the passes, which run without
+    Python's lock.
 
     Args:
         params: The parameters, of one dtype.
         moments: Lists of optimizer state, parallel to `params`: none, the momentum, or both moments of LAMB.
         grad_dtype: The dtype of all gradients.
-        parts: Empty, or the part of each parameter. With a part the sums that count are those in `block_sums`.
+        parts: Empty, or the part of each parameter. If there is a part, the sums of whole tensors are in `block_sums`.
     """
 
-    num_numbers: ClassVar[int]  # of each tensor, as in passes.cpp
+    num_numbers: ClassVar[int]  # coefficients of each tensor, as in passes.cpp
 
     def __init__(
         self,
@@ -72,41 +72,45 @@ class NativeEngine(Engine):
         parts: Sequence[Part | None] = (),
     ) -> None:
         num_tensors = len(params)
-        weight_dtype = params[0].dtype
         self._library = build.library()
         self._views = ContiguousViews(params, *moments)
         self._numbers = torch.zeros(num_tensors, self.num_numbers, dtype=torch.float64)
-        # Sums of squares: of weights; of gradients, directions or updates.
+        # Sums of squares: of weights in the first row, of gradients, directions or updates in the second.
         self.sums = torch.zeros(2, num_tensors, dtype=torch.float64)
+
         # The table holds only the addresses of these arrays.
         self._arrays = _arrays_of(self._views)
+        num_blocks = len(self._arrays["tensor_of"])
+        sums_by_block = torch.zeros(2, num_blocks, dtype=torch.float64)
+        self._arrays["weight_squares"] = sums_by_block[0]
+        self._arrays["squares"] = sums_by_block[1]
+
+        weight_dtype = params[0].dtype
         self._table = Table(
             num_tensors=num_tensors,
-            num_blocks=len(self._arrays["tensor_of"]),
+            num_blocks=num_blocks,
             block=_BLOCK,
             parallel=build.openmp_parallel() or None,
             state_dtype=_DTYPES[torch.promote_types(weight_dtype, torch.float32)],
             grad_dtype=_DTYPES[grad_dtype],
             weight_dtype=_DTYPES[weight_dtype],
         )
-        self._sums_by_block = torch.zeros(2, len(self._arrays["tensor_of"]), dtype=torch.float64)
-        self._arrays["weight_squares"] = self._sums_by_block[0]
-        self._arrays["squares"] = self._sums_by_block[1]
         for name, array in self._arrays.items():
             setattr(self._table, name, array.data_ptr())
 
         self._measured: list[bool] = []
-        # The table whose blocks are added up: with parts that of the whole tensors.
+        # The table whose blocks are added up. If there are parts, it is the table of the whole tensors.
         self._summed_table = self._table
         if any(parts):
-            self.block_sums = BlockSums(params, parts, _BLOCK, self._sums_by_block)
-            self._summed_table = self._table_of_wholes(self.block_sums)
+            self.block_sums = BlockSums(params, parts, _BLOCK, sums_by_block)
+            self._summed_table = self._table_of_whole_tensors(self.block_sums)
 
-    def _table_of_wholes(self, block_sums: BlockSums) -> Table:
+    def _table_of_whole_tensors(self, block_sums: BlockSums) -> Table:
+        """Make a table with the blocks of the whole tensors, for `add_up` alone."""
         num_blocks = torch.tensor(block_sums.num_blocks)
         tensor_of = torch.arange(len(num_blocks)).repeat_interleave(num_blocks)
-        self._arrays["tensor_of_wholes"] = tensor_of
-        weight_squares, squares = block_sums.whole
+        self._arrays["tensor_of_whole_tensors"] = tensor_of  # the table holds only its address
+        weight_squares, squares = block_sums.whole_sums
         return Table(
             num_tensors=len(num_blocks),
             num_blocks=len(tensor_of),
@@ -116,7 +120,7 @@ class NativeEngine(Engine):
         )
 
     def _load(self, grads: Sequence[Tensor], needed: Sequence[bool]) -> None:
-        """Write the addresses of the gradients into the table, and which tensors are measured."""
+        """Write the addresses of the gradients into the table, and the flags of the tensors to measure."""
         addresses = self._views.load(grads)
         self._arrays["grads"].copy_(torch.tensor(addresses))
         if self._measured != list(needed):
@@ -124,20 +128,20 @@ class NativeEngine(Engine):
             self._measured = list(needed)
         self._table.num_threads = torch.get_num_threads()
 
-    def _add_up(self) -> None:
+    def _add_up_blocks(self) -> None:
+        """Add the blocks of each tensor into `sums`, and the shards of each tensor over ranks."""
         self._library.add_up(ctypes.byref(self._summed_table), self.sums.data_ptr())
         if self._add_over_ranks_ is not None:
             self._add_over_ranks_(self.sums)
 
 
 class NativeLars(NativeEngine):
-    """The step of LARS.
+    """Engine of the LARS step on the CPU.
 
-    norms()     sum(w * w), and sum(g * g) or sum(d * d)      one read of g, w
-    update()    the step                                      one read of g, w, v; one write of w, v
+        compute_norms()    sum(w * w), and sum(g * g) or sum(d * d)      one read of g, w
+        write_update()     the step                                      one read of g, w, v, one write of w, v
 
-    User code may write parameters between two steps. So each step measures its weights, and none carries their norms
-    to the next.
+    User code may write parameters between two steps. So each step measures the norms of its weights again.
     """
 
     num_numbers = 6
@@ -154,17 +158,17 @@ class NativeLars(NativeEngine):
         super().__init__(params, moments, grad_dtype, parts=parts)
         self._is_joint = is_joint
 
-    def norms(
+    def compute_norms(
         self,
         grads: Sequence[Tensor],
         options: OptionTable,
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Compute the norms, and whether a gradient is inf or nan; see `Engine`."""
+        """Compute the norms, and return 1.0 if a gradient is inf or nan, as `Engine` says."""
         decays = None
         if self._is_joint:
-            # Gradients are still scaled here: |g / s + decay w| = |g + s decay w| / s, so that decay is scaled instead.
+            # Gradients are still scaled here. |g / s + decay w| = |g + s decay w| / s, so the decay is scaled instead.
             decays = options["weight_decay"] * options["sign"]
             if scaling.inverse_scale is not None:
                 decays = decays / scaling.inverse_scale
@@ -175,14 +179,14 @@ class NativeLars(NativeEngine):
         )
         return found_inf
 
-    def update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Write the step; see `Engine`."""
+    def write_update(self, options: OptionTable, scaling: GradScaling) -> None:
+        """Write the step from the norms, as `Engine` says."""
         table = ctypes.byref(self._table)
         numbers = self._numbers.data_ptr()
-        inverse_scale, found_inf = _numbers_of(scaling)
+        inverse_scale, found_inf = _as_read_by_passes(scaling)
 
         # Blocks to tensors, then tensors to coefficients, and only then the pass that writes.
-        self._add_up()
+        self._add_up_blocks()
         self._library.lars_numbers(
             table,
             self._is_joint,
@@ -197,11 +201,11 @@ class NativeLars(NativeEngine):
 
 
 class NativeLamb(NativeEngine):
-    """The step of LAMB; `steps` are the step counts.
+    """Engine of the LAMB step on the CPU. `steps` are the step counts.
 
-    norms()     sum(g * g), where it is needed      one read of g
-    moments()   moments, sum(w * w), sum(u * u)     one read of g, w, m, v; one write of m, v
-    update()    the step                            one read of w, m, v; one write of w
+    compute_norms()     sum(g * g), if it is needed         one read of g
+    update_moments()    moments, sum(w * w), sum(u * u)     one read of g, w, m, v, one write of m, v
+    write_update()      the step                            one read of w, m, v, one write of w
     """
 
     num_numbers = 7
@@ -222,32 +226,34 @@ class NativeLamb(NativeEngine):
         self._rates = torch.zeros(len(params), dtype=torch.float64)
 
     def has_moved(self) -> bool:
-        """Return whether a tensor is no longer where it was when this was built."""
-        return super().has_moved() or self._step_addresses != data_ptrs(self._steps)
+        """Return True if a tensor or a step count is no longer at the address that it had when this was built."""
+        if super().has_moved():
+            return True
+        return self._step_addresses != data_ptrs(self._steps)
 
-    def norms(
+    def compute_norms(
         self,
         grads: Sequence[Tensor],
         options: OptionTable,
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Compute the squares of gradients, and whether one is inf or nan; see `Engine`."""
+        """Compute the squares of gradients, and return 1.0 if a gradient is inf or nan, as `Engine` says."""
         found_inf = torch.zeros(())
         self._load(grads, needed)
         self._library.measure_grads(ctypes.byref(self._table), found_inf.data_ptr())
         return found_inf
 
-    def grad_squares(self) -> Tensor:
-        """Sum the squares of all gradients, scaled as they are: float64, 0-dim."""
-        self._add_up()
+    def sum_grad_squares(self) -> Tensor:
+        """Sum the squares of all gradients, which are still scaled: float64, 0-dim."""
+        self._add_up_blocks()
         return self.sums[1].sum()
 
-    def moments(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Count the step, take the gradients into both moments, and sum the squares of weights and updates."""
+    def update_moments(self, options: OptionTable, scaling: GradScaling) -> None:
+        """Count the step, update both moments, and sum the squares of weights and updates."""
         table = ctypes.byref(self._table)
         numbers = self._numbers.data_ptr()
-        inverse_scale, found_inf = _numbers_of(scaling)
+        inverse_scale, found_inf = _as_read_by_passes(scaling)
         self._library.lamb_numbers(
             table,
             self._step_address_array.data_ptr(),
@@ -258,12 +264,12 @@ class NativeLamb(NativeEngine):
         )
         self._library.lamb_moments(table, numbers, _address(found_inf))
 
-    def update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Write the step; see `Engine`."""
+    def write_update(self, options: OptionTable, scaling: GradScaling) -> None:
+        """Write the step from the norms, as `Engine` says."""
         table = ctypes.byref(self._table)
         rates = self._rates.data_ptr()
-        _, found_inf = _numbers_of(scaling)
-        self._add_up()
+        _, found_inf = _as_read_by_passes(scaling)
+        self._add_up_blocks()
         self._library.lamb_rates(
             table, options.table.data_ptr(), options["lr"].data_ptr(), self.sums.data_ptr(), rates
         )
@@ -273,7 +279,7 @@ class NativeLamb(NativeEngine):
 
 
 def _arrays_of(views: ContiguousViews) -> dict[str, Tensor]:
-    """Make the arrays of a `Table`, except the sums: addresses, sizes, and the tensor and begin of each block."""
+    """Make the arrays of a `Table` except the sums: addresses, sizes, and the tensor and begin of each block."""
     params = views.dense[0]
     numels = torch.tensor([param.numel() for param in params])
     num_blocks = (numels + _BLOCK - 1) // _BLOCK
@@ -293,8 +299,8 @@ def _arrays_of(views: ContiguousViews) -> dict[str, Tensor]:
     return arrays
 
 
-def _numbers_of(scaling: GradScaling) -> tuple[Tensor | None, Tensor | None]:
-    # The passes read a double and a float, whatever the scaler holds.
+def _as_read_by_passes(scaling: GradScaling) -> tuple[Tensor | None, Tensor | None]:
+    """Return the inverse scale as float64 and `found_inf` as float32, whichever dtypes the scaler uses."""
     inverse_scale = scaling.inverse_scale
     if inverse_scale is not None:
         inverse_scale = inverse_scale.double()
@@ -305,4 +311,6 @@ def _numbers_of(scaling: GradScaling) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    return tensor.data_ptr() if tensor is not None else None
+    if tensor is None:
+        return None
+    return tensor.data_ptr()

@@ -24,29 +24,31 @@ from lightning_hybrid.optim.gradients import GradScaling
 from lightning_hybrid.placement import Part
 
 _DTYPES = {
-    getattr(torch, name): getattr(tl, name)
-    for name in ("float16", "bfloat16", "float32", "float64")
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
 }
-# Triton means to change the default of `enable_fp_fusion`, and warns until a caller has chosen.
+# Triton will change the default of `enable_fp_fusion`, and warns if a caller does not set it.
 _LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}
 
 
 class KernelLars(Engine):
-    """The step of LARS for one tensor group on one device: tables of addresses, and the launches.
+    """Engine of the LARS step on CUDA: tables of addresses of one tensor group, and the launches.
 
-        norms()     `norms`
-        update()    `finalize`, `lars_update`
+        compute_norms()    launches `norms`
+        write_update()     launches `finalize` and `lars_update`
 
-    There are three kernels, whatever the number of tensors. A gradient at another address costs one more copy of the
+    There are three launches, whatever the number of tensors. A gradient at a new address costs one more copy of the
     table of addresses. The host waits for nothing, and compares only addresses.
 
     Args:
         params: The parameters, of one dtype.
         moments: The momentum as one list parallel to `params`, or no list without momentum.
         grad_dtype: The dtype of all gradients.
-        is_joint: Whether the denominator is |g + weight_decay * w|.
-        chunk: Elements per program, a power of two.
-        parts: Empty, or the part of each parameter. With a part the sums that count are those in `block_sums`.
+        is_joint: True if the denominator is |g + weight_decay * w|.
+        chunk: Number of elements per program, a power of two.
+        parts: Empty, or the part of each parameter. If there is a part, the sums of whole tensors are in `block_sums`.
     """
 
     def __init__(
@@ -66,25 +68,27 @@ class KernelLars(Engine):
         self._is_joint = is_joint
         self._has_momentum = bool(moments)
         self._views = ContiguousViews(params, *moments)
+
+        # One program per chunk, whichever tensor the chunk belongs to.
         self._num_chunks = [-(-param.numel() // chunk) for param in params]
-        self._counts = (num_tensors, sum(self._num_chunks))
-        # One program per chunk, whatever tensor it is of.
-        self._grid = (sum(self._num_chunks),)
+        num_programs = sum(self._num_chunks)
+        self._counts = (num_tensors, num_programs)
+        self._grid = (num_programs,)
         self._chunks = _chunk_tables(params, self._num_chunks)
         self._weight_pointers, self._buffer_pointers = _pointer_tables(self._views)
         self._grad_pointers = table_of([0] * num_tensors, torch.int64, device)
         self._grad_addresses: list[int] = []
 
-        # What is added up: the sums of the chunks here, or with parts those of all that ranks hold together.
-        self._sums = torch.zeros(2, sum(self._num_chunks), dtype=state_dtype, device=device)
-        self._added = self._sums
+        # `finalize` adds up the sums of the local chunks. If there are parts, it adds up the chunks of whole tensors.
+        self._sums = torch.zeros(2, num_programs, dtype=state_dtype, device=device)
+        self._summed = self._sums
         first_chunks = list(itertools.accumulate(self._num_chunks, initial=0))
         if any(parts):
             self.block_sums = BlockSums(params, parts, chunk, self._sums)
-            self._added = self.block_sums.whole
-            first_chunks = self.block_sums.first_of
+            self._summed = self.block_sums.whole_sums
+            first_chunks = self.block_sums.first_blocks
         self._first_chunk = table_of(first_chunks, torch.int32, device)
-        self._added_counts = (num_tensors, first_chunks[-1])
+        self._summed_counts = (num_tensors, first_chunks[-1])
 
         self._numbers = torch.zeros(
             num_tensors, lars_kernels.NUM_LARS, dtype=torch.float64, device=device
@@ -92,52 +96,54 @@ class KernelLars(Engine):
         self._one = torch.ones((), device=device)
         self._zero = torch.zeros((), device=device)
         self._inverse_scale = self._one  # of the step in progress
-        self._ignored = torch.zeros(
-            (), device=device
-        )  # takes the flag of a step that is not checked
-        dtypes = {
+        self._unread_flag = torch.zeros((), device=device)  # written by steps without a check
+        self._common: dict[str, Any] = {
             "WEIGHT": _DTYPES[params[0].dtype],
             "GRAD": _DTYPES[grad_dtype],
             "STATE": _DTYPES[state_dtype],
+            "CHUNK": chunk,
+            **_LAUNCH,
         }
-        self._common: dict[str, Any] = {**dtypes, "CHUNK": chunk, **_LAUNCH}
 
-    def share(self, add_up_: Callable[[Tensor], None]) -> None:
-        """Have the sums of shards added over ranks; see `Engine`."""
-        super().share(add_up_)
+    def add_shards_with(self, add_up_: Callable[[Tensor], None]) -> None:
+        """Let `add_up_` add the sums of shards over ranks, as `Engine` says."""
+        super().add_shards_with(add_up_)
         num_tensors = len(self._num_chunks)
         self._lengths = table_of(self._num_chunks, torch.int64, self._device)
-        # What is added up is then one sum for each tensor.
-        self._added = self._sums.new_zeros(2, num_tensors)
+        # `finalize` then reads one sum per tensor.
+        self._summed = self._sums.new_zeros(2, num_tensors)
         self._first_chunk = table_of(range(num_tensors + 1), torch.int32, self._device)
-        self._added_counts = (num_tensors, num_tensors)
+        self._summed_counts = (num_tensors, num_tensors)
 
-    def _add_up(self) -> None:
-        if self._add_over_ranks_ is not None:
-            # Not `index_add_`, whose order on a GPU is that of the moment: ranks with equal shards need equal bits.
-            by_chunk = self._sums.double().T.contiguous()
-            sums = torch.segment_reduce(
-                by_chunk, "sum", lengths=self._lengths, unsafe=True
-            ).T.contiguous()
-            self._add_over_ranks_(sums)
-            self._added.copy_(sums)
+    def _add_shards(self) -> None:
+        """Add the sums of each tensor's shards over ranks, if tensors are sharded."""
+        if self._add_over_ranks_ is None:
+            return
+        # `index_add_` on a GPU adds in an arbitrary order, but ranks with equal shards need equal bits.
+        by_chunk = self._sums.double().T.contiguous()
+        by_tensor = torch.segment_reduce(by_chunk, "sum", lengths=self._lengths, unsafe=True)
+        sums = by_tensor.T.contiguous()
+        self._add_over_ranks_(sums)
+        self._summed.copy_(sums)
 
-    def norms(
+    def compute_norms(
         self,
         grads: Sequence[Tensor],
         options: OptionTable,
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Compute the norms, and whether a gradient is inf or nan, `needed` or not; see `Engine`."""
-        found_inf = scaling.found_inf_out if scaling.found_inf_out is not None else self._ignored
+        """Compute all norms, `needed` or not, and set `found_inf_out` if a gradient is inf or nan, as `Engine` says."""
+        found_inf = scaling.found_inf_out
+        if found_inf is None:
+            found_inf = self._unread_flag
         # Without a factor the kernel multiplies by a stored 1: one compiled kernel for both cases.
-        self._inverse_scale = (
-            scaling.inverse_scale if scaling.inverse_scale is not None else self._one
-        )
-        with torch.cuda.device_of(
-            self._sums
-        ):  # Triton launches on the current device, whichever the tensors are on
+        self._inverse_scale = self._one
+        if scaling.inverse_scale is not None:
+            self._inverse_scale = scaling.inverse_scale
+
+        # Triton launches on the current device, whichever device the tensors are on.
+        with torch.cuda.device_of(self._sums):
             self._load(grads)
             if self._grid[0]:  # CUDA refuses an empty grid
                 lars_kernels.norms[self._grid](
@@ -154,20 +160,24 @@ class KernelLars(Engine):
                 )
         return found_inf
 
-    def update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Write the step; see `Engine`."""
-        found_inf = scaling.found_inf if scaling.found_inf is not None else self._zero
+    def write_update(self, options: OptionTable, scaling: GradScaling) -> None:
+        """Write the step from the norms, as `Engine` says."""
+        found_inf = scaling.found_inf
+        if found_inf is None:
+            found_inf = self._zero
+        num_tensors, _ = self._counts
+
         with torch.cuda.device_of(self._sums):
-            self._add_up()
+            self._add_shards()
             if self._grid[0]:
-                lars_kernels.finalize[(self._counts[0],)](
-                    self._added,
+                lars_kernels.finalize[(num_tensors,)](
+                    self._summed,
                     self._first_chunk,
                     options.table,
                     options["lr"],
                     self._inverse_scale,
                     self._numbers,
-                    *self._added_counts,
+                    *self._summed_counts,
                     IS_JOINT=self._is_joint,
                 )
                 lars_kernels.lars_update[self._grid](
@@ -183,6 +193,7 @@ class KernelLars(Engine):
             self._views.unload()
 
     def _load(self, grads: Sequence[Tensor]) -> None:
+        """Write the addresses of the gradients into the table on the device, if they have changed."""
         addresses = self._views.load(grads)
         if addresses == self._grad_addresses:
             return
@@ -190,7 +201,7 @@ class KernelLars(Engine):
             raise RuntimeError(
                 "The fused step inside a CUDA-graph capture needs gradients where they were in the step before: the "
                 "table of their addresses cannot be captured. Keep them, with zero_grad(set_to_none=False), and do one "
-                "step on them before the capture; or set fused=False."
+                "step on them before the capture, or set fused=False."
             )
         to_device_(self._grad_pointers, torch.tensor(addresses))
         self._grad_addresses = addresses
@@ -199,19 +210,19 @@ class KernelLars(Engine):
 def _chunk_tables(
     params: Sequence[Tensor], num_chunks: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make the tables `numels`, by tensor, and `tensor_of` and `index_of`, by chunk."""
+    """Make the tables `numels` with one entry per tensor, and `tensor_of` and `index_of` with one entry per chunk."""
     device = params[0].device
     tensor_of: list[int] = []
     index_of: list[int] = []
     for tensor_index, num_chunks_of_tensor in enumerate(num_chunks):
-        tensor_of += [tensor_index] * num_chunks_of_tensor
-        index_of += range(num_chunks_of_tensor)
+        tensor_of.extend([tensor_index] * num_chunks_of_tensor)
+        index_of.extend(range(num_chunks_of_tensor))
     numels = table_of([param.numel() for param in params], torch.int64, device)
     return numels, table_of(tensor_of, torch.int32, device), table_of(index_of, torch.int32, device)
 
 
 def _pointer_tables(views: ContiguousViews) -> tuple[Tensor, Tensor]:
-    """Make the tables of the addresses of weights and of momentum buffers; the latter are 0 if there are no buffers."""
+    """Make the tables of the addresses of weights and of momentum buffers. Without buffers their addresses are 0."""
     weights = views.dense[0]
     addresses = [data_ptrs(tensors) for tensors in views.dense]
     if len(addresses) == 1:
@@ -221,7 +232,7 @@ def _pointer_tables(views: ContiguousViews) -> tuple[Tensor, Tensor]:
 
 
 def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy numbers to the device without a wait."""
+    """Copy numbers to the device without making the host wait."""
     on_host = torch.tensor(values, dtype=dtype)
     table = torch.empty(on_host.shape, dtype=dtype, device=device)
     to_device_(table, on_host)
@@ -229,13 +240,11 @@ def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
 
 
 def try_out(device: torch.device | str = "cuda") -> None:
-    """Compile and launch one small kernel; where that fails, let Triton's error pass."""
+    """Compile and launch one small kernel. An error of Triton is not caught."""
     options = torch.zeros(len(lars_options()), 1, dtype=torch.float64, device=device)
     numbers = torch.zeros(1, lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
-    first_chunk, sums = (
-        torch.zeros(2, dtype=torch.int32, device=device),
-        torch.zeros(2, device=device),
-    )
+    first_chunk = torch.zeros(2, dtype=torch.int32, device=device)
+    sums = torch.zeros(2, device=device)
     lars_kernels.finalize[(1,)](
         sums, first_chunk, options, options[0], sums[0], numbers, 1, 0, IS_JOINT=False
     )
