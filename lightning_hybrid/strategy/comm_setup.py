@@ -86,14 +86,6 @@ class CommSetup:
             return None
         return self.engine.trace
 
-    def status(self) -> dict[str, Any]:
-        """Return the fields of `RunStatus` about communication."""
-        return {
-            "comm_trace": self.trace,
-            "communication_plan": self.communication_plan,
-            "link_bytes_per_s": self.options.report.link_bytes_per_s,
-        }
-
     # ---- topology and plan -------------------------------------------------------------------
 
     def has_several_communicators(self, module: nn.Module | None) -> bool:

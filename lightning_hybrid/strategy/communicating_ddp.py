@@ -80,6 +80,13 @@ class CommunicatingDDP(_Base):
         """Ranks, nodes, buckets and algorithms in one line, once they are known."""
         return self._comm.communication_plan
 
+    def _run_status_fields(self) -> dict[str, Any]:
+        return {
+            "comm_trace": self.comm_trace,
+            "communication_plan": self.communication_plan,
+            "link_bytes_per_s": self._options.report.link_bytes_per_s,
+        }
+
     @property
     def _module(self) -> Any:
         return self.lightning_module  # there from `connect` on

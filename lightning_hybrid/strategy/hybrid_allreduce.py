@@ -147,7 +147,8 @@ class HybridAllReduce(CommunicatingDDP):
         return RunStatus(**self._run_status_fields())
 
     def _run_status_fields(self) -> dict[str, Any]:
-        return self._masters.status() | self._comm.status() | self._extensions.status()
+        communication = super()._run_status_fields()
+        return self._masters.status() | communication | self._extensions.status()
 
     @property
     def precision_plugin(self) -> Precision:
