@@ -1,14 +1,16 @@
-"""The sum between nodes through the codec: fewer bytes, and the same bits on every rank.
+"""All-reduce between nodes through a codec: fewer bytes, and the same bits on every rank.
 
-    two ranks       exchange          every rank sends its message to the other, and adds up both
-    more            scatter_reduce    every rank sends part r, encoded, to rank r, which adds them up in float32
+    two ranks       exchange          every rank sends its encoded tensor to the other, and adds both
+    more            scatter_reduce    every rank sends part r, encoded, to rank r, which adds them in fp32
                     gather            the owner of a part encodes its sum, and sends it to all others
 
-Sums are in rank order. Only decoded messages are added up, a rank's own one too, and what the tensor holds at last is
-decoded from messages that all ranks have: so all hold the same bits, and none depends on which rank owns a part. An
-element is rounded once, or twice with more than two ranks. Sums of some of the ranks are never rounded, as in a ring.
+Messages are added in rank order. Only decoded messages are added, a rank's own included, and the
+result is decoded from messages that all ranks hold. Therefore all ranks hold the same bits, and no
+bit depends on which rank owns a part. An element is rounded once with two ranks and twice with
+more. Partial sums are never rounded, as they would be in a ring.
 
-Collective: every rank of the group must call it, in the same order, with tensors of the same size and dtype, in place.
+Collective: every rank of the group must call it, in the same order, with tensors of the same size
+and dtype. The result is written in place.
 """
 
 from __future__ import annotations
@@ -26,105 +28,127 @@ from lightning_hybrid.comm.engine.node_exchange import all_gather
 def sum_coded_(
     flat: Tensor, blocks: Blocks, group: dist.ProcessGroup, *, sender: int, by_backend: bool
 ) -> None:
-    """Sum `flat` over the group in place; see above.
+    """Sum `flat` over the group in place, through the codec of `blocks`.
 
-    `sender`: of which the noise of this rank's messages is a function. `by_backend`: by the backend's collectives, and
-    no messages of our own.
+    Collective: every rank of the group must call it, in the same order.
+
+    Args:
+        flat: The tensor of this rank, of any floating dtype. Blocks are encoded from fp32.
+        blocks: Encoder of the blocks of `flat`, with the step and bucket that its noise depends on.
+        group: The ranks to sum over.
+        sender: Number that the rounding noise of this rank's messages depends on.
+        by_backend: True to use collectives of the backend, False to use our own messages.
     """
     values = flat
-    if flat.dtype is not torch.float32:  # as blocks are
-        values = _memory("values", flat.numel(), torch.float32, flat.device, by_backend).copy_(flat)
-    size = dist.get_world_size(group)
-    me = dist.get_rank(group)
-    if size == 2:
-        num_bytes = blocks.coder.codec.message_bytes(flat.numel())
-        messages = _messages("messages", 2, num_bytes, flat.device, by_backend)
-        blocks.encode(values, messages[me], sender=sender)
-        _gather(messages, me, [num_bytes] * 2, group, by_backend)
-        blocks.coder.add(messages, values)
+    if flat.dtype is not torch.float32:
+        values = _buffer("values", flat.numel(), torch.float32, flat.device, by_backend)
+        values.copy_(flat)
+
+    if dist.get_world_size(group) == 2:
+        _exchange_(values, blocks, group, sender, by_backend)
     else:
         _sum_by_parts_(values, blocks, group, sender, by_backend)
+
     if values is not flat:
         flat.copy_(values)
+
+
+def _exchange_(
+    values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool
+) -> None:
+    """Sum over two ranks: each sends the whole tensor to the other."""
+    rank = dist.get_rank(group)
+    num_bytes = blocks.coder.codec.message_bytes(values.numel())
+    messages = _messages("messages", 2, num_bytes, values.device, by_backend)
+    blocks.encode(values, messages[rank], sender=sender)
+    _gather(messages, rank, [num_bytes] * 2, group, by_backend)
+    blocks.coder.add(messages, values)
 
 
 def _sum_by_parts_(
     values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool
 ) -> None:
+    """Sum over three or more ranks: each rank sums one part, and sends the result to all others."""
     coder = blocks.coder
-    size = dist.get_world_size(group)
-    me = dist.get_rank(group)
-    numel = -(-num_blocks_of(values.numel()) // size) * BLOCK
-    parts = [
-        values[rank * numel : (rank + 1) * numel] for rank in range(size)
-    ]  # the last may be shorter, or empty
+    num_ranks = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+
+    # Parts are whole blocks. The last ones may be shorter, or empty.
+    part_numel = -(-num_blocks_of(values.numel()) // num_ranks) * BLOCK
+    parts = [values[r * part_numel : (r + 1) * part_numel] for r in range(num_ranks)]
     lengths = [coder.codec.message_bytes(part.numel()) for part in parts]
-    # A row for each rank, of equal size as a backend asks; a shorter part leaves the end of its row unused.
-    departures, arrivals, sums = (
-        _messages(name, size, lengths[0], values.device, by_backend)
-        for name in ("departures", "arrivals", "messages")
-    )
-    if by_backend:  # by one kernel, whatever the number of ranks
+
+    # Each rank has a row, and all rows have one size, as a backend requires. A shorter part leaves
+    # the end of its row unused.
+    device = values.device
+    departures = _messages("departures", num_ranks, lengths[0], device, by_backend)
+    arrivals = _messages("arrivals", num_ranks, lengths[0], device, by_backend)
+    sums = _messages("messages", num_ranks, lengths[0], device, by_backend)
+
+    if by_backend:
+        # One kernel encodes all parts, whatever the number of ranks.
         blocks.encode(values, departures, sender=sender)
-    for rank, part in enumerate(parts if not by_backend else []):
-        if part.numel():
-            blocks.since(rank * numel).encode(
-                part, departures[rank, : lengths[rank]], sender=sender
-            )
-    _scatter(departures, arrivals, me, lengths, group, by_backend)
-    if parts[me].numel():
-        coder.add(arrivals[:, : lengths[me]], parts[me])
-        blocks.since(me * numel).encode(parts[me], sums[me, : lengths[me]], sender=OF_A_SUM)
-    _gather(sums, me, lengths, group, by_backend)
+    else:
+        for r, part in enumerate(parts):
+            if part.numel():
+                part_blocks = blocks.since(r * part_numel)
+                part_blocks.encode(part, departures[r, : lengths[r]], sender=sender)
+    _scatter(departures, arrivals, rank, lengths, group, by_backend)
+
+    if parts[rank].numel():
+        coder.add(arrivals[:, : lengths[rank]], parts[rank])
+        own_blocks = blocks.since(rank * part_numel)
+        own_blocks.encode(parts[rank], sums[rank, : lengths[rank]], sender=OF_A_SUM)
+    _gather(sums, rank, lengths, group, by_backend)
+
     if by_backend:
         coder.decode(sums, values)
-    for rank, part in enumerate(parts if not by_backend else []):
-        if part.numel():
-            coder.add(sums[rank : rank + 1, : lengths[rank]], part)
+    else:
+        for r, part in enumerate(parts):
+            if part.numel():
+                coder.add(sums[r : r + 1, : lengths[r]], part)
 
 
 def _scatter(
     departures: Tensor,
     arrivals: Tensor,
-    me: int,
+    rank: int,
     lengths: list[int],
     group: dist.ProcessGroup,
     by_backend: bool,
 ) -> None:
-    """Send row r of `departures` to rank r, into row `me` of its `arrivals`."""
+    """Send row r of `departures` to rank r, into row `rank` of its `arrivals`."""
     if by_backend:
         dist.all_to_all_single(arrivals.view(-1), departures.view(-1), group=group)
         return
-    arrivals[me] = departures[me]
-    sent = [row[:length] for row, length in zip(departures, lengths, strict=True)]
-    gloo_p2p.all_to_all_(sent, [row[: lengths[me]] for row in arrivals], group)
+    arrivals[rank] = departures[rank]
+    outgoing = [row[:length] for row, length in zip(departures, lengths, strict=True)]
+    incoming = [row[: lengths[rank]] for row in arrivals]
+    gloo_p2p.all_to_all_(outgoing, incoming, group)
 
 
 def _gather(
-    rows: Tensor, me: int, lengths: list[int], group: dist.ProcessGroup, by_backend: bool
+    rows: Tensor, rank: int, lengths: list[int], group: dist.ProcessGroup, by_backend: bool
 ) -> None:
     """Copy row r of rank r to all others."""
     if by_backend:
-        all_gather(rows.view(-1), rows[me].clone(), group=group)
+        all_gather(rows.view(-1), rows[rank].clone(), group=group)
         return
-    filled = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    gloo_p2p.all_to_all_([filled[me]] * len(filled), filled, group)
+    messages = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    gloo_p2p.all_to_all_([messages[rank]] * len(messages), messages, group)
 
 
 def _messages(
     name: str, num_rows: int, num_bytes: int, device: torch.device, by_backend: bool
 ) -> Tensor:
-    return _memory(name, num_rows * num_bytes, torch.uint8, device, by_backend).view(
-        num_rows, num_bytes
-    )
+    flat = _buffer(name, num_rows * num_bytes, torch.uint8, device, by_backend)
+    return flat.view(num_rows, num_bytes)
 
 
-def _memory(
+def _buffer(
     name: str, numel: int, dtype: torch.dtype, device: torch.device, by_backend: bool
 ) -> Tensor:
-    # On the CPU memory of the thread; on CUDA the allocator has some that the stream used before.
-    return (
-        torch.empty(numel, dtype=dtype, device=device)
-        if by_backend
-        else gloo_p2p.scratch(name, numel, dtype)
-    )
+    """Return uninitialised memory: on the CPU the thread's own, on CUDA from the caching allocator."""
+    if by_backend:
+        return torch.empty(numel, dtype=dtype, device=device)
+    return gloo_p2p.scratch(name, numel, dtype)

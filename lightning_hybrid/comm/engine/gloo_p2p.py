@@ -1,20 +1,22 @@
-"""Sums and copies over host memory by messages that go straight to where they are needed.
+"""Collectives over host memory by point-to-point messages that travel directly to their destination.
 
-    reduce_to_first_    others' tensors -> the first rank, which adds them
+    reduce_to_first_    tensors of the others -> the first rank, which adds them
     broadcast_          the first rank's tensor -> all others
     scatter_reduce_     part r of every tensor -> rank r, which adds them
     gather_parts_       part r of rank r -> all others
     collect_parts_      part r of rank r -> the first rank
     exchange_           every tensor -> every rank, which adds them
-    all_to_all_         tensor r of every rank -> rank r, as it is
+    all_to_all_         tensor r of every rank -> rank r, unchanged
 
-Each is one round of messages, all under way at once: one delay, where Gloo's rings cost 2 to 4 (n - 1). Sums are in
-rank order, so that all ranks get the same bits, and 16-bit tensors are added in fp32 and rounded once, where Gloo
-rounds at every hop. n messages at a time into one slow link crowd each other, so large tensors between nodes are better
-off in Gloo's ring (`between_nodes_form` chooses).
+Each function is one round of messages, all in flight at the same time: it costs one latency, where
+a ring of Gloo costs 2 to 4 (n - 1). Tensors are added in rank order, so that all ranks get the same
+bits. 16-bit tensors are added in fp32 and rounded once, where Gloo rounds at every hop. However, n
+messages at a time compete for a slow link, so Gloo's ring is faster for large tensors between nodes
+(`between_nodes_form` chooses).
 
-Collective: every rank of the group must call them, in the same order, with tensors of the same size and dtype (1-D,
-contiguous, on the CPU). Waits are limited by the group's timeout. Not for NCCL, whose own are better.
+Collective: every rank of the group must call these functions, in the same order, with tensors of
+the same size and dtype (1-D, contiguous, on the CPU). The group's timeout limits every wait. NCCL
+has better collectives of its own.
 """
 
 from __future__ import annotations
@@ -28,115 +30,132 @@ from torch import Tensor
 
 from lightning_hybrid.comm.bucket_layout import ALIGNMENT
 
-# Each stage thread has memory of its own, so two sums at the same time share none.
+# Each stage thread has its own scratch memory, so two collectives at the same time share none.
 _thread_local = threading.local()
 
 
 def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `flat` over the group into that of its rank 0; the others stay."""
-    me = dist.get_rank(group)
-    size = dist.get_world_size(group)
-    if me:
+    """Sum `flat` over the group into the tensor of its rank 0. Tensors of the other ranks stay."""
+    rank = dist.get_rank(group)
+    if rank != 0:
         _send(flat, 0, group).wait()
         return
-    arrived = scratch("rows", (size - 1) * flat.numel(), flat.dtype).view(size - 1, flat.numel())
+
+    num_senders = dist.get_world_size(group) - 1
+    rows = scratch("rows", num_senders * flat.numel(), flat.dtype).view(num_senders, flat.numel())
     # All receives are posted before any is waited for, so that messages arrive at the same time.
-    arrivals = [_receive(row, rank, group) for rank, row in enumerate(arrived, 1)]
-    _add_up([flat, *arrived], [None, *arrivals], out=flat)
+    arrivals = [_receive(row, sender, group) for sender, row in enumerate(rows, start=1)]
+    _add_up([flat, *rows], [None, *arrivals], out=flat)
 
 
 def broadcast_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Copy `flat` of the group's rank 0 to all others."""
-    if dist.get_rank(group):
+    if dist.get_rank(group) != 0:
         _receive(flat, 0, group).wait()
-    else:
-        _wait([_send(flat, rank, group) for rank in range(1, dist.get_world_size(group))])
+        return
+    _wait([_send(flat, rank, group) for rank in range(1, dist.get_world_size(group))])
 
 
 def part_of(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> Tensor:
-    """Return this rank's part of `flat`, a view; it may be empty. Parts begin at multiples of `alignment` elements."""
+    """Return this rank's part of `flat`, a view that may be empty.
+
+    Parts begin at multiples of `alignment` elements.
+    """
     return _parts(flat, dist.get_world_size(group), alignment)[dist.get_rank(group)]
 
 
 def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> None:
-    """Sum each rank's `part_of(flat)` over the group, in its place; other parts stay."""
-    me = dist.get_rank(group)
-    size = dist.get_world_size(group)
-    parts = _parts(flat, size, alignment)
-    numel = parts[me].numel()
-    rows = list(scratch("rows", size * numel, flat.dtype).view(size, numel))
-    arrivals = [
-        _receive(rows[rank], rank, group) if rank != me and numel else None for rank in range(size)
-    ]
-    departures = [
-        _send(parts[rank], rank, group) for rank in _others(me, size) if parts[rank].numel()
-    ]
-    rows[me] = parts[me]  # in its place: sums are in rank order on every rank
-    _add_up(rows, arrivals, out=parts[me])
+    """Sum each rank's `part_of(flat)` over the group, in place. The other parts stay."""
+    rank = dist.get_rank(group)
+    num_ranks = dist.get_world_size(group)
+    parts = _parts(flat, num_ranks, alignment)
+    part = parts[rank]
+
+    buffer = scratch("rows", num_ranks * part.numel(), flat.dtype)
+    rows = list(buffer.view(num_ranks, part.numel()))
+    arrivals: list[dist.Work | None] = [None] * num_ranks
+    if part.numel():
+        for sender in range(num_ranks):
+            if sender != rank:
+                arrivals[sender] = _receive(rows[sender], sender, group)
+
+    departures = []
+    for receiver in _peers(rank, num_ranks):
+        if parts[receiver].numel():
+            departures.append(_send(parts[receiver], receiver, group))
+
+    rows[rank] = part  # at its own index, because every rank adds in rank order
+    _add_up(rows, arrivals, out=part)
     _wait(departures)
 
 
 def gather_parts_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> None:
     """Copy each rank's `part_of(flat)` to all others."""
-    me = dist.get_rank(group)
-    size = dist.get_world_size(group)
-    parts = _parts(flat, size, alignment)
-    others = _others(me, size)
-    arrivals = [_receive(parts[rank], rank, group) for rank in others if parts[rank].numel()]
-    departures = [_send(parts[me], rank, group) for rank in others if parts[me].numel()]
-    _wait(arrivals + departures)
+    rank = dist.get_rank(group)
+    num_ranks = dist.get_world_size(group)
+    parts = _parts(flat, num_ranks, alignment)
+    peers = _peers(rank, num_ranks)
+    works = [_receive(parts[peer], peer, group) for peer in peers if parts[peer].numel()]
+    if parts[rank].numel():
+        works += [_send(parts[rank], peer, group) for peer in peers]
+    _wait(works)
 
 
 def collect_parts_(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Copy `parts[r]` of each rank r to the group's rank 0."""
-    if me := dist.get_rank(group):
-        _wait([_send(parts[me], 0, group)] if parts[me].numel() else [])
+    rank = dist.get_rank(group)
+    works = []
+    if rank != 0:
+        if parts[rank].numel():
+            works.append(_send(parts[rank], 0, group))
     else:
-        _wait(
-            [
-                _receive(part, rank, group)
-                for rank, part in enumerate(parts)
-                if rank and part.numel()
-            ]
-        )
+        for sender, part in enumerate(parts):
+            if sender != 0 and part.numel():
+                works.append(_receive(part, sender, group))
+    _wait(works)
 
 
 def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `flat` over the group on every rank; each sends (n - 1) times its bytes."""
-    me = dist.get_rank(group)
-    size = dist.get_world_size(group)
-    rows = list(scratch("rows", size * flat.numel(), flat.dtype).view(size, flat.numel()))
-    arrivals = [None if rank == me else _receive(rows[rank], rank, group) for rank in range(size)]
-    departures = [_send(flat, rank, group) for rank in _others(me, size)]
-    rows[me] = flat  # in its place: sums are in rank order on every rank
-    # The sends read `flat`: they must be through before the sum is written into it.
+    rank = dist.get_rank(group)
+    num_ranks = dist.get_world_size(group)
+    buffer = scratch("rows", num_ranks * flat.numel(), flat.dtype)
+    rows = list(buffer.view(num_ranks, flat.numel()))
+
+    arrivals: list[dist.Work | None] = [None] * num_ranks
+    for sender in range(num_ranks):
+        if sender != rank:
+            arrivals[sender] = _receive(rows[sender], sender, group)
+    departures = [_send(flat, peer, group) for peer in _peers(rank, num_ranks)]
+
+    rows[rank] = flat  # at its own index, because every rank adds in rank order
+    # The sends read `flat`: they must be complete before the sum is written into it.
     _add_up(rows, arrivals, out=flat, before_writing=lambda: _wait(departures))
 
 
 def all_to_all_(
     departures: Sequence[Tensor], arrivals: Sequence[Tensor], group: dist.ProcessGroup
 ) -> None:
-    """Send `departures[r]` to rank r, and receive `arrivals[r]` from it; what a rank has for itself stays."""
-    me = dist.get_rank(group)
-    others = _others(me, dist.get_world_size(group))
-    works = [_receive(arrivals[rank], rank, group) for rank in others if arrivals[rank].numel()]
-    works += [_send(departures[rank], rank, group) for rank in others if departures[rank].numel()]
+    """Send `departures[r]` to each other rank r, and receive `arrivals[r]` from it."""
+    peers = _peers(dist.get_rank(group), dist.get_world_size(group))
+    works = [_receive(arrivals[peer], peer, group) for peer in peers if arrivals[peer].numel()]
+    works += [_send(departures[peer], peer, group) for peer in peers if departures[peer].numel()]
     _wait(works)
 
 
-def _parts(flat: Tensor, size: int, alignment: int = ALIGNMENT) -> list[Tensor]:
-    """Split into `size` consecutive views of equal length; the last ones may be shorter, or empty.
+def _parts(flat: Tensor, num_parts: int, alignment: int = ALIGNMENT) -> list[Tensor]:
+    """Split into consecutive views of equal length; the last ones may be shorter, or empty.
 
     >>> [part.numel() for part in _parts(torch.zeros(40), 4)]
     [16, 16, 8, 0]
     """
-    step = -(-flat.numel() // (size * alignment)) * alignment
-    return [flat[rank * step : (rank + 1) * step] for rank in range(size)]
+    step = -(-flat.numel() // (num_parts * alignment)) * alignment
+    return [flat[index * step : (index + 1) * step] for index in range(num_parts)]
 
 
-def _others(me: int, size: int) -> list[int]:
-    # The nearest above first: so not all ranks begin by sending to the same one.
-    return [(me + distance) % size for distance in range(1, size)]
+def _peers(rank: int, num_ranks: int) -> list[int]:
+    """Return all other ranks, beginning with the next one, so that not all ranks send to the same one first."""
+    return [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
 
 
 def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
@@ -160,34 +179,38 @@ def _add_up(
     out: Tensor,
     before_writing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Add the rows, in their order and each as soon as it has arrived, at least in fp32; round once, into `out`."""
-    # `out` may be one of the rows: nothing is written there before all are added up.
-    waits = iter(arrivals)
+    """Add the rows in their order, each as soon as it has arrived, and write the sum to `out`.
 
-    def arrived(row: Tensor) -> Tensor:
-        if (work := next(waits)) is not None:
-            work.wait()
-        return row
-
+    Sums are kept at least in fp32, and rounded once. `out` may be one of the rows, so it is written
+    after all rows are added, and after `before_writing`.
+    """
     if len(rows) == 2:  # one addition, hence one rounding, in any dtype
-        first = arrived(rows[0])
-        second = arrived(rows[1])
+        for work in arrivals:
+            if work is not None:
+                work.wait()
         before_writing()
-        torch.add(first, second, out=out)
+        torch.add(rows[0], rows[1], out=out)
         return
+
     total = scratch("total", out.numel(), torch.promote_types(out.dtype, torch.float32))
-    for index, row in enumerate(rows):
-        total.copy_(arrived(row)) if index == 0 else total.add_(arrived(row))
+    for index, (row, work) in enumerate(zip(rows, arrivals, strict=True)):
+        if work is not None:
+            work.wait()
+        if index == 0:
+            total.copy_(row)
+        else:
+            total.add_(row)
     before_writing()
     out.copy_(total)
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return memory that this thread uses again and again: fresh pages cost more than what is done in them."""
-    held: dict[str, Tensor] = _thread_local.__dict__
+    """Return memory that this thread uses again: fresh pages cost more than the work done in them.
+
+    Memory of one name grows to the largest request and never shrinks.
+    """
+    buffers: dict[str, Tensor] = _thread_local.__dict__
     num_bytes = numel * dtype.itemsize
-    if name not in held or held[name].numel() < num_bytes:
-        held[name] = torch.empty(
-            num_bytes, dtype=torch.uint8
-        )  # grows to the largest, never shrinks
-    return held[name][:num_bytes].view(dtype)
+    if name not in buffers or buffers[name].numel() < num_bytes:
+        buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
+    return buffers[name][:num_bytes].view(dtype)
