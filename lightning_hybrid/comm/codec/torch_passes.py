@@ -20,7 +20,9 @@ from lightning_hybrid.comm.codec.philox import philox
 
 _ONE = 1 << FRACTION_BITS
 _NAN_SCALE = 0x7FC0
-_SLAB = 1 << 10  # number of blocks processed at a time: intermediate results take 8 bytes per element
+_SLAB = (
+    1 << 10
+)  # number of blocks processed at a time: intermediate results take 8 bytes per element
 
 
 class TorchPasses:

@@ -1,6 +1,7 @@
 """Current position of a thread: inside a torch collective, or in user code.
 
-It is read from the thread's stack, at no cost to the thread. So every wait for other ranks is known, including those of Lightning, torchmetrics and the user, without a wrapper.
+It is read from the thread's stack, at no cost to the thread. So every wait for other ranks is known, including those of
+Lightning, torchmetrics and the user, without a wrapper.
 """
 
 from __future__ import annotations

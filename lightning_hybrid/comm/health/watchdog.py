@@ -5,7 +5,8 @@ minutes by default). So every rank has a thread that looks for an alarm in the s
 
     a stage raises an error         the rank writes the error; all others read it and fail with the same message
     a collective raises an error    another rank is the cause: this rank asks for the status of all ranks, every
-                                    watchdog answers, and `diagnose` names the rank that is silent, has left, or is behind
+                                    watchdog answers, and `diagnose` names the rank that is silent, has left, or
+                                    is behind
     the store does not answer       the rank reports it, with the kernel's view of the store's host (tcp_info.py)
     a bucket is long in flight      on CUDA, where no collective raises an error: the rank asks whether all ranks are
                                     alive (presence.py), and after the limit for their status
