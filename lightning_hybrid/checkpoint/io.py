@@ -217,8 +217,8 @@ def _warn_of_objects(path: Path) -> None:
     if classes:
         rank_zero_warn(
             f"The checkpoint `{path}` holds objects (={', '.join(classes)}) next to tensors and plain data: as with "
-            "any strategy, fit(ckpt_path=...) and load_from_checkpoint will take it with weights_only=False only, or after "
-            "torch.serialization.add_safe_globals with these classes. Or keep them out of hyper-parameters "
+            "any strategy, fit(ckpt_path=...) and load_from_checkpoint will load it only with weights_only=False, or "
+            "after torch.serialization.add_safe_globals with these classes. Or keep them out of hyper-parameters "
             "(`save_hyperparameters(ignore=...)`) and of `state_dict` of callbacks."
         )
 
