@@ -300,13 +300,14 @@ class FabricHybridAllReduce(_Base):
     def _close_engines(self) -> None:
         # If an error ended this process, the interpreter has stored it. The engines report it to the other ranks.
         error = getattr(sys, "last_value", None)
-        has_failed = error is not None and error is not self._earlier_error
+        if error is self._earlier_error:  # It is from before the first setup.
+            error = None
         self._failures.end_setup()
         engines = self._engines
         self._engines = []
         self._failures.engine = None
         for engine in engines:
-            if has_failed:
+            if error is not None:
                 engine.abort(reason_of(error))
             engine.close()
 

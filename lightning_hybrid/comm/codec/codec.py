@@ -104,7 +104,7 @@ class Coder:
         self._measures = device.type == "cpu"  # on CUDA the host would have to wait for the result
 
     def begin_step(self, step: int) -> None:
-        """Set the step of the training. If it changes, the sums of the step are counted anew."""
+        """Set the step of the training. If it changes, the count of sums restarts at zero."""
         if step != self.step:
             self.step = step
             self.turn = 0
