@@ -1,11 +1,12 @@
 """Large-batch, mixed-precision data-parallel training for PyTorch Lightning.
 
-Importing this package makes the strategies known to Lightning, under both of its names and in Fabric:
+Importing this package registers the strategies with Lightning, under both of its import names, and with Fabric:
 
     import lightning_hybrid
     trainer = Trainer(strategy="hybrid_allreduce", precision="16-true")
 
-The classes here are for `lightning.pytorch`; those for its other packages are in `lightning_hybrid.flavours`.
+The classes here are for `lightning.pytorch`. The classes for other Lightning packages are in
+`lightning_hybrid.flavours`.
 """
 
 from importlib import import_module
@@ -46,20 +47,28 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-_PLACES = {
+# Modules of the public classes that are not in `flavours.lightning_pytorch`.
+_MODULE_OF_CLASS = {
+    "Adasum": "strategy.options",
+    "Comm": "strategy.options",
+    "DynamicLossScale": "precision.loss_scale",
+    "FitContext": "strategy.extension",
+    "FitExtension": "strategy.extension",
     "HybridElasticStrategy": "flavours.lightning_pytorch_elastic",
     "HybridPipelineStrategy": "flavours.lightning_pytorch_pipeline",
-    **dict.fromkeys(("DynamicLossScale", "LossScale", "StaticLossScale"), "precision.loss_scale"),
-    **dict.fromkeys(("FitContext", "FitExtension"), "strategy.extension"),
-    **dict.fromkeys(("Adasum", "Comm", "LocalSteps", "Mean", "Report"), "strategy.options"),
+    "LocalSteps": "strategy.options",
+    "LossScale": "precision.loss_scale",
+    "Mean": "strategy.options",
+    "Report": "strategy.options",
+    "StaticLossScale": "precision.loss_scale",
 }
 
 register_everywhere()
 
 
 def __getattr__(name: str) -> object:
-    # Imported when it is first asked for: every user pays for an import, and some use `pytorch_lightning` or Fabric.
+    # Classes are imported at first use: every user pays for an import, and some use `pytorch_lightning` or Fabric.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = _PLACES.get(name, "flavours.lightning_pytorch")
-    return getattr(import_module(f"{__name__}.{place}"), name)
+    module_name = _MODULE_OF_CLASS.get(name, "flavours.lightning_pytorch")
+    return getattr(import_module(f"{__name__}.{module_name}"), name)

@@ -1,10 +1,10 @@
-"""Console command: `lightning-hybrid train ...` runs the program that is `recipes/train.py` in a checkout.
+"""Console command: `lightning-hybrid train ...` runs the program `recipes/train.py`.
 
     lightning-hybrid train trainer.devices=4
     torchrun --nproc-per-node=4 -m lightning_hybrid train
 
-A wheel holds `recipes` and `conf` in a folder of this package. Nothing here imports torch: that takes seconds, and a
-help or the answer to a misspelt word should not.
+A wheel holds `recipes` and `conf` in a folder of this package. Nothing here imports torch, which takes seconds, so that
+help texts and errors about misspelt commands appear at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 COMPLETION = """_lightning_hybrid() {
   local word="${COMP_LINE:0:COMP_POINT}" program="${COMP_WORDS[0]}" choices
@@ -32,28 +33,29 @@ COMPLETION = """_lightning_hybrid() {
 }
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _lightning_hybrid lightning-hybrid"""
-"""Bash's: the name of a command, then what Hydra answers for its keys."""
+"""Completion for bash: the name of a command, then Hydra's completion of its keys."""
 
 PACKAGE = Path(__file__).resolve().parent
 
 QUICKSTART_PACKAGES = ("sklearn", "matplotlib")
-"""Imports of `quickstart` that are extras. It is a script as a user writes one, and checks nothing itself."""
+"""Optional packages that `quickstart` imports. It is written like a user's script and checks nothing itself."""
 
 
 def programs() -> dict[str, Path]:
-    """Return the file of each command, by name: of the wheel, or of the checkout around the package."""
-    of_wheel = PACKAGE / "_app" / "recipes"
-    recipes = of_wheel if of_wheel.is_dir() else PACKAGE.parent / "recipes"
+    """Return the file of each command, by name, from the wheel or from the checkout around the package."""
+    recipes = PACKAGE / "_app" / "recipes"  # in a wheel
+    if not recipes.is_dir():
+        recipes = PACKAGE.parent / "recipes"
     return {path.stem.replace("_", "-"): path for path in sorted(recipes.glob("[!_]*.py"))}
 
 
 def docstring_of(path: Path) -> str:
-    """Return the docstring of a program, which is not imported."""
+    """Return the docstring of a program without importing it."""
     return ast.get_docstring(ast.parse(path.read_text())) or ""
 
 
 def usage() -> str:
-    """Format the commands, a line each: the start of the docstring of each program."""
+    """Return the help text, with a line for each command: the start of its program's docstring."""
     lines = [
         "Train large batches with PyTorch Lightning.",
         "",
@@ -61,22 +63,26 @@ def usage() -> str:
         "",
     ]
     for name, path in programs().items():
-        lines.append(f"  {name:<12}{re.split(r': |[.]', docstring_of(path))[0]}")
+        summary = re.split(r": |[.]", docstring_of(path))[0]
+        lines.append(f"  {name:<12}{summary}")
     lines += [
         "",
         "lightning-hybrid COMMAND --help shows what to set. Completion of commands and keys in bash:",
+        '  eval "$(lightning-hybrid --shell-completion bash)"',
     ]
-    return "\n".join([*lines, '  eval "$(lightning-hybrid --shell-completion bash)"'])
+    return "\n".join(lines)
 
 
 def version() -> str:
-    """Return the version, read and not imported."""
-    found = re.search(r'__version__ = "(.+)"', (PACKAGE / "__init__.py").read_text())
-    return found[1] if found else "unknown"
+    """Return the version of the package without importing it."""
+    match = re.search(r'__version__ = "(.+)"', (PACKAGE / "__init__.py").read_text())
+    if match is None:
+        return "unknown"
+    return match[1]
 
 
 def answer(words: list[str], names: list[str]) -> str | None:
-    """Return what a command line without a command asks for; None where it makes no sense.
+    """Return the text that a command line without a command requests, or None if it requests none.
 
     >>> answer(["--shell-completion", "fish"], []) is None
     True
@@ -91,42 +97,54 @@ def answer(words: list[str], names: list[str]) -> str | None:
 
 
 def main() -> None:
-    """Run the command that the first argument names, as `python recipes/<name>.py` would."""
-    words, found = sys.argv[1:], programs()
-    if (text := answer(words, list(found))) is not None:
+    """Run the command that the first argument names, like `python recipes/<name>.py`."""
+    words = sys.argv[1:]
+    files = programs()
+    text = answer(words, list(files))
+    if text is not None:
         print(text)
         return
-    path = found.get(words[0].replace("_", "-"))
+
+    path = files.get(words[0].replace("_", "-"))
     if path is None:
-        near = difflib.get_close_matches(words[0], found, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
-        print(
-            f"error: `COMMAND` (={words[0]}) must be one of {', '.join(found)}. {hint}`lightning-hybrid --help` says "
-            "what each does.",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
+        _exit_with_error(_unknown_command(words[0], list(files)))
     missing = [name for name in QUICKSTART_PACKAGES if find_spec(name) is None]
     if path.stem == "quickstart" and missing:
-        print(
-            f"error: `lightning-hybrid quickstart` needs packages that are not installed ({', '.join(missing)}). "
-            "Install them with: pip install 'lightning-hybrid[recipes,report]'",
-            file=sys.stderr,
+        _exit_with_error(
+            f"`lightning-hybrid quickstart` needs packages that are not installed ({', '.join(missing)}). "
+            "Install them with: pip install 'lightning-hybrid[recipes,report]'"
         )
-        raise SystemExit(2)
+
+    started_as = "lightning-hybrid"
     is_module = sys.modules["__main__"].__spec__ is not None
-    started_as = "python -m lightning_hybrid" if is_module else "lightning-hybrid"
+    if is_module:
+        started_as = "python -m lightning_hybrid"
     has_configuration = (path.parents[1] / "conf" / f"{path.stem}.yaml").exists()
-    if not has_configuration and {"-h", "--help"} & set(words):  # else Hydra answers
-        print(
-            re.sub(
-                rf"python (recipes/)?{path.name}", f"{started_as} {words[0]}", docstring_of(path)
-            )
-        )
+    wants_help = "-h" in words or "--help" in words
+    if wants_help and not has_configuration:  # Otherwise Hydra prints the help.
+        command = rf"python (recipes/)?{path.name}"
+        print(re.sub(command, f"{started_as} {words[0]}", docstring_of(path)))
         return
+
     sys.argv = [str(path), *words[1:]]
     sys.path.insert(0, str(path.parent))  # as Python does for a script
     runpy.run_path(str(path), {"STARTED_AS": started_as}, run_name="__main__")
+
+
+def _unknown_command(word: str, names: list[str]) -> str:
+    hint = ""
+    similar = difflib.get_close_matches(word, names, n=1)
+    if similar:
+        hint = f"Did you mean {similar[0]}? "
+    return (
+        f"`COMMAND` (={word}) must be one of {', '.join(names)}. {hint}`lightning-hybrid --help` says what each "
+        "does."
+    )
+
+
+def _exit_with_error(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written next to their place, then renamed over it."""
+"""Atomic files: written to a temporary name in the same folder, then renamed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import IO, Any
 
 @contextmanager
 def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
-    """Give a path next to `path` to write to, and rename it to `path` when the block ends without an error.
+    """Yield a temporary path next to `path`, and rename it to `path` if the block ends without an error.
 
-    After a kill at any moment `path` holds the old content or the new one. After an error no other file is left.
-    Content that must survive a power failure needs `sync` within the block, and `sync_directory` after it.
+    If the process is killed at any moment, `path` holds either the old or the new content. After an error, no temporary
+    file is left. Content that must survive a power failure needs `sync` in the block and `sync_directory` after it.
 
     Args:
-        path: The file to replace or create. Its folder must exist.
-        has_rivals: Several processes may write this file at once: each writes to a name of its own.
+        path: File to replace or create. Its folder must exist.
+        has_rivals: Whether several processes may write this file at the same time. Each then uses its own temporary
+            name.
 
     >>> path = Path(tempfile.mkdtemp()) / "some.txt"
     >>> with atomic_path(path) as part:
@@ -27,7 +28,7 @@ def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
     >>> path.read_text(), os.listdir(path.parent)
     ('whole', ['some.txt'])
     """
-    # One fixed name: what a kill leaves there is written over the next time.
+    # The name is fixed, so that the next write replaces a file that a kill has left behind.
     part = part_path(path)
     if has_rivals:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
@@ -42,18 +43,18 @@ def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
 
 
 def part_path(path: Path) -> Path:
-    """Return where the content of `path` is while it is being written."""
+    """Return the temporary path that holds the content of `path` while it is being written."""
     return path.with_name(f".{path.name}.part")
 
 
 def sync(file: IO[Any]) -> None:
-    """Wait until what was written to an open file is on the disk."""
+    """Wait until the content of an open file is on disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_directory(folder: Path) -> None:
-    """Make renames in `folder` durable. Where directories cannot be opened, as on Windows, there is nothing to do."""
+    """Make renames in `folder` durable. Does nothing if directories cannot be opened, as on Windows."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except (PermissionError, IsADirectoryError):
@@ -65,6 +66,6 @@ def sync_directory(folder: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """Remove a file, if it is there and can be removed."""
+    """Remove a file if it exists and can be removed."""
     with suppress(OSError):
         path.unlink(missing_ok=True)

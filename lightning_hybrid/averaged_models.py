@@ -1,4 +1,4 @@
-"""The averaged copies of a module that Lightning's callbacks keep."""
+"""Averaged copies of a module that Lightning's callbacks keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.lightning_names import lightning_types
 
 
 def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
-    """Return the averages of Lightning's averaging callbacks, and of callbacks of more classes by `names`."""
+    """Return the averages of Lightning's averaging callbacks, and of callbacks whose classes have these names."""
     types: list[Any] = []
     for name in ("WeightAveraging", *names):
         types.extend(lightning_types(f"pytorch.callbacks.{name}"))
@@ -26,7 +26,10 @@ def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
 
 def averages_of(callbacks: Iterable[object]) -> list[nn.Module]:
     """Return the copies of a module that callbacks such as EMA keep."""
-    averages = average_models(callbacks, "StochasticWeightAveraging")
-    return [
-        average.module if isinstance(average, AveragedModel) else average for average in averages
-    ]
+    modules = []
+    for average in average_models(callbacks, "StochasticWeightAveraging"):
+        if isinstance(average, AveragedModel):
+            modules.append(average.module)
+        else:
+            modules.append(average)
+    return modules

@@ -1,11 +1,11 @@
-"""Rows of a batch: counting them and splitting the batch between them, in any nest of containers.
+"""Functions that count the rows of a batch and split the batch between them, in any nest of containers.
 
 tensors, NumPy arrays     a row for each sample, in the first dimension
 lists, tuples             an entry for each sample (texts, names), or a nest that holds such columns
 mappings, named tuples,
 dataclasses               a nest
-numbers, texts, None      constants, the same in every part
-arrays of one row         constants too, if other arrays have more rows
+numbers, texts, None      constants, equal in every part
+arrays of one row         also constants, if other arrays have more rows
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 
 
 class BatchPart(NamedTuple):
-    """A part of a batch, of the same type, and the number of its rows."""
+    """Part of a batch, of the batch's type, and the number of its rows."""
 
     batch: Any
     num_rows: int
 
 
 def split_rows(batch: Any, size: int) -> list[BatchPart]:
-    """Split a batch into parts of `size` rows. The last part has what remains.
+    """Split a batch into parts of `size` rows. The last part has the remaining rows.
 
     Raises:
-        ValueError: the number of rows is unknown, or it is unknown where samples begin in an object.
+        ValueError: The number of rows is unknown, or the batch holds an object that cannot be split.
 
     >>> for part in split_rows({"ids": np.arange(3), "names": ["a", "b", "c"], "task": "pairs"}, 2):
     ...     part.batch
@@ -51,10 +51,11 @@ def split_rows(batch: Any, size: int) -> list[BatchPart]:
 def count_rows(batch: Any) -> int:
     """Return the number of samples in a batch.
 
-    Tensors and arrays decide. If there are none, or if they are single samples of different length, lists do.
+    Tensors and arrays determine the number. If there are none, or if they are single samples of different lengths,
+    lists determine it.
 
     Raises:
-        ValueError: they disagree, or there is an object in which samples cannot be counted.
+        ValueError: Tensors, arrays or lists disagree, or the batch holds an object whose samples cannot be counted.
 
     >>> count_rows([["a query", "another"], ["its answer", "another"], Tensor(2, 3)])
     2
@@ -108,8 +109,10 @@ def copy_batch(batch: Any) -> Any:
 
 
 def _take_rows(value: Any, rows: slice, num_rows: int, *, is_batch: bool = False) -> Any:
+    if _is_array(value) and len(value) == num_rows:
+        return value[rows]
     if _is_array(value):
-        return value[rows] if len(value) == num_rows else value
+        return value
     if _is_sample_list(value, num_rows, is_batch=is_batch):
         return value[rows]
     return _with_entries(value, lambda entry: _take_rows(entry, rows, num_rows))
@@ -118,7 +121,7 @@ def _take_rows(value: Any, rows: slice, num_rows: int, *, is_batch: bool = False
 def _has_rows(
     value: Any, num_rows: int, *, is_batch: bool = True, allows_constants: bool = False
 ) -> bool:
-    """Return whether all arrays have `num_rows` rows, except for those within a list of samples.
+    """Return whether all arrays have `num_rows` rows, except arrays within a list of samples.
 
     With `allows_constants` they may have one row instead.
     """
@@ -133,13 +136,13 @@ def _has_rows(
 
 
 def _is_sample_list(value: Any, num_rows: int, *, is_batch: bool) -> bool:
-    """Return whether a list holds an entry for each sample, and not columns such as `[images, labels]`."""
+    """Return whether a list holds an entry for each sample, rather than columns such as `[images, labels]`."""
     if not _is_list(value) or len(value) != num_rows:
         return False
     num_with_columns = sum(_holds_column(entry, num_rows) for entry in value)
     if is_batch:
         return num_with_columns == 0
-    # Some samples of a list may have as many tokens as there are samples. If all have, they are columns.
+    # Some samples may have as many tokens as there are samples. If all of them do, they are columns.
     if num_with_columns == num_rows:
         return False
     if num_rows > 1 and all(_is_list(entry) and len(entry) == num_rows for entry in value):
@@ -159,15 +162,21 @@ def _lengths_of_lists(batch: Any) -> set[int]:
     if not _is_list(batch):
         lengths = set[int]()
         for entry in _entries(batch):
-            lengths |= {len(entry)} if _is_list(entry) else _lengths_of_lists(entry)
+            if _is_list(entry):
+                lengths.add(len(entry))
+            else:
+                lengths |= _lengths_of_lists(entry)
         return lengths
     if not batch or not all(_is_list(entry) for entry in batch):
         lengths = {len(entry) for entry in batch if _is_list(entry)}
         return lengths or {len(batch)}
-    # Columns of texts, as loaders make them, or pairs of texts, as they come from the data set: a batch has more
-    # samples than a sample has fields.
+
     lengths = {len(entry) for entry in batch}
-    return {max(len(batch), *lengths)} if len(lengths) == 1 else lengths
+    if len(lengths) > 1:
+        return lengths
+    # The lists are columns of texts, as loaders return them, or pairs of texts, as data sets return them. A batch has
+    # more samples than a sample has fields.
+    return {max(len(batch), *lengths)}
 
 
 def _is_array(value: Any) -> bool:
@@ -186,7 +195,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _entries(value: Any) -> list[Any]:
-    """Return the entries of a container, none of a leaf."""
+    """Return the entries of a container, or an empty list for a leaf."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, list | tuple):
@@ -197,25 +206,27 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _with_entries(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a container of the same type with changed entries, and a leaf as it is."""
+    """Return a container of the same type with changed entries. A leaf is returned unchanged."""
     if isinstance(value, Mapping):
         changed = {key: change(entry) for key, entry in value.items()}
         if not isinstance(value, MutableMapping):
             mapping_type: Any = type(value)
             return mapping_type(changed)
-        duplicate = copy.copy(value)  # a tokenizer's mapping has more than its entries
+        duplicate = copy.copy(value)  # a tokenizer's mapping has attributes besides its entries
         for key, entry in changed.items():
             duplicate[key] = entry
         return duplicate
     if isinstance(value, list | tuple):
         entries = [change(entry) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+        is_named_tuple = hasattr(value, "_fields")
+        if is_named_tuple:
+            return type(value)(*entries)
+        return type(value)(entries)
     if _is_dataclass(value):
         duplicate = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(
-                duplicate, field.name, change(getattr(value, field.name))
-            )  # it may be frozen
+            changed_entry = change(getattr(value, field.name))
+            object.__setattr__(duplicate, field.name, changed_entry)  # the dataclass may be frozen
         return duplicate
     return value
 

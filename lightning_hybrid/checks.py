@@ -1,4 +1,7 @@
-"""Checks of what a user gave. Each error says name, value, rule, meaning and cure; `why` is the last two of these."""
+"""Checks of user input.
+
+Each error names the argument, its value and the rule, then its meaning and the remedy. `why` holds the last two.
+"""
 
 import math
 from collections.abc import Collection, Sequence
@@ -6,10 +9,10 @@ from typing import Any
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value that a configuration tool handed over as a plain one: a tuple for a list, a number for its text.
+    """Convert a configuration tool's value to a plain one: a list to a tuple, the text of a number to a number.
 
-    Hydra hands over a `ListConfig` for a list. A command line hands over the text of a number, if an argument may be
-    text too, and so does YAML for `1e-3`. Every other value is returned as it is.
+    Hydra passes a `ListConfig` for a list. A command line passes the text of a number if an argument may also be text,
+    and so does YAML for `1e-3`. Every other value is returned unchanged.
 
     >>> plain_value(["0.9", 0.999]), plain_value("1024"), plain_value("1e-3"), plain_value("dynamic")
     ((0.9, 0.999), 1024, 0.001, 'dynamic')
@@ -31,7 +34,7 @@ def _number_in(text: str) -> int | float | str:
 
 
 def make_plain(instance: Any, *fields: str) -> None:
-    """Replace fields of a dataclass, frozen ones too, by their `plain_value`."""
+    """Replace fields of a dataclass, which may be frozen, by their `plain_value`."""
     for field in fields:
         object.__setattr__(instance, field, plain_value(getattr(instance, field)))
 
@@ -45,21 +48,25 @@ def require_number(
     Traceback (most recent call last):
     ValueError: `momentum` (=1.5) must be a number in [0, 1): past gradients would never fade. SGD's usual is 0.9.
     """
-    # True is an int in Python, and would pass for 1. Comparisons with nan are false, so it is refused as well.
+    # True is an int in Python, and would pass for 1. Comparisons with nan are false, so nan is refused as well.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value < high or (above and value == low):
-        interval = f"{'(' if above else '['}{low:g}, {high:g})"
-        raise ValueError(f"`{name}` (={value!r:.80}) must be a number in {interval}: {why}.")
+        bracket = "["
+        if above:
+            bracket = "("
+        raise ValueError(
+            f"`{name}` (={value!r:.80}) must be a number in {bracket}{low:g}, {high:g}): {why}."
+        )
 
 
 def require_positive(name: str, value: float, why: str) -> None:
-    """Raise `ValueError` unless `value` is above zero; infinity is allowed.
+    """Raise `ValueError` unless `value` is above zero. Infinity is allowed.
 
     >>> require_positive("bytes_per_s", 0.0, "it is a rate")
     Traceback (most recent call last):
     ValueError: `bytes_per_s` (=0.0) must be positive: it is a rate.
     """
-    # Not `value <= 0`: nan must be refused.
+    # `value <= 0` would be false for nan, which must be refused.
     if not value > 0:
         raise ValueError(f"`{name}` (={value!r:.80}) must be positive: {why}.")
 
@@ -71,36 +78,37 @@ def require_share(name: str, value: float, why: str) -> None:
 
 
 def require_whole(name: str, value: Any, why: str, *, least: int = 1, unit: str = "") -> None:
-    """Raise `ValueError` unless `value` is a whole number, `least` or more; `unit` says of what.
+    """Raise `ValueError` unless `value` is a whole number (of `unit`), `least` or more.
 
     >>> require_whole("num_nodes", 1.5, "nodes are counted")
     Traceback (most recent call last):
     ValueError: `num_nodes` (=1.5) must be a whole number, 1 or more: nodes are counted.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        of_unit = f" of {unit}" if unit else ""
+        of_unit = ""
+        if unit:
+            of_unit = f" of {unit}"
         raise ValueError(
             f"`{name}` (={value!r:.80}) must be a whole number{of_unit}, {least} or more: {why}."
         )
 
 
 def require_choice(name: str, value: Any, choices: Collection[Any], why: str) -> None:
-    """Raise `ValueError` unless `value` is one of `choices`; 1 does not pass for True.
+    """Raise `ValueError` unless `value` is one of `choices`. 1 does not count as True.
 
     >>> require_choice("nesterov", "yes", (True, False), "it is a switch")
     Traceback (most recent call last):
     ValueError: `nesterov` (='yes') must be one of True, False: it is a switch.
     """
-    if not any(
-        value is choice or (isinstance(value, str) and value == choice) for choice in choices
-    ):
-        raise ValueError(
-            f"`{name}` (={value!r:.80}) must be one of {', '.join(map(repr, choices))}: {why}."
-        )
+    for choice in choices:
+        if value is choice or (isinstance(value, str) and value == choice):
+            return
+    listed = ", ".join(map(repr, choices))
+    raise ValueError(f"`{name}` (={value!r:.80}) must be one of {listed}: {why}.")
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of an error's text without its full stop, or the error's type where it has none.
+    r"""Return the first line of an error's text without its full stop, or the error's type if there is no text.
 
     >>> first_line(ValueError("`lr` (=0) must be positive.\nSet optim.lr=0.1"))
     '`lr` (=0) must be positive'

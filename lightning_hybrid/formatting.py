@@ -14,15 +14,21 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     |-----|------|
     | 0.1 | 1.25 |
     """
-    lines = (header, *rows)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    text = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    ]
-    return "\n".join(
-        [text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]]
-    )
+    widths = [len(cell) for cell in header]
+    for row in rows:
+        for column in range(len(header)):
+            widths[column] = max(widths[column], len(row[column]))
+
+    dashes = ["-" * (width + 2) for width in widths]
+    lines = [_table_line(header, widths), f"|{'|'.join(dashes)}|"]
+    for row in rows:
+        lines.append(_table_line(row, widths))
+    return "\n".join(lines)
+
+
+def _table_line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+    return f"| {' | '.join(padded)} |"
 
 
 def size(num_bytes: int) -> str:
@@ -43,12 +49,16 @@ def time_text(seconds: float) -> str:
     >>> [time_text(seconds) for seconds in (0.0, 3.2e-4, 0.065, 11.0, 400.0, 8100.0)]
     ['0 ms', '0.32 ms', '65 ms', '11 s', '6.67 min', '2.25 h']
     """
-    limits = ((1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"))
-    factor, unit = next(
-        ((factor, unit) for limit, factor, unit in limits if seconds < limit), (1 / 3600, "h")
-    )
-    return (
-        f"{factor * seconds:,.3g} {unit}"
-        if factor * seconds < 1000
-        else f"{factor * seconds:,.0f} {unit}"
-    )
+    if seconds < 1:
+        return f"{_number_text(1e3 * seconds)} ms"
+    if seconds < 120:
+        return f"{_number_text(seconds)} s"
+    if seconds < 7200:
+        return f"{_number_text(1 / 60 * seconds)} min"
+    return f"{_number_text(1 / 3600 * seconds)} h"
+
+
+def _number_text(value: float) -> str:
+    if value < 1000:
+        return f"{value:,.3g}"
+    return f"{value:,.0f}"

@@ -1,10 +1,10 @@
-"""Lightning under its two import names, which share no class: `isinstance` and `except` tell them apart.
+"""Look-up of Lightning's classes and functions under both of its import names, which share no class.
 
     lightning.pytorch, lightning.fabric         import lightning
     pytorch_lightning, lightning_fabric         import pytorch_lightning
 
-Code that serves both derives from neither and asks here, at run time, for what it needs. Only packages that the process
-has imported are looked at: the other one is not imported for it.
+`isinstance` and `except` distinguish the classes of the two. Code that serves both derives from neither, and looks up
+here, at run time, the names that it needs. Only packages that the process has already imported are searched.
 """
 
 from __future__ import annotations
@@ -21,50 +21,53 @@ _PACKAGES = {
 
 
 def lightning_types(name: str) -> tuple[Any, ...]:
-    """Return the class of this name in each imported Lightning: for `isinstance`, which is False for none.
+    """Return the class of this name in each imported Lightning, for `isinstance`. Without any, the tuple is empty.
 
     >>> from lightning.pytorch.callbacks import Callback
     >>> Callback in lightning_types("pytorch.callbacks.Callback")
     True
     """
-    return tuple(_found(name))
+    return tuple(_objects_named(name))
 
 
 def lightning_function(name: str) -> Any:
-    """Return the function of this name, from an imported Lightning: they are the same code.
+    """Return the function of this name from any imported Lightning, as the code is the same in all.
 
     >>> lightning_function("fabric.utilities.cloud_io._is_local_file_protocol")("/some/where")
     True
     """
-    for function in _found(name):
+    for function in _objects_named(name):
         return function
-    import_module(
-        _PACKAGES[name.partition(".")[0]][0]
-    )  # our own code can be used with none imported
+    # This package can be used without an imported Lightning.
+    family = name.partition(".")[0]
+    import_module(_PACKAGES[family][0])
     return lightning_function(name)
 
 
 def lightning_error(name: str, *args: object) -> BaseException:
-    """Make an error that `except` finds by the class of this name, of whichever Lightning it was imported from.
+    """Create an error that `except` catches by the class of this name, from whichever Lightning it was imported.
 
     >>> from lightning.pytorch.utilities.exceptions import MisconfigurationException
     >>> isinstance(lightning_error("fabric.utilities.exceptions.MisconfigurationException"), MisconfigurationException)
     True
     """
-    kinds = lightning_types(name)
-    kind = (
-        kinds[0] if len(kinds) == 1 else type(name.rpartition(".")[2], kinds or (RuntimeError,), {})
-    )
-    return kind(*args)
+    error_types = lightning_types(name)
+    if len(error_types) == 1:
+        return error_types[0](*args)
+    if not error_types:
+        error_types = (RuntimeError,)
+    class_name = name.rpartition(".")[2]
+    combined_type = type(class_name, error_types, {})
+    return combined_type(*args)
 
 
 def misconfiguration(message: str) -> BaseException:
-    """Make Lightning's error for what cannot work together."""
+    """Create Lightning's error for options that cannot be combined."""
     return lightning_error("fabric.utilities.exceptions.MisconfigurationException", message)
 
 
 def is_overridden(method: str, instance: object, kind: str) -> bool:
-    """Return whether `instance` has a `method` of its own, other than that of Lightning's class `kind`.
+    """Return whether `instance` overrides a method of Lightning's class `kind`.
 
     >>> from lightning.pytorch import Callback
     >>> class Mine(Callback):
@@ -72,17 +75,19 @@ def is_overridden(method: str, instance: object, kind: str) -> bool:
     >>> [is_overridden(hook, Mine(), "pytorch.callbacks.Callback") for hook in ("on_train_start", "on_train_end")]
     [True, False]
     """
-    from lightning_utilities.core.overrides import is_overridden as differs
+    from lightning_utilities.core.overrides import is_overridden as overrides_parent
 
-    kinds = lightning_types(kind)
-    # One that derives from neither is held against the first, as Lightning does.
-    own = [parent for parent in kinds if isinstance(instance, parent)] or kinds[:1]
-    return any(differs(method, instance, parent) for parent in own)
+    types = lightning_types(kind)
+    parents = [parent for parent in types if isinstance(instance, parent)]
+    if not parents:
+        # Like Lightning, compare an instance that derives from neither class with the first class.
+        parents = list(types[:1])
+    return any(overrides_parent(method, instance, parent) for parent in parents)
 
 
-def _found(name: str) -> Iterator[Any]:
-    family, _, place = name.partition(".")
+def _objects_named(name: str) -> Iterator[Any]:
+    family, _, relative_name = name.partition(".")
     for package in _PACKAGES[family]:
         if package in sys.modules:
-            module, _, attribute = f"{package}.{place}".rpartition(".")
+            module, _, attribute = f"{package}.{relative_name}".rpartition(".")
             yield getattr(import_module(module), attribute)

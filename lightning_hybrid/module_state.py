@@ -18,8 +18,8 @@ _CONTAINERS = (dict, OrderedDict, list, set, deque)
 def put_back(module: nn.Module) -> Iterator[None]:
     """Restore on exit what a step changes in a module: buffers, attributes, and entries of lists and dictionaries.
 
-    Generators of torch that the module holds are restored too. State inside of other objects, or outside of the
-    module such as a file, is not.
+    torch generators that the module holds are restored too. State inside other objects, or outside the module, such as
+    a file, is not restored.
 
     >>> counter = nn.BatchNorm1d(2)
     >>> with put_back(counter):
@@ -60,5 +60,6 @@ def put_back(module: nn.Module) -> Iterator[None]:
         for generator, state in generators:
             generator.set_state(state)
         for tensor, value in saved_tensors:
-            if not torch.equal(tensor, value):  # an expanded tensor cannot be written to
+            # An unchanged tensor is skipped, because an expanded tensor cannot be written to.
+            if not torch.equal(tensor, value):
                 tensor.copy_(value)

@@ -1,8 +1,7 @@
-"""Where the elements of a tensor are when ranks share it: each holds one part, cut where sums of squares are cut."""
+"""Placement of a tensor's elements when ranks share it: each rank holds one part, cut at blocks of sums of squares."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,18 +13,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 BLOCK = 1 << 14
-"""Elements. The C++ passes sum squares by blocks of this size, the Triton kernels by chunks that divide it."""
+"""Number of elements of a block. The C++ passes sum squares by blocks, the Triton kernels by chunks that divide it."""
+
+
+_IGNORED_KEY = "_ddp_params_and_buffers_to_ignore"  # attribute of a module that DDP reads
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The part of a tensor that this rank holds: elements `begin` up to `end` of the whole, in its order of memory.
+    """Part of a tensor that this rank holds: elements `begin` to `end` of the whole tensor, in its order of memory.
 
     Attributes:
-        numel: Elements of the whole tensor.
-        begin: The first element held, a multiple of `BLOCK`, or `numel` where the part is empty.
-        end: One past the last, a multiple of `BLOCK` or `numel`.
-        num_holders: Ranks that hold this part and add their sums of it up, as those of all nodes a layer's slice.
+        numel: Number of elements of the whole tensor.
+        begin: First element of the part, a multiple of `BLOCK`, or `numel` if the part is empty.
+        end: One past the last element of the part, a multiple of `BLOCK` or `numel`.
+        num_holders: Number of ranks that hold this part and add up their sums of it, such as the ranks of all nodes
+            that hold a layer's slice.
 
     Raises:
         ValueError: The part is not within the tensor, or cuts a block.
@@ -55,21 +58,27 @@ class Part:
 
 
 def spans(numel: int, num_parts: int, block: int = BLOCK) -> list[tuple[int, int]]:
-    """Cut `numel` elements at multiples of `block` into `num_parts` spans `(begin, end)`, as equal as that allows.
+    """Cut `numel` elements at multiples of `block` into `num_parts` spans `(begin, end)` of nearly equal size.
 
-    Each element is in one span, in order; with fewer blocks than parts some spans are empty. A block more, where the
-    number does not divide, goes to late spans, since the last block may be short.
+    Each element is in one span, in order. With fewer blocks than parts, some spans are empty. If the number of blocks
+    is not divisible, later spans get one more, because the last block may be short.
 
     >>> spans(10, 2, block=4), spans(3, 2, block=4)
     ([(0, 4), (4, 10)], [(0, 0), (0, 3)])
     """
     num_blocks = -(-numel // block)
-    cuts = [min(numel, num_blocks * part // num_parts * block) for part in range(num_parts + 1)]
-    return list(itertools.pairwise(cuts))
+    result = []
+    begin = 0
+    for part in range(1, num_parts + 1):
+        end_block = num_blocks * part // num_parts
+        end = min(numel, end_block * block)
+        result.append((begin, end))
+        begin = end
+    return result
 
 
 def is_split(numel: int, num_parts: int, block: int = BLOCK) -> bool:
-    """Whether a tensor is large enough to be shared: of fewer than `num_parts` blocks, every rank holds all of it.
+    """Return whether a tensor is large enough to be split. Every rank holds all of a tensor with too few blocks.
 
     >>> is_split(8, 2, block=4), is_split(5, 2, block=4), is_split(4, 2, block=4)
     (True, True, False)
@@ -78,9 +87,9 @@ def is_split(numel: int, num_parts: int, block: int = BLOCK) -> bool:
 
 
 def flattened(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of `tensor` as one row, in the order in which `like` (of its shape) has them in memory.
+    """Return the elements of `tensor` as one row, in the order in which `like` (of equal shape) has them in memory.
 
-    A view where both have one order and no gaps, else a copy.
+    The result is a view if both tensors have the same order and no gaps, else a copy.
 
     >>> import torch; like = torch.zeros(2, 3).T
     >>> flattened(torch.arange(6).view(3, 2), like)
@@ -91,7 +100,7 @@ def flattened(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def has_gaps(tensor: Tensor) -> bool:
-    """Return whether memory lies between the elements, or elements share some.
+    """Return whether a tensor has gaps between its elements in memory, or elements that overlap.
 
     >>> import torch
     >>> has_gaps(torch.zeros(4, 3).T), has_gaps(torch.zeros(4, 3)[:, :2])
@@ -106,42 +115,58 @@ def with_entries(
     optimizer: Optimizer,
     change: Callable[[Tensor, dict[str, Any]], dict[str, Any] | None],
 ) -> dict[str, Any]:
-    """Return a state dict of `optimizer` with `change(parameter, entry)` in place of each entry; without those of None.
+    """Return a state dict of `optimizer` with each entry replaced by `change(parameter, entry)`.
 
-    The state dict may have been saved by another run: what has no parameter here is left as it is.
+    Entries that become None are removed. The state dict may have been saved by another run: entries without a parameter
+    in this optimizer are left unchanged.
     """
-    indices = [index for group in state["param_groups"] for index in group["params"]]
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    known = dict(zip(indices, parameters, strict=False))
-    changed = (
-        (i, change(known[i], entry) if i in known else entry) for i, entry in state["state"].items()
-    )
-    return {**state, "state": {index: entry for index, entry in changed if entry is not None}}
+    indices: list[int] = []
+    for group in state["param_groups"]:
+        indices.extend(group["params"])
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters.extend(group["params"])
+    parameter_of_index = dict(zip(indices, parameters, strict=False))
+
+    entries = {}
+    for index, entry in state["state"].items():
+        changed_entry = entry
+        if index in parameter_of_index:
+            changed_entry = change(parameter_of_index[index], entry)
+        if changed_entry is not None:
+            entries[index] = changed_entry
+    return {**state, "state": entries}
 
 
 @contextmanager
 def ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Let DDP leave these parameters and buffers alone, besides those that it is to ignore already."""
-    key, is_own = (
-        "_ddp_params_and_buffers_to_ignore",
-        "_ddp_params_and_buffers_to_ignore" in vars(module),
+    """Make DDP ignore these parameters and buffers, in addition to those that it ignores already."""
+    was_set = _IGNORED_KEY in vars(module)  # on this module, and not on its class
+    ignored_before = getattr(module, _IGNORED_KEY, ())
+    requested = set(names)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, [*ignored_before, *requested]
     )
-    before, added = getattr(module, key, ()), set(names)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*before, *added])
     try:
         yield
     finally:
+        added = requested.difference(ignored_before)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in added.difference(before):
+            if name in added:
                 vars(tensor).pop("_ddp_ignored", None)
-        delattr(module, key)
-        if is_own:
-            setattr(module, key, before)
+        delattr(module, _IGNORED_KEY)
+        if was_set:
+            setattr(module, _IGNORED_KEY, ignored_before)
 
 
 def broadcast_first_(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Take the values of the first rank of `group`; None: the world. Collective: every rank must call it."""
-    group = group or dist.group.WORLD
+    """Set tensors, in place, to the values of the first rank of `group`. None: the group of all ranks.
+
+    Collective: every rank of the group must call it, in the same order.
+    """
+    if group is None:
+        group = dist.group.WORLD
     if tensors and group is not None:
-        # Flattened: NCCL refuses tensors that are not contiguous, and one call is not one for each. DDP's size.
+        # Tensors are flattened into buffers of DDP's size: NCCL refuses tensors that are not contiguous, and a call for
+        # each tensor would be slow.
         dist._broadcast_coalesced(group, tensors, 25 * 2**20, 0)

@@ -1,1 +1,1 @@
-"""Checkpoint files that are whole or not there, written while training continues."""
+"""Atomic checkpoint files with checksums, written while training continues."""

@@ -1,4 +1,4 @@
-"""Lightning's checkpoint plugin on `checkpoint.file`: checkpoints that survive a kill of the run."""
+"""Checkpoint plugin for Lightning with files of `checkpoint.file`, which survive a kill of the run."""
 
 from __future__ import annotations
 
@@ -29,30 +29,31 @@ else:
 
 
 class DurableCheckpointIOMixin(_Base):
-    """A checkpoint plugin that writes files whole or not at all, with a checksum, and loads only whole files.
+    """Checkpoint plugin with atomic, checksummed writes. A file is complete or absent, and damaged files are refused.
 
-        save      temporary file by `torch.save`, checksum, fsync -> atomic rename
-        load      compare the checksum, then `torch.load`, which by default runs nothing that a file names
-        remove    after all that was saved before it is on the disk, and not if that failed
+        save      temporary file by `torch.save`, checksum, fsync, atomic rename
+        load      verify the checksum, then `torch.load`, which by default runs no code that a file names
+        remove    only after everything saved earlier is on disk, and not if that failed
 
-    Any other reader of Lightning checkpoints reads these; checkpoints of others load here, without a comparison. Where
-    a path is a URL (`s3://...`) Lightning's own writing is used, without checksum and thread. What is saved is what is
-    loaded, types included; of objects that torch loads with `weights_only=False` only, such as OmegaConf's in
-    hyper-parameters, the first save warns.
+    Any Lightning checkpoint reader can read these files, and checkpoints from other sources load without verification.
+    For URLs (`s3://...`) Lightning's own writer is used, without checksum or background thread. Values keep their
+    types. The first save warns of objects that torch loads only with `weights_only=False`, such as OmegaConf objects in
+    hyper-parameters.
 
     Args:
-        in_background: Copy the tensors, which training waits for, and write them by a thread, which it does not wait
-            for. A kill before the thread is done leaves the previous checkpoint. False: training waits for the disk.
-        max_in_memory: With `in_background`, checkpoints that are copied and not yet written. A further one waits for
-            the first to be written. Host memory, in bytes of the checkpoint's tensors: once for each that is not yet
-            written; once between checkpoints, for the next; none after the end of fitting.
-        timeout_s: How long saving, and the end of fitting, wait for the thread; seconds.
-        keep_previous: Whether a checkpoint that is overwritten stays next to the new one, as `<name>.previous.ckpt`:
-            twice the space, and another one to resume from if the disk damages the newest. The recipes set it, for
-            `resume=auto`; False is what `ddp` does.
-        on_error: The effect of a write error, such as a full disk: `"raise"` ends the run; with `"warn"` it continues
-            with the old checkpoint and tries again at the next save. With `in_background` the error shows at the next
-            save or at the end of fitting.
+        in_background: Copy the tensors to host memory, for which training waits, and write them in a thread, for which
+            it does not wait. A kill before the thread finishes leaves the previous checkpoint. False: training waits
+            for the disk.
+        max_in_memory: Maximum number of copied checkpoints that wait to be written (with `in_background`). A further
+            one waits until the first is written. Host memory, in bytes of the checkpoint's tensors: once for each
+            checkpoint that is not yet written, once between checkpoints, none after the end of fitting.
+        timeout_s: Seconds that `save` and the end of fitting wait for the thread.
+        keep_previous: Whether an overwritten checkpoint is kept as `<name>.previous.ckpt`. It doubles the disk space,
+            and a run can resume from it if the disk damages the newest file. The recipes set it for `resume=auto`.
+            False: as in `ddp`.
+        on_error: `"raise"` stops the run if writing fails, for example because the disk is full. `"warn"` continues
+            with the old checkpoint and tries again at the next save. With `in_background` the error appears at the
+            next save or at the end of fitting.
 
     Raises:
         ValueError: `max_in_memory` or `timeout_s` is not above zero, or `on_error` is unknown.
@@ -63,7 +64,7 @@ class DurableCheckpointIOMixin(_Base):
         *,
         in_background: bool = False,
         max_in_memory: int = 2,
-        # Our choice: a checkpoint of 100 GB takes a disk of 200 MB/s 500 s.
+        # Chosen so that a disk of 200 MB/s can write a checkpoint of 100 GB, which takes 500 s.
         timeout_s: float = 900.0,
         keep_previous: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
@@ -88,10 +89,10 @@ class DurableCheckpointIOMixin(_Base):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        """Save under `path`; with `in_background`, return once the tensors are copied.
+        """Save a checkpoint under `path`. With `in_background`, return once the tensors are copied.
 
         Raises:
-            CheckpointWriteError: This one, or with `in_background` an earlier one, was not written.
+            CheckpointWriteError: This checkpoint, or with `in_background` an earlier one, was not written.
         """
         if storage_options is not None or not _is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -102,33 +103,39 @@ class DurableCheckpointIOMixin(_Base):
             except CheckpointWriteError as error:
                 self._raise(error)
             return
-        self._raise_earlier_error()  # a thread cannot raise into training: the next call does it
-        if not self._thread.wait_for_place(limit_s=self.timeout_s):
+
+        # A thread cannot raise an error in the training loop, so the next call does.
+        self._raise_earlier_error()
+        if not self._thread.wait_for_slot(limit_s=self.timeout_s):
             raise self._too_slow()
-        # Memory that no job reads, and taken out: no later save writes into what the thread still reads.
-        copies = self._copies.pop() if self._copies else HostCopies()
-        self._thread.put(partial(self._write_copy, copies, copies.take(checkpoint), Path(path)))
+        # Memory in `_copies` is not used by any job. It is taken out, so that no later save overwrites it while the
+        # thread reads it.
+        if self._copies:
+            copies = self._copies.pop()
+        else:
+            copies = HostCopies()
+        copied_checkpoint = copies.take(checkpoint)
+        self._thread.put(partial(self._write_copy, copies, copied_checkpoint, Path(path)))
 
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a whole checkpoint, after all pending ones are written.
+        """Load a complete checkpoint, after all pending ones are written.
 
         Raises:
             FileNotFoundError, DamagedCheckpointError, RefusedCheckpointError: See `checkpoint.file.load_unchecked`.
         """
         if not _is_local(path):
-            only = (
-                weights_only is None or weights_only
-            )  # Lightning builds all objects of a file behind http(s)
-            return super().load_checkpoint(path, map_location, only)
+            # With None, Lightning would build all objects of a file behind http(s).
+            if weights_only is None:
+                weights_only = True
+            return super().load_checkpoint(path, map_location, weights_only)
+
         self._wait()
         if not Path(path).is_file():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         if not check_whole(Path(path)):
-            rank_zero_info(
-                f"{path} has no checksum: whether it is whole is not known beyond that it loads."
-            )
+            rank_zero_info(f"{path} has no checksum, so it cannot be verified before it is loaded.")
         return load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -136,8 +143,9 @@ class DurableCheckpointIOMixin(_Base):
         if not _is_local(path):
             super().remove_checkpoint(path)
         elif self._thread.num_jobs:
-            # Lightning removes the old checkpoint right after it saves the new one. In the queue behind that write, and
-            # only if it succeeded: else the old one is all there is. It holds no memory, so it needs no place.
+            # Lightning removes the old checkpoint right after it saves the new one. The removal is queued behind that
+            # write and runs only if it succeeded: otherwise the old checkpoint is the only one. It holds no memory, so
+            # it does not wait for a slot.
             self._thread.put(partial(remove_checkpoint, Path(path)), needs_success=True)
         else:
             remove_checkpoint(Path(path))
@@ -146,7 +154,7 @@ class DurableCheckpointIOMixin(_Base):
         """Wait for the thread, and free its memory.
 
         Raises:
-            CheckpointWriteError: A checkpoint was not written; only a warning, while another error is being raised.
+            CheckpointWriteError: A checkpoint was not written. While another error is being raised, it is a warning.
         """
         try:
             self._wait()
@@ -167,9 +175,8 @@ class DurableCheckpointIOMixin(_Base):
             copies.wait()
             self._write(checkpoint, path)
         finally:
-            if (
-                not self._copies
-            ):  # one stays for the next checkpoint; a second was needed for two in a row
+            # One block of memory is kept for the next checkpoint. A second one was only needed for two in a row.
+            if not self._copies:
                 self._copies.append(copies)
 
     def _wait(self) -> None:
@@ -179,23 +186,23 @@ class DurableCheckpointIOMixin(_Base):
     def _too_slow(self) -> CheckpointWriteError:
         return CheckpointWriteError(
             f"`timeout_s` (={self.timeout_s:g}) is over and {self._thread.num_jobs} checkpoints are not yet written: "
-            "the disk hangs, or is too slow for them. What was written before is whole. Save less often, give "
-            "`timeout_s` more, or look after the disk."
+            "the disk hangs, or is too slow for them. Earlier checkpoints are whole. Save less often, increase "
+            "`timeout_s`, or check the disk."
         )
 
     # ---- errors ----------------------------------------------------------------------------------------------------
 
     def _raise_earlier_error(self) -> None:
-        if (error := self._thread.take_error()) is not None:
+        error = self._thread.take_error()
+        if error is not None:
             self._raise(error)
 
     def _raise(self, error: BaseException) -> None:
-        # In `teardown` after a failed step: the error of the step must be the one that the user sees.
+        # In `teardown` after a failed step, the user must see the error of the step.
         would_hide_another = sys.exc_info()[1] not in (None, error)
-        if isinstance(error, CheckpointWriteError) and (
-            self.on_error == "warn" or would_hide_another
-        ):
-            rank_zero_warn(f"{error} The run goes on without a newer checkpoint.")
+        is_warning = self.on_error == "warn" or would_hide_another
+        if isinstance(error, CheckpointWriteError) and is_warning:
+            rank_zero_warn(f"{error} The run continues without a newer checkpoint.")
             return
         raise error
 
@@ -205,12 +212,13 @@ def _is_local(path: Any) -> bool:
 
 
 def _warn_of_objects(path: Path) -> None:
-    # At the first write, and not only when the checkpoint is needed and refuses to load.
-    if found := sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))):
+    # The user learns at the first write, and not only when the checkpoint is needed, that it does not load by default.
+    classes = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+    if classes:
         rank_zero_warn(
-            f"The checkpoint `{path}` holds objects (={', '.join(found)}) next to tensors and plain data: as with any "
-            "strategy, fit(ckpt_path=...) and load_from_checkpoint will take it with weights_only=False only, or after "
-            "torch.serialization.add_safe_globals with these classes. Or keep them out of hyper-parameters "
+            f"The checkpoint `{path}` holds objects (={', '.join(classes)}) next to tensors and plain data: as with "
+            "any strategy, fit(ckpt_path=...) and load_from_checkpoint will load it only with weights_only=False, or "
+            "after torch.serialization.add_safe_globals with these classes. Or keep them out of hyper-parameters "
             "(`save_hyperparameters(ignore=...)`) and of `state_dict` of callbacks."
         )
 
@@ -218,13 +226,19 @@ def _warn_of_objects(path: Path) -> None:
 def _user_io_or_durable(strategy: Any) -> Any:
     io = strategy._checkpoint_io
     if io is None:
-        strategy._checkpoint_io = io = strategy._checkpoint_io_type()
+        io = strategy._checkpoint_io_type()
+        strategy._checkpoint_io = io
     elif isinstance(io, lightning_types("pytorch.plugins.io.wrapper._WrappingCheckpointIO")):
-        io.checkpoint_io = strategy._checkpoint_io_type()  # it keeps the first that it is given
+        io.checkpoint_io = (
+            strategy._checkpoint_io_type()
+        )  # A wrapper keeps the first one that it gets.
     return io
 
 
-# Of a strategy: the plugin of the user, or else one of its `_checkpoint_io_type`, which also goes into a wrapper.
-durable_by_default = property(
-    _user_io_or_durable, lambda strategy, io: setattr(strategy, "_checkpoint_io", io)
-)
+def _set_checkpoint_io(strategy: Any, io: Any) -> None:
+    strategy._checkpoint_io = io
+
+
+# Property of a strategy: the user's checkpoint plugin, or else one of type `_checkpoint_io_type`, which is also put
+# into a wrapper.
+durable_by_default = property(_user_io_or_durable, _set_checkpoint_io)

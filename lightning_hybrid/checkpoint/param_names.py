@@ -1,8 +1,7 @@
-"""Optimizer state by the names of parameters, which FSDP2 loads, in place of their numbers, which `ddp` saves."""
+"""Conversion of optimizer state from parameter numbers, which `ddp` saves, to parameter names, which FSDP2 loads."""
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -12,36 +11,44 @@ from torch.optim import Optimizer
 def state_by_name(
     state_dict: dict[str, Any], optimizer: Optimizer, module: nn.Module
 ) -> dict[str, Any]:
-    """Return an optimizer's `state_dict` with the names of parameters in place of their numbers.
+    """Return an optimizer's `state_dict` with parameter names in place of parameter numbers.
 
-    Numbers count the parameters of the groups, one group after the other. Lightning's `ModelParallelStrategy` takes
-    them for places in `module.parameters()`, so with more than one group, as of `param_groups`, it would give the state
-    of one parameter to another. Names it takes as they are.
+    Numbers count the parameters of the groups, one group after the other. Lightning's `ModelParallelStrategy` treats
+    them as indices of `module.parameters()`. With more than one group, as from `param_groups`, it would give the state
+    of one parameter to another. It uses names as they are.
 
     Args:
-        state_dict: Saved by `ddp` or `hybrid_allreduce`: `checkpoint["optimizer_states"][0]`. One with names stays.
-        optimizer: As it was there: the same groups of the same parameters.
-        module: The module whose parameters they are.
+        state_dict: State saved by `ddp` or `hybrid_allreduce`: `checkpoint["optimizer_states"][0]`. A state with names
+            is returned unchanged.
+        optimizer: Optimizer with the same groups of the same parameters as in the run that saved the state.
+        module: Module that owns the parameters.
 
     Raises:
         ValueError: The numbers of parameters differ.
     """
-    saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
-    if saved and isinstance(saved[0], str):
+    numbers: list[Any] = []
+    for group in state_dict["param_groups"]:
+        numbers.extend(group["params"])
+    if numbers and isinstance(numbers[0], str):
         return state_dict
-    name_of = {param: name for name, param in module.named_parameters()}
-    names = [name_of[param] for group in optimizer.param_groups for param in group["params"]]
-    if len(names) != len(saved):
+
+    name_of_parameter = {parameter: name for name, parameter in module.named_parameters()}
+    names = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            names.append(name_of_parameter[parameter])
+    if len(names) != len(numbers):
         raise ValueError(
-            f"`state_dict` (={len(saved)} parameters) must be of as many parameters as `optimizer` (={len(names)}): "
-            "numbers say which is which. Make the optimizer as in the run that saved it, or load weights alone."
+            f"`state_dict` (={len(numbers)} parameters) must have as many parameters as `optimizer` (={len(names)}), "
+            "because numbers identify them. Create the optimizer as in the run that saved it, or load only the weights."
         )
-    by_number = dict(zip(saved, names, strict=True))
-    return {
-        **state_dict,
-        "state": {by_number[number]: state for number, state in state_dict["state"].items()},
-        "param_groups": [
-            {**group, "params": [by_number[number] for number in group["params"]]}
-            for group in state_dict["param_groups"]
-        ],
-    }
+
+    name_of_number = dict(zip(numbers, names, strict=True))
+    state = {}
+    for number, parameter_state in state_dict["state"].items():
+        state[name_of_number[number]] = parameter_state
+    groups = []
+    for group in state_dict["param_groups"]:
+        group_names = [name_of_number[number] for number in group["params"]]
+        groups.append({**group, "params": group_names})
+    return {**state_dict, "state": state, "param_groups": groups}

@@ -1,4 +1,4 @@
-"""A thread that does jobs in order while training continues, and does not lose their errors."""
+"""Thread that runs jobs in order while training continues, and keeps their errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 
 class WriterThread:
-    """A queue of jobs and a thread that does them one after the other; it ends where `wait` finds none.
+    """Queue of jobs, with a thread that runs them one after the other. The thread ends when `wait` finds no job.
 
-    The process does not end before all jobs are done. The first error is stored until `take_error`; jobs that were put
-    with `needs_success` are left out after an error, until a job has succeeded again. `wait_for_place` waits until
-    fewer than `max_jobs` are in progress or waiting.
+    The process does not exit before all jobs are done. The first error is stored until `take_error`. After an error,
+    jobs that were put with `needs_success` are skipped until another job has succeeded.
+
+    Args:
+        max_jobs: Maximum number of jobs in progress or waiting. `wait_for_slot` waits until there are fewer.
 
     >>> done = []
     >>> writer = WriterThread(2)
@@ -30,24 +32,23 @@ class WriterThread:
         self._has_failed = False
 
     def __reduce__(self) -> Any:
-        # Strategies are pickled (spawn) before anything runs: there is no queue to take along, and a lock cannot be.
+        # Strategies are pickled (spawn) before any job runs, so there is no queue to keep. A lock cannot be pickled.
         return WriterThread, (self.max_jobs,)
 
     def put(self, job: Callable[[], None], *, needs_success: bool = False) -> None:
-        """Put a job into the queue; with `needs_success` it is left out if the latest other one failed."""
-        # Python waits for its thread at exit, so what was put is written.
-        self._executor = self._executor or ThreadPoolExecutor(
-            1, thread_name_prefix="checkpoint writer"
-        )
-        self._jobs.append(self._executor.submit(self._do, job, needs_success))
+        """Append a job to the queue. With `needs_success`, it is skipped if the latest ordinary job failed."""
+        if self._executor is None:
+            # Python waits for this thread at exit, so all jobs of the queue run.
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint writer")
+        self._jobs.append(self._executor.submit(self._run, job, needs_success))
 
-    def wait_for_place(self, *, limit_s: float) -> bool:
-        """Wait until the queue has a place; return False if it has none by then."""
-        too_many = self.num_jobs + 1 - self.max_jobs
-        return not wait(self._jobs[: max(too_many, 0)], limit_s).not_done
+    def wait_for_slot(self, *, limit_s: float) -> bool:
+        """Wait until the queue has room for a job, and return whether it has room within the limit."""
+        num_to_finish = max(self.num_jobs + 1 - self.max_jobs, 0)
+        return not wait(self._jobs[:num_to_finish], limit_s).not_done
 
     def wait(self, *, limit_s: float) -> bool:
-        """Wait until all jobs are done; return False if they are not by then."""
+        """Wait until all jobs are done, and return whether they are done within the limit."""
         if wait(self._jobs, limit_s).not_done:
             return False
         if self._executor is not None:
@@ -62,19 +63,23 @@ class WriterThread:
         return len(self._jobs)
 
     def take_error(self) -> BaseException | None:
-        """Return the first error since the last call; None if there was none."""
-        if (error := self._error) is not None:  # else the thread may note one meanwhile
+        """Return the first error since the last call, or None if there was none."""
+        error = self._error
+        if error is not None:  # Otherwise the thread may store an error meanwhile.
             self._error = None
         return error
 
-    def _do(self, job: Callable[[], None], needs_success: bool) -> None:
-        # A removal (needs_success) neither counts as a failed write nor lifts one.
+    def _run(self, job: Callable[[], None], needs_success: bool) -> None:
         if needs_success and self._has_failed:
             return
         try:
             job()
         except BaseException as error:
-            self._error = self._error or error
-            self._has_failed = self._has_failed or not needs_success
+            if self._error is None:
+                self._error = error
+            has_failed = True
         else:
-            self._has_failed = self._has_failed and needs_success
+            has_failed = False
+        # A removal (needs_success) neither counts as a failed write nor clears one.
+        if not needs_success:
+            self._has_failed = has_failed

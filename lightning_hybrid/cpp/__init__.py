@@ -1,1 +1,1 @@
-"""Sources in C++: compiled once per machine, loaded by the paths that have a Python equivalent."""
+"""Build and cache of C++ sources: compiled once per machine. Each has an equivalent in Python."""

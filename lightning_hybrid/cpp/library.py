@@ -19,7 +19,8 @@ from pathlib import Path
 
 from lightning_hybrid.atomic_file import atomic_path
 
-# No -ffast-math: inf and nan must be seen. The last two only say that roots set no errno and comparisons do not trap.
+# -ffast-math is not used, because inf and nan must be detected. The last two flags only say that square roots set no
+# errno and comparisons do not trap.
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -30,141 +31,158 @@ FLAGS = (
     "-fno-trapping-math",
 )
 _NATIVE = "-march=native"
-FLOAT_BITS = Path(__file__).with_name("float_bits.h")  # that all sources include
-ADDRESS, COUNT = ctypes.c_void_p, ctypes.c_int64  # of arguments
+FLOAT_BITS = Path(__file__).with_name("float_bits.h")  # header that all sources include
+
+# Types of the arguments of C functions.
+ADDRESS = ctypes.c_void_p
+COUNT = ctypes.c_int64
 
 
 class CannotBuildError(RuntimeError):
-    """A missing C++ compiler, or one that does not take the source; the message is for a warning."""
+    """Error raised when there is no C++ compiler, or it fails. The message is meant for a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CppSource:
-    """C++ source: `files`, of which the first is compiled and the others are included, and its C `functions`.
+    """C++ source code and the C functions that it defines.
 
-    `functions`: the types of the arguments of each, by name; none returns anything.
+    Args:
+        files: Source files. The first one is compiled, and it includes the others.
+        functions: Argument types of each C function, by name. The functions return nothing.
     """
 
     files: tuple[Path, ...]
     functions: Mapping[str, tuple[type, ...]]
 
     def library(self) -> ctypes.CDLL:
-        """Load the functions into this process: from the cache, or built now, which takes a few seconds.
+        """Load the functions into this process, from the cache or from a new build, which takes a few seconds.
 
         Raises:
             CannotBuildError: There is no compiler, or it fails.
         """
         compiler = find_compiler()
-        errors = []
-        for flags in ((*FLAGS, _NATIVE), FLAGS):  # not every compiler knows the processor by itself
-            try:
-                return self.load(compiler, flags, cache_dir())
-            except CannotBuildError as error:
-                errors.append(error)
-        raise errors[-1]
+        # Not every compiler can detect the processor.
+        with suppress(CannotBuildError):
+            return self.load(compiler, (*FLAGS, _NATIVE), cache_dir())
+        return self.load(compiler, FLAGS, cache_dir())
 
     def load(self, compiler: tuple[str, ...], flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-        """Load the functions from `folder`; build them first if they are not there.
+        """Load the functions from `folder`, and build them first if they are not there.
 
-        Where `folder` cannot be written, or others could have, a private temporary folder is used and removed.
+        If `folder` is not writable, or others could have written to it, a private temporary folder is used and removed.
 
         Raises:
             CannotBuildError: The compiler fails.
         """
-        name = f"{self.fingerprint(compiler, flags)}.so"
+        file_name = f"{self.fingerprint(compiler, flags)}.so"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_users_own(folder):
-                cure = f"`chmod go-w {folder}` lets it be used, or remove it where it is not yours"
-                warnings.warn(
-                    f"`{folder}` must be yours, and writable by no other: code is loaded from it. Its library "
-                    f"is built for this process alone, in seconds; {cure}.",
-                    stacklevel=2,
-                )
-                raise PermissionError(folder)
-            place = folder / name
-            if place.exists() and _is_users_own(place):
-                with suppress(OSError):  # a damaged library: build it again
-                    return self._open(place)
-            self._build(compiler, flags, place)
-            return self._open(place)
-        except OSError:  # nothing can be written there, or nothing loaded from there
-            with tempfile.TemporaryDirectory() as private:
-                place = Path(private, name)
-                self._build(compiler, flags, place)
-                return self._open(place)
+            _require_private(folder)
+            path = folder / file_name
+            if path.exists() and _is_private(path):
+                with suppress(OSError):  # A damaged library is built again.
+                    return self._open(path)
+            self._build(compiler, flags, path)
+            return self._open(path)
+        except OSError:  # The folder is not writable, or libraries cannot be loaded from it.
+            with tempfile.TemporaryDirectory() as private_folder:
+                path = Path(private_folder, file_name)
+                self._build(compiler, flags, path)
+                return self._open(path)
 
     def fingerprint(self, compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
-        """Hash source, command, compiler and processor."""
-        # `-march=native` code of one machine may crash another that shares the home folder.
-        version = _run([*compiler, "--version"])
-        parts = [
-            *(file.read_text() for file in self.files),
-            *compiler,
-            *flags,
-            version,
-            platform.machine(),
-        ]
-        return hashlib.sha256("\0".join([*parts, _processor()]).encode()).hexdigest()[:16]
+        """Return a hash of source, command, compiler and processor."""
+        # The processor is included, because `-march=native` code of one machine may crash another machine that shares
+        # the home folder.
+        inputs = [file.read_text() for file in self.files]
+        inputs += compiler
+        inputs += flags
+        inputs.append(_run([*compiler, "--version"]))
+        inputs.append(platform.machine())
+        inputs.append(_processor())
+        return hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
 
-    def _build(self, compiler: tuple[str, ...], flags: tuple[str, ...], place: Path) -> None:
-        # The processes of a node may build at once: each loads a whole file, its own or another's.
-        with atomic_path(place, has_rivals=True) as part:
-            _run([*compiler, *flags, "-o", str(part), str(self.files[0])])
-            part.chmod(0o700)
+    def _build(self, compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> None:
+        # The processes of a node may build at the same time. Each loads a complete file, its own or another's.
+        with atomic_path(path, has_rivals=True) as temporary_path:
+            _run([*compiler, *flags, "-o", str(temporary_path), str(self.files[0])])
+            temporary_path.chmod(0o700)
 
-    def _open(self, place: Path) -> ctypes.CDLL:
-        opened = ctypes.CDLL(str(place))
-        for name, arguments in self.functions.items():
-            function = getattr(opened, name)
-            function.restype, function.argtypes = None, arguments
-        return opened
+    def _open(self, path: Path) -> ctypes.CDLL:
+        library = ctypes.CDLL(str(path))
+        for name, argument_types in self.functions.items():
+            function = getattr(library, name)
+            function.restype = None
+            function.argtypes = argument_types
+        return library
 
 
 def find_compiler() -> tuple[str, ...]:
     """Return the command of the C++ compiler: `$CXX` if set, else the first of c++, g++ and clang++.
 
     Raises:
-        CannotBuildError: There is none.
+        CannotBuildError: There is no such compiler.
     """
-    named = shlex.split(os.environ.get("CXX", ""))
-    for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
+    command = shlex.split(os.environ.get("CXX", ""))
+    if command:
         if shutil.which(command[0]):
             return tuple(command)
-    raise CannotBuildError(
-        f"there is no {named[0]}, which $CXX names" if named else "there is no c++, g++ or clang++"
-    )
+        raise CannotBuildError(f"there is no {command[0]}, which $CXX names")
+
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return (name,)
+    raise CannotBuildError("there is no c++, g++ or clang++")
 
 
 def cache_dir() -> Path:
-    """Return our folder in the user's cache: of `$XDG_CACHE_HOME` or `~/.cache`; on macOS of `~/Library/Caches`."""
-    default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lightning_hybrid" / "cpp"
+    """Return the package's folder in `$XDG_CACHE_HOME`, `~/.cache`, or on macOS `~/Library/Caches`."""
+    user_cache = os.environ.get("XDG_CACHE_HOME")
+    if not user_cache and sys.platform == "darwin":
+        user_cache = "~/Library/Caches"
+    elif not user_cache:
+        user_cache = "~/.cache"
+    return Path(user_cache).expanduser() / "lightning_hybrid" / "cpp"
+
+
+def _require_private(folder: Path) -> None:
+    """Warn and raise PermissionError if others may write to a folder: code is loaded from it."""
+    if _is_private(folder):
+        return
+    warnings.warn(
+        f"`{folder}` must be yours, and writable by no other user, because code is loaded from it. The library is "
+        f"built for this process alone, in seconds. Run `chmod go-w {folder}`, or remove the folder if it is not "
+        "yours.",
+        stacklevel=3,
     )
+    raise PermissionError(folder)
 
 
-def _is_users_own(place: Path) -> bool:
-    found = place.stat()
-    # Windows has neither owner nor mode, and a folder of the user's there is the user's.
-    return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
+def _is_private(path: Path) -> bool:
+    """Return whether a path belongs to this user and no other user may write to it."""
+    status = path.stat()
+    if not hasattr(os, "getuid"):
+        # Windows has neither owner nor mode, and a folder in the user's profile belongs to the user.
+        return True
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotBuildError(f"{command[0]} did not run: {error}") from error
-    if done.returncode != 0:
-        raise CannotBuildError(f"{command[0]} said: {done.stderr.strip()[-300:]}")
-    return done.stdout
+    if process.returncode != 0:
+        raise CannotBuildError(f"{command[0]} said: {process.stderr.strip()[-300:]}")
+    return process.stdout
 
 
 def _processor() -> str:
-    # As `-march=native` sees it, as far as the system says.
+    """Return the processor's properties on which `-march=native` depends, as far as the system tells them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
     keys = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.split(":")[0].strip() in keys}))
+    distinct_lines = {line for line in lines if line.split(":")[0].strip() in keys}
+    return "\n".join(sorted(distinct_lines))

@@ -1,7 +1,7 @@
-"""Half-precision training on fp32 weights in a loop of the user's own: the precision plugin for Fabric.
+"""Precision plugin for Fabric: half-precision training on fp32 master weights in a user's own loop.
 
-It does what `plugin.py` does in the Trainer's manual optimization, for any number of modules and optimizers. The window
-is open in each forward and in each backward only, so all code of the loop sees fp32 parameters.
+It works like `plugin.py` in the Trainer's manual optimization, for any number of modules and optimizers. The window is
+open only during forward and backward, so all other code of the loop sees fp32 parameters.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag
 from lightning_hybrid.precision.window import HalfPrecisionWindow
 
-# The host asks the device after this many steps of an optimizer whether all were skipped, as the Trainer does at its
-# logged steps: 50 is its default.
+# Number of optimizer steps after which the host asks the device whether all were skipped. The Trainer asks at its
+# logged steps, by default every 50 steps.
 _ASK_EVERY = 50
 
 
 class FabricMasterWeightMixin(MasterWeightMixin):
-    """A Fabric plugin for training in fp16 (or bf16) on fp32 weights, with fp32 gradients and optimizer state.
+    """Fabric plugin for training in fp16 (or bf16) on fp32 master weights, with fp32 gradients and optimizer state.
 
-        forward         under autocast, on half-precision copies of the weights; outputs come back in fp32
+        forward         under autocast, on half-precision copies of the weights; outputs are converted to fp32
         backward        of the loss times its scale; then `p.grad` is fp32 and unscaled, to be read, clipped or changed
-        optimizer.step  on the fp32 weights, or not at all where a gradient was inf or nan
+        optimizer.step  on the fp32 weights, or skipped if a gradient was inf or nan
 
-    Each optimizer has a loss scale of its own; a backward takes the smallest of those that it can reach. Checkpoints
-    hold the fp32 weights, the fp32 state of the optimizers and the loss scales. Arguments and errors are those of the
-    Trainer's `MasterWeightPrecision`; 40 skipped steps in a row are looked for every 50 steps.
+    Each optimizer has its own loss scale. A backward uses the smallest scale of the optimizers that it can reach.
+    Checkpoints hold the fp32 weights, the fp32 state of the optimizers and the loss scales. Arguments and errors are
+    those of the Trainer's `MasterWeightPrecision`. Every 50 steps the plugin checks for 40 skipped steps in a row.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     ) -> None:
         super().__init__(precision, loss_scale=loss_scale, keep_fp32=keep_fp32)
         self._modules = nn.ModuleList()
-        # Whether the backward in progress averages a parameter's gradient. A strategy says; until then it is true of
-        # all, by what can be pickled for `hybrid_allreduce_spawn`.
+        # Function that returns whether the current backward averages a parameter's gradient. A strategy sets it. The
+        # default is true of every parameter, and can be pickled for `hybrid_allreduce_spawn`.
         self.averages: Callable[[Tensor], bool] = torch.is_tensor
         self._num_steps = 0
         self._waits_for_backward = (
@@ -58,12 +58,12 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Take a module, of which `add_module` makes half-precision copies once it is on its device."""
+        """Register a module. Once it is on its device, `add_module` creates the half-precision copies."""
         self._modules.append(module)
         return module
 
     def add_module(self, module: nn.Module, device: torch.device) -> None:
-        """Make the half-precision copies of a module that has moved to its device."""
+        """Create the half-precision copies of a module that is on its device."""
         self._device = device
         self._compute_device = device
         if self.window is None:
@@ -84,24 +84,26 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     def forward_context(self) -> Iterator[None]:
         """Run a forward on half-precision parameters under autocast."""
         assert self.gradients is not None
-        # DDP may make its buckets again in a forward, and would round the gradients that it finds.
+        # DDP may rebuild its buckets in a forward, and would then round existing gradients.
         with self.gradients.hidden(list(self._modules.parameters())), super().forward_context():
             yield
         if torch.is_grad_enabled():
             self._waits_for_backward = True
 
     def convert_output(self, data: Any) -> Any:
-        """Return what a module returned with its half-precision tensors in fp32, so that the loss is fp32."""
+        """Convert half-precision tensors of a module's output to fp32, so that the loss is fp32."""
         return apply_to_collection(data, Tensor, self._to_fp32)
 
     def _to_fp32(self, tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype is self.dtype else tensor
+        if tensor.dtype is self.dtype:
+            return tensor.float()
+        return tensor
 
     def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
-        """Do nothing: `backward` does all."""
+        """Do nothing, because `backward` does everything."""
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward of the loss times its scale, in fp32, and put fp32 gradients, unscaled, into `p.grad`."""
+        """Run backward of the loss times its scale, in fp32, and store unscaled fp32 gradients in `p.grad`."""
         assert self.window is not None
         assert self.gradients is not None
         parameters = list(self._modules.parameters())
@@ -118,18 +120,21 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         return self.averages(parameter)
 
     def post_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
-        """Do nothing: `backward` does all."""
+        """Do nothing, because `backward` does everything."""
 
     # ---- optimizer step --------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Run the closure, if there is one, then step or skip the step whole."""
+        """Run the closure, if there is one, then make or skip the whole optimizer step."""
         closure = kwargs.pop("closure", None)
         state = self.optimizer_steps.of(optimizer)
         state.skip_flag = None
         if closure is not None and evaluates_closure(optimizer):
             return self._step_on_closure(optimizer, state, closure, **kwargs)
-        result = None if closure is None else closure()
+
+        result = None
+        if closure is not None:
+            result = closure()
         self._refuse_step_without_backward(optimizer)
         found_inf = self._verdict(optimizer, state)
         self._step_or_skip(optimizer, state, found_inf, **kwargs)
@@ -139,9 +144,11 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         return result
 
     def _refuse_step_without_backward(self, optimizer: Optimizer) -> None:
-        waits = self._waits_for_backward
+        lacks_backward = self._waits_for_backward
         self._waits_for_backward = False
-        if not waits or any(parameter.grad is not None for parameter in parameters_of(optimizer)):
+        if not lacks_backward:
+            return
+        if any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             return
         raise RuntimeError(
             f"{type(optimizer).__name__}.step found no gradient after a forward without `fabric.backward(loss)`. The "
@@ -182,14 +189,12 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     ) -> None:
         self._num_steps += 1
         flag = state.skip_flag
-        if self._num_steps % _ASK_EVERY == 0 or (
-            flag is not None and flag.is_known and flag.was_skipped()
-        ):
-            self._raise_if_stuck(
-                state, model, step=f"optimizer step {self._num_steps} of this process"
-            )
+        was_skipped = flag is not None and flag.is_known and flag.was_skipped()
+        if self._num_steps % _ASK_EVERY == 0 or was_skipped:
+            step = f"optimizer step {self._num_steps} of this process"
+            self._raise_if_stuck(state, model, step=step)
 
     def teardown(self) -> None:
-        """Leave the modules with their fp32 parameters."""
+        """Restore the modules' fp32 parameters."""
         self._modules = nn.ModuleList()
         super().teardown()

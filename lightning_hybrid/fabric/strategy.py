@@ -1,14 +1,14 @@
-"""The strategy `hybrid_allreduce` for Fabric: the same communication, precision and checkpoints in a user's own loop.
+"""Strategy `hybrid_allreduce` for Fabric: the same communication, precision and checkpoints in a user's own loop.
 
-Of the Trainer's strategy it leaves out what needs a trainer: the timeline, prefetching, schedules that wait after a
-skipped step.
+Features of the Trainer's strategy that need a trainer are left out: the timeline, prefetching, and schedules that wait
+after a skipped step.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
@@ -48,6 +48,8 @@ else:
 
 
 def _explaining(name: str) -> Any:
+    """Return a method that calls the base class's method and adds to its error the name of a missing rank."""
+
     def call(self: FabricHybridAllReduce, *args: Any, **kwargs: Any) -> Any:
         try:
             return getattr(super(FabricHybridAllReduce, self), name)(*args, **kwargs)
@@ -61,32 +63,34 @@ def _explaining(name: str) -> Any:
 
 
 class FabricHybridAllReduce(_Base):
-    """Data-parallel training as Fabric's `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 weights.
+    """Data-parallel strategy for Fabric with a hybrid all-reduce and half precision on fp32 master weights.
 
-    `precision="16-true"` and `"bf16-true"` train fp32 weights. `fabric.setup` may be called for several
-    modules: each has buckets and an engine of its own. `fabric.save` adds the loss scales to a state that holds an
-    optimizer, and `fabric.load` takes them from it.
+    A drop-in replacement for Fabric's `DDPStrategy`. `precision="16-true"` and `"bf16-true"` train fp32 master weights.
+    `fabric.setup` may be called for several modules: each has its own buckets and engine. `fabric.save` adds the loss
+    scales to a state that holds an optimizer, and `fabric.load` restores them.
 
     Args:
-        between_nodes: what becomes of gradients of several nodes: `Mean(...)` or `Adasum()`. The noise of `"int8"` and
-            `"int4"` is that of the sums since the run began, as Fabric counts no steps.
-        ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
-        comm: how sums are carried out: `Comm(...)`; a planner chooses a plan for each module.
-        loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
-        exact_resume: whether loaders in a state resume in mid-epoch with the images that were left: see data/README.md.
-        timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
-            an error after this.
+        between_nodes: How nodes combine their gradients: `Mean(...)` or `Adasum()`. The noise of `"int8"` and `"int4"`
+            depends on the number of sums since the run began, because Fabric counts no steps.
+        ranks_per_node: Number of consecutive ranks that form a node. None: ranks on the same host form a node.
+        comm: Algorithm, bucket size and wire dtype of the all-reduce: `Comm(...)`. A planner chooses a plan for each
+            module.
+        loss_scale: Loss scaling for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
+        exact_resume: Whether loaders in a state resume in the middle of an epoch with exactly the remaining samples:
+            see data/README.md.
+        timeout: Seconds or a `timedelta` after which a rank that is dead or missing from a collective raises an error.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
-            start_method: as in Fabric's `DDPStrategy`.
-        **ddp_kwargs: for `DistributedDataParallel`. `gradient_as_bucket_view` is off unless set.
+            start_method: As in Fabric's `DDPStrategy`.
+        **ddp_kwargs: Passed to `DistributedDataParallel`. `gradient_as_bucket_view` is off unless set.
 
     Raises:
-        ValueError: an option does not exist or a value cannot work; before any process group exists.
+        ValueError: An option is unknown or has an invalid value. Raised before any process group is created.
 
     Source: Jia et al. 2018 (arXiv:1807.11205).
     """
 
-    _precision_type: type[FabricMasterWeightMixin]  # of the same Fabric, as the next
+    # Both classes belong to the same import name of Fabric as the strategy.
+    _precision_type: type[FabricMasterWeightMixin]
     _checkpoint_io_type: type
     checkpoint_io = durable_by_default
 
@@ -120,11 +124,10 @@ class FabricHybridAllReduce(_Base):
         self._failures = FailureReports()
         self._loaders = LoopLoaders(exact_resume)
         self._engines: list[CommEngine] = []
-        self._modules = nn.ModuleList()  # those that were set up
-        self._wrapper_of: dict[
-            int, DistributedDataParallel
-        ] = {}  # by `id` of a parameter that DDP averages
-        self._error_before: BaseException | None = None
+        self._modules = nn.ModuleList()  # modules that were set up
+        # DDP wrapper of each parameter whose gradient it averages, by the parameter's `id`.
+        self._wrapper_of: dict[int, DistributedDataParallel] = {}
+        self._earlier_error: BaseException | None = None  # an error from before the first setup
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -139,22 +142,24 @@ class FabricHybridAllReduce(_Base):
 
     @property
     def precision(self) -> Precision:
-        """The precision in force."""
+        """Precision plugin that is in use."""
         return super().precision
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
-        """Replace Fabric's plain half precision by ours on fp32 weights, and leave everything else."""
+        """Set the precision plugin. Fabric's plain half precision becomes half precision on fp32 master weights."""
         self._precision = with_masters(precision, self._precision_type, self._options.loss_scale)
 
     @property
     def communication_plan(self) -> str | None:
-        """Ranks, nodes, buckets and algorithms in one line, once known."""
+        """One line with ranks, nodes, buckets and algorithms, once they are known."""
         return self._comm.communication_plan
 
     @property
     def _half(self) -> FabricMasterWeightMixin | None:
-        return self.precision if isinstance(self.precision, FabricMasterWeightMixin) else None
+        if isinstance(self.precision, FabricMasterWeightMixin):
+            return self.precision
+        return None
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
@@ -163,7 +168,7 @@ class FabricHybridAllReduce(_Base):
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Set up as DDP; from here on a missing rank is named."""
+        """Set up the environment like DDP. From here on, errors name a missing rank."""
         has_several = self._comm.has_several_communicators(None)
         self._failures.begin(self.parallel_devices or (), has_several_communicators=has_several)
         super().setup_environment()
@@ -182,7 +187,10 @@ class FabricHybridAllReduce(_Base):
         )
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap in DDP with an engine of its own, and give every rank rank zero's weights. Collective."""
+        """Wrap a module in DDP with its own engine, and give every rank the weights of rank zero.
+
+        Collective: every rank of the group must call it, in the same order.
+        """
         half = self._half
         averaged, ignored = trained_parameters(module)
         if half is not None:
@@ -191,24 +199,28 @@ class FabricHybridAllReduce(_Base):
             assert half.window is not None
             if self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
                 half.window.broadcast_(module, ignored)
+
         topology = self._comm.topology_of(self.global_rank, self.world_size)
         self._comm.begin(topology, self.root_device, self._timeout)
         device_ids = self._determine_ddp_device_ids()
         # DDP and the plan of its buckets are for the parameters of forward and backward.
-        with nullcontext() if half is None or half.window is None else half.window.opened():
+        window: AbstractContextManager[Any] = nullcontext()
+        if half is not None and half.window is not None:
+            window = half.window.opened()
+        with window:
             self._comm.find_plan(module)
             wrapped = self._comm.wrap(
                 module, device_ids=device_ids, is_half=half is not None, **self._ddp_kwargs
             )
+
         engine = self._comm.new_engine(self.precision)
         self._comm.average_by(engine, wrapped, module.parameters())
         if not self._engines:
-            self._failures.end_setup()  # the engine's watchdog names missing ranks from here on
-            # A Fabric has no end but the process's, in a child of `launch(function)` as well.
+            self._failures.end_setup()  # From here on, the engine's watchdog names missing ranks.
+            # A Fabric ends only with its process, also in a child of `launch(function)`.
             Finalize(None, self._close_engines, exitpriority=1)
-            self._error_before = getattr(
-                sys, "last_value", None
-            )  # a fork of a notebook has the notebook's
+            # A process that was forked from a notebook has the notebook's last error.
+            self._earlier_error = getattr(sys, "last_value", None)
         self._engines.append(engine)
         self._failures.engine = engine
         self._modules.append(module)
@@ -223,15 +235,14 @@ class FabricHybridAllReduce(_Base):
         return optimizer
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return the loader, as one that `save_checkpoint` and `load_checkpoint` take."""
-        return self._loaders.process(
-            super().process_dataloader(dataloader), self.global_rank, self.world_size
-        )
+        """Return the loader as one that `save_checkpoint` and `load_checkpoint` can save and restore."""
+        processed = super().process_dataloader(dataloader)
+        return self._loaders.process(processed, self.global_rank, self.world_size)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step as DDP, after checking that every trained parameter is averaged."""
+        """Step like DDP, after a check that every trained parameter is averaged."""
         if self.world_size > 1:
             refuse_what_is_not_averaged(optimizer, self._wrapper_of, self._modules)
         return super().optimizer_step(optimizer, **kwargs)
@@ -244,25 +255,33 @@ class FabricHybridAllReduce(_Base):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip as DDP; a norm of inf or nan is no error where a loss scale may be the cause: the step is skipped."""
+        """Clip the gradients' norm like DDP, but allow inf and nan if a loss scale may be the cause.
+
+        In that case the optimizer step is skipped.
+        """
         is_scaled = self._half is not None and self._half.loss_scale is not None
-        strict = error_if_nonfinite and not is_scaled
-        return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, strict)
+        raises_error = error_if_nonfinite and not is_scaled
+        return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, raises_error)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save as DDP, with loss scales next to the state of an optimizer. Collective, where it has loaders."""
+        """Save a checkpoint like DDP, with the loss scales next to the state of an optimizer.
+
+        Collective if the state holds loaders: every rank of the group must call it, in the same order.
+        """
         half = self._half
         state = self._loaders.with_states(state, self.global_rank)
-        if half is not None and _has_optimizer(state) and (own := half.state_dict()):
-            state = {**state, _key(half): own}
+        if half is not None and _has_optimizer(state):
+            loss_scales = half.state_dict()
+            if loss_scales:
+                state = {**state, _key(half): loss_scales}
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Load as DDP, and the loss scales with the state of an optimizer."""
+        """Load a checkpoint like DDP, and restore the loss scales together with the state of an optimizer."""
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         half = self._half
         if half is not None and isinstance(state, dict) and _has_optimizer(state):
@@ -271,26 +290,29 @@ class FabricHybridAllReduce(_Base):
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
-    # As DDP; a rank that does not come is named.
-    backward, barrier, broadcast, all_reduce, all_gather = (
-        _explaining(name)
-        for name in ("backward", "barrier", "broadcast", "all_reduce", "all_gather")
-    )
+    # These methods act like DDP's, and their errors name a missing rank.
+    backward = _explaining("backward")
+    barrier = _explaining("barrier")
+    broadcast = _explaining("broadcast")
+    all_reduce = _explaining("all_reduce")
+    all_gather = _explaining("all_gather")
 
     def _close_engines(self) -> None:
-        # What ended this process, if the interpreter has shown an error: the others get to know.
+        # If an error ended this process, the interpreter has stored it. The engines report it to the other ranks.
         error = getattr(sys, "last_value", None)
+        if error is self._earlier_error:  # It is from before the first setup.
+            error = None
         self._failures.end_setup()
         engines = self._engines
         self._engines = []
         self._failures.engine = None
         for engine in engines:
-            if error is not None and error is not self._error_before:
+            if error is not None:
                 engine.abort(reason_of(error))
             engine.close()
 
     def teardown(self) -> None:
-        """End the engines, and give the modules their fp32 weights back."""
+        """Close the engines, and restore the modules' fp32 weights."""
         self._close_engines()
         self._modules = nn.ModuleList()
         self._wrapper_of = {}
@@ -303,11 +325,11 @@ class FabricHybridAllReduce(_Base):
 
 
 def _key(plugin: FabricMasterWeightMixin) -> str:
-    return type(plugin).__qualname__  # as the Trainer's checkpoints have it
+    return type(plugin).__qualname__  # as in the Trainer's checkpoints
 
 
 def _is_averaged_now(wrapper_of: dict[int, DistributedDataParallel], parameter: Tensor) -> bool:
-    # DDP's own flag: False under `no_backward_sync`.
+    # DDP's flag is False under `no_backward_sync`.
     wrapper = wrapper_of.get(id(parameter))
     return wrapper is None or wrapper.require_backward_grad_sync
 

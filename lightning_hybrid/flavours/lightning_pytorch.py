@@ -1,4 +1,4 @@
-"""Strategy, precision and checkpoint plugin of `lightning.pytorch`, which `lightning_hybrid` exports."""
+"""Strategy, precision and checkpoint plugin for `lightning.pytorch`, which `lightning_hybrid` exports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HybridAllReduceStrategy(HybridAllReduce, DDPStrategy):  # noqa: D101
 
 
 _MODULES = {"HybridElasticStrategy": "elastic", "HybridPipelineStrategy": "pipeline"}
-"""Strategies in modules of their own: other runs import nothing of them."""
+"""Strategies in separate modules, so that other runs do not import them."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The elastic strategy of `lightning.pytorch`."""
+"""Elastic strategy for `lightning.pytorch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline's strategy of `lightning.pytorch`."""
+"""Pipeline strategy for `lightning.pytorch`."""
 
 from __future__ import annotations
 

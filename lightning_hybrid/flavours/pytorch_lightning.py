@@ -1,4 +1,4 @@
-"""Strategy, precision and checkpoint plugin of `pytorch_lightning`."""
+"""Strategy, precision and checkpoint plugin for `pytorch_lightning`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HybridAllReduceStrategy(HybridAllReduce, DDPStrategy):  # type: ignore[mis
 
 
 _MODULES = {"HybridElasticStrategy": "elastic", "HybridPipelineStrategy": "pipeline"}
-"""Strategies in modules of their own: other runs import nothing of them."""
+"""Strategies in separate modules, so that other runs do not import them."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The elastic strategy of `pytorch_lightning`."""
+"""Elastic strategy for `pytorch_lightning`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline's strategy of `pytorch_lightning`."""
+"""Pipeline strategy for `pytorch_lightning`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the strategy's promises need of networks: BatchNorm under gradient accumulation, activation checkpointing."""
+"""Network tools that the strategies need: BatchNorm under gradient accumulation, and activation checkpointing."""
 
 from lightning_hybrid.models.batch_norm import correct_momentum_, corrected_momentum
 

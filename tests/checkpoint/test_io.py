@@ -32,7 +32,7 @@ def test_a_run_may_go_on_when_a_checkpoint_is_not_written(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         fails_with(errno.ENOSPC, patch)
         with pytest.warns(
-            UserWarning, match=r"the disk is full.* The run goes on without a newer checkpoint"
+            UserWarning, match=r"the disk is full.* The run continues without a newer checkpoint"
         ):
             io.save_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
     io.save_checkpoint(checkpoint(2), tmp_path / "last.ckpt")

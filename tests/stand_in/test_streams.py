@@ -84,7 +84,7 @@ def races_of_a_checkpoint(monkeypatch, *, waits=True, on_side=False):
         HostCopies, "_block_of", lambda self, num_bytes, *, is_locked: Block(num_bytes)
     )
     monkeypatch.setattr(host_copy, "_key_of", id)  # a fake tensor has no address
-    monkeypatch.setattr(host_copy, "_has_place", lambda tensor: True)  # and a type of its own
+    monkeypatch.setattr(host_copy, "_is_plain_memory", lambda tensor: True)  # and a type of its own
     with Cuda().on_fake_tensors() as gpu:
         weights = torch.ones(8, device=CUDA)
         host = HostCopies()

@@ -1,1 +1,1 @@
-"""Sums between nodes in 8 or 4 bits an element: the same bits on every rank, and noise without bias."""
+"""Codec of sums between nodes, with 8 or 4 bits per element: the same bits on every rank, and unbiased noise."""

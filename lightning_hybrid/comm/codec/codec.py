@@ -1,4 +1,4 @@
-"""The codec of sums between nodes: what a user chooses, and what encodes and adds up on a device."""
+"""Codec of sums between nodes: the user's choice, and the coder that encodes and adds up messages on a device."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.codec import block_format
-from lightning_hybrid.comm.codec.block_format import BLOCK, OF_A_SUM, num_blocks_of
+from lightning_hybrid.comm.codec.block_format import BLOCK, OF_A_SUM, NoiseKey, num_blocks_of
 from lightning_hybrid.comm.codec.philox import random_signs
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses
 from lightning_hybrid.cpp.library import CannotBuildError
 
 
-def _nothing(*_: float) -> None:
+def _ignore(*_: float) -> None:
     pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """A number of bits in which an element travels between nodes: 8, or 4 after a rotation; see `block_format`.
+    """Number format of an element between nodes: 8 bits, or 4 bits after a rotation. See `block_format`.
 
-    `seed`: of the noise of stochastic rounding, and of the rotation's signs; the same on every rank.
-    `error_feedback`: whether sums of a node are rounded to the nearest, and what that takes is added to the next ones.
+    Args:
+        bits: Bits per element.
+        seed: Seed of the noise of stochastic rounding and of the rotation's signs, the same on every rank.
+        error_feedback: Whether sums of a node are rounded to the nearest code, with the rounding error added to the
+            node's next sums.
 
     >>> str(Codec(bits=4, seed=1)), Codec(bits=4).message_bytes(2**20) / 2**20
     ('int4 (seed 1)', 0.5078125)
@@ -37,25 +40,30 @@ class Codec:
     error_feedback: bool = False
 
     def __str__(self) -> str:
-        return f"int{self.bits}{' with error feedback' if self.error_feedback else ''} (seed {self.seed})"
+        suffix = ""
+        if self.error_feedback:
+            suffix = " with error feedback"
+        return f"int{self.bits}{suffix} (seed {self.seed})"
 
     def signs(self, device: torch.device) -> Tensor | None:
-        """Return the signs of the rotation by 16, float32; None where blocks are not rotated."""
-        return random_signs(BLOCK, self.seed).to(device) / 16 if self.bits == 4 else None
+        """Return the signs of the rotation divided by 16, float32, or None if blocks are not rotated."""
+        if self.bits == 8:
+            return None
+        return random_signs(BLOCK, self.seed).to(device) / 16
 
     def message_bytes(self, numel: int) -> int:
-        """Return the bytes of a message of `numel` elements."""
+        """Return the number of bytes of a message of `numel` elements."""
         return block_format.message_bytes(numel, self.bits)
 
 
 class Passes(Protocol):
-    """What encodes and adds up on one type of device; all of them give the same bits as `TorchPasses`."""
+    """Interface of the encoder and adder for one type of device. All give the same bits as `TorchPasses`."""
 
     def encode(
         self,
         flat: Tensor,
         ids: Tensor,
-        key: tuple[int, int, int, int] | None,
+        key: NoiseKey | None,
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
@@ -66,46 +74,58 @@ class Passes(Protocol):
 
 
 class Coder:
-    """A codec on one device, and the place in the training that its noise is a function of.
+    """Codec on one device, with the position in the training on which its noise depends.
 
-    `step` is set by who knows it, so that a run that is resumed draws what it would have drawn; `turn` counts the sums
-    of all gradients since then. Methods may be called by several threads at once.
+    Methods may be called by several threads at once.
 
-    `count_rounding`: called on the CPU, after each message of this rank, with two sums of squares over each 16th of its
-    blocks: of errors, and of what was encoded.
+    Args:
+        codec: Number format.
+        device: Device of the tensors.
+        count_rounding: Function called on the CPU after each message of this rank, with two sums of squares over every
+            16th block: of the errors, and of the encoded values.
+
+    Attributes:
+        step: Step of the training. The caller sets it, so that a resumed run draws the same noise as an uninterrupted
+            one.
+        turn: Number of sums of all gradients in this step so far.
     """
 
     def __init__(
         self,
         codec: Codec,
         device: torch.device,
-        count_rounding: Callable[[float, float], None] = _nothing,
+        count_rounding: Callable[[float, float], None] = _ignore,
     ) -> None:
         self.codec = codec
-        self.step = self.turn = 0
+        self.step = 0
+        self.turn = 0
         self._count_rounding = count_rounding
         self._passes = _passes_for(device, codec)
-        self._measures = device.type == "cpu"  # on CUDA the host would have to wait for it
+        self._measures = device.type == "cpu"  # on CUDA the host would have to wait for the result
 
     def begin_step(self, step: int) -> None:
-        """Set the place in the training, where it is another."""
+        """Set the step of the training. If it changes, the count of sums restarts at zero."""
         if step != self.step:
             self.step = step
             self.turn = 0
 
-    def encode(
-        self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor
-    ) -> None:
+    def encode(self, flat: Tensor, ids: Tensor, key: NoiseKey | None, message: Tensor) -> None:
         """Write `flat` into `message` with the noise of (seed, step, sender, turn), or to the nearest code (None)."""
-        if message.dim() == 2 and not hasattr(self._passes, "decode"):
-            for first, part, row in self._cut(flat, message):
-                self.encode(part, ids[first : first + num_blocks_of(part.numel())], key, row)
+        is_matrix = message.dim() == 2
+        if is_matrix and not hasattr(self._passes, "decode"):
+            for first_block, elements, row in self._split_rows(flat, message):
+                num_blocks = num_blocks_of(elements.numel())
+                self.encode(elements, ids[first_block : first_block + num_blocks], key, row)
             return
-        is_own = key is None or key[2] != OF_A_SUM
-        noise = torch.zeros(2, dtype=torch.float64) if self._measures and is_own else None
+
+        is_of_this_rank = key is None or key[2] != OF_A_SUM
+        noise = None
+        if self._measures and is_of_this_rank:
+            noise = torch.zeros(2, dtype=torch.float64)
         self._passes.encode(flat, ids, key, message, noise)
         if noise is not None:
-            self._count_rounding(*noise.tolist())
+            error, power = noise.tolist()
+            self._count_rounding(error, power)
 
     def encode_nearest(self, flat: Tensor, ids: Tensor, message: Tensor) -> None:
         """Write `flat` (1-D, float32) into `message` (uint8), each element to the nearest code."""
@@ -116,19 +136,20 @@ class Coder:
         self._passes.add(messages, to)
 
     def decode(self, rows: Tensor, to: Tensor) -> None:
-        """Write into `to` (1-D, float32) what each row holds of it, as `Blocks.encode` wrote them."""
-        if hasattr(self._passes, "decode"):  # all by one kernel
+        """Decode the message in each row, as `Blocks.encode` wrote it, into its range of `to` (1-D, float32)."""
+        if hasattr(self._passes, "decode"):  # one kernel for all rows
             self._passes.decode(rows, to)
             return
-        for _, part, message in self._cut(to, rows):
-            self._passes.add(message[None], part)
+        for _, elements, row in self._split_rows(to, rows):
+            self._passes.add(row[None], elements)
 
-    def _cut(self, flat: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        # The first block, the elements and the message of each row, of which the last may be shorter.
-        numel = rows.shape[-1] // self.codec.message_bytes(BLOCK) * BLOCK
-        for begin, row in zip(range(0, flat.numel(), numel), rows, strict=False):
-            part = flat[begin : begin + numel]
-            yield begin // BLOCK, part, row[: self.codec.message_bytes(part.numel())]
+    def _split_rows(self, flat: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the first block, the elements and the message of each row. The last row may hold fewer elements."""
+        row_blocks = rows.shape[-1] // self.codec.message_bytes(BLOCK)
+        row_numel = row_blocks * BLOCK
+        for begin, row in zip(range(0, flat.numel(), row_numel), rows, strict=False):
+            elements = flat[begin : begin + row_numel]
+            yield begin // BLOCK, elements, row[: self.codec.message_bytes(elements.numel())]
 
 
 def _passes_for(device: torch.device, codec: Codec) -> Passes:
@@ -136,33 +157,39 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
     signs = codec.signs(device)
     if device.type == "cuda":
         try:
-            from lightning_hybrid.comm.codec.triton_passes import TritonPasses  # needs triton
+            # Imported here, because it needs triton.
+            from lightning_hybrid.comm.codec.triton_passes import TritonPasses
 
             passes = TritonPasses(bits, signs)
             passes.try_out(device)
             return passes
-        except Exception as error:  # of the compiler, the linker, the driver, or Triton's own
-            cure = (
+        except Exception as error:  # of the compiler, the linker, the driver, or Triton itself
+            problem = (
+                "on CUDA needs kernels that triton can build, and a first one failed "
+                f"({type(error).__name__}: {error!s:.300})"
+            )
+            remedy = (
                 "It needs triton, a C compiler (`apt install gcc`), Python's headers (python3-dev), "
                 "a GPU of its list"
             )
-            failed = f"a first one failed ({type(error).__name__}: {error!s:.300})"
-            _warn(bits, f"on CUDA needs kernels that triton can build, and {failed}", cure)
+            _warn_of_slow_passes(bits, problem, remedy)
     if device.type == "cpu":
-        from lightning_hybrid.comm.codec.cpp_passes import CppPasses  # here: it may build
+        # Imported here, because it may build a library.
+        from lightning_hybrid.comm.codec.cpp_passes import CppPasses
 
         try:
             return CppPasses(bits, signs)
         except CannotBuildError as error:
-            cure = "Install one (`apt install g++`), or name it in the environment variable CXX"
-            _warn(bits, f"on a CPU needs a C++ compiler to be fast, and {error}", cure)
+            problem = f"on a CPU needs a C++ compiler to be fast, and {error}"
+            remedy = "Install one (`apt install g++`), or name it in the environment variable CXX"
+            _warn_of_slow_passes(bits, problem, remedy)
     return TorchPasses(bits, signs)
 
 
-def _warn(bits: int, what: str, cure: str) -> None:
+def _warn_of_slow_passes(bits: int, problem: str, remedy: str) -> None:
     warnings.warn(
-        f"`between_nodes.dtype` (='int{bits}') {what}: operations of torch do the same, bit for bit, several times "
-        f"slower. {cure}.",
+        f"`between_nodes.dtype` (='int{bits}') {problem}: operations of torch do the same, bit for bit, several times "
+        f"slower. {remedy}.",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -1,4 +1,4 @@
-"""The codec in C++, for tensors on the CPU: one read of the tensor, without Python's lock."""
+"""C++ implementation of the codec, for tensors on the CPU: it reads the tensor once, without Python's lock."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lightning_hybrid.comm.codec.block_format import NoiseKey
 from lightning_hybrid.cpp.library import ADDRESS, COUNT, FLOAT_BITS, CppSource
 
-# The error of every 16th block of a message is measured: that of all would take time.
+# The error of every 16th block of a message is measured. To measure every block would take too long.
 SAMPLE_EVERY = 16
 
 SOURCE = CppSource(
@@ -28,45 +29,55 @@ def _library() -> ctypes.CDLL:
 
 
 class CppPasses:
-    """As `TorchPasses`, bit for bit; one thread, the caller's.
+    """Codec passes in C++, bit for bit equal to `TorchPasses`. They run in the calling thread only.
 
     Raises:
-        CannotBuildError: there is no compiler, or it fails.
+        CannotBuildError: There is no compiler, or it fails.
     """
 
     def __init__(self, bits: int, signs: Tensor | None) -> None:
         self._library = _library()
-        self._bits, self._signs = bits, signs  # held here, as calls only take its address
+        self._bits = bits
+        self._signs = signs  # kept alive here, because calls only take its address
 
     def encode(
         self,
         flat: Tensor,
         ids: Tensor,
-        key: tuple[int, int, int, int] | None,
+        key: NoiseKey | None,
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
-        """Write `flat` into `message`; see `TorchPasses`."""
-        words = None if key is None else (ctypes.c_uint32 * 4)(*key)
+        """Write `flat` into `message`. The arguments are those of `TorchPasses.encode`."""
+        key_words = None
+        if key is not None:
+            key_words = (ctypes.c_uint32 * 4)(*key)
         self._library.encode(
-            *(flat.data_ptr(), flat.numel(), self._bits, ids.data_ptr(), self._signs_at, words),
-            *(SAMPLE_EVERY, message.data_ptr(), None if noise is None else noise.data_ptr()),
+            flat.data_ptr(),
+            flat.numel(),
+            self._bits,
+            ids.data_ptr(),
+            _address_of(self._signs),
+            key_words,
+            SAMPLE_EVERY,
+            message.data_ptr(),
+            _address_of(noise),
         )
 
     def add(self, messages: Tensor, to: Tensor) -> None:
-        """Write the sum of messages into `to`; see `TorchPasses`."""
+        """Write the sum of `messages` into `to`, as `TorchPasses.add` does."""
         self._library.add_messages(
-            *(
-                messages.data_ptr(),
-                len(messages),
-                messages.stride(0),
-                to.numel(),
-                self._bits,
-                self._signs_at,
-            ),
+            messages.data_ptr(),
+            len(messages),
+            messages.stride(0),
+            to.numel(),
+            self._bits,
+            _address_of(self._signs),
             to.data_ptr(),
         )
 
-    @property
-    def _signs_at(self) -> int | None:
-        return None if self._signs is None else self._signs.data_ptr()
+
+def _address_of(tensor: Tensor | None) -> int | None:
+    if tensor is None:
+        return None
+    return tensor.data_ptr()

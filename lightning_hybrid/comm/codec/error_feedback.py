@@ -1,18 +1,19 @@
-"""Error feedback: what rounding takes from a node's sum is added to its next one.
+"""Error feedback: adds the rounding errors of a node's sum to its next sum.
 
     e = g + r           g: the sum of a node's gradients, r: its residual, zeros at first; float32
     send Q(e)           each element to the nearest code
-    r <- e - Q(e)       if the optimizer makes its step; one that is skipped leaves r as it was
+    r <- e - Q(e)       if the optimizer makes its step; a skipped step leaves r unchanged
 
-So errors do not add up: the sum of all that was sent is that of all gradients, but for one residual. A node has one
-residual, of which the rank that encodes a block holds that part. Which rank it is depends on algorithm, chunks and
-buckets; where they change, residuals move to the rank that needs them. With more than two nodes the second rounding, of
-the sum, stays stochastic: it has no bias, and so needs no state, which would belong to one node's part of the sum.
+So errors do not accumulate: the sum of everything that was sent equals the sum of all gradients, up to one residual. A
+node has one residual. The rank that encodes a block holds the residual of that block. Algorithm, chunks and buckets
+determine which rank it is. When they change, residuals move to the rank that needs them. With more than two nodes the
+second rounding, of the sum, stays stochastic: it is unbiased and needs no state, which would belong to one node's part
+of the sum.
 
-Between runs residuals are kept in the units of gradients that no loss scale and no divisor has changed, summed over
-ranks. They are powers of two: nothing is rounded.
+Between runs, residuals are kept in the units of gradients without loss scale and divisor, summed over ranks. Loss scale
+and divisor are powers of two, so nothing is rounded.
 
-Source: Seide et al. 2014 (Interspeech); Karimireddy et al. 2019 (arXiv:1901.09847).
+Sources: Seide et al. 2014 (Interspeech); Karimireddy et al. 2019 (arXiv:1901.09847).
 """
 
 from __future__ import annotations
@@ -26,67 +27,80 @@ from torch import Tensor
 from lightning_hybrid.comm.codec.block_format import BLOCK, num_blocks_of
 from lightning_hybrid.comm.codec.codec import Coder
 from lightning_hybrid.comm.codec.padded_bucket import PaddedBucket
-from lightning_hybrid.comm.codec.residual import FeedbackStep, Residual
+from lightning_hybrid.comm.codec.residual import FeedbackStep, Residual, ResidualOptions
 
 
 class BucketFeedback:
-    """The residuals of one bucket, as long as it is made and cut in one way: one for each range that is encoded.
+    """Residuals of one bucket, one for each encoded range, as long as the bucket's layout and cut stay the same.
 
-    `begin`: the residual of the node in all its blocks, float32; None: zeros. `options`: of each `Residual`.
+    Args:
+        padded: Bucket with padded gradients.
+        cut: Values that determine, equally on every rank of the node, which rank encodes which range.
+        begin: Initial residual of the node in all blocks of the bucket, float32. None: zeros.
+        options: Options of each residual.
     """
 
     def __init__(
-        self, padded: PaddedBucket, cut: tuple[Any, ...], begin: Tensor | None, **options: Any
+        self,
+        padded: PaddedBucket,
+        cut: tuple[Any, ...],
+        begin: Tensor | None,
+        options: ResidualOptions,
     ) -> None:
         self.padded = padded
         self.cut = cut
         self.begin = begin
         self.residuals: dict[int, Residual] = {}  # by the first block, counted in the bucket
         self.step = FeedbackStep()
-        self.num_sum = 0  # in which sum of all gradients it was last used
-        self._options = options  # of a `Residual`
+        self.num_sum = 0  # index of the last sum of all gradients that used it
+        self._options = options
 
     def encode(self, flat: Tensor, ids: Tensor, message: Tensor, coder: Coder) -> None:
-        """Write `flat`, a range of the bucket, and its residual into `message`. `ids`: a view of the bucket's."""
+        """Write `flat`, a range of the bucket, plus its residual into `message`.
+
+        Args:
+            flat: Elements to encode, 1-D, float32.
+            ids: Number of each block, a view of the bucket's numbers.
+            message: Encoded blocks, uint8.
+            coder: Codec on the tensor's device.
+        """
         first = int(ids.storage_offset())
-        if (residual := self.residuals.get(first)) is None:
-            residual = self.residuals[first] = self._new(
-                first, num_blocks_of(flat.numel()), flat.device
-            )
+        residual = self.residuals.get(first)
+        if residual is None:
+            residual = self._new_residual(first, num_blocks_of(flat.numel()), flat.device)
+            self.residuals[first] = residual
         residual.encode(flat, ids, message, coder, self.step)
 
-    def _new(self, first: int, num_blocks: int, device: torch.device) -> Residual:
+    def _new_residual(self, first: int, num_blocks: int, device: torch.device) -> Residual:
+        end = first + num_blocks
         values = torch.zeros(num_blocks * BLOCK, device=device)
         if self.begin is not None:
-            known = self.begin[first * BLOCK : (first + num_blocks) * BLOCK]
-            values[: known.numel()] = known
-        padding = [
-            ((block - first) * BLOCK + numel, (block - first + 1) * BLOCK)
-            for block, numel in self.padded.partial
-            if first <= block < first + num_blocks
-        ]
-        return Residual(
-            self.padded.numbers[first : first + num_blocks],
-            values,
-            padding,
-            step=self.step,
-            **self._options,
-        )
+            initial = self.begin[first * BLOCK : end * BLOCK]
+            values[: initial.numel()] = initial
+
+        padding = []
+        for block, numel in self.padded.partial:
+            if first <= block < end:
+                block_begin = (block - first) * BLOCK
+                padding.append((block_begin + numel, block_begin + BLOCK))
+        numbers = self.padded.numbers[first:end]
+        return Residual(numbers, values, padding, step=self.step, options=self._options)
 
 
 class ErrorFeedback:
-    """The residuals of what this rank encodes, over the steps of a fit.
+    """Residuals of everything that this rank encodes, over all steps of a fit.
 
-    Collective where `add_up_` is: every rank must call `bucket` and `load`, in the same order.
+    Collective if `add_up_` is given: every rank of the node must call `bucket` and `load`, in the same order.
 
     Args:
-        num_blocks: of all parameters, numbered as `BlockNumbers` does.
-        device: of the gradients.
-        add_up_: adds a float32 tensor up over the ranks of the node, in place; None: every node has one rank.
-        is_leader: whether this rank is the first of its node.
+        num_blocks: Number of blocks of all parameters, as counted by `BlockNumbers`.
+        device: Device of the gradients.
+        add_up_: Function that sums a float32 tensor over the ranks of the node, in place. None: each node has one rank.
+        is_leader: Whether this rank is the first of its node.
 
     Attributes:
-        may_skip: whether the optimizer skips steps; residuals then take twice the memory. To be set before the first.
+        may_skip: Whether the optimizer may skip steps, in which case residuals take twice the memory. To be set before
+            the first sum.
     """
 
     def __init__(
@@ -100,20 +114,20 @@ class ErrorFeedback:
         self.may_skip = False
         self._num_blocks = num_blocks
         self._device = device
-        self._add_up_ = add_up_
+        self._sum_over_node_ = add_up_
         self._is_leader = is_leader
         self._step = FeedbackStep()
         self._buckets: dict[int, BucketFeedback] = {}
-        self._left: list[Residual] = []  # of buckets that are made or cut otherwise now
-        self._loaded: Tensor | None = None  # of the whole node, until the next sum
+        self._retired: list[Residual] = []  # of buckets whose layout or cut has changed since
+        self._loaded: Tensor | None = None  # residual of the node from `load`, until the next sum
         self._num_sums = 0
 
     def begin_step(self, loss_scale: Tensor | None) -> None:
-        """Say by what the gradients of the next sum are multiplied (0-dim); None: by nothing."""
+        """Set the loss scale of the next sum's gradients, 0-dim. None: they are not scaled."""
         self._step = FeedbackStep(loss_scale=loss_scale)
 
     def end_step(self, is_skipped: Tensor) -> None:
-        """Say whether the optimizer has skipped the step of the last sum; 0-dim, bool."""
+        """Set whether the optimizer has skipped the step of the last sum, 0-dim, bool."""
         self._step.is_skipped = is_skipped
 
     def bucket(
@@ -121,53 +135,63 @@ class ErrorFeedback:
     ) -> BucketFeedback:
         """Return the residuals of a bucket of the sum that is being submitted.
 
-        `cut`: what says, equally on every rank of the node, which rank encodes what of it.
+        Args:
+            index: Index of the bucket.
+            padded: Bucket with padded gradients.
+            cut: Values that determine, equally on every rank of the node, which rank encodes which range.
+            divisor: Number by which gradients were divided before the sum.
+            is_last: Whether this is the last bucket of the sum.
         """
-        found = self._buckets.get(index)
-        if found is None or found.padded is not padded or found.cut != cut:
-            begin = self._of_node(padded.numbers, padded.ids.device, divisor)
-            if found is not None:
-                self._left += found.residuals.values()
-            options = {
-                "divisor": divisor,
-                "may_skip": self.may_skip,
-                "on_cuda": self._device.type == "cuda",
-            }
-            found = self._buckets[index] = BucketFeedback(padded, cut, begin, **options)
+        feedback = self._buckets.get(index)
+        if feedback is not None and feedback.padded is padded and feedback.cut == cut:
+            feedback.begin = None  # Every range has its own residual by now.
         else:
-            found.begin = None  # every range has its own by now
-        found.step = self._step
-        found.num_sum = self._num_sums
+            begin = self._residual_of_node(padded.numbers, padded.ids.device, divisor)
+            if feedback is not None:
+                self._retired += feedback.residuals.values()
+            options = ResidualOptions(
+                divisor=divisor, may_skip=self.may_skip, on_cuda=self._device.type == "cuda"
+            )
+            feedback = BucketFeedback(padded, cut, begin, options)
+            self._buckets[index] = feedback
+
+        feedback.step = self._step
+        feedback.num_sum = self._num_sums
         if is_last:
             self._num_sums += 1
             self._loaded = None
-            self._left = [one for one in self._left if len(one.numbers)]
-        return found
+            self._retired = [residual for residual in self._retired if len(residual.numbers) > 0]
+        return feedback
 
-    def _of_node(self, numbers: Tensor, device: torch.device, divisor: int) -> Tensor | None:
-        # The residual of the node in these blocks, on every rank, in units of this step; None: there is none yet.
+    def _residual_of_node(
+        self, numbers: Tensor, device: torch.device, divisor: int
+    ) -> Tensor | None:
+        """Return the residual of the node in these blocks, in units of this step, or None if there is none yet."""
         if self._loaded is not None:
             rows = self._loaded.view(-1, BLOCK)[numbers].to(device)
-            scale = self._step.loss_scale
-            return (rows / divisor if scale is None else rows * (scale / divisor)).flatten()
+            loss_scale = self._step.loss_scale
+            if loss_scale is None:
+                return (rows / divisor).flatten()
+            return (rows * (loss_scale / divisor)).flatten()
         if self._num_sums == 0:
             return None
+
         begin = torch.zeros(len(numbers), BLOCK, device=device)
-        place = torch.full((self._num_blocks,), -1)
-        place[numbers] = torch.arange(len(numbers))
-        for residual in self._of_earlier_sums():
-            at = place[residual.numbers]
-            if len(rows := (at >= 0).nonzero().view(-1)):
-                begin[at[rows]] = residual.take(rows, self._step)
-        if self._add_up_ is not None:
-            self._add_up_(
-                begin.view(-1)
-            )  # of each block one rank has the residual, and the others zeros
+        row_of_block = torch.full((self._num_blocks,), -1)
+        row_of_block[numbers] = torch.arange(len(numbers))
+        for residual in self._residuals_of_earlier_sums():
+            target_rows = row_of_block[residual.numbers]
+            rows = (target_rows >= 0).nonzero().view(-1)
+            if len(rows) > 0:
+                begin[target_rows[rows]] = residual.take(rows, self._step)
+        if self._sum_over_node_ is not None:
+            # One rank has the residual of each block, and all other ranks have zeros.
+            self._sum_over_node_(begin.view(-1))
         return begin.view(-1)
 
-    def _of_earlier_sums(self) -> Iterator[Residual]:
-        # Others of this sum are being encoded by threads, and hold other blocks.
-        yield from self._left
+    def _residuals_of_earlier_sums(self) -> Iterator[Residual]:
+        # Residuals of this sum are left out: threads are encoding them, and they hold other blocks.
+        yield from self._retired
         for bucket in self._buckets.values():
             if bucket.num_sum < self._num_sums:
                 yield from bucket.residuals.values()
@@ -175,39 +199,47 @@ class ErrorFeedback:
     # ---- between runs ----------------------------------------------------------------------------------------------
 
     def share(self, begin: int, end: int, device: torch.device) -> Tensor:
-        """Return the residuals of the blocks from `begin` to `end`, 256 elements each; zeros where others hold them.
+        """Return this rank's residuals of a range of blocks, 256 elements each, with zeros for blocks of other ranks.
 
-        `device`: that of the gradients.
+        The sum over the ranks of the node is the residual of the node. To be called only between two steps.
 
-        Added up over the ranks of the node it is the residual of the node. Only between two steps.
+        Args:
+            begin: Number of the first block.
+            end: Number of the last block, plus one.
+            device: Device of the gradients.
         """
-        found = torch.zeros(end - begin, BLOCK, device=device)
+        values = torch.zeros(end - begin, BLOCK, device=device)
         if self._loaded is not None:
             if self._is_leader:
-                found.copy_(self._loaded.view(-1, BLOCK)[begin:end])
-            return found.view(-1)
-        for residual in (
-            *self._left,
-            *(one for some in self._buckets.values() for one in some.residuals.values()),
-        ):
-            rows = ((residual.numbers >= begin) & (residual.numbers < end)).nonzero().view(-1)
-            if len(rows):
-                found[residual.numbers[rows] - begin] = residual.unscaled().view(-1, BLOCK)[rows]
-        return found.view(-1)
+                values.copy_(self._loaded.view(-1, BLOCK)[begin:end])
+            return values.view(-1)
+
+        residuals = list(self._retired)
+        for bucket in self._buckets.values():
+            residuals.extend(bucket.residuals.values())
+        for residual in residuals:
+            is_in_range = (residual.numbers >= begin) & (residual.numbers < end)
+            rows = is_in_range.nonzero().view(-1)
+            if len(rows) > 0:
+                unscaled = residual.unscaled().view(-1, BLOCK)
+                values[residual.numbers[rows] - begin] = unscaled[rows]
+        return values.view(-1)
 
     def load(self, values: Tensor | None) -> None:
-        """Go on with the residual of the node: 256 elements for each block, float32, in the units of `share`.
+        """Continue with the given residual of the node: 256 elements per block, float32, in the units of `share`.
 
         None: zeros.
         """
         self._buckets = {}
-        self._left = []
+        self._retired = []
         self._num_sums = 0
-        self._loaded = None if values is None else values.cpu()
+        self._loaded = None
+        if values is not None:
+            self._loaded = values.cpu()
 
     def release_device(self) -> None:
-        """Keep this rank's share on the CPU, for `share`: the fit is over."""
+        """Move this rank's share to the CPU at the end of a fit, so that `share` still works."""
         self._loaded = self.share(0, self._num_blocks, self._device).cpu()
         self._is_leader = True
         self._buckets = {}
-        self._left = []
+        self._retired = []

@@ -1,8 +1,7 @@
-"""A bucket in which every gradient begins a block of its own, so that no block depends on how buckets are made."""
+"""Buckets in which every gradient begins a new block, so that blocks do not depend on the layout of buckets."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,15 +11,23 @@ from lightning_hybrid.comm.codec.block_format import BLOCK, num_blocks_of
 
 
 class PaddedBucket:
-    """Memory for a bucket with zeros behind each gradient, up to a multiple of 256 elements; used again in each step.
+    """Buffer for a bucket in which zeros follow each gradient, up to a multiple of 256 elements.
 
-    DistributedDataParallel makes other buckets in its first step than later, in a resumed run too, and plans cut them
-    otherwise. Scales and noise are those of a block: here they depend on the gradient and the place in it alone.
+    The buffer is reused in each step. DistributedDataParallel forms other buckets in its first step than later, also in
+    a resumed run, and plans cut them differently. Scales and noise belong to a block. With padding, they depend only on
+    the gradient and on the position in it.
 
     Args:
-        numels: elements of each gradient, in the order of the bucket.
-        first_ids: the number of the first block of each.
-        dtype: that in which the bucket is summed; `device`: where.
+        numels: Number of elements of each gradient, in the order of the bucket.
+        first_ids: Number of the first block of each gradient.
+        dtype: Dtype in which the bucket is summed.
+        device: Device of the buffer.
+
+    Attributes:
+        numbers: Numbers of the blocks, int64, on the host.
+        ids: The same numbers, int32, on the device.
+        partial: Blocks that a gradient does not fill, as pairs of the block, counted in the bucket, and the number of
+            the gradient's elements in it.
     """
 
     def __init__(
@@ -31,52 +38,60 @@ class PaddedBucket:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        counts = [num_blocks_of(numel) for numel in numels]
-        numbers = [
-            first + index
-            for first, count in zip(first_ids, counts, strict=True)
-            for index in range(count)
-        ]
-        self.numbers = torch.tensor(numbers, dtype=torch.int64)  # of the blocks, on the host
+        numbers: list[int] = []
+        block_counts = []
+        self.partial: list[tuple[int, int]] = []
+        for numel, first_id in zip(numels, first_ids, strict=True):
+            num_blocks = num_blocks_of(numel)
+            block_counts.append(num_blocks)
+            numbers.extend(range(first_id, first_id + num_blocks))
+            if numel % BLOCK != 0:
+                self.partial.append((len(numbers) - 1, numel % BLOCK))
+        self.numbers = torch.tensor(numbers, dtype=torch.int64)
         self.ids = self.numbers.to(torch.int32).to(device)
-        # Blocks, counted in the bucket, that a gradient does not fill, and how many elements it has in them.
-        ends = itertools.accumulate(counts)
-        self.partial = [
-            (end - 1, numel % BLOCK)
-            for end, numel in zip(ends, numels, strict=True)
-            if numel % BLOCK
-        ]
+
         self._numels = list(numels)
-        self._wire = torch.zeros(sum(counts) * BLOCK, dtype=dtype, device=device)
-        rows = self._wire.split([count * BLOCK for count in counts])
-        self._gradients = [row[:numel] for row, numel in zip(rows, numels, strict=True)]
-        self._padding = [row[numel:] for row, numel in zip(rows, numels, strict=True)]
+        self._wire = torch.zeros(len(numbers) * BLOCK, dtype=dtype, device=device)
+        self._gradients: list[Tensor] = []
+        self._padding: list[Tensor] = []
+        rows = self._wire.split([num_blocks * BLOCK for num_blocks in block_counts])
+        for row, numel in zip(rows, numels, strict=True):
+            self._gradients.append(row[:numel])
+            self._padding.append(row[numel:])
 
     def load(self, buffer: Tensor, *, before: int) -> Tensor:
-        """Return `buffer / before`, padded, in the dtype of the sum; `buffer` itself may be changed."""
-        # The division happens in the wider of both dtypes. A sum of rotated blocks leaves noise in the padding.
-        is_wider = self._wire.element_size() > buffer.element_size()
-        if before > 1 and not is_wider:
+        """Return `buffer / before`, padded, in the dtype of the sum. `buffer` itself may change."""
+        # The division uses the wider of the two dtypes.
+        is_wire_wider = self._wire.element_size() > buffer.element_size()
+        if before > 1 and not is_wire_wider:
             buffer.div_(before)
         torch._foreach_copy_(self._gradients, list(buffer.split(self._numels)))
+        # The last sum of rotated blocks has left noise in the padding.
         torch._foreach_zero_(self._padding)
-        return self._wire.div_(before) if before > 1 and is_wider else self._wire
+        if before > 1 and is_wire_wider:
+            self._wire.div_(before)
+        return self._wire
 
     def store(self, _: Tensor, *, buffer: Tensor, after: float) -> Tensor:
-        """Write the sum by `after` into `buffer`, rounded once: the division happens in the wider of both dtypes."""
-        is_wider = self._wire.element_size() > buffer.element_size()
-        if after != 1 and is_wider:
+        """Write the sum divided by `after` into `buffer`, rounded once."""
+        # The division uses the wider of the two dtypes.
+        is_wire_wider = self._wire.element_size() > buffer.element_size()
+        if after != 1 and is_wire_wider:
             self._wire.div_(after)
         torch._foreach_copy_(list(buffer.split(self._numels)), self._gradients)
-        return buffer.div_(after) if after != 1 and not is_wider else buffer
+        if after != 1 and not is_wire_wider:
+            buffer.div_(after)
+        return buffer
 
 
 class BlockNumbers:
-    """The number of the first block of each parameter's gradient: in the order of `parameters`, and then as they come.
+    """Numbering of the blocks of all parameters' gradients.
 
-    >>> weight, bias, other = torch.zeros(3), torch.zeros(300), torch.zeros(1)
+    Parameters are numbered in the order of `parameters`. Those that are not in it follow in the order of first use.
+
+    >>> weight, bias, late_parameter = torch.zeros(3), torch.zeros(300), torch.zeros(1)
     >>> numbers = BlockNumbers([weight, bias])
-    >>> numbers.first_of(bias), numbers.first_of(other)
+    >>> numbers.first_of(bias), numbers.first_of(late_parameter)
     (1, 3)
     """
 
@@ -88,11 +103,11 @@ class BlockNumbers:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all parameters that have a number."""
+        """Number of blocks of all numbered parameters."""
         return self._num_blocks
 
     def first_of(self, parameter: Tensor) -> int:
-        """Return the number of the first block of a parameter, which it gets where it has none."""
+        """Return the number of a parameter's first block, and assign one if the parameter has none."""
         if id(parameter) not in self._first:
             self._first[id(parameter)] = self._num_blocks
             self._num_blocks += num_blocks_of(num_reals(parameter))
@@ -100,9 +115,11 @@ class BlockNumbers:
 
 
 def num_reals(parameter: Tensor) -> int:
-    """Return the elements of a gradient in its bucket: complex ones are pairs of reals there.
+    """Return the number of real elements of a gradient in its bucket, where a complex element is a pair of reals.
 
     >>> num_reals(torch.zeros(2, 3)), num_reals(torch.zeros(3, dtype=torch.complex64))
     (6, 6)
     """
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
+    if parameter.is_complex():
+        return 2 * parameter.numel()
+    return parameter.numel()

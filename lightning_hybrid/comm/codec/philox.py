@@ -1,4 +1,4 @@
-"""Philox-4x32-10, random words as a function of a counter, in torch's integers."""
+"""Philox-4x32-10, a counter-based random number generator, in torch's integers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_WEYL = 0x9E3779B9, 0xBB67AE85
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
 NUM_ROUNDS = 10
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Return four words for each counter of four words: int64 in [0, 2^32), of the shape to which these broadcast.
+    """Return four random words for each counter of four words.
 
-    Source: Salmon et al. 2011 (SC '11); cuRAND, torch and Triton use the same.
+    The words are int64 in [0, 2^32) and have the shape to which the counter's words broadcast. cuRAND, torch and Triton
+    use the same generator.
+
+    Source: Salmon et al. 2011 (SC '11).
 
     >>> zero = torch.zeros((), dtype=torch.int64)
     >>> [hex(int(word)) for word in philox((zero, zero, zero, zero), (0, 0))]     # of Random123's known answers
@@ -23,7 +26,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):
-        # The product has 64 bits: its sign is one of them, and the mask takes it off the upper half.
+        # The product has 64 bits, one of which is the sign. The mask removes the sign from the upper half.
         first = c0 * _MULTIPLIERS[0]
         second = c2 * _MULTIPLIERS[1]
         c0 = (second >> 32 & _MASK) ^ c1 ^ k0
@@ -36,11 +39,11 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
 
 
 def random_signs(numel: int, seed: int) -> Tensor:
-    """Return `numel` signs, -1.0 or 1.0, float32: a function of `seed` alone."""
-    counter = torch.arange(-(-numel // 4))
+    """Return `numel` random signs, -1.0 or 1.0, float32, which depend on `seed` only."""
+    num_counters = -(-numel // 4)
+    counter = torch.arange(num_counters)
     zero = torch.zeros((), dtype=torch.int64)
-    # The step of a run is never this one: the signs are no words of its noise.
-    words = torch.stack(philox((counter, zero, zero, zero), (seed & _MASK, _MASK))).flatten()[
-        :numel
-    ]
-    return 1.0 - 2.0 * (words & 1).float()
+    # No step of a run has the number `_MASK`, so these words are not part of the run's noise.
+    words = torch.stack(philox((counter, zero, zero, zero), (seed & _MASK, _MASK)))
+    bits = words.flatten()[:numel] & 1
+    return 1.0 - 2.0 * bits.float()

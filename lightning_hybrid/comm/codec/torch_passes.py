@@ -1,4 +1,4 @@
-"""The codec in operations of torch: on any device, and where there is no compiler."""
+"""Implementation of the codec in torch operations, for any device and for machines without a compiler."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from lightning_hybrid.comm.codec.block_format import (
     FRACTION_BITS,
     INFINITE_BITS,
     LEAST_MAXIMUM_BITS,
+    SCALE_BYTES,
+    NoiseKey,
     most_code,
     num_blocks_of,
     reciprocal_of,
@@ -18,13 +20,17 @@ from lightning_hybrid.comm.codec.philox import philox
 
 _ONE = 1 << FRACTION_BITS
 _NAN_SCALE = 0x7FC0
-_SLAB = 1 << 10  # blocks at a time: what is computed on the way has 8 bytes an element
+_SLAB = (
+    1 << 10
+)  # number of blocks processed at a time: intermediate results take 8 bytes per element
 
 
 class TorchPasses:
-    """Encoding of float32 tensors, and sums of messages; see `block_format`.
+    """Codec passes in torch operations: encode float32 tensors, and add up messages. See `block_format`.
 
-    `signs`: 256 elements, +-1/16, float32, where blocks are rotated; None: they are not.
+    Args:
+        bits: Bits per element, 8 or 4.
+        signs: Signs of the rotation: 256 elements, +-1/16, float32. None: blocks are not rotated.
     """
 
     def __init__(self, bits: int, signs: Tensor | None) -> None:
@@ -35,101 +41,127 @@ class TorchPasses:
         self,
         flat: Tensor,
         ids: Tensor,
-        key: tuple[int, int, int, int] | None,
+        key: NoiseKey | None,
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
-        """Write `flat` (1-D, float32) into `message` (uint8).
+        """Write `flat` into `message`.
 
-        `ids`: int32, the number of each block. `key`: seed, step, sender, sum in the step; None: to the nearest code.
-        `noise`: float64, to which sums of squares are added: of errors, and of what was encoded.
+        Args:
+            flat: Elements to encode, 1-D, float32.
+            ids: Number of each block, int32.
+            key: Seed, step, sender, and index of the sum in the step. None: round to the nearest code.
+            message: Encoded blocks, 1-D, uint8.
+            noise: float64 [2], to which two sums of squares are added: of the errors, and of the encoded values.
         """
         num_blocks = num_blocks_of(flat.numel())
-        most = most_code(self._bits)
-        scales = message[: 2 * num_blocks].view(torch.int16)
-        codes = message[2 * num_blocks :].view(num_blocks, BLOCK * self._bits // 8)
+        scales, codes = self._split(message, num_blocks)
         for first in range(0, num_blocks, _SLAB):
             last = min(first + _SLAB, num_blocks)
             y = _blocks(flat[first * BLOCK : last * BLOCK])
             if self._signs is not None:
                 y = hadamard(y * self._signs)
-            maximum = (y.view(torch.int32) & 0x7FFFFFFF).amax(
-                1, keepdim=True
-            )  # of bits: inf and nan are the largest
-            is_finite = maximum < INFINITE_BITS
-            maximum = maximum.view(torch.float32).where(
-                is_finite & (maximum >= LEAST_MAXIMUM_BITS), 0.0
-            )
-            # Rounded up to bfloat16, so that no code is above the largest.
-            upper = (maximum * reciprocal_of(most)).view(torch.int32) + 0xFFFF >> 16
-            scale = (upper << 16).view(torch.float32)
-            is_coded = scale > 0
-            steps = (float(_ONE) / scale).where(is_coded, 0.0)
-            fixed = (
-                (y.where(is_coded, 0.0) * steps).to(torch.int32).clamp_(-most * _ONE, most * _ONE)
-            )
+            upper, is_finite = self._scales_of(y)
+            scale = _as_float(upper)
+            fixed = self._fixed_point(y, scale)
             code = (fixed + self._addends(ids[first:last], key)) >> FRACTION_BITS
+
             scales[first:last] = upper.where(is_finite, _NAN_SCALE).flatten().to(torch.int16)
             codes[first:last] = _packed(code, self._bits)
             if noise is not None:
                 error = (code * _ONE - fixed).double() * scale / _ONE
-                noise += torch.stack(
-                    [error.square().sum(), (fixed.double() * scale / _ONE).square().sum()]
-                )
+                value = fixed.double() * scale / _ONE
+                noise += torch.stack([error.square().sum(), value.square().sum()])
 
     def add(self, messages: Tensor, to: Tensor) -> None:
-        """Write the sum of `messages` (one in each row, uint8), in their order and in float32, into `to`."""
+        """Write the sum of `messages` (uint8, one in each row) into `to`. It is added in their order, in float32."""
         num_blocks = num_blocks_of(to.numel())
         for first in range(0, num_blocks, _SLAB):
             last = min(first + _SLAB, num_blocks)
             total: Tensor | None = None
             for message in messages:
-                codes = message[2 * num_blocks :].view(num_blocks, BLOCK * self._bits // 8)
-                upper = message[: 2 * num_blocks].view(torch.int16)[first:last].to(torch.int32)
-                scale = (upper << 16).view(torch.float32)[:, None]
+                scales, codes = self._split(message, num_blocks)
+                scale = _as_float(scales[first:last].to(torch.int32))[:, None]
                 code = _unpacked(codes[first:last], self._bits)
-                total = code * scale if total is None else total.add_(code * scale)
+                if total is None:
+                    total = code * scale
+                else:
+                    total.add_(code * scale)
             assert total is not None
             if self._signs is not None:
                 total = hadamard(total) * self._signs
-            part = to[first * BLOCK : last * BLOCK]
-            part.copy_(total.flatten()[: part.numel()])
+            target = to[first * BLOCK : last * BLOCK]
+            target.copy_(total.flatten()[: target.numel()])
 
-    def _addends(self, ids: Tensor, key: tuple[int, int, int, int] | None) -> Tensor | int:
+    def _split(self, message: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Return views of a message: scales, int16 [blocks], and codes, uint8 [blocks, bytes]."""
+        scale_bytes = SCALE_BYTES * num_blocks
+        scales = message[:scale_bytes].view(torch.int16)
+        codes = message[scale_bytes:].view(num_blocks, BLOCK * self._bits // 8)
+        return scales, codes
+
+    def _scales_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bits of each block's scale, and whether the block is finite, both [blocks, 1]."""
+        # Magnitudes are compared by their bits, in which inf and nan are the largest.
+        maximum_bits = (y.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True)
+        is_finite = maximum_bits < INFINITE_BITS
+        is_coded = is_finite & (maximum_bits >= LEAST_MAXIMUM_BITS)
+        maximum = maximum_bits.view(torch.float32).where(is_coded, 0.0)
+        # Rounded up to bfloat16, so that no code exceeds the largest one.
+        exact_scale = maximum * reciprocal_of(most_code(self._bits))
+        upper = (exact_scale.view(torch.int32) + 0xFFFF) >> 16
+        return upper, is_finite
+
+    def _fixed_point(self, y: Tensor, scale: Tensor) -> Tensor:
+        """Return y / scale in fixed point, int32, cut to the range of the codes."""
+        is_coded = scale > 0
+        steps = (float(_ONE) / scale).where(is_coded, 0.0)
+        limit = most_code(self._bits) * _ONE
+        return (y.where(is_coded, 0.0) * steps).to(torch.int32).clamp_(-limit, limit)
+
+    def _addends(self, ids: Tensor, key: NoiseKey | None) -> Tensor | int:
+        """Return the numbers to add before rounding down: uniform noise in fixed point, or one half."""
         if key is None:
             return _ONE // 2
         seed, step, sender, turn = key
         lane = torch.arange(BLOCK // 4, device=ids.device)
-        counter = (
-            lane,
-            ids.long()[:, None],
-            *(torch.full_like(lane[:1], word) for word in (sender, turn)),
-        )
-        words = philox(counter, (seed, step))
-        return torch.cat([word.expand(len(ids), -1) >> 9 for word in words], 1).to(torch.int32)
+        block = ids.long()[:, None]
+        senders = torch.full_like(lane[:1], sender)
+        turns = torch.full_like(lane[:1], turn)
+        words = philox((lane, block, senders, turns), (seed, step))
+        columns = [word.expand(len(ids), -1) >> 9 for word in words]
+        return torch.cat(columns, 1).to(torch.int32)
 
 
 def hadamard(y: Tensor) -> Tensor:
-    """Return H y of each row of 256: 8 stages of sums and differences, of neighbours first.
+    """Return H y of each row of 256 elements, in 8 stages of sums and differences that begin with neighbours.
 
     >>> y = torch.zeros(1, 256); y[0, 1] = 1.0
     >>> hadamard(y)[0, :4].tolist(), bool((hadamard(hadamard(y)) == 256 * y).all())
     ([1.0, -1.0, 1.0, -1.0], True)
     """
     num_rows = len(y)
-    for half in (1 << stage for stage in range(8)):
+    for stage in range(8):
+        half = 1 << stage
         a, b = y.view(num_rows, -1, 2, half).unbind(2)
         y = torch.stack([a + b, a - b], 2).view(num_rows, BLOCK)
     return y
 
 
+def _as_float(upper: Tensor) -> Tensor:
+    """Return the float32 whose upper 16 bits are given as int32."""
+    return (upper << 16).view(torch.float32)
+
+
 def _blocks(flat: Tensor) -> Tensor:
-    missing = -flat.numel() % BLOCK
-    return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)
+    num_missing = -flat.numel() % BLOCK
+    if num_missing > 0:
+        flat = torch.nn.functional.pad(flat, (0, num_missing))
+    return flat.view(-1, BLOCK)
 
 
 def _packed(code: Tensor, bits: int) -> Tensor:
-    code = code.to(torch.uint8)  # modulo 256: two's complement
+    code = code.to(torch.uint8)  # modulo 256, which is two's complement
     if bits == 8:
         return code
     lower, upper = code.view(len(code), 2, -1).bitwise_and_(15).unbind(1)
@@ -140,4 +172,6 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed.view(torch.int8).float()
     signed = packed.view(torch.int8)
-    return torch.cat([signed.bitwise_left_shift(4) >> 4, signed >> 4], 1).float()
+    lower = signed.bitwise_left_shift(4) >> 4
+    upper = signed >> 4
+    return torch.cat([lower, upper], 1).float()

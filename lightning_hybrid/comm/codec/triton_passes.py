@@ -1,4 +1,4 @@
-"""The codec in Triton, for tensors on CUDA. It has run in Triton's interpreter, and on no GPU yet."""
+"""Triton implementation of the codec, for tensors on CUDA. It has run in Triton's interpreter, and on no GPU yet."""
 
 from __future__ import annotations
 
@@ -8,81 +8,115 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.codec import block_format, triton_kernels
-from lightning_hybrid.comm.codec.block_format import BLOCK, SCALE_BYTES, num_blocks_of
+from lightning_hybrid.comm.codec.block_format import BLOCK, NoiseKey, num_blocks_of
 
-# A block is 8 elements for each thread of a warp; the fusion of products and sums changes no bit, and triton warns
-# until one is chosen.
+# A block has 8 elements for each thread of a warp. The fusion of products and sums changes no bit, and Triton warns
+# unless a value is set.
 _LAUNCH: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": True}
 
 
 class TritonPasses:
-    """As `TorchPasses`, bit for bit: one kernel for each call, and no wait."""
+    """Codec passes on CUDA, bit for bit equal to `TorchPasses`: one kernel per call, and the host never waits."""
 
     def __init__(self, bits: int, signs: Tensor | None) -> None:
-        self._most = block_format.most_code(bits)
+        self._largest_code = block_format.most_code(bits)
+        self._block_bytes = block_format.message_bytes(BLOCK, bits)
         self._signs = signs
 
     def try_out(self, device: torch.device) -> None:
-        """Compile and launch both kernels on one block; where that fails, let Triton's error pass."""
+        """Compile and launch both kernels on one block. If that fails, Triton's error passes through."""
         flat = torch.zeros(BLOCK, device=device)
         ids = torch.zeros(1, dtype=torch.int32, device=device)
-        message = torch.zeros(
-            1,
-            SCALE_BYTES + BLOCK // (2 if self._most == 7 else 1),
-            dtype=torch.uint8,
-            device=device,
-        )
-        self.encode(flat, ids, (0, 0, 0, 0), message[0], None)
-        self.add(message, flat)
+        messages = torch.zeros(1, self._block_bytes, dtype=torch.uint8, device=device)
+        self.encode(flat, ids, (0, 0, 0, 0), messages[0], None)
+        self.add(messages, flat)
 
     def encode(
         self,
         flat: Tensor,
         ids: Tensor,
-        key: tuple[int, int, int, int] | None,
+        key: NoiseKey | None,
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
-        """Write `flat` into `message`, or cut into the rows of a matrix; see `TorchPasses`. Noise is not measured."""
+        """Write `flat` into `message`, or in pieces into the rows of a matrix. Rounding noise is not measured.
+
+        The arguments are those of `TorchPasses.encode`.
+        """
         num_blocks = num_blocks_of(flat.numel())
-        rows = self._rows(message)
-        whole = message.view(-1)
-        seed, step, sender, turn = key or (0, 0, 0, 0)
-        with torch.cuda.device_of(
-            flat
-        ):  # Triton launches on the current device, whichever the tensors are on
+        row_bytes = message.shape[-1]
+        message_bytes = message.view(-1)
+        num_scales = message_bytes.numel() // 2
+        message_scales = message_bytes[: 2 * num_scales].view(torch.int16)
+        is_nearest = key is None
+        if key is None:
+            key = (0, 0, 0, 0)
+        seed, step, sender, turn = key
+
+        # Triton launches on the current device, whichever device the tensors are on.
+        with torch.cuda.device_of(flat):
             triton_kernels.encode_block[(num_blocks,)](
-                *(flat, flat.numel(), ids, ids if self._signs is None else self._signs),
-                *(seed | step << 32, sender, turn),
-                *(whole[: whole.numel() // 2 * 2].view(torch.int16), whole, *rows, num_blocks),
-                MOST=self._most,
-                RECIPROCAL=block_format.reciprocal_of(self._most),
+                flat,
+                flat.numel(),
+                ids,
+                self._signs_or(ids),
+                seed | step << 32,
+                sender,
+                turn,
+                message_scales,
+                message_bytes,
+                self._blocks_in(row_bytes),
+                row_bytes,
+                num_blocks,
+                MOST=self._largest_code,
+                RECIPROCAL=block_format.reciprocal_of(self._largest_code),
                 LEAST=block_format.LEAST_MAXIMUM_BITS,
-                IS_NEAREST=key is None,
+                IS_NEAREST=is_nearest,
                 **_LAUNCH,
             )
 
     def add(self, messages: Tensor, to: Tensor) -> None:
-        """Write the sum of messages into `to`; see `TorchPasses`."""
-        self._add(messages, len(messages), messages.stride(0), num_blocks_of(to.numel()), 0, to)
-
-    def decode(self, rows: Tensor, to: Tensor) -> None:
-        """Write what each row holds of `to` into it."""
-        self._add(rows, 1, 0, *self._rows(rows), to)
-
-    def _rows(self, message: Tensor) -> tuple[int, int]:
-        # Blocks in a row, and its bytes.
-        num_bytes = message.shape[-1]
-        return num_bytes // (SCALE_BYTES + (BLOCK // 2 if self._most == 7 else BLOCK)), num_bytes
-
-    def _add(
-        self, messages: Tensor, num: int, stride: int, row_blocks: int, row_bytes: int, to: Tensor
-    ) -> None:
+        """Write the sum of `messages` into `to`, as `TorchPasses.add` does."""
         num_blocks = num_blocks_of(to.numel())
         with torch.cuda.device_of(to):
             triton_kernels.add_block[(num_blocks,)](
-                *(messages, num, stride, num_blocks, row_blocks, row_bytes, to.numel()),
-                *(messages if self._signs is None else self._signs, to),
-                MOST=self._most,
+                messages,
+                len(messages),
+                messages.stride(0),
+                num_blocks,
+                num_blocks,
+                0,
+                to.numel(),
+                self._signs_or(messages),
+                to,
+                MOST=self._largest_code,
                 **_LAUNCH,
             )
+
+    def decode(self, rows: Tensor, to: Tensor) -> None:
+        """Decode the message in each row into its range of `to`."""
+        num_blocks = num_blocks_of(to.numel())
+        row_bytes = rows.shape[-1]
+        with torch.cuda.device_of(to):
+            triton_kernels.add_block[(num_blocks,)](
+                rows,
+                1,
+                0,
+                num_blocks,
+                self._blocks_in(row_bytes),
+                row_bytes,
+                to.numel(),
+                self._signs_or(rows),
+                to,
+                MOST=self._largest_code,
+                **_LAUNCH,
+            )
+
+    def _blocks_in(self, row_bytes: int) -> int:
+        return row_bytes // self._block_bytes
+
+    def _signs_or(self, unused: Tensor) -> Tensor:
+        """Return the signs of the rotation, or a tensor that the kernel does not read if blocks are not rotated."""
+        if self._signs is None:
+            return unused
+        return self._signs

@@ -1,1 +1,1 @@
-"""Turns the failure of one rank into the same error on all ranks, with the name of the rank."""
+"""Failure handling: the failure of one rank becomes the same error on all ranks, with the name of the rank."""

@@ -1,12 +1,13 @@
-"""What must be equal on all ranks: software, plan and topology."""
+"""Comparison of everything that must be equal on all ranks: software, communication plan and topology."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +19,19 @@ from lightning_hybrid.comm.topology import Topology, host_identity
 
 
 class OrderError(RuntimeError):
-    """An error where ranks submit different tensors, or submit them in different order."""
+    """Error raised when ranks submit different tensors, or submit them in a different order."""
 
 
 def hash_of_sources(package: Path) -> str:
-    """Return twelve digits that differ where a source file of a package does; of the files that are there."""
+    """Return the first twelve hexadecimal digits of a hash of a package's source files, as they are on disk now."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+        relative_path = str(path.relative_to(package))
+        digest.update(relative_path.encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
-# Hash of what was imported, some milliseconds ago: files may change while a job runs.
+# Computed at import, some milliseconds after the files were read: files may change while a job runs.
 SOURCES = hash_of_sources(Path(__file__).resolve().parents[2])
 
 
@@ -50,32 +52,67 @@ def compare_plans(
     group: dist.ProcessGroup | None = None,
     compared: Mapping[str, object] | None = None,
 ) -> tuple[str, list[str], list[list[str]]]:
-    """Compare software, plan and topology over all ranks of a group (None: WORLD). Collective: all must call it.
+    """Compare software, plan and topology over all ranks of a group.
+
+    Collective: every rank of the group must call it, in the same order.
+
+    Args:
+        plan: Communication plan of this rank.
+        topology: Topology as this rank sees it.
+        device: Device of the gradients. Its type is compared.
+        across_nodes: Dtype, or codec, of the sums between nodes.
+        group: Process group. None: WORLD.
+        compared: Further values to compare, by name.
 
     Returns:
         A token that is the same on all ranks and new each time, the host of every rank, and the addresses under which
-        others know it.
+        other hosts know it.
 
     Raises:
-        ValueError: on every rank, naming what differs.
+        ValueError: Software or plan differ. Raised on every rank, with the names that differ.
     """
-    own = {**json.loads(plan.to_json()), "nodes": topology.nodes, "device": device.type}
-    own["dtype_across_nodes"] = str(across_nodes)  # a dtype, or a codec
-    own |= compared or {}
-    gathered: list[tuple[dict, dict, str, str, list[str]]] = [
-        ({}, {}, "", "", [])
-    ] * topology.world_size
-    values = (own, software(), uuid.uuid4().hex, host_identity()[0], tcp_info.own_addresses())
-    dist.all_gather_object(gathered, values, group=group)
-    hosts = [host for *_, host, _ in gathered]
-    if difference := differing([versions for _, versions, *_ in gathered]):
+    # Builtin types only: ranks may run different versions of this package, and must still be able to unpickle it.
+    setup = {
+        "plan": _compared_values(plan, topology, device, across_nodes, compared),
+        "versions": software(),
+        "token": uuid.uuid4().hex,
+        "host": host_identity()[0],
+        "addresses": tcp_info.own_addresses(),
+    }
+    setups: list[dict[str, Any]] = [{}] * topology.world_size
+    dist.all_gather_object(setups, setup, group=group)
+
+    hosts = [rank_setup["host"] for rank_setup in setups]
+    _check_equal(setups, hosts)
+    return setups[0]["token"], hosts, [rank_setup["addresses"] for rank_setup in setups]
+
+
+def _compared_values(
+    plan: CommPlan,
+    topology: Topology,
+    device: torch.device,
+    across_nodes: object,
+    compared: Mapping[str, object] | None,
+) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(plan.to_json())
+    values["nodes"] = topology.nodes
+    values["device"] = device.type
+    values["dtype_across_nodes"] = str(across_nodes)
+    if compared is not None:
+        values.update(compared)
+    return values
+
+
+def _check_equal(setups: Sequence[dict[str, Any]], hosts: Sequence[str]) -> None:
+    difference = differing([setup["versions"] for setup in setups])
+    if difference:
         raise ValueError(
-            f"the software must be the same on all ranks: {difference}. Other code rounds otherwise, and the ranks' "
-            f"weights part without a word. Install one environment on every host.{places_of([], hosts)}"
+            f"the software must be the same on all ranks: {difference}. Different code rounds differently, so the "
+            f"ranks' weights would silently diverge. Install one environment on every host.{places_of([], hosts)}"
         )
-    if difference := differing([values for values, *_ in gathered]):
+    difference = differing([setup["plan"] for setup in setups])
+    if difference:
         raise ValueError(
             f"the plan of communication must be the same on all ranks: {difference}. Give every rank the same "
             f"`strategy` options, from one configuration.{places_of([], hosts)}"
         )
-    return gathered[0][2], hosts, [addresses for *_, addresses in gathered]

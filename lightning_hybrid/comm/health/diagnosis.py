@@ -1,4 +1,4 @@
-"""Which rank is the cause where a sum does not end: judged by the status that every rank gives."""
+"""Diagnosis of a collective that does not end: finds the rank that causes it, from the status of every rank."""
 
 from __future__ import annotations
 
@@ -11,26 +11,40 @@ from lightning_hybrid.comm.health.tcp_info import Liveness, describe_liveness, m
 
 Key = TypeVar("Key")
 
-# How the place of a rank begins that has nothing in its engine; what its caller does follows.
+# Prefix of the place of a rank whose engine is idle. The current activity of its caller follows.
 IDLE = "with no bucket in flight"
 
-# That of one whose device waits, or is busy for long, outside of any bucket.
+# Place of a rank that waits for its device, or whose device is busy for long, outside of any bucket.
 BEHIND_DEVICE = "waiting for its device, with no bucket in flight"
+
+# Numbers of list entries that a message shows.
+_MAX_RANKS = 5
+_MAX_HOSTS = 4
+_MAX_PLACES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """Where a rank stands."""
+    """Progress and current activity of a rank.
 
-    num_submitted: int  # buckets since the engine was made
-    order: str  # hash of them and of their order
-    place: str  # what it does now, in words
-    recent: tuple[str, ...] = ()  # the latest of them, oldest first
-    has_left: bool = False  # it closed its engine
-    is_inside: bool = False  # its oldest bucket in flight is in a collective, or it is in another: it waits, or works
-    liveness: Mapping[str, Liveness] = field(
-        default_factory=dict
-    )  # what it knows of the hosts at other addresses
+    Args:
+        num_submitted: Number of buckets submitted since the engine was created.
+        order: Hash of these buckets and of their order.
+        place: Current activity, in words.
+        recent: Latest of these buckets, oldest first.
+        has_left: Whether the rank has closed its engine.
+        is_inside: Whether its oldest bucket in flight, or the rank itself, is inside a collective. False: it waits for
+            its turn, or works.
+        liveness: Liveness of the hosts at other addresses, as seen from this rank.
+    """
+
+    num_submitted: int
+    order: str
+    place: str
+    recent: tuple[str, ...] = ()
+    has_left: bool = False
+    is_inside: bool = False
+    liveness: Mapping[str, Liveness] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Write the status as JSON, for the store."""
@@ -38,12 +52,14 @@ class RankStatus:
 
     @classmethod
     def from_json(cls, text: str) -> RankStatus:
-        """Read what `to_json` wrote."""
+        """Read the status that `to_json` wrote."""
         values = json.loads(text)
-        liveness = {
-            address: (word, heard_s) for address, (word, heard_s) in values["liveness"].items()
-        }
-        return cls(**{**values, "recent": tuple(values["recent"]), "liveness": liveness})
+        liveness = {}
+        for address, (word, heard_s) in values["liveness"].items():
+            liveness[address] = (word, heard_s)
+        values["liveness"] = liveness
+        values["recent"] = tuple(values["recent"])
+        return cls(**values)
 
 
 def diagnose(
@@ -52,197 +68,282 @@ def diagnose(
     hosts: Sequence[str] = (),
     addresses: Sequence[Sequence[str]] = (),
 ) -> str:
-    """Write the error for all ranks: which is the cause, by the status of each (None: no answer), and who noticed what.
+    """Write the error for all ranks: the cause, judged by the status of every rank, and the event that was noticed.
 
-    `hosts`: of every rank, where they are known; those of the ranks to blame, or of all, are named. `addresses`:
-    under which others know each rank's host.
+    Args:
+        noticed: Event that led to the diagnosis, and the rank that noticed it.
+        statuses: Status of every rank. None: the rank did not answer.
+        hosts: Host of every rank, if known. The message names the hosts of the ranks to blame, or all of them.
+        addresses: Addresses under which other hosts know the host of every rank.
     """
-    silent = [rank for rank, each in enumerate(statuses) if each is None]
-    left = [rank for rank, each in enumerate(statuses) if each is not None and each.has_left]
-    here = {
-        rank: each for rank, each in enumerate(statuses) if each is not None and not each.has_left
-    }
-    most = max((each.num_submitted for each in here.values()), default=0)
-    different = _other_buckets(here)
-    behind = [rank for rank, each in here.items() if each.num_submitted < most]
-    # Of ranks that came less far, those that wait inside a collective wait for those that do not come to it.
-    behind = [rank for rank in behind if not here[rank].is_inside] or behind
-    # Of these, one whose bucket waits for its turn is in the step to which one without a bucket does not come.
-    behind = [rank for rank in behind if here[rank].place.startswith(IDLE)] or behind
-    # One that has no bucket in flight has done its part of those that others wait for.
-    busy = [rank for rank, each in here.items() if not each.place.startswith(IDLE)]
-    absent = [rank for rank in busy or here if not here[rank].is_inside]
-    # The order matters: a rank that is gone makes others look late, and a rank that is late makes others wait.
+    silent = []
+    left = []
+    present = {}
+    for rank, status in enumerate(statuses):
+        if status is None:
+            silent.append(rank)
+        elif status.has_left:
+            left.append(rank)
+        else:
+            present[rank] = status
+
+    different_order = _describe_different_order(present)
+    behind = _ranks_behind(present)
+    absent = _ranks_outside(present)
+    # The order of the tests matters: a rank that failed makes others look late, and a late rank makes others wait. A
+    # rank in another order also has another number of buckets.
     if silent:
-        blame = _no_answer(silent, statuses, hosts, addresses)
+        blame = _describe_silent(silent, statuses, hosts, addresses)
     elif left:
-        has = "has" if len(left) == 1 else "have"
-        blame = f"{name_ranks(left)} {has} left: closed the engine while others still averaged"
-    elif different:  # before "behind": a rank in another order also has other counts
-        blame = different
+        verb = _verb_for(left, "has", "have")
+        blame = f"{name_ranks(left)} {verb} left: closed the engine while others still averaged"
+    elif different_order is not None:
+        blame = different_order
     elif behind:
-        stands = "stands" if len(behind) == 1 else "stand"
-        blame = (
-            f"{name_ranks(behind)} {stands} behind: {here[behind[0]].num_submitted} buckets handed over where others "
-            f"have {most}; now {here[behind[0]].place}. Look there for a hang, an error or a batch less"
+        blame = _describe_behind(behind, present)
+    else:
+        blame = _describe_wait(absent, present)
+
+    blamed = silent or left
+    if not blamed and different_order is None:
+        blamed = behind or absent
+    return f"comm: {blame}. {noticed}.{places_of(blamed, hosts)}"
+
+
+def _ranks_behind(present: Mapping[int, RankStatus]) -> list[int]:
+    """Return the ranks that submitted fewer buckets than others, reduced to those that can be the cause."""
+    most = _most_submitted(present)
+    behind = [rank for rank, status in present.items() if status.num_submitted < most]
+
+    # A rank inside a collective waits for the ranks that do not join it.
+    outside = [rank for rank in behind if not present[rank].is_inside]
+    if outside:
+        behind = outside
+    # A rank whose bucket waits for its turn is in a step that a rank without a bucket has not reached.
+    idle = [rank for rank in behind if present[rank].place.startswith(IDLE)]
+    if idle:
+        behind = idle
+    return behind
+
+
+def _ranks_outside(present: Mapping[int, RankStatus]) -> list[int]:
+    """Return the ranks that are outside of every collective, among those that still have a bucket in flight."""
+    # A rank without a bucket in flight has done its share of the buckets for which others wait.
+    busy = [rank for rank, status in present.items() if not status.place.startswith(IDLE)]
+    candidates = busy or list(present)
+    return [rank for rank in candidates if not present[rank].is_inside]
+
+
+def _most_submitted(present: Mapping[int, RankStatus]) -> int:
+    return max((status.num_submitted for status in present.values()), default=0)
+
+
+def _describe_behind(behind: Sequence[int], present: Mapping[int, RankStatus]) -> str:
+    verb = _verb_for(behind, "stands", "stand")
+    first = present[behind[0]]
+    return (
+        f"{name_ranks(behind)} {verb} behind: {first.num_submitted} buckets handed over where others "
+        f"have {_most_submitted(present)}; now {first.place}. Look there for a hang, an error or a batch less"
+    )
+
+
+def _describe_wait(absent: Sequence[int], present: Mapping[int, RankStatus]) -> str:
+    """Describe a wait in which all ranks answer and have submitted the same buckets."""
+    if absent and len(absent) < len(present):
+        verb = _verb_for(absent, "does", "do")
+        return (
+            f"{name_ranks(absent)} {verb} not come to the collective in which others wait; now "
+            f"{present[absent[0]].place}. Look there for a hang"
         )
-    elif absent and len(absent) < len(here):  # all outside: none waits for another
-        does = "does" if len(absent) == 1 else "do"
-        blame = (
-            f"{name_ranks(absent)} {does} not come to the collective in which others wait; now "
-            f"{here[absent[0]].place}. Look there for a hang"
-        )
-    elif absent:  # the network is no cause while a rank is outside
-        blame = f"every rank answers, and none is in a collective: {_by_place(here)}. Look for the one that hangs"
-    elif (
-        all(", called by " in each.place for each in here.values())
-        and len({one.place for one in here.values()}) > 1
-    ):
-        blame = (
-            f"ranks wait in different collectives: {_by_place(here)}. Look for one behind a condition that ranks see "
+
+    places = _describe_places(present)
+    if absent:  # The network is not the cause while a rank is outside of the collectives.
+        return f"every rank answers, and none is in a collective: {places}. Look for the one that hangs"
+
+    distinct_places = {status.place for status in present.values()}
+    are_in_collectives = all(", called by " in words for words in distinct_places)
+    if len(distinct_places) > 1 and are_in_collectives:
+        return (
+            f"ranks wait in different collectives: {places}. Look for one behind a condition that ranks see "
             "differently"
         )
-    else:
-        blame = f"every rank answers, so the network between them is the cause ({_by_place(here)})"
-    if not different:
-        late = behind or absent
-    else:
-        late = []
-    return f"comm: {blame}. {noticed}.{places_of(silent or left or late, hosts)}"
+    return f"every rank answers, so the network between them is the cause ({places})"
 
 
 def is_lost(statuses: Sequence[RankStatus | None]) -> bool:
-    """Return whether what is in flight cannot end: a rank does not answer, has left, or submitted other buckets.
+    """Return whether the collectives in flight cannot end: a rank is silent, has left, or submitted other buckets.
 
     >>> here = RankStatus(num_submitted=1, order="a", place=IDLE, recent=("x",))
     >>> is_lost([here, here]), is_lost([here, None])
     (False, True)
     """
-    here = {rank: each for rank, each in enumerate(statuses) if each is not None}
-    return (
-        len(here) < len(statuses)
-        or any(each.has_left for each in here.values())
-        or _other_buckets(here) is not None
-    )
+    answers = {rank: status for rank, status in enumerate(statuses) if status is not None}
+    if len(answers) < len(statuses):
+        return True
+    if any(status.has_left for status in answers.values()):
+        return True
+    return _describe_different_order(answers) is not None
 
 
-def _no_answer(
+def _describe_silent(
     silent: Sequence[int],
     statuses: Sequence[RankStatus | None],
     hosts: Sequence[str],
     addresses: Sequence[Sequence[str]],
 ) -> str:
-    # Of a host all of whose ranks are silent, those that answer may know more; it must not be called dead if it lives.
-    # Where others of its host answer, or no rank knows anything, a silent rank may be dead, stopped or unreachable.
-    states = []
-    for rank in silent:
-        host = hosts[rank] if rank < len(hosts) else None
-        is_whole = host is not None and all(
-            each is None for of, each in zip(hosts, statuses, strict=True) if of == host
-        )
-        found = [
-            each.liveness.get(address)
-            for address in (addresses[rank] if is_whole and rank < len(addresses) else ())
-            for each in statuses
-            if each is not None
-        ]
-        liveness = most_telling(found)
-        states.append(
-            "" if liveness is None or host is None else describe_liveness(liveness, host=host)
-        )
-    parts = []
+    """Describe the ranks that do not answer, and the state of their hosts as far as other ranks know it."""
+    states = [_state_of_host(rank, statuses, hosts, addresses) for rank in silent]
+    descriptions = []
     for state, ranks in grouped(zip(states, silent, strict=True)).items():
-        its = "its process is" if len(ranks) == 1 else "their processes are"
-        does = "does" if len(ranks) == 1 else "do"
-        parts.append(
-            f"{name_ranks(ranks)} {does} not answer: {state or f'{its} dead, stopped or unreachable'}"
-        )
-    return "; ".join(parts)
+        if len(ranks) == 1:
+            verb = "does"
+            default = "its process is dead, stopped or unreachable"
+        else:
+            verb = "do"
+            default = "their processes are dead, stopped or unreachable"
+        descriptions.append(f"{name_ranks(ranks)} {verb} not answer: {state or default}")
+    return "; ".join(descriptions)
+
+
+def _state_of_host(
+    rank: int,
+    statuses: Sequence[RankStatus | None],
+    hosts: Sequence[str],
+    addresses: Sequence[Sequence[str]],
+) -> str:
+    """Describe the state of a silent rank's host as other ranks see it, or return an empty string if they cannot tell.
+
+    If all ranks of a host are silent, the ranks that answer may know more, and a host that lives must not be called
+    dead. If other ranks of the host answer, or no rank knows anything, a silent rank may be dead, stopped or
+    unreachable.
+    """
+    if rank >= len(hosts) or rank >= len(addresses):
+        return ""
+    host = hosts[rank]
+    for rank_host, status in zip(hosts, statuses, strict=True):
+        if rank_host == host and status is not None:
+            return ""
+
+    reports: list[Liveness | None] = []
+    for address in addresses[rank]:
+        for status in statuses:
+            if status is not None:
+                reports.append(status.liveness.get(address))
+    liveness = most_telling(reports)
+    if liveness is None:
+        return ""
+    return describe_liveness(liveness, host=host)
 
 
 def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Say in a sentence on which host each of these ranks is, of no ranks all; empty where hosts are not known."""
-    by_host = grouped(
-        (hosts[rank], rank) for rank in ranks or range(len(hosts)) if rank < len(hosts)
-    )
-    places = [
-        f"{name_ranks(few)} {'is' if len(few) == 1 else 'are'} on host {host}"
-        for host, few in by_host.items()
-    ]
-    more = f" and {len(places) - 4} hosts more" if len(places) > 4 else ""
-    words = ", ".join(places[:4]) + more
-    return f" {words[0].upper()}{words[1:]}." if places else ""
+    """Write a sentence with the host of each of these ranks, or of all ranks if there are none.
+
+    The sentence is empty if the hosts are not known.
+    """
+    named = ranks or range(len(hosts))
+    ranks_by_host = grouped((hosts[rank], rank) for rank in named if rank < len(hosts))
+    if not ranks_by_host:
+        return ""
+
+    places = []
+    for host, ranks_of_host in ranks_by_host.items():
+        verb = _verb_for(ranks_of_host, "is", "are")
+        places.append(f"{name_ranks(ranks_of_host)} {verb} on host {host}")
+    words = ", ".join(places[:_MAX_HOSTS])
+    num_hidden = len(places) - _MAX_HOSTS
+    if num_hidden > 0:
+        words += f" and {num_hidden} hosts more"
+    return f" {words[0].upper()}{words[1:]}."
 
 
-def _other_buckets(here: dict[int, RankStatus]) -> str | None:
-    """Name the ranks that submitted something else than the others, at the first place where they differ."""
-    # Each rank remembers only its latest records, so they are compared by their place in the order of all submits.
-    # Where the difference is older than that, the hashes of the whole order show it.
-    first = {rank: each.num_submitted - len(each.recent) for rank, each in here.items()}
-    for place in range(
-        max(first.values(), default=0),
-        max((each.num_submitted for each in here.values()), default=0),
-    ):
-        # A rank that has not come so far says nothing of this place.
-        came = {rank: each for rank, each in here.items() if place < each.num_submitted}
-        by_record = grouped((each.recent[place - first[rank]], rank) for rank, each in came.items())
-        if len(by_record) > 1:
-            return _other_order(
-                sorted(by_record.items(), key=lambda item: (-len(item[1]), item[1]))
+def _describe_different_order(statuses: Mapping[int, RankStatus]) -> str | None:
+    """Name the ranks that submitted other buckets than the rest, at the first position where they differ.
+
+    Each rank remembers only its latest records, which are compared by their position in the order of all submitted
+    buckets. A difference older than that shows in the hashes of the whole order.
+    """
+    first_position = {}  # of the records that a rank remembers
+    for rank, status in statuses.items():
+        first_position[rank] = status.num_submitted - len(status.recent)
+
+    for position in range(max(first_position.values(), default=0), _most_submitted(statuses)):
+        records_and_ranks = []
+        for rank, status in statuses.items():
+            if position < status.num_submitted:  # A rank that is behind has no record yet.
+                record = status.recent[position - first_position[rank]]
+                records_and_ranks.append((record, rank))
+        ranks_by_record = grouped(records_and_ranks)
+        if len(ranks_by_record) > 1:
+            by_frequency = sorted(
+                ranks_by_record.items(), key=lambda item: (-len(item[1]), item[1])
             )
-    by_order = grouped(((each.num_submitted, each.order), rank) for rank, each in here.items())
-    # Equal counts must have equal hashes.
-    if len(by_order) > len({num_submitted for num_submitted, _ in by_order}):
-        ranks = sorted(by_order.values(), key=lambda ranks: (-len(ranks), ranks))
-        return _other_order(
-            [("something else, longer ago than is remembered,", each) for each in ranks]
-        )
+            return _describe_orders(by_frequency)
+
+    ranks_by_order = grouped(
+        ((status.num_submitted, status.order), rank) for rank, status in statuses.items()
+    )
+    distinct_counts = {num_submitted for num_submitted, _ in ranks_by_order}
+    if len(ranks_by_order) > len(distinct_counts):  # Equal counts must have equal hashes.
+        groups = sorted(ranks_by_order.values(), key=lambda ranks: (-len(ranks), ranks))
+        record = "something else, longer ago than is remembered,"
+        return _describe_orders([(record, ranks) for ranks in groups])
     return None
 
 
-def _other_order(by_record: list[tuple[str, list[int]]]) -> str:
-    (usual, most), (other, few) = by_record[:2]
+def _describe_orders(ranks_by_record: list[tuple[str, list[int]]]) -> str:
+    majority_record, majority = ranks_by_record[0]
+    minority_record, minority = ranks_by_record[1]
     return (
-        f"{name_ranks(few)} handed over {other} where {name_ranks(most)} handed over {usual}: sums of these would mix "
-        "gradients. Every rank must run the same backward passes of the same model in the same order"
+        f"{name_ranks(minority)} handed over {minority_record} where {name_ranks(majority)} handed over "
+        f"{majority_record}: sums of these would mix gradients. Every rank must run the same backward passes of the "
+        "same model in the same order"
     )
 
 
-def _by_place(here: Mapping[int, RankStatus]) -> str:
-    ranks = grouped((each.place, rank) for rank, each in here.items())
-    return "; ".join(f"{name_ranks(some)}: {place}" for place, some in list(ranks.items())[:8])
+def _describe_places(statuses: Mapping[int, RankStatus]) -> str:
+    ranks_by_place = grouped((status.place, rank) for rank, status in statuses.items())
+    descriptions = [f"{name_ranks(ranks)}: {words}" for words, ranks in ranks_by_place.items()]
+    return "; ".join(descriptions[:_MAX_PLACES])
 
 
 def grouped(pairs: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
-    """Collect the ranks of each key, in the order in which they come."""
-    found: dict[Key, list[int]] = {}
+    """Collect the ranks of each key. Keys and ranks keep the order of the pairs."""
+    ranks_by_key: dict[Key, list[int]] = {}
     for key, rank in pairs:
-        found.setdefault(key, []).append(rank)
-    return found
+        ranks_by_key.setdefault(key, []).append(rank)
+    return ranks_by_key
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Write `rank 3`, `ranks 3, 5` or `ranks 0, 1, 2, 3 and 12 more`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - 4} more" if len(ranks) > 5 else ""
-    return "ranks " + ", ".join(map(str, ranks[: 4 if more else 5])) + more
+    if len(ranks) <= _MAX_RANKS:
+        return "ranks " + ", ".join(map(str, ranks))
+    shown = ranks[: _MAX_RANKS - 1]
+    return f"ranks {', '.join(map(str, shown))} and {len(ranks) - len(shown)} more"
 
 
-def differing(values: Sequence[dict[str, Any]]) -> str:
-    """Say what differs between ranks that should have given equal dictionaries; empty where nothing does.
+def _verb_for(ranks: Sequence[int], singular: str, plural: str) -> str:
+    if len(ranks) == 1:
+        return singular
+    return plural
+
+
+def differing(values_by_rank: Sequence[dict[str, Any]]) -> str:
+    """Describe the differences between dictionaries that should be equal on all ranks, or return an empty string.
 
     >>> differing([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}])
     '`b` is 2 on ranks 0, 2 and 3 on rank 1'
     """
-    found = []
-    for key in dict.fromkeys(key for each in values for key in each):
-        by_value = grouped(
-            (repr(each.get(key)), rank) for rank, each in enumerate(values)
-        )  # values may have no hash
-        if len(by_value) > 1:
-            found.append(
-                f"`{key}` is "
-                + " and ".join(f"{v} on {name_ranks(r)}" for v, r in by_value.items())
-            )
-    return "; ".join(found)
+    keys = dict.fromkeys(key for values in values_by_rank for key in values)
+    descriptions = []
+    for key in keys:
+        # Values are compared by their text, as they may not be hashable.
+        ranks_by_text = grouped(
+            (repr(values.get(key)), rank) for rank, values in enumerate(values_by_rank)
+        )
+        if len(ranks_by_text) > 1:
+            texts = [f"{text} on {name_ranks(ranks)}" for text, ranks in ranks_by_text.items()]
+            descriptions.append(f"`{key}` is {' and '.join(texts)}")
+    return "; ".join(descriptions)

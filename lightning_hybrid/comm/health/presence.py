@@ -1,8 +1,9 @@
-"""Whether every rank is still there, asked while a bucket is in flight for long; no failure as long as all answer.
+"""Questions and answers through the store, with which ranks check that all are alive while a bucket is long in flight.
 
-Over Gloo a dead rank's connections break, and the collective raises. A kernel of NCCL that waits for a dead rank on
-the same node waits for ever: so a rank that has waited for some seconds puts a numbered question into the store, and
-every watchdog answers it, also that of a slow rank. Without an answer for `PATIENCE_S` a rank is dead or cut off.
+Over Gloo, a dead rank's connections break and the collective raises an error. A kernel of NCCL that waits for a dead
+rank on the same node waits forever. So a rank that has waited for some seconds puts a numbered question into the store,
+and every watchdog answers it, also that of a slow rank. A rank that does not answer for `PATIENCE_S` is dead or cut
+off. As long as all ranks answer, nothing fails.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 
-# How long a bucket is in flight before a rank asks, and twice as long each time that all have answered.
+# Seconds that a bucket is in flight before a rank asks. They double each time that all ranks have answered.
 ASK_AFTER_S = 3.0
 
-# How long a watchdog may leave a question unanswered: it needs the interpreter's lock, which foreign code may hold.
+# Seconds for which a watchdog may leave a question unanswered: it needs the interpreter's lock, which foreign code may
+# hold.
 PATIENCE_S = 10.0
 
 Request = Callable[[], Any]
@@ -34,35 +36,63 @@ def collect(
     wait: Callable[[float], bool],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[RankStatus | None]:
-    """Read the status of every rank, from the first of its keys that is there; None for one that gave none.
+    """Read the status of every rank, or None for a rank that gave none.
 
-    Waits until all are there, an error is in the store, the limit is over, or `wait` says that it ended.
+    Waits until every status is in the store, an error is in the store, the limit is exceeded, or `wait` returns True.
+
+    Args:
+        store: Store that holds the statuses.
+        keys: Keys of each rank's status. The first one that is in the store is read.
+        limit_s: Seconds to wait at most.
+        ask: Function that runs a request to the store.
+        wait: Function that waits for a number of seconds and returns whether to stop.
+        meanwhile: Function called before each look into the store.
     """
 
     def without_status(ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if not any(store.check([key]) for key in keys[rank])]
+        missing = []
+        for rank in ranks:
+            if _first_key_in(store, keys[rank]) is None:
+                missing.append(rank)
+        return missing
 
-    def statuses() -> list[RankStatus | None]:
-        there = [next((key for key in of_rank if store.check([key])), None) for of_rank in keys]
-        return [
-            None if key is None else RankStatus.from_json(store.get(key).decode()) for key in there
-        ]
+    def read_statuses() -> list[RankStatus | None]:
+        # All keys are looked up before the first status is read.
+        keys_in_store = [_first_key_in(store, keys_of_rank) for keys_of_rank in keys]
+        statuses: list[RankStatus | None] = []
+        for key in keys_in_store:
+            if key is None:
+                statuses.append(None)
+            else:
+                statuses.append(RankStatus.from_json(store.get(key).decode()))
+        return statuses
 
     missing = list(range(len(keys)))
-    end_s = monotonic() + limit_s
-    while missing and monotonic() < end_s:
+    deadline_s = monotonic() + limit_s
+    while missing and monotonic() < deadline_s:
         meanwhile()
         missing = ask(partial(without_status, missing))
         if missing and (ask(lambda: store.check(["error"])) or wait(0.1)):
             break
-    return ask(statuses)
+    return ask(read_statuses)
+
+
+def _first_key_in(store: dist.Store, keys: Sequence[str]) -> str | None:
+    for key in keys:
+        if store.check([key]):
+            return key
+    return None
 
 
 class Presence:
-    """The questions of one engine, and the answers of one rank.
+    """Questions of one engine, and the answers of one rank.
 
-    `ask` runs a request to the store, or raises where the store does not answer; `wait` waits for some seconds, and
-    returns whether the watchdog is to end.
+    Args:
+        store: Store for questions and answers.
+        rank, world_size: Rank in the engine, and number of its ranks.
+        ask: Function that runs a request to the store, and raises an error if the store does not answer.
+        status: Function that returns the status of this rank.
+        wait: Function that waits for a number of seconds and returns whether the watchdog is to end.
     """
 
     def __init__(
@@ -82,10 +112,10 @@ class Presence:
         self._status = status
         self._wait = wait
         self._num_answered = 0
-        self._num_in_a_row = 0  # questions since this rank is waiting, of any rank
+        self._num_in_a_row = 0  # questions of any rank since this rank began to wait
 
     def answer(self) -> None:
-        """Answer every question that is new."""
+        """Answer every new question."""
         while self._ask(lambda: self._store.check([f"question/{self._num_answered}"])):
             self._ask(partial(self._answer, f"answer/{self._num_answered}/{self._rank}"))
             self._num_answered += 1
@@ -95,21 +125,20 @@ class Presence:
         self._store.set(key, self._status().to_json())
 
     def is_time_to_ask(self, stalled_s: float) -> bool:
-        """Return whether this rank should ask now: those of low rank do so first, so that with thousands few do."""
+        """Return whether this rank should ask now. Low ranks ask first, so that few of many ranks ask."""
         if stalled_s < ASK_AFTER_S:
             self._num_in_a_row = 0
             return False
-        return stalled_s >= ASK_AFTER_S * 2**self._num_in_a_row + 0.5 * min(
-            self._rank, 8
-        )  # low ranks first
+        delay_of_rank_s = 0.5 * min(self._rank, 8)
+        return stalled_s >= ASK_AFTER_S * 2**self._num_in_a_row + delay_of_rank_s
 
     def ask_all(self) -> list[RankStatus | None]:
-        """Ask all ranks for their status, and wait for the answers up to `PATIENCE_S`."""
+        """Ask all ranks for their status, and wait up to `PATIENCE_S` for the answers."""
         number = self._num_answered
         self._ask(lambda: self._store.set(f"question/{number}", "1"))
-        # A rank that left has no answer any more, but its last status.
+        # A rank that has left does not answer any more, but its last status stays in the store.
         keys = [(f"answer/{number}/{rank}", f"status/{rank}") for rank in range(self._world_size)]
-        # Another rank may have asked as well, so this one answers meanwhile.
+        # Another rank may have asked as well, so this rank answers while it waits.
         return collect(
             self._store,
             keys,

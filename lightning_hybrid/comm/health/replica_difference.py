@@ -1,4 +1,4 @@
-"""Which tensor differs between ranks that should hold the same, and on whom."""
+"""Description of the first tensor that differs between ranks that should hold equal ones."""
 
 from __future__ import annotations
 
@@ -7,48 +7,81 @@ from collections.abc import Sequence
 from lightning_hybrid.comm.health.diagnosis import grouped, name_ranks
 
 PART = "elements"
-"""How names of tensors begin that some ranks alone have, where the ranks of a node share the update."""
+"""Prefix of the names of tensor parts. Where the ranks of a node share the update, only some ranks hold such a part."""
+
+_MAX_GROUPS = 4
+_MAX_HOSTS = 3
 
 
 class ReplicaDriftError(RuntimeError):
-    """Different weights, masters or optimizer state on ranks of one model."""
+    """Error raised when replicas of one model hold different weights, master weights or optimizer state."""
 
 
-def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) -> str:
-    """Describe the first name whose values are not the same on all ranks, and who holds which."""
-    differing = names_that_differ(values_of)
-    names = {name for values in values_of for name in values}
-    held = {
-        rank: of
-        for rank, of in enumerate(values_of)
-        if differing[0] in of or not differing[0].startswith(PART)
-    }
-    by_value = grouped((values.get(differing[0]), rank) for rank, values in held.items())
-    # The value that most ranks hold is taken for the right one; of equally many, that of the lowest rank.
-    (_, most), *others = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
-    few = [f"{name_ranks(ranks)} ({_hosts_of(ranks, hosts)})" for _, ranks in others]
-    absent = ", which some do not have," if None in by_value else ""
+def first_difference(values_by_rank: Sequence[dict[str, int]], hosts: Sequence[str]) -> str:
+    """Describe the first tensor that differs between ranks: its name, and the ranks and hosts of each value.
+
+    Args:
+        values_by_rank: Fingerprint of each named tensor, one dictionary per rank. At least one name must differ.
+        hosts: Host name of every rank.
+    """
+    differing = names_that_differ(values_by_rank)
+    all_names = {name for values in values_by_rank for name in values}
+    name = differing[0]
+    ranks_by_value = grouped(_values_and_ranks(values_by_rank, name))
+
+    # The value that most ranks hold is taken for the right one. Of equally many, that of the lowest rank.
+    groups = sorted(ranks_by_value.values(), key=lambda ranks: (-len(ranks), ranks))
+    majority = groups[0]
+    minorities = []
+    for ranks in groups[1:]:
+        minorities.append(f"{name_ranks(ranks)} ({_hosts_of(ranks, hosts)})")
+
+    absent = ""
+    if None in ranks_by_value:
+        absent = ", which some do not have,"
     return (
-        f"{differing[0]}{absent} on {' and on '.join(few[:4])} is not that of {name_ranks(most)} "
-        f"({_hosts_of(most, hosts)}); {len(differing)} of {len(names)} tensors differ, the last is {differing[-1]}"
+        f"{name}{absent} on {' and on '.join(minorities[:_MAX_GROUPS])} is not that of {name_ranks(majority)} "
+        f"({_hosts_of(majority, hosts)}); {len(differing)} of {len(all_names)} tensors differ, the last is "
+        f"{differing[-1]}"
     )
 
 
-def names_that_differ(values_of: Sequence[dict[str, int]]) -> list[str]:
-    """Return the names whose values are not the same on all ranks, or on all that have the part.
+def names_that_differ(values_by_rank: Sequence[dict[str, int]]) -> list[str]:
+    """Return the names of tensors whose values differ between the ranks that should hold them.
+
+    A rank that lacks a tensor counts as different. A rank that lacks a part of a tensor does not.
 
     >>> names_that_differ([{"`a`": 1, "elements 0 to 4 of `b`": 2}, {"`a`": 1, "elements 4 to 8 of `b`": 3}])
     []
     """
-    names = list(dict.fromkeys(name for values in values_of for name in values))
-    holders = {
-        name: [values for values in values_of if name in values or not name.startswith(PART)]
-        for name in names
-    }
-    return [name for name in names if len({values.get(name) for values in holders[name]}) > 1]
+    # A dictionary keeps the order in which names appear.
+    all_names = dict.fromkeys(name for values in values_by_rank for name in values)
+    differing = []
+    for name in all_names:
+        distinct_values = {value for value, _ in _values_and_ranks(values_by_rank, name)}
+        if len(distinct_values) > 1:
+            differing.append(name)
+    return differing
+
+
+def _values_and_ranks(
+    values_by_rank: Sequence[dict[str, int]], name: str
+) -> list[tuple[int | None, int]]:
+    """Return (value, rank) of every rank that should hold a tensor, with None as the value of ranks that lack it."""
+    is_part = name.startswith(PART)
+    pairs = []
+    for rank, values in enumerate(values_by_rank):
+        if name in values or not is_part:
+            pairs.append((values.get(name), rank))
+    return pairs
 
 
 def _hosts_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ("host " if len(names) == 1 else "hosts ") + ", ".join(names[:3]) + more
+    if len(names) == 1:
+        return f"host {names[0]}"
+    text = "hosts " + ", ".join(names[:_MAX_HOSTS])
+    num_hidden = len(names) - _MAX_HOSTS
+    if num_hidden > 0:
+        text += f" and {num_hidden} more"
+    return text

@@ -1,15 +1,15 @@
-"""What the kernel knows of TCP connections: whether a host that says nothing is cut off, slow or stopped.
+"""State of TCP connections as the kernel sees it: tells whether a silent host is cut off, slow or stopped.
 
 A rank that does not answer a question may be dead, stopped, or behind a slow link, and no question tells them apart.
-TCP does: data sent to a host is acknowledged by its kernel, whatever its processes do, and the connections of a process
-that died are closed. So where a rank is missed, the kernel is asked for the state of every TCP connection.
+TCP does: the kernel of a host acknowledges data sent to it, whatever its processes do, and it closes the connections of
+a process that died. So if a rank is missing, the kernel is asked for the state of every TCP connection.
 
-    sent data is not acknowledged, nothing was heard since the wait began       cut        the host is down, or its link
-    sent data is not acknowledged, but something was heard                      slow       it lives, its link is slow
-    all that was sent is acknowledged, and something was heard                  taken      it lives, its ranks do not
-    all that was sent is acknowledged, nothing was heard                        idle       any of these
+    sent data is not acknowledged, and nothing was heard since the wait began   cut     the host or its link is down
+    sent data is not acknowledged, but something was heard                      slow    the host lives, its link is slow
+    all sent data is acknowledged, and something was heard                      taken   the host lives, its ranks do not
+    all sent data is acknowledged, and nothing was heard                        idle    any of these
 
-Heard means data or acknowledgements. Linux only, and TCP only: elsewhere nothing is known.
+"Heard" means that data or an acknowledgement arrived. Linux and TCP only: otherwise nothing is known.
 """
 
 from __future__ import annotations
@@ -21,62 +21,87 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-# TCP_ESTABLISHED of linux/tcp.h, and how many bytes of `struct tcp_info` are asked for.
-_ESTABLISHED = 1
-_BYTES = 104
+_ESTABLISHED = 1  # TCP_ESTABLISHED of linux/tcp.h
+_NUM_BYTES = 104  # number of bytes of `struct tcp_info` that are requested
 
-# What was heard so shortly after the wait began may have been on its way before.
+# Offsets of fields of `struct tcp_info` in linux/tcp.h, each of 32 bits.
+_UNACKED = 24  # tcpi_unacked
+_LAST_DATA_RECV = 52  # tcpi_last_data_recv
+_LAST_ACK_RECV = 56  # tcpi_last_ack_recv
+
+# Seconds after the start of a wait in which data may still arrive that was sent before.
 MARGIN_S = 1.0
 
-# `cut`, `slow`, `taken` or `idle`, and the seconds since a host was heard.
+# `cut`, `slow`, `taken` or `idle`, and the seconds since the host was heard.
 Liveness = tuple[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TcpConnection:
-    """One TCP connection, as this end sees it."""
+    """State of one TCP connection, as seen from this end.
 
-    peer: str  # address of the other end, and its port
+    Args:
+        peer: Address of the other end.
+        port: Port of the other end.
+        local: Address of this end.
+        is_open: Whether the connection is established. False: the other end has closed it.
+        heard_s: Seconds since data or an acknowledgement arrived.
+        is_waiting: Whether sent data is not acknowledged yet.
+    """
+
+    peer: str
     port: int
-    own: str  # address of this end
-    is_open: bool  # not closed by the other end
-    heard_s: float  # since data or an acknowledgement came
-    is_waiting: bool  # something sent is not acknowledged yet
+    local: str
+    is_open: bool
+    heard_s: float
+    is_waiting: bool
 
 
 def tcp_connections() -> list[TcpConnection]:
-    """Return every TCP connection of this process; empty where the kernel does not say."""
-    found: list[TcpConnection | None] = []
-    # Under `socket.setdefaulttimeout` a look at a descriptor would make it one that does not block, for its owner too.
+    """Return every TCP connection of this process, or an empty list if the kernel does not report them."""
+    # Under `socket.setdefaulttimeout`, to wrap a descriptor would make it non-blocking, for its owner as well.
     if socket.getdefaulttimeout() is not None:
         return []
+
+    connections = []
     with suppress(OSError, AttributeError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError, struct.error):
-                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                    # A duplicate: Python closes what it wraps, and the connection is someone else's.
-                    with socket.socket(fileno=os.dup(int(name))) as own:
-                        found.append(_connection_of(own))
-    return [each for each in found if each is not None]
+                if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    continue
+                # A duplicate, because Python closes a descriptor that it wraps, and this one belongs to someone else.
+                with socket.socket(fileno=os.dup(int(name))) as duplicate:
+                    connection = _connection_of(duplicate)
+                if connection is not None:
+                    connections.append(connection)
+    return connections
 
 
-def _connection_of(own: socket.socket) -> TcpConnection | None:
-    if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
+def _connection_of(tcp_socket: socket.socket) -> TcpConnection | None:
+    is_internet = tcp_socket.family in (socket.AF_INET, socket.AF_INET6)
+    if not is_internet or tcp_socket.type != socket.SOCK_STREAM:
         return None
-    peer = own.getpeername()
-    here = own.getsockname()
-    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES)  # struct tcp_info
-    # tcpi_unacked, tcpi_last_data_recv, tcpi_last_ack_recv of linux/tcp.h. What waits because a stopped process reads
-    # nothing is not sent, and not in tcpi_unacked.
-    unacked, data_ms, ack_ms = (struct.unpack_from("=I", info, at)[0] for at in (24, 52, 56))
+    peer = tcp_socket.getpeername()
+    local = tcp_socket.getsockname()
+    info = tcp_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NUM_BYTES)
+
+    # Data that a stopped process does not read is not sent, and therefore not counted in tcpi_unacked.
+    num_unacknowledged = _field(info, _UNACKED)
+    # An acknowledgement is a sign of life, as data is.
+    heard_ms = min(_field(info, _LAST_DATA_RECV), _field(info, _LAST_ACK_RECV))
     return TcpConnection(
         peer=_plain(peer[0]),
         port=peer[1],
-        own=_plain(here[0]),
+        local=_plain(local[0]),
         is_open=info[0] == _ESTABLISHED,
-        heard_s=min(data_ms, ack_ms) / 1e3,  # an acknowledgement is a sign of life as data are
-        is_waiting=unacked > 0,
+        heard_s=heard_ms / 1e3,
+        is_waiting=num_unacknowledged > 0,
     )
+
+
+def _field(info: bytes, offset: int) -> int:
+    (value,) = struct.unpack_from("=I", info, offset)
+    return int(value)
 
 
 def _plain(address: str) -> str:
@@ -85,54 +110,83 @@ def _plain(address: str) -> str:
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses of this host that its connections show; none where it talks to itself alone."""
-    return sorted({each.own for each in tcp_connections()} - {"127.0.0.1", "::1"})
+    """Return the addresses of this host that its connections show, without those under which it reaches itself."""
+    addresses = {connection.local for connection in tcp_connections()}
+    return sorted(addresses - {"127.0.0.1", "::1"})
 
 
-def liveness_by_address(found: Iterable[TcpConnection], *, waited_s: float) -> dict[str, Liveness]:
-    """Return what is known of each address to which a connection is open.
+def liveness_by_address(
+    connections: Iterable[TcpConnection], *, waited_s: float
+) -> dict[str, Liveness]:
+    """Return the liveness of each address to which a connection is open.
 
-    `waited_s`: how long this rank has waited for it.
+    Args:
+        connections: Connections to judge. Closed ones are ignored.
+        waited_s: Seconds for which this rank has waited for these addresses.
     """
-    known: dict[str, Liveness] = {}
-    for each in found:
-        if each.is_open:
-            was_heard = each.heard_s < waited_s - MARGIN_S  # since the wait began
-            word = (
-                ("slow" if was_heard else "cut")
-                if each.is_waiting
-                else ("taken" if was_heard else "idle")
-            )
-            known[each.peer] = most_telling([known.get(each.peer), (word, each.heard_s)]) or (
-                word,
-                each.heard_s,
-            )
-    return known
+    liveness: dict[str, Liveness] = {}
+    for connection in connections:
+        if not connection.is_open:
+            continue
+        state = (_word_for(connection, waited_s), connection.heard_s)
+        if connection.peer in liveness:
+            liveness[connection.peer] = _combined([liveness[connection.peer], state])
+        else:
+            liveness[connection.peer] = state
+    return liveness
 
 
-def most_telling(found: Sequence[Liveness | None]) -> Liveness | None:
-    """Return what says most of one host, and the shortest time since it was heard. None where nothing is known.
+def _word_for(connection: TcpConnection, waited_s: float) -> str:
+    was_heard = connection.heard_s < waited_s - MARGIN_S  # since the wait began
+    if connection.is_waiting and was_heard:
+        return "slow"
+    if connection.is_waiting:
+        return "cut"
+    if was_heard:
+        return "taken"
+    return "idle"
+
+
+def most_telling(reports: Sequence[Liveness | None]) -> Liveness | None:
+    """Combine reports on one host: the most telling word, and the shortest time since the host was heard.
+
+    None if every report is None.
 
     >>> most_telling([("cut", 20.0), None, ("taken", 3.0), ("slow", 4.0)]), most_telling([None])
     (('slow', 3.0), None)
     """
-    there = [liveness for liveness in found if liveness is not None]
-    words = {word for word, _ in there}
-    # One sign of life outweighs all silence; of silence, data that is not acknowledged says most.
-    word = next((word for word in ("slow", "taken", "cut", "idle") if word in words), None)
-    return None if word is None else (word, min(heard_s for _, heard_s in there))
+    known_states = [state for state in reports if state is not None]
+    if not known_states:
+        return None
+    return _combined(known_states)
+
+
+def _combined(states: Sequence[Liveness]) -> Liveness:
+    # One sign of life outweighs all silence. Among silent connections, unacknowledged data says most.
+    order = ("slow", "taken", "cut", "idle")
+    word = min((word for word, _ in states), key=order.index)
+    return word, min(heard_s for _, heard_s in states)
 
 
 def describe_liveness(liveness: Liveness, *, host: str) -> str:
-    """Say what is known of a host none of whose ranks answers."""
+    """Describe the state of a host none of whose ranks answers."""
     word, heard_s = liveness
-    return {
-        "slow": f"host {host} lives, was last heard {heard_s:.1f} s ago, but its link is so slow that answers do not "
-        "come in time",
-        "taken": f"host {host} lives and acknowledged all that it was sent, {heard_s:.1f} s ago or later, with "
-        "connections open: stopped, or hanging",
-        "cut": f"nothing has come from host {host} for {heard_s:.0f} s, not even an acknowledgement: its link is cut "
-        "or lets next to nothing through, or the host is down",
-        "idle": f"nothing has come from host {host} for {heard_s:.0f} s, and its connections are not closed: its ranks "
-        "are stopped, or its link is cut or lets next to nothing through, or the host is down",
-    }[word]
+    if word == "slow":
+        return (
+            f"host {host} lives, was last heard {heard_s:.1f} s ago, but its link is so slow that answers do not "
+            "come in time"
+        )
+    if word == "taken":
+        return (
+            f"host {host} lives and acknowledged all that it was sent, {heard_s:.1f} s ago or later, with "
+            "connections open: stopped, or hanging"
+        )
+    if word == "cut":
+        return (
+            f"nothing has come from host {host} for {heard_s:.0f} s, not even an acknowledgement: its link is cut "
+            "or lets next to nothing through, or the host is down"
+        )
+    return (
+        f"nothing has come from host {host} for {heard_s:.0f} s, and its connections are not closed: its ranks "
+        "are stopped, or its link is cut or lets next to nothing through, or the host is down"
+    )

@@ -1,6 +1,7 @@
-"""Where a thread stands now: in a collective of torch's, or in whose code; read from its stack, which costs it nothing.
+"""Current position of a thread: inside a torch collective, or in user code.
 
-So every wait for other ranks is known, Lightning's, torchmetrics' and the user's own too, and none has to be wrapped.
+It is read from the thread's stack, at no cost to the thread. So every wait for other ranks is known, including those of
+Lightning, torchmetrics and the user, without a wrapper.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 import torch.distributed as dist
@@ -22,43 +23,54 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """Return where a thread (by its `ident`) stands, in words, and whether that is a collective of torch's."""
+    """Return the position of a thread, given by its `ident`, in words, and whether it is inside a torch collective."""
     return _place_of(sys._current_frames().get(thread))
 
 
 def place_of_error(error: BaseException) -> str:
-    """Return where an error was raised, in the words of `place_of`."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return _place_of(frames[-1] if frames else None)[0]
+    """Return the position in the code at which an error was raised, in the words of `place_of`."""
+    last_frame = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        last_frame = frame
+    words, _ = _place_of(last_frame)
+    return words
 
 
 def _place_of(frame: FrameType | None) -> tuple[str, bool]:
-    # DDP and we ourselves broadcast buffers by a function that is no Python: its caller is the last frame. So it is in
-    # backward, which at its end waits for DDP's averages, unless a hook runs.
-    files = (_COLLECTIVES, ddp.__file__, graph.__file__)
-    is_inside = frame is not None and (
-        frame.f_code.co_filename.startswith(files) or "broadcast" in frame.f_code.co_name
-    )
-    name = ""
-    within = frame
-    while within is not None and within.f_code.co_filename.startswith(_COLLECTIVES):
-        name = (
-            name if within.f_code.co_name == "wrapper" else within.f_code.co_name
-        )  # torch's, around each collective
-        within = within.f_back
-    while (
-        within is not None
-        and within.f_back is not None
-        and _is_of_others(within.f_code.co_filename)
-    ):
-        within = within.f_back
-    if within is None:
+    if frame is None:
         return "at an unknown place", False
-    file = os.path.basename(within.f_code.co_filename)
-    where = f"`{within.f_code.co_name}` ({file}:{within.f_lineno})"
-    return (f"in `{name}`, called by {where}" if name else f"in {where}"), is_inside
+    is_inside = _is_in_collective(frame.f_code)
+
+    # The outermost frame in torch.distributed, apart from torch's decorator, has the name of the collective.
+    name = ""
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename.startswith(_COLLECTIVES):
+        if caller.f_code.co_name != "wrapper":
+            name = caller.f_code.co_name
+        caller = caller.f_back
+    # The caller to report is user code, or the outermost frame if there is none.
+    while caller is not None and caller.f_back is not None and _is_library(caller.f_code):
+        caller = caller.f_back
+    if caller is None:
+        return "at an unknown place", False
+
+    file_name = os.path.basename(caller.f_code.co_filename)
+    location = f"`{caller.f_code.co_name}` ({file_name}:{caller.f_lineno})"
+    if name:
+        return f"in `{name}`, called by {location}", is_inside
+    return f"in {location}", is_inside
 
 
-def _is_of_others(file: str) -> bool:
-    is_standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
-    return is_standard or file.startswith((_TORCH, "<"))
+def _is_in_collective(code: CodeType) -> bool:
+    # DDP and this package broadcast buffers by a function that is not written in Python, so its caller is the last
+    # frame. The same holds for backward, which at its end waits for DDP's averages, unless a hook runs.
+    files = (_COLLECTIVES, ddp.__file__, graph.__file__)
+    return code.co_filename.startswith(files) or "broadcast" in code.co_name
+
+
+def _is_library(code: CodeType) -> bool:
+    """Return whether code belongs to the standard library, torch, or no file."""
+    file = code.co_filename
+    if file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file:
+        return True
+    return file.startswith((_TORCH, "<"))

@@ -1,17 +1,18 @@
-"""How a failure on one rank becomes the same error on every rank, soon.
+"""Watchdog of one rank, which turns a failure on one rank into the same error on every rank, soon.
 
-A wait of Gloo's ends with its group alone, and a rank that waits for a dead one would wait for the group's timeout (30
+A wait of Gloo ends only with its group, and a rank that waits for a dead one would wait for the group's timeout (30
 minutes by default). So every rank has a thread that looks for an alarm in the store through which the ranks met:
 
-    a stage raises by itself        the rank writes what failed; all others read it and fail with the same words
-    a collective raises             another rank is the cause: this one asks for the status of all, every watchdog
-                                    answers, and `diagnose` names who does not answer, left, or is behind
-    the store does not answer       the rank says so, and what the kernel knows of the store's host (tcp_info.py)
-    a bucket is long in flight      on CUDA, where no collective raises: all are asked whether they are there
-                                    (presence.py), and after the limit for their status
+    a stage raises an error         the rank writes the error; all others read it and fail with the same message
+    a collective raises an error    another rank is the cause: this rank asks for the status of all ranks, every
+                                    watchdog answers, and `diagnose` names the rank that is silent, has left, or
+                                    is behind
+    the store does not answer       the rank reports it, with the kernel's view of the store's host (tcp_info.py)
+    a bucket is long in flight      on CUDA, where no collective raises an error: the rank asks whether all ranks are
+                                    alive (presence.py), and after the limit for their status
 
 The first error written is the one that all ranks report. The thread asks four times a second while a bucket has been in
-flight for half a second, else once a second; with thousands of ranks less often, to spare the store.
+flight for half a second, else once a second. With thousands of ranks it asks less often, to spare the store.
 """
 
 from __future__ import annotations
@@ -31,29 +32,33 @@ from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.diagnosis import RankStatus, diagnose, is_lost, places_of
 from lightning_hybrid.comm.health.presence import Presence, collect
 
-# From when on a bucket in flight makes its rank ask for alarms often.
+# Seconds that a bucket is in flight before its rank asks for alarms often.
 STALL_S = 0.5
 
-# How long one request to the store may take before its host counts as gone.
+# Seconds that one request to the store may take before the store's host counts as lost.
 STORE_LIMIT_S = 5.0
 
-# How many requests in a row the store may leave unanswered: another thread of this process may be using it.
+# Number of requests in a row that the store may leave unanswered: another thread of this process may be using it.
 PATIENCE = 4
 
-# How long a comparison may take: no failure is noticed later for it.
+# Seconds that a comparison may take. It does not delay the detection of a failure.
 COMPARE_LIMIT_S = 60.0
 
 
 class Watchdog:
-    """The watchdog of one rank, and its way to report errors to all ranks. Its thread runs from `start` to `leave`.
+    """Watchdog of one rank, through which the rank reports errors to all. Its thread runs from `start` to `leave`.
 
     Args:
-        store: keys of this engine only; used from this class alone, as a store's client serves one thread at a time.
-        rank, world_size: of the engine. A rank that is alone has nothing to watch: errors are only put into words.
-        watched: such as an engine's `FailureLatch`: `status()` is where this rank stands, `stalled_s()` how long its
-            oldest bucket has been in flight, and `trip(error, cause)` fails what is.
-        give_up_after_s: how long a bucket may be in flight; None: collectives raise by themselves, as over Gloo.
-        hosts, addresses: names of every rank's host, and under which addresses others know it; for errors.
+        store: Store with keys of this engine only. Only this class uses it, because a store's client serves one thread
+            at a time.
+        rank, world_size: Rank in the engine, and number of its ranks. A single rank has nothing to watch: errors are
+            only put into words.
+        watched: Object to watch, such as an engine's `FailureLatch`: `status()` returns the status of this rank,
+            `stalled_s()` the age of its oldest bucket in flight in seconds, and `trip(error, cause)` fails all buckets
+            in flight.
+        give_up_after_s: Seconds that a bucket may be in flight. None: collectives raise errors themselves, as with
+            Gloo.
+        hosts, addresses: Name of every rank's host, and the addresses under which others know it, for messages.
     """
 
     def __init__(
@@ -97,65 +102,64 @@ class Watchdog:
             self._thread.start()
 
     def compare(self, key: str, value: str) -> str:
-        """Return what the first rank to come wrote under `key`: `value` itself, or another rank's."""
-        return self._ask(lambda: self._first(key, value), own_limit_s=COMPARE_LIMIT_S)
+        """Write `value` under `key` unless another rank was first, and return the value that the first rank wrote."""
+        return self._ask(lambda: self._first(key, value), limit_s=COMPARE_LIMIT_S)
 
     def report(self, noticed: str, cause: Exception) -> None:
-        """Fail on every rank because a stage raised here."""
-        # This rank's own error, or a diagnosis where the error is how a backend says that another rank failed.
-        is_elsewhere = comes_from_others(cause)
-        error = (
-            self.collect_status(noticed) if is_elsewhere else self.raise_alarm(f"comm: {noticed}.")
-        )
+        """Fail on every rank because a stage raised an error on this rank."""
+        if comes_from_others(cause):  # A backend reports a failure of another rank by this error.
+            error = self.collect_status(noticed)
+        else:
+            error = self.raise_alarm(f"comm: {noticed}.")
         self._watched.trip(error, cause)
 
     def raise_alarm(self, error: str) -> str:
-        """Write this rank's error for all; returns the one that holds, which is an earlier one if there is one."""
-        error = (
-            error.rstrip(".") + "." + places_of([self._rank], self._hosts)
-        )  # with the host of this rank
+        """Write this rank's error for all ranks, and return the error that all report, which may be an earlier one."""
+        error = error.rstrip(".") + "." + places_of([self._rank], self._hosts)
         return self._agreed(lambda: self._write_error(error), error)
 
     def collect_status(self, noticed: str) -> str:
-        """Ask where every rank stands and write the diagnosis for all; returns the one that holds."""
+        """Ask for the status of every rank and write a diagnosis for all, and return the error that all report."""
         if self._world_size == 1:
             return f"comm: {noticed}."
 
-        def diagnosis() -> str:
-            return self._write_error(
-                diagnose(noticed, self._all_status(), self._hosts, self._addresses)
-            )
+        def write_diagnosis() -> str:
+            statuses = self._collect_all_statuses()
+            error = diagnose(noticed, statuses, self._hosts, self._addresses)
+            return self._write_error(error)
 
-        return self._agreed(diagnosis, f"comm: {noticed}.")
+        return self._agreed(write_diagnosis, f"comm: {noticed}.")
 
     def leave(self) -> None:
-        """End the thread. Ranks that ask for the status of all later learn that this one has left."""
+        """End the thread. Ranks that ask for the status of all ranks later learn that this one has left."""
         if self._ended.is_set():
             return
         self._ended.set()
-        if self._is_cut_off:  # no rank can be reached, and each request would take its limit
+        if self._is_cut_off:  # No rank can be reached, and each request would take its full limit.
             return
-        if self._thread.ident is not None:  # it was started
+        was_started = self._thread.ident is not None
+        if was_started:
             self._thread.join(STORE_LIMIT_S)
+
         status = self._watched.status()
         left = RankStatus(
             num_submitted=status.num_submitted, order=status.order, place="gone", has_left=True
         )
         try:
             self._ask(lambda: self._store.set(f"status/{self._rank}", left.to_json()))
-            # The store may end with rank 0: it stays until others have read the error, for a limited time.
+            # The store may end with rank 0, so rank 0 waits for a limited time until others have read the error.
             if self._error_of_all and self._rank == 0:
-                self._ask(self._let_others_read)
-        except Exception:  # there may be no rank any more to read it
+                self._ask(self._wait_for_readers)
+        except Exception:  # There may be no rank left to read it.
             return
 
-    def _let_others_read(self) -> None:
+    def _wait_for_readers(self) -> None:
         began_s = monotonic()
         while (waited_s := monotonic() - began_s) < STORE_LIMIT_S:
-            others = list(range(1, self._world_size))
-            if waited_s > 2 * self._idle_poll_s:  # by then every living watchdog has looked
-                others = [rank for rank in others if self._store.check([f"status/{rank}"])]
-            if all(self._store.check([f"read/{rank}"]) for rank in others):
+            readers = list(range(1, self._world_size))
+            if waited_s > 2 * self._idle_poll_s:  # By then every living watchdog has asked.
+                readers = [rank for rank in readers if self._store.check([f"status/{rank}"])]
+            if all(self._store.check([f"read/{rank}"]) for rank in readers):
                 return
             time.sleep(0.05)
 
@@ -168,7 +172,7 @@ class Watchdog:
     def _run(self) -> None:
         since_asked_s = 0.0
         has_answered = False
-        num_unanswered = 0
+        num_unanswered = 0  # requests in a row
         while not self._ended.wait(self._poll_s):
             since_asked_s += self._poll_s
             stalled_s = self._watched.stalled_s()
@@ -176,53 +180,57 @@ class Watchdog:
             if not is_stalled and since_asked_s < self._idle_poll_s and not has_answered:
                 continue
             since_asked_s = 0.0
+
             try:
                 if not has_answered and self._ask(lambda: self._store.check(["alarm"])):
-                    self._ask(self._answer)
-                    has_answered = True  # from now on only the error is waited for
-                # The error comes after the alarm: the rank that raised it first collects every status, and then writes.
+                    self._ask(self._write_status)
+                    has_answered = True  # From now on only the error is awaited.
+                # The error follows the alarm: the rank that raised it collects every status before it writes.
                 if has_answered and self._ask(lambda: self._store.check(["error"])):
-                    error_of_all = self._ask(lambda: self._store.get("error")).decode()
-                    self._note_read(error_of_all)
-                    self._watched.trip(error_of_all)
+                    self._fail_with_error_of_all()
                     return
-                if (
-                    self._give_up_after_s is not None
-                    and not has_answered
-                    and not self._ended.is_set()
-                ):
-                    self._presence.answer()
-                    if stalled_s > self._give_up_after_s or self._presence.is_time_to_ask(
-                        stalled_s
-                    ):
-                        self._ask_who_is_there(stalled_s)
+                if not has_answered:
+                    self._check_presence(stalled_s)
                 num_unanswered = 0
             except Exception as error:
-                num_unanswered += 1  # of requests in a row
-                # One silent request may be another thread's doing; an error of the connection is final.
+                num_unanswered += 1
+                # One silent request may be due to another thread. An error of the connection is final.
                 if isinstance(error, TimeoutError) and num_unanswered < PATIENCE:
                     continue
-                if (
-                    is_stalled and not self._ended.is_set()
-                ):  # else nothing here waits for the others
-                    self._is_cut_off = True
-                    self._watched.trip(
-                        f"{self._store_failed(error)}. Rank {self._rank} noticed, now {self._watched.status().place}: "
-                        f"{short(error)}.{places_of([0, self._rank], self._hosts)}"
-                    )
+                # If nothing is stalled, nothing here waits for the other ranks.
+                if is_stalled and not self._ended.is_set():
+                    self._fail_without_store(error)
                     return
 
-    def _ask_who_is_there(self, stalled_s: float) -> None:
-        noticed = (
-            f"rank {self._rank} has waited {stalled_s:.0f} s, now {self._watched.status().place}"
+    def _fail_with_error_of_all(self) -> None:
+        error_of_all = self._ask(lambda: self._store.get("error")).decode()
+        self._note_read(error_of_all)
+        self._watched.trip(error_of_all)
+
+    def _fail_without_store(self, error: Exception) -> None:
+        self._is_cut_off = True
+        self._watched.trip(
+            f"{self._store_failed(error)}. Rank {self._rank} noticed, now {self._watched.status().place}: "
+            f"{short(error)}.{places_of([0, self._rank], self._hosts)}"
         )
-        assert self._give_up_after_s is not None
-        if stalled_s > self._give_up_after_s:
+
+    def _check_presence(self, stalled_s: float) -> None:
+        """Answer the questions of other ranks, and ask all ranks if this one has waited long enough."""
+        if self._give_up_after_s is None or self._ended.is_set():
+            return
+        self._presence.answer()
+        gives_up = stalled_s > self._give_up_after_s
+        if not gives_up and not self._presence.is_time_to_ask(stalled_s):
+            return
+
+        status = self._watched.status()
+        noticed = f"rank {self._rank} has waited {stalled_s:.0f} s, now {status.place}"
+        if gives_up:
             self.collect_status(noticed)
             return
-        found = self._presence.ask_all()
-        if is_lost(found) and not self._ended.is_set():
-            error = diagnose(noticed, found, self._hosts, self._addresses)
+        statuses = self._presence.ask_all()
+        if is_lost(statuses) and not self._ended.is_set():
+            error = diagnose(noticed, statuses, self._hosts, self._addresses)
             self._agreed(lambda: self._write_error(error), f"comm: {noticed}.")
 
     # ---- requests to the store ---------------------------------------------------------------------------------------
@@ -230,49 +238,55 @@ class Watchdog:
     def _status_and_liveness(self) -> RankStatus:
         status = self._watched.status()
         waited_s = self._watched.stalled_s()
-        # Connections are looked at only where this rank waits: it costs a system call for each.
-        found = tcp_info.tcp_connections() if waited_s else []
-        return replace(status, liveness=tcp_info.liveness_by_address(found, waited_s=waited_s))
+        connections = []
+        if (
+            waited_s > 0
+        ):  # Only a rank that waits looks at its connections: each costs a system call.
+            connections = tcp_info.tcp_connections()
+        liveness = tcp_info.liveness_by_address(connections, waited_s=waited_s)
+        return replace(status, liveness=liveness)
 
-    def _answer(self) -> None:
+    def _write_status(self) -> None:
         self._store.set(f"status/{self._rank}", self._status_and_liveness().to_json())
 
     def _store_failed(self, error: Exception) -> str:
+        """Describe a failure of the store, with the state of its host if the kernel knows it."""
+        liveness = self._liveness_of_store()
+        host = "of rank 0"
+        if self._hosts:
+            host = self._hosts[0]
+
+        if not isinstance(error, TimeoutError):
+            state = "is dead or unreachable"
+        elif liveness is None:
+            state = "is dead, stopped or unreachable"
+        else:
+            state = f"says nothing: {tcp_info.describe_liveness(liveness, host=host)}"
+        holder = "rank 0, or the launcher that keeps it,"
+        return f"comm: the store through which the ranks met does not answer: {holder} {state}"
+
+    def _liveness_of_store(self) -> tcp_info.Liveness | None:
+        """Return the state of the store's host, judged by all connections to it: any of them shows that it lives."""
         waited_s = max(self._watched.stalled_s(), STORE_LIMIT_S)
         port = store_port()
         connections = tcp_info.tcp_connections()
-        # All connections to the store's host, not that of the store alone: any of them shows that the host lives.
-        to_host = {each.peer for each in connections if each.port == port}
-        found = tcp_info.liveness_by_address(
-            [each for each in connections if each.peer in to_host], waited_s=waited_s
-        )
-        liveness = (
-            tcp_info.most_telling(list(found.values())) if isinstance(error, TimeoutError) else None
-        )
-        host = self._hosts[0] if self._hosts else "of rank 0"
-        if liveness is not None:
-            state = f"says nothing: {tcp_info.describe_liveness(liveness, host=host)}"
-        else:
-            state = (
-                "is dead, stopped or unreachable"
-                if isinstance(error, TimeoutError)
-                else "is dead or unreachable"
-            )
-        holder = "rank 0, or the launcher that keeps it,"
-        return f"comm: the store through which the ranks met does not answer: {holder} {state}"
+        store_addresses = {connection.peer for connection in connections if connection.port == port}
+        to_host = [connection for connection in connections if connection.peer in store_addresses]
+        liveness = tcp_info.liveness_by_address(to_host, waited_s=waited_s)
+        return tcp_info.most_telling(list(liveness.values()))
 
     def _first(self, key: str, value: str) -> str:
         return self._store.compare_set(key, "", value).decode()
 
     def _write_error(self, error: str) -> str:
         self._store.set("alarm", "1")
-        return self._first("error", error)  # the first error written holds for all
+        return self._first("error", error)  # All ranks report the first error written.
 
-    def _all_status(self) -> list[RankStatus | None]:
+    def _collect_all_statuses(self) -> list[RankStatus | None]:
         self._store.set("alarm", "1")
-        self._answer()
+        self._write_status()
         keys = [(f"status/{rank}",) for rank in range(self._world_size)]
-        # As long as the slowest watchdog may take to look; the last term is the time to read so many answers.
+        # As long as the slowest watchdog may take to look. The last term is the time to read so many answers.
         limit_s = self._idle_poll_s + 2 * self._poll_s + 0.5 + self._world_size / 250
         return collect(
             self._store,
@@ -282,46 +296,50 @@ class Watchdog:
             wait=threading.Event().wait,
         )
 
-    def _agreed(self, ask: Callable[[], str], otherwise: str) -> str:
+    def _agreed(self, request: Callable[[], str], fallback: str) -> str:
+        """Return the error that all ranks report, from a request to the store.
+
+        Args:
+            request: Function that writes an error and returns the first one that was written.
+            fallback: Error to report if the store does not answer.
+        """
         try:
-            if self._error_of_all:  # rank 0 may be gone since, and the store with it
+            if self._error_of_all:  # Rank 0 may have exited since, and the store with it.
                 return self._error_of_all
             if self._is_cut_off:
                 raise TimeoutError("no answer before")
-            error_of_all: str = self._ask(
-                ask, own_limit_s=self._idle_poll_s + STORE_LIMIT_S + self._world_size / 250
-            )
+            limit_s = self._idle_poll_s + STORE_LIMIT_S + self._world_size / 250
+            error_of_all: str = self._ask(request, limit_s=limit_s)
         except Exception as error:
             self._is_cut_off = True
             return (
                 f"{self._store_failed(error)}; the other ranks could not be told ({short(error)}). "
-                f"{otherwise.removeprefix('comm: ')}{places_of([0], self._hosts)}"
+                f"{fallback.removeprefix('comm: ')}{places_of([0], self._hosts)}"
             )
         with suppress(Exception):
             self._note_read(error_of_all)
         return error_of_all
 
-    def _ask(self, ask: Callable[[], Any], *, own_limit_s: float = STORE_LIMIT_S) -> Any:
-        # In a thread of its own: a request to a store whose host is cut off may never come back.
+    def _ask(self, request: Callable[[], Any], *, limit_s: float = STORE_LIMIT_S) -> Any:
+        # In its own thread, because a request to a store whose host is cut off may never return.
         answers: list[Any] = []
         errors: list[BaseException] = []
 
         def run() -> None:
             try:
                 with self._lock:
-                    answers.append(ask())
+                    answers.append(request())
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(
-            target=run, name="comm-ask", daemon=True
-        )  # left behind if the store never answers
+        # If the store never answers, the thread is left behind.
+        thread = threading.Thread(target=run, name="comm-ask", daemon=True)
         thread.start()
-        thread.join(own_limit_s)
+        thread.join(limit_s)
         if errors:
             raise errors[0]
         if not answers:
-            raise TimeoutError(f"no answer within {own_limit_s:g} s")
+            raise TimeoutError(f"no answer within {limit_s:g} s")
         return answers[0]
 
 
@@ -333,48 +351,56 @@ def is_of_a_collective(error: BaseException) -> bool:
     >>> is_of_a_collective(RuntimeError("the database's connection timed out"))
     False
     """
+    if not isinstance(error, RuntimeError):
+        return False
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
-    )
+    return isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
 
 
 def failed_wait(error: BaseException | None) -> BaseException | None:
-    """Return the error of a collective, or of all ranks, that this is or was raised from; None where there is none."""
-    while error is not None and not (is_of_a_collective(error) or "comm: " in str(error)):
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return error
+    """Return the error of a collective, or of all ranks, in the chain of causes of an error, if there is one."""
+    while error is not None:
+        if is_of_a_collective(error) or "comm: " in str(error):
+            return error
+        if error.__cause__ is not None:
+            error = error.__cause__
+        elif error.__suppress_context__:
+            error = None
+        else:
+            error = error.__context__
+    return None
 
 
 def comes_from_others(error: Exception) -> bool:
-    """Return whether an error is how Gloo, NCCL, a store or our own check say that another rank is the cause."""
-    # By its words: both backends raise plain RuntimeErrors, and Gloo those of a store ("Broken pipe") as they are.
+    """Return whether an error of Gloo, NCCL, a store or this package reports that another rank is the cause."""
+    if isinstance(error, OrderError | dist.DistNetworkError | dist.DistStoreError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    # Both backends raise plain RuntimeErrors, and Gloo passes on those of a store ("Broken pipe"), so words decide.
     words = ("gloo", "connection", "timed out", "timeout", "nccl", "socket")
-    is_of_backend = isinstance(error, RuntimeError) and any(
-        word in str(error).lower() for word in words
-    )
-    return is_of_backend or isinstance(
-        error, OrderError | dist.DistNetworkError | dist.DistStoreError
-    )
+    text = str(error).lower()
+    return any(word in text for word in words)
 
 
 def short(error: BaseException) -> str:
-    """Return type and first line of an error: torch's store errors end in a C++ stack."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    """Return the type and the first line of an error: torch's store errors end in a C++ stack."""
+    first_line = ""
+    lines = str(error).splitlines()
+    if lines:
+        first_line = lines[0]
+    return f"{type(error).__name__}: {first_line}"
 
 
 def private_store(prefix: str) -> dist.Store:
-    """Return the default process group's store, under a prefix of our own."""
-    # Its client serves one thread at a time. A clone would not wait for others, but costs every rank a connection, and
-    # where names are looked up slowly the store's host stands still for seconds at each.
-    return dist.PrefixStore(
-        prefix, dist.distributed_c10d._get_default_store()
-    )  # keys of other engines do not collide
+    """Return the default process group's store under a prefix, so that keys of other engines do not collide."""
+    # Its client serves one thread at a time. A clone would not wait for other threads, but costs every rank a
+    # connection, and if host names resolve slowly, the store's host blocks for seconds at each.
+    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
 
 def store_port() -> int | None:
-    """Return the TCP port of the default process group's store; None where it is no server."""
+    """Return the TCP port of the default process group's store, or None if the store is not a server."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -10,7 +10,7 @@ from lightning_hybrid.comm.health.diagnosis import RankStatus, diagnose
 from lightning_hybrid.comm.health.tcp_info import MARGIN_S, TcpConnection, liveness_by_address
 
 LINE = TcpConnection(
-    peer="10.0.0.2", port=29500, own="10.0.0.1", is_open=True, heard_s=3.0, is_waiting=True
+    peer="10.0.0.2", port=29500, local="10.0.0.1", is_open=True, heard_s=3.0, is_waiting=True
 )
 HERE = RankStatus(num_submitted=2, order="a", place="bucket 1 in stage `ring`", is_inside=True)
 HOSTS = ["a", "a", "b", "b"]
@@ -109,6 +109,6 @@ def test_own_addresses_are_those_that_others_may_know_and_with_a_default_timeout
         assert tcp_info.tcp_connections() == []
     finally:
         socket.setdefaulttimeout(None)
-    lines = [LINE, replace(LINE, own="127.0.0.1"), replace(LINE, own="10.1.0.1"), LINE]
+    lines = [LINE, replace(LINE, local="127.0.0.1"), replace(LINE, local="10.1.0.1"), LINE]
     monkeypatch.setattr(tcp_info, "tcp_connections", lambda: lines)
     assert tcp_info.own_addresses() == ["10.0.0.1", "10.1.0.1"]
