@@ -34,7 +34,7 @@ KEYS: dict[str, Any] = {
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
-    """Measure on all ranks; rank zero prints each case when it is done, and writes the report."""
+    """Measure on all ranks. Rank zero prints each case when it is done, and writes the report."""
     with launch.job(cfg) as launched:
         for name in ("lightning.pytorch", "lightning.fabric"):  # a line about devices for every fit
             logging.getLogger(name).setLevel(logging.WARNING)

@@ -130,7 +130,7 @@ CHECKS = [
 
 
 def main(arguments: list[str]) -> int:
-    """Run the checks; return the number of failures."""
+    """Run the checks. Return the number of failures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

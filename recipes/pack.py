@@ -1,4 +1,4 @@
-"""Packing of images or text into shards: `python recipes/pack.py root=... out=...`; the same again resumes images."""
+"""Packing of images or text into shards: `python recipes/pack.py root=... out=...`. The same again resumes images."""
 
 import _path  # noqa: F401
 import hydra

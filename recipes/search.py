@@ -1,4 +1,4 @@
-"""Search for hyper-parameters: `python recipes/search.py axes.optim.lr.high=50`; see hyperparams/README.md."""
+"""Search for hyper-parameters: `python recipes/search.py axes.optim.lr.high=50`. See hyperparams/README.md."""
 
 from functools import partial
 from pathlib import Path

@@ -182,7 +182,7 @@ def report_of(cfg: DictConfig) -> SimulationReport:
 
 
 def comparison(cfg: DictConfig) -> str:
-    """Plan the same run on each cluster of `compare`; return one table, the cheapest run first.
+    """Plan the same run on each cluster of `compare`. Return one table, the cheapest run first.
 
     Raises:
         ValueError: There are other numbers of clusters than of prices.
@@ -233,7 +233,7 @@ def check_pictures(cfg: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="simulate")
 def main(cfg: DictConfig) -> None:
-    """Simulate; print the answer; write `simulate.json`, `table.md`, a timeline and, if asked for, pictures."""
+    """Simulate. Print the answer. Write `simulate.json`, `table.md`, a timeline and, if asked for, pictures."""
     with launch.short_errors(cfg):
         config_check.check(cfg, KEYS)
         check_pictures(cfg)

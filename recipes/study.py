@@ -1,4 +1,4 @@
-"""Compare ways to train: `python recipes/study.py hydra.run.dir=studies/fashion`; see comparison/README.md."""
+"""Compare ways to train: `python recipes/study.py hydra.run.dir=studies/fashion`. See comparison/README.md."""
 
 from pathlib import Path
 from typing import Any, cast

@@ -131,7 +131,7 @@ def _end_after(parent: int) -> None:
 
 
 def connect(fabric: Fabric, asked: Measurement) -> Topology:
-    """Start or join the ranks; return which ranks share a node.
+    """Start or join the ranks. Return which ranks share a node.
 
     Collective.
 
@@ -189,7 +189,7 @@ def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="tune")
 def main(cfg: DictConfig) -> None:
-    """Measure on all ranks; rank zero fits, chooses, prints and writes."""
+    """Measure on all ranks. Rank zero fits, chooses, prints and writes."""
     with launch.job(cfg) as launched, launch.short_errors(cfg):
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
         check_tune_keys(cfg)

@@ -18,7 +18,7 @@ FOLDERS = (".github", "conf", "docs", "lightning_hybrid", "recipes", "tests")
 
 @cache
 def _names(root: Path) -> tuple[str, ...]:
-    """Paths below the root with `/`, sorted; of tracked files those that are still there."""
+    """Paths below the root with `/`, sorted. Of tracked files those that are still there."""
     # Within a hook of git these name its own repository and index.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
@@ -41,7 +41,7 @@ def _names(root: Path) -> tuple[str, ...]:
 
 
 def tracked_files(pattern: str, root: Path = ROOT) -> list[Path]:
-    """Tracked files whose path below the root matches; `*` matches `/` too."""
+    """Tracked files whose path below the root matches. `*` matches `/` too."""
     return [root / name for name in _names(root) if fnmatchcase(name, pattern)]
 
 

@@ -1,4 +1,4 @@
-"""Fixtures every test may use: worlds of one to four real ranks; rules for tests that need a GPU, or the machine alone.
+"""Fixtures every test may use: worlds of one to four real ranks. Rules for tests that need a GPU, or the machine alone.
 
 Without paths on its command line `pytest` runs all tests, in two processes where `pytest-xdist` is installed: most of
 the time one of the two waits for sockets or for the other's ranks. `pytest -n 0` runs them in one.

@@ -58,7 +58,7 @@ GRACE_S = 2.0  # how long the other ranks may go on once one has failed: their t
 
 
 class RankError(AssertionError):
-    """A function failed on a rank; the message holds that rank's traceback."""
+    """A function failed on a rank. The message holds that rank's traceback."""
 
 
 class RankTimeoutError(RankError):
@@ -184,7 +184,7 @@ class RankPool:
         return self._stacks / f"rank{rank}"
 
     def _start(self, world_size: int) -> None:
-        """Processes for ranks 0 to ``world_size`` - 1; the ones already there stay."""
+        """Processes for ranks 0 to ``world_size`` - 1. The ones already there stay."""
         if any(process.exitcode is not None for process in self._processes):
             self.stop()
         if self._store is None:
@@ -309,7 +309,7 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
 
 @contextlib.contextmanager
 def _levels_of_loggers_kept() -> Iterator[None]:
-    """Programs make Lightning's loggers quiet for their process; this one goes on to other tests."""
+    """Programs make Lightning's loggers quiet for their process. This one goes on to other tests."""
     loggers = [
         each
         for each in logging.root.manager.loggerDict.values()

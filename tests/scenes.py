@@ -166,7 +166,7 @@ def play(scene: dict[str, Any]) -> Seen:
 
 
 def made(one: Any) -> Any:
-    """What a function makes; anything else as it is, modules too."""
+    """What a function makes. Anything else as it is, modules too."""
     return one() if callable(one) and not isinstance(one, nn.Module) else one
 
 
@@ -182,7 +182,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 class Looks(pl.Callback):
-    """Keeps, by hook, what functions returned there; None is not kept."""
+    """Keeps, by hook, what functions returned there. None is not kept."""
 
     def __init__(self, looks: dict[str, Callable[..., Any]]) -> None:
         self.looks = looks
@@ -275,7 +275,7 @@ class Spoiled(Toy):
 
 
 def this_rank() -> int:
-    """This rank; 0 where there is no group."""
+    """This rank. 0 where there is no group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -1,4 +1,4 @@
-"""The layout of the house: who imports whom, by folder; names with one meaning; nothing that only its tests use."""
+"""The layout of the house: who imports whom, by folder. Names with one meaning. Nothing that only its tests use."""
 
 import ast
 import re
@@ -119,7 +119,7 @@ def ours(names: set[str]) -> set[str]:
 
 
 def is_allowed(source: str, target: str) -> bool:
-    """Whether the arrow from one module to another is in the table; within the own folder all are."""
+    """Whether the arrow from one module to another is in the table. Within the own folder all are."""
     folder = source if source in ARROWS else source.rpartition(".")[0]
     while folder not in ARROWS:
         folder = folder.rpartition(".")[0]
@@ -183,7 +183,7 @@ def test_the_planner_imports_no_strategy_no_lightning_and_matplotlib_for_picture
 
 
 def test_no_test_looks_at_what_git_does_not_track():
-    """An environment, outputs and drafts may lie in the checkout; `.ci/run` plants such files and runs all tests."""
+    """An environment, outputs and drafts may lie in the checkout. `.ci/run` plants such files and runs all tests."""
     constant = r"\b(?:[A-Z][A-Z_]{2,}|__file__)\b"
     walk = re.compile(
         rf"{constant}[^{{}}\n]*\.(?:r?glob|iterdir)\(|\b(?:walk|listdir|scandir)\([^)\n]*{constant}"

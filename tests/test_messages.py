@@ -96,7 +96,7 @@ def test_a_message_with_an_argument_or_an_attribute_of_python_is_none(message):
 
 
 def test_no_message_of_the_package_names_a_key_of_a_recipe():
-    """The package is called from Python; `recipes.cli.key_note` adds the keys where a recipe raised the error."""
+    """The package is called from Python. `recipes.cli.key_note` adds the keys where a recipe raised the error."""
     # The console, and settings that `simulate` and `tune` propose: who reads them types keys.
     skipped = {
         ROOT / "lightning_hybrid" / "__main__.py",

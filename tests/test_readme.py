@@ -60,7 +60,7 @@ def is_broken(page: Path, link: str) -> bool:
 
 
 def absent_sources(page: Path) -> list[str]:
-    """Return files (`folder/name.py`) that a page names and that are not there; a dated record may name such."""
+    """Return files (`folder/name.py`) that a page names and that are not there. A dated record may name such."""
     if re.match(r"\d{4}-", page.parent.name) or page.name == "CHANGELOG.md":
         return []
     named = re.findall(r"`(\w+/[\w/]+\.py)`", FENCE.sub("", page.read_text()))

@@ -36,7 +36,7 @@ def test_no_file_that_is_loaded_can_bring_code():
 
 @pytest.fixture
 def answers(tmp_path):
-    """A library of one function, which writes 1, and how to load it; in the cache is one that writes 2."""
+    """A library of one function, which writes 1, and how to load it. In the cache is one that writes 2."""
     compiler = cpp_library.find_compiler()
     flags = ("-shared", "-fPIC")
     folder = tmp_path / "cache"
@@ -103,7 +103,7 @@ KEY = "feedc0ffee" * 5
 
 
 def tracked_in_sight(run_dir, *overrides):
-    """An offline run with checkpoints, a report and a key in the environment; what it says goes to `said.txt`."""
+    """An offline run with checkpoints, a report and a key in the environment. What it says goes to `said.txt`."""
     from tests.recipes.training.test_tracking import tracked
 
     kept = {number: os.dup(number) for number in (1, 2)}

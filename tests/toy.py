@@ -16,7 +16,7 @@ NUM_CLASSES = 3
 
 
 class Blobs(Dataset):
-    """Three Gaussian blobs; sample ``i`` is a pure function of ``i``."""
+    """Three Gaussian blobs. Sample ``i`` is a pure function of ``i``."""
 
     def __init__(self, num_samples: int = 64) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -115,7 +115,7 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def error_of(fn: Any, *args: Any, **kwargs: Any) -> str:
-    """``type: message`` of what ``fn`` raises; empty if it does not. Keeps the ranks of a pool alive."""
+    """``type: message`` of what ``fn`` raises. Empty if it does not. Keeps the ranks of a pool alive."""
     try:
         fn(*args, **kwargs)
     except Exception as error:

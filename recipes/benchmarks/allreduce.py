@@ -28,7 +28,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceBench:
-    """Benchmark of all-reduces, one after another; the arms take turns.
+    """Benchmark of all-reduces, one after another. The arms take turns.
 
     A sample is as many calls of one arm as take about `min_sample_s`, of which the slowest rank's time per call
     counts. Calls follow each other without a barrier, which ranks would leave at different times. Each round takes one
@@ -150,7 +150,7 @@ def _through(engine: CommEngine) -> Callable[[Tensor], object]:
 def _seconds_per_call(
     fabric: Fabric, arm: Callable[[Tensor], object], flat: Tensor, num_calls: int
 ) -> float:
-    """Return the seconds per call of the slowest rank; the same number on every rank."""
+    """Return the seconds per call of the slowest rank. The same number on every rank."""
     fabric.barrier()
     synchronize(fabric.device)
     began_s = time.perf_counter()

@@ -14,7 +14,7 @@ from lightning_hybrid import HybridAllReduceStrategy
 
 
 class CompressedDDPStrategy(DDPStrategy):
-    """`ddp` with torch's `fp16_compress_hook` on every device; Lightning registers it on CUDA only."""
+    """`ddp` with torch's `fp16_compress_hook` on every device. Lightning registers it on CUDA only."""
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)

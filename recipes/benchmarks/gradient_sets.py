@@ -146,7 +146,7 @@ class GradientSet(pl.LightningModule):
 
 
 class _Layer(torch.autograd.Function):
-    """Identity; the gradient of the parameter is noise times the gradient of the output."""
+    """Identity. The gradient of the parameter is noise times the gradient of the output."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, parameter: Tensor, noise: Tensor, wait_s: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Result of a benchmark: one row per measurement; a table, a picture and JSON of all rows."""
+"""Result of a benchmark: one row per measurement. A table, a picture and JSON of all rows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Timing:
 
 
 def hidden_share(rows: Sequence[Timing]) -> float:
-    """Compute the share of the communication that a backward of the same length hides; 1 = all of it.
+    """Compute the share of the communication that a backward of the same length hides. 1 = all of it.
 
         1 - (step with backward - the same without communication) / (step - the same without communication)
 
@@ -96,7 +96,7 @@ HEADER = (
 
 
 def cells(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[list[str]]:
-    """Format each row; the reference of a case is its first row: torch's own all-reduce, or the first strategy."""
+    """Format each row. The reference of a case is its first row: torch's own all-reduce, or the first strategy."""
     references: dict[tuple[str, str, int], float] = {}
     table = []
     for row in rows:
@@ -206,7 +206,7 @@ def draw_bars(
     link_bytes_per_s: float | None,
     axes: Axes,
 ) -> None:
-    """Draw each arm's median as a bar under its name; above it a line from least to most, on it a tick at the bound."""
+    """Draw each arm's median as a bar under its name. Above it a line from least to most, on it a tick at the bound."""
     axes.set_title(title)
     rows = [row for arm in names for row in rows if row.arm == arm]
     most_s = max(max(row.times_s) for row in rows)

@@ -174,7 +174,7 @@ class StepBench:
     def _overlap(
         self, fit: Callable[..., list[float]], gradients: str, name: str, topology: Topology
     ) -> Iterator[Timing]:
-        """Time steps with and without communication; then without arithmetic, with a backward that waits as long."""
+        """Time steps with and without communication. Then without arithmetic, with a backward that waits as long."""
         arm = self._arm(name)
         silent = replace(arm, is_silent=True)
         with_s, without_s = (
@@ -197,7 +197,7 @@ class StepBench:
     def _fit(
         self, fabric: Fabric, gradients: str, arm: StrategyArm, *, backward_s: float
     ) -> list[float]:
-        """Time each counted step; the same numbers on every rank."""
+        """Time each counted step. The same numbers on every rank."""
         clock = StepClock()
         module = GradientSet(
             GRADIENT_SETS[gradients](),

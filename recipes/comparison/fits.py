@@ -54,7 +54,7 @@ class FitResult:
 
 
 class FitError(RuntimeError):
-    """Error of a fit that says nothing about its accuracy, such as a wrong key; its message is the fit's own."""
+    """Error of a fit that says nothing about its accuracy, such as a wrong key. Its message is the fit's own."""
 
 
 def check(requests: Sequence[FitRequest]) -> None:

@@ -67,7 +67,7 @@ class CellResult:
 
 
 class StudyJournal:
-    """Journal of a study and the fits that it still lacks; only one process may use a folder at a time.
+    """Journal of a study and the fits that it still lacks. Only one process may use a folder at a time.
 
     Each cell has two Optuna studies, `<cell>/tuning` and `<cell>/testing`. All their trials are enqueued beforehand,
     so that points are the same for every arm, and depend neither on the number of workers nor on an interruption.
@@ -193,7 +193,7 @@ class StudyJournal:
 
 
 def _enqueue(study: optuna.Study, trials: Mapping[int, Mapping[str, Any]]) -> None:
-    """Enqueue the trials that have neither ended nor wait; those that a kill interrupted are enqueued again."""
+    """Enqueue the trials that have neither ended nor wait. Those that a kill interrupted are enqueued again."""
     indices = set()
     for trial in study.get_trials(deepcopy=False):
         # of a process that was killed: this one has the folder for itself

@@ -55,7 +55,7 @@ def interval_of(values: Sequence[float]) -> Interval:
 def paired_difference(
     values: Mapping[int, float], reference: Mapping[int, float]
 ) -> Interval | None:
-    """Return the interval of the differences to a reference over the seeds that both have; None without any."""
+    """Return the interval of the differences to a reference over the seeds that both have. None without any."""
     differences = [values[seed] - reference[seed] for seed in sorted(values) if seed in reference]
     return interval_of(differences) if differences else None
 

@@ -111,5 +111,5 @@ class DigitsDataModule(InMemoryDataModule):
         self.fold = fold
 
     def load(self) -> dict[str, ImageSet]:
-        """Load the sets; see `digits_split`."""
+        """Load the sets. See `digits_split`."""
         return digits_split(self.fold)

@@ -99,7 +99,7 @@ def _placed(masks: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
-    """Render images of one set's fonts; classes and fonts alternate, so that their counts differ by at most one.
+    """Render images of one set's fonts. Classes and fonts alternate, so that their counts differ by at most one.
 
     Deterministic in its arguments, on one machine and version of torch.
 
@@ -165,7 +165,7 @@ class GlyphsDataModule(InMemoryDataModule):
         )
 
     def load(self) -> dict[str, ImageSet]:
-        """Make the sets; see `glyphs_split`."""
+        """Make the sets. See `glyphs_split`."""
         return glyphs_split(self.num_train)
 
     def setup(self, stage: str) -> None:

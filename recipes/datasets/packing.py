@@ -208,7 +208,7 @@ class _Split:
         )
 
     def _agree_on_plan(self) -> int:
-        """Return images per shard; refuse another number than an earlier run's."""
+        """Return images per shard. Refuse another number than an earlier run's."""
         packing = {name: value for name, value in asdict(self.packing).items() if name in _DECIDES}
         names = crc32_of(self._name(image) for image in range(len(self.source)))
         plan = packing | {"num_images": len(self.source), "names_crc32": names}

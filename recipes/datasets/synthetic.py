@@ -49,7 +49,7 @@ class StoredRows(RowSource):
         self._images = torch.from_numpy(levels).permute(0, 3, 1, 2)
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
-        """Copy a stored image; see `RowSource`."""
+        """Copy a stored image. See `RowSource`."""
         # The label is of the stored image, not of the index, so that a network can learn the images by heart.
         stored = index % len(self._images)
         row.copy_(self._images[stored])

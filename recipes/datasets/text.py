@@ -225,7 +225,7 @@ class TextDataModule(pl.LightningDataModule):
             )
 
     def prepare_data(self) -> None:
-        """Pack where there is no `root`; on one rank of a node."""
+        """Pack where there is no `root`. On one rank of a node."""
         if self.root is None:
             for line in self.packing.run():  # type: ignore[union-attr]
                 print(line, flush=True)
@@ -239,7 +239,7 @@ class TextDataModule(pl.LightningDataModule):
         }
 
     def train_dataloader(self) -> TextLoader:
-        """Make the loader of this rank; Lightning sets its epoch."""
+        """Make the loader of this rank. Lightning sets its epoch."""
         sequences = self.splits["train"]
         trainer = self.trainer
         order = EpochOrder(

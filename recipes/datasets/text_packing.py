@@ -119,7 +119,7 @@ class TextPacking:
             )
 
     def run(self) -> list[str]:
-        """Pack, unless `out` has it already; return what there is.
+        """Pack, unless `out` has it already. Return what there is.
 
         Raises:
             ValueError: `out` holds another packing, or there is no text.
@@ -230,7 +230,7 @@ def shard_path(folder: Path, split: str, shard: int) -> Path:
 
 
 def files_of(root: str | None) -> list[Path]:
-    """Return the files of a folder in the order of their names; of None, those of Python that are there.
+    """Return the files of a folder in the order of their names. Of None, those of Python that are there.
 
     Raises:
         ValueError: There is no such folder, or it is empty.
@@ -255,7 +255,7 @@ def pieces_of(path: Path) -> Iterator[str]:
 
 
 def trained(pieces: Iterable[str], vocab_size: int) -> Any:
-    """Train a WordPiece tokeniser; the same text gives the same one.
+    """Train a WordPiece tokeniser. The same text gives the same one.
 
     Raises:
         ValueError: The package `tokenizers` is missing.

@@ -1,1 +1,1 @@
-"""Complete programs to copy; the notebook is read in its folder."""
+"""Complete programs to copy. The notebook is read in its folder."""

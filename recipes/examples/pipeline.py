@@ -1,4 +1,4 @@
-"""A network in two stages, each on a process of its own; module and `training_step` are those of one device."""
+"""A network in two stages, each on a process of its own. Module and `training_step` are those of one device."""
 
 import lightning.pytorch as pl
 import torch

@@ -1,4 +1,4 @@
-"""SimCLR with LARS: two views of each digit must find one another; then nearest neighbours say what was learnt.
+"""SimCLR with LARS: two views of each digit must find one another. Then nearest neighbours say what was learnt.
 
 Each image is compared with those of all processes, in the memory of `chunk` images.
 """

@@ -1,4 +1,4 @@
-"""AlexNet with BatchNorm, as large-batch training uses it, for images of any size; and torchvision's AlexNet."""
+"""AlexNet with BatchNorm, as large-batch training uses it, for images of any size. And torchvision's AlexNet."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from lightning_hybrid.models.activation_checkpointing import second_pass
 
 
 class Bert(nn.Module):
-    """`transformers.BertForMaskedLM` of a configuration; weights are drawn, nothing is downloaded.
+    """`transformers.BertForMaskedLM` of a configuration. Weights are drawn, nothing is downloaded.
 
     The embedding and the head share their weight. The head is computed for masked positions alone.
 
@@ -81,7 +81,7 @@ class Bert(nn.Module):
             self.network.activation_checkpointing_disable()
 
     def forward(self, text: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the logits of the masked tokens, `"masked num_classes"`; `text` as in `datasets.text.TextLoader`."""
+        """Return the logits of the masked tokens, `"masked num_classes"`. `text` as in `datasets.text.TextLoader`."""
         x: Any = text
         for block in self._blocks:
             x = block(*x)

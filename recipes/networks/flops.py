@@ -35,7 +35,7 @@ def forward_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int
 
 
 def training_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int:
-    """Count the floating-point operations of one image's forward and backward; see `forward_flops_per_image`.
+    """Count the floating-point operations of one image's forward and backward. See `forward_flops_per_image`.
 
         flops = forward + gradients of the weights + gradients of the activations = about 3 * forward
 

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class PeakFlops:
-    """The rates of dense matrix products of one device, in FLOP/s; None where not known.
+    """The rates of dense matrix products of one device, in FLOP/s. None where not known.
 
     Attributes:
         device_name: Pattern of the whole of `torch.cuda.get_device_name()`.
@@ -61,7 +61,7 @@ PEAKS = tuple(
 def peak_flops_per_s(
     device_name: str, dtype: torch.dtype, *, allow_tf32: bool = False
 ) -> float | None:
-    """Look up the peak of dense matrix products of `dtype` on one whole device, in FLOP/s; None if not known.
+    """Look up the peak of dense matrix products of `dtype` on one whole device, in FLOP/s. None if not known.
 
     Args:
         device_name: The result of `torch.cuda.get_device_name()`. A part of a device (MIG) and a CPU are not known.

@@ -105,7 +105,7 @@ BLOCKS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int
 
 
 class ResNet(nn.Module):
-    """Residual network (He et al. 2015, arXiv:1512.03385); by default ResNet-50 v1.5, MLPerf's and torchvision's.
+    """Residual network (He et al. 2015, arXiv:1512.03385). By default ResNet-50 v1.5, MLPerf's and torchvision's.
 
     ========  ==================================================  ==================  ============
     layer     what, of ResNet-50 at 224 x 224                     channels            pixels out

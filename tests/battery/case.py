@@ -64,7 +64,7 @@ def leave() -> None:
 
 
 def on_ranks(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
-    """What `function` returns on each rank; that they hang or die is a result too."""
+    """What `function` returns on each rank. That they hang or die is a result too."""
     try:
         return ranks.run(function, *arguments)
     except RankError as error:
@@ -174,7 +174,7 @@ def rows() -> dict[str, type[Row]]:
 
 
 def train(name: str, strategy: str, precision: str) -> judge.Result:
-    """Train a row; on every rank. An error is part of the result: the ranks of the pool live on."""
+    """Train a row. On every rank. An error is part of the result: the ranks of the pool live on."""
     kind = rows()[name]
     result = judge.Result()
     ignored = (
@@ -228,7 +228,7 @@ class Run:
     folder: Path
 
     def trainer(self, **settings: Any) -> pl.Trainer:
-        """As `toy.trainer`; what it writes is under `folder`."""
+        """As `toy.trainer`. What it writes is under `folder`."""
         known = {
             "strategy": self.strategy,
             "precision": self.precision,
@@ -244,7 +244,7 @@ class Run:
         start: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Any:
-        """A trainer that has fitted `module`, and the module; `start`: arguments of `Trainer.fit`."""
+        """A trainer that has fitted `module`, and the module. `start`: arguments of `Trainer.fit`."""
         trainer = self.trainer(**settings)
         module = module or Plain()
         trainer.fit(module, *(loaders or (loader(),)), **(start or {}))
@@ -336,7 +336,7 @@ def behaviours() -> dict[str, Callable[[Run], Any]]:
 
 
 def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
-    """What a behaviour shows on this rank, made comparable; an error that it raises is part of it."""
+    """What a behaviour shows on this rank, made comparable. An error that it raises is part of it."""
     run = Run(strategy=strategy, precision=precision, folder=Path(folder) / strategy)
     os.makedirs(run.folder, exist_ok=True)
     barrier()

@@ -70,7 +70,7 @@ def judge(
 
 
 def fault_of_reference(kind: Any, reference: list[Result]) -> str:
-    """Why nothing can be said with this reference; empty if all is well."""
+    """Why nothing can be said with this reference. Empty if all is well."""
     for rank, result in enumerate(reference):
         if result.error:
             return f"ddp does not train it: {result.error}"
@@ -145,7 +145,7 @@ def what_is_not_close(
 
 
 def errors_of(results: list[Result]) -> list[str]:
-    """Each once; those of ranks that only lost the others come last."""
+    """Each once. Those of ranks that only lost the others come last."""
     errors = {
         result.error: "onnection closed" in result.error for result in results if result.error
     }
@@ -159,7 +159,7 @@ def parts(results: list[Result], name: str) -> bool:
 
 
 def gap_of(one: Result, other: Result) -> float:
-    """The largest distance of two loss curves; inf if they have different lengths or one is not finite."""
+    """The largest distance of two loss curves. Inf if they have different lengths or one is not finite."""
     if len(one.losses) != len(other.losses) or not all(map(math.isfinite, other.losses)):
         return math.inf
     return max((abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)), default=0.0)

@@ -47,7 +47,7 @@ def fit(
     metrics=None,
     **settings,
 ):
-    """Two epochs; with two ranks each has four steps of 2 * 8 images. `metrics`: more arguments of the callback."""
+    """Two epochs. With two ranks each has four steps of 2 * 8 images. `metrics`: more arguments of the callback."""
     logger = Keeps()
     module = made(module)
     settings = {"log_every_n_steps": 2, "precision": "16-true", "logger": logger} | settings

@@ -75,7 +75,7 @@ def test_training_is_not_moved_by_it(two_ranks):
 
 
 def test_a_resumed_run_averages_on_to_the_bit(two_ranks, tmp_path):
-    """Saved after four of eight steps; the checkpoint's weights are the average, in fp32, and rank zero's."""
+    """Saved after four of eight steps. The checkpoint's weights are the average, in fp32, and rank zero's."""
     whole, resumed, saved, by_hand = two_ranks.run(whole_and_resumed, str(tmp_path))[0]
     assert toy.same_bits(whole, resumed)
     assert all(torch.equal(value, average) for value, average in zip(saved, by_hand, strict=True))

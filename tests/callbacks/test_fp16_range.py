@@ -11,7 +11,7 @@ from tests.scenes import same
 
 
 class Known(pl.LightningModule):
-    """Layers of 4: weights of 1e-9, an output of 1e5, a normalisation; gradients that need a loss scale."""
+    """Layers of 4: weights of 1e-9, an output of 1e5, a normalisation. Gradients that need a loss scale."""
 
     def __init__(self, factor=1e-7):
         super().__init__()

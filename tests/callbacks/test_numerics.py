@@ -1,4 +1,4 @@
-"""Numbers that go wrong are reported with rank, batch and layer, once; and the state is there for a look."""
+"""Numbers that go wrong are reported with rank, batch and layer, once. And the state is there for a look."""
 
 import re
 from functools import partial
@@ -169,7 +169,7 @@ def test_errors_of_communication_are_left_alone(tmp_path):
 
 
 def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
-    """As on CUDA, where the host would wait; on a CPU the monitor reads at each step."""
+    """As on CUDA, where the host would wait. On a CPU the monitor reads at each step."""
     counted = []
     for free in (False, True):
         monkeypatch.setattr(numbers_module, "_reads_are_free", lambda device, free=free: free)

@@ -81,7 +81,7 @@ def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(
 
 
 def test_the_first_difference_is_named_right_after_the_change(three_ranks):
-    """The momentum that was written, and the weight that it moved; the third rank is in the minority."""
+    """The momentum that was written, and the weight that it moved. The third rank is in the minority."""
     for error, last_step in spoiled(three_ranks, "momentum", "32-true", 1, rank=2, step=1):
         assert f"`{LAST}` on rank 2 (host " in error
         assert "is not that of ranks 0, 1 (host " in error
@@ -149,7 +149,7 @@ def num_collectives(every_n_steps):
 
 
 def test_a_sound_check_sends_16_bytes_and_there_is_none_between(two_ranks):
-    """32 images of each rank in batches of 8: four steps; a check before them, after every third, and at the end."""
+    """32 images of each rank in batches of 8: four steps. A check before them, after every third, and at the end."""
     for sizes in two_ranks.run(num_collectives, 3):
         assert sizes == [16, 16, 16]
 

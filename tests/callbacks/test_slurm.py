@@ -104,7 +104,7 @@ def test_a_job_near_its_end_stops_between_two_steps_and_is_queued_again_once_the
 
 
 def test_a_job_that_is_told_to_end_is_not_queued_again(one_rank, folder):
-    """`scancel` and preemption send SIGTERM; SLURM itself decides what becomes of the job."""
+    """`scancel` and preemption send SIGTERM. SLURM itself decides what becomes of the job."""
     assert one_rank.run(in_a_job, str(folder), 0, signal.SIGTERM) == [(143, 6)]
     assert check_whole(folder / "stopped.ckpt")
     assert requests(folder) == []

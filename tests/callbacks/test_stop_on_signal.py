@@ -191,7 +191,7 @@ def test_a_run_that_stops_between_two_epochs_goes_on_to_the_bit_and_misses_no_ba
 
 
 def test_a_step_of_several_batches_is_made_to_its_end(two_ranks, tmp_path):
-    """Of 3 batches; the signal comes in the first of them."""
+    """Of 3 batches. The signal comes in the first of them."""
     results = two_ranks.run(stopped, str(tmp_path), 0, {"step": 0}, "SIGTERM", 1, 3)
     assert [(at, num) for _, at, _, num in results] == [(1, 3)] * 2
 

@@ -71,7 +71,7 @@ def test_a_resumed_run_goes_on_with_the_clock(two_ranks, tmp_path):
 
 
 def test_one_rank_alone_does_not_stop(two_ranks):
-    """Each rank has a value of its own; with `stop` on one rank only the others would wait for it for ever."""
+    """Each rank has a value of its own. With `stop` on one rank only the others would wait for it for ever."""
     found = two_ranks.run(reached, {"stop": True}, None, None, False)
     assert [(step, event) for _, step, _, event in found] == [(12, None)] * 2
 

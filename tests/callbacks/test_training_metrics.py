@@ -17,7 +17,7 @@ from tests.scenes import at
 
 
 def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
-    """16 images in half a second are 32 per second; the windows that end at steps 6 and 8 begin after 4 steps.
+    """16 images in half a second are 32 per second. The windows that end at steps 6 and 8 begin after 4 steps.
 
     Of 1e9 operations each, on two devices of 1e11 per second.
     """
@@ -123,7 +123,7 @@ def halve_momentum(trainer, *_):
     [("SGD", {2: 0.45, 4: 0.9 / 8, 6: 0.9 / 32, 8: 0.9 / 128}), ("Adagrad", {})],
 )
 def test_momentum_is_that_of_the_step(two_ranks, optimizer, expected):
-    """A schedule of the momentum: 0.9 * 0.5 ** steps before this one; float32 on the way to the logger."""
+    """A schedule of the momentum: 0.9 * 0.5 ** steps before this one. Float32 on the way to the logger."""
     scene = {
         "module": partial(Module, optimizer=optimizer),
         "more": [at(on_train_batch_end=halve_momentum)],
@@ -134,7 +134,7 @@ def test_momentum_is_that_of_the_step(two_ranks, optimizer, expected):
 
 
 def test_waiting_for_data_is_per_step_and_of_its_window(two_ranks):
-    """Each batch is waited for 3 ms, of which the first four are not logged; two batches make a step."""
+    """Each batch is waited for 3 ms, of which the first four are not logged. Two batches make a step."""
     assert two_ranks.run(waits_logged, 2)[0] == pytest.approx({4: 0.006})
     assert two_ranks.run(waits_logged, 0)[0] == {}
 

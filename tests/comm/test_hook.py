@@ -125,7 +125,7 @@ def average_large_singles():
 
 
 def test_a_sum_that_is_in_halves_between_nodes_alone_does_not_overflow_either(four_ranks):
-    """Four of 30,000 are more than fp16 holds, halves of them are not; all are multiples of what it can tell apart."""
+    """Four of 30,000 are more than fp16 holds, halves of them are not. All are multiples of what it can tell apart."""
     for grad in four_ranks.run(average_large_singles):
         assert torch.equal(grad, torch.full((5, 1), 30112.0))
 
@@ -140,7 +140,7 @@ def test_the_divisor_is_split_near_its_root_and_its_first_part_is_a_power_of_two
 
 
 def average_of_equals(value, world_size, *, before):
-    """What ``world_size`` (a power of two) equal fp16 gradients average to; doubling is how they add in a tree."""
+    """What ``world_size`` (a power of two) equal fp16 gradients average to. Doubling is how they add in a tree."""
     buffer = torch.full((3,), value, dtype=torch.float16)
     wire = to_wire(buffer, None, before=before)
     for _ in range(world_size.bit_length() - 1):

@@ -259,7 +259,7 @@ def nothing(network):
 
 
 def with_activations_kept(make, x, chunk=CHUNK, between=nothing):
-    """A step; `between(network)` is called between forward and backward."""
+    """A step. `between(network)` is called between forward and backward."""
     network = made(make)
     parts = [network.embed(part) for part in x.split(chunk)]
     loss = LOSS(*map(torch.cat, zip(*parts, strict=True)))

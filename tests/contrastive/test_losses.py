@@ -74,7 +74,7 @@ def views(dtype=torch.float32):
 
 
 def of_share(rank, world, name, dtype=torch.float32):
-    """Loss and gradients at a rank's share; of parameters, whose mean over ranks DDP takes, those of this rank."""
+    """Loss and gradients at a rank's share. Of parameters, whose mean over ranks DDP takes, those of this rank."""
     loss = LOSSES[name][0]().to(dtype)
     a, b = (view.chunk(world)[rank].clone().requires_grad_() for view in views(dtype))
     value = loss(a, b)
@@ -301,7 +301,7 @@ def test_gradients_of_chunks_are_those_of_the_whole_batch():
 
 
 def test_the_second_pass_draws_what_the_first_drew_and_moves_no_statistics():
-    """As where all activations are kept; what is drawn afterwards is what would be drawn after one pass."""
+    """As where all activations are kept. What is drawn afterwards is what would be drawn after one pass."""
     batch = {"views": list(data()[:PAIRS].split(8, dim=1))}
     module = Embedder(nn.BatchNorm1d(16), nn.Dropout())
     kept = Embedder(nn.BatchNorm1d(16), nn.Dropout())

@@ -111,7 +111,7 @@ def fit(
     make: Any = shuffled,
     **settings: Any,
 ) -> list[tuple[int, list[int]]] | str:
-    """What a rank reads in a fit from its begin, which saves, or from a stop on; or the error that ended it."""
+    """What a rank reads in a fit from its begin, which saves, or from a stop on. Or the error that ended it."""
     pl.seed_everything(3, verbose=False)
     module = Steps()
     trainer = toy.trainer(
@@ -203,7 +203,7 @@ def test_all_36_conversions_from_every_stop(rank_pool, tmp_path, saved, resumed,
 def refusal(
     pool: Any, saved: Layout, resumed: Layout, folder: Path, make: Any = shuffled, **settings: Any
 ) -> str:
-    """The error of a resume from the third step, the same on all ranks; empty if there is none."""
+    """The error of a resume from the third step, the same on all ranks. Empty if there is none."""
     pool.ranks(saved.ranks).run(_fit_with, saved, str(folder), None, make, settings)
     errors = pool.ranks(resumed.ranks).run(_fit_with, resumed, str(folder), "3", make, settings)
     texts = {error if isinstance(error, str) else "" for error in errors}

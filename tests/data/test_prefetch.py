@@ -1,4 +1,4 @@
-"""Same batches, same order, exact state, nothing left to move; ahead only where the loader itself is."""
+"""Same batches, same order, exact state, nothing left to move. Ahead only where the loader itself is."""
 
 import copy
 import time

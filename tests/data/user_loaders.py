@@ -64,7 +64,7 @@ class Stream(IterableDataset):
 
 
 class StatefulStream(Stream):
-    """With a state; it goes on without reading what was read."""
+    """With a state. It goes on without reading what was read."""
 
     done = 0
     is_resumed = False

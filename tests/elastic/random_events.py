@@ -61,7 +61,7 @@ def random_scene(num_events: int, seed: int) -> Scene:
 
 
 def random_loss(living: list[str], step: int, draw: random.Random) -> Loss | Cut:
-    """Return a loss of one of these hosts; a cut and a loss after the sum need two others."""
+    """Return a loss of one of these hosts. A cut and a loss after the sum need two others."""
     host = draw.choice(living)
     others = [name for name in living if name != host]
     kinds = ["before", "within", "soon"]

@@ -157,7 +157,7 @@ def record_of(
 
 
 def plain_run(num_steps: int, precision: str = "32-true") -> list[dict[str, Tensor]]:
-    """Train on all shards of each step in this process; return the record of each step."""
+    """Train on all shards of each step in this process. Return the record of each step."""
     net = ExactNet()
     optimizer = optimizer_of(net.parameters())
     records: list[dict[str, Tensor]] = []
@@ -233,7 +233,7 @@ class Injector:
         return [event for event in self.scene.events if event.step == step]
 
     def before_step(self, step: int) -> None:
-        """Let happen what happens between two steps; the others wait until they know."""
+        """Let happen what happens between two steps. The others wait until they know."""
         self._num_shards_begun = 0
         self._end_step_of_a_loss_soon(step - 1)
         self._view_before = self.strategy._fit._views.groups.number
@@ -275,7 +275,7 @@ class Injector:
         self._num_shards_begun += 1
 
     def after_sum(self, step: int) -> None:
-        """Let happen what happens while a rank has all sums of a step, and has not made it; in the first attempt."""
+        """Let happen what happens while a rank has all sums of a step, and has not made it. In the first attempt."""
         if step == self._step_of_sum:
             return
         self._step_of_sum = step
@@ -524,7 +524,7 @@ def outcome_of(scene: Scene, folder: Path) -> Outcome:
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Tensor]]]:
-    """Read the records of a rank; one that was being written as it was killed counts for nothing."""
+    """Read the records of a rank. One that was being written as it was killed counts for nothing."""
     records = []
     with path.open("rb") as file:
         while True:

@@ -344,7 +344,7 @@ def started(*, is_first: bool = True) -> tuple[Logging, Any, Any]:
 def logged_by(
     shards: list[float], *, attempts: int, steps: int = 2, joins_after: int | None = None
 ) -> dict[str, float]:
-    """Log steps of these shards, of which all but the last attempt are dropped; a joiner has what was sent to it."""
+    """Log steps of these shards, of which all but the last attempt are dropped. A joiner has what was sent to it."""
     module, results, epoch = started()
     for step in range(steps):
         if step == joins_after:

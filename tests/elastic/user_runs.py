@@ -276,7 +276,7 @@ class UserHosts(recovery.Hosts):
         return [row for row in self.rows if row["event"] == event and host in (None, row["host"])]
 
     def wait(self, what: str, is_there: Any, **limits: Any) -> None:
-        """Wait until something is so; an error of a host ends it."""
+        """Wait until something is so. An error of a host ends it."""
 
         def is_there_or_failed() -> bool:
             if is_there():

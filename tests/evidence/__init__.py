@@ -1,4 +1,4 @@
-"""Programs that only maintainers run; each leaves a record: `python -m tests.evidence.<name>`."""
+"""Programs that only maintainers run. Each leaves a record: `python -m tests.evidence.<name>`."""
 
 import os
 

@@ -193,7 +193,7 @@ def test_every_rank_gets_rank_zeros_masters_in_all_digits(two_ranks):
 
 
 def two_players(precision):
-    """A generator and a discriminator; one accumulates over two batches, in which the other steps twice."""
+    """A generator and a discriminator. One accumulates over two batches, in which the other steps twice."""
     fabric = fabric_of(precision, HybridAllReduceStrategy(loss_scale=256.0))  # no step overflows
     one = Net()
     other = nn.Linear(3, 1)

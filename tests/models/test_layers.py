@@ -23,7 +23,7 @@ def norms_of(module):
 @pytest.mark.parametrize("momentum", [0.001, 1.0])
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_equal_micro_batches_leave_what_one_update_leaves(kind, momentum, num_micro_batches):
-    """In float64; k updates of about four roundings each, 1.1e-16, are under 1e-13 for 64 of them on numbers near 1."""
+    """In float64. K updates of about four roundings each, 1.1e-16, are under 1e-13 for 64 of them on numbers near 1."""
     torch.manual_seed(0)
     once = kind(3, momentum=momentum, affine=False, track_running_stats=True, dtype=torch.float64)
     once.running_mean.uniform_(-1, 1)
@@ -118,7 +118,7 @@ def pair(name):
 
 
 def two_steps(network):
-    """Gradients of two batches, added up; the second forward sees the running statistics that the first has left."""
+    """Gradients of two batches, added up. The second forward sees the running statistics that the first has left."""
     for seed in (1, 2):
         torch.manual_seed(seed)
         cross_entropy(network(torch.randn(4, 1, 16, 16)), torch.arange(4)).backward()

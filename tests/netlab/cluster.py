@@ -51,7 +51,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class ClusterError(RuntimeError):
-    """The cluster could not be built, or a rank failed or did not end in time; the message holds what it said."""
+    """The cluster could not be built, or a rank failed or did not end in time. The message holds what it said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Traffic:
 
 
 class Cluster:
-    """``num_hosts`` hosts with ``ranks_per_host`` ranks each; a context manager.
+    """``num_hosts`` hosts with ``ranks_per_host`` ranks each. A context manager.
 
     Arguments:
         mbit_per_s: of every NIC, each direction; or one number per host (a straggler's).
@@ -268,7 +268,7 @@ class Cluster:
     def run(
         self, command: Sequence[str], *, timeout_s: float, show_rank_zero: bool = False
     ) -> list[str]:
-        """Run a program on every rank; what each printed, in rank order.
+        """Run a program on every rank. What each printed, in rank order.
 
         ``show_rank_zero``: let rank 0 print to our own standard output instead.
 
@@ -320,7 +320,7 @@ class Cluster:
         return outputs
 
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Run an importable function on every rank, in a Gloo world of its own; its results, in rank order.
+        """Run an importable function on every rank, in a Gloo world of its own. Its results, in rank order.
 
         The ranks are forked from one process that has imported Lightning, which is much faster than ``run``. Raises
         ``ClusterError`` with the traceback of every rank that failed, or where one does not end within ``timeout_s``.
@@ -361,7 +361,7 @@ class Cluster:
 
 
 def why_not() -> str | None:
-    """What this machine lacks for a cluster; None where it can have one."""
+    """What this machine lacks for a cluster. None where it can have one."""
     if os.name != "posix" or not Path("/proc/self/ns/net").exists():
         return "network namespaces need Linux"
     if os.geteuid() != 0:
@@ -397,7 +397,7 @@ def _ethernet_address(host: int) -> str:
 
 
 def _collect(pipes: list[Connection], timeout_s: float) -> list[tuple[str, Any] | None]:
-    """The reply of each rank; None where none came in time."""
+    """The reply of each rank. None where none came in time."""
     deadline_s = time.monotonic() + timeout_s
     replies: list[tuple[str, Any] | None] = [None] * len(pipes)
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}

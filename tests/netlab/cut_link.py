@@ -40,7 +40,7 @@ class LinkedHosts(recovery.Hosts):
 
 
 def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Cut off the last host; return when the others made a step, and when and how hosts ended."""
+    """Cut off the last host. Return when the others made a step, and when and how hosts ended."""
     names = KINDS[kind]
     with Cluster(
         num_hosts=len(names) + (kind == "neither"), ranks_per_host=options["ranks"], mbit_per_s=1000

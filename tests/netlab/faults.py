@@ -22,7 +22,7 @@ CLONE_NEWUTS = 0x04000000
 
 
 class EmulatedHosts(OneHost):
-    """Hosts of a ``Cluster``, each with a name of its own; ranks host by host."""
+    """Hosts of a ``Cluster``, each with a name of its own. Ranks host by host."""
 
     has_links = True
 

@@ -303,7 +303,7 @@ class Hosts:
             process.start()
 
     def signal(self, host: str, number: int) -> float:
-        """Send a signal to all processes of a host; return when."""
+        """Send a signal to all processes of a host. Return when."""
         now = time.monotonic()
         for process in self.running[host]:
             os.kill(process.pid, number)
@@ -333,7 +333,7 @@ class Hosts:
     def wait(
         self, what: str, is_there: Any, *, limit_s: float = 120.0, restarts: bool = False
     ) -> None:
-        """Wait until something is in the rows; `restarts` a host that has ended itself, as its launcher does."""
+        """Wait until something is in the rows. `restarts` a host that has ended itself, as its launcher does."""
         ends_s = time.monotonic() + limit_s
         while not is_there():
             for name in [
@@ -365,7 +365,7 @@ class Hosts:
 
 
 def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[str, Any]]]:
-    """Lose hosts again and again, and let them come back; return the run and a row for each loss."""
+    """Lose hosts again and again, and let them come back. Return the run and a row for each loss."""
     names = [chr(ord("a") + number) for number in range(options["hosts"])]
     draw = random.Random(options["seed"])
     losses = []
@@ -467,7 +467,7 @@ def parts_of(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
 def reference(
     options: dict[str, Any], folder: Path, parts: list[tuple[int, int, int]]
 ) -> dict[int, str]:
-    """Run each part by as many hosts, from a checkpoint of the part before; return the digest of each step."""
+    """Run each part by as many hosts, from a checkpoint of the part before. Return the digest of each step."""
     digests: dict[int, str] = {}
     checkpoint = None
     for number, (_, end, hosts) in enumerate(parts):

@@ -129,7 +129,7 @@ def test_the_busiest_host_sends_what_the_algorithm_claims(measured, algorithm, d
 @pytest.mark.long
 @pytest.mark.parametrize("num_hosts", [2, 4])
 def test_adasum_sends_between_hosts_what_a_hierarchical_sum_sends(cluster_or_skip, num_hosts):
-    """2 (N - 1) / N of the bytes; inner products of two tensors are part of the tolerance."""
+    """2 (N - 1) / N of the bytes. Inner products of two tensors are part of the tolerance."""
     with Cluster(num_hosts=num_hosts, ranks_per_host=2, mbit_per_s=2000) as cluster:
         found = cluster.call(sums_and_bytes, ["adasum"], DTYPES, [], timeout_s=60)
     claim = traffic_of("hierarchical", topology_of(num_hosts, 2, False), NUM_BYTES).across

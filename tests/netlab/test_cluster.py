@@ -51,7 +51,7 @@ def transfer():
 
 @pytest.mark.clock
 def test_links_have_the_rate_and_the_delay(slow):
-    """Below is a matter of physics and exact; above is the machine's load, so generous."""
+    """Below is a matter of physics and exact. Above is the machine's load, so generous."""
     (round_trip_s, transfer_s), _ = slow.call(transfer)
     assert 0.020 <= round_trip_s <= 0.5
     serial_s = PAYLOAD_BYTES * 8 / 50e6

@@ -146,7 +146,7 @@ class Slow(Deep):
 
 
 def take_turns(trainer, module, batch, batch_idx):
-    """Of three steps, let the gather be waited for at once, of the next three in forward; return the time."""
+    """Of three steps, let the gather be waited for at once, of the next three in forward. Return the time."""
     shared = trainer.strategy._extensions.members[0]._parts
     if batch_idx == 0:
         shared.late = shared._late
@@ -205,7 +205,7 @@ NUM_CLASSES = 256
 
 
 def sent_by_slices():
-    """By the pair; by pair and head; and by the sum of the gradients of whole layers."""
+    """By the pair. By pair and head. And by the sum of the gradients of whole layers."""
     torch.manual_seed(0)
     layers = [(NUM_INPUTS, NUM_FEATURES), (NUM_FEATURES, NUM_FEATURES), (NUM_FEATURES, NUM_CLASSES)]
     net = nn.Sequential(*(nn.Linear(*sizes) for sizes in layers)).half()
@@ -221,7 +221,7 @@ def sent_by_slices():
 
 
 def test_slices_send_their_images_and_no_gradients(cluster_or_skip):
-    """2 (g - 1) b (n_in + n_out) elements from each rank; whole layers would send 2 (g - 1) / g of all weights."""
+    """2 (g - 1) b (n_in + n_out) elements from each rank. Whole layers would send 2 (g - 1) / g of all weights."""
     with Cluster(num_hosts=1, ranks_per_host=NUM_SLICES, mbit_per_s=1000) as cluster:
         found = cluster.call(sent_by_slices, timeout_s=300)
     pair, cut, whole = (max(of_ranks) for of_ranks in zip(*found, strict=True))
@@ -246,7 +246,7 @@ NUM_SHARING = 4
 
 
 def sent_by_transformers():
-    """By attention, by feed-forward; by a head's input, and by losses over its logits, which are then gathered."""
+    """By attention, by feed-forward. By a head's input, and by losses over its logits, which are then gathered."""
     layer = nn.TransformerEncoderLayer(HIDDEN, 12, 4 * HIDDEN, batch_first=True)
     ends = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY))
     net = nn.Sequential(layer, ends)
@@ -275,7 +275,7 @@ def sent_by_transformers():
 def test_transformers_send_what_the_formula_of_tensor_parallelism_says_and_losses_no_logits(
     cluster_or_skip,
 ):
-    """Two sums of all tokens for attention, two for feed-forward, forward and backward; a head half of that."""
+    """Two sums of all tokens for attention, two for feed-forward, forward and backward. A head half of that."""
     with Cluster(num_hosts=1, ranks_per_host=NUM_SHARING, mbit_per_s=1000) as cluster:
         found = cluster.call(sent_by_transformers, timeout_s=300)
     attention, feed_forward, head, losses, logits = (

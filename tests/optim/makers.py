@@ -39,7 +39,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Parts:
-    """Spans of large tensors, as ranks share an update; `add_up_` adds a table over them."""
+    """Spans of large tensors, as ranks share an update. `add_up_` adds a table over them."""
 
     rank: int
     num_ranks: int
@@ -71,7 +71,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Shards(Whole):
-    """DTensors on a mesh; the placements of a dimension that a tensor does not have are left out."""
+    """DTensors on a mesh. The placements of a dimension that a tensor does not have are left out."""
 
     mesh: object
     placements: tuple = (Shard(0),)
@@ -113,7 +113,7 @@ def groups_of(params):
 
 
 def distance(params, others):
-    """The largest relative distance of a tensor of `params` from that of `others`; shards are made whole."""
+    """The largest relative distance of a tensor of `params` from that of `others`. Shards are made whole."""
     largest = 0.0
     for param, other in zip(params, others, strict=True):
         whole = [
@@ -280,7 +280,7 @@ def overflow(both, spoilt, given=False, bad=torch.inf):
 
 
 def written(both):
-    """The distance after three steps, between which user code writes all weights; torch sees only the first write."""
+    """The distance after three steps, between which user code writes all weights. Torch sees only the first write."""
     both.steps(1)
     with torch.no_grad():
         for param in (*both.own, *both.wholes):

@@ -1,4 +1,4 @@
-"""What every maker of a step keeps to, LARS and LAMB: loop, lists, C++; on whole tensors, on parts of them, on shards.
+"""What every maker of a step keeps to, LARS and LAMB: loop, lists, C++. On whole tensors, on parts of them, on shards.
 
 The Triton kernels are held to it in `fused/cuda/test_kernels.py`, in an interpreter that needs a process of its own.
 """
@@ -154,7 +154,7 @@ def test_what_was_saved_goes_on_bit_for_bit(rule, flags):
 @every_rule
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(PATHS, 2)))
 def test_state_goes_from_path_to_path(rule, source, target):
-    """Bit for bit among lists and loop; to or from the fused step within five roundings of a step."""
+    """Bit for bit among lists and loop. To or from the fused step within five roundings of a step."""
     (optimizer, params), whole = pair(rule, PATHS[source])
     run(optimizer, params, 3)
     run(*whole, 5)

@@ -1,4 +1,4 @@
-"""DTensor parameters, on real ranks: each moves its shards as the whole tensors move; few collectives; refusals."""
+"""DTensor parameters, on real ranks: each moves its shards as the whole tensors move. Few collectives. Refusals."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ from tests.toy import error_of
 
 @dataclass(frozen=True)
 class Mixed(Whole):
-    """Each tensor has one of the placements, by its shape; None leaves it plain."""
+    """Each tensor has one of the placements, by its shape. None leaves it plain."""
 
     mesh: object
     placements: list
@@ -156,7 +156,7 @@ def test_fully_shard_with_tensor_parallelism_trains_as_one_process_on_the_whole_
 
 
 def sequence_on_rank():
-    """Each rank normalises a half of the rows; the distance, and whether such gradients were there."""
+    """Each rank normalises a half of the rows. The distance, and whether such gradients were there."""
     mesh = mesh_of(2)
     rank = dist.get_rank()
     ours, theirs = (nn.Sequential(*block_net()[0].children()) for _ in range(2))
@@ -179,7 +179,7 @@ def sequence_on_rank():
 
 
 def test_gradients_that_are_sums_yet_to_be_made_are_added_up(two_ranks):
-    """Sequence parallelism; without it the weights of the normalisation would see half of the batch."""
+    """Sequence parallelism. Without it the weights of the normalisation would see half of the batch."""
     for found, are_partial in two_ranks.run(sequence_on_rank):
         assert are_partial == [True, True]
         assert found <= 5e-6

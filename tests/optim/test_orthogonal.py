@@ -37,7 +37,7 @@ def iterate(matrix):
 
 
 def reference(start, gradients, lrs, *, momentum, weight_decay, nesterov, coefficient):
-    """The weights of one layer after the steps, one tensor in float64; `coefficient` None: Muon's size."""
+    """The weights of one layer after the steps, one tensor in float64. `coefficient` None: Muon's size."""
     w = start.clone()
     v = torch.zeros_like(start)
     for g, lr in zip(gradients, lrs, strict=True):
@@ -59,7 +59,7 @@ def reference(start, gradients, lrs, *, momentum, weight_decay, nesterov, coeffi
 @pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)
 @pytest.mark.parametrize("excluded", [False, True], ids="muon_size={}".format)
 def test_twenty_steps_are_the_rule_in_float64(path, nesterov, excluded):
-    """All arithmetic is float64; five iterations multiply a rounding by up to 3.4 each, over 20 steps."""
+    """All arithmetic is float64. Five iterations multiply a rounding by up to 3.4 each, over 20 steps."""
     layers = parameters(*SHAPES[:6], dtype=torch.float64)
     with torch.no_grad():
         layers[2].zero_()  # its first step is that of momentum

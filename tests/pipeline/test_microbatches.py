@@ -71,7 +71,7 @@ Texts = namedtuple("Texts", "scale texts labels images")
 
 
 class OfTexts(toy.Toy):
-    """Its batch begins with a constant and texts; labels are a list, images an array."""
+    """Its batch begins with a constant and texts. Labels are a list, images an array."""
 
     def training_step(self, batch, batch_idx):
         assert list(batch.texts) == [f"label {label}" for label in batch.labels]

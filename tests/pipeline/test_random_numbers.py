@@ -31,7 +31,7 @@ class Wild(toy.Toy):
 
 
 class CallsLayers(nn.Module):
-    """A `forward` that calls the layers of its blocks, and not the blocks; one dropout for all of them."""
+    """A `forward` that calls the layers of its blocks, and not the blocks. One dropout for all of them."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a pipeline refuses, before a message is sent, with a cure; and what a pipeline would do wrong in silence."""
+"""What a pipeline refuses, before a message is sent, with a cure. And what a pipeline would do wrong in silence."""
 
 import random
 from functools import partial

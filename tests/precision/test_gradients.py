@@ -1,4 +1,4 @@
-"""Gradients around a backward, tensor by tensor; no Trainer, no ranks."""
+"""Gradients around a backward, tensor by tensor. No Trainer, no ranks."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ class Scene:
         self.parameters = [self.half, self.kept]
 
     def backward(self, gradient, *, averages=True, scale=SCALE, fails=False, keeps=False):
-        """Run a backward that brings `gradient`, unscaled, to both parameters; return what autograd added it to."""
+        """Run a backward that brings `gradient`, unscaled, to both parameters. Return what autograd added it to."""
         factor = 1.0 if scale is None else float(scale)
         with self.window.opened():
             self.gradients.begin(self.parameters, scale, lambda _: averages)

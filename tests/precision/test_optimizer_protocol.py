@@ -246,7 +246,7 @@ def end_of_count(trainer, *_):
 
 
 def host_reads(ranks, optimizer, *callbacks, **scene):
-    """Of each rank. A comparison that answers at once saves memory traffic on a CPU; on CUDA it is not asked."""
+    """Of each rank. A comparison that answers at once saves memory traffic on a CPU. On CUDA it is not asked."""
     counting = at(on_train_batch_start=begin_to_count, on_train_batch_end=end_of_count)
     scene |= {
         "callbacks": [counting, *callbacks],
@@ -274,7 +274,7 @@ def never(*_):
     ids=["skipped", "looked at", "clipped"],
 )
 def test_a_step_asks_the_device_nothing(one_rank, optimizer, looks, scene):
-    """16 steps, 14 of them counted; Lightning's loop on one rank asks nothing either."""
+    """16 steps, 14 of them counted. Lightning's loop on one rank asks nothing either."""
     assert host_reads(one_rank, optimizer, *looks, **scene) == [{}]
 
 
@@ -366,7 +366,7 @@ def test_endless_overflow_that_no_logged_step_has_found_is_found_at_the_end(one_
 
 
 class TwoGames(toy.Toy):
-    """Two parts with an optimizer each, trained in turns as in a GAN; the first overflows now and then."""
+    """Two parts with an optimizer each, trained in turns as in a GAN. The first overflows now and then."""
 
     automatic_optimization = False
 

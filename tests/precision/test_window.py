@@ -1,4 +1,4 @@
-"""The exchange of fp32 parameters and half-precision copies, tensor by tensor; no Trainer, no ranks."""
+"""The exchange of fp32 parameters and half-precision copies, tensor by tensor. No Trainer, no ranks."""
 
 import copy
 import pickle

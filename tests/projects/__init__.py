@@ -1,1 +1,1 @@
-"""Other people's projects, by version: `pip install -e '.[test]'`, then the extra `projects`; all of it is `long`."""
+"""Other people's projects, by version: `pip install -e '.[test]'`, then the extra `projects`. All of it is `long`."""

@@ -1,4 +1,4 @@
-"""lightly's LARS held against ours; timm's networks and optimizers in a loop of the user's own."""
+"""lightly's LARS held against ours. Timm's networks and optimizers in a loop of the user's own."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def losses_under_fabric(strategy, precision, network, optimizer, options):
     ],
 )
 def test_timms_networks_and_optimizers_train_under_fabric(two_ranks, network, optimizer, options):
-    """The bits of `ddp` in fp32; in fp16 its losses, to 2^-5: six steps of rounding by 2^-11, each some five times."""
+    """The bits of `ddp` in fp32. In fp16 its losses, to 2^-5: six steps of rounding by 2^-11, each some five times."""
     run = (network, optimizer, options)
     runs = {}
     for strategy, precision in (

@@ -72,7 +72,7 @@ def reported(monkeypatch, *overrides) -> SimulationReport:
 
 
 def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
-    """Three nodes of four GPUs are in the curve, which ends at four times as many; equal quantiles are not printed."""
+    """Three nodes of four GPUs are in the curve, which ends at four times as many. Equal quantiles are not printed."""
     ask = [
         "cluster=cloud_25gbe",
         "num_nodes=3",
@@ -108,7 +108,7 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
 
 
 def test_what_the_answer_assumes_can_be_given_back_to_it(monkeypatch):
-    """Each word is a key of the command line with the preset's value; what was given is not assumed."""
+    """Each word is a key of the command line with the preset's value. What was given is not assumed."""
     ask = ["cluster=cloud_25gbe", "num_nodes=3", "search=null", "scaling_ranks=[]"]
     found = reported(monkeypatch, *ask)
     assert (
@@ -264,7 +264,7 @@ def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
 
 @pytest.mark.long
 def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another():
-    """Median within 10 %, all but one named step within 20, of records nothing was fitted to; errors as recorded."""
+    """Median within 10 %, all but one named step within 20, of records nothing was fitted to. Errors as recorded."""
     content, found, unequal = emulated.checked_again()
     assert content["fitted_to"] not in {one.record for one in found}
     assert len({one.setting for one in found}) >= 6

@@ -22,7 +22,7 @@ def paper(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient):
 def mlperf_tensorflow(
     w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov
 ):
-    """mlcommons/training, ``lars_optimizer.py``: scaled rate, then Keras's momentum; ratio 1 where a norm is 0."""
+    """mlcommons/training, ``lars_optimizer.py``: scaled rate, then Keras's momentum. Ratio 1 where a norm is 0."""
     accumulator = torch.zeros_like(w)
     for g, lr in zip(gradients, lrs, strict=True):
         ratio = torch.ones((), dtype=w.dtype)
@@ -76,7 +76,7 @@ def nvidia_mxnet(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient
 
 
 def barlow_twins(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient):
-    """Barlow Twins, MoCo v3, VISSL: the ratio is of the decayed gradient; no epsilon."""
+    """Barlow Twins, MoCo v3, VISSL: the ratio is of the decayed gradient. No epsilon."""
     mu = torch.zeros_like(w)
     for g, lr in zip(gradients, lrs, strict=True):
         dp = g + weight_decay * w
@@ -100,7 +100,7 @@ def colossalai(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, 
 
 
 def joint_outside(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, nesterov):
-    """ "ratio_outside" with "joint": nobody's; ColossalAI's momentum with optax's ratio."""
+    """ "ratio_outside" with "joint": nobody's. ColossalAI's momentum with optax's ratio."""
     buffer = torch.zeros_like(w)
     for g, lr in zip(gradients, lrs, strict=True):
         d = g + weight_decay * w
@@ -159,7 +159,7 @@ def lamb(
     trust_clip=None,
     max_grad_norm=None,
 ):
-    """The layers after len(lrs) steps; `gradients[t][i]` is the gradient of layer i at step t."""
+    """The layers after len(lrs) steps. `gradients[t][i]` is the gradient of layer i at step t."""
     ws, ms, vs = list(ws), [torch.zeros_like(w) for w in ws], [torch.zeros_like(w) for w in ws]
     for t, (grads, lr) in enumerate(zip(gradients, lrs, strict=True), start=1):
         total = sum(norm(g) ** 2 for g in grads) ** 0.5

@@ -97,7 +97,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         return [id(tensor) // 16 * 16 for one in lists for tensor in one]
 
     def count(step: Tensor, device: torch.device) -> float:
-        """Read a count on the CPU, which waits for nothing; fake ones have no value."""
+        """Read a count on the CPU, which waits for nothing. Fake ones have no value."""
         assert step.device.type == "cpu"
         return 1.0
 

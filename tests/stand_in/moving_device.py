@@ -35,7 +35,7 @@ class AcrossMemoriesError(RuntimeError):
 
 
 class TwoMemories(TorchDispatchMode):
-    """Knows which memory has been moved; the rest is where it was."""
+    """Knows which memory has been moved. The rest is where it was."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class TwoMemories(TorchDispatchMode):
         self._moves.__exit__(*error)
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """A copy in the other memory; itself, if it is there."""
+        """A copy in the other memory. Itself, if it is there."""
         if self.has(tensor):
             return tensor
         with torch._C._DisableTorchDispatch():

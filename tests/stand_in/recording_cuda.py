@@ -81,7 +81,7 @@ class Stream:
 
 
 class Event:
-    """Where its stream was when it was recorded; through once the device is as far."""
+    """Where its stream was when it was recorded. Through once the device is as far."""
 
     def __init__(self, cuda: Cuda, enable_timing: bool = False) -> None:
         self.cuda = cuda
@@ -166,7 +166,7 @@ class _Memory:
 
 
 class Cuda(TorchDispatchMode):
-    """The device. `num_through`: how many operations and records are done; all, unless `hang` is called."""
+    """The device. `num_through`: how many operations and records are done. All, unless `hang` is called."""
 
     current_instance: Cuda | None = None
 

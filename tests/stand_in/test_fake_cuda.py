@@ -52,7 +52,7 @@ def scaled_step(optimizer):
 def test_a_fused_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads_nothing(
     precision, fake
 ):
-    """In the third step, the rate being another in each; a read by the host would raise."""
+    """In the third step, the rate being another in each. A read by the host would raise."""
     optimizer = recipe(LARS, fused=True)
     for step in range(3):
         for group in optimizer.param_groups:
@@ -87,7 +87,7 @@ def test_the_default_of_lars_is_lists_and_the_host_reads_nothing(precision, fake
 def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(
     fused, precision, fake, recwarn
 ):
-    """But for the selection of old or new values, where a step may be skipped; a read by the host would raise.
+    """But for the selection of old or new values, where a step may be skipped. A read by the host would raise.
 
     True comes with the checkpoint of a CPU; asked for on CUDA, it is refused.
     """
@@ -132,7 +132,7 @@ PATHS = [(LARS, None), (LARS, True), (LAMB, None)]
 
 @pytest.mark.parametrize(("rule", "fused"), PATHS, ids=str)
 def test_parts_are_added_over_ranks_on_their_device_and_the_host_reads_nothing(rule, fused, fake):
-    """A read by the host would raise; kernels are as many as of whole tensors."""
+    """A read by the host would raise. Kernels are as many as of whole tensors."""
     params = [
         parameter(2 * BLOCK, grad_dtype=torch.float16),
         parameter(8, 4, grad_dtype=torch.float16),

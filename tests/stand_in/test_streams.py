@@ -11,7 +11,7 @@ from tests.stand_in.recording_cuda import CUDA, Cuda
 
 
 class Loader:
-    """Batches of images and labels; `on_device` as that of images which travel as uint8."""
+    """Batches of images and labels. `on_device` as that of images which travel as uint8."""
 
     def __init__(self, num_batches, *, reads_ahead):
         self.num_batches = num_batches

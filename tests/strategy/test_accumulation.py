@@ -37,7 +37,7 @@ class Counts(Toy):
 
 
 def batches(num_steps=1, first=None):
-    """float32 `"batch 3"`; rank r's first is 1 - r / 4."""
+    """float32 `"batch 3"`. Rank r's first is 1 - r / 4."""
     step = torch.full((NUM_BATCHES, 3), 2.0**-11)
     step[0] = 1.0 - this_rank() / 4 if first is None else first
     step[-1] = 0.0

@@ -19,7 +19,7 @@ NUMELS = (300, 7)
 
 
 class Slopes(pl.LightningModule):
-    """Two parameters whose gradients are what the rank drew, from 1 to 2 on its share, or everywhere; or inf."""
+    """Two parameters whose gradients are what the rank drew, from 1 to 2 on its share, or everywhere. Or inf."""
 
     def __init__(self, *, apart=False, inf_at=None, optimizer=None):
         super().__init__()

@@ -56,7 +56,7 @@ def test_hook_runs_on_the_cpu_bucket_bytes_reach_ddp_and_each_rank_leaves_a_time
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
 def test_resume_is_bitwise(two_ranks, tmp_path, precision, optimizer):
-    """Eight steps are four, save, load, four; weights, optimizer state and loss scale continue exactly."""
+    """Eight steps are four, save, load, four. Weights, optimizer state and loss scale continue exactly."""
     scene = {"module": partial(Toy, optimizer=optimizer, lr=1e-2), "precision": precision}
     whole = fit(two_ranks, callbacks=[Saves(tmp_path / "midway.ckpt", epoch=0)], **scene)
     for rank, resumed in enumerate(fit(two_ranks, ckpt_path=tmp_path / "midway.ckpt", **scene)):
@@ -107,7 +107,7 @@ def test_loading_weights_during_a_fit_reaches_the_masters(two_ranks):
 
 
 class Positioned:
-    """Batches of this rank, with a position that can be saved; no DataLoader."""
+    """Batches of this rank, with a position that can be saved. No DataLoader."""
 
     position = 0
 
@@ -134,7 +134,7 @@ class AsksForSteps(Toy):
 
 
 def test_resume_in_mid_epoch_continues_after_the_saved_batch(two_ranks, tmp_path):
-    """Lightning drops the loader's state where `estimated_stepping_batches` was asked for; ours keeps it."""
+    """Lightning drops the loader's state where `estimated_stepping_batches` was asked for. Ours keeps it."""
     scene = {"module": AsksForSteps, "train": Positioned, "precision": "16-true"}
     whole = fit(two_ranks, callbacks=[Saves(tmp_path / "step3.ckpt", step=3)], **scene)
     for rank, resumed in enumerate(fit(two_ranks, ckpt_path=tmp_path / "step3.ckpt", **scene)):
@@ -383,7 +383,7 @@ def growth_over_fits(num_cycles):
 
 @pytest.mark.parametrize("num_cycles", [6, pytest.param(50, marks=pytest.mark.long)])
 def test_many_fits_leave_no_thread_no_group_no_file_and_no_memory_behind(two_ranks, num_cycles):
-    """80 KiB for each cycle: over three times what was seen; arenas of memory are never at rest."""
+    """80 KiB for each cycle: over three times what was seen. Arenas of memory are never at rest."""
     for more in two_ranks.run(growth_over_fits, num_cycles):
         assert all(more[name] <= 0 for name in ("threads", "groups", "files")), more
         assert more["bytes"] <= 4 * 2**20, more

@@ -1,4 +1,4 @@
-"""`LightningCLI` with the strategy by name and by `class_path`; what `README.md` shows is run as it stands."""
+"""`LightningCLI` with the strategy by name and by `class_path`. What `README.md` shows is run as it stands."""
 
 import re
 import sys

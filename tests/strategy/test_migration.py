@@ -244,7 +244,7 @@ def as_floats(states):
 def test_a_checkpoint_of_stock_ddp_goes_on_to_its_bits_and_in_half_precision_from_its_masters(
     two_ranks, tmp_path
 ):
-    """With `precision="16-mixed"` Lightning would take bf16 on a CPU; its plugin, given as such, has its loss scale."""
+    """With `precision="16-mixed"` Lightning would take bf16 on a CPU. Its plugin, given as such, has its loss scale."""
     path = tmp_path / "ddp.ckpt"
     settings = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
     adam = {"optimizer": "AdamW", "lr": 1e-2}

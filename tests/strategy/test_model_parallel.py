@@ -121,7 +121,7 @@ def test_fully_shard_trains_as_ddp(optimizer, two_ranks):
 def test_tensor_parallelism_trains_as_ddp_on_the_data_parallel_ranks(
     optimizer, data_size, one_rank, two_ranks, four_ranks
 ):
-    """Sums over slices are made in another order; LAMB divides by roots of squares of small gradients."""
+    """Sums over slices are made in another order. LAMB divides by roots of squares of small gradients."""
     of_data, of_all, num_steps = (
         (one_rank, two_ranks, 16) if data_size == 1 else (two_ranks, four_ranks, 8)
     )
@@ -185,7 +185,7 @@ def test_a_file_of_hybrid_allreduce_goes_on_under_lightnings_own_strategy_once_i
 
 
 class InHalf(Layerwise):
-    """Sharded by its precision; from some step on one rank alone sees an overflow."""
+    """Sharded by its precision. From some step on one rank alone sees an overflow."""
 
     def __init__(self, optimizer, overflows=()):
         super().__init__(optimizer, is_pair=True)
@@ -273,7 +273,7 @@ def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", ["lars", "lars fused", "lamb", "adamw"])
 def test_offloaded_shards_have_the_same_bits(optimizer, two_ranks, tmp_path):
-    """Where host and device are one; what lies where: `tests/recipes/training/test_fully_sharded.py`."""
+    """Where host and device are one. What lies where: `tests/recipes/training/test_fully_sharded.py`."""
     settings = {
         "precision": "16-true",
         "gradient_clip_val": 0.5,

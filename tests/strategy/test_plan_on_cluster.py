@@ -48,7 +48,7 @@ SCENE = {"precision": "16-true", "max_epochs": 1, "callbacks": [at(on_train_star
 def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(
     four_ranks, options, expected, is_flat
 ):
-    """Described with 8 nodes; the job has 2. One with a codec gets a plan that a codec can carry."""
+    """Described with 8 nodes. The job has 2. One with a codec gets a plan that a codec can carry."""
     chosen = plan_search.choose_plan(NUMELS[::-1], cluster(2).of(2), on_cuda=False, **expected)
     for seen in fit(four_ranks, ranks_per_node=2, **options, **SCENE):
         ((plan, said),) = seen.looks["on_train_start"]

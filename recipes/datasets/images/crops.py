@@ -64,7 +64,7 @@ def random_box(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> Box:
-    """Choose a box of random area and aspect ratio (Szegedy et al. 2014, arXiv:1409.4842; sequence as in torchvision).
+    """Choose a box of random area and aspect ratio (Szegedy et al. 2014, arXiv:1409.4842. Sequence as in torchvision).
 
         try k:  area_k   = height * width * uniform(area)                 draw 3 + 2k
                 aspect_k = exp(uniform(log aspect))                       draw 4 + 2k
@@ -184,7 +184,7 @@ class EvalCrop:
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Choose the crop of an image of `height` x `width` pixels; the same in every epoch."""
+        """Choose the crop of an image of `height` x `width` pixels. The same in every epoch."""
         whole = _middle(height, width)
         height, width = short_side_resized(whole.height, whole.width, short_side=self.eval_resize)
         # round(), not //, as torchvision's CenterCrop.
@@ -205,7 +205,7 @@ def _middle(height: int, width: int) -> Box:
 
 
 def short_side_resized(height: int, width: int, *, short_side: int) -> tuple[int, int]:
-    """Scale height and width so that the shorter is `short_side`; round the longer down, as in torchvision.
+    """Scale height and width so that the shorter is `short_side`. Round the longer down, as in torchvision.
 
     >>> short_side_resized(375, 500, short_side=256)
     (256, 341)

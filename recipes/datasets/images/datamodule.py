@@ -79,7 +79,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def train_dataloader(self) -> ImageTrainLoader:
-        """Make the loader of this rank; Lightning sets its epoch."""
+        """Make the loader of this rank. Lightning sets its epoch."""
         trainer = self.trainer
         order = EpochOrder(
             num_images=self.train_rows.num_images,
@@ -103,7 +103,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def test_dataloader(self) -> ImageEvalLoader:
-        """Return the validation images: ImageNet's test labels are not public; published accuracies are on these."""
+        """Return the validation images: ImageNet's test labels are not public. Published accuracies are on these."""
         return self.val_dataloader()
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:

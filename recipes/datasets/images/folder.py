@@ -17,7 +17,7 @@ MAX_NAMED = 3  # in an error
 
 
 class ImageFolder(ImageSource):
-    """The images of `folder/<class>/<name>.JPEG` (or .jpg, .png); classes are numbered in order of their names.
+    """The images of `folder/<class>/<name>.JPEG` (or .jpg, .png). Classes are numbered in order of their names.
 
     Other files and hidden files are ignored.
 
@@ -96,7 +96,7 @@ def num_images_up_to(folder: Path, most: int) -> int:
 def check_root(
     root: Path, splits: Sequence[str] = ("train", "val"), *, key: str = "data.root"
 ) -> None:
-    """Refuse a root without its splits, and say what is there instead; `key` is what the cure names.
+    """Refuse a root without its splits, and say what is there instead. `key` is what the cure names.
 
     Raises:
         ValueError: There is no such folder, or a split is missing.

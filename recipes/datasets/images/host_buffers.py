@@ -45,7 +45,7 @@ class HostBuffers:
         return partial(HostBuffers, **sizes, pin_memory=self.pin_memory), ()
 
     def take(self, num_images: int) -> Tensor:
-        """Return memory for a batch; its content is left over from other batches."""
+        """Return memory for a batch. Its content is left over from other batches."""
         shape = (num_images, self.image_size, self.image_size, 3)
         # torch's caching allocator has such a pool of its own, which also waits for copies to the device.
         if self.pin_memory:

@@ -123,7 +123,7 @@ class ImageNetDataModule(ImageDataModule):
 
 
 def classes_of(folder: Path) -> tuple[str, ...]:
-    """Return the names of the classes of one split, stored as shards or as files; no image is listed.
+    """Return the names of the classes of one split, stored as shards or as files. No image is listed.
 
     Raises:
         ValueError: There are none, or not as they must be.

@@ -32,7 +32,7 @@ class DecodeThreads:
     def fill(
         self, shares: Iterator[Indices], rows: RowSource, buffers: HostBuffers, *, epoch: int
     ) -> Iterator[Batch]:
-        """Yield batches of the images in `shares`; the threads end with the generator."""
+        """Yield batches of the images in `shares`. The threads end with the generator."""
         batches = ThreadedBatches(
             shares,
             partial(rows.load, epoch=epoch),

@@ -38,7 +38,7 @@ def shard_name(shard: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardIndex:
-    """Place and label of each image; one row per image, in the order in which they are stored.
+    """Place and label of each image. One row per image, in the order in which they are stored.
 
     Attributes:
         shards: Number of the file.

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class ImageSource(ABC):
-    """Stored images and their labels; several threads read at once."""
+    """Stored images and their labels. Several threads read at once."""
 
     classes: tuple[str, ...]
     labels: NDArray[np.int64]  # into `classes`
@@ -40,7 +40,7 @@ class ImageSource(ABC):
 
 
 class Crop(Protocol):
-    """The choice of the part of an image that the network sees; see `recipes.datasets.images.crops`."""
+    """The choice of the part of an image that the network sees. See `recipes.datasets.images.crops`."""
 
     @property
     def image_size(self) -> int:
@@ -86,13 +86,13 @@ class DecodedImages(RowSource):
         self.corrupt: dict[int, str] = {}
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
-        """Decode and crop an image; see `RowSource`."""
+        """Decode and crop an image. See `RowSource`."""
         pixels, label = self._find(index)
         render_crop(pixels, row, self.crop.frame(*pixels.shape[:2], image=index, epoch=epoch))
         return label
 
     def _find(self, index: int) -> tuple[Pixels, int]:
-        """Decode an image, or the one that replaces it; return the pixels and the label."""
+        """Decode an image, or the one that replaces it. Return the pixels and the label."""
         # The replacement is a function of the set alone: ranks and resumed runs agree, and no batch is short.
         for step in range(self.num_images):
             candidate = (index + step) % self.num_images

@@ -12,7 +12,7 @@ from recipes.datasets.in_memory.loader import EvalLoader, ImageSet, Normalize, T
 
 
 class InMemoryDataModule(pl.LightningDataModule):
-    """A data module of three image sets in memory, for any number of ranks; a subclass provides them.
+    """A data module of three image sets in memory, for any number of ranks. A subclass provides them.
 
     Args:
         global_batch_size: Images per optimizer step, over all ranks and accumulation rounds.
@@ -71,7 +71,7 @@ class InMemoryDataModule(pl.LightningDataModule):
         self.normalize = Normalize.fitted_to(self.image_sets["train"].images)
 
     def train_dataloader(self) -> TrainLoader:
-        """Make the loader of this rank; Lightning sets its epoch."""
+        """Make the loader of this rank. Lightning sets its epoch."""
         trainer = self.trainer
         return TrainLoader(
             self.image_sets["train"],

@@ -123,7 +123,7 @@ class EvalLoader:
 
 
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
-    """Move each image by its own whole pixels (rows down, columns right); pixels from outside are black.
+    """Move each image by its own whole pixels (rows down, columns right). Pixels from outside are black.
 
     >>> image = torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8)
     >>> shifted(image, torch.tensor([[1, 0]]))

@@ -1,4 +1,4 @@
-"""How fits end, and what they leave in the process and of the module; what user code mocks meanwhile."""
+"""How fits end, and what they leave in the process and of the module. What user code mocks meanwhile."""
 
 import copy
 import functools

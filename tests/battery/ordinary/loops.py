@@ -34,7 +34,7 @@ def total_norm(self):
 
 
 class TensorHooks(Row):
-    """`register_hook` on a weight: what autograd hands over is scaled, as under mixed precision; half of it is."""
+    """`register_hook` on a weight: what autograd hands over is scaled, as under mixed precision. Half of it is."""
 
     def build(self):
         super().build()
@@ -51,7 +51,7 @@ class GradientPenalty(Row):
 
 
 class _InTurns(Manual):
-    """A step after every `every` backwards; what a row does to gradients comes before it."""
+    """A step after every `every` backwards. What a row does to gradients comes before it."""
 
     # the last: ranks average in the last backward of a step only
     every = 1
@@ -130,7 +130,7 @@ ROWS |= {
 
 
 class GanToggles(Manual):
-    """A generator that is to match the mean of the data; what is noted is how far it is from it."""
+    """A generator that is to match the mean of the data. What is noted is how far it is from it."""
 
     epochs = 6
     find_unused = True

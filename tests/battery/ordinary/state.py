@@ -30,7 +30,7 @@ class Counter(Row):
 
 
 class AssignedBuffers(Row):
-    """Assigned, not written: `self.count = self.count + 1`; and first of all made in the fit."""
+    """Assigned, not written: `self.count = self.count + 1`. And first of all made in the fit."""
 
     adds = {"count": zero}
 
@@ -54,7 +54,7 @@ def pairs_of(teacher, student):
 
 
 class _Teacher(Row):
-    """A frozen copy that follows the student slowly; the student is also trained to agree with it.
+    """A frozen copy that follows the student slowly. The student is also trained to agree with it.
 
     A shadow in float64 says how the teacher should have moved.
     """

@@ -124,7 +124,7 @@ def test_an_error_is_below_one_scale_and_half_of_one_to_the_nearest(bits, numel,
 
 @BITS
 def test_rounding_is_unbiased(bits):
-    """The mean over 4,000 steps is off by 5 of its standard deviations at most, at every element; the nearest by more.
+    """The mean over 4,000 steps is off by 5 of its standard deviations at most, at every element. The nearest by more.
 
     One code is a scale off with probability p (1 - p) <= 1/4: a variance of scale^2 / 4 at most, rotated or not.
     """

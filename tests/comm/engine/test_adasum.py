@@ -35,7 +35,7 @@ def world_of(nodes):
 
 
 def combine(nodes, buckets, *, like_cuda=False):
-    """Each bucket's (flat, numels), all in flight at once; what this rank holds afterwards."""
+    """Each bucket's (flat, numels), all in flight at once. What this rank holds afterwards."""
     if not like_cuda:
         return combined_by(engine_over(nodes, PLAN), nodes, buckets)
     with pytest.MonkeyPatch.context() as patch:
@@ -127,7 +127,7 @@ def combine_rows(nodes, rows, numels):
 
 
 def rows_of(dtype):
-    """(name, what each of four nodes has, what it becomes), for one parameter of 80 elements; all exact."""
+    """(name, what each of four nodes has, what it becomes), for one parameter of 80 elements. All exact."""
     apart = torch.stack(
         [integers(rank, 80, dtype) * (torch.arange(80) % 4 == rank) for rank in range(4)]
     )
@@ -195,7 +195,7 @@ def test_a_large_last_bucket_is_not_cut_for_its_checksum(two_ranks):
 
 
 def with_other_steps(is_other):
-    """Rank 3 submits as if gradients were to be averaged; or a bucket of two parameters for one."""
+    """Rank 3 submits as if gradients were to be averaged. Or a bucket of two parameters for one."""
     engine = engine_over(FOUR_NODES, PLAN)
     numels = (40, 40)
     if dist.get_rank() == 3:

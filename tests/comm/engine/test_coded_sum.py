@@ -1,4 +1,4 @@
-"""Sums between nodes in 8 and 4 bits: the same bits on every rank, whatever carries them; the bytes of the formula."""
+"""Sums between nodes in 8 and 4 bits: the same bits on every rank, whatever carries them. The bytes of the formula."""
 
 import warnings
 
@@ -67,7 +67,7 @@ def passes_of(bits):
 
 
 def expected_sum(node_sums, bits, **when):
-    """Messages are added in rank order; with more than two of them the sum is encoded once more."""
+    """Messages are added in rank order. With more than two of them the sum is encoded once more."""
     total = torch.empty_like(node_sums[0])
     messages = [
         encoded(values, bits, sender=sender, **when) for sender, values in enumerate(node_sums)
@@ -159,7 +159,7 @@ def sum_on_one_node():
 
 
 def torch_passes(device, codec):
-    """The kernels need a GPU; torch gives the same bits. The tensors of this CUDA are the CPU's."""
+    """The kernels need a GPU. Torch gives the same bits. The tensors of this CUDA are the CPU's."""
     return TorchPasses(codec.bits, codec.signs("cpu"))
 
 

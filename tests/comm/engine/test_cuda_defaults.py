@@ -116,7 +116,7 @@ IN_PIECES += [
     "num_nodes", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (4, 16, 256))]
 )
 def test_what_the_planner_prices_is_what_the_engine_puts_on_the_streams(num_nodes):
-    """On clusters of conf/ with GPUs; and no plan that it chooses is slower in these pieces than flat."""
+    """On clusters of conf/ with GPUs. And no plan that it chooses is slower in these pieces than flat."""
     numels = gradients()
     names = [path.stem for path in tracked_in(CLUSTERS, "*.yaml")]
     clusters = [
@@ -200,7 +200,7 @@ def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_
     ],
 )
 def test_on_cuda_ddp_gets_its_own_sizes_unless_others_are_asked_for(plan, limits):
-    """DDP gets the sizes of 17 parameters of 1 MiB; on the CPU one for each bucket."""
+    """DDP gets the sizes of 17 parameters of 1 MiB. On the CPU one for each bucket."""
     given_sizes = []
     for is_cuda in (True, False):
         one = SimpleNamespace(

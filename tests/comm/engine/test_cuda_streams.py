@@ -1,4 +1,4 @@
-"""The CUDA path on a CPU: streams, events and communicators that record; and over Gloo the sums themselves."""
+"""The CUDA path on a CPU: streams, events and communicators that record. And over Gloo the sums themselves."""
 
 import sys
 import threading
@@ -37,7 +37,7 @@ NUMELS = (300_000, 70_001, 5)  # in several chunks, with a tail that does not di
 
 
 class FakeWatchdog(Watchdog):
-    """The watchdog of a world in which all goes well, or as a test says; records requests, and the locks held."""
+    """The watchdog of a world in which all goes well, or as a test says. Records requests, and the locks held."""
 
     def __init__(self, **arguments):
         super().__init__(**arguments)
@@ -72,7 +72,7 @@ def in_small_pieces(patch):
 
 @pytest.fixture
 def fake_world(monkeypatch):
-    """Rank 0 of four whose collectives do nothing; what `torch` notes of groups is real."""
+    """Rank 0 of four whose collectives do nothing. What `torch` notes of groups is real."""
     if dist.is_initialized():  # of an earlier test's fit in this process
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
@@ -613,7 +613,7 @@ def test_the_stages_of_cuda_sum_up_right(four_ranks, algorithm, nodes):
 
 
 def sums_over_gloo():
-    """All sums of a GPU over Gloo; which futures of `dist.all_reduce` were asked for; the engine's own groups."""
+    """All sums of a GPU over Gloo. Which futures of `dist.all_reduce` were asked for. The engine's own groups."""
     asynchronous = []
     with pytest.MonkeyPatch.context() as patch:
         Cuda().installed(patch)

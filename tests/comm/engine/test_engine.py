@@ -25,7 +25,7 @@ EVERY_STAGE = [
 
 
 def replace_stage(algorithm, name, run):
-    """Put ``run(job, group, original)`` in the place of a stage, for engines built from now on; returns the undoing."""
+    """Put ``run(job, group, original)`` in the place of a stage, for engines built from now on. Returns the undoing."""
     before = stages.STAGES[algorithm]
     stages.STAGES[algorithm] = tuple(
         dataclasses.replace(
@@ -77,7 +77,7 @@ def test_stages_of_successive_tensors_overlap(two_ranks):
 
 
 def outcomes_with_a_failure(algorithm, stage, failing_rank):
-    """Tensor 1 fails in a stage on one rank. Submit until an error comes; then again; then close."""
+    """Tensor 1 fails in a stage on one rank. Submit until an error comes. Then again. Then close."""
     num_runs = [0]
 
     def fail_at_second(job, group, original):
@@ -149,7 +149,7 @@ def test_closing_waits_for_what_is_in_flight(four_ranks):
 
 
 def failures_while_finishing():
-    """The sum is there and cannot be finished; or the caller gives up meanwhile."""
+    """The sum is there and cannot be finished. Or the caller gives up meanwhile."""
     texts = []
     counted = []
     for finish in (lambda flat: {}["no place"], lambda flat: engine.abort("no place") or flat):
@@ -217,7 +217,7 @@ def bytes_inside_nodes():
 
 
 def test_a_sum_that_stops_before_the_gather_counts_half_of_the_bytes_inside_a_node(four_ranks):
-    """2 ranks a node: (k - 1) S each for scatter and gather; 2 nodes: 2 (N - 1) / N S between them; S = 1,600."""
+    """2 ranks a node: (k - 1) S each for scatter and gather. 2 nodes: 2 (N - 1) / N S between them. S = 1,600."""
     assert four_ranks.run(bytes_inside_nodes) == [[(3200, 1600), (1600, 1600)]] * 4
 
 

@@ -90,7 +90,7 @@ def num_roundings(algorithm, nodes, num_bytes):
 def test_the_error_against_float64_is_that_of_the_roundings_stated(
     four_ranks, algorithm, nodes, numel
 ):
-    """|error| <= gamma_n * sum |x|, gamma_n = n u / (1 - n u); fp32 is rounded three times by any algorithm.
+    """|error| <= gamma_n * sum |x|, gamma_n = n u / (1 - n u). Fp32 is rounded three times by any algorithm.
 
     16-bit sums that are rounded once have the smallest error that there is.
     """
@@ -174,7 +174,7 @@ COLLECTIVES = (
 
 
 def sent_as_it_was(name):
-    """Whether each tensor that this rank sends has its first values when the send is waited for; None: it never is."""
+    """Whether each tensor that this rank sends has its first values when the send is waited for. None: it never is."""
     found = []
 
     class Send:
@@ -207,7 +207,7 @@ def test_every_send_is_through_before_its_memory_changes_or_goes_back_to_the_cal
 
 
 def facts_of_groups():
-    """Members, timeouts and number of the groups of stages over nodes (0, 1) and (2, 3); how many are left behind."""
+    """Members, timeouts and number of the groups of stages over nodes (0, 1) and (2, 3). How many are left behind."""
     before = len(dist.distributed_c10d._world.pg_map)
     topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=4, ranks_per_node=2)
     found = []

@@ -74,7 +74,7 @@ def test_every_backend_that_this_torch_registers_is_known_here():
 
 
 class Group:
-    """A group of a backend of this name; None: one in Python, which has none."""
+    """A group of a backend of this name. None: one in Python, which has none."""
 
     def __init__(self, name):
         self.is_aborted = False

@@ -41,7 +41,7 @@ class Watched:
 
 
 class World:
-    """Watchdogs of some of three ranks on one store; all have waited for ``stalled_s`` and wait on."""
+    """Watchdogs of some of three ranks on one store. All have waited for ``stalled_s`` and wait on."""
 
     def __init__(self, statuses, *, stalled_s=10.0, give_up_after_s=1000.0):
         self.store = dist.HashStore()
@@ -213,7 +213,7 @@ def test_with_many_ranks_those_of_low_rank_ask_and_less_and_less_often():
 
 
 def host_in_a_sync():
-    """Ranks 0 and 1 hand over a bucket and wait for their device, which waits for rank 2; an abort sets them free."""
+    """Ranks 0 and 1 hand over a bucket and wait for their device, which waits for rank 2. An abort sets them free."""
     with pytest.MonkeyPatch.context() as patch:
         cuda = Cuda().installed(patch)
         freed = threading.Event()

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks is checked; what fails on one fails on all, with one error that names it."""
+"""What must be equal on all ranks is checked. What fails on one fails on all, with one error that names it."""
 
 import os
 import signal

@@ -80,7 +80,7 @@ def test_of_a_rank_whose_host_answers_or_says_nothing_no_rank_knows_more(statuse
 
 
 def test_the_kernel_says_what_was_sent_and_not_read_and_who_hung_up():
-    """A process that is stopped reads nothing; its kernel takes and acknowledges what there is room for."""
+    """A process that is stopped reads nothing. Its kernel takes and acknowledges what there is room for."""
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     client = socket.create_connection(server.getsockname())

@@ -61,7 +61,7 @@ def test_the_same_bit_flipped_in_several_places_shows(places, bit):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_equal_bits_give_equal_fingerprints(device):
-    """Whatever memory they are in; and the two devices agree, so a GPU is held to what is proved on the CPU."""
+    """Whatever memory they are in. And the two devices agree, so a GPU is held to what is proved on the CPU."""
     for dtype, numel in itertools.product(DTYPES, SIZES):
         one = some(numel, dtype, device)
         other = torch.empty(numel + 1, dtype=dtype, device=device)[1:]

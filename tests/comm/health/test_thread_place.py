@@ -31,7 +31,7 @@ def user_code(seconds):
 
 
 def status_beside(wait):
-    """Rank 1 is in user code, and rank 0 waits for it; of each rank what another thread sees meanwhile."""
+    """Rank 1 is in user code, and rank 0 waits for it. Of each rank what another thread sees meanwhile."""
     engine = engine_over(((0, 1),), CommPlan())
     found = []
     model = DistributedDataParallel(nn.BatchNorm1d(4))

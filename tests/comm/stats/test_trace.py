@@ -34,7 +34,7 @@ def begins(trace, num_bytes=1, *, is_last=False, **more):
 
 
 def test_busy_is_the_union_and_exposed_the_tail_of_each_step():
-    """A step: buckets in flight 1-4 and 3-6, backward over at 3; a pause; 10-11 and, the last, 12-13."""
+    """A step: buckets in flight 1-4 and 3-6, backward over at 3. A pause. 10-11 and, the last, 12-13."""
     trace, clock = traced()
     play(
         clock,
@@ -131,7 +131,7 @@ def bucket(index, num_bytes=8, kind=BucketPlan, **more):
 
 
 def test_each_bucket_is_exposed_from_the_one_done_before_it():
-    """Submitted at 0, 1 and, the last, 2; done at 1.5 (hidden by backward), 4 and 7."""
+    """Submitted at 0, 1 and, the last, 2. Done at 1.5 (hidden by backward), 4 and 7."""
     trace, clock = traced()
     play(clock, (0, begins(trace, 8)), (1, begins(trace, 8)), (1.5, trace.end, bucket(0)))
     play(

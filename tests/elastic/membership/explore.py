@@ -1,4 +1,4 @@
-"""All orders of messages, losses and returns of a view change, breadth first; a state is visited once.
+"""All orders of messages, losses and returns of a view change, breadth first. A state is visited once.
 
 The real `ViewChange` of each host runs on channels that keep their order, as TCP's do. Optional events (losses, false
 suspicion) have a budget; where no other event is left, `verdict` is asked. A host that dies may take along what it
@@ -24,11 +24,11 @@ def key_of(letter: str) -> str:
 
 
 class WrongError(AssertionError):
-    """What must never be; its words are the events that lead there."""
+    """What must never be. Its words are the events that lead there."""
 
 
 class World(NamedTuple):
-    """Everything at one moment; machines and messages are numbers, by which the explorer knows their content."""
+    """Everything at one moment. Machines and messages are numbers, by which the explorer knows their content."""
 
     nodes: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]  # committed by each rank of each host
@@ -41,7 +41,7 @@ class World(NamedTuple):
 
 @dataclass
 class Explorer:
-    """`hosts` in the first view; `joiners` ask for the run. `budget`: how many of "kill", "cut", "suspect"."""
+    """`hosts` in the first view. `joiners` ask for the run. `budget`: how many of "kill", "cut", "suspect"."""
 
     hosts: str
     steps: dict[str, tuple[int, ...]]
@@ -357,7 +357,7 @@ class Explorer:
         return world
 
     def run(self, verdict: Callable[[Explorer, World], None], most: int = 10**7) -> int:
-        """Visit every state; returns how many there are."""
+        """Visit every state. Returns how many there are."""
         first = self.with_joiners_waiting() if self.are_waiting else self.start()
         came_from: dict[World, tuple[World | None, str]] = {first: (None, "start")}
         queue = deque([first])

@@ -165,12 +165,12 @@ def connections_from(leaver: Membership, *, to: Membership) -> list[Connection]:
 
 
 def open_connections(membership_of_one: Membership) -> list[Connection]:
-    """Return the connections of a host; its other sockets listen."""
+    """Return the connections of a host. Its other sockets listen."""
     return [one for one in membership_of_one._part.sockets.values() if one is not None]
 
 
 def break_connection(membership: Membership, connection: Connection, error_number: int) -> None:
-    """End one connection by an error of its socket; the other end is not told, as on a link that is cut."""
+    """End one connection by an error of its socket. The other end is not told, as on a link that is cut."""
     # the kernel says nothing to the other end while there is a copy
     kept_open = connection.sock.dup()
     kept_open.set_inheritable(False)

@@ -82,7 +82,7 @@ class Cluster:
         return next((each for each in mine if each["event"] != "change"), {"event": "nothing"})
 
     def agree_on(self, *hosts: str, within_s: float = 20.0) -> float:
-        """Wait until every rank of these is in the same view of exactly these; returns when the last came to it."""
+        """Wait until every rank of these is in the same view of exactly these. Returns when the last came to it."""
 
         def latest() -> list[dict]:
             return [self.latest(host, local) for host in hosts for local in range(self.ranks)]
@@ -130,7 +130,7 @@ def head_of(cluster: Cluster) -> str:
 
 @pytest.mark.clock
 def test_killed_hosts_are_out_and_another_comes_in(cluster):
-    """The coordinator; one rank of a host alone; and two hosts at once."""
+    """The coordinator. One rank of a host alone. And two hosts at once."""
     first = head_of(cluster)
     others = [host for host in "abc" if host != first]
     since_s = cluster.kill(first)
@@ -168,7 +168,7 @@ def test_a_first_host_that_starts_again_finds_the_run_and_founds_no_second(clust
 @pytest.mark.long
 @pytest.mark.clock
 def test_twenty_random_rounds_end_in_one_view(cluster):
-    """Some are killed, some start; also in the middle of a change, and while they join."""
+    """Some are killed, some start. Also in the middle of a change, and while they join."""
     seed = random.randrange(10**6)
     draw = random.Random(seed)
     living = ["a", "b", "c"]

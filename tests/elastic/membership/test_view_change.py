@@ -175,7 +175,7 @@ def test_a_seeded_fault_is_found(name):
 
 
 def test_a_host_accepts_no_older_proposal_and_none_that_has_not_heard_of_what_it_accepted():
-    """What it accepted may be installed elsewhere; the orders of three hosts do not reach this, a fourth would."""
+    """What it accepted may be installed elsewhere. The orders of three hosts do not reach this, a fourth would."""
     a, b, c = map(key_of, "abc")
     machine = view_change.ViewChange(c, ranks_per_host=1, min_hosts=1, max_hosts=3)
     machine.run = "r"
@@ -205,7 +205,7 @@ def test_a_host_accepts_no_older_proposal_and_none_that_has_not_heard_of_what_it
 
 
 def test_a_host_that_was_silent_and_then_closed_is_dead():
-    """With it silent the other host may not go on; with it dead it may."""
+    """With it silent the other host may not go on. With it dead it may."""
     a, b = map(key_of, "ab")
     machine = in_a_view_of(a, b, me=b)
     machine.lose(a, "silent", "a is silent")

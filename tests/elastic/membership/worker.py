@@ -1,4 +1,4 @@
-"""One rank that counts steps and follows the membership; without torch, so that it starts in tenths of a second.
+"""One rank that counts steps and follows the membership. Without torch, so that it starts in tenths of a second.
 
 `python worker.py HOST LOCAL RANKS MEET MIN_HOSTS MAX_HOSTS SILENT_S WAIT_S`; prints one JSON object a line.
 """

@@ -32,7 +32,7 @@ KEYS: dict[str, Any] = {
 
 @hydra.main(version_base="1.3", config_path="../../../conf", config_name="evidence/faults")
 def main(cfg: DictConfig) -> None:
-    """Run one short run for each case; print each, write the table. Exit with status 1 where one broke."""
+    """Run one short run for each case. Print each, write the table. Exit with status 1 where one broke."""
     launch.ignore_lightning_warnings()
     # so that ranks that were stopped do not outlive this
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -71,7 +71,7 @@ def run_cases(
     *,
     comm_dtype_across_nodes: str | None = None,
 ) -> Generator[FaultOutcome]:
-    """Run every case once, as many at the same time as there are worlds; yield outcomes in the order of `cases`.
+    """Run every case once, as many at the same time as there are worlds. Yield outcomes in the order of `cases`.
 
     The first must be the run without a fault: the weights of the others are compared with its.
     `comm_dtype_across_nodes`: of the strategy, in every case.
@@ -107,7 +107,7 @@ def run_case(
     *,
     dtype_between_nodes: str | None = None,
 ) -> tuple[FaultOutcome, int | None]:
-    """Inject the fault; return the outcome, and a hash of the weights where all ranks have the same.
+    """Inject the fault. Return the outcome, and a hash of the weights where all ranks have the same.
 
     `weights`: hash of an undisturbed run, to be compared with. `dtype_between_nodes`: of the strategy.
     """

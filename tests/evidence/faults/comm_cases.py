@@ -1,4 +1,4 @@
-"""Faults of ranks and links, and the promise for each: an error on every rank that names the cause; or none."""
+"""Faults of ranks and links, and the promise for each: an error on every rank that names the cause. Or none."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ OVER = ("end of fit", "teardown")
 
 
 def kinds_of_rank(num_ranks: int, ranks_per_host: int) -> list[int]:
-    """Return a rank of each kind: 0, which hosts the store; another of its host; another host's leader; the last.
+    """Return a rank of each kind: 0, which hosts the store. Another of its host. Another host's leader. The last.
 
     >>> kinds_of_rank(4, 2), kinds_of_rank(2, 2), kinds_of_rank(16, 8)
     ([0, 1, 2, 3], [0, 1], [0, 1, 8, 15])
@@ -29,7 +29,7 @@ def kinds_of_rank(num_ranks: int, ranks_per_host: int) -> list[int]:
 
 
 def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
-    """Return all cases, for a world of `num_ranks`; the first is the run without a fault."""
+    """Return all cases, for a world of `num_ranks`. The first is the run without a fault."""
     last = num_ranks - 1
     found = [FaultCase(fault="none", kind="nothing", rank=last, is_survived=True, lost="nothing")]
     for phase in PHASES:

@@ -35,7 +35,7 @@ AT_CONSTRUCTION = ("has_another_plan",)
 
 
 class Inject(Callback):
-    """Callback that injects the fault of `spec`: `kind` on `rank` in `step` or later, at its `phase`; notes when.
+    """Callback that injects the fault of `spec`: `kind` on `rank` in `step` or later, at its `phase`. Notes when.
 
     Last in the list of callbacks, so that at the end of training the others' collectives are done.
     """
@@ -83,7 +83,7 @@ class Inject(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Reach phase `forward`; hook a gradient for `backward`."""
+        """Reach phase `forward`. Hook a gradient for `backward`."""
         self._reach(trainer, "forward")
         if self.spec["phase"] == "backward" and self._is_now(trainer):
             middle_of(trainer).register_hook(lambda _: self._reach(trainer, "backward"))
@@ -101,7 +101,7 @@ class Inject(Callback):
         self._reach(trainer, "between epochs")
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Reach phase `end of fit`; for `teardown` wrap the watchdog's end."""
+        """Reach phase `end of fit`. For `teardown` wrap the watchdog's end."""
         self._reach(trainer, "end of fit")
         if self.spec["phase"] == "teardown" and self._is_now(trainer):
             # This call is in the middle of the close of the engine, whose collectives are done.
@@ -136,7 +136,7 @@ class Inject(Callback):
     # ---- of a rank ---------------------------------------------------------------------------------------------------
 
     def nothing(self, trainer: pl.Trainer) -> None:
-        """Do nothing here, for a fault of a link or none; give time to spoil the link."""
+        """Do nothing here, for a fault of a link or none. Give time to spoil the link."""
         time.sleep(self.spec.get("pause_s", 0.0))
 
     def dies(self, trainer: pl.Trainer) -> None:

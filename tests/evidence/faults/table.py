@@ -1,4 +1,4 @@
-"""Outcomes of injected faults: one per case; a table, and JSON of all of them."""
+"""Outcomes of injected faults: one per case. A table, and JSON of all of them."""
 
 import csv
 import sys
@@ -83,7 +83,7 @@ def write_table(
 def record(
     found: Iterable[FaultOutcome], folder: Path, *, config: dict[str, Any], title: str
 ) -> None:
-    """Print each outcome and write the table as they come; exit with status 1 where a promise was broken."""
+    """Print each outcome and write the table as they come. Exit with status 1 where a promise was broken."""
     outcomes = list[FaultOutcome]()
     for outcome in found:
         outcomes.append(outcome)
@@ -97,7 +97,7 @@ def record(
 def chosen_of(
     cases: Sequence[Any], only: Sequence[str] | None, part: str | None = None
 ) -> list[Any]:
-    """Return the cases whose fault is in `only`, and the run without a fault; all of them where it is None.
+    """Return the cases whose fault is in `only`, and the run without a fault. All of them where it is None.
 
     `part`, as in "2/16": of these every 16th, from number 2 on, and the run without a fault.
 

@@ -68,7 +68,7 @@ class OneHost:
         return socket.gethostname()
 
     def enter(self, rank: int) -> Callable[[], None]:
-        """Return what a rank's process runs first, to be on its host; it can be pickled."""
+        """Return what a rank's process runs first, to be on its host. It can be pickled."""
         return _stay
 
     def network(self) -> dict[str, str]:
@@ -111,7 +111,7 @@ class OneHost:
         no_answer: tuple[int, ...] = (),
         when_injected: Callable[[], None] | None = None,
     ) -> RunOutcome:
-        """Call `train(spec)` on every rank, in fresh processes; return what they wrote into `spec["folder"]`.
+        """Call `train(spec)` on every rank, in fresh processes. Return what they wrote into `spec["folder"]`.
 
         Ends when all have ended but `no_answer`, those that the fault keeps from it; at the latest after
         `limit_s`. `when_injected` runs here, once, as soon as a rank has written that the moment has come.

@@ -76,7 +76,7 @@ ALGORITHMS = {"ring": "ring", "nvlstree": "nvls_tree"}
 
 
 def cluster_of(row: MeasuredRow) -> Cluster:
-    """Describe where a row was measured; what was forced, or is known to have run, is given."""
+    """Describe where a row was measured. What was forced, or is known to have run, is given."""
     values = row.values
     forced, _, protocol = values["algo"].lower().replace("?", "").partition("/")
     more: dict[str, Any] = {"protocols": (protocol,)} if protocol else {}

@@ -1,4 +1,4 @@
-"""Simulator against measurements on the emulated cluster; `tests/recipes/test_simulate.py` looks at them.
+"""Simulator against measurements on the emulated cluster. `tests/recipes/test_simulate.py` looks at them.
 
 Predicts the steps of the records that the record of the check names, with the machine that was fitted there.
 """
@@ -62,7 +62,7 @@ def cluster_of(machine: Mapping[str, float], title: str) -> Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Row of a record of what was measured between hosts, in a setting as its title says; and its prediction.
+    """Row of a record of what was measured between hosts, in a setting as its title says. And its prediction.
 
     The networks' steps are of an earlier commit, whose buckets were of up to 25 MiB whatever their number.
     """

@@ -1,4 +1,4 @@
-"""Simulator against published results, nothing fitted to them; `tests/recipes/test_simulate.py` looks at them.
+"""Simulator against published results, nothing fitted to them. `tests/recipes/test_simulate.py` looks at them.
 
 What was published, where, and what was assumed stands in the rows of the record; here is the prediction of each, with
 the constants of conf/cluster.
@@ -40,7 +40,7 @@ def jia(
     cut: int | None,
     ll_up_to_bytes: int = SMALL_LL_BYTES,
 ) -> SimulatedSteps:
-    """Simulate P40s with fp16 gradients. `cut`: theirs, hierarchical in two segments; None: NCCL's ring by tensor."""
+    """Simulate P40s with fp16 gradients. `cut`: theirs, hierarchical in two segments. None: NCCL's ring by tensor."""
     cluster = cluster_of("p40_roce", num_nodes)
     layers = network(net)
     work = work_of(layers, batch_size=batch, images_per_s=images_per_s)

@@ -76,7 +76,7 @@ def test_failures_within_a_restart_are_simulated():
 
 
 def test_a_checkpoint_that_takes_longer_than_two_failures_are_apart_is_made_once_a_failure():
-    """Daly's series holds for a cost below twice the time between failures; above, his interval is that time."""
+    """Daly's series holds for a cost below twice the time between failures. Above, his interval is that time."""
     slow = Failures(gpu_hours=100 / 3600, checkpoint_s=1000.0)
     assert slow.interval_s(1) == pytest.approx(100.0)
 

@@ -28,7 +28,7 @@ def resnet_50():
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
 def test_bytes_per_parameter_are_those_measured_on_two_ranks(precision):
-    """Nothing is fitted but the engine's buffers, 0.1; the measured rows are in the record."""
+    """Nothing is fitted but the engine's buffers, 0.1. The measured rows are in the record."""
     rows = [json.loads(line) for line in (RECORD / "rows.jsonl").read_text().splitlines()[1:]]
     measured = {
         row["optimizer"]: row["bytes_per_parameter"]["total"]
@@ -65,7 +65,7 @@ def test_zeros_table_follows_from_dtypes():
     [("lars", (12.1, 8.13, 6.17, 5.31)), ("lamb", (16.1, 10.14, 7.21, 5.92))],
 )
 def test_a_shared_update_leaves_small_tensors_whole(optimizer, bytes_each):
-    """ResNet-50 on 1, 2, 4 and 8 ranks per node; 3 % of it is in tensors of fewer than 8 parts."""
+    """ResNet-50 on 1, 2, 4 and 8 ranks per node. 3 % of it is in tensors of fewer than 8 parts."""
     state = StateBytes.of(precision="16-true", optimizer=optimizer, copies_gradients=False)
     numels = resnet_50()
     found = [state.per_parameter(state_share=shared_share(numels, ranks)) for ranks in (1, 2, 4, 8)]
@@ -84,7 +84,7 @@ def test_a_shared_update_leaves_small_tensors_whole(optimizer, bytes_each):
 
 
 def choices(**more):
-    """A hundred blocks of parameters; 1 GB of activations for 8 images, of which 0.2 GB are no image's."""
+    """A hundred blocks of parameters. 1 GB of activations for 8 images, of which 0.2 GB are no image's."""
     known = {
         "states": {
             name: StateBytes.of(precision=name, optimizer="lars", copies_gradients=False)

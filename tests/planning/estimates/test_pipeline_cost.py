@@ -81,7 +81,7 @@ def test_every_stage_does_every_micro_batch_once_after_what_it_needs(
 
 
 def test_micro_batches_alive_are_those_that_torch_keeps():
-    """On four ranks, as measured with torch's schedules; interleaved: halves of stages."""
+    """On four ranks, as measured with torch's schedules. Interleaved: halves of stages."""
     for schedule, num_micro, alive in (
         ("gpipe", 8, [8, 8, 8, 8]),
         ("1f1b", 8, [4, 3, 2, 1]),

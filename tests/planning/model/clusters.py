@@ -1,4 +1,4 @@
-"""Clusters for tests of costs and of the simulator; round numbers, of no real hardware."""
+"""Clusters for tests of costs and of the simulator. Round numbers, of no real hardware."""
 
 from hypothesis import strategies as st
 

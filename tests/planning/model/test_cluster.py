@@ -56,7 +56,7 @@ def topology_of(found):
 def test_links_carry_the_bytes_that_an_emulated_cluster_counts(
     algorithm, is_interleaved, num_nodes, ranks
 ):
-    """traffic.py is held to the kernels' counters by tests/netlab; here the model is held to traffic.py."""
+    """traffic.py is held to the kernels' counters by tests/netlab. Here the model is held to traffic.py."""
     found = cluster(num_nodes, ranks, is_interleaved=is_interleaved)
     size = 64.0 * MIB
     across = sum(stage.work_s for stage in found.stages(algorithm, size) if stage.place == "across")
@@ -177,7 +177,7 @@ def test_more_bytes_never_take_less_time_and_nothing_beats_the_bound_between_nod
 def test_two_levels_send_what_the_bound_says_when_each_rank_has_its_rail(
     num_bytes, num_nodes, ranks, across
 ):
-    """Each of k ranks sends 2 (N - 1) / N of its k-th; the node with k cards is at its bound."""
+    """Each of k ranks sends 2 (N - 1) / N of its k-th. The node with k cards is at its bound."""
     free = Link(latency_s=0.0, bytes_per_s=math.inf)
     cost = levels(num_bytes, [(ranks, free), (num_nodes, across)])
     silent = Link(latency_s=0.0, bytes_per_s=across.bytes_per_s)

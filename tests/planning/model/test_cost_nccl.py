@@ -1,4 +1,4 @@
-"""NCCL's model where published rows have little of it; the rest is held to them by `test_uncertainty.py`.
+"""NCCL's model where published rows have little of it. The rest is held to them by `test_uncertainty.py`.
 
 Source: NVIDIA/nccl 2.28, src/graph/tuning.cc, `ncclTunerConstantsDefaults`, `ncclTopoTuneModel` and
 `ncclTopoGetAlgoTime`; the hop of NVLS trees between nodes is of its main branch in June 2026.
@@ -37,7 +37,7 @@ def latency_us(nccl, algorithm, num_bytes=0.0, num_nodes=NODES):
 @pytest.mark.parametrize("algorithm", ["tree", "ring"])
 @pytest.mark.parametrize("inside", ["nvlink", "pci"])
 def test_hops_take_what_the_tables_say(inside, algorithm, place):
-    """Rings: 2 (P - 1) hops, 2 (N - 1) of them between nodes; trees: up and down k - 1 ranks and log2 N nodes."""
+    """Rings: 2 (P - 1) hops, 2 (N - 1) of them between nodes. Trees: up and down k - 1 ranks and log2 N nodes."""
     intra, inter = (HARDWARE_LATENCIES[where][algorithm][place] for where in (inside, "net"))
     if algorithm == "tree":
         hops = 2 * ((RANKS - 1) * intra + math.log2(NODES) * inter)

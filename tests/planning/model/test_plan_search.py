@@ -179,7 +179,7 @@ def test_equal_chunks_through_places_of_their_own_are_the_formula():
 
 
 def test_what_a_slow_flow_leaves_goes_to_the_others():
-    """A quarter to the slow one; the other has three quarters until it is done."""
+    """A quarter to the slow one. The other has three quarters until it is done."""
     slow = chunk(0, stage(share=0.25), column=0)
     fast = chunk(1, stage(work_s=0.75), column=1)
     assert {span.chunk.bucket: span.end_s for span in simulate_events([slow, fast])} == {

@@ -54,7 +54,7 @@ def test_one_rank_alone_has_nothing_to_wait_for():
 
 
 def test_everything_waits_for_the_slowest_nodes():
-    """One node's link at a quarter: sums take what they take where all links are; its ranks, and so do steps."""
+    """One node's link at a quarter: sums take what they take where all links are. Its ranks, and so do steps."""
     few = SIXTEEN.scaled(1e-6)
     many = SIXTEEN
     slow = Link(latency_s=1e-5, bytes_per_s=RDMA.bytes_per_s / 4)
@@ -154,7 +154,7 @@ def test_quantiles_are_of_the_steps_and_the_seed_repeats_them():
 
 @pytest.mark.clock
 def test_2048_ranks_and_100_steps_take_seconds():
-    """The promise is 10 s on one core; it took 0.2 s, and less than 1.5 with the machine busy."""
+    """The promise is 10 s on one core. It took 0.2 s, and less than 1.5 with the machine busy."""
     began_s = time.process_time()
     ask = {"itemsize": 2, "jitter": Jitter(relative_std=0.01), "num_steps": 100}
     assert len(set(simulate(SIXTEEN, on_gpus(256, 8), PLAN, **ask).steps_s)) == 100

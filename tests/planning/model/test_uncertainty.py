@@ -41,7 +41,7 @@ def test_what_was_never_compared_has_no_interval(of_no_class):
 
 
 def test_the_intervals_are_those_of_the_published_rows():
-    """And hold 70 to 90 % of the rows of a source that was left out; from 4 nodes on those of what was measured."""
+    """And hold 70 to 90 % of the rows of a source that was left out. From 4 nodes on those of what was measured."""
     told = {"ib, roce, efa": VERBS, "slingshot": ERRORS["slingshot"], "tcp": ERRORS["tcp"]}
     measured = {"ib, roce, efa": MEASURED_VERBS, "slingshot": MEASURED}
     for errors, known in (
@@ -87,7 +87,7 @@ def test_on_links_that_nobody_measured_the_library_keeps_its_plan():
 
 
 def test_the_unread_half_is_predicted_within_what_was_asked():
-    """Median 7 % above 64 MiB, 15 % from 1 MiB; nothing is off by two."""
+    """Median 7 % above 64 MiB, 15 % from 1 MiB. Nothing is off by two."""
     unread = [
         row for row in between_nodes.rows() if row.is_unread and row.values["gpus_per_node"] == "8"
     ]

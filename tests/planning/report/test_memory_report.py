@@ -119,7 +119,7 @@ class Shortcut(nn.Module):
 
 
 def test_no_cut_goes_through_a_shortcut():
-    """Before c both b's output and the shortcut would have to be sent; before b and before d there is one tensor."""
+    """Before c both b's output and the shortcut would have to be sent. Before b and before d there is one tensor."""
     assert [block.name for block in traced_blocks(on_meta(Shortcut), (6,))] == ["a", "b", "d"]
 
 
@@ -256,7 +256,7 @@ def test_recomputing_blocks_needs_less_memory_and_a_third_more_time_and_what_nee
 
 
 def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
-    """Two ranks are one pipeline, in which no other rank has either stage; a second node has both once more.
+    """Two ranks are one pipeline, in which no other rank has either stage. A second node has both once more.
 
     A stage's million half gradients take 2 s between two nodes at 1 MB/s, and both stages share the card.
     """
@@ -302,7 +302,7 @@ def peaks(**options):
 
 
 def test_the_peak_of_a_step_of_bert_is_that_of_torch_s_tracker_within_5_percent():
-    """A real step on the CPU, without and with activation checkpointing; the shared embedding is counted once."""
+    """A real step on the CPU, without and with activation checkpointing. The shared embedding is counted once."""
     pytest.importorskip("transformers")
     small = {
         "num_classes": 1000,
@@ -398,7 +398,7 @@ def test_bert_base_on_a_card_of_12_gb_is_answered_from_one_line(monkeypatch):
 
 @pytest.mark.long  # of the whole step: the test of BERT's peak, above
 def test_each_line_is_tracked_by_torch_too_where_asked(monkeypatch):
-    """Of Bert's layers in small; the answer's bytes and the tracker's differ by less than 5 %."""
+    """Of Bert's layers in small. The answer's bytes and the tracker's differ by less than 5 %."""
     pytest.importorskip("transformers")
     small = "num_classes=1000 hidden_size=64 num_hidden_layers=3 num_attention_heads=2 intermediate_size=256"
     ask = [f"model.{each}" for each in small.split()] + [

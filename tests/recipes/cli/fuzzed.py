@@ -161,7 +161,7 @@ def changed(cfg: DictConfig, key: str, action: str, value) -> DictConfig:
 
 
 def outcome_of(program: str, cfg: DictConfig) -> tuple[str, str]:
-    """`("built", "")`, or `("error", message)`; any other end is raised."""
+    """`("built", "")`, or `("error", message)`. Any other end is raised."""
     main = importlib.import_module(program).main.__wrapped__
     HydraConfig.instance().set_config(cfg)
     own = copy.deepcopy(cfg)

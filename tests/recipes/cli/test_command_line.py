@@ -20,7 +20,7 @@ HYDRA_PROGRAMS = sorted(
 
 @pytest.fixture
 def read(monkeypatch, capsys):
-    """Reads a command line in this process; returns exit code, standard output and error. No Hydra is left behind."""
+    """Reads a command line in this process. Returns exit code, standard output and error. No Hydra is left behind."""
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     before = HydraConfig.instance().cfg
 

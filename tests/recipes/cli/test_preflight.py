@@ -151,7 +151,7 @@ def test_a_port_that_is_taken_is_refused_where_it_would_be_opened():
 
 
 def test_nccls_own_way_of_naming_interfaces_is_let_through():
-    """A list begins with ^ (all but these) or = (these very names); otherwise it holds beginnings of names."""
+    """A list begins with ^ (all but these) or = (these very names). Otherwise it holds beginnings of names."""
     for names in ("^docker,eth99", "=eth99", "l", ""):
         preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": names})
     with pytest.raises(
@@ -161,7 +161,7 @@ def test_nccls_own_way_of_naming_interfaces_is_let_through():
 
 
 def test_a_port_that_only_lingers_is_free():
-    """For a minute after a job, its closed connections keep the port; torch's store takes it all the same."""
+    """For a minute after a job, its closed connections keep the port. Torch's store takes it all the same."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", 0))

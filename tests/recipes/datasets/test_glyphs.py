@@ -27,7 +27,7 @@ def test_every_font_draws_every_character_whole_and_no_two_alike(name):
 
 
 def test_images_are_not_blank_nor_alike_the_same_every_time_and_others_with_another_seed():
-    """Noise alone has a standard deviation of 0.12 * 255 = 31, clipped at black; a character adds its own."""
+    """Noise alone has a standard deviation of 0.12 * 255 = 31, clipped at black. A character adds its own."""
     one, again, other = (rendered("train", num_images=150, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(one.images, again.images)
     assert torch.equal(one.labels, again.labels)

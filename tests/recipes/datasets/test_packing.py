@@ -1,4 +1,4 @@
-"""Packing: shuffled, resumable after a kill, whole or not at all; what is corrupt is listed."""
+"""Packing: shuffled, resumable after a kill, whole or not at all. What is corrupt is listed."""
 
 import io
 

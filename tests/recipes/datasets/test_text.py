@@ -1,4 +1,4 @@
-"""Text becomes tokens once; what is masked in them follows from seed, epoch and sequence alone."""
+"""Text becomes tokens once. What is masked in them follows from seed, epoch and sequence alone."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The check of a GPU: a check that fails, dies or hangs is a line and not the end; no Hydra and no wandb is needed."""
+"""The check of a GPU: a check that fails, dies or hangs is a line and not the end. No Hydra and no wandb is needed."""
 
 import json
 import os
@@ -38,7 +38,7 @@ HANGS_AFTER_S = 4  # ample for a process that is forked and starts another
 
 
 def ends(how, given):
-    """Be a check that ends by `how`; one that hangs has a process of its own, which must not be left behind either."""
+    """Be a check that ends by `how`. One that hangs has a process of its own, which must not be left behind either."""
     print("what led to it")
     if how == "wrong":
         raise AssertionError("two is not three\nand more")
@@ -228,7 +228,7 @@ def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_it_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
-    """All its modules are imported at once; of the checks some that start processes, train, save and draw no page."""
+    """All its modules are imported at once. Of the checks some that start processes, train, save and draw no page."""
     names = (
         "resumes",
         "who_waits",

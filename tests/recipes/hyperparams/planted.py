@@ -12,7 +12,7 @@ from recipes.hyperparams.processes import Report
 
 @dataclass(frozen=True)
 class Planted:
-    """The loss is the squared distance, in powers of ten, from the planted optimum; every call leaves a line."""
+    """The loss is the squared distance, in powers of ten, from the planted optimum. Every call leaves a line."""
 
     optimum: float = 1.0
     calls: str = ""

@@ -65,7 +65,7 @@ def best_rate(search):
 def test_the_best_is_as_close_to_a_planted_optimum_as_the_finest_grid_allows(
     tmp_path_factory, decade
 ):
-    """Grid points are 1 decade apart, after two zooms by 2 a quarter; so the best is an eighth away at most."""
+    """Grid points are 1 decade apart, after two zooms by 2 a quarter. So the best is an eighth away at most."""
     search = open_search(tmp_path_factory.mktemp("search"))
     run_here(search, Planted(optimum=10**decade))
     assert abs(math.log10(best_rate(search)) - decade) <= 1 / 8 + 1e-5  # six digits of a rate
@@ -276,7 +276,7 @@ def test_the_table_has_every_trial_once_best_first_with_round_and_reason(tmp_pat
 
 @dataclass(frozen=True)
 class Places:
-    """The outcome has this process's place in the world; `bad`: rank 1 ends so, while the others wait."""
+    """The outcome has this process's place in the world. `bad`: rank 1 ends so, while the others wait."""
 
     bad: str = ""
 

@@ -88,7 +88,7 @@ def test_at_imagenets_size_parameters_split_as_the_docstring_says():
 
 
 def test_layers_start_at_fan_in_scale_or_at_the_given_deviation_and_biases_at_zero():
-    """A sample deviation is off by std / sqrt(2 n), which is under 2 % for each of these; 10 % are five times that."""
+    """A sample deviation is off by std / sqrt(2 n), which is under 2 % for each of these. 10 % are five times that."""
     torch.manual_seed(0)
     network = small(width=0.5)
     given = small(width=0.25, image_size=32, fc_std=0.005, conv_bias=True)

@@ -1,4 +1,4 @@
-"""ResNet: names, shapes, strides and initialisation are the published ones; FLOPs of networks too."""
+"""ResNet: names, shapes, strides and initialisation are the published ones. FLOPs of networks too."""
 
 import copy
 import json
@@ -198,7 +198,7 @@ def by_layer(network, images):
     ids=["ResNet-18", "AlexNetBN"],
 )
 def test_counts_follow_from_the_layers_shapes(network, image_shape):
-    """Backward: each layer's weights and inputs cost a forward each; the images themselves need no gradient."""
+    """Backward: each layer's weights and inputs cost a forward each. The images themselves need no gradient."""
     first, *others = by_layer(copy.deepcopy(network), torch.randn(2, *image_shape))
     assert forward_flops_per_image(network, image_shape) == 2 * (first + sum(others))
     assert training_flops_per_image(network, image_shape) == 2 * (2 * first + 3 * sum(others))

@@ -46,7 +46,7 @@ def losses_of(trainer, module, outputs, batch, batch_idx):
 
 
 def fitted(root, *overrides, spoil=0.0, callbacks=(), ckpt_path=None, node_slices=()):
-    """Losses of each step, as means over batches of a step on this rank; and the weights."""
+    """Losses of each step, as means over batches of a step on this rank. And the weights."""
     trainer, module, data = build(configured(root, *overrides))
     module.model.node_slices = node_slices
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(rank_p
     ids=["2x2 to 2x2", "2x2 to 1", "1 to 2x2"],
 )
 def test_a_run_goes_on_in_another_layout(rank_pool, text, tmp_path, first, then, precision):
-    """To the bit in the same one; the checkpoint is within an epoch."""
+    """To the bit in the same one. The checkpoint is within an epoch."""
     words = (text, f"precision={precision}", "trainer.max_steps=10")
     path = str(tmp_path / "some.ckpt")
     losses, weights = fitted_in(first, rank_pool, *words, callbacks=[Saves(path, step=6)])
@@ -179,7 +179,7 @@ def test_a_run_goes_on_in_another_layout(rank_pool, text, tmp_path, first, then,
 
 
 def test_a_resumed_run_ends_with_the_same_bits(text, tmp_path):
-    """Dropout is on, and the checkpoint is within an epoch; the second run hides what the first would have."""
+    """Dropout is on, and the checkpoint is within an epoch. The second run hides what the first would have."""
     path = str(tmp_path / "some.ckpt")
     words = ("trainer.devices=1", "model.dropout=0.1", "precision=16-true", "trainer.max_steps=10")
     losses, weights = fitted(text, *words, callbacks=[Saves(path, step=7)])

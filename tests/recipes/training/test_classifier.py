@@ -87,7 +87,7 @@ def test_a_run_that_resumes_to_a_greater_length_follows_its_own_schedule_and_war
 
 
 def test_every_rank_tests_the_network_of_rank_zero(two_ranks):
-    """BatchNorm statistics are each rank's own after a step of training; all must judge the ones that are saved."""
+    """BatchNorm statistics are each rank's own after a step of training. All must judge the ones that are saved."""
     (trained_one, one, accuracy_one), (trained_other, other, accuracy_other) = two_ranks.run(
         statistics_of_a_test
     )
@@ -140,7 +140,7 @@ def test_validation_with_unequal_shares_ends_and_is_exact_and_alike_on_all_ranks
 
 
 def validated():
-    """By sorting, from the logits that the network gave; not by torchmetrics."""
+    """By sorting, from the logits that the network gave. Not by torchmetrics."""
     logits = []
 
     def count(trainer, module, outputs, batch, *_):

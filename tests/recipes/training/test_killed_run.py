@@ -51,7 +51,7 @@ KILLS |= {
 
 
 class DieAt(Callback):
-    """Kills this process, or all of the run, in a phase of the fifth step or later; once, also over restarts."""
+    """Kills this process, or all of the run, in a phase of the fifth step or later. Once, also over restarts."""
 
     def __init__(self, mark, phase):
         self.mark = Path(mark)

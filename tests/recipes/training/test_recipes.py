@@ -89,7 +89,7 @@ def small(recipe, *overrides):
     ],
 )
 def test_every_recipe_trains(two_ranks, recipe):
-    """Two steps of two batches on each rank, all else as in the recipe; update 0 of ResNet is at rate 0."""
+    """Two steps of two batches on each rank, all else as in the recipe. Update 0 of ResNet is at rate 0."""
     one, other = two_ranks.run(trained, recipe)
     assert toy.same_bits(one["weights"], other["weights"])
     # each rank saw images of its own
@@ -180,7 +180,7 @@ def rates_of(cfg):
 
 
 def test_the_paper_s_runs_are_as_long_as_it_says():
-    """90 and 95 epochs of 1,281,167 images; the reference for ResNet-50 stops a step of an epoch or so before."""
+    """90 and 95 epochs of 1,281,167 images. The reference for ResNet-50 stops a step of an epoch or so before."""
     steps_per_epoch = NUM_IMAGES / 65536
     assert configured("recipe=alexnet_64k", "data.root=/").trainer.max_steps == int(
         95 * steps_per_epoch
@@ -239,7 +239,7 @@ def test_an_elastic_run_is_a_strategy_of_its_own_with_hosts_from_keys_or_the_env
 
 
 def test_a_slurm_job_says_how_many_ranks_there_are(monkeypatch):
-    """The paper's 256 nodes of 8, as task 11 of `srun` sees them; Lightning checks that devices and nodes agree."""
+    """The paper's 256 nodes of 8, as task 11 of `srun` sees them. Lightning checks that devices and nodes agree."""
     tasks = {
         "NTASKS": 2048,
         "NTASKS_PER_NODE": 8,
@@ -344,7 +344,7 @@ def test_one_command_trains_a_network_with_as_many_classes_as_there_are_folders(
 
 
 def test_the_network_and_the_batch_that_fit_are_named_at_once(root):
-    """The small network of the default and 128 images a step, in one message; what it says to set is enough."""
+    """The small network of the default and 128 images a step, in one message. What it says to set is enough."""
     own = ["data=images", f"data.root={root}"]
     with pytest.raises(
         ValueError, match=r"`model` \(=AlexNetBN\) must take images of 3 x 224 x 224"

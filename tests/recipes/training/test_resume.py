@@ -180,7 +180,7 @@ class Logging(Toy):
 
 
 def logged(folder, from_step=None, settings=()):
-    """Rows of a fit that saves after every step; resumed, it goes on in the file that is there."""
+    """Rows of a fit that saves after every step. Resumed, it goes on in the file that is there."""
     path = None if from_step is None else f"{folder}/step={from_step}.ckpt"
     num_rows = saved_state(path).get("num_rows", {}).get("CSVRows", 0)
     logger = CSVRows(save_dir=folder, name="", version="csv", num_rows_kept=num_rows)

@@ -47,7 +47,7 @@ def environment(**variables):
 
 
 def tracked(run_dir, *overrides, **variables):
-    """A short run as `recipes/train.py` makes it, on this rank; its checkpoint's run id."""
+    """A short run as `recipes/train.py` makes it, on this rank. Its checkpoint's run id."""
     import wandb
 
     with environment(WANDB_SILENT="true", **variables):

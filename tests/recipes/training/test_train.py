@@ -129,7 +129,7 @@ def test_a_run_goes_on_where_there_is_no_home_no_compiler_no_utf8_and_nobody_who
 
 @pytest.mark.long
 def test_fsdp2_trains_as_ddp_and_goes_on_where_it_was(tmp_path):
-    """Two processes, two epochs; the second again from the file of the first. BatchNorm validates as under DDP.
+    """Two processes, two epochs. The second again from the file of the first. BatchNorm validates as under DDP.
 
     To the bit: on two ranks both add two gradients, and no weight is so large (32,768 elements) that its norm is summed
     in fp32, in an order of which training would make differences of 1e-5 in 18 steps.

@@ -19,7 +19,7 @@ LAST = 4
 
 
 def frames(content: bytes) -> Iterator[bytes]:
-    """The records' bytes; a torn last one is left out."""
+    """The records' bytes. A torn last one is left out."""
     assert content[:4] == b":W&B", "not a file of W&B's"
     place = HEADER_BYTES
     begun = b""

@@ -1,4 +1,4 @@
-"""What a user reads last: after an error, a rank that was killed, no shared memory; what is refused at the launch."""
+"""What a user reads last: after an error, a rank that was killed, no shared memory. What is refused at the launch."""
 
 import subprocess
 import sys

@@ -25,7 +25,7 @@ def free_port():
 
 
 def listening(port=None):
-    """Addresses, as the kernel writes them, at which this process listens; at `port` alone if it is given."""
+    """Addresses, as the kernel writes them, at which this process listens. At `port` alone if it is given."""
     mine = set()
     for each in Path("/proc/self/fd").iterdir():
         try:

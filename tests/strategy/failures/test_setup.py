@@ -18,7 +18,7 @@ GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for 
 
 
 def explained_on_rank_zero(where, folder):
-    """Rank zero's collective fails, and rank one is elsewhere until that is explained; its process answers."""
+    """Rank zero's collective fails, and rank one is elsewhere until that is explained. Its process answers."""
     explained = Path(folder, "explained")
 
     def wait():

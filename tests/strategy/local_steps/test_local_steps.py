@@ -20,7 +20,7 @@ from tests.scenes import Saves, Spoiled, at, fit, same
 
 
 class Toy(Spoiled):
-    """With a rate that falls in each step; by LARS along the orthogonalised momentum where it is asked to."""
+    """With a rate that falls in each step. By LARS along the orthogonalised momentum where it is asked to."""
 
     def __init__(self, lr=0.05, **options):
         super().__init__(lr=lr, **options)
@@ -72,7 +72,7 @@ def final(seen):
 
 
 def tensors_of_node(node):
-    """Numbers of 14 bits, in dtypes and layouts of parameters and state; means of two of them are exact in float32."""
+    """Numbers of 14 bits, in dtypes and layouts of parameters and state. Means of two of them are exact in float32."""
     generator = torch.Generator().manual_seed(node)
 
     def draw(*shape):
@@ -180,7 +180,7 @@ def fit_and_reference(every):
 def test_a_node_of_one_rank_trains_as_one_process_and_the_mean_is_taken_every_so_many_steps(
     two_ranks,
 ):
-    """Bit for bit, against a loop in plain torch: eight steps, means after steps 3 and 6; after step 4 nodes differ."""
+    """Bit for bit, against a loop in plain torch: eight steps, means after steps 3 and 6. After step 4 nodes differ."""
     (first, one), (second, other) = two_ranks.run(fit_and_reference, 3)
     assert first == second == [True] * 8
     assert not torch.equal(one, other)
@@ -221,7 +221,7 @@ def test_a_layerwise_optimizer_with_accumulation_agrees_after_a_mean(four_ranks)
 
 
 def test_steps_before_the_local_ones_are_those_of_a_synchronous_run_bit_for_bit(four_ranks):
-    """Gradients, running statistics and weights; then pairs of steps on each node."""
+    """Gradients, running statistics and weights. Then pairs of steps on each node."""
     scene = {"ranks_per_node": 2, "precision": "16-true"}
     whole = local(four_ranks, 1, **scene)
     ranks = local(four_ranks, 2, {"from_step": 2}, **scene)
@@ -235,7 +235,7 @@ OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
 
 def test_the_outer_step_goes_on_along_what_past_periods_have_moved(two_ranks):
-    """With rate 1 and no momentum it is the mean; with rate 2 the first common weights lie twice as far."""
+    """With rate 1 and no momentum it is the mean. With rate 2 the first common weights lie twice as far."""
     start = values_of(toy.Toy())
     trained = trained_of(toy.Toy())
     options = [{}, {"outer_lr": 1.0}, {"outer_lr": 2.0}, {"outer_lr": 2.0, "outer_momentum": 0.5}]
@@ -307,7 +307,7 @@ def test_a_file_of_two_nodes_loads_under_ddp_and_on_another_number_of_nodes(
 
 
 def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(two_ranks):
-    """Node 1 overflows in each of four steps. It has no momentum yet when node 0 has; rates fall for both."""
+    """Node 1 overflows in each of four steps. It has no momentum yet when node 0 has. Rates fall for both."""
     steps = (0, 1, 2, 3)
     module = {"optimizer": "Adam", "steps": steps}
     ranks = local(two_ranks, 3, precision="16-true", module=module, max_epochs=1)

@@ -140,7 +140,7 @@ def test_steps_that_lightning_does_not_count_are_warned_of(two_ranks):
 
 
 class Teacher(toy.Toy):
-    """Follows its network with frozen weights, as mean teachers and BYOL do; another frozen layer stays.
+    """Follows its network with frozen weights, as mean teachers and BYOL do. Another frozen layer stays.
 
     Its buffer is no statistic of a BatchNorm, and each node moves it in its own way.
     """
@@ -193,7 +193,7 @@ def noted_means(trainer, module):
 
 
 def test_the_ranks_of_a_node_begin_each_forward_with_the_same_running_statistics(four_ranks):
-    """As DDP broadcasts buffers from rank zero; here from the first rank of each node."""
+    """As DDP broadcasts buffers from rank zero. Here from the first rank of each node."""
     scene = {"ranks_per_node": 2, "max_epochs": 1, "callbacks": [at(on_train_end=noted_means)]}
     means = [
         seen.looks["on_train_end"][0]

@@ -20,7 +20,7 @@ HEAD_WIDTH = WIDTH // NUM_HEADS
 
 
 class SelfAttention(nn.Module):
-    """An attention as users write it; the number of heads, or their width, is what a `view` computes."""
+    """An attention as users write it. The number of heads, or their width, is what a `view` computes."""
 
     def __init__(self, heads, width):
         super().__init__()

@@ -64,7 +64,7 @@ SEQUENCE_FIRST = partial(Encoder, batch_first=False)
 
 
 class Bert(nn.Module):
-    """The layers of `transformers`, with the head's own bias; activations are computed again in backward."""
+    """The layers of `transformers`, with the head's own bias. Activations are computed again in backward."""
 
     def __init__(self):
         super().__init__()

@@ -273,7 +273,7 @@ def test_validation_in_half_precision_computes_with_whole_half_weights_and_hooks
 
 
 class Drops(Module):
-    """Which features of fc6 dropout leaves, in each step; and a number of the stream behind the pair."""
+    """Which features of fc6 dropout leaves, in each step. And a number of the stream behind the pair."""
 
     def __init__(self):
         super().__init__(sgd, dropout=0.5)

@@ -1,4 +1,4 @@
-"""Heads and attention cut over the ranks of a node, held against whole ones; and what is refused in a step."""
+"""Heads and attention cut over the ranks of a node, held against whole ones. And what is refused in a step."""
 
 import copy
 from functools import partial
@@ -16,14 +16,14 @@ from tests import toy
 
 
 def cut(whole, *names):
-    """A copy of which each rank has a slice; copied once more, as a user may in a fit."""
+    """A copy of which each rank has a slice. Copied once more, as a user may in a fit."""
     layers = nn.ModuleDict({"one": copy.deepcopy(whole)})
     cut_(layers, [tuple(f"one{name}" for name in names or [""])], NodeRanks(dist.group.WORLD))
     return copy.deepcopy(layers["one"])
 
 
 def head_on_extremes(dtype):
-    """Losses and gradients of features for logits far apart, cut and whole; targets on either rank, and one on none."""
+    """Losses and gradients of features for logits far apart, cut and whole. Targets on either rank, and one on none."""
     torch.manual_seed(0)
     whole = nn.Linear(5, 7).to(dtype)
     with torch.no_grad():
@@ -132,7 +132,7 @@ MASKS = [
 
 
 def attentions():
-    """Outputs and gradients of an attention, cut and whole, for each mask; the sequence is first, keys are apart."""
+    """Outputs and gradients of an attention, cut and whole, for each mask. The sequence is first, keys are apart."""
     torch.manual_seed(0)
     whole = nn.MultiheadAttention(8, 4)
     found = []

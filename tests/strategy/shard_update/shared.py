@@ -25,7 +25,7 @@ SIZES = (
 
 
 class Sizes(pl.LightningModule):
-    """One parameter of each size and a convolution that is channels last; gradients differ between ranks and steps."""
+    """One parameter of each size and a convolution that is channels last. Gradients differ between ranks and steps."""
 
     def __init__(self, optimizer, overflows=(), overflow_in=-1, reads=False):
         super().__init__()
@@ -86,7 +86,7 @@ def weights_of(trainer, module, *args):
 def fit(
     ranks, optimizer, precision="16-true", shard_update="node", *, num=4, special=None, **scene
 ):
-    """What was seen of a fit of one epoch; `special`: of the module."""
+    """What was seen of a fit of one epoch. `special`: of the module."""
     options = {"max_epochs": 1, "use_distributed_sampler": False}
     options |= {"loss_scale": 1024} if precision == "16-true" else {}
     options |= {
@@ -112,7 +112,7 @@ def assert_same(
     callbacks=(),
     **scene,
 ):
-    """Assert that with the update shared all has the bits of a fit without; what was seen of the first."""
+    """Assert that with the update shared all has the bits of a fit without. What was seen of the first."""
     # Where a batch begins: a callback's hook at its end may read gradients, which then are not left to their owners.
     scene["callbacks"] = [
         *callbacks,

@@ -200,7 +200,7 @@ def test_the_first_kernel_that_is_tried_can_be_launched(device, monkeypatch):
 
 @on_devices
 def test_parts_of_tensors_move_as_the_whole_ones(device, monkeypatch):
-    """Two ranks in turns, each with a part of a tensor; the second of three steps has an inf in the part of one."""
+    """Two ranks in turns, each with a part of a tensor. The second of three steps has an inf in the part of one."""
     from lightning_hybrid.optim.fused.cuda.lars import KernelLars
 
     def engine_of(self, tensors, optimizer):

@@ -25,7 +25,7 @@ FLAGS = ("IS_JOINT", "HAS_MOMENTUM")
 
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
-    """PTX of a kernel for fp32 weights and fp16 gradients, every buffer aligned; it must become machine code."""
+    """PTX of a kernel for fp32 weights and fp16 gradients, every buffer aligned. It must become machine code."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

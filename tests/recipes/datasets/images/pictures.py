@@ -28,7 +28,7 @@ def encoded(pixels: np.ndarray, kind: str = "JPEG", **options) -> bytes:
 
 
 def image_of(number: int) -> bytes:
-    """A JPEG; lying and standing images take turns."""
+    """A JPEG. Lying and standing images take turns."""
     size = (40, 56) if number % 2 else (56, 40)
     return encoded(pixels_of(number, *size), quality=90)
 

@@ -147,7 +147,7 @@ SPOILED = {
 
 @pytest.mark.parametrize("how", SPOILED)
 def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, how):
-    """The next of the set; batches keep their shape, and the rest of the pixels does not change."""
+    """The next of the set. Batches keep their shape, and the rest of the pixels does not change."""
     sound = module_of(root, global_batch_size=17)
     (expected, labels), *_ = sound.train_dataloader()
     expected = expected.clone()

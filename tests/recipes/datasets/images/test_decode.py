@@ -1,4 +1,4 @@
-"""Decoding: any image file becomes RGB, with the same bits from either decoder; broken files are errors."""
+"""Decoding: any image file becomes RGB, with the same bits from either decoder. Broken files are errors."""
 
 import io
 import struct

@@ -157,7 +157,7 @@ def test_an_iterator_that_is_left_takes_its_threads_with_it_and_one_without_work
 
 
 def test_torch_keeps_its_number_of_threads():
-    """One in each decoding thread; outside, now and in threads started later, what it was."""
+    """One in each decoding thread. Outside, now and in threads started later, what it was."""
     before = torch.get_num_threads()
     inside = set()
     later = []

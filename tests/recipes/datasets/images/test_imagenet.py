@@ -1,4 +1,4 @@
-"""ImageNet's data module: the same images from folders and shards, on any ranks and strategy; resumed exactly."""
+"""ImageNet's data module: the same images from folders and shards, on any ranks and strategy. Resumed exactly."""
 
 import pickle
 from functools import partial

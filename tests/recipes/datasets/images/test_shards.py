@@ -42,7 +42,7 @@ needs_proc = pytest.mark.skipif(
 
 
 def test_an_index_is_never_unpickled(folder):
-    """A pickle can run any program; numpy writes one for arrays of objects."""
+    """A pickle can run any program. Numpy writes one for arrays of objects."""
     index = ShardIndex.load(folder / INDEX_NAME)
     replace(index, names=np.array([b"a", 3, None], dtype=object)).save(folder / INDEX_NAME)
     with pytest.raises(ValueError, match=r"is damaged \(Object arrays cannot be loaded"):

@@ -43,7 +43,7 @@ def shown(has_rich):
 
 @pytest.mark.parametrize("has_rich", [True, False], ids=["rich", "plain"])
 def test_a_bar_shows_the_last_logged_step_and_reads_at_no_other(two_ranks, has_rich):
-    """Logged every second step; 32 images per second of which 50 ms of each step wait for others."""
+    """Logged every second step. 32 images per second of which 50 ms of each step wait for others."""
     pytest.importorskip("rich" if has_rich else "tqdm")
     found, asked = two_ranks.run(shown, has_rich)[0]
     assert asked == [2, 4, 4, 6, 8, 8]  # and after each validation

@@ -69,7 +69,7 @@ def test_blocks_of_bert_of_3_layers_go_round_in_one_of_12():
 
 
 def test_resnet_50_takes_what_has_the_shape_of_resnet_18():
-    """Of a bottleneck the 3x3 convolution and the statistics of its width; its 1x1 convolutions are drawn."""
+    """Of a bottleneck the 3x3 convolution and the statistics of its width. Its 1x1 convolutions are drawn."""
     deep, shallow = (ResNet(depth=depth, num_classes=10).state_dict() for depth in (50, 18))
     sources = sources_of(deep, shallow)
     assert all(deep[name].shape == shallow[source].shape for name, source in sources.items())

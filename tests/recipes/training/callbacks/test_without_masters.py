@@ -1,4 +1,4 @@
-"""Without fp32 masters, weights and momentum are numbers that fp16 holds; with them they are not."""
+"""Without fp32 masters, weights and momentum are numbers that fp16 holds. With them they are not."""
 
 import pytest
 import torch
