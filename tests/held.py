@@ -1,4 +1,4 @@
-"""What a process holds of the system, for tests that open and close something many times."""
+"""Resources of a process, for tests that open and close something many times."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ def resident_bytes() -> int:
 
 
 def growth(cycle: Callable[[], None], *, num_warm_up: int, num_cycles: int) -> dict[str, int]:
-    """How much more is held after ``num_cycles`` cycles than before them, and how many bytes more are resident.
+    """Return the growth of resources and of resident bytes over ``num_cycles`` cycles.
 
     Both counts are taken at rest: the first where nothing has changed for half a second, the second where it is not
     above the first any more, or at the deadline. What a cycle leaves behind for good is counted ``num_cycles`` times.

@@ -1,4 +1,4 @@
-"""What the server of forks imports once: every rank that it forks starts with it, in hundredths of a second."""
+"""Imports of the fork server, which every forked rank inherits within hundredths of a second."""
 
 import atexit
 import gc

@@ -75,7 +75,7 @@ class Ranks:
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, grace_s: float = GRACE_S
     ) -> list[Any]:
-        """What ``fn(*args)`` returned on each rank, in rank order."""
+        """Run ``fn(*args)`` on each rank and return the results in rank order."""
         return self.pool.run(
             fn, *args, world_size=self.world_size, timeout_s=timeout_s, grace_s=grace_s
         )
@@ -113,7 +113,7 @@ class RankPool:
         timeout_s: float = 60.0,
         grace_s: float = GRACE_S,
     ) -> list[Any]:
-        """What ``fn(*args)`` returned on each of the first ``world_size`` ranks (default: all)."""
+        """Run ``fn(*args)`` on the first ``world_size`` ranks (default: all) and return the results."""
         world_size = self.num_ranks if world_size is None else world_size
         call = pickle.dumps((warnings.filters, fn, args))
         self._start(world_size)
@@ -173,7 +173,7 @@ class RankPool:
         return replies, sorted(waiting.values())
 
     def _stacks_of(self, ranks: list[int]) -> dict[int, str]:
-        """Where each of these ranks stands, as faulthandler sees it."""
+        """Return the stack of each of these ranks, from faulthandler."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)

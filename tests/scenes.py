@@ -32,7 +32,7 @@ OF_TRAINER = set(inspect.signature(pl.Trainer.__init__).parameters)
 
 
 class Columns:
-    """What a logger was given."""
+    """Columns of the rows that a logger received."""
 
     rows: list[tuple[int, dict[str, float]]]
 
@@ -43,7 +43,7 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen(Columns):
-    """What a fit left, and what was seen of it, on one rank."""
+    """Result of a fit on one rank, and observations during it."""
 
     weights: dict[str, Tensor]  # none of a pipeline that failed
     losses: list[float]  # of a `Toy`
@@ -61,7 +61,7 @@ class Seen(Columns):
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """What all ranks hold alike: weights without running statistics, of which each rank has its own."""
+        """Return the weights that all ranks share, without the running statistics of each rank."""
         return {
             name: one
             for name, one in self.weights.items()
@@ -78,7 +78,7 @@ def fit(
     warns: bool = False,
     **scene: Any,
 ) -> Any:
-    """What was seen of a fit of two epochs of `toy.loader()`.
+    """Fit two epochs of `toy.loader()` and return the observations of each rank.
 
     Args:
         ranks: World of the pool; None: this process.
@@ -166,12 +166,12 @@ def play(scene: dict[str, Any]) -> Seen:
 
 
 def made(one: Any) -> Any:
-    """What a function makes. Anything else as it is, modules too."""
+    """Call a function and return its result. Anything else is returned as it is, modules too."""
     return one() if callable(one) and not isinstance(one, nn.Module) else one
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two trees of tensors hold the same bits."""
+    """Return whether two trees of tensors hold the same bits."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype is other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -243,7 +243,7 @@ class Keeps(Columns, Logger):
 
 
 class _Last(pl.Callback):
-    """What teardown forgets."""
+    """Keeper of values that teardown drops."""
 
     sent: CommSummary | None = None
 

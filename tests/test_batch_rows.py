@@ -17,7 +17,7 @@ Pair = namedtuple("Pair", "x texts")
 
 
 class Encoding(UserDict):
-    """What tokenizers return."""
+    """Output of a tokenizer."""
 
 
 @dataclass(frozen=True)

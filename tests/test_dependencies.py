@@ -1,4 +1,4 @@
-"""What is imported is declared: a package that only comes with another one can go with its next release."""
+"""Declared dependencies of all imports, and the core's small set."""
 
 import ast
 import re

@@ -119,7 +119,7 @@ def ours(names: set[str]) -> set[str]:
 
 
 def is_allowed(source: str, target: str) -> bool:
-    """Whether the arrow from one module to another is in the table. Within the own folder all are."""
+    """Return whether the table allows this import. Imports within a folder are allowed."""
     folder = source if source in ARROWS else source.rpartition(".")[0]
     while folder not in ARROWS:
         folder = folder.rpartition(".")[0]

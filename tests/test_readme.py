@@ -143,7 +143,7 @@ def test_user_code_of_the_first_page_trains_on_two_ranks(strategy, two_ranks):
 
 
 def train_two_steps(source, folder):
-    """What the page's code gets: `Classifier` and `loader` of the first page, two ranks of a CPU, two steps."""
+    """Train two steps of a page's code with `Classifier` and `loader` of the first page, on two CPU ranks."""
     seen = []
 
     class TwoSteps(pl.Trainer):

@@ -1,4 +1,4 @@
-"""What must not stand in the source, what is loaded, and what a run writes: ways in for others, the tracker's key.
+"""Security of source, loaded files and written files: injected code, and the tracker's key.
 
 What listens: `strategy/test_rendezvous.py`. A key in the configuration: `recipes/cli/test_hydra_callbacks.py`.
 """

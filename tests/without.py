@@ -34,7 +34,7 @@ def block(names: Sequence[str] = OPTIONAL) -> None:
 
 
 def environment_without(folder: Path, names: Sequence[str] = OPTIONAL) -> dict[str, str]:
-    """For programs that shall not find them: Python imports `sitecustomize` before anything else."""
+    """Return an environment that hides these packages: Python imports `sitecustomize` before anything else."""
     (folder / "sitecustomize.py").write_text(
         f"from tests.without import block\n\nblock({sorted(names)!r})\n"
     )

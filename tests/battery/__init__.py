@@ -1,1 +1,1 @@
-"""What users write, in some 300 cases: run under Lightning's own `ddp` and under ours, and judged."""
+"""Some 300 cases of user code, run under Lightning's `ddp` and under ours, and judged."""

@@ -1,4 +1,4 @@
-"""How a case of the batteries is run: under Lightning's own `ddp`, and under `hybrid_allreduce`.
+"""Runner of one case of the batteries under Lightning's `ddp` and under `hybrid_allreduce`.
 
 A row of `ordinary` is a LightningModule with data, written as users write theirs. `Row` is the plainest of them; a row
 says what it does otherwise, in a line of its table or in a class. It is trained, and `judge.judge` compares what is
@@ -64,7 +64,7 @@ def leave() -> None:
 
 
 def on_ranks(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
-    """What `function` returns on each rank. That they hang or die is a result too."""
+    """Return the result of `function` on each rank. A hang or a death is a result too."""
     try:
         return ranks.run(function, *arguments)
     except RankError as error:
@@ -228,7 +228,7 @@ class Run:
     folder: Path
 
     def trainer(self, **settings: Any) -> pl.Trainer:
-        """As `toy.trainer`. What it writes is under `folder`."""
+        """Make a trainer as `toy.trainer`, which writes below `folder`."""
         known = {
             "strategy": self.strategy,
             "precision": self.precision,
@@ -308,7 +308,7 @@ def plain_with(**hooks: Any) -> Plain:
 
 
 def loader(num_batches: int = 4) -> DataLoader:
-    """Of as many batches on every rank."""
+    """Make a loader of as many batches on every rank."""
     return toy.loader(num_batches * 4 * num_ranks(), batch_size=4)
 
 
@@ -336,7 +336,7 @@ def behaviours() -> dict[str, Callable[[Run], Any]]:
 
 
 def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
-    """What a behaviour shows on this rank, made comparable. An error that it raises is part of it."""
+    """Return the observations of a behaviour on this rank, in a comparable form, errors included."""
     run = Run(strategy=strategy, precision=precision, folder=Path(folder) / strategy)
     os.makedirs(run.folder, exist_ok=True)
     barrier()

@@ -1,4 +1,4 @@
-"""How what ran under `hybrid_allreduce` is judged by what ran under `ddp`."""
+"""Judgement of a run under `hybrid_allreduce` by the same run under `ddp`."""
 
 import dataclasses
 import enum
@@ -27,7 +27,7 @@ OWN_NAMES = re.compile(
 
 @dataclasses.dataclass(kw_only=True)
 class Result:
-    """What training a row left on one rank."""
+    """Result of training a row on one rank."""
 
     error: str = ""
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -40,7 +40,7 @@ class Result:
 def judge(
     kind: Any, precision: str, reference: list[Result], ours: list[Result]
 ) -> tuple[str, list[str]]:
-    """How a row went (bit-equal, close, refused in words, deliberately different, fails), and what is wrong."""
+    """Return the verdict on a row (bit-equal, close, refused, deliberately different, fails) and the reason."""
     refused = kind.refused.get(precision)
     different = kind.different.get(precision)
     if refused is not None:
@@ -85,7 +85,7 @@ def fault_of_reference(kind: Any, reference: list[Result]) -> str:
 
 
 def bits_that_differ(reference: list[Result], ours: list[Result]) -> list[str]:
-    """What is not, to the bit, as under `ddp`."""
+    """Return the names of values that differ in a bit from `ddp`."""
     found = []
     for rank, (one, other) in enumerate(zip(reference, ours, strict=True)):
         if other.error:
@@ -104,7 +104,7 @@ def bits_that_differ(reference: list[Result], ours: list[Result]) -> list[str]:
 def what_is_not_close(
     kind: Any, precision: str, reference: list[Result], ours: list[Result]
 ) -> list[str]:
-    """What is farther from `ddp` in fp32 than rounding explains, or of another dtype, or differs between ranks."""
+    """Return the values that rounding does not explain, that have another dtype, or that differ between ranks."""
     found = []
     allowed = kind.roundings * UNIT[precision]
     for rank, (one, other) in enumerate(zip(reference, ours, strict=True)):
@@ -153,7 +153,7 @@ def errors_of(results: list[Result]) -> list[str]:
 
 
 def parts(results: list[Result], name: str) -> bool:
-    """Whether two ranks end with other values of this parameter."""
+    """Return whether two ranks end with different values of this parameter."""
     one, other = (result.state.get(name) for result in results)
     return one is None or other is None or not same(one, other)
 
@@ -234,7 +234,7 @@ def plain(value: Any, *, folder: Path, is_exact: bool) -> Any:
 
 
 def differences(one: Any, other: Any, place: str = "") -> list[str]:
-    """Where two observations differ, in words."""
+    """Describe the differences of two observations."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         parts = [(name, one[name], other[name]) for name in one]
     elif type(one) is type(other) and isinstance(one, list | tuple) and len(one) == len(other):

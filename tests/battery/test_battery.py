@@ -1,4 +1,4 @@
-"""What trains under `ddp` trains the same here, and what users of `ddp` may rely on holds here too."""
+"""User code that trains under `ddp` trains the same here, with the same guarantees."""
 
 import itertools
 import re
@@ -33,7 +33,7 @@ def rows():
 
 @pytest.fixture(scope="session")
 def references(rank_pool):
-    """What `ddp` makes of a row in fp32, once in a session."""
+    """Return the result of a row under `ddp` in fp32, trained once per session."""
     known = {}
 
     def reference(name, world):

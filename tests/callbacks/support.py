@@ -67,7 +67,7 @@ def fit(
 
 
 def seen(ranks, **scene):
-    """Of each rank: `column` of what was logged, losses, and steps made."""
+    """Return, for each rank, logged columns, losses and steps."""
     return ranks.run(rows_of, scene)
 
 
@@ -78,7 +78,7 @@ def rows_of(scene):
 
 @dataclasses.dataclass(frozen=True)
 class Rows(Columns):
-    """What a logger was given, and what else was seen."""
+    """Rows that a logger received, with losses and steps."""
 
     rows: list
     losses: list

@@ -36,7 +36,7 @@ class ByHand(pl.Callback):
             self.average = [(DECAY * old + (1 - DECAY) * new).to(new.dtype) for old, new in pairs]
 
     def on_validation_epoch_end(self, trainer, module):
-        """What validation saw: called before the average's own hook, which takes it away again."""
+        """Record the weights of validation, before the hook of the average restores the trained ones."""
         self.validated.append([tensor.detach().clone() for tensor in tensors_of(module)])
 
 

@@ -1,4 +1,4 @@
-"""What fp16 does not hold is named with its remedy before a run, and the run is the same as without the report."""
+"""Report of values that fp16 cannot hold, with remedies, and its absence of effects on the run."""
 
 import lightning.pytorch as pl
 import pytest

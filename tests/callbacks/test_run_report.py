@@ -194,7 +194,7 @@ def test_the_report_of_a_resumed_run_shows_all_of_it_and_the_communication_of_al
 
 
 def whole_and_resumed(path):
-    """Of steps 4, 7 and 8 no window is drained for the logger."""
+    """Return rows of a whole and of a resumed run. Steps 4, 7 and 8 drain no window for the logger."""
 
     def run(**settings):
         report = RunReport()

@@ -1,4 +1,4 @@
-"""What training logs, when, and what that is."""
+"""Metrics that training logs: their steps and their values."""
 
 from functools import partial
 from pathlib import Path

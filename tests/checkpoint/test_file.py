@@ -111,7 +111,7 @@ def test_a_checkpoint_that_will_not_load_is_reported_when_it_is_saved(tmp_path):
 
 
 class Killed(BaseException):
-    """As SIGKILL: nothing of ours runs after it."""
+    """Exception that stands for SIGKILL: no code of ours runs after it."""
 
 
 class Witness:

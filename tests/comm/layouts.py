@@ -64,7 +64,7 @@ class Bucket:
 
 
 def error_of_another_order(engine: CommEngine, *, is_known: bool = True) -> str:
-    """What this rank is told where rank 2 hands two buckets of one size over the other way round.
+    """Return this rank's error when rank 2 submits two buckets of one size in the reverse order.
 
     `is_known`: after steps in which all did either, so that no bucket is new.
     """

@@ -140,7 +140,7 @@ def test_the_divisor_is_split_near_its_root_and_its_first_part_is_a_power_of_two
 
 
 def average_of_equals(value, world_size, *, before):
-    """What ``world_size`` (a power of two) equal fp16 gradients average to. Doubling is how they add in a tree."""
+    """Return the average of ``world_size`` (a power of two) equal fp16 gradients, added by doubling as in a tree."""
     buffer = torch.full((3,), value, dtype=torch.float16)
     wire = to_wire(buffer, None, before=before)
     for _ in range(world_size.bit_length() - 1):

@@ -235,7 +235,7 @@ def drawn():
 
 
 def state_after(network):
-    """What a step leaves: gradients, buffers, and the places of all streams of random numbers."""
+    """Return gradients, buffers and the states of all random streams after a step."""
     grads = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
     buffers = dict(network.named_buffers())
     for hidden in getattr(network, "hidden", []):

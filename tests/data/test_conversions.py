@@ -111,7 +111,7 @@ def fit(
     make: Any = shuffled,
     **settings: Any,
 ) -> list[tuple[int, list[int]]] | str:
-    """What a rank reads in a fit from its begin, which saves, or from a stop on. Or the error that ended it."""
+    """Return the samples a rank reads in a whole fit or after a stop, or the error that ended the fit."""
     pl.seed_everything(3, verbose=False)
     module = Steps()
     trainer = toy.trainer(

@@ -33,7 +33,7 @@ NUM_EPOCHS = 3
 
 
 def numbers() -> list[float]:
-    """What transforms draw: from each of the global streams."""
+    """Draw a number from each global stream, as transforms do."""
     return [torch.rand(1).item(), np.random.rand(), np.random.randn(), random.random()]
 
 
@@ -370,7 +370,7 @@ def outcomes(
 
 
 def after(kind: Kind, strategy: Any, workers: int, path: str, left: list[Any]) -> dict[str, Any]:
-    """What differs in a fit that goes on from a checkpoint from what was `left`, and what it said."""
+    """Return the differences of a resumed fit from the samples that were `left`, and its warnings."""
     try:
         module = fit(kind, strategy, workers, path=path)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What an elastic step is made of: shards, flat buckets, logs."""
+"""Parts of an elastic step: shards, flat buckets, logs."""
 
 import threading
 from datetime import timedelta
@@ -323,7 +323,7 @@ def as_it_is(value: Any, **_: Any) -> Any:
 
 
 def started(*, is_first: bool = True) -> tuple[Logging, Any, Any]:
-    """What logs, what is collected, and its owner."""
+    """Make a logging module, its collection, and the owner."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
     from lightning_hybrid.elastic.step_logs import EpochLogs

@@ -1,4 +1,4 @@
-"""What users write with `elastic`, on one host alone: resumes under other layouts, refusals, fits in a row."""
+"""User code under `elastic` on a single host: resumes in other layouts, refusals, consecutive fits."""
 
 import socket
 from functools import partial

@@ -89,7 +89,7 @@ def shuffled(scene: "UserScene") -> DataLoader[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class UserScene:
-    """What users choose."""
+    """Choices of a user for an elastic run."""
 
     module: Callable[[], pl.LightningModule] = Net
     loader: Callable[["UserScene"], Any] = shuffled

@@ -1,3 +1,3 @@
-"""As in tests/recipes."""
+"""Rules of tests/recipes, applied to these tests."""
 
 from tests.recipes.conftest import collect_ignore_glob  # noqa: F401

@@ -62,7 +62,7 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> tuple[int, ...]:
-        """Of every host."""
+        """Return the sent bytes of every host."""
         return tuple(sum(row) for row in self.matrix)
 
 
@@ -213,7 +213,7 @@ class Cluster:
     # ---- use -------------------------------------------------------------------------------------------------------
 
     def address(self, host: int) -> str:
-        """Of a host's eth0."""
+        """Return the address of a host's eth0."""
         return _address(host)
 
     def namespace(self, host: int) -> str:
@@ -246,7 +246,7 @@ class Cluster:
         return self._answer(ANSWER_LIMIT_S)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What torchrun would tell this rank, and which interface Gloo must use."""
+        """Return torchrun's variables of this rank, and the interface of Gloo."""
         host = self.host_of(rank)
         local_rank = rank // self.num_hosts if self.interleave else rank % self.ranks_per_host
         return {
@@ -361,7 +361,7 @@ class Cluster:
 
 
 def why_not() -> str | None:
-    """What this machine lacks for a cluster. None where it can have one."""
+    """Return the reason that this machine cannot emulate a cluster, or None."""
     if os.name != "posix" or not Path("/proc/self/ns/net").exists():
         return "network namespaces need Linux"
     if os.geteuid() != 0:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.long
 
 
 def counted_again(step):
-    """What this host sends over its loopback in a second step: the first opens connections."""
+    """Count the bytes this host sends over its loopback in a second step, after the first has opened connections."""
     step()
     return counted(step)[1]
 
@@ -38,7 +38,7 @@ def counted_again(step):
 
 
 def sent_for_updates(scope):
-    """What a host sends for gradients by `two_level`, and for gradients and weights where the update is shared."""
+    """Count a host's bytes for gradients by `two_level`, and for gradients and weights of a shared update."""
     engine = engine_of(CommPlan(algorithm="two_level"), shares_update=scope)
     gradients, weights = (torch.ones(NUM_BYTES // 2, dtype=torch.float16) for _ in range(2))
 
@@ -146,7 +146,7 @@ class Slow(Deep):
 
 
 def take_turns(trainer, module, batch, batch_idx):
-    """Of three steps, let the gather be waited for at once, of the next three in forward. Return the time."""
+    """Time three steps that wait for the gather at once, and three that wait in forward."""
     shared = trainer.strategy._extensions.members[0]._parts
     if batch_idx == 0:
         shared.late = shared._late
@@ -370,7 +370,7 @@ WORDS = 100_000
 
 
 class OneLayer(pl.LightningModule):
-    """As many weights as gradients weigh something, and momentum."""
+    """Layer with enough weights that gradients and momentum matter."""
 
     def __init__(self) -> None:
         super().__init__()

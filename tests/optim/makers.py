@@ -220,7 +220,7 @@ class Beside:
 
 
 def on_threads(num_ranks, work):
-    """What `work(rank, add_up_)` returns on each of as many threads, of which one runs at a time."""
+    """Return the results of `work(rank, add_up_)` on as many threads, of which one runs at a time."""
     turn = threading.Lock()
     barrier = threading.Barrier(num_ranks, timeout=120)
     tables = [None] * num_ranks

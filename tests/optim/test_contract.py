@@ -1,4 +1,4 @@
-"""What every maker of a step keeps to, LARS and LAMB: loop, lists, C++. On whole tensors, on parts of them, on shards.
+"""Contract of every implementation of LARS and LAMB (loop, lists, C++), on whole tensors, parts and shards.
 
 The Triton kernels are held to it in `fused/cuda/test_kernels.py`, in an interpreter that needs a process of its own.
 """

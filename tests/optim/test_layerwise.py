@@ -1,4 +1,4 @@
-"""What holds for both LARS and LAMB."""
+"""Tests that LARS and LAMB share."""
 
 import math
 

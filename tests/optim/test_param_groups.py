@@ -10,7 +10,7 @@ from lightning_hybrid.optim import LARS, ParamGroups, param_groups
 
 
 class HomeMadeNorm(nn.Module):
-    """As in many language models: no subclass of torch's, so only its shape gives it away."""
+    """Normalisation of many language models: not a subclass of torch's, so only its shape reveals it."""
 
     def __init__(self):
         super().__init__()

@@ -23,7 +23,7 @@ def assert_same(piped, expected):
 
 
 def assert_equal(ranks, plain, module=toy.Toy, *, options=None, **scene):
-    """Whether stages, with options of their own, leave what accumulation leaves, which is returned."""
+    """Check that stages leave what accumulation leaves, and return it."""
     expected = fit(plain, module, **accumulated(**scene))[0]
     assert_same(fit(ranks, module, **in_stages(**scene, **options or {})), expected)
     return expected
@@ -83,7 +83,7 @@ def test_a_schedule_that_computes_gradients_of_weights_apart(
 
 
 def weights_and_gradients(trainer, module, *_):
-    """Of the stages that are here."""
+    """Return weights and gradients of this rank's stages."""
     own = {
         name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta
     }

@@ -1,4 +1,4 @@
-"""What Lightning's users see of a pipeline: logged values, metrics, evaluation, and the module after a run."""
+"""Pipelines as Lightning's users see them: logged values, metrics, evaluation, the module after a run."""
 
 from functools import partial
 

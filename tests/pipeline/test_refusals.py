@@ -1,4 +1,4 @@
-"""What a pipeline refuses, before a message is sent, with a cure. And what a pipeline would do wrong in silence."""
+"""Refusals of pipelines, with a cure and before any message, instead of wrong results."""
 
 import random
 from functools import partial

@@ -1,4 +1,4 @@
-"""How many micro-batches a rank keeps for backward, which is a pipeline's memory, and how long it waits."""
+"""Micro-batches that a rank keeps for backward (a pipeline's memory), and its waiting time."""
 
 import gc
 import time

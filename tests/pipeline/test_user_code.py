@@ -1,4 +1,4 @@
-"""What users write around a network in stages: it trains as under accumulation, or is refused by name."""
+"""User code around a network in stages: it trains as under accumulation, or is refused by name."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ CLEAN = torch.tensor(False)
 
 
 def values(scale, steps):
-    """Of the scale after each step, `x` for an overflow and `.` for a clean one."""
+    """Return the scale after each step: `x` for an overflow, `.` for a clean one."""
     return [scale.update(OVERFLOW if step == "x" else CLEAN) or scale.value for step in steps]
 
 

@@ -81,7 +81,7 @@ LOOKS = at(on_before_optimizer_step=dtypes)  # its mere presence asks for fp32 g
 
 
 def on_rank(patches, scene):
-    """What was seen of a fit with other values in places of the package, and the number of steps handed over."""
+    """Return observations of a fit with patched values, and the number of steps handed over."""
     calls = []
     original = MasterWeightPrecision._step_on_scaled
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -246,7 +246,7 @@ def end_of_count(trainer, *_):
 
 
 def host_reads(ranks, optimizer, *callbacks, **scene):
-    """Of each rank. A comparison that answers at once saves memory traffic on a CPU. On CUDA it is not asked."""
+    """Return the host reads of each rank. Comparing on the host saves memory traffic on a CPU; CUDA avoids it."""
     counting = at(on_train_batch_start=begin_to_count, on_train_batch_end=end_of_count)
     scene |= {
         "callbacks": [counting, *callbacks],

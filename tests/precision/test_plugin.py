@@ -320,7 +320,7 @@ class ZeroLoss(Toy):
 
 
 class ZeroOfOtherTensors(Toy):
-    """As `ZeroLoss`, computed from tensors that are no parameters."""
+    """Module like `ZeroLoss` whose loss comes from tensors that are not parameters."""
 
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1 and batch_idx == 2:

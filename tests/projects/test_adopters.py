@@ -1,4 +1,4 @@
-"""How other projects use `DDPStrategy`, their loaders and metrics, with this strategy in its place."""
+"""Other projects that use `DDPStrategy`, their loaders and metrics, with this strategy in its place."""
 
 import lightning.pytorch as pl
 import pytest

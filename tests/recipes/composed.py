@@ -9,7 +9,7 @@ from tests.checkout import ROOT
 
 
 def composed(name: str, *overrides: str, **options: Any) -> Any:
-    """What `recipes/<name>.py` is given with these overrides."""
+    """Compose the configuration of `recipes/<name>.py` with these overrides."""
     launch.register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return compose(name, overrides=list(overrides), **options)

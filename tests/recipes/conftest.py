@@ -1,4 +1,4 @@
-"""Where packages of the recipes' command line are missing, these tests are left out, those of loaders on a GPU too."""
+"""Skip of these tests when packages of the recipes' command line are missing."""
 
 from importlib.util import find_spec
 

@@ -46,7 +46,7 @@ def commands(text: str) -> list[tuple[str, str]]:
 
 
 def overrides_of(arguments: str) -> list[str]:
-    """What Hydra would compose: no options, of a sweep the first job, and nothing for `...`."""
+    """Return the overrides that Hydra composes: no options, the first job of a sweep, nothing for `...`."""
     words = shlex.split(arguments, comments=True)
     given = [word for word in words if "=" in word and not word.startswith("--")]
     return [
@@ -56,7 +56,7 @@ def overrides_of(arguments: str) -> list[str]:
 
 
 def cases() -> dict[tuple[str, str], str]:
-    """Where each command stands, a command once."""
+    """Return the page and line of each command, once per command."""
     found = dict[tuple[str, str], str]()
     for path in [ROOT / "README.md", *tracked_files("*/*.md")]:
         text = path.read_text()

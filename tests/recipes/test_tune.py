@@ -1,4 +1,4 @@
-"""What is measured is written so that the simulator and the strategy take it, and what cannot be is refused in time."""
+"""Measurements in a form that simulator and strategy accept, and early refusal of those that cannot be made."""
 
 import json
 from dataclasses import asdict, replace

@@ -11,7 +11,7 @@ def pair(a, b):
 
 
 def tree(gradients):
-    """That of a power of two of them, two by two: ((0 1) (2 3))."""
+    """Combine a power of two of gradients pairwise: ((0 1) (2 3))."""
     gradients = [each.double() for each in gradients]
     while len(gradients) > 1:
         gradients = [pair(a, b) for a, b in zip(gradients[::2], gradients[1::2], strict=True)]

@@ -1,4 +1,4 @@
-"""Whose LARS and LAMB are whose: each family's own rule on one tensor, in float64, in its own order of operations."""
+"""LARS and LAMB of each family of libraries: its rule on one tensor, in float64, in its order of operations."""
 
 import math
 

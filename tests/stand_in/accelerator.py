@@ -196,7 +196,7 @@ def fit(
     is_resumed=False,
     **settings,
 ):
-    """Where parts lie after the fit, and the device's bytes for each parameter: the most in a step, and after it."""
+    """Return the devices after the fit, and the device's bytes per parameter: the peak of a step, and after it."""
     saved = InMemory()
     for path in (None, "a file")[: 1 + is_resumed]:
         with FakeTensorMode(allow_non_fake_inputs=True), Memories() as memories, Numbers():

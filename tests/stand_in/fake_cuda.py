@@ -45,7 +45,7 @@ def _is_view(func: Any) -> bool:
 
 
 class FakeCuda:
-    """What the stand-ins saw: `launched` kernels, each as (name, the device that was current), and `num_copies`."""
+    """Record of the mocks: `launched` kernels as (name, current device), and `num_copies`."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[str, Any]] = []
@@ -54,7 +54,7 @@ class FakeCuda:
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        """For `torch.cuda.device_of`."""
+        """Mock of `torch.cuda.device_of`."""
         before = self.current
         self.current = torch.device(device)
         try:
@@ -63,7 +63,7 @@ class FakeCuda:
             self.current = before
 
     def kernel(self, name: str) -> Any:
-        """For a Triton kernel: takes tensors of the current device only, as a GPU does."""
+        """Mock of a Triton kernel, which accepts tensors of the current device only, as a GPU does."""
 
         def launch(*args: Any, **kwargs: Any) -> None:
             for one in args:
@@ -77,14 +77,14 @@ class FakeCuda:
         return type("Kernel", (), {"__getitem__": lambda self, grid: launch})()
 
     def to_device_(self, target: Tensor, values: Tensor) -> None:
-        """For `option_table.to_device_`."""
+        """Mock of `option_table.to_device_`."""
         assert target.shape == values.shape
         self.num_copies += 1
 
 
 @contextmanager
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """For as long, `torch.empty(..., device="cuda:1")` works and the optimizers find kernels."""
+    """Let `torch.empty(..., device="cuda:1")` work and the optimizers find kernels."""
     from lightning_hybrid.optim import lamb
     from lightning_hybrid.optim.fused import contiguous, option_table, step
     from lightning_hybrid.optim.fused.cuda import lars, lars_kernels

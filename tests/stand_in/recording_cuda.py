@@ -81,7 +81,7 @@ class Stream:
 
 
 class Event:
-    """Where its stream was when it was recorded. Through once the device is as far."""
+    """Position of a stream when it was recorded. Complete once the device has reached it."""
 
     def __init__(self, cuda: Cuda, enable_timing: bool = False) -> None:
         self.cuda = cuda
@@ -118,7 +118,7 @@ class Event:
 
 
 class Future:
-    """As torch's, of a device: set on a stream, waited for by another."""
+    """Mock of torch's future of a device: set on one stream, waited for by another."""
 
     def __init__(self, devices: list[torch.device]) -> None:
         self.event = Event(Cuda.instance())
@@ -280,7 +280,7 @@ class Cuda(TorchDispatchMode):
     def all_reduce(
         self, real: Callable, tensor: torch.Tensor, *args, async_op: bool = False, **kwargs
     ):
-        """As NCCL's: asynchronous ones on the backend's own stream, which keeps what they use."""
+        """Mock of NCCL's all-reduce, whose asynchronous form runs on the backend's stream and keeps its tensors."""
         if not async_op:
             return real(tensor, *args, **kwargs)
         ready = Event(self)

@@ -1,4 +1,4 @@
-"""What the optimizers do on CUDA, without one: which path they take, what they launch, and on which device."""
+"""Optimizers on CUDA, without a GPU: their path, their launches, and the device."""
 
 from pathlib import Path
 
@@ -180,7 +180,7 @@ def test_nobody_gets_kernels_unasked_and_who_asks_for_them_must_clip_elsewhere(
 
 @pytest.mark.parametrize(("rule", "fused"), PATHS, ids=str)
 def test_state_of_a_checkpoint_on_the_cpu_goes_to_the_parameters(rule, fused, fake):
-    """Of half precision, whose state stays float32, and of one that the CPU's native passes wrote, counts included."""
+    """Load half precision, whose state stays float32, and a state of the CPU's native passes, counts included."""
     params = [
         nn.Parameter(torch.empty(8, 4, device=device, dtype=torch.float16))
         for device in (ZERO, ONE)

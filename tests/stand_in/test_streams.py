@@ -1,4 +1,4 @@
-"""Who waits for whom on a GPU, in the prefetcher and in copies of a checkpoint."""
+"""Waits between streams of a GPU, in the prefetcher and in copies of a checkpoint."""
 
 import numpy as np
 import pytest

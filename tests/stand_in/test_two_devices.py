@@ -47,7 +47,7 @@ def fake():
 
 
 def on_cuda(module):
-    """As after a move. `Module.to("cuda")` is refused where torch was built without CUDA."""
+    """Mark a module as moved. `Module.to("cuda")` fails if torch was built without CUDA."""
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
             child._parameters[name] = nn.Parameter(torch.empty(parameter.shape, device=CUDA))

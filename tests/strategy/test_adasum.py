@@ -114,7 +114,7 @@ def test_a_number_of_nodes_that_is_no_power_of_two_is_refused_by_the_trainer(thr
 
 
 def sgd_on_groups(parameters):
-    """As recipes make it: the groups say `trust_ratio`, and SGD has none."""
+    """Make SGD as recipes do: the groups hold `trust_ratio`, which SGD does not have."""
     return torch.optim.SGD([{"params": list(parameters), "trust_ratio": True}], lr=1.0)
 
 

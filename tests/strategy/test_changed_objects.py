@@ -1,4 +1,4 @@
-"""What the package changes in objects of others, as its syntax trees show it, stands on the page about it."""
+"""Comparison of the page on changed objects with the package's syntax trees."""
 
 import ast
 import re

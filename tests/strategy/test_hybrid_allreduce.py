@@ -89,7 +89,7 @@ def test_checkpoint_is_fp32_loads_without_pickle_and_goes_on_under_plain_ddp(two
 
 
 def load_others(trainer, module, batch, batch_idx):
-    """As the learning-rate finder does: load in the middle, and the next step starts from the exact values."""
+    """Load a checkpoint in the middle, as the learning-rate finder does."""
     if batch_idx == 2:
         trainer.strategy.load_model_state_dict({"state_dict": Toy(seed=5).state_dict()})
         trainer.optimizers[0].param_groups[0] |= {"lr": 0.0, "momentum": 0.0}

@@ -1,4 +1,4 @@
-"""How fits end, and what they leave in the process and of the module. What user code mocks meanwhile."""
+"""Ends of fits, their traces in process and module, and user code that mocks something meanwhile."""
 
 import copy
 import functools

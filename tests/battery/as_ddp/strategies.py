@@ -17,7 +17,7 @@ from tests.battery.case import Plain, Run, behaviour, loader, plain_with
 
 
 def within_a_fit(look: Any) -> Any:
-    """What `look(trainer, module)` sees after the second batch, in validation, and on one rank after the fit."""
+    """Call `look(trainer, module)` after the second batch, in validation, and on one rank after the fit."""
 
     def seen_by(run: Run) -> Any:
         seen: list[Any] = []

@@ -70,7 +70,7 @@ def freeze_late(trainer, module):
 
 
 def look_after_backward(trainer, module):
-    """Where gradients are scaled, as under mixed precision, but there."""
+    """Look at gradients, except where they are scaled, as under mixed precision."""
     module.facts["there"] = all(
         p.grad is not None and p.grad.shape == p.shape for p in module.parameters()
     )

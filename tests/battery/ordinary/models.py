@@ -148,7 +148,7 @@ class AutocastDisabled(Row):
 
 
 class InPlaceSums(Row):
-    """What is added up in a tensor of the user's own is fp32."""
+    """Module that sums in place into an fp32 tensor of the user."""
 
     parts = {
         "layers": lambda: nn.ModuleList(nn.Linear(NUM_FEATURES, NUM_CLASSES) for _ in range(3))

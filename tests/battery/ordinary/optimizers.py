@@ -82,7 +82,7 @@ class _Made(Row):
         return self.make(list(self.parameters()))
 
     def after_fit(self):
-        """What it keeps has the dtypes that it has in fp32: no digit is lost from step to step."""
+        """Check that the state has the dtypes of a run in fp32, so no digit is lost between steps."""
         (optimizer,) = self.trainer.optimizers
         kept = [value for state in optimizer.state.values() for value in state.values()]
         kept += [weight for group in getattr(optimizer, "slow", ()) for weight in group]

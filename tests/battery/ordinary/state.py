@@ -1,4 +1,4 @@
-"""What a model writes beside its optimizer: counters, averages, teachers, buffers made on the way."""
+"""Models with state beside the optimizer: counters, averages, teachers, buffers created in the fit."""
 
 import copy
 

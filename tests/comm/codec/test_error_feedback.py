@@ -24,7 +24,7 @@ class OneNode:
         self.feedback.may_skip = may_skip
 
     def send(self, gradients, *, scale=None, is_skipped=False, cut=()):
-        """What other nodes decode of `gradients`, multiplied by `scale`. Without it."""
+        """Return the values that other nodes decode of `gradients` scaled by `scale`, without the scale."""
         factor = 1.0 if scale is None else scale
         self.feedback.begin_step(None if scale is None else torch.tensor(scale))
         wire = self.padded.load(gradients * factor, before=1)

@@ -31,7 +31,7 @@ def test_what_follows_holds_in_the_interpreter():
 
 
 def coder_of(bits):
-    """That of the CPU in operations of torch, which writes one row after the other."""
+    """Return a coder for the CPU that uses torch operations and writes one row after the other."""
     coder = Coder(Codec(bits=bits), torch.device("cpu"))
     coder._passes = passes_of(bits)
     return coder

@@ -71,7 +71,7 @@ def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, a
 
 
 def num_roundings(algorithm, nodes, num_bytes):
-    """Of each element of a sum of 16-bit numbers: one where they are added in fp32, one a hop in Gloo's ring."""
+    """Return the roundings of an element of a 16-bit sum: one in fp32, one per hop in Gloo's ring."""
     num_nodes = len(nodes)
     is_ring = num_bytes > SCATTER_BYTES and len(nodes) > 2
     if algorithm == "flat" or (algorithm == "parallel_flat" and (num_nodes < 4 or is_ring)):
@@ -174,7 +174,7 @@ COLLECTIVES = (
 
 
 def sent_as_it_was(name):
-    """Whether each tensor that this rank sends has its first values when the send is waited for. None: it never is."""
+    """Return whether each sent tensor is unchanged when its send is waited for; None if it never is."""
     found = []
 
     class Send:

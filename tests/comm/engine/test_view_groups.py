@@ -26,7 +26,7 @@ LIMIT = timedelta(seconds=20)
 
 @pytest.fixture
 def happened(monkeypatch):
-    """What happens to groups and device, in its order. `device`: does what the device does until it is through."""
+    """Record the events of groups and device in their order. `device` completes the work of the device."""
     seen = SimpleNamespace(calls=[], device=lambda: None, connect=lambda: None)
 
     class Group:

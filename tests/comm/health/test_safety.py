@@ -1,4 +1,4 @@
-"""What must be equal on all ranks is checked. What fails on one fails on all, with one error that names it."""
+"""Checks of values that must be equal on all ranks, and errors that reach all ranks with their cause."""
 
 import os
 import signal

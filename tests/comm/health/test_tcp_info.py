@@ -1,4 +1,4 @@
-"""What a host that says nothing is called hangs on what the kernel knows of its connections."""
+"""Diagnosis of a silent host by the kernel's view of its connections."""
 
 import socket
 from dataclasses import replace

@@ -24,7 +24,7 @@ def key_of(letter: str) -> str:
 
 
 class WrongError(AssertionError):
-    """What must never be. Its words are the events that lead there."""
+    """Error for a state that must never occur. Its message holds the events that lead there."""
 
 
 class World(NamedTuple):

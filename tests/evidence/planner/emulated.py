@@ -79,7 +79,7 @@ class Checked:
 
     @property
     def is_held(self) -> bool:
-        """Whether the interval holds what was measured."""
+        """Return whether the interval holds the measurement."""
         ends = bounds(cluster_of(self.machine, self.setting))
         return ends is not None and self.seconds(ends[0]) <= self.row["median_s"] <= self.seconds(
             ends[1]

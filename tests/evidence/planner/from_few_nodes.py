@@ -1,4 +1,4 @@
-"""What sums on a few nodes say of more: `tests/planning/model/test_uncertainty.py`.
+"""Extrapolation of sums from few nodes to more: `tests/planning/model/test_uncertainty.py`.
 
 Systems of `between_nodes.csv` with several numbers of nodes. Ratios of measured and modelled time by bytes, on the
 fewer nodes, are the curve of the cluster that predicts the others.

@@ -1,4 +1,4 @@
-"""What is planted is found again, with the confidence that is stated, and what is no line is said to be none."""
+"""Recovery of planted parameters with the stated confidence, and detection of data that fit no line."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the planner says of memory and of pipelines, on networks whose numbers are known by hand."""
+"""The planner's answers on memory and pipelines, for networks with numbers known by hand."""
 
 import re
 from dataclasses import replace

@@ -71,7 +71,7 @@ def stop_where_work_starts(monkeypatch) -> None:
 
 @cache
 def composed(program: str, *overrides: str, folder: str) -> DictConfig:
-    """What the module of a program composes, as its `hydra.main` says, together with Hydra's own configuration."""
+    """Compose the configuration of a program as its `hydra.main` does, with Hydra's own part."""
     name = re.findall(r'config_name="(.*)"', inspect.getsource(importlib.import_module(program)))[0]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -1,4 +1,4 @@
-"""What every recipe does before Hydra writes: environments and secrets refused in a line, streams that may end."""
+"""Checks of every recipe before Hydra writes: environments, secrets, and streams that may end."""
 
 import io
 import logging

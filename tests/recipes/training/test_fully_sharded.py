@@ -1,4 +1,4 @@
-"""What `strategy.offload` leaves on a device. That `strategy=fsdp2` trains as `ddp`: `test_train.py`."""
+"""Device memory under `strategy.offload`. `test_train.py` compares `strategy=fsdp2` with `ddp`."""
 
 import json
 import subprocess

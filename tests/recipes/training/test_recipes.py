@@ -319,7 +319,7 @@ def root(tmp_path):
 
 
 def words_of(refusal):
-    """What the message says to set."""
+    """Return the keys that the message says to set."""
     return re.findall(r"Set ([^,]*?)(?: or less)?\.$", str(refusal.value), re.MULTILINE)[0].split()
 
 

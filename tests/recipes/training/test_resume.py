@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, that its rows go on too, and that a killed run ends as an undisturbed one."""
+"""Choice of the checkpoint to resume from, continued rows, and killed runs that end like undisturbed ones."""
 
 import os
 from pathlib import Path

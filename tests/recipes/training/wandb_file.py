@@ -39,7 +39,7 @@ def frames(content: bytes) -> Iterator[bytes]:
 
 
 class OfflineRun:
-    """What one offline directory of `<run_dir>/wandb` holds."""
+    """Content of one offline directory of `<run_dir>/wandb`."""
 
     def __init__(self, folder: Path) -> None:
         from wandb.proto.wandb_internal_pb2 import Record

@@ -65,7 +65,7 @@ def test_a_rank_that_ends_before_its_forward_is_named_by_the_other(two_ranks, ra
 
 
 class Wraps(toy.Toy):
-    """As torch's pipelining does: what it raises says nothing of the average that failed in backward."""
+    """Wrapper that hides the cause like torch's pipelining, whose error does not mention the failed average."""
 
     error = FloatingPointError("of the user")
 

@@ -1,4 +1,4 @@
-"""What a user reads last: after an error, a rank that was killed, no shared memory. What is refused at the launch."""
+"""Last lines of the output after an error, a killed rank or full shared memory, and refusals at launch."""
 
 import subprocess
 import sys

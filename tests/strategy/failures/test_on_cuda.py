@@ -1,4 +1,4 @@
-"""What a strategy does about failures where its device is a GPU, as far as that can be seen without one."""
+"""Handling of failures on GPUs, as far as it can be tested without one."""
 
 import os
 from types import SimpleNamespace

@@ -139,7 +139,7 @@ def listens(trainer, module):
 
 
 def fit_from_the_start():
-    """As a launcher starts it: without a process group."""
+    """Fit as under a launcher: without a process group."""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     port = [free_port()]

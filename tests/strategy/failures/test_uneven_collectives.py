@@ -1,4 +1,4 @@
-"""What ranks see differently never decides whether a collective is entered: one rank differs at each such place."""
+"""Collectives that every rank enters, whatever differs between ranks: one rank differs at each such place."""
 
 import os
 

@@ -110,7 +110,7 @@ def loader(num, size=NUM_IMAGES):
 
 
 def fit(ranks, make_optimizer, precision="32-true", is_cut=True, *, num=5, special=None, **scene):
-    """What was seen of a fit of one epoch. `special`: of the module."""
+    """Fit one epoch and return the observations. `special`: arguments of the module."""
     options = {"max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
     options |= {"loss_scale": 1024} if precision == "16-true" else {}
     options |= {

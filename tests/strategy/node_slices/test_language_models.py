@@ -146,7 +146,7 @@ def loader(num_steps=NUM_STEPS):
 
 
 def fit(ranks, make_optimizer, is_cut=True, *, make_net=Encoder, num_steps=NUM_STEPS, **scene):
-    """What was seen of a fit of one epoch, on each rank."""
+    """Fit one epoch and return the observations of each rank."""
     options = {"max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
     options |= {"train": partial(loader, num_steps), "val": partial(loader, 1)}
     options |= {"module": partial(Module, make_optimizer, is_cut, make_net)}
@@ -154,7 +154,7 @@ def fit(ranks, make_optimizer, is_cut=True, *, make_net=Encoder, num_steps=NUM_S
 
 
 def mean_losses(seen):
-    """Of all ranks, by step."""
+    """Return the mean losses of all ranks by step."""
     return [sum(some) / len(some) for some in zip(*(one.losses for one in seen), strict=True)]
 
 

@@ -273,7 +273,7 @@ def test_validation_in_half_precision_computes_with_whole_half_weights_and_hooks
 
 
 class Drops(Module):
-    """Which features of fc6 dropout leaves, in each step. And a number of the stream behind the pair."""
+    """Callback that records the features of fc6 that dropout keeps, and a number drawn after the pair."""
 
     def __init__(self):
         super().__init__(sgd, dropout=0.5)
@@ -324,7 +324,7 @@ def spoil(trainer, module, outputs, batch, batch_idx):
 
 
 def look_alone(trainer, module, *args):
-    """As where numbers went wrong on rank zero."""
+    """Look at the weights on rank zero only, as after an error there."""
     if this_rank() == 0:
         with run_status(trainer).own_state():
             assert module.state_dict()["net.fc6.weight"].shape == (8, 10)

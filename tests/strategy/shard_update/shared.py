@@ -86,7 +86,7 @@ def weights_of(trainer, module, *args):
 def fit(
     ranks, optimizer, precision="16-true", shard_update="node", *, num=4, special=None, **scene
 ):
-    """What was seen of a fit of one epoch. `special`: of the module."""
+    """Fit one epoch and return the observations. `special`: arguments of the module."""
     options = {"max_epochs": 1, "use_distributed_sampler": False}
     options |= {"loss_scale": 1024} if precision == "16-true" else {}
     options |= {

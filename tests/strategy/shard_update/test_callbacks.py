@@ -260,7 +260,7 @@ def test_a_step_past_lightning_runs_on_the_parts_of_fp32_parameters(two_ranks):
 
 
 def copies(trainer, module, *args):
-    """What copies and state dicts of the module have in the midst of a fit."""
+    """Record the values of copies and state dicts of the module during a fit."""
     copied = copy.deepcopy(module.weights)
     pickled = pickle.loads(pickle.dumps(module.weights))
     state = list(module.weights.state_dict().values())

@@ -1,4 +1,4 @@
-"""What `shard_update` refuses, before training and by name. Faults in its exchanges: the same error on all ranks."""
+"""Refusals of `shard_update` before training, and faults in its exchanges: the same error on all ranks."""
 
 import pytest
 import torch.distributed as dist

@@ -28,7 +28,7 @@ def bucket_of(parameters, buffer):
 
 
 class OfTheCpu:
-    """What `torch.futures.collect_all` makes of futures of a device: who waits for it orders no stream."""
+    """Mock of `torch.futures.collect_all` for futures of a device, whose waits order no stream."""
 
     def __init__(self, futures):
         self.futures = futures

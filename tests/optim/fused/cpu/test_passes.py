@@ -35,7 +35,7 @@ def on_half_gradients(rule, *shapes):
 
 @pytest.fixture(scope="module", params=["as here", "without half instructions"])
 def library(request):
-    """For this processor, and for one that has no instruction that converts half precision."""
+    """Build the library for this processor, and for one without half-precision conversion."""
     if request.param == "as here":
         return build.library()
     return build.PASSES.load(

@@ -1,4 +1,4 @@
-"""Where images lie: in folders as people have them, and in shards whose index is never believed blindly."""
+"""Storage of images: folders as people have them, and shards whose index is verified."""
 
 import os
 import pickle

@@ -18,7 +18,7 @@ class Says(Module):
 
 
 def shown(has_rich):
-    """What the bar shows after each step, and what Lightning was asked for meanwhile."""
+    """Return the text of the bar after each step, and the calls to Lightning."""
     found = []
     asked = []
 

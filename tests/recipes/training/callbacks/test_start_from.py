@@ -22,7 +22,7 @@ def first_weights(trainer, module):
 
 
 def begun(*overrides, ckpt_path=None, save_to=None):
-    """What the weights were before the first step."""
+    """Return the weights before the first step."""
     words = [*QUIET, *NO_FILES, *SMALL.split(), AT_ONCE, "trainer.accelerator=cpu", *overrides]
     trainer, module, data = build(composed("train", *words))
     looks = at(on_train_start=first_weights)

@@ -46,7 +46,7 @@ def test_a_checkpoint_gives_way_to_validation_and_end_of_epoch(one_rank, tmp_pat
 
 
 class Ends(pl.Callback):
-    """How many epochs have ended, in the checkpoint too."""
+    """Callback that counts finished epochs, in the checkpoint too."""
 
     num_ended = 0
 
