@@ -38,14 +38,14 @@ NUM_SAMPLES = 5
 
 
 def verdict(given: Given, *, is_fast: bool) -> str:
-    """Return FAST or SLOW for a GPU; on a CPU, where nothing is measured, PASS."""
+    """Return FAST or SLOW for a GPU, or PASS on a CPU, where nothing is measured."""
     if not given.on_cuda:
         return "PASS"
     return "FAST" if is_fast else "SLOW"
 
 
 def updates(given: Given) -> Details:
-    """Time updates and torch's on the device; compare with their bytes at the rate of a copy.
+    """Time updates and torch's on the device, and compare them with their bytes at the rate of a copy.
 
     On CUDA: many updates between two events, behind a kernel that lets the host run ahead. LARS must take no
     more than 1.3 times their bytes.
@@ -103,7 +103,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float,
 
 
 class ShardedNet(TrainedNet):
-    """Network sharded by FSDP2: bf16 with fp32 sums; normalisation stays fp32, as under autocast."""
+    """Network sharded by FSDP2: bf16 with fp32 reductions, and fp32 normalisation as under autocast."""
 
     def configure_model(self) -> None:
         """Shard the network over all ranks."""
@@ -221,7 +221,7 @@ _Errors = dict[tuple[str, int], AssertionError]
 
 
 def _sample_arms(given: Given, num_ranks: int) -> tuple[_Samples, _Errors]:
-    """Measure every arm in turns, and ours also on one rank; an arm that fails has an error."""
+    """Measure every arm in turns, and ours also on one rank. An arm that fails has an error."""
     samples: _Samples = {(arm, num_ranks): [] for arm in RESNET_ARMS}
     samples.setdefault(("ours, 16-true", 1), [])
     errors: _Errors = {}
@@ -256,7 +256,7 @@ def _table_of_arms(given: Given, samples: _Samples, errors: _Errors) -> list[Det
 
 
 def sums(given: Given) -> Details:
-    """Time all-reduces of 1, 25 and 100 MiB of fp16 by the backend and by our engine; compare with the planner."""
+    """Time all-reduces of 1, 25 and 100 MiB of fp16 by the backend and by our engine, and compare them with the planner."""
     backend, num_ranks, _ = layout(given)
     if given.on_cuda and backend == "gloo":
         raise NotHere("needs two GPUs, or two MIG instances")
@@ -339,7 +339,7 @@ def _timed_sums(backend: str, given: Given, rank: int, num_ranks: int) -> Detail
 
 
 def cluster_of(gpu: str, num_ranks: int) -> Cluster | None:
-    """Describe one node with these GPUs by a file of conf/cluster; return None for unknown GPUs.
+    """Describe one node with these GPUs by a file of conf/cluster, or return None for unknown GPUs.
 
     >>> cluster_of("NVIDIA H200", 8).inside.bytes_per_s, cluster_of("NVIDIA T4", 2)
     (370800000000.0, None)
