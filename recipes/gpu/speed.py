@@ -256,7 +256,7 @@ def _table_of_arms(given: Given, samples: _Samples, errors: _Errors) -> list[Det
 
 
 def sums(given: Given) -> Details:
-    """Time all-reduces of 1, 25 and 100 MiB of fp16 by the backend and by our engine, and compare them with the planner."""
+    """Time all-reduces of 1, 25 and 100 MiB of fp16 by backend and engine, and compare them with the planner."""
     backend, num_ranks, _ = layout(given)
     if given.on_cuda and backend == "gloo":
         raise NotHere("needs two GPUs, or two MIG instances")
