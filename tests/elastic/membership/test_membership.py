@@ -166,7 +166,8 @@ def connections_from(leaver: Membership, *, to: Membership) -> list[Connection]:
 
 def open_connections(membership_of_one: Membership) -> list[Connection]:
     """Return the connections of a host. Its other sockets listen."""
-    return [one for one in membership_of_one._part.sockets.values() if one is not None]
+    connections = [c for c in membership_of_one._part.sockets.values() if c is not None]
+    return [c for c in connections if c.is_connected and c.sock.fileno() >= 0]
 
 
 def break_connection(membership: Membership, connection: Connection, error_number: int) -> None:

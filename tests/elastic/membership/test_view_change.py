@@ -150,8 +150,8 @@ MUTANTS = {
         "a host joins two, one is cut off",
     ),
     "counts the steps of a host that joins": (
-        "[-1 if joins else self.committed[local]",
-        "[self.committed[local]",
+        "-1 if joins else self.committed[local]",
+        "self.committed[local]",
         "a host joins two with more steps than the run has, any may die",
     ),
     "goes on without a host that has the state": (
@@ -160,8 +160,8 @@ MUTANTS = {
         "a host joins one, any may die",
     ),
     "does not tell who is left out": (
-        'self._exclude([host for host in self.candidates() if host not in offer["next"]]',
-        "self._exclude([]",
+        '[host for host in self.candidates() if host not in offer["next"]]',
+        "[]",
         "3 hosts, a cut",
     ),
 }
