@@ -235,7 +235,7 @@ class Views:
                 ended.append(host)
         if ended and not self.stops and self.topology.local_rank == 0:
             log.warning(
-                "elastic: hosts %s have ended their fits after step %d, and this host goes on with %d in all. Give "
+                "elastic: hosts %s have ended their fits after step %d, and this host continues with %d in all. Give "
                 "every host the same `max_steps`, `max_epochs`, `max_time` and callbacks.",
                 ", ".join(ended),
                 view.target,
