@@ -1,8 +1,9 @@
-"""One elastic fit on one rank: the attempts of each step, in one view after the other.
+"""Elastic training on one rank: each optimizer step is attempted until it succeeds in some view of the hosts.
 
-optimizer_step      the closure runs again in another view until a sum is whole; nothing after it does
-attempt             shards of this rank forward and backward -> sums -> buffers of rank zero, logs
-view ends           every wait in its groups ends; hosts meet again, and who is behind takes the state (views.py)
+optimizer_step      runs the closure again in a new view until all gradients are averaged; only then are weights updated
+attempt             forward and backward of this rank's shards -> all-reduce -> buffers of rank zero, logged values
+view ends           every wait in its process groups ends; hosts meet again, and ranks that are behind receive the state
+                    (views.py)
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from lightning_hybrid.elastic.views import MOST_VIEWS, Views, hash_of
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
 
 
-class _StepTaken(Exception):  # noqa: N818  no error
-    # The step was made by others, and this rank has its outcome.
+class _StepReceived(Exception):  # noqa: N818  no error
+    """Signal that other ranks completed the step, and that this rank has received its result."""
+
     def __init__(self, outputs: Any) -> None:
         super().__init__()
         self.outputs = outputs
 
 
 class _HostsStop(Exception):  # noqa: N818  no error
-    # Another host ends its fit before this step, and with it all.
-    pass
+    """Signal that a host ends its fit before this step, and that all hosts end theirs with it."""
 
 
 class ElasticFit:
     """State of one elastic fit, from `setup` to `teardown`.
 
     Args:
-        options: as the user gave them.
-        strategy: runs one shard, and calls the methods below in its own.
-        comm: its communication; `topology` is that of the largest view, as if this host were its first.
-        failures: `ended_by`: the error that ends the run.
-        timeout: of every wait for others.
+        options: Validated options of the user.
+        strategy: Strategy that runs one shard. Its methods call the methods below.
+        comm: Communication of the strategy. Its `topology` is that of the largest view, with this host as the first.
+        failures: Record of failures, whose `ended_by` is the error that ends the run.
+        timeout: Limit of every wait for other ranks.
     """
 
     def __init__(
@@ -68,46 +69,52 @@ class ElasticFit:
         self._timeout = timeout
         self._num_shards = comm.topology.world_size
         self._shards: list[int] = []
-        self._rest: tuple[Any, ...] = ()  # arguments of `training_step` after the batch
-        self._runs_shard = False  # by `_run`, and not by Lightning's closure
+        # Arguments of `training_step` after the batch.
+        self._step_arguments: tuple[Any, ...] = ()
+        # Whether `_run` runs the shard, and not Lightning's closure.
+        self._runs_shard = False
         self._loader: ShardLoader | None = None
         self._views: Views | None = None
         self._buckets: list[FlatBucket] = []
-        self._before: BufferCopy  # of before an attempt
-        self._after_first: BufferCopy  # of this rank's shards
-        self._of_first_rank: BufferCopy
+        self._buffers_before_attempt: BufferCopy
+        self._buffers_after_first_shard: BufferCopy
+        self._buffers_of_rank_zero: BufferCopy
         self._epoch_logs: EpochLogs
         self._average: Callable[[HookState, Any], Future[Tensor]]
-        self._sums_apart = False  # from DDP's buckets, in the first step of a view
-        self._logs: StepLogs | None = None  # while a step is attempted
-        self._optimizers = ""  # in words
-        self._stop_callback: Any = None  # of the trainer, while a fit runs
+        # In the first step of a view, gradients are averaged in `self._buckets` and not in DDP's.
+        self._averages_own_buckets = False
+        # Present while a step is attempted.
+        self._logs: StepLogs | None = None
+        self._optimizer_description = ""
+        # In the trainer's callbacks while a fit runs.
+        self._stop_callback: Any = None
 
-    # ---- what a strategy asks for ------------------------------------------------------------------------------------
+    # ---- queries and hooks of the strategy ---------------------------------------------------------------------------
 
     def hook(
         self, average: Callable[[HookState, Any], Future[Tensor]]
     ) -> Callable[[HookState, Any], Future[Tensor]]:
-        """Return DDP's hook: `average`, which gives the local bucket back where the view has ended.
+        """Return a DDP communication hook that calls `average`, or returns the local bucket if the view has ended.
 
-        An error would leave DDP's reducer unusable.
+        The hook does not raise when a collective fails, because an error would leave DDP's reducer unusable.
         """
         self._average = average
 
         def average_or_keep(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  DDP compares them
             buffer = bucket.buffer()
             views = self._views
-            if self._sums_apart or views is None or views.ended:
-                return _done(buffer)
+            if self._averages_own_buckets or views is None or views.ended:
+                return _completed_future(buffer)
             try:
-                return average(state, bucket).then(partial(self._or_local, buffer))
+                return average(state, bucket).then(partial(self._average_or_local, buffer))
             except RuntimeError as error:
                 views.note(error)
-                return _done(buffer)
+                return _completed_future(buffer)
 
         return average_or_keep
 
-    def _or_local(self, buffer: Tensor, future: Future[Tensor]) -> Tensor:
+    def _average_or_local(self, buffer: Tensor, future: Future[Tensor]) -> Tensor:
+        """Return the averaged bucket, or the local one if its all-reduce failed."""
         try:
             return future.value()
         except RuntimeError as error:
@@ -116,9 +123,9 @@ class ElasticFit:
             return buffer
 
     def deal(self, loader: Any, reader: Any, prepare: Callable[[Any], Any]) -> ShardLoader:
-        """Return what gives this rank the shards that it has in each view.
+        """Return a loader that yields the batches of this rank's shards in every view.
 
-        Lightning asks again where it makes loaders again, as after `trainer.estimated_stepping_batches`.
+        Lightning calls this again if it creates loaders again, such as after `trainer.estimated_stepping_batches`.
         """
         self._loader = ShardLoader(loader, reader, prepare)
         if self._shards:
@@ -131,12 +138,11 @@ class ElasticFit:
         return self._views is None
 
     def status(self) -> dict[str, Any]:
-        """Return fields of the strategy's `RunStatus`: numbers of the run, where the trainer has those of a launch."""
-        num_ranks = (
-            len(self._comm.topology.node)
-            if self._views is None
-            else self._views.topology.world_size
-        )
+        """Return the fields of `RunStatus` that count all hosts, while the trainer counts this launch only."""
+        if self._views is None:
+            num_ranks = len(self._comm.topology.node)
+        else:
+            num_ranks = self._views.topology.world_size
         return {
             "num_shards": self._num_shards,
             "num_ranks": num_ranks,
@@ -144,8 +150,8 @@ class ElasticFit:
         }
 
     def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Note optimizers as the user made them, before a checkpoint changes their rates: hosts compare them."""
-        self._optimizers = description_of_optimizers(optimizers)
+        """Store a description of the user's optimizers, which hosts compare, before a checkpoint changes them."""
+        self._optimizer_description = description_of_optimizers(optimizers)
 
     @property
     def is_in_step(self) -> bool:
@@ -154,15 +160,17 @@ class ElasticFit:
 
     @property
     def num_hosts(self) -> int:
-        """Hosts of the present view."""
-        return 0 if self._views is None else self._views.topology.num_nodes
+        """Number of hosts in the current view, 0 before hosts have met."""
+        if self._views is None:
+            return 0
+        return self._views.topology.num_nodes
 
     @property
     def _module(self) -> Any:
         return self._strategy.lightning_module
 
     def end(self) -> None:
-        """Leave the run."""
+        """Leave the run and remove the callback that stops all hosts together."""
         views = self._views
         self._views = None
         if self._stop_callback is not None:
@@ -171,23 +179,23 @@ class ElasticFit:
         if views is not None:
             views.leave(self._failures.ended_by)
 
-    # ---- what the strategy's methods do in a fit ---------------------------------------------------------------------
+    # ---- calls from the strategy's methods ---------------------------------------------------------------------------
 
     def meet_hosts(self) -> None:
-        """Meet the other hosts, or join their run. Collective among the ranks of this host, right before the loop."""
+        """Meet the other hosts, or join their run, right before the training loop.
+
+        Collective: every rank of this host must call it, in the same order.
+        """
         trainer = self._module.trainer
         parameters = [
             parameter for parameter in self._strategy.model.parameters() if parameter.requires_grad
         ]
-        window = self._strategy.run_status.window
-        with nullcontext() if window is None else window.opened():
-            self._buckets = flat_buckets(parameters, self._comm.plan.bucket_bytes)
-        self._before = BufferCopy(self._module)
-        self._after_first = BufferCopy(self._module)
-        self._of_first_rank = BufferCopy(self._module)
-        self._epoch_logs = EpochLogs(self._module, is_first=self._comm.topology.local_rank == 0)
-        trainer.fit_loop.setup_data()  # now, as hosts compare what they read before they train together
+        self._prepare_step(parameters)
+
+        # Loaders are set up now, because hosts compare their data before they train together.
+        trainer.fit_loop.setup_data()
         self._refuse_several_loaders()
+
         self._views = Views(
             self._options,
             self._strategy,
@@ -196,84 +204,116 @@ class ElasticFit:
             logs=self._epoch_logs,
             token=self._token(parameters),
         )
+        # It comes first, before callbacks that exchange weights at the end of training.
         self._stop_callback = _callback_at_end(trainer, self._stop_with_others)
-        trainer.callbacks.insert(
-            0, self._stop_callback
-        )  # before those that exchange weights at the end
-        self._views.enter(self._use)
+        trainer.callbacks.insert(0, self._stop_callback)
+
+        self._views.enter(self._use_view)
         trainer.should_stop = trainer.should_stop or self._views.stops
         self._strategy._loaders.seed = self._views.seed
 
-    def _stop_with_others(self, *_: Any) -> None:
-        """Have all hosts stop after the same step, where this one stops early. Collective among its ranks.
+    def _prepare_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Allocate the buckets and buffer copies of a step, and its logs."""
+        window = self._strategy.run_status.window
+        opened = nullcontext()
+        if window is not None:
+            opened = window.opened()
+        with opened:
+            self._buckets = flat_buckets(parameters, self._comm.plan.bucket_bytes)
+        self._buffers_before_attempt = BufferCopy(self._module)
+        self._buffers_after_first_shard = BufferCopy(self._module)
+        self._buffers_of_rank_zero = BufferCopy(self._module)
+        self._epoch_logs = EpochLogs(self._module, is_first=self._comm.topology.local_rank == 0)
 
-        Hosts decide on early stopping by what they have logged, or by their own clocks, and may differ. The one that
-        stops first ends the view, and the others learn of it as they enter the next: no step needs a vote.
+    def _stop_with_others(self, *_: Any) -> None:
+        """Stop all hosts after the same step if this host stops early.
+
+        Hosts decide on early stopping from their logged values or their own clocks, and may differ. The host that stops
+        first ends the view, and the others learn of it when they enter the next view. No step needs a vote.
+
+        Collective: every rank of this host must call it, in the same order.
         """
         views = self._views
         trainer = self._module.trainer
+        if views is None or not trainer.should_stop or views.stops:
+            return
         # At `max_steps` or `max_epochs` all hosts end by themselves, and may have left.
-        if (
-            views is not None
-            and trainer.should_stop
-            and not views.stops
-            and not _has_reached_its_end(trainer)
-        ):
-            views.stop(self._use)
+        if not _has_reached_its_end(trainer):
+            views.stop(self._use_view)
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks of the present view, or None if it ends meanwhile. See `Views.gather`."""
-        return [value] if self._views is None else self._views.gather(value)
+        """Return the values of all ranks of the current view, or None if the view ends meanwhile.
+
+        Collective: every rank of the view must call it, in the same order. See `Views.gather`.
+        """
+        if self._views is None:
+            return [value]
+        return self._views.gather(value)
 
     def _refuse_several_loaders(self) -> None:
+        """Check that there is at most one training loader.
+
+        Raises:
+            ValueError: There are several.
+        """
         combined = self._module.trainer.fit_loop._combined_loader
-        num_loaders = 0 if combined is None else len(combined.flattened)
+        num_loaders = 0
+        if combined is not None:
+            num_loaders = len(combined.flattened)
         if num_loaders > 1:
             raise ValueError(
                 f"`train_dataloaders` (={num_loaders} loaders) must be one loader in an elastic run, which deals its "
-                "batches to the hosts that there are. Give one, such as a loader over a `ConcatDataset`."
+                "batches to the hosts that are present. Use one loader, such as a loader over a `ConcatDataset`."
             )
 
     def _token(self, parameters: Sequence[nn.Parameter]) -> str:
-        """Return what must be equal on all hosts: one with another token is refused before it can end others' sums."""
+        """Return a text that must be equal on all hosts.
+
+        A host with another token is refused before it can interrupt the collectives of the others.
+        """
         trainer = self._module.trainer
         shapes = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
-        data = "none" if self._loader is None else self._loader.description()
-        parts = {
+        data = "none"
+        if self._loader is not None:
+            data = self._loader.description()
+        settings = {
             "devices": len(self._comm.topology.node),
             "max_hosts": self._options.max_hosts,
             "software": software(),
             "plan": self._comm.plan.to_json(),
             "trained parameters": f"{len(shapes)} of hash {hash_of(shapes)}",
             "data": data,
-            "optimizer": self._optimizers,
+            "optimizer": self._optimizer_description,
             "max_steps": trainer.max_steps,
             "max_epochs": trainer.max_epochs,
         }
-        return "; ".join(f"{name}={value}" for name, value in parts.items())
+        return "; ".join(f"{name}={value}" for name, value in settings.items())
 
     def optimizer_step(
         self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]
     ) -> Any:
-        """Step once, after as many attempts at the closure as the hosts need for a whole sum.
+        """Step once, after as many attempts at the closure as the hosts need to average all gradients.
 
         Args:
-            step: makes the optimizer's step with the closure that it is given.
-            closure: Lightning's own, which runs one shard forward and backward.
+            step: Function that makes the optimizer's step with the closure passed to it.
+            closure: Lightning's closure, which runs forward and backward of one shard.
         """
         views = self._views
         if views is None:
             return step(closure)
         is_taken = False
         try:
-            outputs = step(partial(self._whole_sum, views, closure))
-        except _StepTaken as taken:
-            outputs = taken.outputs
+            outputs = step(partial(self._attempt_until_averaged, views, closure))
+        except _StepReceived as received:
+            outputs = received.outputs
             is_taken = True
         except _HostsStop:
             self._module.trainer.should_stop = True
-            raise StopIteration from None  # with which Lightning's loop ends an epoch before a batch
-        if views.stops:  # with the step that this rank has taken
+            # With this exception Lightning's loop ends an epoch before a batch.
+            raise StopIteration from None
+
+        # The view in which this rank received the step may have brought the stop.
+        if views.stops:
             self._module.trainer.should_stop = True
         views.commit(is_taken=is_taken)
         self._epoch_logs.commit()
@@ -284,27 +324,26 @@ class ElasticFit:
         """Run the user's step on the batch of a shard.
 
         Args:
-            step: the strategy's method.
-            batch: as Lightning has read it, which is that of another rank's shard by now if the view has changed.
-            args: what follows the batch.
+            step: Method of the strategy that runs the user's step.
+            batch: Batch that Lightning has read. It belongs to another rank's shard if the view has changed since.
+            args: Arguments after the batch.
 
         Raises:
-            RuntimeError: the step returns no loss.
+            RuntimeError: The step returns no loss.
         """
-        self._rest = args
+        self._step_arguments = args
         loader = self._loader
-        if (
-            not self._runs_shard
-            and loader is not None
-            and self._shards
-            and loader.first != self._shards[0]
-        ):
+        is_from_closure = not self._runs_shard and loader is not None and self._shards
+        if is_from_closure and loader.first != self._shards[0]:
             batch = self._batch_of(self._shards[0])
+
         output = step(batch, *args)
-        if output is None:  # without a backward the others would wait for this rank
+        # Without a backward pass, the other ranks would wait for this one.
+        if output is None:
             raise RuntimeError(
-                "`training_step` (returned None) must return a loss in an elastic run, as every rank adds its part to "
-                "a sum. Return a loss of zero that depends on the parameters, or take strategy='hybrid_allreduce'."
+                "`training_step` (returned None) must return a loss in an elastic run, because every rank contributes "
+                "to the averaged gradients. Return a loss of zero that depends on the parameters, or use "
+                "strategy='hybrid_allreduce'."
             )
         return output
 
@@ -312,47 +351,60 @@ class ElasticFit:
         """Check that no step is being attempted.
 
         Raises:
-            RuntimeError: one is.
+            RuntimeError: A step is being attempted.
         """
         if self.is_in_step:
             raise RuntimeError(
                 "`all_gather` cannot be called in `training_step` with strategy='hybrid_elastic': a rank may have "
-                "several shards of a step, and other hosts are not asked. Gather in a hook, over the ranks of the host."
+                "several shards of a step, and other hosts do not take part. Gather in a hook, over the ranks of the "
+                "host."
             )
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
-    def _use(self, topology: Topology) -> None:
-        self._sums_apart = True
+    def _use_view(self, topology: Topology) -> None:
+        """Take the shards of a new view, and drop residuals of the former one."""
+        self._averages_own_buckets = True
         self._strategy.enter_view(is_first=topology.rank == 0)
-        if (feedback := self._comm.hook_state.feedback) is not None:
-            feedback.load(None)  # also what an attempt that failed has left
+        feedback = self._comm.hook_state.feedback
+        if feedback is not None:
+            # This also drops residuals of a failed attempt.
+            feedback.load(None)
         self._shards = shards_of(topology.rank, topology.world_size, self._num_shards)
-        self._strategy._loaders.rank = self._shards[
-            0
-        ]  # whose order a checkpoint has the checksum of
+        # A checkpoint holds the checksum of the order of this rank's first shard.
+        self._strategy._loaders.rank = self._shards[0]
         if self._loader is not None:
             self._loader.use(self._shards)
 
-    def _whole_sum(self, views: Views, closure: Callable[[], Any]) -> Any:
+    def _attempt_until_averaged(self, views: Views, closure: Callable[[], Any]) -> Any:
+        """Attempt the step in one view after the other until its gradients are averaged, and return the outputs.
+
+        Raises:
+            _StepReceived: Other ranks completed the step, and this rank has received its result.
+            _HostsStop: A host ends its fit before this step.
+            RuntimeError: The step failed in too many views.
+        """
         outputs = None
-        run_first = closure
-        self._before.take()
-        self._logs = logs = self._epoch_logs.step()
+        run_first_shard = closure
+        self._buffers_before_attempt.take()
+        logs = self._epoch_logs.step()
+        self._logs = logs
         try:
             for _ in range(MOST_VIEWS):
                 if views.begin():
-                    made = self._attempt(views, run_first, logs)
-                    outputs = made if run_first is closure else outputs
-                    run_first = self._run_first
-                if self._is_whole(
-                    views
-                ):  # also without an attempt: other ranks of this host may not know yet
+                    outputs_of_attempt = self._attempt(views, run_first_shard, logs)
+                    if run_first_shard is closure:
+                        outputs = outputs_of_attempt
+                    run_first_shard = self._run_first_shard
+
+                # Ranks vote even without an attempt, because others on this host may not know yet that the view ended.
+                if self._is_whole(views):
                     return outputs
-                self._before.put_back()
+
+                self._buffers_before_attempt.put_back()
                 logs.restore()
-                if views.change(self._use):
-                    raise _StepTaken(outputs)
+                if views.change(self._use_view):
+                    raise _StepReceived(outputs)
                 if views.stops:
                     raise _HostsStop
         finally:
@@ -362,35 +414,50 @@ class ElasticFit:
         )
 
     def _is_whole(self, views: Views) -> bool:
-        # All ranks of a host make a step or none: Lightning has them wait for each other before the next batch, and
-        # with `shard_update` each updates a part. Other hosts are not asked.
-        return views.agrees(views.hold(), "another rank of this host has no whole sum")
+        """Return whether all ranks of this host have all averaged gradients.
 
-    def _attempt(self, views: Views, run_first: Callable[[], Any], logs: StepLogs) -> Any:
+        Either all ranks of a host make a step or none: Lightning synchronizes them before the next batch, and with
+        `shard_update` each rank updates a part. Other hosts are not asked.
+
+        Collective: every rank of this host must call it, in the same order.
+        """
+        return views.agrees(
+            views.hold(), "another rank of this host does not have all averaged gradients"
+        )
+
+    def _attempt(self, views: Views, run_first_shard: Callable[[], Any], logs: StepLogs) -> Any:
+        """Run forward and backward of this rank's shards, and share buffers and logs if the view has not ended."""
         model = self._strategy.model
         shards = self._shards
         model.require_backward_grad_sync = len(shards) == 1
-        if (coder := self._comm.engine.coder) is not None:
-            coder.turn = 0  # an attempt that failed has drawn noise, too
+        coder = self._comm.engine.coder
+        if coder is not None:
+            # A failed attempt has drawn rounding noise, too.
+            coder.turn = 0
+
+        # The first batch is read before the shard's seed is set, because a loader may draw numbers as it starts.
         if self._loader is not None:
-            self._loader.batch_of(
-                shards[0]
-            )  # before random numbers are the shard's: a loader may draw as it starts
+            self._loader.batch_of(shards[0])
         self._seed_for(views, shards[0])
-        outputs = run_first()
+        outputs = run_first_shard()
         logs.end_shard()
         if len(shards) > 1:
-            self._after_first.take()
+            self._buffers_after_first_shard.take()
+
         for shard in shards[1:]:
             model.require_backward_grad_sync = shard == shards[-1]
             batch = self._batch_of(shard)
             self._seed_for(views, shard)
             self._run(batch)
             logs.end_shard()
-        self._seed_for(views, self._num_shards)  # between two steps all ranks draw the same
+
+        # Between two steps, all ranks draw the same random numbers.
+        self._seed_for(views, self._num_shards)
         model.require_backward_grad_sync = True
-        if len(shards) > 1:  # as under `ddp`, where each rank sees one shard
-            self._after_first.put_back()
+        # Buffers have seen one shard, as on a rank under `ddp`.
+        if len(shards) > 1:
+            self._buffers_after_first_shard.put_back()
+
         if not views.ended:
             try:
                 self._share(views, logs)
@@ -399,27 +466,30 @@ class ElasticFit:
         return outputs
 
     def _seed_for(self, views: Views, shard: int) -> None:
+        """Seed all random generators for a shard of the current step."""
         seed_streams(views.seed % 2**64, views.committed, shard)
         if self._strategy.root_device.type == "cuda":
-            torch.cuda.manual_seed(torch.initial_seed())  # the one that was set for the CPU
+            # The GPU gets the seed that was just set on the CPU.
+            torch.cuda.manual_seed(torch.initial_seed())
 
     def after_backward(self) -> None:
-        """Average gradients apart from DDP's buckets, after the last backward of a view's first step. Collective then.
+        """Average gradients in buckets of this package after the last backward of a view's first step.
 
-        With half precision they are half and scaled still, as in DDP's buckets: unscaled, and looked through for inf,
-        are the averages.
+        In half precision these gradients are in half precision and still scaled, as in DDP's buckets. The averages are
+        unscaled and checked for inf later.
+
+        Collective in the first step of a view: every rank of the view must call it, in the same order.
         """
         views = self._views
-        if not self._sums_apart or views is None or views.ended:
+        if not self._averages_own_buckets or views is None or views.ended:
             return
         if not self._strategy.model.require_backward_grad_sync:
             return
         try:
             for bucket in self._buckets:
                 bucket.fill()
-            for future in [
-                self._average(self._comm.hook_state, bucket) for bucket in self._buckets
-            ]:
+            futures = [self._average(self._comm.hook_state, bucket) for bucket in self._buckets]
+            for future in futures:
                 future.wait()
             for bucket in self._buckets:
                 bucket.give_back()
@@ -427,9 +497,14 @@ class ElasticFit:
             views.note(error)
 
     def _share(self, views: Views, logs: StepLogs) -> None:
+        """Share buffers and logged values over the view, and wait for the gradients.
+
+        Collective: every rank of the view must call it, in the same order.
+        """
         groups: Any = views.groups
-        if groups.world is not None:  # as under `ddp`, those of rank zero
-            self._of_first_rank.share(groups.broadcast, is_source=views.topology.rank == 0)
+        # All ranks get the buffers of rank zero, as under `ddp`.
+        if groups.world is not None:
+            self._buffers_of_rank_zero.share(groups.broadcast, is_source=views.topology.rank == 0)
         self._epoch_logs.warn_of(logs.not_added_up())
         logs.share(
             groups.add_up,
@@ -437,27 +512,33 @@ class ElasticFit:
             is_first_of_host=views.topology.local_rank == 0,
         )
         self._comm.engine.wait()
-        self._sums_apart = False
+        self._averages_own_buckets = False
 
-    def _run_first(self) -> None:
-        # Lightning's closure has run already, and zeroed gradients in a hook of the user's.
-        for one in self._strategy.model.parameters():
-            one.grad = None
+    def _run_first_shard(self) -> None:
+        """Run this rank's first shard again.
+
+        Lightning's closure has run already, and has zeroed gradients in a hook that users may override.
+        """
+        for parameter in self._strategy.model.parameters():
+            parameter.grad = None
         self._run(self._batch_of(self._shards[0]))
 
     def _run(self, batch: Any) -> None:
-        # As Lightning's closure does.
+        """Run forward and backward of one batch, as Lightning's closure does."""
         trainer = self._module.trainer
         call = lightning_function("pytorch.trainer.call._call_strategy_hook")
         self._runs_shard = True
         try:
-            output = call(trainer, "training_step", batch, *self._rest)
-            loss = output["loss"] if isinstance(output, dict) else output
+            output = call(trainer, "training_step", batch, *self._step_arguments)
+            loss = output
+            if isinstance(output, dict):
+                loss = output["loss"]
             call(trainer, "backward", loss, self._strategy.optimizers[0])
         finally:
             self._runs_shard = False
 
     def _batch_of(self, shard: int) -> Any:
+        """Return the current batch of a shard, on this rank's device and in the precision of the run."""
         assert self._loader is not None
         batch = self._strategy.precision_plugin.convert_input(self._loader.batch_of(shard))
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
@@ -465,17 +546,17 @@ class ElasticFit:
 
 
 def _callback_at_end(trainer: Any, on_train_end: Callable[..., None]) -> Any:
-    """Return a callback of the trainer's Lightning that runs this function at the end of training."""
+    """Return a callback that runs a function at the end of training, from the Lightning package of the trainer."""
     trainer_types = lightning_types("pytorch.Trainer")
     callback_types = lightning_types("pytorch.callbacks.LambdaCallback")
     for trainer_type, callback_type in zip(trainer_types, callback_types, strict=True):
         if isinstance(trainer, trainer_type):
             return callback_type(on_train_end=on_train_end)
-    raise TypeError(f"`trainer` (={type(trainer).__name__}) must be a Trainer of Lightning's.")
+    raise TypeError(f"`trainer` (={type(trainer).__name__}) must be a Lightning `Trainer`.")
 
 
 def _has_reached_its_end(trainer: Any) -> bool:
-    """Return whether a fit has made all its steps or epochs."""
+    """Return whether a fit has completed all its steps or epochs."""
     fit = trainer.fit_loop
     has_all_steps = 0 <= fit.max_steps <= trainer.global_step
     has_all_epochs = (
@@ -485,35 +566,41 @@ def _has_reached_its_end(trainer: Any) -> bool:
 
 
 def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
-    """Return classes, learning rates and a hash of the other options of optimizers, in words."""
+    """Return a text with the classes, learning rates and a hash of the other options of optimizers."""
     texts = []
     for optimizer in optimizers:
         options = []
+        rates = set()
         for group in optimizer.param_groups:
-            options.append(
-                {name: _in_words(value) for name, value in group.items() if name != "params"}
-            )
-        rates = sorted(
-            {f"{float(group['lr']):g}" for group in optimizer.param_groups if "lr" in group}
-        )
+            texts_of_group = {}
+            for name, value in group.items():
+                if name != "params":
+                    texts_of_group[name] = _text_of_option(value)
+            options.append(texts_of_group)
+            if "lr" in group:
+                rates.add(f"{float(group['lr']):g}")
         texts.append(
-            f"{type(optimizer).__name__}(lr={' and '.join(rates)}, options {hash_of(options)})"
+            f"{type(optimizer).__name__}(lr={' and '.join(sorted(rates))}, options {hash_of(options)})"
         )
     return ", ".join(texts)
 
 
-def _in_words(value: Any) -> str:
-    """Return what an option is on every host: objects are named by their types, as their texts hold addresses."""
+def _text_of_option(value: Any) -> str:
+    """Return a text that is the same on every host: objects are named by type, because their text holds addresses."""
     if isinstance(value, Tensor):
         return str(value.tolist())
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, tuple | list):
-        return str([_in_words(entry) for entry in value])
+        return str([_text_of_option(entry) for entry in value])
     return type(value).__name__
 
 
-def _done(value: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future(devices=[value.device] if value.is_cuda else None)
+def _completed_future(value: Tensor) -> Future[Tensor]:
+    """Return a future that holds a value already."""
+    devices: list[torch.device] | None = None
+    if value.is_cuda:
+        devices = [value.device]
+    future: Future[Tensor] = Future(devices=devices)
     future.set_result(value)
     return future

@@ -1,4 +1,4 @@
-"""The views of an elastic fit: hosts meet, groups of theirs are made and cut, who is behind takes the state."""
+"""Views of an elastic fit: hosts meet, open and close process groups, and ranks that are behind receive the state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.optim import Optimizer
 
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
@@ -38,26 +39,27 @@ from lightning_hybrid.run_status import tensors_of_replica
 
 log = logging.getLogger(__name__)
 
-# Views in a row in which a step fails although no host is lost: then the cause is another.
+# Number of consecutive views in which a step may fail. After that, a lost host is not the cause.
 MOST_VIEWS = 20
 
 
 class Views:
-    """The membership of one rank, and the groups of its present view.
+    """Membership of one rank, and the process groups of its current view.
 
     Args:
-        option: as the user gave it.
-        strategy: has module, optimizers and precision, which a rank that is behind takes from another.
-        engine: sums over the present view.
-        timeout: of every wait for others.
-        logs: of the epoch, which a host that is behind takes, too.
-        token: what must be equal on all hosts.
+        option: Validated options of the user.
+        strategy: Strategy with the module, optimizers and precision whose state a rank that is behind receives.
+        engine: Engine of the all-reduce over the current view.
+        timeout: Limit of every wait for other ranks.
+        logs: Logged values of the epoch, which a host that is behind receives, too.
+        token: Text that must be equal on all hosts.
 
     Attributes:
-        ended: why the present view has ended; empty while it has not. `may_cut`: whether sums are then ended at once.
-        committed: optimizer steps that this rank has.
-        wants_stop: whether this host ends its fit early, as `trainer.should_stop` says.
-        stops: whether a host of the present view does, so that all end their fits after the same step.
+        ended: Reason why the current view has ended, empty until then.
+        may_cut: Whether the end of the view interrupts collectives at once.
+        committed: Number of optimizer steps that this rank has made or received.
+        wants_stop: Whether this host ends its fit early (`trainer.should_stop`).
+        stops: Whether a host of the current view ends its fit early. All hosts then end after the same step.
     """
 
     def __init__(
@@ -82,19 +84,25 @@ class Views:
         self.cause: BaseException | None = None
         self.wants_stop = False
         self.stops = False
-        self._has_made_step = False  # in the present view, and not taken from others
+        # Whether this rank has made the latest step itself, in the current view.
+        self._has_made_step = False
         self._hosts_before: tuple[str, ...] = ()
         self.groups: ViewGroups | None = None
-        self._left = -1  # number of the latest view that this rank has left
-        self._has_state = True  # of the step `committed`
+        # Number of the latest view that this rank has left.
+        self._left = -1
+        # Whether this rank has the state after `committed` steps.
+        self._has_state = True
+        # Store of the current view and of the next one, on ranks that have opened them.
+        self._server: dist.TCPStore | None = None
+        self._next_server: dist.TCPStore | None = None
         self._lock = threading.Lock()
-        ranks = len(self.topology.node)
+
         addresses = resolved(option.meeting_points)
         warn_of_loopback(option, addresses)
         self._membership = Membership(
             host=_host_id(),
             local=self.topology.local_rank,
-            ranks_per_host=ranks,
+            ranks_per_host=len(self.topology.node),
             meet=addresses,
             min_hosts=option.min_hosts,
             max_hosts=option.max_hosts,
@@ -103,16 +111,23 @@ class Views:
             on_change=self._on_change,
             make_store=self._open_store,
         )
-        self._vote = HostVote(self.topology)  # now that a rank that is lost is seen
+        # The vote starts after the membership, which notices a rank that fails.
+        self._vote = HostVote(self.topology)
 
     # ---- from one view to the next -----------------------------------------------------------------------------------
 
     def enter(self, on_view: Callable[[Topology], None]) -> None:
-        """Meet other hosts, or join them where they run already. Right before the loop begins."""
+        """Meet the other hosts, or join their run, right before the training loop begins.
+
+        Collective: every rank of this host must call it, in the same order.
+        """
         self._meet(self._membership.enter, on_view, is_in_step=False)
 
     def change(self, on_view: Callable[[Topology], None]) -> bool:
-        """Enter the next view within a step. Return whether this rank took the step's outcome from others."""
+        """Enter the next view within a step, and return whether this rank received the step's result from others.
+
+        Collective: every rank of this host must call it, in the same order.
+        """
         self.close()
         return self._meet(self._membership.next_view, on_view, is_in_step=True)
 
@@ -123,52 +138,69 @@ class Views:
         *,
         is_in_step: bool,
     ) -> bool:
+        """Enter views until all ranks of this host are in one, and return whether this rank received a step in it."""
         for _ in range(MOST_VIEWS):
-            with self._lock:
-                self._left = self.groups.number if self.groups else -1
-                self.ended = ""
-                self.cause = None
-                self.may_cut = True
-            self._has_made_step = False
+            self._begin_view_change()
+            committed = -1
+            if self._has_state:
+                committed = self.committed
             view = next_view(
-                self.committed if self._has_state else -1,
-                timeout_s=self._timeout.total_seconds(),
-                on_wait=self._say_what_is_waited_for,
+                committed, timeout_s=self._timeout.total_seconds(), on_wait=self._warn_of_wait
             )
             next_view = self._membership.next_view
-            has_taken = False
+
+            has_received_state = False
             try:
                 self._enter(view)
                 on_view(self.topology)
-                has_taken = self._share_state(view, is_in_step=is_in_step)
+                has_received_state = self._share_state(view, is_in_step=is_in_step)
                 self._compare_replicas(view)
             except RuntimeError as error:
                 self.note(error)
             if self.agrees(not self.ended, "another rank of this host could not enter the view"):
-                self._say_who_ended(view)
-                return has_taken and is_in_step
+                self._warn_of_ended_hosts(view)
+                return has_received_state and is_in_step
             self.close()
         raise RuntimeError(
-            f"elastic: {MOST_VIEWS} times in a row the hosts could not sum step {self.committed} although none was "
-            f"lost: {self.ended}"
+            f"elastic: the hosts could not all-reduce step {self.committed} in {MOST_VIEWS} consecutive views, "
+            f"although no host was lost: {self.ended}"
         ) from self.cause
 
+    def _begin_view_change(self) -> None:
+        """Forget the end of the former view, and let the next one be interrupted."""
+        with self._lock:
+            self._left = -1
+            if self.groups:
+                self._left = self.groups.number
+            self.ended = ""
+            self.cause = None
+            self.may_cut = True
+        self._has_made_step = False
+
     def commit(self, *, is_taken: bool) -> None:
-        """Count a step, which this rank has made, or taken from others."""
+        """Count a step.
+
+        Args:
+            is_taken: Whether this rank received the step's result from other ranks instead of making the step.
+        """
         self.committed += 1
         self._has_made_step = not is_taken
 
     def stop(self, on_view: Callable[[Topology], None]) -> None:
-        """Have all hosts end their fits after the step that this host has made last. Collective among its ranks."""
+        """Make all hosts end their fits after the latest step of this host.
+
+        Collective: every rank of this host must call it, in the same order.
+        """
         self.wants_stop = True
         self.change(on_view)
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks of the view, None where it ends meanwhile.
+        """Return the values of all ranks of the view, or None if the view ends meanwhile.
 
-        For comparisons after a step, from which nothing follows: of two ranks one may get values, and the other None.
-        Collective among all ranks of the view, after the same step. It is not done after a step that this rank has
-        taken from others, which have compared in the former view.
+        Use it only for comparisons after a step: one rank may get the values while another gets None. It returns None
+        after a step that this rank received from other ranks, which have compared their values in the former view.
+
+        Collective: every rank of the view must call it after the same step, in the same order.
         """
         if not self._has_made_step:
             return None
@@ -186,23 +218,24 @@ class Views:
             self.hold()
         return values
 
-    def _say_what_is_waited_for(self, waited_s: float, what: str) -> None:
+    def _warn_of_wait(self, waited_s: float, awaited: str) -> None:
+        """Warn of a long wait on every host, because the waiting host may not be the one that writes logs."""
         if self.topology.local_rank == 0:
-            # On each host, as the one that waits for others may not be the one that writes.
-            log.warning("elastic: has waited for %.0f s: %s", waited_s, what)
+            log.warning("elastic: has waited for %.0f s: %s", waited_s, awaited)
 
-    def _say_who_ended(self, view: View) -> None:
-        """Warn of hosts that have ended their fits as planned while others go on: they stop by other rules."""
-        before = self._hosts_before
+    def _warn_of_ended_hosts(self, view: View) -> None:
+        """Warn of hosts that have ended their fits as planned while this host continues: their stop rules differ."""
+        hosts_before = self._hosts_before
         self._hosts_before = view.hosts
         ended = []
-        for host in before:
-            is_named = any(host in reason for reason in view.reasons)  # lost, silent or isolated
+        for host in hosts_before:
+            # Reasons name hosts that were lost, silent or isolated.
+            is_named = any(host in reason for reason in view.reasons)
             if host not in view.hosts and not is_named:
                 ended.append(host)
         if ended and not self.stops and self.topology.local_rank == 0:
             log.warning(
-                "elastic: hosts %s have ended their fits after step %d, and this host goes on with %d in all. Give "
+                "elastic: hosts %s have ended their fits after step %d, and this host continues with %d in all. Give "
                 "every host the same `max_steps`, `max_epochs`, `max_time` and callbacks.",
                 ", ".join(ended),
                 view.target,
@@ -210,6 +243,10 @@ class Views:
             )
 
     def _enter(self, view: View) -> None:
+        """Open the process groups of a view, and number this rank in it.
+
+        Collective: every rank of the view must call it, in the same order.
+        """
         rank = view.rank_of(self._membership.me.id)
         world_size = len(view.members)
         ranks_per_node = len(self.topology.node)
@@ -224,21 +261,22 @@ class Views:
             timeout=self._timeout,
             device=self._engine.device,
         )
-        with self._lock:  # who ends the view from here on finds them
+        # From here on, the thread that ends the view can interrupt the groups.
+        with self._lock:
             self.groups = groups
             ended = self.ended
         if ended:
             raise RuntimeError(f"comm: {ended}")
         groups.open()
         groups.run(partial(self._engine.enter, groups))
-        vars(rank_zero_only)["rank"] = rank  # who writes logs
-
-    _server: Any = None  # of this view's store, where this rank has made it
-    _next_server: Any = None
+        # This decides which rank writes logs.
+        vars(rank_zero_only)["rank"] = rank
 
     def _open_store(self) -> str:
+        """Open a store for the next view, and return its "ip:port"."""
         ip = self._membership.me.address.rpartition(":")[0]
-        listener = socket.create_server((ip, 0))  # by hand: torch's would listen on all addresses
+        # torch's own listener would listen on all addresses.
+        listener = socket.create_server((ip, 0))
         port = listener.getsockname()[1]
         self._next_server = dist.TCPStore(
             ip,
@@ -251,77 +289,84 @@ class Views:
         return f"{ip}:{port}"
 
     def _on_change(self, number: int, reason: str) -> None:
-        # In a thread of the membership, which may come late.
+        """Note the end of a view, in a thread of the membership that may be late."""
         with self._lock:
             if number <= self._left:
                 return
             self.ended = self.ended or reason
             may_cut = self.may_cut
             groups = self.groups
-        if (
-            may_cut and groups is not None and groups.number == number
-        ):  # else they are yet to be made
+        # Groups of this view may not exist yet.
+        if may_cut and groups is not None and groups.number == number:
             self._cut(groups)
 
     def note(self, error: BaseException) -> None:
-        """Note that a sum failed because of other ranks. Re-raise an error that is this rank's own."""
-        if isinstance(error.__cause__ or error, OrderError) or not _is_of_others(error):
+        """Note that a collective failed because of other ranks, and raise an error of this rank again."""
+        if isinstance(error.__cause__ or error, OrderError) or not _is_of_other_ranks(error):
             raise error
         with self._lock:
             self.ended = self.ended or str(error)
             self.cause = self.cause or error
 
     def begin(self) -> bool:
-        """Let the end of the view cut sums from now on. Return False if it has ended already."""
-        with self._lock:  # else it could end in between: nothing would cut its sums
+        """Let the end of the view interrupt collectives from now on, and return False if it has ended already."""
+        # Without the lock the view could end in between, and nothing would interrupt its collectives.
+        with self._lock:
             self.may_cut = not self.ended
             return self.may_cut
 
     def hold(self) -> bool:
-        """Let the end of the view wait from now on, because weights are updated. Return whether it has not ended."""
+        """Protect the weight update from the end of the view, and return whether the view has not ended."""
         with self._lock:
             self.may_cut = False
             return not self.ended
 
-    def agrees(self, is_so: bool, otherwise: str) -> bool:
-        """Return whether all ranks of this host agree. If one does not, the view ends. Collective among them."""
-        if not is_so:
-            # Another rank of this host may wait for this one, in a sum or for groups of which there is nothing to cut.
+    def agrees(self, has_succeeded: bool, reason: str) -> bool:
+        """Return whether all ranks of this host have succeeded, and end the view if one has not.
+
+        Args:
+            has_succeeded: Vote of this rank.
+            reason: Reason for the end of the view if another rank of this host has failed.
+
+        Collective: every rank of this host must call it, in the same order.
+        """
+        if not has_succeeded:
+            # Another rank of this host may wait for this one, in a collective or for groups that do not exist yet.
             self._membership.end_view(
                 f"a sum broke on host {self._membership.me.host}: {self.ended}"
             )
             self._cut(self.groups)
-        # By what ends with no view: else one would wait here for another that has gone on.
-        is_so_on_all = self._vote(is_so)
-        if is_so and not is_so_on_all:
-            self.ended = self.ended or otherwise
-        return is_so_on_all
+        # The vote does not end with a view, so that no rank waits here for another that has continued.
+        have_all_succeeded = self._vote(has_succeeded)
+        if has_succeeded and not have_all_succeeded:
+            self.ended = self.ended or reason
+        return have_all_succeeded
 
     def _cut(self, groups: ViewGroups | None) -> None:
+        """Interrupt the collectives of the engine and of these groups."""
         self._engine.cut(f"comm: {self.ended}")
         if groups is not None:
             groups.cut()
 
     def close(self) -> None:
-        """End all sums of the view, and its groups."""
+        """End all collectives of the view, and destroy its process groups."""
         self._cut(self.groups)
-        stuck = self._engine.close()
-        if self.groups is not None:
-            if (
-                stuck and self._engine.device.type == "cuda"
-            ):  # Gloo's write nothing more: their connections are closed
-                raise RuntimeError(
-                    f"elastic: stages {stuck} of the former view do not end: gradients may change"
-                )
-            self.groups.is_stuck |= bool(stuck)
-            self.groups.destroy()
+        stuck_stages = self._engine.close()
+        if self.groups is None:
+            return
+        # On the CPU, Gloo writes nothing more, because its connections are closed.
+        if stuck_stages and self._engine.device.type == "cuda":
+            raise RuntimeError(
+                f"elastic: stages {stuck_stages} of the former view do not end: gradients may change"
+            )
+        self.groups.is_stuck |= bool(stuck_stages)
+        self.groups.destroy()
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave the run. After an error the others take this host for lost."""
+        """Leave the run. After an error, the other hosts treat this host as lost."""
         if error is None:
-            with suppress(
-                RuntimeError
-            ):  # together with the ranks of this host, which may still need each other
+            # The ranks of this host leave together, because they may still need each other.
+            with suppress(RuntimeError):
                 dist.barrier()
             self._membership.say_goodbye()
         self._membership.close()
@@ -329,31 +374,35 @@ class Views:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def _share_state(self, view: View, *, is_in_step: bool) -> bool:
-        # Returns whether this rank has taken a state. In a first view all take that of the first host: no rank is
-        # behind in it, and one that joins a run is.
+        """Send the training state to the ranks that are behind, and return whether this rank has received it.
+
+        In the first view of a run all hosts receive the state of the first host: no rank counts as behind in it. In
+        later views, a host that joins is behind.
+
+        Collective: every rank of the view must call it, in the same order.
+        """
         assert self.groups is not None
         me = self._membership.me
-        source = next(one for one in view.members if one.id == view.donors[0])
-        is_first_view = not (is_in_step or view.behind)
-        behind = (
-            [one.id for one in view.members if one.host != source.host]
-            if is_first_view
-            else view.behind
-        )
+        source = next(member for member in view.members if member.id == view.donors[0])
+        behind: Sequence[str] = view.behind
+        if not is_in_step and not view.behind:
+            behind = [member.id for member in view.members if member.host != source.host]
         if not behind or self.groups.world is None:
             return False
+
         joins = me.id in view.behind and not is_in_step
         self._has_state = not joins
         data = b""
         if me.host == source.host and me.id not in behind:
-            # By all ranks of the host: with `shard_update` each has a part.
-            checkpoint = (
-                self._strategy.lightning_module.trainer._checkpoint_connector.dump_checkpoint()
-            )
+            # All ranks of the source's host take part: with `shard_update` each has a part of the state.
+            trainer = self._strategy.lightning_module.trainer
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint()
             self._strategy._loaders.save(checkpoint, is_alone=True)
             if me.id == source.id:
-                torch.save((self.seed, checkpoint, self._logs.collected()), file := io.BytesIO())
+                file = io.BytesIO()
+                torch.save((self.seed, checkpoint, self._logs.collected()), file)
                 data = file.getvalue()
+
         length = torch.tensor([len(data)])
         rank = view.rank_of(source.id)
         self.groups.broadcast(length, source=rank)
@@ -361,83 +410,115 @@ class Views:
         self.groups.broadcast(flat, source=rank)
         if me.id not in behind:
             return False
+
         file = io.BytesIO(flat.numpy().tobytes())
         self.seed, checkpoint, collected = torch.load(file, map_location="cpu", weights_only=True)
         self._load(checkpoint, with_place=joins)
         self._logs.take(collected)
-        self.committed = view.target - is_in_step  # who steps counts the step whose outcome this is
+        self.committed = view.target
+        if is_in_step:
+            # The caller counts the step whose result this state is.
+            self.committed -= 1
         self._has_state = True
         return True
 
     def _load(self, checkpoint: dict[str, Any], *, with_place: bool) -> None:
-        strategy = self._strategy
+        """Load the training state of another host.
+
+        Args:
+            checkpoint: Checkpoint of the other host.
+            with_place: Whether to load the position in the data, callbacks and loops too, because this host joins.
+        """
         connector = self._strategy.lightning_module.trainer._checkpoint_connector
-        steps = getattr(strategy.precision_plugin, "optimizer_steps", ())
         connector._loaded_checkpoint = checkpoint
         try:
             if with_place:
-                strategy._loaders.load(checkpoint)
+                self._strategy._loaders.load(checkpoint)
                 connector.restore_datamodule()
                 connector.restore_model()
                 connector.restore_callbacks()
                 connector.restore_training_state()
-                return
-            # Lightning's `WeightAveraging` puts the average in their place; its own is at the step before.
-            checkpoint["state_dict"] = checkpoint.get(
-                "current_model_state", checkpoint["state_dict"]
-            )
-            connector.restore_model()
-            skipped = [int(state.num_skipped) for state in steps]
-            connector.restore_precision_plugin_state()
-            # Rates are those of this rank's schedules, which are at the step itself, and not behind it.
-            rates = [
-                [{**group, "params": None} for group in one.param_groups]
-                for one in strategy.optimizers
-            ]
-            connector.restore_optimizers()
-            for optimizer, groups in zip(strategy.optimizers, rates, strict=True):
-                for group, values in zip(optimizer.param_groups, groups, strict=True):
-                    group.update({key: value for key, value in values.items() if key != "params"})
-            for state, before in zip(steps, skipped, strict=True):
-                state.skip_flag = SkipFlag(int(state.num_skipped) > before)
+            else:
+                self._load_result_of_step(checkpoint, connector)
         finally:
             connector._loaded_checkpoint = {}
 
+    def _load_result_of_step(self, checkpoint: dict[str, Any], connector: Any) -> None:
+        """Load weights, loss scales and optimizers after the current step, in which this rank keeps its position."""
+        strategy = self._strategy
+        optimizer_steps = getattr(strategy.precision_plugin, "optimizer_steps", ())
+        # Lightning's `WeightAveraging` saves the average as `state_dict`, and the weights as `current_model_state`.
+        # This rank's own average is at the step before.
+        checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
+        connector.restore_model()
+        skipped = [int(optimizer_step.num_skipped) for optimizer_step in optimizer_steps]
+        connector.restore_precision_plugin_state()
+
+        # Learning rates follow this rank's schedules, which are at the current step and not after it.
+        options_before = [_options_of_groups(optimizer) for optimizer in strategy.optimizers]
+        connector.restore_optimizers()
+        for optimizer, options_of_groups in zip(strategy.optimizers, options_before, strict=True):
+            for group, options in zip(optimizer.param_groups, options_of_groups, strict=True):
+                group.update(options)
+        for optimizer_step, skipped_before in zip(optimizer_steps, skipped, strict=True):
+            optimizer_step.skip_flag = SkipFlag(int(optimizer_step.num_skipped) > skipped_before)
+
     def _compare_replicas(self, view: View) -> None:
+        """Check that all ranks hold the same weights and state, and learn which hosts stop early.
+
+        Collective: every rank of the view must call it, in the same order.
+
+        Raises:
+            ReplicaDriftError: Ranks differ.
+        """
         assert self.groups is not None
         trainer = self._strategy.lightning_module.trainer
         fingerprint = Fingerprint(self._engine.device)
-        own = {name: int(fingerprint.of(one)) for name, one in tensors_of_replica(trainer)}
-        gathered: list[Any] = [(own, self.wants_stop)] * len(view.members)
+        hashes = {name: int(fingerprint.of(tensor)) for name, tensor in tensors_of_replica(trainer)}
+        gathered: list[Any] = [(hashes, self.wants_stop)] * len(view.members)
         if self.groups.world is not None:
-            # A rank that stops early says it here: no step needs a vote of its own.
+            # A rank that stops early tells the others here, so that no step needs a vote.
             self.groups.run(
                 partial(dist.all_gather_object, gathered, gathered[0], group=self.groups.world)
             )
-        values: list[dict[str, int]] = []
-        for values_of_rank, wants_stop in gathered:
-            values.append(values_of_rank)
+
+        hashes_by_rank: list[dict[str, int]] = []
+        for hashes_of_rank, wants_stop in gathered:
+            hashes_by_rank.append(hashes_of_rank)
             self.stops = self.stops or wants_stop
-        if not names_that_differ(values):
+        if not names_that_differ(hashes_by_rank):
             return
+        difference = first_difference(hashes_by_rank, [member.host for member in view.members])
         raise ReplicaDriftError(
             f"elastic: the hosts of view {view.number} do not hold the same model before step {view.target}: "
-            f"{first_difference(values, [one.host for one in view.members])}. A host that joined has not got what the "
-            "others have. Give every host the same code and libraries, and resume from a checkpoint."
+            f"{difference}. A host that joined did not receive the state of the others. Use the same code and library "
+            "versions on every host, and resume from a checkpoint."
         )
 
 
 def hash_of(values: object) -> str:
-    """Return a short hash of what a text shows."""
+    """Return a short hash of the text of a value."""
     return uuid.uuid5(uuid.NAMESPACE_OID, repr(values)).hex[:12]
 
 
-def _is_of_others(error: BaseException) -> bool:
+def _options_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each parameter group, without its parameters."""
+    options_of_groups = []
+    for group in optimizer.param_groups:
+        options_of_groups.append({name: group[name] for name in group if name != "params"})
+    return options_of_groups
+
+
+def _is_of_other_ranks(error: BaseException) -> bool:
+    """Return whether an error comes from other ranks, such as a closed connection."""
     return "comm: " in str(error) or (isinstance(error, Exception) and comes_from_others(error))
 
 
 def _host_id() -> str:
-    # Of this launch: a host that comes again is another one.
-    found = [f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    """Return a name of this launch, so that a host that returns counts as a new host.
+
+    Collective: every rank of this host must call it, in the same order.
+    """
+    names = [f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"]
+    dist.broadcast_object_list(names, src=0)
+    return names[0]

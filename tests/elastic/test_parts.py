@@ -155,6 +155,7 @@ def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_t
     views._engine = SimpleNamespace(device=torch.device("cpu"), cut=cut.append)
     views._membership = SimpleNamespace(me=SimpleNamespace(id="a", host="a"), end_view=cut.append)
     views._left = 2
+    views._next_server = None
     views._vote = lambda is_so: is_so
     views._on_change(2, "a thread that comes late")
     assert not views.ended

@@ -1,4 +1,4 @@
-"""The first rank of a host: it speaks for its host with those of the others, and passes on to its own ranks."""
+"""Membership of the first rank of a host, which represents its host to the other hosts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -34,109 +35,149 @@ from lightning_hybrid.elastic.membership.view_change import ViewChange
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """Answer of an address of `meet`.
+
+    Attributes:
+        host: Key of the host to join.
+        is_running: Whether that host has a run.
+        time_s: Time of the answer.
+    """
+
+    host: str
+    is_running: bool
+    time_s: float
+
+
+# Index of the answer of a host that called this one, instead of an index into `meet`.
+_CALLER = -1
+
+
 class Host(SocketThread):
-    """What the first rank of a host does besides its own part."""
+    """Membership thread of the first rank of a host.
+
+    It exchanges messages with the first ranks of other hosts, and forwards the outcome to the ranks of its own host.
+
+    Args:
+        settings: Settings of this rank.
+        deliver: Callback for events, as for `SocketThread`.
+    """
 
     def __init__(self, settings: Settings, deliver: Callable[[str, Any], None]) -> None:
-        self._place: int | None = None
-        at_meet: socket.socket | None = None
-        for place, address in enumerate(settings.meet):
-            if at_meet is None and (at_meet := listen(split(address))):
-                self._place = place
-        ip = at_meet.getsockname()[0] if at_meet else own_ip_towards(settings.meet[0])
-        at_own = listen((ip, 0))
-        at_path = listen(settings.path, socket.AF_UNIX)
-        assert at_own is not None
-        if at_path is None:
+        # Index into `meet` of the address that this host holds.
+        self._meet_index: int | None = None
+        meet_listener: socket.socket | None = None
+        for meet_index, address in enumerate(settings.meet):
+            meet_listener = listen(split(address))
+            if meet_listener is not None:
+                self._meet_index = meet_index
+                break
+
+        if meet_listener is not None:
+            ip = meet_listener.getsockname()[0]
+        else:
+            ip = own_ip_towards(settings.meet[0])
+        host_listener = listen((ip, 0))
+        rank_listener = listen(settings.path, socket.AF_UNIX)
+        assert host_listener is not None
+        if rank_listener is None:
             raise RuntimeError(
-                "elastic: another first rank of this host runs: give each host a name of its own"
+                f"elastic: another first rank of host {settings.host} is running. Give each host a name of its own."
             )
-        super().__init__(settings, deliver, at_own, at_path, *([at_meet] if at_meet else []))
-        self.key = host_key(
-            settings.host, f"{ip}:{at_own.getsockname()[1]}", self._place, secrets.token_hex(4)
-        )
+
+        listeners = [host_listener, rank_listener]
+        if meet_listener is not None:
+            listeners.append(meet_listener)
+        super().__init__(settings, deliver, *listeners)
+        host_address = f"{ip}:{host_listener.getsockname()[1]}"
+        self.key = host_key(settings.host, host_address, self._meet_index, secrets.token_hex(4))
         self.machine = ViewChange(
             self.key,
             ranks_per_host=settings.ranks_per_host,
             min_hosts=settings.min_hosts,
             max_hosts=settings.max_hosts,
         )
-        self._peers: dict[
-            str, Connection
-        ] = {}  # to send: by key; each other host has its own to here
-        self._seen_s: dict[
-            str | int, float
-        ] = {}  # when a word of a host, or of a rank of this one, came
-        self._ended_s: dict[
-            str, float
-        ] = {}  # when a host closed one connection, while a word may come on another
-        self._ranks: dict[int, Connection] = {}  # of this host
-        self._asked: dict[int, Connection] = {}  # by place in `meet`
-        # Whom to join at a place (-1: who called), whether it runs, when it said so.
-        self._answers: dict[int, tuple[str, bool, float]] = {}
-        self._refused: set[int] = set()  # places where no one listens
-        self._since_s = 0.0  # since when this host asks, or its lobby has not grown
-        self._num_waiting = self._num_ticks = 0
+        # Outgoing connections by key of the other host, which has a connection of its own to this one.
+        self._peers: dict[str, Connection] = {}
+        # Time of the latest message of each host, and of each rank of this host.
+        self._seen_s: dict[str | int, float] = {}
+        # Time at which a host closed one connection, while a message may still arrive on another.
+        self._ended_s: dict[str, float] = {}
+        # Connections from the other ranks of this host, by local rank.
+        self._ranks: dict[int, Connection] = {}
+        # Connections to the addresses of `meet`, and their latest answers, by index into `meet` (or `_CALLER`).
+        self._asked: dict[int, Connection] = {}
+        self._answers: dict[int, _Answer] = {}
+        # Indices into `meet` of addresses where nobody listens.
+        self._refused: set[int] = set()
+        # Time since which this host has been asking, or since which its lobby has not grown.
+        self._since_s = 0.0
+        self._num_waiting = 0
+        self._num_ticks = 0
 
     def come(self, committed: int, store: str = "", local: int = 0) -> None:
-        """Note that a rank of this host waits for a view."""
+        """Note that a rank of this host waits for a view.
+
+        Args:
+            committed: Number of steps that the rank has, or -1.
+            store: "ip:port" of a fresh store, from the first rank.
+            local: Local rank.
+        """
         self._since_s = monotonic()
         self.machine.come(local, committed, store)
         self._act()
 
     def end_view(self, why: str) -> None:
-        """End the present view everywhere, where it has not."""
+        """End the current view on all hosts, unless it has ended."""
         if not self.machine.has_ended:
             self.machine.end_view(why)
             self._act()
 
     def leave(self) -> None:
-        """Leave as planned."""
+        """Leave the run as planned, and tell the other hosts and the ranks of this host."""
         self.machine.leave()
-        for each in self._ranks.values():
-            each.send(kind="bye")
+        for connection in self._ranks.values():
+            connection.send(kind="bye")
         self._act()
 
     def waits_for(self) -> str:
-        """Say in words what keeps the next view from being agreed."""
+        """Return a text that says why the next view has not been agreed yet."""
         machine = self.machine
-        if late := sorted(set(range(self._settings.ranks_per_host)) - set(machine.committed)):
-            return f"ranks {late} of this host"
+        late_ranks = sorted(set(range(self._settings.ranks_per_host)) - set(machine.committed))
+        if late_ranks:
+            return f"ranks {late_ranks} of this host"
         if not machine.run:
             return self._waits_for_hosts()
+
         head = machine.head()
-        late_hosts = (
-            [host for host in machine.living() if host not in machine.readies]
-            if head == self.key
-            else [head]
-        )
-        late_hosts += [
-            host
-            for host in machine.proposal.get("next", [])
-            if host not in (*machine.accepts, self.key)
-        ]
-        return (
-            names_of(late_hosts)
-            if late_hosts
-            else f"more hosts: `min_hosts` is {self._settings.min_hosts}"
-        )
+        if head == self.key:
+            late_hosts = [host for host in machine.living() if host not in machine.readies]
+        else:
+            late_hosts = [head]
+        for host in machine.proposal.get("next", []):
+            if host != self.key and host not in machine.accepts:
+                late_hosts.append(host)
+        if late_hosts:
+            return names_of(late_hosts)
+        return f"more hosts: `min_hosts` is {self._settings.min_hosts}"
 
     def _waits_for_hosts(self) -> str:
-        """Say which addresses this host asks for a run to join, who answers there, and how many hosts a run needs."""
+        """Return a text with the answer of each address of `meet`, and the number of hosts that a run needs."""
         settings = self._settings
         now = monotonic()
         texts = []
-        for place, address in enumerate(settings.meet):
-            answer = self._answers.get(place)
-            if place == self._place:
+        for meet_index, address in enumerate(settings.meet):
+            answer = self._answers.get(meet_index)
+            if meet_index == self._meet_index:
                 texts.append(f"{address} is this host")
-            elif answer is not None and now - answer[2] < settings.silent_s:
-                texts.append(f"{address} is {name_of(answer[0])}")
-            elif place in self._asked and self._asked[place].is_connected:
+            elif answer is not None and now - answer.time_s < settings.silent_s:
+                texts.append(f"{address} is {name_of(answer.host)}")
+            elif meet_index in self._asked and self._asked[meet_index].is_connected:
                 texts.append(f"what listens at {address} is no host of a run")
             else:
                 texts.append(f"nobody answers at {address}")
-        if self._place is None:
+        if self._meet_index is None:
             ip = address_of(self.key).rpartition(":")[0]
             texts.append(
                 f"this host ({ip}) has none of these addresses, or another program has the port"
@@ -148,53 +189,62 @@ class Host(SocketThread):
         )
 
     def _act(self) -> None:
-        """Do what the machine says."""
+        """Carry out the actions that the state machine has queued, in order."""
         while self.machine.out:
-            what, *rest = self.machine.out.pop(0)
-            if what == "send":
-                self._peer(rest[0]).send(**rest[1])
+            action, *arguments = self.machine.out.pop(0)
+            if action == "send":
+                host, message = arguments
+                self._peer(host).send(**message)
             else:
-                self._tell(what, rest[0])
+                self._deliver_to_ranks(action, arguments[0])
 
-    def _tell(self, what: str, value: Any) -> None:
-        for each in self._ranks.values():
-            each.send(kind=what, value=value)
-        self._deliver(what, value)
+    def _deliver_to_ranks(self, event: str, value: Any) -> None:
+        """Deliver an event to all ranks of this host."""
+        for connection in self._ranks.values():
+            connection.send(kind=event, value=value)
+        self._deliver(event, value)
 
     # ---- to other hosts ----------------------------------------------------------------------------------------------
 
     def _peer(self, host: str) -> Connection:
+        """Return the connection to another host, and open it if there is none."""
         if host not in self._peers:
-            self._peers[host] = self._connect(address_of(host), host, -1)
+            self._peers[host] = self._connect(address_of(host), host, _CALLER)
         return self._peers[host]
 
-    def _connect(self, address: str, peer: str, place: int) -> Connection:
+    def _connect(self, address: str, peer: str, meet_index: int) -> Connection:
+        """Open a connection to a host, or to an address of `meet` if the peer's key is unknown (empty)."""
         connection = self.open(socket.socket(), address)
         connection.trust(
-            peer or address, partial(self._answered, place), partial(self._has_closed, peer, place)
+            peer or address,
+            partial(self._read_answer, meet_index),
+            partial(self._has_closed, peer, meet_index),
         )
         connection.send(kind="hello", token=self._settings.token, key=self.key)
         return connection
 
-    def _answered(self, place: int, message: dict[str, Any]) -> None:
+    def _read_answer(self, meet_index: int, message: dict[str, Any]) -> None:
+        """Store the address of a run that another host answers, or deliver its refusal."""
         if message["kind"] == "refused":
-            self._tell("refused", message["why"])
+            self._deliver_to_ranks("refused", message["why"])
         elif message["kind"] != "at":
             raise MalformedError(f"{message['kind']} where only answers come")
         elif not self.machine.run:
-            self._answers[place] = (message["host"], message["is_running"], monotonic())
+            self._answers[meet_index] = _Answer(message["host"], message["is_running"], monotonic())
 
-    def _has_closed(self, host: str, place: int, is_dead: bool) -> None:
-        if not host:
-            del self._asked[place]
-            self._answers.pop(place, None)
-            self._refused |= {place} if is_dead else set()
+    def _has_closed(self, host: str, meet_index: int, is_dead: bool) -> None:
+        """Note that an outgoing connection has ended."""
+        if host:
+            del self._peers[host]
+            self._has_ended(host, is_dead)
             return
-        del self._peers[host]
-        self._has_ended(host, is_dead)
+        del self._asked[meet_index]
+        self._answers.pop(meet_index, None)
+        if is_dead:
+            self._refused.add(meet_index)
 
     def _has_ended(self, host: str, is_dead: bool) -> None:
-        """Note that a connection from or to a host has ended; a host that leaves says so on one from it."""
+        """Note that a connection from or to a host has ended. A host that leaves says so on its own connection."""
         if not is_dead:
             return
         if self._has_connection_from(host):
@@ -204,16 +254,21 @@ class Host(SocketThread):
             self._lose_dead(host)
 
     def _has_connection_from(self, host: str) -> bool:
-        to_host = self._peers.get(host)
-        return any(each.peer == host and each is not to_host for each in self._connections())
+        """Return whether a connection from another host is still open."""
+        outgoing = self._peers.get(host)
+        return any(
+            connection.peer == host and connection is not outgoing
+            for connection in self._connections()
+        )
 
     def _lose_dead(self, host: str) -> None:
+        """Mark a host as lost, because its process has ended."""
         self._ended_s.pop(host, None)
         self.machine.lose(host, "closed", f"host {name_of(host)} is lost: it closed a connection")
         self._act()
 
-    def _lose_those_who_sent_no_word(self, now: float) -> None:
-        """Lose the hosts that closed a connection a tick ago: what they had sent by then has been read."""
+    def _lose_hosts_without_goodbye(self, now: float) -> None:
+        """Mark hosts as lost that closed a connection a tick ago: everything they had sent by then has been read."""
         for host, ended_s in list(self._ended_s.items()):
             if now - ended_s >= self._settings.tick_s:
                 self._lose_dead(host)
@@ -221,55 +276,60 @@ class Host(SocketThread):
     # ---- from other hosts, and from ranks of this one ----------------------------------------------------------------
 
     def greet(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Take a first message: of a rank of this host, or of another host."""
+        """Read the first message of a connection, from a rank of this host or from another host."""
         if message["kind"] != "hello":
             raise MalformedError("no greeting")
         if connection.sock.family == socket.AF_UNIX:
-            credentials = connection.sock.getsockopt(
-                socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
-            )
-            local = int(message["local"])
-            if (
-                struct.unpack("3i", credentials)[1] != os.getuid()
-                or local in self._ranks
-                or local == 0
-            ):
-                raise MalformedError(f"local rank {local} is another user's, or there already")
-            self._ranks[local] = connection
-            self._seen_s[local] = monotonic()
-            connection.trust(
-                f"rank {local}",
-                partial(self._hear_rank, local),
-                partial(self._has_rank_ended, local),
-            )
-            connection.send(kind="hello", key=self.key)
+            self._greet_rank(connection, int(message["local"]))
         elif message["token"] != self._settings.token:
-            mine, other = differing_parts(self._settings.token, str(message["token"]))
-            why = f"`token` of host {self._settings.host} (={mine}) must be that of this host (={other})"
-            log.warning(
-                "elastic: refused host %s: its `token` is %s, and not %s",
-                message["key"],
-                other,
-                mine,
-            )
-            connection.send(
-                kind="refused",
-                why=f"{why}. Start every host with the same code, options, data and libraries",
-            )
+            self._refuse(connection, message)
         else:
             key = str(message["key"])
             connection.trust(
                 key, partial(self._hear_host, key, connection), partial(self._has_ended, key)
             )
 
+    def _greet_rank(self, connection: Connection, local: int) -> None:
+        """Accept another rank of this host, if it is a process of the same user."""
+        credentials = connection.sock.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+        )
+        _, uid, _ = struct.unpack("3i", credentials)
+        if uid != os.getuid() or local in self._ranks or local == 0:
+            raise MalformedError(f"local rank {local} is another user's, or there already")
+        self._ranks[local] = connection
+        self._seen_s[local] = monotonic()
+        connection.trust(
+            f"rank {local}",
+            partial(self._hear_rank, local),
+            partial(self._has_rank_ended, local),
+        )
+        connection.send(kind="hello", key=self.key)
+
+    def _refuse(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Refuse a host whose token differs, and tell it the differing settings."""
+        token, refused_token = differing_parts(self._settings.token, str(message["token"]))
+        log.warning(
+            "elastic: refused host %s: its `token` is %s, and not %s",
+            message["key"],
+            refused_token,
+            token,
+        )
+        why = (
+            f"`token` of host {self._settings.host} (={token}) must be that of this host (={refused_token}). "
+            "Start every host with the same code, options, data and libraries"
+        )
+        connection.send(kind="refused", why=why)
+
     def _hear_host(self, host: str, connection: Connection, message: dict[str, Any]) -> None:
+        """Read a message of another host."""
         self._seen_s[host] = monotonic()
         kind = message["kind"]
         if kind == "ask":
             if not self.machine.is_over:
-                self._tell_where(connection)
+                self._answer(connection)
         elif kind == "at":
-            self._answered(-1, message)
+            self._read_answer(_CALLER, message)
         elif kind == "join":
             self._join(host, [int(step) for step in message["committed"]])
         elif kind != "alive":
@@ -277,6 +337,7 @@ class Host(SocketThread):
             self._act()
 
     def _hear_rank(self, local: int, message: dict[str, Any]) -> None:
+        """Read a message of another rank of this host."""
         self._seen_s[local] = monotonic()
         if message["kind"] == "come":
             self.come(int(message["committed"]), local=local)
@@ -286,88 +347,120 @@ class Host(SocketThread):
             del self._ranks[local]
 
     def _has_rank_ended(self, local: int, is_dead: bool) -> None:
+        """Report that another rank of this host is gone, unless it has said goodbye."""
         if local in self._ranks and not self.machine.is_over:
             self._deliver("lost", f"rank {local} of this host is gone")
 
     def tick(self, now: float, is_late: bool) -> None:
-        """Give signs of life, and look who gave none."""
+        """Send signs of life, and mark hosts and ranks as lost that sent none.
+
+        Args:
+            now: Current time in seconds.
+            is_late: Whether this thread was paused so long that it has not read the others' messages.
+        """
         machine = self.machine
-        silent_s = self._settings.silent_s
         if machine.is_over:
             return
-        if is_late:  # none was heard meanwhile, for no fault of theirs
+        # The others are not to blame for messages that were not read meanwhile.
+        if is_late:
             self._seen_s = dict.fromkeys(self._seen_s, now)
-        self._lose_those_who_sent_no_word(now)
+        self._lose_hosts_without_goodbye(now)
         self._num_ticks += 1
         is_full_round = self._num_ticks % TICKS_WITHIN_HOST == 0
         if is_full_round or not machine.run:
             self._meet(now)
-        watched = {*(machine.candidates() if machine.run else ()), *machine.lobby} - {
-            *machine.lost,
-            self.key,
-        }
+        self._watch_hosts(now)
+        self._watch_ranks(now, sends_sign=is_full_round)
+        self._act()
+
+    def _watch_hosts(self, now: float) -> None:
+        """Send a sign of life to other hosts, and mark hosts as lost that were silent."""
+        machine = self.machine
+        silent_s = self._settings.silent_s
+        watched = set(machine.lobby)
+        if machine.run:
+            watched.update(machine.candidates())
+        watched.difference_update(machine.lost)
+        watched.discard(self.key)
         for host in sorted(watched):
             self._peer(host).send(kind="alive")
             if now - self._seen_s.setdefault(host, now) > silent_s:
                 machine.lose(host, "silent", f"host {name_of(host)} was silent for {silent_s:g} s")
-        for local, each in self._ranks.items():
-            if is_full_round:
-                each.send(kind="alive")
-            if now - self._seen_s[local] > (limit_s := 2 * silent_s):
+
+    def _watch_ranks(self, now: float, *, sends_sign: bool) -> None:
+        """Send a sign of life to the ranks of this host if it is due, and report ranks that were silent."""
+        limit_s = 2 * self._settings.silent_s
+        for local, connection in self._ranks.items():
+            if sends_sign:
+                connection.send(kind="alive")
+            if now - self._seen_s[local] > limit_s:
                 self._deliver("lost", f"rank {local} of this host was silent for {limit_s:g} s")
-        self._act()
 
     # ---- meeting -----------------------------------------------------------------------------------------------------
 
     def _meet(self, now: float) -> None:
-        """Ask for the run, or found one; one that runs calls those who wait elsewhere."""
+        """Ask for a run or found one, or call hosts that wait elsewhere if this host coordinates a run."""
         machine = self.machine
-        starts = not machine.run and len(machine.committed) == self._settings.ranks_per_host
-        if not starts and not machine.is_head():
+        is_starting = not machine.run and len(machine.committed) == self._settings.ranks_per_host
+        if not is_starting and not machine.is_head():
             return
-        for place, address in enumerate(self._settings.meet):
-            if place != self._place:
-                if place not in self._asked:
-                    self._asked[place] = self._connect(address, "", place)
-                if starts:
-                    self._asked[place].send(kind="ask")
-                else:
-                    self._tell_where(self._asked[place])
-        if starts:
+        for meet_index, address in enumerate(self._settings.meet):
+            if meet_index == self._meet_index:
+                continue
+            if meet_index not in self._asked:
+                self._asked[meet_index] = self._connect(address, "", meet_index)
+            if is_starting:
+                self._asked[meet_index].send(kind="ask")
+            else:
+                self._answer(self._asked[meet_index])
+        if is_starting:
             self._join_or_form(now)
 
-    def _tell_where(self, connection: Connection) -> None:
+    def _answer(self, connection: Connection) -> None:
+        """Send the key of the host to join, and whether it has a run."""
         connection.send(kind="at", host=self.machine.head(), is_running=bool(self.machine.run))
 
     def _join_or_form(self, now: float) -> None:
+        """Ask a host to join its run or its lobby, or found a run if no host comes first."""
+        host = self._host_to_join(now)
+        if host is not None:
+            machine = self.machine
+            committed = [machine.committed[local] for local in range(self._settings.ranks_per_host)]
+            self._peer(host).send(kind="join", committed=committed)
+        elif self._meet_index is not None:
+            self._form_if_complete(now, self._meet_index)
+
+    def _host_to_join(self, now: float) -> str | None:
+        """Return a host with a run, else the one at the first address of `meet` before this host's, else None."""
+        answers = {}
+        for meet_index, answer in self._answers.items():
+            if now - answer.time_s < self._settings.silent_s:
+                answers[meet_index] = answer
+        for answer in answers.values():
+            if answer.is_running:
+                return answer.host
+        for meet_index in sorted(answers):
+            if self._meet_index is None or meet_index < self._meet_index:
+                return answers[meet_index].host
+        return None
+
+    def _form_if_complete(self, now: float, meet_index: int) -> None:
+        """Found a run once enough hosts wait in the lobby, and none may be waiting at an earlier address of `meet`."""
         settings = self._settings
         machine = self.machine
-        answers = {
-            place: one for place, one in self._answers.items() if now - one[2] < settings.silent_s
-        }
-        running = [host for host, is_running, _ in answers.values() if is_running]
-        lower = [place for place in sorted(answers) if self._place is None or place < self._place]
-        if running or lower:
-            host = running[0] if running else answers[lower[0]][0]
-            committed = [machine.committed[local] for local in range(settings.ranks_per_host)]
-            self._peer(host).send(kind="join", committed=committed)
-        elif self._place is not None:
-            if len(machine.lobby) != self._num_waiting:
-                self._num_waiting = len(machine.lobby)
-                self._since_s = now
-            num_hosts = 1 + len(machine.lobby)
-            waited_s = now - self._since_s
-            is_sure = waited_s > settings.silent_s or all(
-                place in self._refused for place in range(self._place)
-            )
-            is_full = num_hosts >= settings.max_hosts
-            if is_sure and (
-                is_full or (num_hosts >= settings.min_hosts and waited_s > settings.wait_s)
-            ):
-                machine.form(secrets.token_hex(8))
+        if len(machine.lobby) != self._num_waiting:
+            self._num_waiting = len(machine.lobby)
+            self._since_s = now
+        num_hosts = 1 + len(machine.lobby)
+        waited_s = now - self._since_s
+        is_first = waited_s > settings.silent_s or self._refused.issuperset(range(meet_index))
+        is_full = num_hosts >= settings.max_hosts
+        has_waited = num_hosts >= settings.min_hosts and waited_s > settings.wait_s
+        if is_first and (is_full or has_waited):
+            machine.form(secrets.token_hex(8))
 
     def _join(self, host: str, committed: list[int]) -> None:
-        """Take a host into the lobby, once it can be reached from here too; it asks again until then."""
+        """Take a host into the lobby if it can be reached from here too. Otherwise it asks again later."""
         if len(committed) != self._settings.ranks_per_host:
             raise MalformedError("another number of ranks on a host")
         if (not self.machine.run or self.machine.is_head()) and self._peer(host).is_connected:
