@@ -1,4 +1,4 @@
-"""What is timed of codecs: their passes alone, and sums between nodes through them."""
+"""Benchmarks of codecs: their passes alone, and all-reduces between nodes through them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ CODED_SUMS = tuple(
 
 
 def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    """Return a call that encodes `num_bytes` of float32, and decodes and adds up two messages of as many."""
+    """Return a call that encodes `num_bytes` of float32, then decodes and adds two such messages."""
     coder = Coder(CODECS[name], device)
     flat = torch.ones(num_bytes // 4, device=device)  # blocks of zeros would take no time
-    messages = torch.empty(
-        2, coder.codec.message_bytes(flat.numel()), dtype=torch.uint8, device=device
-    )
+    message_bytes = coder.codec.message_bytes(flat.numel())
+    messages = torch.empty(2, message_bytes, dtype=torch.uint8, device=device)
     blocks = Blocks.of(coder, flat)
     total = torch.empty_like(flat)
     blocks.encode(flat, messages[1], sender=1)
@@ -39,9 +38,15 @@ def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], 
 
 
 def coded_engines(**settings: Any) -> dict[str, CommEngine]:
-    """Return an engine for each codec, by the name of its sums. Collective; `settings`: those of `CommEngine`."""
+    """Return one engine per codec, by the name of its all-reduces in `CODED_SUMS`.
+
+    Collective: every rank of the group must call it, in the same order.
+
+    Args:
+        **settings: Arguments of `CommEngine`, except `plan` and `dtype_across_nodes`.
+    """
     plan = CommPlan(algorithm="two_level")
-    return {
-        f"two_level_{name}": CommEngine(plan=plan, dtype_across_nodes=CODECS[name], **settings)
-        for name in CODECS
-    }
+    engines = {}
+    for name, codec in CODECS.items():
+        engines[f"two_level_{name}"] = CommEngine(plan=plan, dtype_across_nodes=codec, **settings)
+    return engines

@@ -1,4 +1,4 @@
-"""Memory of activations, measured on the meta device: what is alive in a step of a network, tensor by tensor."""
+"""Activation memory and FLOPs of a training step, measured tensor by tensor on the meta device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from torch.utils._pytree import tree_iter
 
 from lightning_hybrid.precision.window import HalfPrecisionWindow
 
-MOST_IMAGES = (
-    2**16
-)  # beyond, bytes are taken to grow with the batch: sizes of tensors must stay below 2^63
+# Larger batches are extrapolated in proportion, because tensor sizes must stay below 2^63.
+MOST_IMAGES = 2**16
 aten = torch.ops.aten
 HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count of the bytes of all tensors that are alive and were made within the context, and of its FLOPs.
+    """Counter of FLOPs, and of the bytes of all live tensors that were created within the context.
 
-    Views count once. FLOPs are those of products, by torch's own formulas.
+    A tensor and its views count once. FLOPs cover products only, by torch's own formulas.
 
     Args:
         known: Tensors that do not count.
@@ -41,13 +40,16 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.now = self.peak = self.flops = 0
+        self.now = 0
+        self.peak = 0
+        self.flops = 0
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
-        self._known = list(known)  # so that no address is used again
+        # References keep these tensors alive, so that no new tensor reuses one of their addresses.
+        self._known = list(known)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not: torch would import its compiler for that, which takes seconds."""
+        """Return False: torch would import its compiler otherwise, which takes seconds."""
         return False
 
     def __torch_dispatch__(
@@ -57,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         args: Any = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation; count its products, and the memory of its results until they are freed."""
+        """Run an operation, counting its FLOPs and the memory of its results until they are freed."""
         kwargs = kwargs or {}
         results = shapes_of(func, args, kwargs)
         self.flops += flops_of(func, args, kwargs, results)
@@ -81,17 +83,23 @@ class LiveBytes(TorchDispatchMode):
 def example_of(
     model: nn.Module, num_samples: int, shape: Sequence[int], *, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """Return an input on the meta device: images of this shape, or what the network's own `example` makes of it."""
-    if (example := getattr(model, "example", None)) is not None:
+    """Return an input on the meta device.
+
+    The network's own `example` method creates it if there is one. Otherwise it is a batch of images
+    of this shape.
+    """
+    example = getattr(model, "example", None)
+    if example is not None:
         return example(num_samples, *shape, device="meta")
     return torch.empty(num_samples, *shape, device="meta", dtype=dtype)
 
 
 @contextmanager
 def meta_step(model: nn.Module, precision: str) -> Iterator[tuple[nn.Module, torch.dtype]]:
-    """Yield a copy of the network on the meta device as a step of this precision sees it, and the dtype of its input.
+    """Yield a meta-device copy of the network in this precision, and the dtype of its input.
 
-    Gradients of parameters are dropped as soon as they are there: they live in the buckets, which others count.
+    Gradients of parameters are dropped as soon as they are computed: they live in the buckets, whose
+    memory is counted elsewhere.
     """
     shadow = copy.deepcopy(model).to("meta").train()
     for parameter in shadow.parameters():
@@ -99,14 +107,16 @@ def meta_step(model: nn.Module, precision: str) -> Iterator[tuple[nn.Module, tor
     if precision not in HALF:
         yield shadow, torch.float32
         return
-    # The very conversion of a run: which layers stay fp32, and what they return.
+    # A run uses the same conversion, which decides the layers that stay fp32 and their output dtype.
     with HalfPrecisionWindow(shadow, HALF[precision], on_meta=True).opened():
         yield shadow, HALF[precision]
 
 
 def _logarithms(result: Tensor) -> Tensor:
-    # The loss of a classifier keeps them, as large as the logits.
-    return F.log_softmax(result, 1) if result.dim() == 2 else result
+    # A classifier's loss keeps its log-probabilities, which are as large as the logits.
+    if result.dim() == 2:
+        return F.log_softmax(result, 1)
+    return result
 
 
 def _drop(parameter: Tensor) -> None:
@@ -116,10 +126,11 @@ def _drop(parameter: Tensor) -> None:
 def step_bytes(
     model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str
 ) -> int:
-    """Measure the most bytes that forward and backward of a batch hold at once, weights and their gradients aside.
+    """Measure the peak bytes of forward and backward of a batch, without weights and their gradients.
 
-    Counted are what forward keeps for backward, what both need for a moment, what re-materialisation makes again, and
-    two batches of images, as the next one is loaded meanwhile. Not counted are workspaces of the device's libraries.
+    The peak includes activations that forward saves for backward, temporary tensors of both,
+    re-materialised activations, and two batches of images, because the next batch is loaded during
+    the step. It does not include workspaces of the device's libraries.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Sigmoid(), nn.Linear(5, 1))
     >>> images, hidden = 2 * 2 * 12 * 4, 2 * 5 * 4                 # two batches of two images
@@ -132,35 +143,40 @@ def step_bytes(
         inputs = list(tree_iter(images))
         with LiveBytes(known=[*shadow.parameters(), *shadow.buffers(), *inputs]) as live:
             _forward_and_backward(shadow, images)
-    # The images themselves were not counted: their batch, and the next.
-    return (live.peak + 2 * sum(each.nbytes for each in inputs)) * batch_size // counted
+    # `LiveBytes` did not count the images: add this batch and the next.
+    input_bytes = sum(tensor.nbytes for tensor in inputs)
+    return (live.peak + 2 * input_bytes) * batch_size // counted
 
 
 def tracked_bytes(
     model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str
 ) -> int:
-    """Measure what `step_bytes` does by torch's `MemTracker`; that takes seconds for a large network."""
-    from torch.distributed._tools.mem_tracker import MemTracker  # here: it imports torch's compiler
+    """Measure the same peak as `step_bytes` with torch's `MemTracker`, in seconds for a large network."""
+    from torch.distributed._tools.mem_tracker import MemTracker  # imports torch's compiler
 
     with meta_step(model, precision) as (shadow, dtype), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of gradients that are None
+        warnings.simplefilter("ignore")  # torch warns about gradients that are None
         images = example_of(shadow, batch_size, image_shape, dtype=dtype)
         tracker = MemTracker()
         inputs = list(tree_iter(images))
         tracker.track_external(shadow, *inputs)
         with tracker:
             _forward_and_backward(shadow, images)
-        known = sum(each.nbytes for each in (*shadow.parameters(), *shadow.buffers(), *inputs))
+        external_tensors = [*shadow.parameters(), *shadow.buffers(), *inputs]
+        external_bytes = sum(tensor.nbytes for tensor in external_tensors)
         peak: int = tracker.get_tracker_snapshot("peak")[torch.device("meta")]["Total"]
-    return peak - known + 2 * sum(each.nbytes for each in inputs)
+    input_bytes = sum(tensor.nbytes for tensor in inputs)
+    return peak - external_bytes + 2 * input_bytes
 
 
 def _forward_and_backward(network: nn.Module, images: Any) -> None:
-    # Whatever the network returns; frozen networks have no backward. A product sums without SymPy.
+    # A network may return any structure of tensors. A frozen one has no backward.
     results = [value for value in tree_iter(network(images)) if isinstance(value, Tensor)]
     rows = [
         _logarithms(result.float()).reshape(1, -1) for result in results if result.requires_grad
     ]
+
+    # Sum by a matrix product: torch's own sum imports SymPy on the meta device.
     losses = [row.mm(row.new_empty(row.shape[1], 1)) for row in rows]
     del results, rows
     if losses:
@@ -168,12 +184,12 @@ def _forward_and_backward(network: nn.Module, images: Any) -> None:
 
 
 def has_checkpointing(model: nn.Module) -> bool:
-    """Whether the network has the option `checkpoint_activations`, as those of this library."""
+    """Return True if the network has the option `checkpoint_activations`, as this library's networks do."""
     return hasattr(model, "checkpoint_activations")
 
 
 def with_checkpointing(model: nn.Module, *, is_on: bool) -> nn.Module:
-    """Return a copy of the network that re-materialises its activations, or does not."""
+    """Return a copy of the network with re-materialisation of activations switched on or off."""
     changed = copy.deepcopy(model)
     changed.checkpoint_activations = is_on  # type: ignore[assignment]
     return changed
@@ -183,100 +199,130 @@ def with_checkpointing(model: nn.Module, *, is_on: bool) -> nn.Module:
 
 
 def shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation, by shapes alone where all tensors are on the meta device."""
+    """Run an operation, by shapes alone if all its tensors are on the meta device."""
     is_plain = func in SHAPES and not kwargs.keys() - {"pin_memory", "memory_format"}
-    is_meta = all(not isinstance(each, Tensor) or each.is_meta for each in args)
-    result = SHAPES[func](*args) if is_plain and is_meta else None
-    return func(*args, **kwargs) if result is None else result
+    is_meta = all(not isinstance(value, Tensor) or value.is_meta for value in args)
+
+    result = None
+    if is_plain and is_meta:
+        result = SHAPES[func](*args)
+    if result is None:
+        return func(*args, **kwargs)
+    return result
 
 
 def _elementwise(first: Tensor, second: Any, *_: Any) -> Tensor:
-    shape = np.broadcast_shapes(
-        first.shape, getattr(second, "shape", ())
-    )  # those of torch import SymPy
+    # NumPy's function, because torch's imports SymPy.
+    shape = np.broadcast_shapes(first.shape, getattr(second, "shape", ()))
     return first.new_empty(shape, dtype=torch.result_type(first, second))
 
 
 def _reduced(tensor: Tensor, dims: Sequence[int] | None, keepdim: bool = False) -> Tensor:
-    gone = {dim % tensor.dim() for dim in dims or range(tensor.dim())}
-    left = [
-        1 if dim in gone else size
-        for dim, size in enumerate(tensor.shape)
-        if keepdim or dim not in gone
-    ]
-    return tensor.new_empty(left)
+    reduced_dims = {dim % tensor.dim() for dim in dims or range(tensor.dim())}
+    shape = []
+    for dim, size in enumerate(tensor.shape):
+        if dim not in reduced_dims:
+            shape.append(size)
+        elif keepdim:
+            shape.append(1)
+    return tensor.new_empty(shape)
 
 
 def _product(first: Tensor, second: Tensor) -> Tensor | None:
-    return (
-        first.new_empty(first.shape[0], second.shape[1])
-        if first.shape[1] == second.shape[0]
-        else None
-    )
-
-
-def _batch_norm(images: Tensor, *more: Any) -> tuple[Tensor, ...] | None:
-    if any(each is not None and each.shape != images.shape[1:2] for each in more[:4]):
+    if first.shape[1] != second.shape[0]:
         return None
-    num_statistics = images.shape[1] * more[4]  # none in evaluation
-    return images.new_empty(images.shape), *(
-        images.new_empty(num_statistics, dtype=torch.float32) for _ in range(2)
-    )
+    return first.new_empty(first.shape[0], second.shape[1])
+
+
+def _batch_norm(images: Tensor, *options: Any) -> tuple[Tensor, ...] | None:
+    # The first four are weight, bias, running mean and running variance, each of them optional.
+    for tensor in options[:4]:
+        if tensor is not None and tensor.shape != images.shape[1:2]:
+            return None
+
+    is_training = options[4]
+    num_statistics = images.shape[1] if is_training else 0
+    output = images.new_empty(images.shape)
+    mean = images.new_empty(num_statistics, dtype=torch.float32)
+    inverse_deviation = images.new_empty(num_statistics, dtype=torch.float32)
+    return output, mean, inverse_deviation
 
 
 def _gradients(
-    gradient: Tensor, images: Tensor, weight: Tensor, *more: Any
+    gradient: Tensor, images: Tensor, weight: Tensor, *options: Any
 ) -> tuple[Tensor | None, ...]:
-    # Of a convolution or a normalisation, whose third parameter is a bias.
-    likes = ((images, images.shape), (weight, weight.shape), (weight, gradient.shape[1:2]))
-    return tuple(
-        like.new_empty(shape) if wanted else None
-        for (like, shape), wanted in zip(likes, more[-1], strict=True)
-    )
+    # Gradients of a convolution or normalisation: of its input, its weight and its bias.
+    output_mask = options[-1]
+    templates = ((images, images.shape), (weight, weight.shape), (weight, gradient.shape[1:2]))
+    gradients: list[Tensor | None] = []
+    for (like, shape), is_wanted in zip(templates, output_mask, strict=True):
+        if is_wanted:
+            gradients.append(like.new_empty(shape))
+        else:
+            gradients.append(None)
+    return tuple(gradients)
 
 
-def _places(images: Tensor, *, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[int]:
-    sizes = zip(images.shape[2:], kernel, stride, padding, dilation, strict=True)
-    return [
-        (size + 2 * pad - apart * (width - 1) - 1) // step + 1
-        for size, width, step, pad, apart in sizes
-    ]
+def _output_sizes(
+    images: Tensor, *, kernel: Any, stride: Any, padding: Any, dilation: Any
+) -> list[int]:
+    output_sizes = []
+    windows = zip(images.shape[2:], kernel, stride, padding, dilation, strict=True)
+    for size, width, step, pad, spacing in windows:
+        output_sizes.append((size + 2 * pad - spacing * (width - 1) - 1) // step + 1)
+    return output_sizes
 
 
-def _convolution(images: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor | None:
-    if more[3] or images.dim() != weight.dim() or images.shape[1] != more[5] * weight.shape[1]:
+def _convolution(
+    images: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+) -> Tensor | None:
+    stride, padding, dilation, is_transposed, _, groups = options
+    if is_transposed or images.dim() != weight.dim():
         return None
-    places = _places(
-        images, kernel=weight.shape[2:], stride=more[0], padding=more[1], dilation=more[2]
-    )
-    return images.new_empty(images.shape[0], weight.shape[0], *places) if min(places) > 0 else None
-
-
-def _max_pool(images: Tensor, kernel: Any, *more: Any) -> tuple[Tensor, Tensor] | None:
-    if len(more) != 2 or images.dim() != 4 or not all(len(each) == 2 for each in (kernel, *more)):
+    if images.shape[1] != groups * weight.shape[1]:
         return None
-    places = _places(images, kernel=kernel, stride=more[0], padding=more[1], dilation=(1, 1))
-    shape = (*images.shape[:2], *places)
-    return (
-        (images.new_empty(shape), images.new_empty(shape, dtype=torch.int64))
-        if min(places) > 0
-        else None
+
+    output_sizes = _output_sizes(
+        images, kernel=weight.shape[2:], stride=stride, padding=padding, dilation=dilation
     )
+    if min(output_sizes) <= 0:
+        return None
+    return images.new_empty(images.shape[0], weight.shape[0], *output_sizes)
+
+
+def _max_pool(images: Tensor, kernel: Any, *options: Any) -> tuple[Tensor, Tensor] | None:
+    # With dilation or ceil mode, torch has to compute the shape.
+    if len(options) != 2 or images.dim() != 4:
+        return None
+    stride, padding = options
+    if not all(len(values) == 2 for values in (kernel, stride, padding)):
+        return None
+
+    output_sizes = _output_sizes(
+        images, kernel=kernel, stride=stride, padding=padding, dilation=(1, 1)
+    )
+    if min(output_sizes) <= 0:
+        return None
+    shape = (*images.shape[:2], *output_sizes)
+    return images.new_empty(shape), images.new_empty(shape, dtype=torch.int64)
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Count the products of an operation, two for each pair; 0 of what is none."""
-    if func in PRODUCTS and not (func is aten.convolution.default and args[6]):
+    """Return the FLOPs of an operation's products, two for each multiply-add, or 0 for others."""
+    is_convolution = func is aten.convolution.default
+    is_transposed = is_convolution and args[6]
+    if func in PRODUCTS and not is_transposed:
         return PRODUCTS[func](result, *args)
-    if "attention" not in func.name() and func not in (
-        aten.convolution.default,
-        aten.baddbmm.default,
-    ):
+
+    has_formula = is_convolution or func is aten.baddbmm.default or "attention" in func.name()
+    if not has_formula:
         return 0
-    from torch.utils.flop_counter import flop_registry  # here: it imports Triton
+    from torch.utils.flop_counter import flop_registry  # imports Triton
 
     formula = flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else formula(*args, **kwargs, out_val=result)
+    if formula is None:
+        return 0
+    return formula(*args, **kwargs, out_val=result)
 
 
 PRODUCTS: dict[Any, Callable[..., int]] = {
@@ -287,8 +333,9 @@ PRODUCTS: dict[Any, Callable[..., int]] = {
     aten.bmm.default: lambda result, first, second: 2 * result.numel() * first.shape[-1],
     aten.addmm.default: lambda result, bias, first, second: 2 * result.numel() * first.shape[-1],
 }
-# Of what most networks consist of: torch takes these apart on the meta device, and imports its compiler and SymPy for
-# that, which takes seconds. The results have the same bytes. None: arguments that torch has to look at, or refuse.
+# Result shapes of the operations that most networks consist of. On the meta device torch decomposes these
+# operations and imports its compiler and SymPy to do so, which takes seconds. The results have the same
+# bytes. A function returns None for arguments that torch itself has to handle or reject.
 SHAPES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
         (aten.add.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.threshold_backward.default),

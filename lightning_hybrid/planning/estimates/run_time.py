@@ -13,12 +13,12 @@ class PlannedRun:
     """Length, failures and rates of a run on a named cluster.
 
     Args:
-        about: Cluster and network, in words.
-        epochs: Passes over the training set.
-        images_per_epoch: Images of the training set.
-        failures: How often ranks fail, and what a failure costs.
-        watts_per_node: For the energy of the run; None: unknown.
-        price_per_node_hour: For the price of the run; None: unknown.
+        about: Description of the cluster and the network.
+        epochs: Number of passes over the training set.
+        images_per_epoch: Number of images in the training set.
+        failures: Failure rate of the ranks, and the cost of a failure.
+        watts_per_node: Power of a node, for the energy of the run. None: unknown.
+        price_per_node_hour: Price of a node, for the price of the run. None: unknown.
     """
 
     about: str
@@ -29,21 +29,22 @@ class PlannedRun:
     price_per_node_hour: float | None = None
 
     def num_steps(self, global_batch_size: int) -> float:
-        """Return the steps of the whole run."""
+        """Return the number of steps of the run, which may be a fraction."""
         return self.epochs * self.images_per_epoch / global_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
-    """Expected seconds of a run, and the ends of what 80 % of runs take.
+    """Expected seconds of a run, and the interval that holds 80 % of runs.
 
     Args:
-        work_s: Steps alone.
-        run_s: With start, checkpoints and failures.
-        low_s: The shortest likely steps with few failures.
-        high_s: The longest likely steps with many.
+        work_s: Seconds of the steps alone.
+        run_s: Seconds of the run with start, checkpoints and failures.
+        low_s: Lower end, with the shortest likely steps and few failures.
+        high_s: Upper end, with the longest likely steps and many failures.
         elastic_s: `run_s` of an elastic run.
-        step_bounds_s: Ends of the steps; None: unknown, and `low_s` and `high_s` are of failures alone.
+        step_bounds_s: Shortest and longest likely seconds of a step. None: unknown, so that `low_s` and
+            `high_s` differ by failures only.
     """
 
     work_s: float
@@ -56,15 +57,23 @@ class RunTime:
     @classmethod
     def of(cls, scenario: Scenario, step_s: float, num_steps: float, failures: Failures) -> RunTime:
         """Simulate the run with steps of `step_s`."""
-        both = scenario.bounds()
         gpus = scenario.cluster.world_size
-        ends_s = None if both is None else (both[0].run().step_s, both[1].run().step_s)
-        simulated = [
-            failures.simulated_s(num_steps * each_s, gpus) for each_s in ends_s or (step_s, step_s)
-        ]
-        low_s, high_s = (
-            each[int(share * len(each))] for each, share in zip(simulated, SHARES, strict=True)
-        )
+        step_bounds_s: tuple[float, float] | None = None
+        fastest_step_s = step_s
+        slowest_step_s = step_s
+        bounds = scenario.bounds()
+        if bounds is not None:
+            fastest, slowest = bounds
+            fastest_step_s = fastest.run().step_s
+            slowest_step_s = slowest.run().step_s
+            step_bounds_s = (fastest_step_s, slowest_step_s)
+
+        fast_runs_s = failures.simulated_s(num_steps * fastest_step_s, gpus)
+        slow_runs_s = failures.simulated_s(num_steps * slowest_step_s, gpus)
+        low_share, high_share = SHARES
+        low_s = fast_runs_s[int(low_share * len(fast_runs_s))]
+        high_s = slow_runs_s[int(high_share * len(slow_runs_s))]
+
         work_s = num_steps * step_s
         return cls(
             work_s=work_s,
@@ -72,9 +81,9 @@ class RunTime:
             low_s=failures.start_s + low_s,
             high_s=failures.start_s + high_s,
             elastic_s=failures.start_s + failures.elastic_s(work_s, gpus),
-            step_bounds_s=ends_s,
+            step_bounds_s=step_bounds_s,
         )
 
     def costs(self, rate_per_s: float) -> tuple[float, float, float]:
-        """Return what the run costs at a rate, and the ends."""
+        """Return the cost of the run at a rate per second, with the lower and upper end."""
         return rate_per_s * self.run_s, rate_per_s * self.low_s, rate_per_s * self.high_s
