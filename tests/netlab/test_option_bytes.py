@@ -146,7 +146,7 @@ class Slow(Deep):
 
 def take_turns(trainer, module, batch, batch_idx):
     """Of three steps, let the gather be waited for at once, of the next three in forward; return the time."""
-    shared = trainer.strategy._extensions.made[0]._parts
+    shared = trainer.strategy._extensions.made[0]._sharded_fit
     if batch_idx == 0:
         shared.late, shared.gathers_s, gather_ = shared._late, [], shared.weights.gather_
 

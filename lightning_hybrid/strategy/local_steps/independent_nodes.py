@@ -49,7 +49,7 @@ class NodeAverage:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether tensors can be sent between nodes in a narrower dtype."""
+        """True if tensors can be sent between nodes in a narrower dtype."""
         return self._engine.dtype_across_nodes is not None
 
     def begin_step(self, num_steps: int) -> None:

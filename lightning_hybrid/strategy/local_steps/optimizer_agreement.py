@@ -110,6 +110,9 @@ class _OptimizerTensors:
                             device_type=value.device.type,
                         )
 
+    def _parameter_of(self, entry: _Entry) -> Tensor:
+        return self._parameters[entry.optimizer][entry.parameter]
+
     def compare(self, value: Any) -> tuple[bool, list[Any]]:
         """Return whether all ranks have the same entries, and the `value` of each rank.
 
@@ -136,7 +139,7 @@ class _OptimizerTensors:
             self._add_if_missing(entry)
 
     def _add_if_missing(self, entry: _Entry) -> None:
-        parameter = self._parameters[entry.optimizer][entry.parameter]
+        parameter = self._parameter_of(entry)
         state = self._states[entry.optimizer][parameter]
         if state.get(entry.name) is not None:
             return
@@ -169,7 +172,7 @@ class _OptimizerTensors:
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield names and tensors, and whether each is a moment and not a count."""
         for entry in self._entries:
-            parameter = self._parameters[entry.optimizer][entry.parameter]
+            parameter = self._parameter_of(entry)
             tensor = self._states[entry.optimizer][parameter][entry.name]
             has_shape_of_moment = len(entry.shape) > 0 or entry.shape == tuple(parameter.shape)
             has_dtype_of_moment = entry.dtype.is_floating_point or entry.dtype.is_complex

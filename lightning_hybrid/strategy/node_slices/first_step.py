@@ -250,7 +250,7 @@ class FirstStep:
 
     @property
     def is_inside_pair(self) -> bool:
-        """Whether features are those of one slice now."""
+        """True while features are those of one slice."""
         return self._open_pair is not None
 
     def add_record(self, name: str, record: _PairRecord | _OutputRecord) -> None:

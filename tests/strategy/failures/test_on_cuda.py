@@ -178,7 +178,10 @@ def test_the_nodes_group_of_local_steps_is_not_waited_for_where_it_was_aborted(
         )
     engine = SimpleNamespace(failure=failure, close=lambda: None)
     extension = object.__new__(local_steps.LocalStepsExtension)
-    extension._nodes, extension._ignored = SimpleNamespace(node_engine=engine, group="nodes"), None
+    extension._nodes, extension._warning_filter = (
+        SimpleNamespace(node_engine=engine, group="nodes"),
+        None,
+    )
     extension.end(
         SimpleNamespace(engine=SimpleNamespace(failure=""), device=torch.device(device_type)), None
     )
