@@ -332,9 +332,8 @@ class ElasticFit:
             RuntimeError: The step returns no loss.
         """
         self._step_arguments = args
-        loader = self._loader
-        is_from_closure = not self._runs_shard and loader is not None and self._shards
-        if is_from_closure and loader.first != self._shards[0]:
+        is_from_closure = not self._runs_shard and bool(self._shards)
+        if is_from_closure and self._loader is not None and self._loader.first != self._shards[0]:
             batch = self._batch_of(self._shards[0])
 
         output = step(batch, *args)
@@ -598,9 +597,10 @@ def _text_of_option(value: Any) -> str:
 
 def _completed_future(value: Tensor) -> Future[Tensor]:
     """Return a future that holds a value already."""
-    devices: list[torch.device] | None = None
+    future: Future[Tensor]
     if value.is_cuda:
-        devices = [value.device]
-    future: Future[Tensor] = Future(devices=devices)
+        future = Future(devices=[value.device])
+    else:
+        future = Future()
     future.set_result(value)
     return future

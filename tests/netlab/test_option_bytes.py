@@ -147,18 +147,18 @@ class Slow(Deep):
 
 def take_turns(trainer, module, batch, batch_idx):
     """Time three steps that wait for the gather at once, and three that wait in forward."""
-    shared = trainer.strategy._extensions.members[0]._parts
+    shared = trainer.strategy._extensions.members[0]._sharded_fit
     if batch_idx == 0:
         shared.late = shared._late
         shared.gathers_s = []
-        gather_ = shared.weights.gather_
+        gather_ = shared.exchange.gather_
 
-        def timed(*args):
+        def timed(*args, **options):
             begin_s = time.perf_counter()
-            gather_(*args)
+            gather_(*args, **options)
             shared.gathers_s.append(time.perf_counter() - begin_s)
 
-        shared.weights.gather_ = timed
+        shared.exchange.gather_ = timed
     shared._late = shared.late if batch_idx // 3 % 2 else None
     return time.perf_counter(), shared.gathers_s
 

@@ -1,1 +1,1 @@
-"""Local steps: each node trains on its own for some steps, and then the nodes' weights are averaged."""
+"""Local SGD: nodes train independently and average their weights, with an optional outer step."""

@@ -1,11 +1,11 @@
-"""Steps of each node on its own, and the average of the nodes after them, for the strategy."""
+"""Local SGD as an extension: nodes train independently, and weights are averaged between them after every period."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import compress
 from typing import Any
 
 import torch
@@ -37,16 +37,16 @@ from lightning_hybrid.strategy.local_steps.optimizer_agreement import (
 )
 from lightning_hybrid.strategy.options import LocalSteps
 
-# The entry of a checkpoint with the momentum of the outer step, by name of a parameter.
+# Entry of a checkpoint with the momentum of the outer step, by name of the parameter.
 OUTER_MOMENTUM = "outer_momentum"
 
-
-# torch's, where the first step of an optimizer was skipped: nodes go on with the rates of the others.
+# Warning of torch about a schedule whose optimizer skipped its first step. Here the schedule steps on purpose: a node
+# that skips a step keeps the learning rate of the other nodes.
 TOO_EARLY = r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`"
 
 
 def local_steps_for(fit: FitContext, steps: LocalSteps) -> LocalStepsExtension | None:
-    """Make the extension; on one node None, with a warning."""
+    """Return the extension, or None with a warning if there is one node only."""
     if fit.topology.num_nodes > 1:
         return LocalStepsExtension(fit, steps)
     rank_zero_warn(
@@ -57,7 +57,15 @@ def local_steps_for(fit: FitContext, steps: LocalSteps) -> LocalStepsExtension |
 
 
 class LocalStepsExtension(FitExtension):
-    """Averages weights over nodes every so many steps, with `between_nodes=LocalSteps(...)`."""
+    """Average of weights over nodes after every period of local steps, for `between_nodes=LocalSteps(...)`.
+
+    Args:
+        fit: The fit to come.
+        steps: Options of the local steps.
+
+    Raises:
+        ValueError: Nodes, module, callbacks or precision cannot be combined with local steps.
+    """
 
     def __init__(self, fit: FitContext, steps: LocalSteps) -> None:
         refuse_excluded(
@@ -68,28 +76,31 @@ class LocalStepsExtension(FitExtension):
             | in_precision(fit.precision)
         )
         self.steps = steps
-        self._nodes: IndependentNodes | None = None  # from set-up to end
-        self._loaded_momentum: dict[str, Tensor] | None = None  # of a checkpoint, until nodes part
-        self._ignored: Any = None  # of Python's warnings
+        self._nodes: IndependentNodes | None = None  # from set-up to the end of the fit
+        # From a checkpoint, until nodes begin to train independently.
+        self._loaded_momentum: dict[str, Tensor] | None = None
+        self._warning_filter: Any = None
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
-        """Return the options, to be compared between ranks."""
+        """Return the options that all ranks must agree on."""
         return {"compared": {"between_nodes": self.steps}}
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Make the groups of the nodes. Collective."""
+        """Create the process groups of the nodes.
+
+        Collective: every rank must call it, in the same order.
+        """
         self._nodes = _new_nodes(fit)
-        # One node may leave a step out that another takes; all come to the next batch.
-        self._nodes.ends_in_step = not is_overridden(
-            "optimizer_step", fit.module, "pytorch.LightningModule"
-        )
+        # With an overridden `optimizer_step` one node may skip a step that another takes. All reach the next batch.
+        has_own_step = is_overridden("optimizer_step", fit.module, "pytorch.LightningModule")
+        self._nodes.ends_in_step = not has_own_step
         for config in fit.trainer.lr_scheduler_configs:
-            # A node that skips a step would fall behind the others' rate for good.
+            # Otherwise a node that skips a step would keep another learning rate than the other nodes.
             release_schedule(config)
         warnings.filterwarnings("ignore", TOO_EARLY, UserWarning)
-        self._ignored = warnings.filters[0]
+        self._warning_filter = warnings.filters[0]
         rank_zero_info(
             f"comm: gradients are averaged in each of {fit.topology.num_nodes} nodes from step "
             f"{self.steps.from_step} on, weights and momentum between them every "
@@ -99,42 +110,45 @@ class LocalStepsExtension(FitExtension):
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """From the step on from which nodes train on their own, let them. Collective where a period ends."""
+        """Let nodes train independently from step `from_step` on. Collective at the end of a period."""
         nodes = self._nodes
-        steps = self.steps
         if nodes is None:
             return
-        fit.engine.raise_if_failed()  # another node may have failed, for which nothing here waits
+        fit.engine.raise_if_failed()  # on another node, for which no step here waits
         num_steps = fit.trainer.global_step
-        if not nodes.is_apart and num_steps >= steps.from_step:
-            nodes.part(fit.wrapped)
-            nodes.num_periods = steps.num_periods(num_steps)
-            nodes.versions = [one._version for one in _frozen(fit)]
-            if steps.has_outer_step or nodes.average.is_narrow:
-                nodes.outer = self._new_outer_step(fit)
-        if nodes.is_apart:
-            if not nodes.ends_in_step and steps.num_periods(num_steps) > nodes.num_periods:
-                self._average(fit)
-            nodes.num_periods = steps.num_periods(num_steps)
-            nodes.note_step()  # user code may step past Lightning
-            if (
-                batch_idx == steps.every
-                and num_steps == 0
-                and not fit.module.automatic_optimization
-            ):
-                rank_zero_warn(
-                    f"`between_nodes.every` (={steps.every}) counts `trainer.global_step`, which is still 0 after "
-                    f"{batch_idx} batches: nodes do not average their weights. Step the optimizers of "
-                    "`self.optimizers()`, not those inside of them."
-                )
+        if not nodes.is_independent and num_steps >= self.steps.from_step:
+            self._separate_nodes(fit, nodes)
+        if not nodes.is_independent:
+            return
+
+        num_periods = self.steps.num_periods(num_steps)
+        if not nodes.ends_in_step and num_periods > nodes.num_periods:
+            self._average(fit)
+        nodes.num_periods = num_periods
+        nodes.mark_diverged()  # here too, as user code may step past Lightning
+        is_uncounted = batch_idx == self.steps.every and num_steps == 0
+        if is_uncounted and not fit.module.automatic_optimization:
+            rank_zero_warn(
+                f"`between_nodes.every` (={self.steps.every}) counts `trainer.global_step`, which is still 0 after "
+                f"{batch_idx} batches: nodes do not average their weights. Step the optimizers of "
+                "`self.optimizers()`, not those inside of them."
+            )
+
+    def _separate_nodes(self, fit: RunningFit, nodes: IndependentNodes) -> None:
+        nodes.separate(fit.wrapped)
+        nodes.num_periods = self.steps.num_periods(fit.trainer.global_step)
+        nodes.versions = [parameter._version for parameter in _frozen(fit)]
+        if self.steps.has_outer_step or nodes.average.is_narrow:
+            nodes.outer = self._new_outer_step(fit)
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Average over nodes where a period ends, which is then collective."""
+        """Step, and average over nodes at the end of a period, which then is collective."""
         outputs = run()
-        if self._nodes is not None and self._nodes.is_apart:
-            self._nodes.note_step()
-            num_steps = fit.trainer.global_step + 1  # Lightning counts this one later
-            if self._nodes.ends_in_step and self.steps.end_at(num_steps):
+        nodes = self._nodes
+        if nodes is not None and nodes.is_independent:
+            nodes.mark_diverged()
+            num_steps = fit.trainer.global_step + 1  # Lightning counts this step later
+            if nodes.ends_in_step and self.steps.end_at(num_steps):
                 with fit.outside_of_steps():
                     self._average(fit, num_steps)
         return outputs
@@ -142,26 +156,38 @@ class LocalStepsExtension(FitExtension):
     # ---- averages --------------------------------------------------------------------------------------------------
 
     def _average(self, fit: RunningFit, num_steps: int | None = None) -> None:
-        # Collective. What the next steps begin with: weights, statistics and momentum. `num_steps`: taken so far.
+        """Average weights, statistics and momentum over nodes, with which the next steps begin.
+
+        Collective: every rank must call it, in the same order.
+
+        Args:
+            fit: The fit.
+            num_steps: Number of steps taken so far. None: `trainer.global_step`.
+        """
         nodes = self._nodes
         if nodes is None or not nodes.has_own_weights:
             return
-        nodes.average.begin_step(fit.trainer.global_step if num_steps is None else num_steps)
+        nodes.average.begin_step(num_steps if num_steps is not None else fit.trainer.global_step)
         weights = list(_weights(fit).values())
         if nodes.outer is None:
             nodes.average.average_(weights)
-        else:  # weights stay what they are until all of it has arrived
-            moved = nodes.outer.moved(weights)
-            nodes.average.average_(moved, is_narrow=True)
-            nodes.outer.step_(weights, moved)
+        else:
+            # Weights are not written until all differences have arrived.
+            differences = nodes.outer.differences(weights)
+            nodes.average.average_(differences, is_narrow=True)
+            nodes.outer.step_(weights, differences)
         nodes.average.average_(_statistics(fit))
         average_momentum_(fit.optimizers, nodes.average)
-        if others := _other_buffers(fit):
-            broadcast_first_(others)
+        buffers = _buffers_without_statistics(fit)
+        if buffers:
+            broadcast_first_(buffers)
         nodes.has_own_weights = False
 
     def _average_all(self, fit: RunningFit) -> None:
-        # Collective. All ranks then hold the same, of which one file has all.
+        """Give all ranks the same state, which one file then holds completely.
+
+        Collective: every rank must call it, in the same order.
+        """
         self._average(fit)
         self._average_moving_averages(fit)
         if self._nodes is not None and self._nodes.has_own_state:
@@ -169,24 +195,21 @@ class LocalStepsExtension(FitExtension):
             self._nodes.has_own_state = False
 
     def _average_moving_averages(self, fit: RunningFit) -> None:
-        # Collective. Each node's has followed its own weights; the steps do not need them.
+        """Average moving averages of weights. Each node's follow its own weights, and steps do not need them.
+
+        Collective: every rank must call it, in the same order.
+        """
         nodes = self._nodes
-        if nodes is not None and nodes.has_own_moving_averages:
-            frozen = _frozen(fit)
-            if frozen:  # a teacher's weights, which user code writes; most are as they were loaded
-                pairs = zip(frozen, nodes.versions, strict=True)
-                is_new = torch.tensor(
-                    [one._version != seen for one, seen in pairs], device=nodes.average.device
-                )
-                is_new = is_new.to(torch.int32)
-                dist.all_reduce(is_new, dist.ReduceOp.MAX)
-                written = [
-                    one for one, is_one in zip(frozen, is_new.tolist(), strict=True) if is_one
-                ]
-                nodes.average.average_(written)
-            nodes.average.average_(_moving_averages(fit))
-            nodes.versions = [one._version for one in frozen]
-            nodes.has_own_moving_averages = False
+        if nodes is None or not nodes.has_own_moving_averages:
+            return
+        frozen = _frozen(fit)
+        if frozen:
+            # User code may write frozen parameters, such as the weights of a teacher. Most were not written since they
+            # were loaded.
+            nodes.average.average_(_written_on_any_rank(frozen, nodes))
+        nodes.average.average_(_moving_averages(fit))
+        nodes.versions = [parameter._version for parameter in frozen]
+        nodes.has_own_moving_averages = False
 
     # ---- outer step ------------------------------------------------------------------------------------------------
 
@@ -195,81 +218,94 @@ class LocalStepsExtension(FitExtension):
         outer = OuterStep(
             list(weights.values()), lr=self.steps.outer_lr, momentum=self.steps.outer_momentum
         )
-        saved = self._loaded_momentum
+        loaded_momentum = self._loaded_momentum
         self._loaded_momentum = None
-        for name, momentum in zip(
-            weights, outer.momenta, strict=False
-        ):  # there is none without momentum
-            if saved is not None and name in saved:
-                momentum.copy_(saved[name])
+        if loaded_momentum is not None and outer.momenta:
+            for name, momentum in zip(weights, outer.momenta, strict=True):
+                if name in loaded_momentum:
+                    momentum.copy_(loaded_momentum[name])
         return outer
 
     def save(self, fit: FitContext, checkpoint: dict[str, Any]) -> None:
-        """Add the momentum of the outer step."""
-        outer = None if self._nodes is None else self._nodes.outer
+        """Add the momentum of the outer step to the checkpoint."""
+        outer = None
+        if self._nodes is not None:
+            outer = self._nodes.outer
         if outer is not None and outer.momenta:
-            checkpoint[OUTER_MOMENTUM] = dict(
-                zip(_trained_by_name(fit), outer.momenta, strict=True)
-            )
-        elif self._loaded_momentum is not None:  # resumed, and not yet trained
+            names = _trained_parameters(fit)
+            checkpoint[OUTER_MOMENTUM] = dict(zip(names, outer.momenta, strict=True))
+        elif self._loaded_momentum is not None:
+            # The run was resumed, and nodes do not train independently yet.
             checkpoint[OUTER_MOMENTUM] = self._loaded_momentum
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
-        """Keep the momentum of the outer step until training begins; all nodes have loaded the same."""
+        """Keep the momentum of the outer step until nodes train independently. All nodes load the same state."""
         self._loaded_momentum = checkpoint.get(OUTER_MOMENTUM)
-        if self._nodes is not None:  # within a fit, as LearningRateFinder does
+        if self._nodes is not None:
+            # Callbacks such as LearningRateFinder load during a fit.
             self._nodes.join(fit.wrapped, fit.engine)
 
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
-        """Read the state of the average. Collective while nodes train on their own."""
-        if (
-            fit.failures.ending_error is None
-        ):  # else others do not come: what this node has is better than nothing
+        """Provide the averaged state. Collective while nodes train independently."""
+        # After an error the ranks of other nodes do not join, and this node's state is better than none.
+        if fit.failures.ending_error is None:
             self._average_all(fit)
         yield
 
     # ---- hooks of the loop -----------------------------------------------------------------------------------------
 
     def before_validation(self, fit: RunningFit) -> None:
-        """Validate the average. Collective."""
+        """Average weights and their moving averages, so that validation uses them.
+
+        Collective: every rank must call it, in the same order.
+        """
         self._average(fit)
         self._average_moving_averages(fit)
 
     def before_train_end(self, fit: RunningFit) -> None:
-        """Let hooks at the end of training see the average. Collective."""
+        """Average all state, so that hooks at the end of training see it.
+
+        Collective: every rank must call it, in the same order.
+        """
         self._average_all(fit)
 
     def status(self) -> dict[str, Any]:
-        """Return the ranks that skip the same steps, and those that hold the same now, where not all do."""
+        """Return the group of the ranks that skip the same steps, and the group whose state is equal now.
+
+        The second is None if all ranks hold the same state.
+        """
         nodes = self._nodes
         if nodes is None:
             return {}
-        return {
-            "verdict_group": nodes.group,
-            "node_group": nodes.group if nodes.has_own_state else None,
-        }
+        node_group = None
+        if nodes.has_own_state:
+            node_group = nodes.group
+        return {"verdict_group": nodes.group, "node_group": node_group}
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def failed(self, fit: FitContext, error: BaseException) -> None:
-        """Let the ranks of this node know."""
-        if self._nodes is not None and self._nodes.is_apart:
-            failure = self._nodes.node_engine.failure
-            self._nodes.node_engine.abort(f"{type(error).__name__}: {error}")
-            if failure and failure in str(error):
-                error.add_note(
-                    f"In sums within a node its ranks, here {list(fit.topology.node)}, count from 0."
-                )
+        """Report the failure to the ranks of this node."""
+        if self._nodes is None or not self._nodes.is_independent:
+            return
+        engine = self._nodes.node_engine
+        failure = engine.failure
+        engine.abort(f"{type(error).__name__}: {error}")
+        if failure and failure in str(error):
+            error.add_note(
+                "In all-reduces within a node its ranks are numbered from 0. Here the node has ranks "
+                f"{list(fit.topology.node)}."
+            )
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Free the groups of the nodes."""
+        """Close the engine and the process groups of the nodes."""
         nodes = self._nodes
         self._nodes = None
         self._loaded_momentum = None
         filters: Any = warnings.filters
-        if self._ignored in filters:
-            filters.remove(self._ignored)
+        if self._warning_filter in filters:
+            filters.remove(self._warning_filter)
         if nodes is not None:
             nodes.node_engine.close()
             failure = nodes.node_engine.failure or fit.engine.failure
@@ -293,65 +329,90 @@ def _new_nodes(fit: RunningFit) -> IndependentNodes:
     )
 
 
-# ---- what is averaged ------------------------------------------------------------------------------------------------
+# ---- tensors to average ----------------------------------------------------------------------------------------------
 
 
-def _trained_by_name(fit: FitContext) -> dict[str, Tensor]:
-    # The parameters that DDP averages, by name.
-    return {name: one for name, one in _known_to_ddp(fit) if one.requires_grad}
+def _trained_parameters(fit: FitContext) -> dict[str, Tensor]:
+    """Return the parameters whose gradients DDP averages, by name."""
+    trained: dict[str, Tensor] = {}
+    for name, parameter in _parameters_in_ddp(fit):
+        if parameter.requires_grad:
+            trained[name] = parameter
+    return trained
 
 
 def _frozen(fit: RunningFit) -> list[Tensor]:
-    return [
-        one.detach()
-        for _, one in _known_to_ddp(fit)
-        if not one.requires_grad and one.is_floating_point()
-    ]
+    """Return the floating-point parameters that are not trained."""
+    frozen = []
+    for _, parameter in _parameters_in_ddp(fit):
+        if not parameter.requires_grad and parameter.is_floating_point():
+            frozen.append(parameter.detach())
+    return frozen
 
 
-def _known_to_ddp(fit: FitContext) -> Iterator[tuple[str, Tensor]]:
+def _written_on_any_rank(frozen: Sequence[Tensor], nodes: IndependentNodes) -> list[Tensor]:
+    """Return the frozen parameters that user code has written on any rank since they were last equal.
+
+    Collective: every rank must call it, in the same order.
+    """
+    is_written = []
+    for parameter, version in zip(frozen, nodes.versions, strict=True):
+        is_written.append(parameter._version != version)
+    flags = torch.tensor(is_written, device=nodes.average.device).to(torch.int32)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return list(compress(frozen, flags.tolist()))
+
+
+def _parameters_in_ddp(fit: FitContext) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and parameters that DDP does not ignore."""
     ignored = set(getattr(fit.module, "_ddp_params_and_buffers_to_ignore", ()))
-    return (named for named in fit.module.named_parameters() if named[0] not in ignored)
+    for name, parameter in fit.module.named_parameters():
+        if name not in ignored:
+            yield name, parameter
 
 
 def _weights(fit: RunningFit) -> dict[str, Tensor]:
     """Return the fp32 values that optimizers change, by name."""
-    return {name: parameter.detach() for name, parameter in _trained_by_name(fit).items()}
+    return {name: parameter.detach() for name, parameter in _trained_parameters(fit).items()}
 
 
 def _broadcasts_buffers(fit: RunningFit) -> bool:
-    # Else each rank keeps its own, as under DDP. torch 2.15 has another name for the option.
+    """Return whether ranks share buffers. If not, each rank keeps its own, as with DDP."""
+    # torch 2.15 renames the option to `forward_sync_buffers`.
     broadcasts = fit.ddp_options.get("broadcast_buffers", True)
     return bool(fit.ddp_options.get("forward_sync_buffers", broadcasts))
 
 
 def _statistics(fit: RunningFit) -> list[Tensor]:
-    return _statistics_of(fit.module) if _broadcasts_buffers(fit) else []
-
-
-def _other_buffers(fit: RunningFit) -> list[Tensor]:
     if not _broadcasts_buffers(fit):
         return []
-    averaged = {id(one) for one in _statistics(fit)}
+    return _statistics_of(fit.module)
+
+
+def _buffers_without_statistics(fit: RunningFit) -> list[Tensor]:
+    if not _broadcasts_buffers(fit):
+        return []
+    averaged = {id(statistic) for statistic in _statistics(fit)}
     buffers: list[Tensor] = fit.wrapped.modules_buffers
-    return [one for one in buffers if id(one) not in averaged]
+    return [buffer for buffer in buffers if id(buffer) not in averaged]
 
 
 def _moving_averages(fit: RunningFit) -> list[Tensor]:
-    averages = averages_of(fit.trainer.callbacks)
-    tensors = chain.from_iterable((*one.parameters(), *_statistics_of(one)) for one in averages)
-    return [one.detach() for one in tensors if one.is_floating_point()]
+    """Return the floating-point parameters and statistics of the callbacks' averaged models."""
+    moving_averages = []
+    for model in averages_of(fit.trainer.callbacks):
+        for tensor in (*model.parameters(), *_statistics_of(model)):
+            if tensor.is_floating_point():
+                moving_averages.append(tensor.detach())
+    return moving_averages
 
 
 def _statistics_of(module: nn.Module) -> list[Tensor]:
-    layers = (
-        layer
-        for layer in module.modules()
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats
-    )
-    return [
-        one
-        for layer in layers
-        for one in (layer.running_mean, layer.running_var)
-        if one is not None
-    ]
+    """Return the running means and variances of BatchNorm layers."""
+    statistics = []
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats:
+            for statistic in (layer.running_mean, layer.running_var):
+                if statistic is not None:
+                    statistics.append(statistic)
+    return statistics

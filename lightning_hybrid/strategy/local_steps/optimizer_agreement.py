@@ -1,19 +1,20 @@
-"""One optimizer state, loss scale and count of skipped steps for all nodes, after steps that each took on its own.
+"""Agreement of all nodes on optimizer state, loss scale and skipped steps after local steps.
 
-momentum                at each period's end its average over nodes, as narrow between them as weights are; not Adam's,
-                        which a node divides by its own second moment: where that is zero, nothing would bound a step
-moments, momentum too   in a checkpoint their average; of a node that has none yet, as its steps were skipped, zeros
-counts of steps         the largest
-loss scale              the smallest, with the fewest clean steps
-counts of skipped       the largest
+momentum                averaged over nodes at the end of each period, in the dtype in which weights travel between
+                        nodes. Adam's first moment is left out: a node divides it by its own second moment, and where
+                        that is zero nothing would bound a step
+all moments             averaged in a checkpoint, momentum included. A node that has none yet, because its steps were
+                        skipped, counts as zeros
+counts of steps         the maximum
+loss scale              the minimum, with the smallest number of clean steps
+counts of skipped steps the maximum
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,142 +25,211 @@ from lightning_hybrid.precision.optimizer_protocol import optimizers_within, par
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 from lightning_hybrid.strategy.local_steps.independent_nodes import NodeAverage
 
-# Optimizer, parameter and name of a tensor of state, its shape and dtype, and the kind of device that it is on.
-_Entry = tuple[int, int, str, tuple[int, ...], torch.dtype, str]
-_PLACE = itemgetter(slice(3))
+
+class _Entry(NamedTuple):
+    """Description of one tensor of optimizer state, equal on all ranks that have it.
+
+    Attributes:
+        optimizer: Index of the optimizer.
+        parameter: Index of the parameter in the optimizer.
+        name: Name of the tensor in the parameter's state.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        device_type: Type of the device that holds the tensor.
+    """
+
+    optimizer: int
+    parameter: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
 
 
 @torch.no_grad()
 def average_momentum_(optimizers: Sequence[Optimizer], average: NodeAverage) -> None:
-    """Give all ranks one momentum. Collective: every rank of WORLD must call it."""
-    state = _State(optimizers)
+    """Average momentum over nodes.
+
+    Collective: every rank of WORLD must call it, in the same order.
+    """
+    state = _OptimizerTensors(optimizers)
     has_same_entries, _ = state.compare(None)
     if has_same_entries:
-        average.average_(
-            [value for name, value in state.moments() if name == "momentum_buffer"], is_narrow=True
-        )
-    else:  # rare; a momentum alone is not what an optimizer would begin with
-        state.fill_up()
-        state.average_(average)
+        momenta = [value for name, value in state.moments() if name == "momentum_buffer"]
+        average.average_(momenta, is_narrow=True)
+        return
+    # This is rare. An optimizer would not begin with a momentum alone, so its other state is completed too.
+    state.add_missing_tensors()
+    state.average_(average)
 
 
 @torch.no_grad()
 def agree_on_state_(
     optimizers: Sequence[Optimizer], step_states: Sequence[OptimizerStepState], average: NodeAverage
 ) -> None:
-    """Give all ranks one state of optimizers and loss scales. Collective: every rank of WORLD must call it."""
-    state = _State(optimizers)
-    has_same_entries, found = state.compare([one.state_dict() for one in step_states])
+    """Give all ranks the same state of optimizers, loss scales and skipped steps.
+
+    Collective: every rank of WORLD must call it, in the same order.
+    """
+    state = _OptimizerTensors(optimizers)
+    own_step_states = [step_state.state_dict() for step_state in step_states]
+    has_same_entries, step_states_by_rank = state.compare(own_step_states)
     if not has_same_entries:
-        state.fill_up()
+        state.add_missing_tensors()
     state.average_(average)
     for index, step_state in enumerate(step_states):
-        step_state.load_state_dict(agreed([of_rank[index] for of_rank in found]))
+        states_of_ranks = [states[index] for states in step_states_by_rank]
+        step_state.load_state_dict(agreed(states_of_ranks))
 
 
-class _State:
-    """Tensors of optimizer state in one order."""
+class _OptimizerTensors:
+    """Tensors of the state of optimizers, in an order that is the same on all ranks."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        within = [one for optimizer in optimizers for one in optimizers_within(optimizer)]
-        self._params = [list(parameters_of(one)) for one in within]
-        self._states = [one.state for one in within]
-        self._entries = sorted(_entries(self._params, self._states), key=_PLACE)
+        self._parameters: list[list[Tensor]] = []
+        self._states: list[Any] = []
+        for outer_optimizer in optimizers:
+            for optimizer in optimizers_within(outer_optimizer):
+                self._parameters.append(list(parameters_of(optimizer)))
+                self._states.append(optimizer.state)
+        self._entries = sorted(self._entries_here(), key=_sort_key)
 
-    def compare(self, own: Any) -> tuple[bool, list[Any]]:
-        """Return whether all ranks have the same tensors, and what each gave. Collective."""
+    def _entries_here(self) -> Iterator[_Entry]:
+        """Yield the entries of this rank."""
+        for optimizer_index, parameters in enumerate(self._parameters):
+            state = self._states[optimizer_index]
+            for parameter_index, parameter in enumerate(parameters):
+                for name, value in state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        yield _Entry(
+                            optimizer=optimizer_index,
+                            parameter=parameter_index,
+                            name=str(name),
+                            shape=tuple(value.shape),
+                            dtype=value.dtype,
+                            device_type=value.device.type,
+                        )
+
+    def _parameter_of(self, entry: _Entry) -> Tensor:
+        return self._parameters[entry.optimizer][entry.parameter]
+
+    def compare(self, value: Any) -> tuple[bool, list[Any]]:
+        """Return whether all ranks have the same entries, and the `value` of each rank.
+
+        Collective: every rank of WORLD must call it, in the same order.
+        """
         digest = hashlib.sha256(repr(self._entries).encode()).hexdigest()
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (digest, own))
-        return all(other == digest for other, _ in found), [given for _, given in found]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (digest, value))
+        has_same_entries = all(digest_of_rank == digest for digest_of_rank, _ in gathered)
+        return has_same_entries, [value_of_rank for _, value_of_rank in gathered]
 
-    def fill_up(self) -> None:
-        """Make what other nodes have: a node whose steps were all skipped has no state yet. Collective."""
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, self._entries)
-        self._entries = sorted({entry for of_rank in of_ranks for entry in of_rank}, key=_PLACE)
+    def add_missing_tensors(self) -> None:
+        """Add zeros for tensors that other ranks have: a node whose steps were all skipped has no state yet.
+
+        Collective: every rank of WORLD must call it, in the same order.
+        """
+        entries_by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(entries_by_rank, self._entries)
+        all_entries: set[_Entry] = set()
+        for entries in entries_by_rank:
+            all_entries.update(entries)
+        self._entries = sorted(all_entries, key=_sort_key)
         for entry in self._entries:
-            _make_if_missing(entry, self._params, self._states)
+            self._add_if_missing(entry)
+
+    def _add_if_missing(self, entry: _Entry) -> None:
+        parameter = self._parameter_of(entry)
+        state = self._states[entry.optimizer][parameter]
+        if state.get(entry.name) is not None:
+            return
+        device = torch.device(entry.device_type)
+        if entry.device_type == parameter.device.type:
+            device = parameter.device
+        if entry.shape == tuple(parameter.shape):
+            # In the parameter's order of memory, as optimizers create it.
+            state[entry.name] = torch.zeros_like(
+                parameter, dtype=entry.dtype, device=device, requires_grad=False
+            )
+        else:
+            state[entry.name] = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
 
     def average_(self, average: NodeAverage) -> None:
-        """Average the moments, and take the largest of counts. Collective."""
+        """Average the moments over nodes, and replace counts by their maximum.
+
+        Collective: every rank of WORLD must call it, in the same order.
+        """
         average.average_([value for _, value in self.moments()])
-        _take_largest_(
-            [value for _, value, is_moment in self._tensors() if not is_moment], average.device
-        )
+        counts = [value for _, value, is_moment in self._tensors() if not is_moment]
+        _take_largest_(counts, average.device)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors of moments."""
-        return ((name, value) for name, value, is_moment in self._tensors() if is_moment)
+        """Yield the names and tensors of moments."""
+        for name, value, is_moment in self._tensors():
+            if is_moment:
+                yield name, value
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
-        for optimizer, index, name, shape, dtype, _ in self._entries:
-            param = self._params[optimizer][index]
-            is_moment = (len(shape) > 0 or shape == tuple(param.shape)) and name != "step"
-            is_real = dtype.is_floating_point or dtype.is_complex
-            yield name, self._states[optimizer][param][name], is_moment and is_real
+        """Yield names and tensors, and whether each is a moment and not a count."""
+        for entry in self._entries:
+            parameter = self._parameter_of(entry)
+            tensor = self._states[entry.optimizer][parameter][entry.name]
+            has_shape_of_moment = len(entry.shape) > 0 or entry.shape == tuple(parameter.shape)
+            has_dtype_of_moment = entry.dtype.is_floating_point or entry.dtype.is_complex
+            is_moment = has_shape_of_moment and has_dtype_of_moment and entry.name != "step"
+            yield entry.name, tensor, is_moment
 
 
 def agreed(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one state of loss scale and skipped steps for those of several nodes.
+    """Return one state of loss scale and skipped steps for the states of several nodes.
 
     >>> states = [{"loss_scale": {"scale": scale}, "num_skipped_steps": skipped} for scale, skipped in ((8, 0), (4, 1))]
     >>> agreed(states)
     {'loss_scale': {'scale': 4}, 'num_skipped_steps': 1}
     """
-    found: dict[str, Any] = {}
-    for name, value in states[0].items():
-        each = [state[name] for state in states]
-        # What a loss scale of the user's has besides numbers is rank zero's.
-        found[name] = (
-            {key: _smallest([one[key] for one in each]) for key in value}
-            if name == "loss_scale"
-            else max(each)
-        )
-    return found
+    result: dict[str, Any] = {}
+    for name in states[0]:
+        values = [state[name] for state in states]
+        if name == "loss_scale":
+            result[name] = _agreed_loss_scale(values)
+        else:
+            result[name] = max(values)
+    return result
+
+
+def _agreed_loss_scale(loss_scales: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    agreed_loss_scale = {}
+    for key in loss_scales[0]:
+        agreed_loss_scale[key] = _smallest([loss_scale[key] for loss_scale in loss_scales])
+    return agreed_loss_scale
 
 
 def _smallest(values: Sequence[Any]) -> Any:
-    return min(values) if all(isinstance(value, int | float) for value in values) else values[0]
+    """Return the minimum of numbers, or rank zero's value if a user's loss scale has a value of another type."""
+    if all(isinstance(value, int | float) for value in values):
+        return min(values)
+    return values[0]
 
 
-def _entries(params: Sequence[list[Tensor]], states: Sequence[Any]) -> Iterator[_Entry]:
-    for optimizer, (of_optimizer, state) in enumerate(zip(params, states, strict=True)):
-        for index, param in enumerate(of_optimizer):
-            for name, value in state.get(param, {}).items():
-                if isinstance(value, Tensor):
-                    yield (
-                        optimizer,
-                        index,
-                        str(name),
-                        tuple(value.shape),
-                        value.dtype,
-                        value.device.type,
-                    )
-
-
-def _make_if_missing(entry: _Entry, params: Sequence[list[Tensor]], states: Sequence[Any]) -> None:
-    optimizer, index, name, shape, dtype, device = entry
-    param = params[optimizer][index]
-    if states[optimizer][param].get(name) is not None:
-        return
-    on = param.device if device == param.device.type else torch.device(device)
-    if shape == tuple(param.shape):  # in the same order of memory, as optimizers make it
-        states[optimizer][param][name] = torch.zeros_like(
-            param, dtype=dtype, device=on, requires_grad=False
-        )
-    else:
-        states[optimizer][param][name] = torch.zeros(shape, dtype=dtype, device=on)
+def _sort_key(entry: _Entry) -> tuple[int, int, str]:
+    return entry.optimizer, entry.parameter, entry.name
 
 
 def _take_largest_(counts: Sequence[Tensor], device: torch.device) -> None:
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    """Replace each tensor by its maximum over all ranks, elementwise."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for count in counts:
-        by_kind.setdefault((count.dtype, count.device), []).append(count)
-    for (dtype, own), some in by_kind.items():
-        flat = torch.cat([count.reshape(-1) for count in some])
-        largest = flat.to(device, torch.float64 if dtype.is_floating_point else torch.int64)
+        groups.setdefault((count.dtype, count.device), []).append(count)
+
+    for (dtype, device_of_counts), group in groups.items():
+        wire_dtype = torch.int64
+        if dtype.is_floating_point:
+            wire_dtype = torch.float64
+        flat = torch.cat([count.reshape(-1) for count in group])
+        largest = flat.to(device, wire_dtype)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-        numels = [count.numel() for count in some]
-        for count, value in zip(some, largest.to(own, dtype).split(numels), strict=True):
+
+        numels = [count.numel() for count in group]
+        values = largest.to(device_of_counts, dtype).split(numels)
+        for count, value in zip(group, values, strict=True):
             count.copy_(value.view(count.shape))

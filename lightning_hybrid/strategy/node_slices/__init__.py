@@ -1,1 +1,1 @@
-"""Layers cut over the ranks of a node for the time of a fit, where a network asks for it."""
+"""Layers that are cut over the ranks of a node during a fit, if a network asks for it by `node_slices`."""

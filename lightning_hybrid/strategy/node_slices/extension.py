@@ -1,4 +1,4 @@
-"""`node_slices` as an extension: from the cut, before optimizers are made, to whole layers at the end."""
+"""`node_slices` as an extension: layers are cut before optimizers are created and whole again at the end."""
 
 from __future__ import annotations
 
@@ -24,150 +24,172 @@ from lightning_hybrid.strategy.node_slices.refusals import pruned_layers, refuse
 from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
 
 
-def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExtension | None:
-    """Make the extension; None, with a warning, where nothing is to be cut. `asked`: by options, as of `in_options`.
+def node_slices_for(fit: FitContext, options: Mapping[str, str]) -> NodeSlicesExtension | None:
+    """Return the extension, or None with a warning if there is nothing to cut.
+
+    Args:
+        fit: The fit to come.
+        options: Features that the strategy's options request, with their descriptions.
 
     Raises:
-        ValueError: options, callbacks, nodes or layers do not fit.
+        ValueError: Options, callbacks, nodes or layers do not allow cutting.
     """
     module = fit.module
     topology = fit.topology
-    layers = requested_layers(fit.module)
-    refuse_excluded(
-        {**asked, "node slices": f"`node_slices` (={layers!r:.90})"} | in_nodes(topology)
-    )
+    layers = requested_layers(module)
+    description = f"`node_slices` (={layers!r:.90})"
+    refuse_excluded({**options, "node slices": description} | in_nodes(topology))
     if topology.ranks_per_node == 1:
         rank_zero_warn(
-            f"`node_slices` (={layers!r:.90}) cuts nothing: every node has one rank. Leave it out, or run "
+            f"{description} cuts nothing: every node has one rank. Leave it out, or run "
             "several ranks on each node (`ranks_per_node` says which ranks share one)."
         )
         return None
-    refuse_layers(
-        module, layers, num_slices=len(topology.node), pruned=pruned_layers(fit.trainer.callbacks)
-    )
-    here = [names for names in layers if not any(one.is_meta for one in _parameters(module, names))]
-    return NodeSlicesExtension(
-        here, is_adasum="adasum" in asked
-    )  # others are on the ranks of other stages
+
+    pruned = pruned_layers(fit.trainer.callbacks)
+    refuse_layers(module, layers, num_slices=len(topology.node), pruned=pruned)
+    layers_of_stage = [names for names in layers if not _are_of_other_stages(module, names)]
+    return NodeSlicesExtension(layers_of_stage, is_adasum="adasum" in options)
 
 
 class NodeSlicesExtension(FitExtension):
-    """Cuts the layers that a network names in `node_slices` over the ranks of a node.
+    """Cut of the layers that a network names in `node_slices`, over the ranks of a node.
 
-    Validation within the fit computes with whole weights, from the start of its epoch to its last hook: ranks may have
-    any number of images and batches, and one may run the module alone. Other runs of the trainer find whole layers.
+    Validation during the fit computes with whole weights, from the start of its epoch to its last hook. Ranks may then
+    have different numbers of images and batches, and one rank may run the module alone. Other runs of the trainer, such
+    as `trainer.test`, find whole layers.
+
+    Args:
+        layers: Names of the layers of this rank's stage that are cut together.
+        is_adasum: Whether nodes are combined by Adasum.
     """
 
     def __init__(self, layers: list[tuple[str, ...]], *, is_adasum: bool) -> None:
         self._layers = layers
         self._is_adasum = is_adasum
-        self._slices: SlicedFit | None = None  # from the cut to the end
-        self._is_compared = False  # with whole layers, in the first step
+        self._slices: SlicedFit | None = None  # from the cut to the end of the fit
+        self._is_first_step_compared = False
+        self._averaged: set[int] = set()  # `id`s of the parameters that are averaged in this fit
 
     @property
-    def _cut(self) -> SlicedFit:
+    def _sliced_fit(self) -> SlicedFit:
         assert self._slices is not None
         return self._slices
 
     def before_optimizers(self, fit: FitContext) -> None:
-        """Cut the layers. Collective."""
+        """Cut the layers.
+
+        Collective: every rank must call it, in the same order.
+        """
+        # The ranks of a pipeline's stage, and ranks without DDP's broadcast, begin with the same weights.
+        is_stage = isinstance(fit.topology, ReplicaSets)
+        is_synced = is_stage or not fit.ddp_options.get("init_sync", True)
         self._slices = SlicedFit(
             fit.module,
             self._layers,
-            averages=averages_of(fit.trainer.callbacks),
+            averaged_models=averages_of(fit.trainer.callbacks),
             topology=fit.topology,
             timeout=fit.timeout,
-            is_synced=isinstance(fit.topology, ReplicaSets)
-            or not fit.ddp_options.get("init_sync", True),
+            is_synced=is_synced,
         )
-        rank_zero_info(
-            f"slices: {', '.join(self._cut.names)} over the {len(fit.topology.node)} ranks of each node"
-        )
+        names = ", ".join(self._slices.names)
+        rank_zero_info(f"slices: {names} over the {len(fit.topology.node)} ranks of each node")
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Let optimizers, the verdict on overflow and clipping see all slices. Collective steps follow."""
-        slices = self._cut
+        """Connect optimizers, overflow check and clipping to all slices of the node. Their steps are collective."""
+        slices = self._sliced_fit
         wrapped = fit.wrapped
         refuse_excluded({"node slices": "`node_slices`"} | in_optimizers(fit.optimizers, of=slices))
-        self._averaged = {id(parameter) for parameter in fit.module.parameters()} - slices.frozen
+        parameters = {id(parameter) for parameter in fit.module.parameters()}
+        self._averaged = parameters - slices.frozen
         slices.connect(
             fit.optimizers,
             comm_dtype=fit.hook_state.comm_dtype,
             # DDP's own flag: False between the batches of one step.
-            averages=lambda: bool(wrapped.require_backward_grad_sync),
+            is_last_backward=lambda: bool(wrapped.require_backward_grad_sync),
             is_adasum=self._is_adasum,
             window=getattr(fit.precision, "window", None),
         )
         if has_grad_scaler(fit.precision):
             slices.agree_on_overflow(fit.precision.scaler)
         _connect_stages(fit, slices.largest)
-        clip = partial(
+        fit.precision.clip_grad_by_norm = partial(
             clip_by_norm_over_ranks, device=fit.device, slices=slices, slice_group=slices.node
         )
-        fit.precision.clip_grad_by_norm = clip
 
     def before_training_step(
         self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Compare the first step with that of whole layers. Collective then.
+        """Compare the first step with the same step on whole layers. The first call is collective.
 
         Raises:
-            ValueError: code between two layers, or one that reads a weight, computes something else on slices.
+            ValueError: Code between two layers, or code that reads a weight, computes another function on slices.
         """
-        is_first_step = not self._is_compared
-        self._is_compared = True
+        is_first_step = not self._is_first_step_compared
+        self._is_first_step_compared = True
         # A pipeline compares the loss of its stages with that of the whole network.
         if is_first_step and not isinstance(fit.topology, ReplicaSets):
-            FirstStep(fit, self._cut, args, kwargs).compare()
+            FirstStep(fit, self._sliced_fit, args, kwargs).compare()
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Step, unless a slice was unfrozen: DDP ignores all."""
+        """Step, after a check that no slice was unfrozen: DDP ignores slices, so it would not notice."""
         refuse_what_is_not_averaged(optimizer, self._averaged, fit.module)
         return run()
 
     def in_validation(self, fit: RunningFit) -> None:
-        """Compute with whole layers, of the average while one is swapped in. Collective."""
-        self._cut.gather()
+        """Compute with whole layers, or with those of an averaged model while it is swapped in.
+
+        Collective: every rank must call it, in the same order.
+        """
+        self._sliced_fit.use_whole_layers()
 
     def after_validation(self, fit: RunningFit) -> None:
         """Compute with slices again."""
-        self._cut.drop()
+        self._sliced_fit.use_slices()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
-        """Let the module's state have whole layers on every rank. Collective."""
+        """Provide whole layers in the module's state on every rank.
+
+        Collective: every rank must call it, in the same order.
+        """
         fit.failures.refuse_to_save_alone(
             "`node_slices`", "layers are cut over the ranks of the node"
         )
-        self._cut.is_saving = True
+        self._sliced_fit.is_saving = True
         try:
             yield
         finally:
-            self._cut.is_saving = False
+            self._sliced_fit.is_saving = False
 
     def optimizer_state(
         self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the state, whole on every rank. Collective."""
-        return self._cut.whole_state(state, optimizer)
+        """Return the optimizer state with whole tensors on every rank.
+
+        Collective: every rank must call it, in the same order.
+        """
+        return self._sliced_fit.whole_state(state, optimizer)
 
     def loading(
         self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Load this rank's slices."""
-        return nullcontext(self._cut.cut_state(state, optimizer))
+        """Return a context with this rank's slices of the optimizer state."""
+        return nullcontext(self._sliced_fit.cut_state(state, optimizer))
 
     def status(self) -> dict[str, Any]:
-        """Return how to read this rank's slices alone."""
-        return {} if self._slices is None else {"own_state": self._slices.own_state}
+        """Return the field of `RunStatus` with which this rank's slices are read alone."""
+        if self._slices is None:
+            return {}
+        return {"own_state": self._slices.own_state}
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Note whether the groups are there to be waited for."""
-        self._cut.is_aborted = fit.device.type == "cuda" and bool(fit.engine.failure)
+        """Record whether a failure has ended the process groups, so that nothing waits for them."""
+        self._sliced_fit.is_aborted = fit.device.type == "cuda" and bool(fit.engine.failure)
 
     def put_back(self, fit: FitContext, error: BaseException | None) -> None:
         """Make layers and optimizer state whole again on every rank, unless the run has failed."""
@@ -179,8 +201,13 @@ class NodeSlicesExtension(FitExtension):
             slices.end(fit.optimizers, is_whole=error is None)
 
 
-def _parameters(module: nn.Module, names: tuple[str, ...]) -> list[nn.Parameter]:
-    return [one for name in names for one in module.get_submodule(name).parameters()]
+def _are_of_other_stages(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Return whether a parameter of these layers is on the meta device, as on ranks of other stages."""
+    for name in names:
+        for parameter in module.get_submodule(name).parameters():
+            if parameter.is_meta:
+                return True
+    return False
 
 
 def _connect_stages(fit: FitContext, largest: Callable[[Any], Any] | None) -> None:

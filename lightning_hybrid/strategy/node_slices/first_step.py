@@ -4,11 +4,11 @@ Code between the two layers of a pair is the user's, and so is code that reads a
 may compute another function on slices without an error: softmax over the features of one slice, for example. Each rank
 runs `training_step` twice before the first step, without gradients, on its own batch:
 
-    whole layers    note what enters the last layer of each pair, and what every layer that is cut returns
-    slices          compare, and replace the output of each layer by that of the whole one
+    whole layers    record the input of the last layer of each pair, and the output of every layer
+    slices          compare, and replace the output of each layer that is cut by that of the whole layer
 
-As outputs are replaced, each pair computes from the same input both times, and the first difference is where it begins.
-Dropout is off, because each rank draws masks of its own inside of a pair. Random numbers, buffers and attributes are
+Because outputs are replaced, each pair has the same input in both passes, and the first difference is at its origin.
+Dropout is off, because each rank draws masks of its own inside of a pair. Random states, buffers and attributes are
 restored after each pass, and nothing is logged.
 """
 
@@ -39,22 +39,26 @@ from lightning_hybrid.strategy.extension import RunningFit
 from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
 from lightning_hybrid.strategy.node_slices.sliced_layers import HeadsAttention, SlicedLayer
 
-# Norm of a difference, relative to the norm of the whole. Matrix products of other shapes add in another order: 1e-6 in
-# fp32, 1e-3 in TF32. In half precision a few elements round to the neighbouring number. A softmax over half of the
-# features differs by 0.5.
+# Maximum norm of a difference, relative to the norm with whole layers. Matrix products of other shapes add in another
+# order: 1e-6 in fp32, 1e-3 in TF32. In half precision a few elements round to the neighbouring number. A softmax over
+# half of the features differs by 0.5.
 MIN_TOLERANCE = 1e-3
 TOLERANCE_IN_EPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PairRecord:
-    """Values of one call of the last layer of a pair, or of a layer that is cut by itself, with whole layers."""
+    """Record of one call of a pair, or of a layer that is cut by itself, with whole layers.
 
-    features: Tensor | None  # the input of the pair's last layer
+    Attributes:
+        features: Input of the pair's last layer. None: the layer is cut by itself.
+        output: Output of the last layer.
+        draws: Whether code inside of the pair draws random numbers, which differ between ranks on slices.
+    """
+
+    features: Tensor | None
     output: Any
-    draws: (
-        bool  # whether code inside of the pair draws random numbers, which are the rank's own there
-    )
+    draws: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,43 +70,53 @@ class _OutputRecord:
 
     @classmethod
     def of(cls, output: Any) -> _OutputRecord:
-        # Scalars are losses, to which a penalty on weights adds what a rank's slices have.
-        leaves = [
-            leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim() > 0
-        ]
-        leaves = [leaf for leaf in leaves if leaf.is_floating_point()]
-        return cls(
-            shapes=[tuple(leaf.shape) for leaf in leaves],
-            norms=[float(leaf.detach().double().norm()) for leaf in leaves],
-        )
+        """Return the record of an output's floating-point tensors.
+
+        Scalars are left out. They are losses, which on slices lack the other ranks' terms of a penalty on weights.
+        """
+        shapes = []
+        norms = []
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.is_floating_point():
+                shapes.append(tuple(leaf.shape))
+                norms.append(float(leaf.detach().double().norm()))
+        return cls(shapes=shapes, norms=norms)
 
 
 class _BackwardReachedError(Exception):
-    """The end of a forward in manual optimization."""
+    """Signal that a forward in manual optimization has reached `manual_backward`."""
 
 
 class FirstStep:
-    """The first training step of a fit on one rank, which is run with whole layers and with slices, and compared."""
+    """First training step of a fit on one rank, run with whole layers and with slices, and compared.
+
+    Args:
+        fit: The fit, before its first step.
+        slices: Layers that are cut.
+        args, kwargs: Arguments of `training_step`.
+    """
 
     def __init__(
         self, fit: RunningFit, slices: SlicedFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
+        self.device = fit.device
         self._fit = fit
         self._slices = slices
         self._args = args
         self._kwargs = kwargs
         self._module: nn.Module = fit.module
-        self.device = fit.device
         self._records: defaultdict[str, deque[Any]] = defaultdict(deque)
-        self._draws: set[str] = set()  # pairs that cannot be compared
+        self._not_compared: set[str] = set()  # pairs that draw random numbers
         self._open_pair: tuple[str, ...] | None = None
-        self._message = ""  # the first difference
+        self._message = ""  # about the first difference
 
     def compare(self) -> None:
-        """Run both passes. Collective: every rank of the node must call it.
+        """Run both passes and compare them.
+
+        Collective: every rank of the node must call it, in the same order.
 
         Raises:
-            ValueError: a difference, by the name of the layer or module where it begins.
+            ValueError: The passes differ. The message names the layer or module where the difference begins.
         """
         reason = self._reason_to_skip()
         if reason:
@@ -113,6 +127,37 @@ class FirstStep:
 
         whole_error = self._run(_WholeHooks(self), self._whole_layers())
         slice_error = self._run(_SliceHooks(self), nullcontext())
+        self._raise_difference()
+        if slice_error is not None and whole_error is None:
+            self._raise_from_slices(slice_error)
+        if whole_error is not None and not isinstance(whole_error, _BackwardReachedError):
+            rank_zero_info(
+                "slices: the first step was compared with that of whole layers up to an error: "
+                f"{short(whole_error)}"
+            )
+        if self._not_compared:
+            pairs = ", ".join(sorted(self._not_compared))
+            rank_zero_info(
+                f"slices: {pairs} draw random numbers other than dropout and were not compared with whole layers"
+            )
+
+    def _reason_to_skip(self) -> str:
+        """Return why the step cannot be compared, or an empty string. All ranks of the node return the same."""
+        for argument in (*self._args, *self._kwargs.values()):
+            if isinstance(argument, Iterator):
+                return "`training_step` takes an iterator"
+
+        device = self.device
+        if device.type == "cuda":
+            num_free_bytes = torch.cuda.mem_get_info(device)[0]
+            lacks_memory = num_free_bytes <= 2 * self._slices.num_whole_bytes
+            lacks = self._slices.largest(torch.tensor(float(lacks_memory), device=device))
+            if bool(lacks):
+                return "one rank does not have enough memory for the whole layers"
+        return ""
+
+    def _raise_difference(self) -> None:
+        """Raise the difference on this rank, or else on another rank of the node, if there is one."""
         if self._message:
             self._message += f"\nOn rank {self._slices.topology.rank}."
         messages: list[Any] = [None] * dist.get_world_size(self._slices.node)
@@ -121,39 +166,15 @@ class FirstStep:
             if message:
                 raise ValueError(message)
 
-        if slice_error is not None and whole_error is None:
-            self._raise_from_slices(slice_error)
-        if whole_error is not None and not isinstance(whole_error, _BackwardReachedError):
-            rank_zero_info(
-                f"slices: the first step was compared with that of whole layers up to an error: {short(whole_error)}"
-            )
-        if self._draws:
-            rank_zero_info(
-                f"slices: {', '.join(sorted(self._draws))} draw random numbers other than dropout and were not "
-                "compared with whole layers"
-            )
-
-    def _reason_to_skip(self) -> str:
-        """Return why the step cannot be compared, the same on all ranks of the node; empty if it can."""
-        if any(
-            isinstance(argument, Iterator) for argument in (*self._args, *self._kwargs.values())
-        ):
-            return "`training_step` takes an iterator"
-        device = self.device
-        if device.type == "cuda":
-            has_memory = torch.cuda.mem_get_info(device)[0] > 2 * self._slices.num_whole_bytes
-            lacks = self._slices.largest(torch.tensor(float(not has_memory), device=device))
-            if bool(lacks):
-                return "there is no memory for the whole layers on one rank"
-        return ""
-
     def _raise_from_slices(self, error: Exception) -> None:
+        """Raise an error that occurred on slices only, with a note about the pair in which it occurred."""
         if self._open_pair is not None:
             names = " and ".join(f"`{name}`" for name in self._open_pair)
+            num_slices = dist.get_world_size(self._slices.node)
             error.add_note(
-                f"`node_slices` cuts {names}, and between them each rank has 1/{dist.get_world_size(self._slices.node)}"
-                " of the features. Whole layers compute this step without an error: give layers that run in parallel "
-                "to these the same cut, or leave the names out."
+                f"`node_slices` cuts {names}, and between them each rank has 1/{num_slices} of the features. Whole "
+                "layers compute this step without an error. Give layers that run in parallel to these the same cut, or "
+                "leave the names out."
             )
         raise error
 
@@ -161,14 +182,14 @@ class FirstStep:
 
     @contextmanager
     def _whole_layers(self) -> Iterator[None]:
-        self._slices.gather()
+        self._slices.use_whole_layers()
         try:
             yield
         finally:
-            self._slices.drop()
+            self._slices.use_slices()
 
     def _run(self, hooks: _Hooks, layers: AbstractContextManager[None]) -> Exception | None:
-        """Run `training_step` with these layers and restore all that it moves; return its error."""
+        """Run `training_step` with these hooks and layers, restore all state, and return its error, if any."""
         module = self._module
         isolated_random_state = lightning_function("pytorch.utilities.seed.isolate_rng")
         requires_grad = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
@@ -180,7 +201,7 @@ class FirstStep:
                 put_back(module),
                 layers,
                 temporary_attributes(
-                    module, log=_nothing, log_dict=_nothing, manual_backward=_end_forward
+                    module, log=_ignore_call, log_dict=_ignore_call, manual_backward=_end_forward
                 ),
                 torch.compiler.set_stance("force_eager"),
                 self._fit.precision.forward_context(),
@@ -200,18 +221,18 @@ class FirstStep:
     # ---- records ---------------------------------------------------------------------------------------------------
 
     def groups(self) -> Iterator[tuple[tuple[str, ...], nn.Module, nn.Module, SlicedLayer]]:
-        """Yield the names of layers that are cut together, the first and the last of them, and who has the slice."""
+        """Yield each group of layers: their names, the first and last layer, and the last layer's replacement."""
         for names in self._slices.groups:
             first = self._module.get_submodule(names[0])
             last = self._module.get_submodule(names[-1])
             if isinstance(vars(first).get("sliced"), HeadsAttention):
-                # With whole layers it multiplies by the weight of its `out_proj`, and does not call it.
+                # As a whole layer it multiplies by the weight of its `out_proj` and does not call that layer.
                 yield names, first, first, vars(first)["sliced"]
             else:
                 yield names, first, last, vars(last)["sliced"]
 
-    def other_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules that are not cut themselves, by name."""
+    def whole_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the names and modules that are not cut themselves."""
         cut = set()
         for _, first, last, _ in self.groups():
             cut |= {first, last}
@@ -220,93 +241,104 @@ class FirstStep:
                 yield name, module
 
     def pair_begins(self, names: tuple[str, ...]) -> None:
-        """Note that what is computed from here on is of one slice."""
+        """Record that features are those of one slice from here on."""
         self._open_pair = names
 
     def pair_ends(self) -> None:
-        """Note that what is computed from here on is whole."""
+        """Record that features are whole from here on."""
         self._open_pair = None
 
     @property
     def is_inside_pair(self) -> bool:
-        """Whether features are those of one slice now."""
+        """True while features are those of one slice."""
         return self._open_pair is not None
 
-    def add(self, name: str, record: _PairRecord | _OutputRecord) -> None:
-        """Add what a module has computed with whole layers."""
+    def add_record(self, name: str, record: _PairRecord | _OutputRecord) -> None:
+        """Add the record of one call of a module with whole layers."""
         self._records[name].append(record)
 
-    def record_of(self, name: str) -> Any:
-        """Return what the same call has computed with whole layers, or None if there was none."""
-        return self._records[name].popleft() if self._records[name] else None
+    def next_record(self, name: str) -> Any:
+        """Remove and return the record of the same call with whole layers. None: there was no such call."""
+        records = self._records[name]
+        if not records:
+            return None
+        return records.popleft()
 
     def compare_features(
-        self, names: tuple[str, ...], sliced: SlicedLayer, own: Tensor, record: _PairRecord
+        self, names: tuple[str, ...], sliced: SlicedLayer, features: Tensor, record: _PairRecord
     ) -> None:
-        """Compare the input of the last layer of a pair: own images, and the features of this rank's slice."""
+        """Compare the input of a pair's last layer: this rank's images, and the features of its slice."""
         if record.draws:
-            self._draws.add(" and ".join(f"`{name}`" for name in names))
+            self._not_compared.add(" and ".join(f"`{name}`" for name in names))
             return
         assert record.features is not None
-        cut = sliced.slices["weight"]
+        weight_slice = sliced.slices["weight"]
         ranks = sliced.ranks
         expected = record.features
-        if expected.shape[-1] == cut.shape[1]:
-            expected = expected.index_select(-1, cut.index.to(expected.device))
+        if expected.shape[-1] == weight_slice.whole_shape[1]:
+            expected = expected.index_select(-1, weight_slice.index.to(expected.device))
         num_rows = expected.shape[0]
-        is_of_node = own.shape[0] == ranks.size * num_rows
-        if is_of_node:
-            own = own.narrow(0, ranks.rank * num_rows, num_rows)
-        difference = self._difference(own, expected)
+        has_images_of_node = features.shape[0] == ranks.size * num_rows
+        if has_images_of_node:
+            features = features.narrow(0, ranks.rank * num_rows, num_rows)
+
+        difference = self._difference(features, expected)
         if difference:
             first, last = names
             self._report(
                 f"The input of `{last}` ({difference}) must be the same whether `node_slices` cuts `{first}` and "
-                f"`{last}` or leaves them whole, and in the first training step it is another. Between them there may "
-                "only be operations on single features, and attention whose heads are counted by `view(b, t, -1, "
-                "head_dim)` and not by `num_heads`: move softmax, normalization and other operations over features out "
+                f"`{last}` or leaves them whole, but it differs in the first training step. Between them only "
+                "operations on single features are allowed, and attention whose heads are counted by `view(b, t, -1, "
+                "head_dim)` and not by `num_heads`. Move softmax, normalization and other operations over features out "
                 "of the pair, or leave these names out."
             )
 
-    def compare_output(self, name: str, own: Any, record: _PairRecord | _OutputRecord) -> None:
+    def compare_output(self, name: str, output: Any, record: _PairRecord | _OutputRecord) -> None:
         """Compare the output of a module with that of whole layers."""
-        difference = ""
         if isinstance(record, _PairRecord):
-            values = zip(tree_leaves(own), tree_leaves(record.output), strict=True)
-            for value, expected in values:
-                if isinstance(value, Tensor) and not record.draws:
-                    difference = difference or self._difference(value, expected)
+            difference = self._difference_of_outputs(output, record)
         else:
-            difference = self._difference_of_records(_OutputRecord.of(own), record)
+            difference = self._difference_of_records(_OutputRecord.of(output), record)
         if difference:
+            names = ", ".join(self._slices.names)
             self._report(
                 f"The output of `{name}` ({difference}) must be the same whether `node_slices` cuts layers or leaves "
-                "them whole, and in the first training step it is another. Code that reads the weight of such a layer, "
-                "as `F.linear(x, self.embedding.weight)` does, gets the slice of one rank: call the layer, or leave "
-                f"its name out of `node_slices` (={', '.join(self._slices.names)})."
+                "them whole, but it differs in the first training step. Code that reads the weight of such a layer, as "
+                "`F.linear(x, self.embedding.weight)` does, gets the slice of one rank. Call the layer, or leave its "
+                f"name out of `node_slices` (={names})."
             )
 
-    def _difference(self, own: Tensor, expected: Tensor) -> str:
+    def _difference_of_outputs(self, output: Any, record: _PairRecord) -> str:
+        """Return a description of the first difference between outputs of a layer, or an empty string."""
+        for value, expected in zip(tree_leaves(output), tree_leaves(record.output), strict=True):
+            if isinstance(value, Tensor) and not record.draws:
+                difference = self._difference(value, expected)
+                if difference:
+                    return difference
+        return ""
+
+    def _difference(self, tensor: Tensor, expected: Tensor) -> str:
         """Return a description of the difference of two tensors, or an empty string."""
-        if own.shape != expected.shape:
-            return f"of shape {tuple(own.shape)} for {tuple(expected.shape)}"
+        if tensor.shape != expected.shape:
+            return f"of shape {tuple(tensor.shape)} for {tuple(expected.shape)}"
         wide = expected.detach().double()
         norm = float(wide.norm())
         if not math.isfinite(norm):
-            return ""  # a step that overflows says nothing
-        relative = float((own.detach().double() - wide).norm()) / max(
-            norm, torch.finfo(torch.float64).tiny
-        )
-        return "" if relative <= _tolerance(expected) else f"relative difference {relative:.2g}"
+            return ""  # values that overflow cannot be compared
+        norm_of_difference = float((tensor.detach().double() - wide).norm())
+        relative = norm_of_difference / max(norm, torch.finfo(torch.float64).tiny)
+        if relative <= _tolerance(expected):
+            return ""
+        return f"relative difference {relative:.2g}"
 
-    def _difference_of_records(self, own: _OutputRecord, expected: _OutputRecord) -> str:
-        if own.shapes != expected.shapes:
-            return f"of shape {own.shapes} for {expected.shapes}".replace("[", "").replace("]", "")
+    def _difference_of_records(self, record: _OutputRecord, expected: _OutputRecord) -> str:
+        if record.shapes != expected.shapes:
+            text = f"of shape {record.shapes} for {expected.shapes}"
+            return text.replace("[", "").replace("]", "")
         tolerance = max(MIN_TOLERANCE, TOLERANCE_IN_EPS * _eps_of_autocast(self.device.type))
-        for norm, expected_norm in zip(own.norms, expected.norms, strict=True):
-            if math.isfinite(expected_norm) and not math.isclose(
-                norm, expected_norm, rel_tol=tolerance
-            ):
+        for norm, expected_norm in zip(record.norms, expected.norms, strict=True):
+            is_close = math.isclose(norm, expected_norm, rel_tol=tolerance)
+            if math.isfinite(expected_norm) and not is_close:
                 return f"of norm {norm:.4g} for {expected_norm:.4g}"
         return ""
 
@@ -326,7 +358,7 @@ class _Hooks:
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Install the hooks inside."""
+        """Return a context with the hooks installed."""
         step = self.step
         with ExitStack() as handles:
             for names, first, last, sliced in step.groups():
@@ -338,25 +370,29 @@ class _Hooks:
                     handles.callback(last.register_forward_pre_hook(enter).remove)
                 end = _end_hook(self, names, sliced)
                 handles.callback(last.register_forward_hook(end).remove)
-            for name, module in step.other_modules():
-                handles.callback(module.register_forward_hook(_other_hook(self, name)).remove)
+            for name, module in step.whole_modules():
+                handles.callback(module.register_forward_hook(_module_hook(self, name)).remove)
             yield
 
     def begin_pair(self, names: tuple[str, ...], sliced: SlicedLayer, device: torch.device) -> None:
+        """Handle the input of a pair's first layer."""
         self.step.pair_begins(names)
 
     def enter_last(self, names: tuple[str, ...], sliced: SlicedLayer, features: Tensor) -> None:
+        """Handle the input of a pair's last layer."""
         raise NotImplementedError
 
     def end_pair(self, names: tuple[str, ...], sliced: SlicedLayer, output: Any) -> Any:
+        """Handle the output of a pair's last layer, and return its replacement or None."""
         raise NotImplementedError
 
-    def end_other(self, name: str, output: Any) -> None:
+    def end_module(self, name: str, output: Any) -> None:
+        """Handle the output of a module that is not cut."""
         raise NotImplementedError
 
 
 class _WholeHooks(_Hooks):
-    """Hooks that note what whole layers compute."""
+    """Hooks that record the inputs and outputs of whole layers."""
 
     def __init__(self, step: FirstStep) -> None:
         super().__init__(step)
@@ -364,32 +400,31 @@ class _WholeHooks(_Hooks):
         self._draws = False
 
     def begin_pair(self, names: tuple[str, ...], sliced: SlicedLayer, device: torch.device) -> None:
-        """Draw from the generators as the entrance of a pair does on slices."""
+        """Seed the generators as the entrance of a pair does on slices."""
         super().begin_pair(names, sliced, device)
         sliced.entrance.enter(device)
 
     def enter_last(self, names: tuple[str, ...], sliced: SlicedLayer, features: Tensor) -> None:
-        """Keep the input of the last layer."""
+        """Record the input of the last layer."""
         self._features = features.detach()
         self._draws = sliced.entrance.has_drawn()
 
     def end_pair(self, names: tuple[str, ...], sliced: SlicedLayer, output: Any) -> Any:
-        """Keep the output of the last layer, and go on with random numbers from outside."""
+        """Record the output of the last layer, and restore the random state from before the pair."""
         self.step.pair_ends()
         sliced.entrance.leave()
-        self.step.add(
-            names[-1], _PairRecord(features=self._features, output=output, draws=self._draws)
-        )
+        record = _PairRecord(features=self._features, output=output, draws=self._draws)
+        self.step.add_record(names[-1], record)
         self._features = None
         self._draws = False
 
-    def end_other(self, name: str, output: Any) -> None:
-        """Keep norms of a module's output."""
-        self.step.add(name, _OutputRecord.of(output))
+    def end_module(self, name: str, output: Any) -> None:
+        """Record the norms of a module's output."""
+        self.step.add_record(name, _OutputRecord.of(output))
 
 
 class _SliceHooks(_Hooks):
-    """Hooks that compare what slices compute, and replace it by what whole layers computed."""
+    """Hooks that compare the values on slices with the records, and replace outputs by those of whole layers."""
 
     def __init__(self, step: FirstStep) -> None:
         super().__init__(step)
@@ -397,24 +432,26 @@ class _SliceHooks(_Hooks):
 
     def enter_last(self, names: tuple[str, ...], sliced: SlicedLayer, features: Tensor) -> None:
         """Compare the input of the last layer."""
-        self._record = self.step.record_of(names[-1])
+        self._record = self.step.next_record(names[-1])
         if self._record is not None:
             self.step.compare_features(names, sliced, features, self._record)
 
     def end_pair(self, names: tuple[str, ...], sliced: SlicedLayer, output: Any) -> Any:
         """Return the output of whole layers."""
         self.step.pair_ends()
-        record = self._record if self._record is not None else self.step.record_of(names[-1])
+        record = self._record
         self._record = None
+        if record is None:
+            record = self.step.next_record(names[-1])
         if record is None:
             return None
         if record.features is None:
             self.step.compare_output(names[-1], output, record)
         return record.output
 
-    def end_other(self, name: str, output: Any) -> None:
+    def end_module(self, name: str, output: Any) -> None:
         """Compare the output of a module."""
-        record = self.step.record_of(name)
+        record = self.step.next_record(name)
         if record is not None:
             self.step.compare_output(name, output, record)
 
@@ -440,10 +477,10 @@ def _end_hook(hooks: _Hooks, names: tuple[str, ...], sliced: SlicedLayer) -> Cal
     return hook
 
 
-def _other_hook(hooks: _Hooks, name: str) -> Callable[..., None]:
+def _module_hook(hooks: _Hooks, name: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         if not hooks.step.is_inside_pair:
-            hooks.end_other(name, output)
+            hooks.end_module(name, output)
 
     return hook
 
@@ -452,8 +489,9 @@ def _other_hook(hooks: _Hooks, name: str) -> Callable[..., None]:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """A context without dropout, in modules, functions and attention."""
+    """Context that switches dropout off in modules, functions and attention."""
 
+    # Functions with an argument `training`.
     _WITH_TRAINING = frozenset(
         {
             F.dropout,
@@ -479,8 +517,11 @@ class _WithoutDropout(TorchFunctionMode):
             bound.arguments["training"] = False
             return function(*bound.args, **bound.kwargs)
         if function is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            keywords |= {"dropout_p": 0.0} if len(args) <= 4 else {}
+            # `dropout_p` is the fifth argument.
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                keywords["dropout_p"] = 0.0
         if function is torch.dropout:
             return args[0]
         return function(*args, **keywords)
@@ -497,7 +538,7 @@ def _eps_of_autocast(device_type: str) -> float:
     return torch.finfo(torch.get_autocast_dtype(device_type)).eps
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _ignore_call(*args: Any, **kwargs: Any) -> None:
     pass
 
 

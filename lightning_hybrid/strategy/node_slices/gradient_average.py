@@ -1,8 +1,9 @@
-"""Averages of the gradients of slices over nodes, while backward goes on."""
+"""Averaging of the gradients of slices between nodes during backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,22 +15,42 @@ from lightning_hybrid.comm.adasum.combine import adasum_
 from lightning_hybrid.comm.hook import from_wire, split_divisor, to_wire
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _PendingGradient:
+    """Gradient whose average over nodes is under way.
+
+    Attributes:
+        gradient: Gradient of this rank, which receives the average.
+        wire: Copy of the gradient in the dtype on the wire.
+        work: Handle of the all-reduce. None: Adasum combines the gradients when backward ends.
+        divisor: Number by which `wire` is divided at the end.
+    """
+
+    gradient: Tensor
+    wire: Tensor
+    work: Any
+    divisor: float
+
+
 class SliceGradients:
-    """Hooks on slices that make of their gradients what DDP makes of whole ones, before backward returns.
+    """Hooks that average each slice's gradient across nodes during backward, as DDP does for whole parameters.
 
         grad <- (sum over nodes of grad / before) / after          before * after = nodes
         grad <- Adasum over nodes of grad                          inner products are of whole tensors
 
-    A slice's gradient is the average over its node already: of images by the layer's forward, and what else a rank's
-    loss says of its slices is of the strength that it has on whole layers. Sums begin as gradients get ready, in one
-    order on all ranks, as they run the same layers; backward ends when they have arrived. Nodes get the same bits.
+    The gradient of a slice is already the average over its node: the layer's forward averages over images, and other
+    terms of a rank's loss have the same strength as on whole layers. All-reduces start as soon as gradients are ready,
+    in the same order on all ranks, because ranks run the same layers. Backward returns after the last one has arrived.
+    All nodes get the same bits.
 
     Args:
-        slices: The parameters; those that are frozen are left alone.
-        across: The ranks with the same slices, one on each node; None on one node, which has nothing to send.
-        comm_dtype: Dtype on the wire; None: the gradients' own.
-        averages: Returns whether the backward in progress is the last of its step.
-        adasum_in: With Adasum: the ranks that hold the other slices; None: gradients are averaged.
+        slices: Parameters that are slices. Frozen ones are left alone.
+        across: Process group of the ranks with the same slices, one on each node. None: there is one node, and nothing
+            is sent.
+        comm_dtype: Dtype on the wire. None: the dtype of the gradients.
+        is_last_backward: Returns whether the current backward is the last of its step.
+        adasum_group: With Adasum, the process group of the ranks that hold the other slices. None: gradients are
+            averaged.
     """
 
     def __init__(
@@ -38,51 +59,57 @@ class SliceGradients:
         *,
         across: dist.ProcessGroup | None,
         comm_dtype: torch.dtype | None,
-        averages: Callable[[], bool],
-        adasum_in: dist.ProcessGroup | None = None,
+        is_last_backward: Callable[[], bool],
+        adasum_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._across: Any = across
         self._comm_dtype = comm_dtype
-        self._averages = averages
-        self._adasum_in = adasum_in
-        self._under_way: list[tuple[Tensor, Tensor, Any, float]] = []
-        trained = [
-            parameter for parameter in slices if parameter.requires_grad and across is not None
-        ]
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._begin) for parameter in trained
-        ]
+        self._is_last_backward = is_last_backward
+        self._adasum_group = adasum_group
+        self._pending: list[_PendingGradient] = []
+        self._handles: list[Any] = []
+        for parameter in slices:
+            if parameter.requires_grad and across is not None:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._start))
 
     @torch.no_grad()
-    def _begin(self, parameter: Tensor) -> None:
+    def _start(self, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if gradient is None or not self._averages():
+        if gradient is None or not self._is_last_backward():
             return
-        if not self._under_way:
-            Variable._execution_engine.queue_callback(
-                self._end
-            )  # as DDP and FSDP do: at the end of this backward
+        if not self._pending:
+            # At the end of this backward, as in DDP and FSDP.
+            Variable._execution_engine.queue_callback(self._finish)
+
         dtype = self._comm_dtype or gradient.dtype
-        before, after = split_divisor(
-            dist.get_world_size(self._across), is_fp16=dtype is torch.float16
-        )
+        num_nodes = dist.get_world_size(self._across)
+        before, after = split_divisor(num_nodes, is_fp16=dtype is torch.float16)
         wire = to_wire(gradient, dtype, before=before)
-        work = None if self._adasum_in else dist.all_reduce(wire, group=self._across, async_op=True)
-        self._under_way.append((gradient, wire, work, 1 / before if self._adasum_in else after))
+        if self._adasum_group:
+            work = None
+            divisor = 1 / before  # Adasum is no sum: `before` is taken back
+        else:
+            work = dist.all_reduce(wire, group=self._across, async_op=True)
+            divisor = after
+        self._pending.append(
+            _PendingGradient(gradient=gradient, wire=wire, work=work, divisor=divisor)
+        )
 
     @torch.no_grad()
-    def _end(self) -> None:
-        under_way = self._under_way
-        self._under_way = []
-        for gradient, wire, work, after in under_way:
-            if work is not None:
-                work.wait()
+    def _finish(self) -> None:
+        all_pending = self._pending
+        self._pending = []
+        for pending in all_pending:
+            wire = pending.wire
+            if pending.work is not None:
+                pending.work.wait()
             else:
                 adasum_(wire.view(-1), [wire.numel()], self._across, sum_=self._add_up_)
-            from_wire(wire, buffer=gradient, after=after)
+            from_wire(wire, buffer=pending.gradient, after=pending.divisor)
 
     def _add_up_(self, table: Tensor, across: dist.ProcessGroup) -> None:
-        for group in (across, self._adasum_in):
+        """All-reduce inner products over nodes and then over slices, in place."""
+        for group in (across, self._adasum_group):
             dist.all_reduce(table, group=group)
 
     def remove(self) -> None:

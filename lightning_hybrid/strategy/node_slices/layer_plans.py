@@ -1,4 +1,4 @@
-"""Which layers are cut together: what networks ask for, and the plans of layers that come from elsewhere."""
+"""Names of the layers that a network wants to have cut, and plans for layers of torch and `transformers`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-# By the name of the class, as `transformers` need not be there.
+# By class name, because `transformers` may not be installed.
 READY_PLANS: dict[str, Sequence[tuple[str, ...]]] = {
     "MultiheadAttention": (("", "out_proj"),),
     "TransformerEncoderLayer": (("self_attn",), ("linear1", "linear2")),
@@ -17,53 +17,71 @@ READY_PLANS: dict[str, Sequence[tuple[str, ...]]] = {
 
 
 def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return what networks in `module` ask to be cut by `node_slices`: names in `module`, pairs and vocabularies.
+    """Return the layers that `module` and networks in it list in `node_slices`, as names in `module`.
+
+    Each group of names is a pair, or a single embedding or output layer.
 
     Raises:
-        ValueError: with the names that there are.
+        ValueError: A name is no layer of its network, or a layer has no plan.
     """
-    return [
-        group
-        for prefix, network in module.named_modules()
-        for names in getattr(network, "node_slices", ())
-        for group in _groups(network, names, prefix)
-    ]
+    groups: list[tuple[str, ...]] = []
+    for prefix, network in module.named_modules():
+        for names in getattr(network, "node_slices", ()):
+            groups.extend(_groups(network, names, prefix))
+    return groups
 
 
 def _groups(network: nn.Module, names: tuple[str, ...], prefix: str) -> Iterator[tuple[str, ...]]:
+    """Yield the groups for one entry of `node_slices`, or of a plan."""
     try:
         layers = [network.get_submodule(name) for name in names]
     except AttributeError as error:
-        linear = ", ".join(
-            each for each, layer in network.named_modules() if isinstance(layer, nn.Linear)
-        )
+        linear_layers = []
+        for name, layer in network.named_modules():
+            if isinstance(layer, nn.Linear):
+                linear_layers.append(name)
         raise ValueError(
             f"`node_slices` (={names}) must be names of layers, as the network registers them, and {error}. Its linear "
-            f"layers are {linear or 'none'}: write one of these, or leave the name out."
+            f"layers are {', '.join(linear_layers) or 'none'}: write one of these, or leave the name out."
         ) from None
-    names = tuple(".".join(filter(None, (prefix, name))) for name in names)
-    if len(names) > 1 or isinstance(layers[0], nn.Linear | nn.Embedding):
-        yield names
+
+    full_names = tuple(_joined(prefix, name) for name in names)
+    if len(full_names) > 1 or isinstance(layers[0], nn.Linear | nn.Embedding):
+        yield full_names
         return
-    if not (found := list(_planned(layers[0], names[0]))):
+    planned_groups = list(_planned(layers[0], full_names[0]))
+    if not planned_groups:
         raise ValueError(
-            f"`{names[0]}` (={type(layers[0]).__name__}) in `node_slices` must say how it is cut: it has no "
+            f"`{full_names[0]}` (={type(layers[0]).__name__}) in `node_slices` must say how it is cut: it has no "
             f"`tensor_plan()`, and none of its layers is one of {', '.join(READY_PLANS)}. Name pairs of its layers."
         )
-    yield from found
+    yield from planned_groups
+
+
+def _joined(prefix: str, name: str) -> str:
+    if prefix and name:
+        return f"{prefix}.{name}"
+    return prefix or name
 
 
 def _planned(layer: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
-    # The plan of a module goes before those of its layers.
-    plan = layer.tensor_plan() if hasattr(layer, "tensor_plan") else None  # type: ignore[operator]
-    if plan is None:
-        plan = next(
-            (READY_PLANS[one.__name__] for one in type(layer).mro() if one.__name__ in READY_PLANS),
-            None,
-        )
+    """Yield the groups of a layer's plan, or of the plans of the layers in it."""
+    plan = _plan_of(layer)
     if plan is not None:
         for names in plan:
             yield from _groups(layer, names, prefix)
         return
     for name, child in layer.named_children():
         yield from _planned(child, f"{prefix}.{name}")
+
+
+def _plan_of(layer: nn.Module) -> Sequence[tuple[str, ...]] | None:
+    # A plan of the layer itself, even an inherited one, comes before plans of the layers in it.
+    if hasattr(layer, "tensor_plan"):
+        plan: Sequence[tuple[str, ...]] | None = layer.tensor_plan()  # type: ignore[operator]
+        if plan is not None:
+            return plan
+    for base in type(layer).mro():
+        if base.__name__ in READY_PLANS:
+            return READY_PLANS[base.__name__]
+    return None

@@ -1,4 +1,4 @@
-"""Checks, before training, that layers can be cut over the ranks of a node."""
+"""Checks before training that layers can be cut over the ranks of a node."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from torch import nn
 
 from lightning_hybrid.lightning_names import lightning_types
 
-_KINDS = (
+_TYPES = (
     nn.Linear,
     nn.Embedding,
     nn.MultiheadAttention,
     nn.modules.linear.NonDynamicallyQuantizableLinear,
 )
-_PLAIN = {"weight", "bias", "in_proj_weight", "in_proj_bias"}
-_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse", "add_zero_attn")  # that need whole tensors
+_PLAIN_PARAMETERS = {"weight", "bias", "in_proj_weight", "in_proj_bias"}
+# Options of layers that need whole tensors.
+_WHOLE_TENSOR_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse", "add_zero_attn")
 
 
 def pruned_layers(callbacks: Iterable[Any]) -> set[nn.Module]:
-    """Return the layers that callbacks are to prune."""
-    kind = lightning_types("pytorch.callbacks.ModelPruning")
-    return {
-        layer
-        for one in callbacks
-        if isinstance(one, kind)
-        for layer, _ in one._parameters_to_prune or ()
-    }
+    """Return the layers that callbacks will prune."""
+    pruning_types = lightning_types("pytorch.callbacks.ModelPruning")
+    layers: set[nn.Module] = set()
+    for callback in callbacks:
+        if isinstance(callback, pruning_types):
+            for layer, _ in callback._parameters_to_prune or ():
+                layers.add(layer)
+    return layers
 
 
 def refuse_layers(
@@ -37,14 +38,20 @@ def refuse_layers(
     num_slices: int,
     pruned: Container[nn.Module] = (),
 ) -> None:
-    """Check that all that is to be cut can be.
+    """Check that all requested layers can be cut.
+
+    Args:
+        module: Network with the layers.
+        layers: Names of layers in `module` that are cut together, as `requested_layers` returns them.
+        num_slices: Number of ranks of a node.
+        pruned: Layers that callbacks will prune.
 
     Raises:
-        ValueError: names the layer.
+        ValueError: A layer cannot be cut. The message names it.
     """
     names = {layer: name for name, layer in module.named_modules()}
-    rows = list[nn.Module]()
-    others = list[nn.Module]()
+    row_layers: list[nn.Module] = []  # cut by input features: the last layers of pairs
+    column_layers: list[nn.Module] = []  # all others
     for group in layers:
         if len(group) not in (1, 2):
             raise ValueError(
@@ -53,23 +60,34 @@ def refuse_layers(
             )
         first = module.get_submodule(group[0])
         last = module.get_submodule(group[-1])
-        columns: list[nn.Module] = [one for one in first.modules() if type(one) is nn.Linear]
-        columns = columns or [first]
-        others += columns
+        columns: list[nn.Module] = []
+        for layer in first.modules():
+            if type(layer) is nn.Linear:
+                columns.append(layer)
+        if not columns:
+            columns.append(first)
+        column_layers += columns
         if len(group) == 2:
-            rows.append(last)
+            row_layers.append(last)
             _refuse_pair(first, columns, last, group, num_slices)
-    for layer in (*others, *rows):
+
+    for layer in (*column_layers, *row_layers):
         _refuse_layer(layer, names[layer], is_pruned=layer in pruned)
-    _refuse_ties(names, rows, others)
+    _refuse_ties(names, row_layers, column_layers)
 
 
 def _refuse_layer(layer: nn.Module, name: str, *, is_pruned: bool) -> None:
-    held = [*_held(layer), *(option for option in _OPTIONS if getattr(layer, option, None))]
-    held += ["ModelPruning"] * is_pruned
-    if type(layer) not in _KINDS or not _PLAIN.issuperset(held) or "sliced" in vars(layer):
+    features = list(_parameters_of(layer))
+    for option in _WHOLE_TENSOR_OPTIONS:
+        if getattr(layer, option, None):
+            features.append(option)
+    if is_pruned:
+        features.append("ModelPruning")
+
+    is_plain = type(layer) in _TYPES and _PLAIN_PARAMETERS.issuperset(features)
+    if not is_plain or "sliced" in vars(layer):
         raise ValueError(
-            f"`{name}` (={type(layer).__name__} with {', '.join(held)}) must be a torch.nn.Linear, Embedding or "
+            f"`{name}` (={type(layer).__name__} with {', '.join(features)}) must be a torch.nn.Linear, Embedding or "
             "MultiheadAttention to be cut by `node_slices`, exactly that, whole and with plain parameters: a subclass, "
             "pruning, `weight_norm` or such an option needs whole tensors. Leave its name out."
         )
@@ -82,48 +100,62 @@ def _refuse_pair(
     group: tuple[str, ...],
     num_slices: int,
 ) -> None:
-    inside = {id(one) for layer in columns for one in layer.parameters()}
-    if [one for one in first.parameters() if id(one) not in inside]:
+    cut_parameters = set()
+    for layer in columns:
+        cut_parameters |= {id(parameter) for parameter in layer.parameters()}
+    if any(id(parameter) not in cut_parameters for parameter in first.parameters()):
         raise ValueError(
-            f"`{group[0]}` (={type(first).__name__}) must have no parameters but those of its linear layers to be cut "
-            "by `node_slices`: a rank would know of others only what its slice says. Name a pair within it."
+            f"`{group[0]}` (={type(first).__name__}) must have no parameters except those of its linear layers to be "
+            "cut by `node_slices`, because the gradients of others would come from one rank's slice only. Name a pair "
+            "within it."
         )
-    heads: Any = next(
-        (
-            getattr(first, one)
-            for one in ("num_heads", "num_attention_heads")
-            if hasattr(first, one)
-        ),
-        0,
-    )
-    wide = {getattr(one, "out_features", getattr(one, "embed_dim", 0)) for one in columns}
-    features: Any = getattr(last, "in_features", 0)
-    if wide != {features} or features % num_slices or heads % num_slices:
+
+    num_heads: Any = 0
+    for attribute in ("num_heads", "num_attention_heads"):
+        if hasattr(first, attribute):
+            num_heads = getattr(first, attribute)
+            break
+    widths = set()
+    for layer in columns:
+        widths.add(getattr(layer, "out_features", getattr(layer, "embed_dim", 0)))
+    num_features: Any = getattr(last, "in_features", 0)
+    if widths != {num_features} or num_features % num_slices or num_heads % num_slices:
+        out_features = ", ".join(map(str, widths))
+        if num_heads:
+            out_features += f" in {num_heads} heads"
         raise ValueError(
-            f"`out_features` of `{group[0]}` (={', '.join(map(str, wide))}{f' in {heads} heads' * bool(heads)}) must "
-            f"be a multiple of the {num_slices} ranks of a node, as its heads, and `in_features` of `{group[1]}` "
-            f"(={features}): each rank computes on with what it has. Change them, or leave the names out."
+            f"`out_features` of `{group[0]}` (={out_features}) must be a multiple of the {num_slices} ranks of a node, "
+            f"as its heads, and `in_features` of `{group[1]}` (={num_features}), because each rank continues with the "
+            "features that it has. Change them, or leave the names out."
         )
 
 
 def _refuse_ties(
-    names: dict[nn.Module, str], rows: list[nn.Module], others: list[nn.Module]
+    names: dict[nn.Module, str], row_layers: list[nn.Module], column_layers: list[nn.Module]
 ) -> None:
-    places = [
-        id(one) for layer in (*rows, *others) for one in _held(layer).values() if one.dim() > 1
-    ]
-    of_rows = {id(one) for layer in rows for one in _held(layer).values() if one.dim() > 1}
+    cut_layers = [*row_layers, *column_layers]
+    weights_of_cut_layers = [key for layer in cut_layers for key in _weight_ids(layer)]
+    weights_of_rows = {key for layer in row_layers for key in _weight_ids(layer)}
     for layer, name in names.items():
-        for one in _held(layer).values():
-            is_cut = layer in rows or layer in others
-            if id(one) in places and (
-                not is_cut or (id(one) in of_rows and places.count(id(one)) > 1)
-            ):
+        is_cut = layer in cut_layers
+        for parameter in _parameters_of(layer).values():
+            key = id(parameter)
+            if key not in weights_of_cut_layers:
+                continue
+            is_cut_in_two_ways = key in weights_of_rows and weights_of_cut_layers.count(key) > 1
+            if not is_cut or is_cut_in_two_ways:
                 raise ValueError(
                     f"`{name}` (={type(layer).__name__}) must not share its weight with a layer that `node_slices` "
-                    "cuts in another way, or not at all: it would compute with a slice. Untie it, or leave names out."
+                    "cuts in another way, or not at all, because it would compute with a slice. Untie it, or leave "
+                    "names out."
                 )
 
 
-def _held(layer: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: one for name, one in layer._parameters.items() if one is not None}
+def _parameters_of(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of the layer itself, by name."""
+    return {name: value for name, value in layer._parameters.items() if value is not None}
+
+
+def _weight_ids(layer: nn.Module) -> list[int]:
+    """Return the `id`s of the layer's parameters with two dimensions or more."""
+    return [id(value) for value in _parameters_of(layer).values() if value.dim() > 1]

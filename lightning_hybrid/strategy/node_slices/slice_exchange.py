@@ -1,7 +1,7 @@
-"""What ranks that share layers send one another in forward and backward: images, tokens, sums and logits.
+"""Exchange of images, tokens, partial sums and logits among the ranks that share layers, in forward and backward.
 
-One primitive, and its adjoint is itself: each rank sends every other one part of a tensor. torch's own layouts
-(`torch.distributed.tensor.parallel`) send the same on NCCL; on Gloo they sum by whole all-reduces.
+All functions use one primitive, an all-to-all, whose adjoint is an all-to-all again. The tensor-parallel layouts of
+torch (`torch.distributed.tensor.parallel`) send the same data on NCCL; on Gloo they all-reduce whole tensors instead.
 """
 
 from __future__ import annotations
@@ -17,84 +17,108 @@ from lightning_hybrid.comm.engine.node_exchange import all_gather
 from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 
+def _no_wait() -> None:
+    pass
+
+
 class NodeRanks:
-    """The ranks that share layers. What they do here is collective, with as many images `[b, ...]` on every rank."""
+    """Process group of the ranks that share layers, with its collectives.
+
+    Collective: every rank of the group must call each method that sends tensors, in the same order, with the same
+    number of images `[b, ...]`.
+
+    Attributes:
+        is_whole: Whether layers compute with whole tensors now, each rank by itself.
+        is_own_state: Whether state dicts hold this rank's slices. Taking one then is not collective.
+        wait_for_ranks: Function that waits for all ranks before a state dict is gathered.
+        handles: Handles of the hooks at the beginning of pairs.
+        window: Window of half precision, which shows whole tensors in both precisions too. None: there is none.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.is_whole = False  # while layers compute with whole tensors, each rank by itself
-        self.is_own_state = (
-            False  # whether state dicts hold this rank's slices, and to take one is not collective
-        )
-        self.meet: Callable[[], None] = lambda: None  # before a state dict is gathered
-        self.handles: list[Any] = []  # of hooks where pairs begin
-        self.window: HalfPrecisionWindow | None = (
-            None  # of half precision, which shows whole tensors too
-        )
+        self.is_whole = False
+        self.is_own_state = False
+        self.wait_for_ranks: Callable[[], None] = _no_wait
+        self.handles: list[Any] = []
+        self.window: HalfPrecisionWindow | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NodeRanks:
         return self  # a copy of a layer is cut over the same ranks
 
-    def gather(self, own: Tensor) -> Tensor:
-        """Return the images of all ranks, in rank order; their gradients are summed over ranks as `sum_to_own` sums."""
-        return _exchanged(own.expand(self.size, *own.shape).flatten(0, 1), self.group)
+    def gather(self, images: Tensor) -> Tensor:
+        """Return the images of all ranks, `[g b, ...]`, in rank order.
 
-    def sum_to_own(self, parts: Tensor) -> Tensor:
-        """Return the sums over ranks of `[g b, ...]`, of the own images alone; in fp32 at least, rounded once."""
-        return _exchanged(parts, self.group).unflatten(0, (self.size, -1)).sum(0)
+        Backward sums their gradients over ranks, as `reduce_scatter` does.
+        """
+        copies = images.expand(self.size, *images.shape)
+        return _exchange(copies.flatten(0, 1), self.group)
 
-    def own_logits(self, logits: Tensor) -> Tensor:
-        """Return logits of the own images, `[b, ..., c]`, from those of own classes, `[g b, ..., c / g]`."""
-        return (
-            _exchanged(logits, self.group).unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
-        )
+    def reduce_scatter(self, partial_sums: Tensor) -> Tensor:
+        """Return the sum over ranks of `[g b, ...]` for this rank's images, in fp32 at least and rounded once."""
+        received = _exchange(partial_sums, self.group)
+        return received.unflatten(0, (self.size, -1)).sum(0)
 
-    def refuse_unequal_batches(self, images: Tensor, *others: Any) -> None:
-        """Check on a CPU that all ranks have as many images, and other tensors of the same size.
+    def exchange_logits(self, logits: Tensor) -> Tensor:
+        """Return the logits of this rank's images for all classes, `[b, ..., c]`.
+
+        Args:
+            logits: Logits of all images for this rank's classes, `[g b, ..., c / g]`.
+        """
+        received = _exchange(logits, self.group)
+        by_rank = received.unflatten(0, (self.size, -1))
+        return by_rank.movedim(0, -2).flatten(-2)
+
+    def refuse_unequal_batches(self, images: Tensor, *arguments: Any) -> None:
+        """Check on a CPU that all ranks have the same number of images, and arguments of the same size.
 
         Raises:
-            ValueError: on every rank, with what they have.
+            ValueError: Sizes differ. Raised on every rank, with all sizes.
         """
-        # Gloo takes a shorter message for a longer one in silence, or ends the process. On CUDA the host would wait.
+        # Gloo accepts a shorter message for a longer one without an error, or ends the process. On CUDA nothing is
+        # checked, because the host would wait for the device.
         if images.is_cuda:
             return
-        tensors = [images, *(one for one in others if isinstance(one, Tensor))]
-        num_bytes = sum(
-            one[:1].numel() * one.element_size() for one in tensors
-        )  # of an image, in all
-        found = torch.empty(2 * self.size, dtype=torch.int64)
-        all_gather(found, torch.tensor([images.shape[0], num_bytes]), group=self.group)
-        sizes, same = found.view(-1, 2).T.tolist()
-        if len(set(sizes)) > 1:
+        tensors = [images]
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                tensors.append(argument)
+        bytes_per_image = sum(tensor[:1].numel() * tensor.element_size() for tensor in tensors)
+
+        gathered = torch.empty(2 * self.size, dtype=torch.int64)
+        sizes_here = torch.tensor([images.shape[0], bytes_per_image])
+        all_gather(gathered, sizes_here, group=self.group)
+        batch_sizes, image_bytes = gathered.view(-1, 2).T.tolist()
+        if len(set(batch_sizes)) > 1:
             raise ValueError(
                 f"the batch (={images.shape[0]} images here) must have the same size on all ranks that share a layer, "
-                f"and they have {sizes}: images are gathered. Set drop_last=True in the DataLoader."
+                f"and they have {batch_sizes}, because images are gathered. Set drop_last=True in the DataLoader."
             )
-        if len(set(same)) > 1:
-            shapes = [tuple(one.shape) for one in tensors]
+        if len(set(image_bytes)) > 1:
+            shapes = [tuple(tensor.shape) for tensor in tensors]
             raise ValueError(
                 f"the arguments (of shapes {shapes} here) of layers that `node_slices` cuts must be alike on all "
-                "ranks of a node, as they are gathered. Pad to one length, and give `transformers` a mask of 4 "
-                "dimensions, `[b, 1, 1, t]`: another it leaves out where a batch has no padding."
+                "ranks of a node, because they are gathered. Pad to one length, and pass `transformers` a mask of 4 "
+                "dimensions, `[b, 1, 1, t]`: it drops other masks if a batch has no padding."
             )
 
 
 class _Exchange(torch.autograd.Function):
-    """Part r of the first dimension to rank r; backward sends gradients the same way back."""
+    """All-to-all that sends part r of the first dimension to rank r. Backward sends gradients back the same way."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         parts = parts.contiguous()
-        arrived = torch.empty_like(parts)
-        dist.all_to_all_single(arrived, parts, group=group)
-        return arrived
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _Exchange.forward(ctx, gradient, ctx.group), None
 
 
-_exchanged: Callable[[Tensor, dist.ProcessGroup], Tensor] = _Exchange.apply
+_exchange: Callable[[Tensor, dist.ProcessGroup], Tensor] = _Exchange.apply

@@ -1,11 +1,10 @@
-"""The layers of one fit that are cut over the ranks of a node, and what of them others see whole."""
+"""Cutting of layers over the ranks of a node for one fit, with whole state for checkpoints and validation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
@@ -33,65 +32,104 @@ from lightning_hybrid.strategy.node_slices.sliced_layers import (
 )
 from lightning_hybrid.strategy.node_slices.vocabulary import VocabularyEmbedding, VocabularyHead
 
-# How long the ranks of a node may come to a user's `state_dict()` one after another. Our choice: what they do between
-# two collectives takes less, and a call on one rank alone is to be an error before its user looks for another cause.
+# Maximum time in seconds between the first and the last rank of a node that calls a user's `state_dict()`. This is our
+# choice: work between two collectives takes less, and a call on one rank alone should raise an error before the user
+# looks for another cause.
 STATE_LIMIT_S = 20.0
 
 
 def cut_(
     module: nn.Module, layers: Sequence[tuple[str, ...]], ranks: NodeRanks
 ) -> list[SlicedLayer]:
-    """Cut layers of `module`, as of `requested_layers`, in place; return what each does that holds a slice."""
-    found: dict[nn.Module, SlicedLayer] = {}
+    """Cut layers of `module` in place and return the replacement of every layer that holds a slice.
+
+    Args:
+        module: Network whose layers are cut.
+        layers: Names of layers in `module` that are cut together, as `requested_layers` returns them.
+        ranks: Ranks that share the layers.
+    """
+    sliced_layers: dict[nn.Module, SlicedLayer] = {}
     for names in layers:
-        first = module.get_submodule(names[0])
-        last = module.get_submodule(names[-1])
-        entrance = Entrance(ranks)
-        if len(names) == 1:
-            found[first] = (
-                VocabularyEmbedding if isinstance(first, nn.Embedding) else VocabularyHead
-            )(first, entrance)
-            continue
-        if isinstance(first, nn.MultiheadAttention):
-            found[first] = HeadsAttention(first, entrance)
-        else:
-            found |= {
-                one: ColumnLinear(one, entrance)
-                for one in first.modules()
-                if type(one) is nn.Linear
-            }
-            ranks.handles.append(first.register_forward_pre_hook(entrance, with_kwargs=True))
-        found[last] = RowLinear(last, entrance)
-    slices: dict[int, Slice] = {}
-    for layer, sliced in found.items():
-        for name, dim in sliced.dims.items():
-            if (parameter := layer._parameters[name]) is not None and id(parameter) not in slices:
-                one = Slice.of(parameter, dim, ranks, num_blocks=sliced.num_blocks)
-                slices[id(parameter)] = one
-                parameter.data = one.own_of(parameter.detach())
+        sliced_layers.update(_replacements_of_group(module, names, ranks))
+    slices = _cut_parameters(sliced_layers, ranks)
+
     for layer in module.modules():
-        held = {
-            name: slices[id(one)] for name, one in layer._parameters.items() if id(one) in slices
-        }
-        if held:
-            found.setdefault(layer, SlicedLayer(layer, Entrance(ranks))).slices = held
-    for sliced in found.values():
-        sliced.begin()
-    return list(found.values())
+        slices_of_layer = {}
+        for name, parameter in layer._parameters.items():
+            if id(parameter) in slices:
+                slices_of_layer[name] = slices[id(parameter)]
+        if not slices_of_layer:
+            continue
+        if layer not in sliced_layers:
+            # A layer with a tied weight holds a slice, and computes as before.
+            sliced_layers[layer] = SlicedLayer(layer, Entrance(ranks))
+        sliced_layers[layer].slices = slices_of_layer
+
+    for sliced in sliced_layers.values():
+        sliced.install()
+    return list(sliced_layers.values())
+
+
+def _replacements_of_group(
+    module: nn.Module, names: tuple[str, ...], ranks: NodeRanks
+) -> dict[nn.Module, SlicedLayer]:
+    """Return the replacements of the layers of a pair, or of a single embedding or output layer."""
+    first = module.get_submodule(names[0])
+    last = module.get_submodule(names[-1])
+    entrance = Entrance(ranks)
+    if len(names) == 1:
+        if isinstance(first, nn.Embedding):
+            return {first: VocabularyEmbedding(first, entrance)}
+        return {first: VocabularyHead(first, entrance)}
+
+    replacements: dict[nn.Module, SlicedLayer] = {}
+    if isinstance(first, nn.MultiheadAttention):
+        replacements[first] = HeadsAttention(first, entrance)
+    else:
+        for layer in first.modules():
+            if type(layer) is nn.Linear:
+                replacements[layer] = ColumnLinear(layer, entrance)
+        ranks.handles.append(first.register_forward_pre_hook(entrance, with_kwargs=True))
+    replacements[last] = RowLinear(last, entrance)
+    return replacements
+
+
+def _cut_parameters(
+    sliced_layers: Mapping[nn.Module, SlicedLayer], ranks: NodeRanks
+) -> dict[int, Slice]:
+    """Replace the data of the layers' parameters by this rank's slices, and return the slices by `id`."""
+    slices: dict[int, Slice] = {}
+    for layer, sliced in sliced_layers.items():
+        for name, dim in sliced.dims.items():
+            parameter = layer._parameters[name]
+            if parameter is None or id(parameter) in slices:
+                continue
+            tensor_slice = Slice.of(parameter, dim, ranks, num_blocks=sliced.num_blocks)
+            slices[id(parameter)] = tensor_slice
+            parameter.data = tensor_slice.cut_from(parameter.detach())
+    return slices
 
 
 class SlicedFit:
-    """The slices of one fit: their layers, the ranks that share them, and their part in steps and checkpoints.
+    """Sliced layers of one fit, with the process groups that share them and their optimizer state.
 
-    Collective: every rank must construct it. Whole layers become those of rank zero first, as DDP makes them.
+    Whole layers are broadcast from rank zero before they are cut, as DDP does.
+
+    Collective: every rank must construct it, in the same order.
 
     Args:
-        module: Its layers are replaced; parameters stay the same objects.
-        layers: Names in `module`, as of `requested_layers`.
-        averages: Copies of `module`, cut in the same way.
-        topology: With nodes of equal size.
-        timeout: Of every collective.
-        is_synced: Whether all ranks have begun with the same weights, so that none need be sent.
+        module: Network whose layers are cut. Its parameters stay the same objects.
+        layers: Names of layers in `module`, as `requested_layers` returns them.
+        averaged_models: Copies of `module` that are cut in the same way.
+        topology: Topology with nodes of equal size.
+        timeout: Timeout of every collective.
+        is_synced: Whether all ranks have begun with the same weights. If so, none are broadcast.
+
+    Attributes:
+        node: Process group of the ranks that hold the other slices.
+        across: Process group of the ranks with the same slices, one on each node. None: there is one node.
+        is_aborted: Whether a failure has ended the process groups.
+        is_saving: Whether the strategy is saving, which every rank does, however late.
     """
 
     def __init__(
@@ -99,61 +137,69 @@ class SlicedFit:
         module: nn.Module,
         layers: Sequence[tuple[str, ...]],
         *,
-        averages: Sequence[nn.Module],
+        averaged_models: Sequence[nn.Module],
         topology: Topology,
         timeout: timedelta | None,
         is_synced: bool,
     ) -> None:
         self.topology = topology
-        self.names = [name for some in layers for name in some]
         self.groups: Sequence[tuple[str, ...]] = layers
+        self.names = [name for group in layers for name in group]
+        self.is_aborted = False
+        self.is_saving = False
+        self._gradients: SliceGradients | None = None
+        self._num_states = 0
+        self._lent = ExitStack()  # of what is changed in other objects until the end
+
         if not is_synced:
-            wholes = (
-                p.detach() for name in self.names for p in module.get_submodule(name).parameters()
-            )
-            broadcast_first_(list({id(one): one for one in wholes}.values()))
+            self._broadcast_layers(module)
         self.node = own_group(topology.partition("node"), timeout=timeout, desc="slices")
         self.across: Any = None
         if topology.num_nodes > 1:
             self.across = own_group(
                 topology.partition("across"), timeout=timeout, desc="equal slices"
             )
-        self.is_aborted = False  # whether a failure has ended the groups
+
         self._ranks = NodeRanks(self.node)
         self._layers = cut_(module, layers, self._ranks)
-        self._all_layers = [
-            *self._layers,
-            *(one for each in averages for one in cut_(each, layers, self._ranks)),
-        ]
-        held = [
-            (getattr(each.layer, name), one)
-            for each in self._layers
-            for name, one in each.slices.items()
-        ]
-        self._parameters = {id(parameter): parameter for parameter, _ in held}
-        self._slices = {id(parameter): one for parameter, one in held}
-        everywhere = module.named_parameters(remove_duplicate=False)
-        self._lent = ExitStack()
-        self._lent.enter_context(
-            ignored_by_ddp(module, [name for name, one in everywhere if id(one) in self._slices])
-        )
-        self._gradients: SliceGradients | None = None
-        self.is_saving = False  # the strategy, which does so on all ranks, however late one is
-        self._num_states = 0
-        fits = private_store("lightning_hybrid/slices").add(str(topology.rank), 1)
-        self._store = private_store(f"lightning_hybrid/slices/{fits}")
-        self._ranks.meet = self._meet
+        self._all_layers = list(self._layers)
+        for averaged_model in averaged_models:
+            self._all_layers += cut_(averaged_model, layers, self._ranks)
+
+        self._parameters: dict[int, Any] = {}
+        self._slices: dict[int, Slice] = {}
+        for parameter, tensor_slice in _parameters_with_slices(self._layers):
+            self._parameters[id(parameter)] = parameter
+            self._slices[id(parameter)] = tensor_slice
+
+        names_of_slices = []
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) in self._slices:
+                names_of_slices.append(name)
+        self._lent.enter_context(ignored_by_ddp(module, names_of_slices))
+
+        # Every fit of the process has a part of the store for itself.
+        fit_number = private_store("lightning_hybrid/slices").add(str(topology.rank), 1)
+        self._store = private_store(f"lightning_hybrid/slices/{fit_number}")
+        self._ranks.wait_for_ranks = self._wait_for_ranks
+
+    def _broadcast_layers(self, module: nn.Module) -> None:
+        tensors = []
+        for name in self.names:
+            for parameter in module.get_submodule(name).parameters():
+                tensors.append(parameter.detach())
+        broadcast_first_(tensors)
 
     @property
     def num_whole_bytes(self) -> int:
-        """The bytes of all layers that are cut, whole."""
+        """The size in bytes of all layers that are cut, if they were whole."""
         num_bytes = 0
         for key, parameter in self._parameters.items():
-            num_bytes += self._slices[key].shape.numel() * parameter.element_size()
+            num_bytes += self._slices[key].whole_shape.numel() * parameter.element_size()
         return num_bytes
 
     def __contains__(self, key: object) -> bool:
-        """Return whether the parameter of this `id` is cut."""
+        """Return whether the parameter with this `id` is cut."""
         return key in self._slices
 
     # ---- step ------------------------------------------------------------------------------------------------------
@@ -163,89 +209,113 @@ class SlicedFit:
         optimizers: Sequence[Optimizer],
         *,
         comm_dtype: torch.dtype | None,
-        averages: Callable[[], bool],
+        is_last_backward: Callable[[], bool],
         is_adasum: bool,
         window: HalfPrecisionWindow | None,
     ) -> None:
-        """Average gradients over nodes from now on; give LARS and LAMB the ranks that hold the other slices."""
+        """Average gradients between nodes from now on, and let LARS and LAMB sum norms over the node's slices.
+
+        Args:
+            optimizers: Optimizers of the fit.
+            comm_dtype: Dtype of gradients on the wire. None: their own dtype.
+            is_last_backward: Returns whether the current backward is the last of its step.
+            is_adasum: Whether nodes are combined by Adasum, and not by the mean.
+            window: Window of half precision. None: there is none.
+        """
         self._ranks.window = window
-        how: Any = {
-            "comm_dtype": comm_dtype,
-            "averages": averages,
-            "adasum_in": self.node if is_adasum else None,
-        }
-        self._gradients = SliceGradients(self._parameters.values(), across=self.across, **how)
+        adasum_group = None
+        if is_adasum:
+            adasum_group = self.node
+        self._gradients = SliceGradients(
+            self._parameters.values(),
+            across=self.across,
+            comm_dtype=comm_dtype,
+            is_last_backward=is_last_backward,
+            adasum_group=adasum_group,
+        )
+
         for optimizer in optimizers:
-            cut = [one for one in parameters_of(optimizer) if id(one) in self._slices]
-            if not cut or not hasattr(optimizer, "parts"):
-                continue
-            parts = dict[Tensor, Part]()
-            for parameter in cut:
-                # For its sums of squares a slice is all of a tensor that other ranks add theirs to.
-                parts[parameter] = Part(numel=parameter.numel(), begin=0, end=parameter.numel())
-            self._lent.enter_context(
-                temporary_attributes(optimizer, parts=parts, add_up_=self.add_up_)
-            )
+            parts: dict[Tensor, Part] = {}
+            for parameter in parameters_of(optimizer):
+                if id(parameter) in self._slices:
+                    # The slice counts as a whole tensor whose sums of squares the ranks add up.
+                    numel = parameter.numel()
+                    parts[parameter] = Part(numel=numel, begin=0, end=numel)
+            if parts and hasattr(optimizer, "parts"):
+                attributes = temporary_attributes(optimizer, parts=parts, add_up_=self.add_up_)
+                self._lent.enter_context(attributes)
 
     @property
     def frozen(self) -> set[int]:
-        """The slices that do not train now, by `id`: no gradient of theirs is averaged in this fit."""
+        """The `id`s of the slices that do not train now. Their gradients are not averaged in this fit."""
         return {key for key, parameter in self._parameters.items() if not parameter.requires_grad}
 
     def add_up_(self, table: Tensor) -> None:
-        """Add a tensor over the ranks of the node, in place. Collective."""
+        """All-reduce a tensor over the ranks of the node, in place.
+
+        Collective: every rank of the node must call it, in the same order.
+        """
         dist.all_reduce(table, group=self.node)
 
     def largest(self, value: Tensor) -> Tensor:
-        """Return the largest of the node, which is that of all nodes: they have the same gradients. Collective."""
+        """Return the maximum over the node. All nodes get the same, because they have the same gradients.
+
+        Collective: every rank of the node must call it, in the same order.
+        """
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.node)
         return value
 
     def agree_on_overflow(self, scaler: Any) -> None:
-        """Let Lightning's gradient scaler skip a step on all ranks of the node, or on none."""
+        """Make Lightning's gradient scaler skip a step on all ranks of the node or on none."""
         unscale = scaler._unscale_grads_
 
-        def unscaled(*args: Any) -> Any:
-            return {device: self.largest(found_inf) for device, found_inf in unscale(*args).items()}
+        def unscale_on_node(*args: Any) -> Any:
+            found_inf_by_device = unscale(*args)
+            return {device: self.largest(value) for device, value in found_inf_by_device.items()}
 
-        vars(scaler)["_unscale_grads_"] = unscaled
+        vars(scaler)["_unscale_grads_"] = unscale_on_node
         self._lent.callback(vars(scaler).pop, "_unscale_grads_")
 
     # ---- validation and state --------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Let layers compute with whole weights, each rank by itself, until `drop`. Collective."""
-        self.drop()  # those from before first: memory is to hold one copy
+    def use_whole_layers(self) -> None:
+        """Make layers compute with whole weights, each rank by itself, until `use_slices`.
+
+        Collective: every rank of the node must call it, in the same order.
+        """
+        self.use_slices()  # frees earlier whole weights first, so that memory holds one copy
         for layer in self._layers:
-            layer.gather()
+            layer.use_whole_tensors()
         self._ranks.is_whole = True
 
-    def drop(self) -> None:
-        """Let layers compute with slices again."""
+    def use_slices(self) -> None:
+        """Make layers compute with slices."""
         self._ranks.is_whole = False
         for layer in self._layers:
-            layer.drop()
+            layer.use_slices()
 
     @contextmanager
     def own_state(self) -> Iterator[None]:
-        """Let state dicts hold the slices of this rank, and ask no other."""
+        """Let state dicts hold this rank's slices, without a collective."""
         self._ranks.is_own_state = True
         try:
             yield
         finally:
             self._ranks.is_own_state = False
 
-    def _meet(self) -> None:
-        # Before ranks gather a state for a user, who may have called it on one of them alone.
+    def _wait_for_ranks(self) -> None:
+        """Wait until all ranks of the node take a state dict, which a user may have done on one rank alone.
+
+        Raises:
+            RuntimeError: A rank did not call `state_dict()` within `STATE_LIMIT_S`.
+        """
         if self.is_saving:
             return
         self._num_states += 1
         self._store.set(f"{self._num_states}/{self.topology.rank}", "")
-        missing = list(self.topology.node)
         end_s = monotonic() + STATE_LIMIT_S
-        while missing := [
-            rank for rank in missing if not self._store.check([f"{self._num_states}/{rank}"])
-        ]:
+        missing = self._ranks_without_state(self.topology.node)
+        while missing:
             if monotonic() > end_s:
                 raise RuntimeError(
                     f"`state_dict()` must be called on all ranks: layers of `node_slices` (={self.names}) are cut over "
@@ -253,33 +323,48 @@ class SlicedFit:
                     "it outside of `if self.trainer.is_global_zero:` and use it there, or `trainer.save_checkpoint`."
                 )
             sleep(0.005)
+            missing = self._ranks_without_state(missing)
+
+    def _ranks_without_state(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([f"{self._num_states}/{rank}"])]
 
     def whole_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Return a state dict of `optimizer` with whole tensors, on every rank. Collective."""
-        return with_entries(state, optimizer, partial(self._entry, to_whole=True))
+        """Return a state dict of `optimizer` with whole tensors on every rank.
+
+        Collective: every rank of the node must call it, in the same order.
+        """
+        return with_entries(state, optimizer, self._whole_entry)
 
     def cut_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Return a whole state dict with the slices of this rank."""
-        return with_entries(state, optimizer, partial(self._entry, to_whole=False))
+        """Return a whole state dict of `optimizer`, with this rank's slices in place of whole tensors."""
+        return with_entries(state, optimizer, self._cut_entry)
 
-    def _entry(self, parameter: Tensor, entry: dict[str, Any], *, to_whole: bool) -> dict[str, Any]:
-        if (one := self._slices.get(id(parameter))) is None:
+    def _whole_entry(self, parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        tensor_slice = self._slices.get(id(parameter))
+        if tensor_slice is None:
             return entry
-        shape, change = (parameter.shape, one.whole_of) if to_whole else (one.shape, one.own_of)
-        return {
-            k: change(v) if isinstance(v, Tensor) and v.shape == shape else v
-            for k, v in entry.items()
-        }
+        return _with_tensors_of_shape(entry, parameter.shape, tensor_slice.gather_whole)
+
+    def _cut_entry(self, parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        tensor_slice = self._slices.get(id(parameter))
+        if tensor_slice is None:
+            return entry
+        return _with_tensors_of_shape(entry, tensor_slice.whole_shape, tensor_slice.cut_from)
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def end(self, optimizers: Sequence[Optimizer], *, is_whole: bool) -> None:
-        """Give module and optimizers back what was taken; with `is_whole` both are whole again. Collective then."""
+        """Restore module and optimizers.
+
+        Args:
+            optimizers: Optimizers of the fit.
+            is_whole: Whether parameters and optimizer state become whole again. This is collective.
+        """
         if self._gradients is not None:
             self._gradients.remove()
         for handle in self._ranks.handles:
             handle.remove()
-        self.drop()
+        self.use_slices()
         try:
             if is_whole:
                 self._make_whole(optimizers)
@@ -293,18 +378,33 @@ class SlicedFit:
         for optimizer in optimizers:
             for parameter in parameters_of(optimizer):
                 if parameter in optimizer.state:
-                    optimizer.state[parameter] = self._entry(
-                        parameter, optimizer.state[parameter], to_whole=True
-                    )
-        held = (
-            (getattr(layer.layer, name), one)
-            for layer in self._all_layers
-            for name, one in layer.slices.items()
-        )
-        for parameter, one in {
-            id(pair[0]): pair for pair in held
-        }.values():  # each once, also where it is tied
+                    whole_entry = self._whole_entry(parameter, optimizer.state[parameter])
+                    optimizer.state[parameter] = whole_entry
+
+        # Each parameter once, also if it is tied.
+        slice_by_parameter = {}
+        for parameter, tensor_slice in _parameters_with_slices(self._all_layers):
+            slice_by_parameter[id(parameter)] = (parameter, tensor_slice)
+        for parameter, tensor_slice in slice_by_parameter.values():
             parameter.grad = None
-            parameter.data = one.whole_of(parameter.detach())
+            parameter.data = tensor_slice.gather_whole(parameter.detach())
         for layer in self._all_layers:
-            layer.end()
+            layer.remove()
+
+
+def _parameters_with_slices(layers: Sequence[SlicedLayer]) -> Iterator[tuple[Any, Slice]]:
+    for sliced in layers:
+        for name, tensor_slice in sliced.slices.items():
+            yield getattr(sliced.layer, name), tensor_slice
+
+
+def _with_tensors_of_shape(
+    entry: Mapping[str, Any], shape: torch.Size, change: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
+    """Return an entry of optimizer state with `change(tensor)` in place of each tensor of this shape."""
+    changed_entry = {}
+    for name, value in entry.items():
+        if isinstance(value, Tensor) and value.shape == shape:
+            value = change(value)
+        changed_entry[name] = value
+    return changed_entry

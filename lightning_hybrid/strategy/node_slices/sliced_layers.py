@@ -1,19 +1,24 @@
-"""Layers of which each rank of a node has a slice, for the time of a fit; all ranks compute for all images of the node.
+"""Layers whose weights are cut into slices over the ranks of a node during a fit (tensor parallelism).
 
-    (first, last)   a pair: images of the node are gathered where `first` begins; `first`, or what is in it, is cut by
-                    output features or heads, `last` by input features; its sums go to whose images they are
-    (one,)          an embedding, cut by tokens; or a head, cut by classes (`vocabulary`)
+All ranks of a node compute together for the images of the whole node:
 
-Between the layers of a pair stand operations on single features, or attention of whole heads. Layers stay the objects
-that they are, and parameters too, whose `data` is the slice; state dicts hold whole tensors, and to take one is
-collective. A slice's gradient is the average over its node; averaged over nodes it is what DDP makes of whole ones.
+    (first, last)   a pair: the images of the node are gathered at the input of `first`. `first`, or the linear layers
+                    in it, is cut by output features or heads, `last` by input features. A reduce-scatter returns the
+                    output of each image to the rank that owns the image.
+    (layer,)        an embedding, cut by tokens, or an output layer, cut by classes (`vocabulary`)
 
-Source: Krizhevsky 2014 (arXiv:1404.5997), whose scheme (a) this is; Shoeybi et al. 2019 (arXiv:1909.08053) for pairs,
-attention by heads, and embedding and cross-entropy over slices of a vocabulary.
+Between the layers of a pair only operations on single features are allowed, or attention of complete heads. Layers and
+parameters stay the same Python objects: the `data` of a parameter is its slice. State dicts hold whole tensors, and
+taking one is collective. The gradient of a slice is the average over its node. Averaged over nodes, it equals DDP's
+average of the whole gradient.
+
+Source: Krizhevsky 2014 (arXiv:1404.5997), scheme (a); Shoeybi et al. 2019 (arXiv:1909.08053) for pairs, attention by
+heads, and embedding and cross-entropy over slices of a vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,9 +33,19 @@ from lightning_hybrid.strategy.node_slices.slice_exchange import NodeRanks
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slice:
-    """Which part of a tensor this rank has: indices of one dimension, and zeros up to the length of other ranks'."""
+    """Description of the part of a tensor that this rank holds, cut along one dimension.
 
-    shape: torch.Size  # of the whole
+    All ranks hold slices of equal length: shorter ones are padded with zeros.
+
+    Attributes:
+        whole_shape: Shape of the whole tensor.
+        dim: Dimension that is cut.
+        index: Indices of `dim` that this rank holds, in the order of the slice.
+        length: Length of `dim` in the slice, with padding.
+        ranks: Ranks that hold the other slices.
+    """
+
+    whole_shape: torch.Size
     dim: int
     index: Tensor
     length: int
@@ -38,36 +53,51 @@ class Slice:
 
     @classmethod
     def of(cls, whole: Tensor, dim: int, ranks: NodeRanks, *, num_blocks: int = 1) -> Slice:
-        """Cut `dim`, or each of its equal blocks, into one part for each rank."""
+        """Return this rank's slice if `dim`, or each of its equal blocks, is cut into one part for each rank."""
         blocks = torch.arange(whole.shape[dim]).view(num_blocks, -1)
         length = -(-blocks.shape[1] // ranks.size)
-        index = blocks[:, ranks.rank * length : (ranks.rank + 1) * length].flatten()
-        return cls(shape=whole.shape, dim=dim, index=index, length=num_blocks * length, ranks=ranks)
-
-    def own_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor of the whole's shape."""
-        own = whole.new_zeros([*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :]])
-        own.narrow(self.dim, 0, len(self.index)).copy_(
-            whole.index_select(self.dim, self.index.to(whole.device))
+        begin = ranks.rank * length
+        index = blocks[:, begin : begin + length].flatten()
+        return cls(
+            whole_shape=whole.shape, dim=dim, index=index, length=num_blocks * length, ranks=ranks
         )
-        return own
 
-    def whole_of(self, own: Tensor) -> Tensor:
-        """Return the whole on every rank. Collective."""
-        whole = own.new_zeros(self.shape)
-        whole.index_copy_(
-            self.dim, self.index.to(own.device), own.narrow(self.dim, 0, len(self.index))
-        )
-        dist.all_reduce(
-            whole, group=self.ranks.group
-        )  # exact: of each element all ranks but one have zero
+    def cut_from(self, whole: Tensor) -> Tensor:
+        """Return this rank's slice of a tensor of the whole shape."""
+        shape = list(self.whole_shape)
+        shape[self.dim] = self.length
+        part = whole.new_zeros(shape)
+        values = whole.index_select(self.dim, self.index.to(whole.device))
+        part.narrow(self.dim, 0, len(self.index)).copy_(values)
+        return part
+
+    def gather_whole(self, part: Tensor) -> Tensor:
+        """Return the whole tensor of which each rank passes its slice.
+
+        Collective: every rank of the node must call it, in the same order.
+        """
+        whole = part.new_zeros(self.whole_shape)
+        values = part.narrow(self.dim, 0, len(self.index))
+        whole.index_copy_(self.dim, self.index.to(part.device), values)
+        # The sum is exact: of each element all ranks but one have zero.
+        dist.all_reduce(whole, group=self.ranks.group)
         return whole
 
 
 class SlicedLayer:
-    """What a layer with slices does, put on it by attributes. This one only holds some, as of tied weights."""
+    """Replacement of the methods of a layer whose parameters are slices, installed as attributes of the layer.
 
-    dims: ClassVar[dict[str, int]] = {}  # the cut dimension of each sliced parameter
+    This base class only holds slices, as a layer with a tied weight does. Subclasses add a `forward`.
+
+    Args:
+        layer: Layer of the user's network.
+        entrance: Beginning of the pair that the layer belongs to.
+
+    Attributes:
+        slices: Slices of the layer's parameters, by name of the parameter.
+    """
+
+    dims: ClassVar[dict[str, int]] = {}  # the dimension that is cut, by name of the parameter
     num_blocks = 1
 
     def __init__(self, layer: Any, entrance: Entrance) -> None:
@@ -76,33 +106,37 @@ class SlicedLayer:
         self.ranks = entrance.ranks
         self.slices: dict[str, Slice] = {}
 
-    def begin(self) -> None:
-        """Compute and save with slices from now on."""
+    def install(self) -> None:
+        """Make the layer compute and save with slices."""
         vars(self.layer).update(
             sliced=self, state_dict=self.state_dict, _load_from_state_dict=self.load
         )
-        self.drop()
+        self.use_slices()
 
-    def end(self) -> None:
-        """Give the layer back; its parameters are whole again."""
-        self.drop()
+    def remove(self) -> None:
+        """Restore the layer's methods. Its parameters must be whole again."""
+        self.use_slices()
         for name in ("sliced", "state_dict", "_load_from_state_dict", "forward"):
             vars(self.layer).pop(name, None)
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Compute with whole tensors, each rank by itself, until `drop`. Collective; `forward` then is not."""
+    def use_whole_tensors(self) -> None:
+        """Gather whole tensors, with which each rank computes alone until `use_slices`.
+
+        Collective: every rank of the node must call it, in the same order. The layer's `forward` then is not.
+        """
         vars(self.layer).pop("forward", None)
-        for name, one in self.slices.items():
+        for name, tensor_slice in self.slices.items():
             parameter = self.layer._parameters[name]
-            whole = nn.Parameter(one.whole_of(parameter.detach()), requires_grad=False)
+            whole_tensor = tensor_slice.gather_whole(parameter.detach())
+            whole = nn.Parameter(whole_tensor, requires_grad=False)
             if self.ranks.window is not None:
                 self.ranks.window.add_stand_in(whole, parameter)
-            # An attribute goes before the parameter of this name, which stays the slice.
+            # Python finds an instance attribute before the parameter of this name, which stays the slice.
             vars(self.layer)[name] = whole
 
-    def drop(self) -> None:
-        """Compute with slices again; forget the whole tensors."""
+    def use_slices(self) -> None:
+        """Make the layer compute with slices, and free the whole tensors."""
         for name in self.slices:
             whole = vars(self.layer).pop(name, None)
             if whole is not None and self.ranks.window is not None:
@@ -111,33 +145,38 @@ class SlicedLayer:
             vars(self.layer)["forward"] = self.forward
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state with whole tensors. Collective."""
-        # Not by a hook: those of the state dict, which may put other values in, come before.
+        """Return the layer's state with whole tensors.
+
+        Collective: every rank of the node must call it, in the same order, unless the state of single ranks is read.
+        """
+        # A state-dict hook would run too late: the user's hooks, which may insert other values, come before it.
         state = type(self.layer).state_dict(self.layer, *args, **kwargs)
+        if self.ranks.is_own_state:
+            return state
+
+        self.ranks.wait_for_ranks()
         prefix = kwargs.get("prefix", "")
-        if not self.ranks.is_own_state:
-            self.ranks.meet()
-            state |= {
-                prefix + k: one.whole_of(state[prefix + k].detach())
-                for k, one in self.slices.items()
-            }
+        for name, tensor_slice in self.slices.items():
+            key = prefix + name
+            state[key] = tensor_slice.gather_whole(state[key].detach())
         return state
 
     def load(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        """Load this rank's slices of whole tensors."""
-        own = {
-            prefix + k: one.own_of(state[prefix + k])
-            for k, one in self.slices.items()
-            if prefix + k in state
-        }
-        type(self.layer)._load_from_state_dict(self.layer, {**state, **own}, prefix, *arguments)
+        """Load this rank's slices from a state with whole tensors."""
+        state_of_rank = dict(state)
+        for name, tensor_slice in self.slices.items():
+            key = prefix + name
+            if key in state:
+                state_of_rank[key] = tensor_slice.cut_from(state[key])
+        type(self.layer)._load_from_state_dict(self.layer, state_of_rank, prefix, *arguments)
 
-    def averaged(self, name: str) -> Any:
-        """Return a parameter whose gradient from here is the average over the ranks' images, and not their sum."""
+    def averaged_parameter(self, name: str) -> Any:
+        """Return a parameter whose gradient from its use here is averaged over the node's ranks, and not summed."""
         parameter = self.layer._parameters[name]
         if name not in self.slices:
             return parameter
-        # Of a view and not of `parameter.grad`, which also has what this rank alone adds: a penalty on its weights.
+        # The hook is on a view and not on the parameter: `parameter.grad` also holds what this rank alone adds, such
+        # as a penalty on its weights.
         view = parameter.view_as(parameter)
         if view.requires_grad:
             view.register_hook(lambda gradient: gradient / self.ranks.size)
@@ -145,29 +184,33 @@ class SlicedLayer:
 
 
 class ColumnLinear(SlicedLayer):
-    """A linear layer cut by output features: `[g b, n]` -> `[g b, m / g]`."""
+    """Linear layer cut by output features: `[g b, n]` -> `[g b, m / g]`."""
 
     dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute this rank's features of all images of the node."""
-        return F.linear(images, self.averaged("weight"), self.averaged("bias"))
+        """Return this rank's features of all images of the node."""
+        weight = self.averaged_parameter("weight")
+        return F.linear(images, weight, self.averaged_parameter("bias"))
 
 
 class RowLinear(SlicedLayer):
-    """A linear layer cut by input features: `[g b, m / g]` -> `[b, n]`, the rank's own images. The bias is whole."""
+    """Linear layer cut by input features: `[g b, m / g]` -> `[b, n]`, this rank's images. Its bias is whole."""
 
     dims: ClassVar[dict[str, int]] = {"weight": 1}
 
     def forward(self, features: Tensor) -> Tensor:
-        """Compute all features of this rank's images; what ranks add is added in fp32 at least and rounded once."""
+        """Return all features of this rank's images, summed over ranks in fp32 at least and rounded once."""
         self.entrance.leave()
-        own = self.ranks.sum_to_own(F.linear(features, self.averaged("weight")))
-        return own if self.layer.bias is None else own + self.layer.bias
+        partial_sums = F.linear(features, self.averaged_parameter("weight"))
+        output = self.ranks.reduce_scatter(partial_sums)
+        if self.layer.bias is None:
+            return output
+        return output + self.layer.bias
 
 
 class HeadsAttention(SlicedLayer):
-    """`nn.MultiheadAttention` cut by heads; its `out_proj` is the last layer of the pair."""
+    """`nn.MultiheadAttention` cut by heads. Its `out_proj` is the last layer of the pair."""
 
     dims: ClassVar[dict[str, int]] = {"in_proj_weight": 0, "in_proj_bias": 0}
     num_blocks = 3
@@ -186,112 +229,154 @@ class HeadsAttention(SlicedLayer):
         """Attend with this rank's heads to all images of the node.
 
         Raises:
-            ValueError: weights of the attention are asked for, or a mask is not one for all heads.
+            ValueError: Attention weights are requested, or a mask does not apply to all heads.
         """
         layer = self.layer
-        if need_weights or query.dim() != 3 or (attn_mask is not None and attn_mask.dim() != 2):
+        is_mask_for_all_heads = attn_mask is None or attn_mask.dim() == 2
+        if need_weights or query.dim() != 3 or not is_mask_for_all_heads:
             raise ValueError(
                 f"`need_weights` (={need_weights}) must be False in an attention that `node_slices` cuts, the input "
-                f"(of {query.dim()} dimensions) a batch of sequences, and `attn_mask` of 2 dimensions: no rank has the "
-                "attention of all heads. Call it so, or leave the layer out."
+                f"(of {query.dim()} dimensions) a batch of sequences, and `attn_mask` of 2 dimensions, because no rank "
+                "has the attention of all heads. Call it so, or leave the layer out."
             )
-        dims = (0, int(not layer.batch_first))
-        one_each = {
-            id(one): one.transpose(*dims) for one in (query, key, value)
-        }  # what is given twice is sent once
-        padding = None if key_padding_mask is None else key_padding_mask[:, None, None]
-        mask = None if attn_mask is None else attn_mask[None, None]
-        given = [one_each[id(one)] for one in (query, key, value)]
-        *given, padding, mask = self.entrance.gather([*given, padding, mask])
-        weights = self.averaged("in_proj_weight").chunk(3)
-        bias = self.averaged("in_proj_bias")
-        biases = (None, None, None) if bias is None else bias.chunk(3)
-        features = (F.linear(*each) for each in zip(given, weights, biases, strict=True))
-        shape = (layer.num_heads // self.ranks.size, -1)
-        queries, keys, values = (one.unflatten(-1, shape).transpose(1, 2) for one in features)
-        zero = query.new_zeros(())
-        masks = [one for one in (padding, mask) if one is not None]
-        added = [
-            zero.masked_fill(one, -torch.inf) if one.dtype is torch.bool else one.to(query)
-            for one in masks
-        ]
-        mask = sum(added, zero) if added else None
+
+        # A tensor passed as several arguments stays one object: the entrance sends each object once.
+        batch_dim = int(not layer.batch_first)
+        batch_first = {}
+        for tensor in (query, key, value):
+            batch_first[id(tensor)] = tensor.transpose(0, batch_dim)
+        inputs = [batch_first[id(tensor)] for tensor in (query, key, value)]
+        padding = None
+        if key_padding_mask is not None:
+            padding = key_padding_mask[:, None, None]
+        mask = None
+        if attn_mask is not None:
+            mask = attn_mask[None, None]
+        *inputs, padding, mask = self.entrance.gather([*inputs, padding, mask])
+
+        queries, keys, values = self._split_heads(inputs)
+        score_bias = _score_bias((padding, mask), query)
+        is_causal = is_causal and score_bias is None
         dropout = layer.dropout if layer.training else 0.0
         attended = F.scaled_dot_product_attention(
-            queries, keys, values, mask, dropout_p=dropout, is_causal=is_causal and mask is None
+            queries, keys, values, score_bias, dropout_p=dropout, is_causal=is_causal
         )
-        own = layer.out_proj(attended.transpose(1, 2).flatten(2))
-        return own.transpose(*dims), None
+        output = layer.out_proj(attended.transpose(1, 2).flatten(2))
+        return output.transpose(0, batch_dim), None
+
+    def _split_heads(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return queries, keys and values of this rank's heads: `[g b, heads / g, t, head_dim]` each."""
+        weights = self.averaged_parameter("in_proj_weight").chunk(3)
+        packed_bias = self.averaged_parameter("in_proj_bias")
+        biases: Sequence[Tensor | None] = (None, None, None)
+        if packed_bias is not None:
+            biases = packed_bias.chunk(3)
+
+        shape = (self.layer.num_heads // self.ranks.size, -1)
+        heads = []
+        for tensor, weight, bias in zip(inputs, weights, biases, strict=True):
+            features = F.linear(tensor, weight, bias)
+            heads.append(features.unflatten(-1, shape).transpose(1, 2))
+        return heads
+
+
+def _score_bias(masks: Sequence[Tensor | None], query: Tensor) -> Tensor | None:
+    """Return the sum of masks as a bias of the attention scores: -inf where a boolean mask is True. None: no mask."""
+    zero = query.new_zeros(())
+    biases = []
+    for mask in masks:
+        if mask is None:
+            continue
+        if mask.dtype is torch.bool:
+            biases.append(zero.masked_fill(mask, -torch.inf))
+        else:
+            biases.append(mask.to(query))
+    if not biases:
+        return None
+    return sum(biases, zero)
 
 
 class Entrance:
-    """Where a pair begins: images of the node are gathered, and random numbers are the rank's own up to its end.
+    """Beginning of a pair, which gathers the images of the node and seeds this rank's random numbers.
 
-    There each rank has other features: with one stream on all ranks, dropout would take the same places out of each
-    slice. The stream outside goes on behind the pair as it was, so that ranks which agree on it still do.
+    Inside of the pair each rank draws random numbers of its own until the pair ends. Each rank has other features
+    there: with one random state on all ranks, dropout would drop the same positions of each slice. Behind the pair the
+    random state continues as it was before, so ranks that agree on it still agree.
     """
 
     def __init__(self, ranks: NodeRanks) -> None:
         self.ranks = ranks
-        # The generator, and its state outside and at the beginning of the pair. Inside of the pair only.
-        self._outside: tuple[torch.Generator, Tensor] | None = None
-        self._seeded_state: Tensor | None = None
+        # All three are set inside of the pair only.
+        self._generator: torch.Generator | None = None
+        self._outside_state: Tensor | None = None  # the generator's state to restore at the end
+        self._seeded_state: Tensor | None = None  # its state at the beginning of the pair
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the arguments of `module`, before its `forward`."""
-        return None if self.ranks.is_whole else self.gather((args, kwargs))
+        """Gather the arguments of `module`, as a hook before its `forward`."""
+        if self.ranks.is_whole:
+            return None
+        return self.gather((args, kwargs))
 
     def gather(self, values: Any) -> Any:
-        """Return `values`, of which images are the first, for all images of the node; each tensor is sent once.
+        """Return `values`, whose first tensor is the images, for all images of the node. Each tensor is sent once.
+
+        Collective: every rank of the node must call it, in the same order.
 
         Raises:
-            ValueError: a tensor, or another rank, has another number of images.
+            ValueError: A tensor, or another rank, has another number of images.
         """
-        images, *others = tree_leaves(values)
-        self.ranks.refuse_unequal_batches(images, *others)
-        found = dict[int, Tensor]()
-        num = images.shape[0]
+        images, *arguments = tree_leaves(values)
+        self.ranks.refuse_unequal_batches(images, *arguments)
+        num_images = images.shape[0]
         device = images.device
+        gathered: dict[int, Tensor] = {}
 
-        def of_node(own: Tensor) -> Tensor:
-            if own.dim() == 0 or own.shape[0] not in (1, num):
-                raise ValueError(
-                    f"an input (of shape {tuple(own.shape)}) of layers that `node_slices` cuts must have one part for "
-                    f"each of the {num} images, or one for all: those of the node are gathered. Leave these layers out."
-                )
-            if id(own) not in found:
-                found[id(own)] = self.ranks.gather(own).repeat_interleave(
-                    num if own.shape[0] < num else 1, 0
-                )
-            return found[id(own)]
+        def gather_once(tensor: Tensor) -> Tensor:
+            key = id(tensor)
+            if key not in gathered:
+                gathered[key] = self._gather_tensor(tensor, num_images)
+            return gathered[key]
 
-        values = tree_map_only(Tensor, of_node, values)
+        values = tree_map_only(Tensor, gather_once, values)
         self.enter(device)
         return values
 
+    def _gather_tensor(self, tensor: Tensor, num_images: int) -> Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] not in (1, num_images):
+            raise ValueError(
+                f"an input (of shape {tuple(tensor.shape)}) of layers that `node_slices` cuts must have one entry for "
+                f"each of the {num_images} images, or one for all, because the inputs of the node are gathered. "
+                "Leave these layers out."
+            )
+        # One entry for all images becomes one for each image of its rank.
+        num_copies = 1
+        if tensor.shape[0] < num_images:
+            num_copies = num_images
+        return self.ranks.gather(tensor).repeat_interleave(num_copies, 0)
+
     def enter(self, device: torch.device) -> None:
-        """Seed the random numbers of this rank inside of the pair."""
-        on_cuda = device.type == "cuda"
-        generator = (
-            torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
-        )
+        """Seed this rank's random numbers for the inside of the pair."""
+        generator = torch.default_generator
+        if device.type == "cuda":
+            generator = torch.cuda.default_generators[device.index]
         seed = int(torch.randint(2**31, ()))
-        self._outside = generator, generator.get_state()
+        self._generator = generator
+        self._outside_state = generator.get_state()
         generator.manual_seed(seed + self.ranks.rank)
         self._seeded_state = generator.get_state()
 
     def has_drawn(self) -> bool:
         """Return whether code inside of the pair has drawn random numbers."""
-        if self._outside is None or self._seeded_state is None:
+        if self._generator is None or self._seeded_state is None:
             return False
-        generator, _ = self._outside
-        return not torch.equal(generator.get_state(), self._seeded_state)
+        return not torch.equal(self._generator.get_state(), self._seeded_state)
 
     def leave(self) -> None:
-        """Go on with the random numbers from before."""
-        outside = self._outside
-        self._outside = None
+        """Restore the random state from before the pair."""
+        generator = self._generator
+        outside_state = self._outside_state
+        self._generator = None
+        self._outside_state = None
         self._seeded_state = None
-        if outside is not None:
-            generator, state = outside
-            generator.set_state(state)
+        if generator is not None and outside_state is not None:
+            generator.set_state(outside_state)

@@ -1,4 +1,4 @@
-"""The two ends of a language model, or of a classifier, cut by tokens or classes: embedding, head and its losses."""
+"""Embedding, output layer and cross-entropy that are cut by tokens or classes over the ranks of a node."""
 
 from __future__ import annotations
 
@@ -11,99 +11,135 @@ from torch.nn import functional as F
 
 from lightning_hybrid.strategy.node_slices.sliced_layers import ColumnLinear, Slice, SlicedLayer
 
-# The target that counts as no loss, as in `torch.nn.functional.cross_entropy`.
+# The target whose loss is 0, as in `torch.nn.functional.cross_entropy`.
 IGNORED = -100
 
 
 def token_losses(head: nn.Linear, features: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of each target; of a head that is cut by classes, without sending its logits.
+    """Return the cross-entropy of each target, without sending logits if `head` is cut by classes.
 
-        loss_i = log sum_c exp(z_ic) - z_i,target(i)          z = W x + bias; fp32 at least
+        loss_i = log sum_c exp(z_ic) - z_i,target(i)          z = W x + bias, in fp32 at least
 
-    Where `node_slices` cuts the head it is collective in training, with as many features on every rank of the node.
+    If `node_slices` cuts the head, this is a collective in training: every rank of the node must call it, in the same
+    order, with the same number of features.
 
     Shapes: features `[b, ..., n]`, targets `[b, ...]` of int64 in 0 ... classes - 1, or -100 -> losses `[b, ...]`, as
-    of `torch.nn.functional.cross_entropy(reduction="none")`: 0 for -100.
+    `torch.nn.functional.cross_entropy(reduction="none")` returns them: 0 for -100.
 
     >>> token_losses(nn.Linear(4, 3), torch.zeros(2, 5, 4), torch.full((2, 5), -100)).sum()
     tensor(0., grad_fn=<SumBackward0>)
     """
     sliced = vars(head).get("sliced")
     if sliced is not None and not sliced.ranks.is_whole:
-        return cast("Tensor", sliced.losses_of(sliced.all_logits(features), targets))
+        return cast("Tensor", sliced.losses_of(sliced.logits_of_slice(features), targets))
+
     logits = head(features)
-    rows = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(
-        0, -2
-    )  # classes are last
-    return F.cross_entropy(rows, targets.flatten(), ignore_index=IGNORED, reduction="none").view(
-        targets.shape
-    )
+    rows = _at_least_fp32(logits).flatten(0, -2)  # classes are the last dimension
+    losses = F.cross_entropy(rows, targets.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(targets.shape)
 
 
 class VocabularyEmbedding(SlicedLayer):
-    """An embedding cut by tokens: numbers of tokens `[b, ...]` -> `[b, ..., n]`."""
+    """Embedding cut by tokens: token numbers `[b, ...]` -> `[b, ..., n]`."""
 
     dims: ClassVar[dict[str, int]] = {"weight": 0}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up this rank's tokens for all ranks."""
-        self.ranks.refuse_unequal_batches(tokens)
-        tokens = self.ranks.gather(tokens)
-        place, is_here = _own_places(tokens, self.slices["weight"])
-        rows = F.embedding(place, self.averaged("weight")).masked_fill(~is_here[..., None], 0)
-        if self.layer.padding_idx is not None:  # takes no gradient
-            rows = rows.detach().where((tokens == self.layer.padding_idx)[..., None], rows)
-        return self.ranks.sum_to_own(rows)
+        """Look up the tokens of this rank's images. Each rank looks up its slice for all ranks of the node."""
+        ranks = self.ranks
+        ranks.refuse_unequal_batches(tokens)
+        tokens = ranks.gather(tokens)
+        indices, is_here = _rows_in_slice(tokens, self.slices["weight"])
+        rows = F.embedding(indices, self.averaged_parameter("weight"))
+        is_elsewhere = ~is_here
+        rows = rows.masked_fill(is_elsewhere[..., None], 0)
+
+        padding = self.layer.padding_idx
+        if padding is not None:
+            # The padding token gets no gradient.
+            is_padding = tokens == padding
+            rows = rows.detach().where(is_padding[..., None], rows)
+        return ranks.reduce_scatter(rows)
 
 
 class VocabularyHead(ColumnLinear):
-    """A last layer cut by classes: `[b, ..., n]` -> logits `[b, ..., classes]`, or losses by `token_losses`."""
+    """Output layer cut by classes: `[b, ..., n]` -> logits `[b, ..., classes]`, or losses by `token_losses`."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """Compute the logits of this rank's images."""
-        return self.ranks.own_logits(self.all_logits(features))[
-            ..., : self.slices["weight"].shape[0]
-        ]
+        """Return the logits of this rank's images for all classes."""
+        logits = self.ranks.exchange_logits(self.logits_of_slice(features))
+        num_classes = self.slices["weight"].whole_shape[0]
+        return logits[..., :num_classes]
 
-    def all_logits(self, features: Tensor) -> Tensor:
-        """Compute those of own classes, for all images; what fills up the last slice has no probability."""
+    def logits_of_slice(self, features: Tensor) -> Tensor:
+        """Return the logits of this rank's classes for all images of the node: `[g b, ..., classes / g]`.
+
+        The last slice may be padded to the length of the others. Padded classes have probability zero.
+        """
         self.ranks.refuse_unequal_batches(features)
         logits = super().forward(self.ranks.gather(features))
-        cut = self.slices["weight"]
-        num = len(cut.index)
-        return (
-            logits
-            if num == cut.length
-            else F.pad(logits[..., :num], (0, cut.length - num), value=-torch.inf)
-        )
+        weight_slice = self.slices["weight"]
+        num_classes = len(weight_slice.index)
+        if num_classes == weight_slice.length:
+            return logits
+        num_padded = weight_slice.length - num_classes
+        return F.pad(logits[..., :num_classes], (0, num_padded), value=-torch.inf)
 
     def losses_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Compute the cross-entropy of this rank's targets from logits of own classes, `[g b, ..., classes / g]`."""
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        """Return the cross-entropy of this rank's targets from logits of its classes, `[g b, ..., classes / g]`."""
+        ranks = self.ranks
+        wide = _at_least_fp32(logits)
         largest = wide.detach().amax(-1, keepdim=True)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.ranks.group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.group)
         shifted = wide - largest
-        place, is_here = _own_places(self.ranks.gather(targets), self.slices["weight"], but=IGNORED)
-        chosen = torch.where(is_here, shifted.gather(-1, place[..., None])[..., 0], 0.0)
-        sums, own = self.ranks.sum_to_own(torch.stack([shifted.exp().sum(-1), chosen], -1)).unbind(
-            -1
-        )
-        return torch.where(targets != IGNORED, sums.log() - own, 0.0)
+
+        all_targets = ranks.gather(targets)
+        indices, is_here = _rows_in_slice(all_targets, self.slices["weight"], ignored=IGNORED)
+        target_logits = shifted.gather(-1, indices[..., None])[..., 0]
+        target_logits = torch.where(is_here, target_logits, 0.0)
+
+        # Both sums over classes travel together.
+        sums_here = shifted.exp().sum(-1)
+        terms = torch.stack([sums_here, target_logits], -1)
+        sums, target_logits = ranks.reduce_scatter(terms).unbind(-1)
+        losses = sums.log() - target_logits
+        return torch.where(targets != IGNORED, losses, 0.0)
 
 
-def _own_places(numbers: Tensor, cut: Slice, but: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the rows of tokens or classes in this rank's slice, 0 for others, and which they are.
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(dtype)
+
+
+def _rows_in_slice(
+    numbers: Tensor, weight_slice: Slice, ignored: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of these tokens or classes in this rank's slice, and a mask of those that it holds.
+
+    The row of a number that another rank holds is 0.
+
+    Args:
+        numbers: Tokens or classes, counted over the whole vocabulary.
+        weight_slice: Slice of the weight that this rank holds.
+        ignored: Number outside of the vocabulary that is allowed. None: there is none.
 
     Raises:
-        IndexError: on every rank of the node, for a number that there is not, save `but`.
+        IndexError: A number is outside of the vocabulary. Raised on every rank of the node.
     """
-    is_known = (numbers >= 0) & (numbers < cut.shape[0])
-    # On a CPU, as torch does; on CUDA the host would wait.
-    if not numbers.is_cuda and not bool((is_known | (numbers == but)).all()):
-        raise IndexError(
-            f"`targets` or tokens (={numbers.min()} to {numbers.max()}) must be from 0 to {cut.shape[0] - 1}"
-            f"{'' if but is None else f', or {but}, which counts as no loss'}. Check the labels."
-        )
-    own = numbers - cut.ranks.rank * cut.length
-    is_here = is_known & (own >= 0) & (own < cut.length)
-    return own.where(is_here, 0), is_here
+    num_rows = weight_slice.whole_shape[0]
+    is_valid = (numbers >= 0) & (numbers < num_rows)
+    # Checked on a CPU only, as torch does. On CUDA the host would wait for the device.
+    if not numbers.is_cuda:
+        is_allowed = is_valid | (numbers == ignored)
+        if not bool(is_allowed.all()):
+            exception = ""
+            if ignored is not None:
+                exception = f", or {ignored}, whose loss is 0"
+            raise IndexError(
+                f"`targets` or tokens (={numbers.min()} to {numbers.max()}) must be from 0 to "
+                f"{num_rows - 1}{exception}. Check the labels."
+            )
+
+    rows = numbers - weight_slice.ranks.rank * weight_slice.length
+    is_here = is_valid & (rows >= 0) & (rows < weight_slice.length)
+    return rows.where(is_here, 0), is_here

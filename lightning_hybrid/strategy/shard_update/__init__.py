@@ -1,1 +1,1 @@
-"""The update shared within a node: each of its ranks has a part of masters and optimizer state, and all the weights."""
+"""Sharing of the optimizer update: each rank keeps a part of master weights and optimizer state, and all weights."""

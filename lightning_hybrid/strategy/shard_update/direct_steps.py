@@ -1,4 +1,4 @@
-"""Steps of optimizers that user code makes by itself, past Lightning, on parameters without masters."""
+"""Hooks for optimizer steps that user code makes past Lightning, on parameters without master weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_hybrid.precision.optimizer_protocol import closure_in
 
 
 class DirectSteps:
-    """Torch's hooks for the steps of all optimizers, which enter a context around those of some optimizers.
+    """Global optimizer hooks of torch that enter a context around the steps of some optimizers.
 
-    With half precision the precision plugin's own hooks enter it.
+    With half precision the hooks of the precision plugin enter the context instead.
 
     Args:
-        is_concerned: returns whether an optimizer's steps need the context.
-        update_context: returns the context for the step of an optimizer.
-        is_ignored: returns whether the context is entered already, by Lightning's step.
+        is_concerned: Returns whether an optimizer's steps need the context.
+        update_context: Returns the context for a step of an optimizer.
+        is_ignored: Returns whether the context is entered already, by Lightning's step.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class DirectSteps:
         self._is_concerned = is_concerned
         self._update_context = update_context
         self._is_ignored = is_ignored
-        self._entered: AbstractContextManager[None] | None = None
+        self._context: AbstractContextManager[None] | None = None
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -50,17 +50,17 @@ class DirectSteps:
         if closure_in(args, kwargs) is not None:
             raise RuntimeError(
                 f"`closure` of {type(optimizer).__name__}.step must go through Lightning's optimizer with "
-                "`shard_update`: the step runs on this rank's parts of the parameters, and a closure needs whole ones. "
-                "Use the optimizer that `self.optimizers()` returns, without `use_pl_optimizer=False`."
+                "`shard_update`: the step runs on this rank's parts of the parameters, but a closure needs whole "
+                "parameters. Use the optimizer that `self.optimizers()` returns, without `use_pl_optimizer=False`."
             )
-        self._entered = self._update_context(optimizer)
-        self._entered.__enter__()
+        self._context = self._update_context(optimizer)
+        self._context.__enter__()
 
     def _after_step(self, *_: Any) -> None:
-        entered = self._entered
-        self._entered = None
-        if entered is not None:
-            entered.__exit__(None, None, None)
+        context = self._context
+        self._context = None
+        if context is not None:
+            context.__exit__(None, None, None)
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -1,4 +1,4 @@
-"""`shard_update` as an extension: when the update is shared, its step, and whole checkpoints."""
+"""`shard_update` as an extension: ranks share the optimizer update, and checkpoints hold whole state."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Scope = Literal["node", "world"]
 
 
 def shard_update_for(fit: FitContext, scope: Scope) -> ShardUpdateExtension | None:
-    """Make the extension; None, with a warning, where no rank has another one to share with.
+    """Return the extension, or None with a warning if no rank has another one to share with.
 
     Raises:
-        ValueError: precision or nodes do not fit.
+        ValueError: Precision or nodes cannot be combined with `shard_update`.
     """
-    asked = {"shard update": f"`shard_update` (={scope!r})"}
-    refuse_excluded(asked | in_precision(fit.precision) | in_nodes(fit.topology))
+    features = {"shard update": f"`shard_update` (={scope!r})"}
+    refuse_excluded(features | in_precision(fit.precision) | in_nodes(fit.topology))
     if len(fit.topology.sharers(scope)) > 1:
         return ShardUpdateExtension(scope)
     rank_zero_warn(
@@ -44,45 +44,49 @@ def shard_update_for(fit: FitContext, scope: Scope) -> ShardUpdateExtension | No
 
 
 class ShardUpdateExtension(FitExtension):
-    """Lets the ranks of a node, or of the world, share the update."""
+    """Update that is shared by the ranks of a node, or by all ranks.
 
-    _shared: ShardedFit | None = None  # from set-up to end
+    Args:
+        scope: `"node"` or `"world"`.
+    """
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
         self._name = f"`shard_update` (={scope!r})"
+        self._shared: ShardedFit | None = None  # from set-up to the end of the fit
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
-        """Return the plan with which owners of parts get their sums."""
-        # On CUDA, and with one rank on each node, `auto` averages everything on all ranks.
+        """Return a plan that can reduce-scatter gradients to the ranks that update them."""
+        # On CUDA, and with one rank on each node, `auto` averages all gradients on all ranks.
         is_flat = fit.device.type == "cuda" or fit.topology.ranks_per_node == 1
         return {"plan": plan_for_owners(plan, is_flat=is_flat), "shares_update": self._scope}
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Cut masters and optimizer state."""
+        """Cut master weights and optimizer state into parts."""
         refuse_excluded({"shard update": self._name} | in_optimizers(fit.optimizers))
-        # In the node links are fast, and memory is the reason; a compiled forward would not wait for its weights.
+        # In a node links are fast, and a late gather needs more memory. A compiled forward would not wait for weights.
         is_late = self._scope == "world" and not is_compiled(fit.module)
         self._shared = ShardedFit(fit, is_late=is_late)
-        # In stages of a pipeline tied weights and the verdict look at all gradients.
+        # In the stages of a pipeline, tied weights and the overflow check read all gradients.
         if not isinstance(fit.topology, ReplicaSets):
-            # It looks for unused parameters on its own, in gradients that are then not averages everywhere.
+            # With `find_unused_parameters` DDP reads gradients too, and scattered ones are not averages everywhere.
             is_possible = not fit.ddp_options.get("find_unused_parameters", False)
             self._shared.scatter_gradients(fit.hook_state, is_possible=is_possible)
 
     @property
-    def _parts(self) -> ShardedFit:
+    def _sharded_fit(self) -> ShardedFit:
         assert self._shared is not None
         return self._shared
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Decide whether gradients are averaged for their owners alone."""
-        if self._parts.scatter is not None:
-            self._parts.scatter.turn(self._parts.is_unobserved(fit.module))
+        """Decide whether gradients of this step are reduce-scattered instead of all-reduced."""
+        scatter = self._sharded_fit.scatter
+        if scatter is not None:
+            scatter.prepare_step(self._sharded_fit.is_unobserved(fit.module))
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Step, unless something looks at gradients now that are those of owners."""
-        self._parts.refuse_late_observers(fit.module)
+        """Step, after a check that no user code reads gradients that were reduce-scattered."""
+        self._sharded_fit.refuse_late_observers(fit.module)
         return run()
 
     def update(
@@ -93,39 +97,50 @@ class ShardUpdateExtension(FitExtension):
         run: Callable[[], Any],
         **options: Any,
     ) -> Any:
-        """Update parts, where parameters have no masters."""
-        if self._parts.is_half:
+        """Update parts if parameters have no master weights. Otherwise the precision plugin does."""
+        if self._sharded_fit.is_half:
             return run()
-        # The closure has whole parameters and gradients, as clipping and hooks; only the update itself has parts.
+        # Closure, clipping and hooks use whole parameters and gradients. Only the update itself uses parts.
         result = closure()
         fit.precision._after_closure(fit.module, optimizer)
-        self._parts.step(optimizer, **options)
+        self._sharded_fit.step(optimizer, **options)
         return result
 
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
-        """Bring whole masters to rank zero. Collective."""
+        """Collect whole master weights on rank zero.
+
+        Collective: every rank must call it, in the same order.
+        """
         fit.failures.refuse_to_save_alone(
             self._name, "masters and optimizer state are in parts on several ranks"
         )
-        self._parts.collect_masters()
+        self._sharded_fit.collect_masters()
         try:
             yield
         finally:
-            self._parts.drop_masters()
+            self._sharded_fit.drop_masters()
 
     def optimizer_state(
         self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Bring the whole state to rank zero. Collective."""
-        return self._parts.state_dict(optimizer, state)
+        """Return the optimizer state with whole tensors on rank zero.
+
+        Collective: every rank must call it, in the same order.
+        """
+        return self._sharded_fit.state_dict(optimizer, state)
 
     def status(self) -> Mapping[str, Any]:
-        """Return what this rank has of each parameter."""
-        return {} if self._shared is None else self._shared.placement
+        """Return the fields of `RunStatus` about this rank's part of each parameter."""
+        if self._shared is None:
+            return {}
+        return self._shared.placement
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Make masters and state whole. After an error others do not come: weights are those of the step, rounded."""
+        """Make master weights and optimizer state whole.
+
+        After an error other ranks do not join: the module then keeps the half-precision weights of its last step.
+        """
         shared = self._shared
         self._shared = None
         if shared is not None:

@@ -1,14 +1,17 @@
-"""Gradients that are averaged for their owners alone: `two_level` without its gather.
+"""Reduce-scatter of gradients to the ranks that update them: `two_level` without its all-gather.
 
-    bucket      | a: rank 0's elements | a: rank 1's | b: rank 0's | b: rank 1's | small |       as DDP has it
-    packed      | a: rank 0's | b: rank 0's | a: rank 1's | b: rank 1's |                        what is scattered
+    bucket      | a: rank 0's elements | a: rank 1's | b: rank 0's | b: rank 1's | small |       as in DDP
+    packed      | a: rank 0's | b: rank 0's | a: rank 1's | b: rank 1's |                        reduce-scattered
     rest        | small |                                                                       averaged on all ranks
 
-Where all ranks share, the shards of a node are scattered once more, over the nodes, in place of their all-reduce.
-After it a rank has the averages of the elements that it updates; of all others its `p.grad` holds what was there. The
-gather of the weights after the update takes the place of that of the gradients, so that both together move the bytes of
-`two_level`. Only where nothing looks at gradients, and for buckets that the plan gives to `two_level`; the last bucket,
-which carries the checksum of the step, is averaged whole.
+If all ranks share the update, the shards of a node are reduce-scattered once more, over the nodes, in place of their
+all-reduce. Afterwards a rank has the averages of the elements that it updates. For all others its `p.grad` holds the
+values from before. The gather of the weights after the update replaces that of the gradients, so both together send as
+many bytes as `two_level`.
+
+This is done only if no user code reads gradients, and for buckets that the plan assigns to
+`two_level`. The last bucket,
+which carries the checksum of the step, is averaged on all ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,52 +32,93 @@ from lightning_hybrid.comm.engine.job import SHARD_ALIGNMENT
 from lightning_hybrid.comm.hook import split_divisor
 from lightning_hybrid.strategy.shard_update.shard_pairs import ParameterShard
 
-Range = tuple[int, int]  # elements from begin to end
+Range = tuple[int, int]
+"""Elements from begin to end."""
+
+
+class Move(NamedTuple):
+    """Elements of a bucket from `begin` to `end`, which begin at `packed_begin` in the packed tensor."""
+
+    packed_begin: int
+    begin: int
+    end: int
+
+    def in_packed(self, packed: Tensor) -> Tensor:
+        """Return a view of the elements in the packed tensor."""
+        return packed[self.packed_begin : self.packed_begin + self.end - self.begin]
+
+    def in_bucket(self, buffer: Tensor) -> Tensor:
+        """Return a view of the elements in the bucket."""
+        return buffer[self.begin : self.end]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the elements of a bucket are in what is sent."""
+    """Layout of the tensor in which the elements of a bucket are sent.
 
-    numel: int  # of the packed tensor
-    moves: list[
-        list[tuple[int, Range]]
-    ]  # by sharer: a place in the packed tensor, and what of the bucket is there
-    rest: list[Range]  # of the bucket
+    Attributes:
+        numel: Number of elements of the packed tensor.
+        moves: For each rank that shares the update, the elements that it owns.
+        whole_ranges: Elements of the bucket that are averaged on all ranks.
+    """
+
+    numel: int
+    moves: list[list[Move]]
+    whole_ranges: list[Range]
 
 
 def packing_of(
-    owned: Sequence[Sequence[Range]], rest: list[Range], chunks: Sequence[int]
+    owned: Sequence[Sequence[Range]], whole_ranges: list[Range], chunks: Sequence[int]
 ) -> Packing:
-    """Lay out the elements that each rank owns (`owned`, by sharer), in chunks of equal shards of the ranks.
+    """Return the layout in which each chunk consists of equal shards of the ranks.
 
-    >>> packing_of([[(0, 3)], [(3, 4), (6, 8)]], [], chunks=[2, 4]).moves
-    [[(0, (0, 1)), (2, (1, 3))], [(1, (3, 4)), (4, (6, 8))]]
+    Args:
+        owned: Elements of the bucket that each rank owns.
+        whole_ranges: Elements of the bucket that are averaged on all ranks.
+        chunks: Number of elements of each chunk.
+
+    >>> packing_of([[(0, 3)], [(3, 4), (6, 8)]], [], chunks=[2, 4]).moves[1]
+    [Move(packed_begin=1, begin=3, end=4), Move(packed_begin=4, begin=6, end=8)]
     """
-    moves: list[list[tuple[int, Range]]] = []
-    for rank, ranges in enumerate(owned):
-        found: list[tuple[int, Range]] = []
-        left = [list(one) for one in ranges]
-        begin = 0
-        for numel in chunks:
-            shard = numel // len(owned)
-            at = begin + rank * shard
-            room = shard
-            while room and left:
-                step = min(room, left[0][1] - left[0][0])
-                found.append((at, (left[0][0], left[0][0] + step)))
-                at = at + step
-                room = room - step
-                left[0][0] = left[0][0] + step
-                if left[0][0] == left[0][1]:
-                    left.pop(0)
-            begin += numel
-        moves.append(found)
-    return Packing(numel=sum(chunks), moves=moves, rest=rest)
+    moves = [_moves_of_rank(ranges, rank, len(owned), chunks) for rank, ranges in enumerate(owned)]
+    return Packing(numel=sum(chunks), moves=moves, whole_ranges=whole_ranges)
+
+
+def _moves_of_rank(
+    ranges: Sequence[Range], rank: int, num_ranks: int, chunks: Sequence[int]
+) -> list[Move]:
+    """Fill a rank's shards of all chunks with its elements, in order."""
+    moves: list[Move] = []
+    remaining = list(ranges)
+    chunk_begin = 0
+    for numel in chunks:
+        room = numel // num_ranks
+        packed_begin = chunk_begin + rank * room
+        while room and remaining:
+            begin, end = remaining[0]
+            length = min(room, end - begin)
+            moves.append(Move(packed_begin, begin, begin + length))
+            packed_begin += length
+            room -= length
+            if begin + length == end:
+                remaining.pop(0)
+            else:
+                remaining[0] = (begin + length, end)
+        chunk_begin += numel
+    return moves
 
 
 class GradientScatter:
-    """The way of a bucket to its owners, while `is_on`; `shard_of` returns the shard of a parameter that is cut."""
+    """Hook that reduce-scatters buckets instead of all-reducing them while no user code reads gradients.
+
+    Args:
+        engine: Engine of the fit.
+        shard_of: Returns the shard of a parameter. None: every rank updates the whole parameter.
+        is_possible: Whether the fit allows it at all.
+
+    Attributes:
+        is_on: Whether buckets of the current step are reduce-scattered.
+    """
 
     def __init__(
         self,
@@ -88,51 +133,72 @@ class GradientScatter:
         sharers = engine.topology.sharers(engine.update_scope)
         self._rank = sharers.index(engine.topology.rank)
         self._num_ranks = len(sharers)
+        # None: the bucket is averaged on all ranks.
         self._packings: dict[tuple[int, ...], Packing | None] = {}
-        self._plan = engine.plan
+        self._plan = engine.plan  # for which the packings were computed
         self.is_on = False
 
-    def turn(self, is_unobserved: bool) -> None:
-        """Say for the next step whether nothing looks at gradients."""
+    def prepare_step(self, is_unobserved: bool) -> None:
+        """Set for the next step whether no user code reads gradients."""
         self.is_on = self._is_possible and is_unobserved
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
-        """Average a bucket for its owners; None where it has to be averaged whole."""
+        """Average a bucket for its owners. None: it has to be averaged on all ranks."""
         if not self.is_on or bucket.is_last():
             return None
         packing = self._packing_of(bucket)
-        buffer = bucket.buffer()
         if packing is None:
             return None
+
         engine = self._engine
-        index = bucket.index()
+        buffer = bucket.buffer()
         dtypes = (buffer.dtype, engine.dtype_across_nodes)
         before, after = split_divisor(engine.num_terms, is_fp16=torch.float16 in dtypes)
-        packed = buffer.new_zeros(
-            packing.numel
-        )  # and not kept: between steps memory is what is to be saved
-        for moves in packing.moves:
-            _copy_(
-                [packed[at : at + end - begin] for at, (begin, end) in moves],
-                [buffer[b:e] for _, (b, e) in moves],
-            )
-        finish = partial(_put_own, buffer=buffer, moves=packing.moves[self._rank], after=after)
-        packed = packed.div_(before) if before > 1 else packed
-        scattered = engine.submit(packed, bucket_index=index, finish=finish, keeps_shard=True)
-        if not packing.rest:
+        scattered = self._scatter(bucket, packing, before, after)
+        if not packing.whole_ranges:
             return scattered
-        rest = torch.cat([buffer[begin:end] for begin, end in packing.rest])
-        rest = rest.div_(before) if before > 1 else rest
-        whole = partial(_put_rest, buffer=buffer, ranges=packing.rest, after=after)
-        averaged = engine.submit(rest, bucket_index=index, finish=whole)
+
+        averaged = self._average_whole_ranges(bucket, packing, before, after)
         if engine.device.type == "cuda":
-            # What `collect_all` returns is a future of the CPU: who waits for it would order no stream. Both are on the
-            # streams already, so `then` has one wait for the other, and the host for neither.
-            return scattered.then(partial(_both, averaged=averaged))
-        return collect_all([scattered, averaged]).then(_first)
+            # `collect_all` returns a future of the CPU, and waiting for that would order no stream. Both results are
+            # ordered on streams already: `then` makes one wait for the other, and the host for neither.
+            return scattered.then(partial(_wait_for_both, averaged=averaged))
+        return collect_all([scattered, averaged]).then(_first_value)
+
+    def _scatter(
+        self, bucket: dist.GradBucket, packing: Packing, before: float, after: float
+    ) -> Future[Tensor]:
+        """Pack the elements that are owned by single ranks, and start their reduce-scatter."""
+        buffer = bucket.buffer()
+        # The packed tensor is not kept between steps, as saving memory is the purpose.
+        packed = buffer.new_zeros(packing.numel)
+        for moves in packing.moves:
+            packed_pieces = [move.in_packed(packed) for move in moves]
+            _copy_(packed_pieces, [move.in_bucket(buffer) for move in moves])
+        if before > 1:
+            packed.div_(before)
+        finish = partial(
+            _store_owned, buffer=buffer, moves=packing.moves[self._rank], divisor=after
+        )
+        return self._engine.submit(
+            packed, bucket_index=bucket.index(), finish=finish, keeps_shard=True
+        )
+
+    def _average_whole_ranges(
+        self, bucket: dist.GradBucket, packing: Packing, before: float, after: float
+    ) -> Future[Tensor]:
+        """Start the all-reduce of the elements that all ranks need."""
+        buffer = bucket.buffer()
+        ranges = packing.whole_ranges
+        flat = torch.cat([buffer[begin:end] for begin, end in ranges])
+        if before > 1:
+            flat.div_(before)
+        finish = partial(_store_ranges, buffer=buffer, ranges=ranges, divisor=after)
+        return self._engine.submit(flat, bucket_index=bucket.index(), finish=finish)
 
     def _packing_of(self, bucket: dist.GradBucket) -> Packing | None:
-        if self._plan is not self._engine.plan:  # another one has other chunks
+        if self._plan is not self._engine.plan:
+            # Another plan has other chunks.
             self._plan = self._engine.plan
             self._packings.clear()
         key = (bucket.index(), *map(id, bucket.parameters()))
@@ -143,16 +209,20 @@ class GradientScatter:
     def _new_packing(self, bucket: dist.GradBucket) -> Packing | None:
         buffer = bucket.buffer()
         owned: list[list[Range]] = [[] for _ in range(self._num_ranks)]
-        rest: list[Range] = []
+        whole_ranges: list[Range] = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            at = (gradient.data_ptr() - buffer.data_ptr()) // buffer.element_size()
+            num_bytes = gradient.data_ptr() - buffer.data_ptr()
+            offset = num_bytes // buffer.element_size()
             shard = self._shard_of(parameter)
             if shard is None or gradient.stride() != parameter.stride():
-                rest.append((at, at + gradient.numel()))
+                whole_ranges.append((offset, offset + gradient.numel()))
                 continue
             for rank, (begin, end) in enumerate(shard.spans):
-                owned[rank].append((at + begin, at + end))
-        longest = max(sum(end - begin for begin, end in ranges) for ranges in owned)
+                owned[rank].append((offset + begin, offset + end))
+
+        longest = 0
+        for ranges in owned:
+            longest = max(longest, sum(end - begin for begin, end in ranges))
         if longest == 0:
             return None
         alignment = self._num_ranks * SHARD_ALIGNMENT
@@ -160,44 +230,41 @@ class GradientScatter:
         plan = self._engine.planned(bucket.index(), numel, buffer.dtype)
         if plan.algorithm != "two_level":
             return None
-        chunks = (
-            chunk_numels(numel, plan.num_chunks, alignment=alignment)
-            if plan.num_chunks > 1
-            else [numel]
-        )
-        return packing_of(owned, rest, chunks)
+        chunks = [numel]
+        if plan.num_chunks > 1:
+            chunks = chunk_numels(numel, plan.num_chunks, alignment=alignment)
+        return packing_of(owned, whole_ranges, chunks)
 
 
-def _put_own(
-    packed: Tensor, *, buffer: Tensor, moves: list[tuple[int, Range]], after: float
-) -> Tensor:
-    own = [packed[at : at + end - begin] for at, (begin, end) in moves]
-    if after != 1 and own:
-        torch._foreach_div_(own, after)
-    _copy_([buffer[begin:end] for _, (begin, end) in moves], own)
+def _store_owned(packed: Tensor, *, buffer: Tensor, moves: list[Move], divisor: float) -> Tensor:
+    """Divide this rank's sums and copy them into the bucket."""
+    averages = [move.in_packed(packed) for move in moves]
+    if divisor != 1 and averages:
+        torch._foreach_div_(averages, divisor)
+    _copy_([move.in_bucket(buffer) for move in moves], averages)
     return buffer
 
 
-def _put_rest(rest: Tensor, *, buffer: Tensor, ranges: list[Range], after: float) -> Tensor:
-    rest = rest.div_(after) if after != 1 else rest
-    _copy_(
-        [buffer[begin:end] for begin, end in ranges],
-        list(rest.split([end - begin for begin, end in ranges])),
-    )
+def _store_ranges(flat: Tensor, *, buffer: Tensor, ranges: list[Range], divisor: float) -> Tensor:
+    """Divide the sums that all ranks need and copy them into the bucket."""
+    if divisor != 1:
+        flat.div_(divisor)
+    numels = [end - begin for begin, end in ranges]
+    _copy_([buffer[begin:end] for begin, end in ranges], list(flat.split(numels)))
     return buffer
 
 
-def _copy_(places: list[Tensor], values: list[Tensor]) -> None:
-    if places:
-        torch._foreach_copy_(places, values)
+def _copy_(destinations: list[Tensor], values: list[Tensor]) -> None:
+    if destinations:
+        torch._foreach_copy_(destinations, values)
 
 
-def _both(scattered: Future[Tensor], *, averaged: Future[Tensor]) -> Tensor:
+def _wait_for_both(scattered: Future[Tensor], *, averaged: Future[Tensor]) -> Tensor:
     averaged.wait()
     return scattered.value()
 
 
-def _first(done: Future[list[Future[Tensor]]]) -> Tensor:
-    # Both hold the bucket; one that failed raises here, so that DDP sees its error.
-    values: list[Tensor] = [one.value() for one in done.value()]
+def _first_value(done: Future[list[Future[Tensor]]]) -> Tensor:
+    # Both hold the bucket. A failed one raises here, so that DDP sees its error.
+    values: list[Tensor] = [future.value() for future in done.value()]
     return values[0]

@@ -1,15 +1,16 @@
-"""What ranks that share the update send one another: parts of tensors, in chunks that go through the engine.
+"""Exchange of parts of tensors among the ranks that share the update, in chunks that go through the engine.
 
-    chunk       | rank 0's elements | rank 1's elements | ...       of as many parameters as there is room for
+    chunk       | rank 0's elements | rank 1's elements | ...       of as many parameters as fit
 
-Each rank packs its elements of all tensors, in one order, into chunks of bounded size; while one is on its way the next
-is packed, and what has arrived is put where it belongs.
+Each rank packs its elements of all tensors, in one order, into chunks of bounded size. While one
+chunk is exchanged, the
+next is packed, and received elements are copied to their tensors.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -27,74 +28,112 @@ from lightning_hybrid.strategy.shard_update.shard_pairs import ParameterShard
 # Elements of a chunk, of all ranks together. Two chunks are in memory: 16 MiB of half-precision weights.
 CHUNK_NUMEL = 1 << 22
 
-Slice = tuple[int, int, int]  # a tensor by its place in a list, and its elements from begin to end
+# A late gather has about this many chunks: forward begins as soon as the first has arrived.
+NUM_LATE_CHUNKS = 16
+# Minimum number of elements of a chunk of a late gather: half a MiB in half precision.
+MIN_LATE_NUMEL = 1 << 18
+
+TensorSpan = tuple[int, int, int]
+"""Index of a tensor in a list, and its elements from begin to end."""
 
 
 @dataclass
 class PackedChunk:
-    """The layout of a chunk: the slices of each rank, one after the other from `rank * numel` on."""
+    """Layout of a chunk, in which the elements of rank r begin at `r * numel`.
 
-    numel: int = 0  # of one rank, with what fills it up
-    slices: list[list[Slice]] = field(default_factory=list)  # by sharer
+    Attributes:
+        numel: Number of elements of one rank, with padding.
+        spans: Elements of each rank, one span after the other.
+    """
+
+    numel: int = 0
+    spans: list[list[TensorSpan]] = field(default_factory=list)
 
 
 def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[PackedChunk]:
-    """Lay out chunks of up to `numel` elements a rank for tensors whose `spans` are given: of each, by rank.
+    """Return the layout of chunks with up to `numel` elements of each rank.
 
-    >>> [chunk.slices for chunk in chunks_of([[(0, 4), (4, 9)], [(2, 4), (0, 2)]], numel=6)]
+    Args:
+        spans: Elements of each tensor by rank, from begin to end.
+        numel: Maximum number of elements of one rank in a chunk.
+
+    >>> [chunk.spans for chunk in chunks_of([[(0, 4), (4, 9)], [(2, 4), (0, 2)]], numel=6)]
     [[[(0, 0, 4), (1, 2, 4)], [(0, 4, 9), (1, 0, 1)]], [[], [(1, 1, 2)]]]
     """
-    by_rank = [_cut([of_one[rank] for of_one in spans], numel) for rank in range(len(spans[0]))]
+    num_ranks = len(spans[0])
+    pieces_by_rank = []
+    for rank in range(num_ranks):
+        spans_of_rank = [tensor_spans[rank] for tensor_spans in spans]
+        pieces_by_rank.append(_cut(spans_of_rank, numel))
+
     chunks = []
-    for index in range(max(map(len, by_rank))):
-        slices = [found[index] if index < len(found) else [] for found in by_rank]
-        longest = max(sum(end - begin for _, begin, end in some) for some in slices)
-        chunks.append(
-            PackedChunk(numel=-(-longest // PART_ALIGNMENT) * PART_ALIGNMENT, slices=slices)
-        )
+    num_chunks = max(len(pieces) for pieces in pieces_by_rank)
+    for index in range(num_chunks):
+        chunk = PackedChunk()
+        longest = 0
+        for pieces in pieces_by_rank:
+            chunk_spans = pieces[index] if index < len(pieces) else []
+            chunk.spans.append(chunk_spans)
+            longest = max(longest, _numel_of(chunk_spans))
+        chunk.numel = -(-longest // PART_ALIGNMENT) * PART_ALIGNMENT
+        chunks.append(chunk)
     return chunks
 
 
-def _cut(spans: Sequence[tuple[int, int]], numel: int) -> list[list[Slice]]:
-    found: list[list[Slice]] = [[]]
+def _cut(spans: Sequence[tuple[int, int]], numel: int) -> list[list[TensorSpan]]:
+    """Cut the spans of one rank into pieces of `numel` elements, the last of fewer."""
+    pieces: list[list[TensorSpan]] = [[]]
     room = numel
     for index, (begin, end) in enumerate(spans):
         while begin < end:
             if room == 0:
-                found.append([])
+                pieces.append([])
                 room = numel
-            step = min(room, end - begin)
-            found[-1].append((index, begin, begin + step))
-            begin = begin + step
-            room = room - step
-    return found
+            length = min(room, end - begin)
+            pieces[-1].append((index, begin, begin + length))
+            begin += length
+            room -= length
+    return pieces
+
+
+def _numel_of(spans: Iterable[TensorSpan]) -> int:
+    return sum(end - begin for _, begin, end in spans)
 
 
 class ShardExchange:
-    """The exchanges of one engine among ranks that share the update. All are collective, and raise its errors."""
+    """Collectives of one engine among the ranks that share the update.
+
+    Collective: every rank that shares must call each method that sends tensors, in the same order. A failed engine
+    raises its error there.
+
+    Attributes:
+        rank: Index of this rank among the ranks that share.
+        num_ranks: Number of ranks that share.
+        is_first: Whether this is rank zero, which receives whole tensors for checkpoints.
+        is_in_node: Whether the ranks of a node share, and not all ranks.
+    """
 
     def __init__(self, engine: CommEngine) -> None:
         self._engine = engine
         sharers = engine.topology.sharers(engine.update_scope)
-        self.place = self._rank, self._num_ranks = sharers.index(engine.topology.rank), len(sharers)
+        self.rank = sharers.index(engine.topology.rank)
+        self.num_ranks = len(sharers)
         self.is_first = engine.topology.rank == 0
         self.is_in_node = engine.update_scope == "node"
         self._layouts: dict[tuple[int, ...], list[PackedChunk]] = {}
 
     def add_up_(self, table: Tensor) -> None:
-        """Add a tensor over the ranks, in place."""
-        self._engine.submit(
-            table.view(-1), bucket_index=0, exchange=self._exchange_named("sum")
-        ).wait()
+        """All-reduce a tensor over the ranks, in place."""
+        exchange = self._exchange_named("sum")
+        self._engine.submit(table.view(-1), bucket_index=0, exchange=exchange).wait()
 
     def largest(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the largest magnitude in the tensors of all ranks, of which some may have none."""
-        table = torch.zeros(self._num_ranks, device=self._engine.device)
+        """Return the largest magnitude in the tensors of all ranks. A rank may have no tensors."""
+        table = torch.zeros(self.num_ranks, device=self._engine.device)
         for tensor in tensors:
             if tensor.numel():
-                table[self._rank] = torch.maximum(
-                    table[self._rank], torch.linalg.vector_norm(tensor, float("inf"))
-                )
+                magnitude = torch.linalg.vector_norm(tensor, float("inf"))
+                table[self.rank] = torch.maximum(table[self.rank], magnitude)
         self.add_up_(table)
         return table.amax()
 
@@ -105,119 +144,159 @@ class ShardExchange:
         tensors: Sequence[Tensor],
         late: LateGather | None = None,
     ) -> None:
-        """Complete tensors as large as parameters, of which each rank has its own part.
+        """Complete tensors of the parameters' shapes, in which each rank has only its own part.
 
-        `late` waits for them where they are read, in place of this call; until then all are in memory twice.
+        Args:
+            shards: Shards of the parameters.
+            tensors: Tensors to complete, in place.
+            late: Mode that waits for the tensors when they are read. Until then all are in memory twice. None: this
+                call waits.
         """
-        by_dtype: dict[torch.dtype, list[tuple[ParameterShard, Tensor]]] = {}
-        for shard, tensor in zip(shards, tensors, strict=True):
-            by_dtype.setdefault(tensor.dtype, []).append((shard, tensor))
-        for some in by_dtype.values():
-            rows = [flattened(tensor, shard.whole) for shard, tensor in some]
-            own = [
-                row.narrow(0, *_begin_and_length(shard))
-                for row, (shard, _) in zip(rows, some, strict=True)
-            ]
-            self._exchange("gather", [shard for shard, _ in some], own, into=rows, late=late)
+        for indices in _indices_by_dtype(tensors):
+            shards_of_dtype = [shards[index] for index in indices]
+            rows = []
+            values = []
+            for index in indices:
+                row = flattened(tensors[index], shards[index].whole)
+                rows.append(row)
+                values.append(_part_of_row(row, shards[index]))
+            self._exchange("gather", shards_of_dtype, values, rows, late=late)
 
     @torch.no_grad()
     def collect(
-        self, shards: Sequence[ParameterShard], own: Sequence[Tensor]
+        self, shards: Sequence[ParameterShard], values: Sequence[Tensor]
     ) -> list[Tensor] | None:
-        """Return on rank zero, on the CPU, the whole of tensors of which each rank gives its own part."""
+        """Return whole tensors of which each rank passes its own part: on the CPU of rank zero, None elsewhere.
+
+        Args:
+            shards: Shards of the parameters.
+            values: For each shard this rank's part of a tensor, 1-D.
+        """
         wholes = None
         if self.is_first:
-            each = zip(shards, own, strict=True)
-            wholes = [
-                torch.empty_like(shard.whole, dtype=part.dtype, device="cpu")
-                for shard, part in each
-            ]
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, tensor in enumerate(own):
-            by_dtype.setdefault(tensor.dtype, []).append(index)
-        for some in by_dtype.values():
-            rows = (
-                None
-                if wholes is None
-                else [flattened(wholes[index], shards[index].whole) for index in some]
-            )
-            for row, index in zip(rows or (), some, strict=False):
-                row.narrow(0, *_begin_and_length(shards[index])).copy_(own[index])
-            self._exchange(
-                "collect",
-                [shards[index] for index in some],
-                [own[index] for index in some],
-                into=rows,
-            )
+            wholes = []
+            for shard, value in zip(shards, values, strict=True):
+                wholes.append(torch.empty_like(shard.whole, dtype=value.dtype, device="cpu"))
+
+        for indices in _indices_by_dtype(values):
+            rows = None
+            if wholes is not None:
+                rows = [flattened(wholes[index], shards[index].whole) for index in indices]
+                for row, index in zip(rows, indices, strict=True):
+                    _part_of_row(row, shards[index]).copy_(values[index])
+            shards_of_dtype = [shards[index] for index in indices]
+            values_of_dtype = [values[index] for index in indices]
+            self._exchange("collect", shards_of_dtype, values_of_dtype, rows)
         return wholes
 
     def _exchange(
         self,
-        what: Literal["gather", "collect"],
+        kind: Literal["gather", "collect"],
         shards: Sequence[ParameterShard],
-        own: Sequence[Tensor],
-        into: Sequence[Tensor] | None,
+        values: Sequence[Tensor],
+        rows: Sequence[Tensor] | None,
         late: LateGather | None = None,
     ) -> None:
+        """Exchange parts of tensors of one dtype.
+
+        Args:
+            kind: `"gather"`: all ranks receive. `"collect"`: rank zero receives.
+            shards: Shards of the parameters.
+            values: This rank's part of each tensor.
+            rows: Whole tensors, flattened, that receive the parts of other ranks. None: this rank receives nothing.
+            late: As in `gather_`.
+        """
         layout = self._layout(shards, is_late=late is not None)
-        under_way: deque[Future[Tensor]] = deque()
-        # Not kept: between steps memory is what is to be saved.
-        largest = max((chunk.numel for chunk in layout), default=0) * self._num_ranks
-        memory = [
-            own[0].new_zeros(largest, device=self._engine.device)
-            for _ in (layout if late else layout[:2])
-        ]
+        begins = [shard.spans[self.rank][0] for shard in shards]
+        # The memory is not kept between steps, as saving memory is the purpose. A late gather needs all of it at once.
+        largest = max((chunk.numel for chunk in layout), default=0) * self.num_ranks
+        num_buffers = min(len(layout), 2)
+        if late is not None:
+            num_buffers = len(layout)
+        device = self._engine.device
+        memory = [values[0].new_zeros(largest, device=device) for _ in range(num_buffers)]
+
+        pending: deque[Future[Tensor]] = deque()
         for index, chunk in enumerate(layout):
-            if not late and len(under_way) == 2:
-                under_way.popleft().wait()  # its memory is used again
-            flat = memory[index % len(memory)][: chunk.numel * self._num_ranks]
-            begins = [shard.spans[self._rank][0] for shard in shards]
-            slices = chunk.slices[self._rank]
-            rows = self._rows(flat, chunk, self._rank)
-            if rows:
-                torch._foreach_copy_(
-                    rows, [own[i][begin - begins[i] : end - begins[i]] for i, begin, end in slices]
-                )
-            finish = partial(self._put, chunk=chunk, into=into)
-            waits = {"exchange": self._exchange_named(what), "is_in_update": None if late else True}
-            under_way.append(self._engine.submit(flat, bucket_index=index, finish=finish, **waits))
-            if late:
-                late.add(
-                    under_way.pop(),
-                    [shards[i].parameter for some in chunk.slices for i, _, _ in some],
-                )
-        for future in under_way:
+            if len(pending) == 2:
+                pending.popleft().wait()  # its memory is used again
+            flat = memory[index % num_buffers][: chunk.numel * self.num_ranks]
+            packed_rows = self._packed_rows(flat, chunk, self.rank)
+            if packed_rows:
+                pieces = []
+                for tensor_index, begin, end in chunk.spans[self.rank]:
+                    offset = begins[tensor_index]
+                    pieces.append(values[tensor_index][begin - offset : end - offset])
+                torch._foreach_copy_(packed_rows, pieces)
+
+            is_in_update = True if late is None else None
+            future = self._engine.submit(
+                flat,
+                bucket_index=index,
+                finish=partial(self._unpack, chunk=chunk, rows=rows),
+                exchange=self._exchange_named(kind),
+                is_in_update=is_in_update,
+            )
+            if late is None:
+                pending.append(future)
+            else:
+                late.add(future, _parameters_in(chunk, shards))
+        for future in pending:
             future.wait()
 
     @torch.no_grad()
-    def _put(self, flat: Tensor, *, chunk: PackedChunk, into: Sequence[Tensor] | None) -> Tensor:
-        # Where the last stage ran: what others have sent goes to its places.
-        for rank in range(self._num_ranks):
-            slices = chunk.slices[rank]
-            if into is not None and rank != self._rank and slices:
-                places = [into[i][begin:end] for i, begin, end in slices]
-                torch._foreach_copy_(places, self._rows(flat, chunk, rank))
+    def _unpack(self, flat: Tensor, *, chunk: PackedChunk, rows: Sequence[Tensor] | None) -> Tensor:
+        """Copy the parts of other ranks to their tensors, on the stream or thread of the engine's last stage."""
+        for rank, spans in enumerate(chunk.spans):
+            if rows is not None and rank != self.rank and spans:
+                destinations = [rows[index][begin:end] for index, begin, end in spans]
+                torch._foreach_copy_(destinations, self._packed_rows(flat, chunk, rank))
         return flat
 
-    def _rows(self, flat: Tensor, chunk: PackedChunk, rank: int) -> list[Tensor]:
-        numels = [end - begin for _, begin, end in chunk.slices[rank]]
-        return list(flat[rank * chunk.numel :][: sum(numels)].split(numels)) if numels else []
+    def _packed_rows(self, flat: Tensor, chunk: PackedChunk, rank: int) -> list[Tensor]:
+        """Return views of a rank's spans in the memory of a chunk."""
+        numels = [end - begin for _, begin, end in chunk.spans[rank]]
+        if not numels:
+            return []
+        elements_of_rank = flat[rank * chunk.numel :]
+        return list(elements_of_rank[: sum(numels)].split(numels))
 
-    def _exchange_named(self, what: str) -> Any:
-        return f"{'node' if self.is_in_node else 'world'}_{what}"
+    def _exchange_named(self, kind: Literal["sum", "gather", "collect"]) -> Any:
+        """Return the engine's name of an exchange among the ranks that share."""
+        if self.is_in_node:
+            return f"node_{kind}"
+        return f"world_{kind}"
 
     def _layout(self, shards: Sequence[ParameterShard], *, is_late: bool) -> list[PackedChunk]:
         key = (is_late, *map(id, shards))
         if key not in self._layouts:
-            total = sum(shard.whole.numel() for shard in shards)
-            # What comes first lets forward begin: some 16 chunks, of half a MiB at least in half precision.
-            numel = min(CHUNK_NUMEL, max(total // 16, 1 << 18)) if is_late else CHUNK_NUMEL
-            self._layouts[key] = chunks_of(
-                [shard.spans for shard in shards], numel // self._num_ranks
-            )
+            numel = CHUNK_NUMEL
+            if is_late:
+                total = sum(shard.whole.numel() for shard in shards)
+                numel = min(CHUNK_NUMEL, max(total // NUM_LATE_CHUNKS, MIN_LATE_NUMEL))
+            spans = [shard.spans for shard in shards]
+            self._layouts[key] = chunks_of(spans, numel // self.num_ranks)
         return self._layouts[key]
 
 
-def _begin_and_length(shard: ParameterShard) -> tuple[int, int]:
+def _indices_by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of tensors of the same dtype as lists, in the order in which dtypes first occur."""
+    indices: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices.setdefault(tensor.dtype, []).append(index)
+    return list(indices.values())
+
+
+def _part_of_row(row: Tensor, shard: ParameterShard) -> Tensor:
+    """Return a view of this rank's elements of a whole tensor that is flattened."""
     begin, end = shard.spans[shard.rank]
-    return begin, end - begin
+    return row.narrow(0, begin, end - begin)
+
+
+def _parameters_in(chunk: PackedChunk, shards: Sequence[ParameterShard]) -> list[Tensor]:
+    """Return the parameters of which any rank has elements in a chunk."""
+    parameters: list[Tensor] = []
+    for spans in chunk.spans:
+        for index, _, _ in spans:
+            parameters.append(shards[index].parameter)
+    return parameters

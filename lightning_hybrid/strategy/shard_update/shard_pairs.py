@@ -1,4 +1,4 @@
-"""A rank's part of a large parameter, which the parameter itself shows for the time of an optimizer step.
+"""Parts of large parameters: a parameter shows the part that this rank updates while its optimizer steps.
 
                      between steps                            in a step
     parameter   ->   whole: forward, backward                 part: elements begin ... end - 1, in the order of memory
@@ -7,8 +7,8 @@
 Lists, `param_groups` and the keys of `optimizer.state` hold the same Python object all the time. As in
 `precision/parameter_pair.py`, torch exchanges the C++ tensors of two Python objects.
 
-Two kinds: a part of the fp32 master of a half-precision parameter, which is memory of its own, and a part of an fp32
-parameter, which is the parameter's own memory: then optimizer state alone is shared.
+There are two kinds. `MasterShard` is a part of the fp32 master weights of a half-precision parameter, in memory of its
+own. `WeightShard` is a part of an fp32 parameter, in the parameter's own memory: then only optimizer state is shared.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Span = tuple[int, int]
 
 
 class ParameterShard:
-    """A parameter and the part of it that this rank updates; base of both kinds.
+    """A parameter and the part of it that this rank updates. Base class of both kinds.
 
     Args:
-        name: the parameter's name, for errors.
-        parameter: shows the whole.
-        part: 1-D, with this rank's elements.
-        spans: the elements of each rank that shares the update, in the order of `Topology.sharers`.
-        rank: this rank's place among them.
+        name: Name of the parameter, for errors.
+        parameter: Parameter that shows the whole tensor.
+        part: This rank's elements, 1-D.
+        spans: Elements of each rank that shares the update, in the order of `Topology.sharers`.
+        rank: Index of this rank among them.
 
     Attributes:
-        whole: the whole tensor that forward reads, as a plain tensor in the parameter's memory.
+        whole: The whole tensor that forward reads, as a plain tensor in the parameter's memory.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ParameterShard:
         self.rank = rank
         self.whole: Tensor = parameter.detach()
         self._hidden = part
-        # The address of the C++ tensor tells what is shown, also after an error between two statements.
+        # The address of the C++ tensor identifies the tensor that is shown, also after an error between two statements.
         self._part_address: int = part._cdata
 
     @property
@@ -60,32 +60,35 @@ class ParameterShard:
 
     @property
     def shows_part(self) -> bool:
-        """Whether the parameter shows this rank's part."""
+        """True while the parameter shows this rank's part."""
         return self.parameter._cdata == self._part_address
 
     @property
     def values(self) -> Tensor:
         """The elements of this rank as the optimizer updates them: 1-D, in fp32."""
-        part = self.parameter if self.shows_part else self._hidden
-        return part.detach()
+        if self.shows_part:
+            return self.parameter.detach()
+        return self._hidden.detach()
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Return this rank's elements of a tensor of the whole's shape: 1-D, a view where memory allows."""
+        """Return this rank's elements of a tensor of the whole shape: 1-D, a view if memory allows."""
         begin, end = self.spans[self.rank]
         return flattened(tensor, self.whole)[begin:end]
 
     def show_part(self) -> None:
-        """Let the parameter show this rank's part, with its part of the gradient."""
+        """Make the parameter show this rank's part, with the same part of its gradient."""
         if self.shows_part:
             return
         gradient = self.parameter.grad
         if self._hidden.requires_grad != self.parameter.requires_grad:
             self._hidden.requires_grad_(self.parameter.requires_grad)
-        self._hidden.grad = None if gradient is None else self.part_of(gradient)
+        self._hidden.grad = None
+        if gradient is not None:
+            self._hidden.grad = self.part_of(gradient)
         torch._C._swap_tensor_impl(self.parameter, self._hidden)
 
     def show_whole(self) -> None:
-        """Let the parameter show the whole again, with the gradient that this has kept."""
+        """Make the parameter show the whole tensor again, with the whole gradient, which was kept."""
         if not self.shows_part:
             return
         # A second reference would keep the gradient's memory beyond `zero_grad`.
@@ -93,18 +96,15 @@ class ParameterShard:
         torch._C._swap_tensor_impl(self.parameter, self._hidden)
 
     def _follow_memory(self) -> None:
-        """Follow the parameter to other memory, which `p.data = ...` has given it.
+        """Use the new memory of the parameter, if user code has replaced it by `p.data = ...`.
 
         Raises:
-            RuntimeError: that memory has another dtype, shape or layout.
+            RuntimeError: The new memory has another dtype, shape or layout.
         """
         parameter = self.parameter
         whole = self.whole
-        if (
-            parameter.dtype is not whole.dtype
-            or parameter.shape != whole.shape
-            or parameter.stride() != whole.stride()
-        ):
+        has_same_layout = parameter.shape == whole.shape and parameter.stride() == whole.stride()
+        if parameter.dtype is not whole.dtype or not has_same_layout:
             raise RuntimeError(
                 f"`{self.name}.data` was replaced by a tensor of shape {tuple(parameter.shape)}, strides "
                 f"{parameter.stride()} and dtype {parameter.dtype}. With `shard_update` this parameter keeps shape "
@@ -116,21 +116,21 @@ class ParameterShard:
             self.whole = parameter.detach()
 
     def take_writes_(self) -> None:
-        """Let the part follow what user code wrote into the whole. The parameter shows the whole."""
+        """Update the part by what user code wrote into the whole tensor, which the parameter must show."""
         raise NotImplementedError
 
 
 class MasterShard(ParameterShard):
-    """A half-precision parameter, and a part of its fp32 master.
+    """A half-precision parameter and a part of its fp32 master weights.
 
-    The parameter shows its half-precision copy for the whole fit, as no rank has the fp32 values of all elements.
+    The parameter shows its half-precision copy for the whole fit, because no rank has the fp32 values of all elements.
 
     Args:
-        pair: the parameter in both precisions, which no window opens and closes any more.
-        spans, rank: as in `ParameterShard`.
+        pair: The parameter in both precisions. No window may open or close it any more.
+        spans, rank: As in `ParameterShard`.
 
     Attributes:
-        collected: the whole master in fp32, while the parts are brought together on this rank.
+        collected: Whole master weights in fp32, while the parts are collected on this rank.
     """
 
     def __init__(self, pair: ParameterPair, spans: list[Span], rank: int) -> None:
@@ -138,7 +138,7 @@ class MasterShard(ParameterShard):
         begin, end = spans[rank]
         values = flattened(pair.fp32, pair.fp32)[begin:end].clone()
         part = nn.Parameter(values, requires_grad=pair.parameter.requires_grad)
-        part.grad_dtype = None  # LARS and LAMB take half-precision gradients
+        part.grad_dtype = None  # any dtype is allowed: LARS and LAMB use half-precision gradients
         self._pair = pair
         self.collected: Tensor | None = None
         self._show_half()
@@ -148,23 +148,23 @@ class MasterShard(ParameterShard):
         """Show the half-precision copy, and free the memory of the whole fp32 values."""
         self._pair.open()
         self._pair.fp32.data = torch.empty(0, device=self._pair.half.device)
-        # As in `ParameterPair.open`, whose methods would copy the memory that is freed.
+        # They replace the methods that `ParameterPair.open` sets, which would copy the freed memory.
         vars(self._pair.parameter)["__deepcopy__"] = self._deepcopy
         vars(self._pair.parameter)["__reduce_ex__"] = self._reduce_ex
 
     def show_fp32(self, values: Tensor) -> None:
-        """Let the parameter show these fp32 values, of all elements; its gradient goes along."""
+        """Make the parameter show these fp32 values of all elements, with its gradient."""
         self._pair.fp32.data = values
         self._pair.close()
 
     def show_rounded(self) -> None:
-        """Let the parameter show the half-precision values in fp32, unless it shows fp32 values already."""
+        """Make the parameter show the half-precision values in fp32, unless it shows fp32 values already."""
         if self._pair.is_open:
             self.show_fp32(self.whole.float())
 
     @torch.no_grad()
     def take_fp32_(self) -> None:
-        """Take this rank's part of the fp32 values that the parameter shows, and show the half-precision copy."""
+        """Copy this rank's part of the fp32 values that the parameter shows, and show the half-precision copy."""
         values = self._pair.fp32.detach()
         self.values.copy_(self.part_of(values))
         self.whole.copy_(values)
@@ -172,11 +172,11 @@ class MasterShard(ParameterShard):
 
     @torch.no_grad()
     def take_writes_(self) -> None:
-        """Give the master the elements of the half-precision part that are not its own, rounded.
+        """Copy elements of the half-precision part into the master weights if user code has written them.
 
             master <- where(half == half_dtype(master), master, half)
 
-        Elements that were not written keep all fp32 bits.
+        Elements that were not written keep all fp32 bits: their half-precision value is the rounded master weight.
         """
         self._follow_memory()
         half = self.part_of(self.whole)
@@ -187,18 +187,19 @@ class MasterShard(ParameterShard):
         torch.where(raw_bits(master.to(half.dtype)) == raw_bits(half), master, half, out=master)
 
     def fp32_values(self) -> Tensor:
-        """Return the whole master if it is collected, else the half-precision copy in fp32."""
+        """Return the whole master weights if they are collected, and else the half-precision copy in fp32."""
         if self.collected is not None:
             return self.collected
-        # The parameter itself, if it can be: a late gather waits for its readers.
-        whole = self.whole if self.shows_part else self.parameter.detach()
-        return whole.float()
+        if self.shows_part:
+            return self.whole.float()
+        # The parameter itself is read, because a late gather makes its readers wait.
+        return self.parameter.detach().float()
 
     @torch.no_grad()
     def load_(self, value: Tensor) -> None:
-        """Take this rank's part of a state dict's value, exactly; torch writes the rounded value into the copy.
+        """Load this rank's part of a state dict's value exactly. torch loads the rounded value into the copy.
 
-        The rounded value that a state dict of this fit holds changes nothing.
+        A state dict of this fit may hold rounded values. Loading them leaves the master weights unchanged.
         """
         part = self.part_of(value).to(self.whole.device)
         if not torch.equal(part, self.part_of(self.whole).float()):
@@ -219,7 +220,7 @@ class MasterShard(ParameterShard):
 
 
 class WeightShard(ParameterShard):
-    """A parameter that keeps its dtype, and the part that this rank updates, in the same memory."""
+    """A parameter that keeps its dtype, with the part that this rank updates in the same memory."""
 
     def __init__(self, name: str, parameter: nn.Parameter, spans: list[Span], rank: int) -> None:
         begin, end = spans[rank]
@@ -228,7 +229,7 @@ class WeightShard(ParameterShard):
         super().__init__(name, parameter, part, spans, rank)
 
     def take_writes_(self) -> None:
-        """Follow the parameter to other memory; what was written, this part has."""
+        """Use the parameter's new memory, if it was replaced. The part shares its memory, and with it all writes."""
         self._follow_memory()
         view = self.part_of(self.whole)
         if self.values.data_ptr() != view.data_ptr():
@@ -237,11 +238,12 @@ class WeightShard(ParameterShard):
 
 @torch.no_grad()
 def write_wholes_(shards: Iterable[ParameterShard]) -> None:
-    """Round the masters' parts into the half-precision copies, in one pass over memory."""
+    """Round the parts of master weights into the half-precision copies, in one pass over memory."""
     parts_of_copies: list[Tensor] = []
     values: list[Tensor] = []
     for shard in shards:
-        if isinstance(shard, MasterShard):  # the part of a `WeightShard` is memory of the whole
+        # The part of a `WeightShard` shares the memory of the whole tensor.
+        if isinstance(shard, MasterShard):
             parts_of_copies.append(shard.part_of(shard.whole))
             values.append(shard.values)
     if values:

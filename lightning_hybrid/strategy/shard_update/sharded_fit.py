@@ -80,7 +80,8 @@ class ShardedFit:
     # ---- cutting ---------------------------------------------------------------------------------------------------
 
     def _cut_parameters(self, module: nn.Module) -> None:
-        rank, num_parts = self.exchange.place
+        rank = self.exchange.rank
+        num_parts = self.exchange.num_ranks
         parameters = list(self._parameters_to_cut(num_parts))
         spans_of_parameters = spans_by_rank(
             [parameter.numel() for parameter in parameters], num_parts
@@ -295,7 +296,7 @@ class ShardedFit:
         return {
             "parts": {key: shard.part for key, shard in self.shards.items()},
             "master_parts": master_parts,
-            "place_in_node": self.exchange.place,
+            "place_in_node": (self.exchange.rank, self.exchange.num_ranks),
             "update_context": self.parts_shown,
         }
 

@@ -1,4 +1,4 @@
-"""State dicts of modules whose parameters are in parts: they hold fp32 values, and loading one reaches the masters."""
+"""State-dict hooks of modules whose master weights are cut: fp32 values are saved, and loaded into the masters."""
 
 from __future__ import annotations
 
@@ -12,37 +12,43 @@ from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard
 
 
 class StateDictHooks:
-    """Hooks on the modules that own parameters with a part of a master.
+    """Hooks on the modules whose parameters have a part of a master weight on each rank.
 
     Args:
-        module: the whole model.
-        shards: by `id` of the parameter.
+        module: The whole model.
+        shards: Parts of master weights, by `id` of the parameter.
     """
 
     def __init__(self, module: nn.Module, shards: Mapping[int, MasterShard]) -> None:
         self._shards = shards
         self._handles: list[Any] = []
         for child in module.modules():
-            if any(id(parameter) in shards for parameter in child.parameters(recurse=False)):
-                self._handles += [
-                    child.register_state_dict_post_hook(ModuleHook(self._give_fp32)),
-                    child.register_load_state_dict_pre_hook(ModuleHook(self._take_fp32)),
-                ]
+            parameters = child.parameters(recurse=False)
+            if any(id(parameter) in shards for parameter in parameters):
+                save_hook = ModuleHook(self._save_fp32)
+                load_hook = ModuleHook(self._load_fp32)
+                self._handles.append(child.register_state_dict_post_hook(save_hook))
+                self._handles.append(child.register_load_state_dict_pre_hook(load_hook))
 
-    def _give_fp32(
+    def _save_fp32(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
         for name, parameter in module._parameters.items():
             shard = self._shards.get(id(parameter))
-            # With `keep_vars=True` the parameter is itself there.
-            if shard is not None and state.get(prefix + name, parameter) is not parameter:
-                state[prefix + name] = shard.fp32_values()
+            if shard is None:
+                continue
+            # With `keep_vars=True` the state dict holds the parameter itself.
+            key = prefix + name
+            if state.get(key, parameter) is not parameter:
+                state[key] = shard.fp32_values()
 
-    def _take_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _load_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module._parameters.items():
             shard = self._shards.get(id(parameter))
             value = state.get(prefix + name)
-            if shard is not None and isinstance(value, Tensor) and value.shape == shard.whole.shape:
+            if shard is None or not isinstance(value, Tensor):
+                continue
+            if value.shape == shard.whole.shape:
                 shard.load_(value)
 
     def remove(self) -> None:

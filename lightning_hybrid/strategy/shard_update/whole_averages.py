@@ -1,4 +1,4 @@
-"""Lightning's averaging callbacks, which read and write whole fp32 weights while no rank has these."""
+"""Whole fp32 weights for Lightning's averaging callbacks, while each rank holds only a part of them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _METHODS_BY_CALLBACK = {
     "WeightAveraging": ("_swap_models", "_copy_average_to_current"),
     "StochasticWeightAveraging": ("update_parameters", "transfer_weights"),
 }
-"""Methods of Lightning's callbacks that read weights into an average, or write an average into weights."""
+"""Methods of Lightning's callbacks that average weights, or write an average into the weights."""
 
 
 @contextmanager
 def averaging_whole_values(
     callbacks: Iterable[object], whole_values: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Let averaging callbacks see whole fp32 weights in the calls in which they average, swap or hand over.
+    """Provide whole fp32 weights to averaging callbacks while they average, swap or transfer weights.
 
     Args:
-        callbacks: of the trainer, set up.
-        whole_values: returns a context in which the parameters show whole fp32 values. Collective, as such a call is
-            from here on.
+        callbacks: Callbacks of the trainer, after their setup.
+        whole_values: Returns a context in which the parameters show whole fp32 values. Entering it is collective, and
+            so are the calls of the callbacks from here on.
     """
     callbacks = list(callbacks)
     with ExitStack() as stack:

@@ -183,7 +183,7 @@ def test_the_nodes_group_of_local_steps_is_not_waited_for_where_it_was_aborted(
     engine = SimpleNamespace(failure=failure, close=lambda: None)
     extension = object.__new__(local_steps.LocalStepsExtension)
     extension._nodes = SimpleNamespace(node_engine=engine, group="nodes")
-    extension._ignored = None
+    extension._warning_filter = None
     extension.end(
         SimpleNamespace(engine=SimpleNamespace(failure=""), device=torch.device(device_type)), None
     )

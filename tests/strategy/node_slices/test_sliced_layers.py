@@ -99,7 +99,7 @@ def embeddings():
     dist.all_reduce(sums)
     return (
         found[0][0],
-        vars(layer)["sliced"].slices["weight"].whole_of(found[0][1]),
+        vars(layer)["sliced"].slices["weight"].gather_whole(found[0][1]),
         found[1][0],
         sums,
     )
@@ -113,7 +113,7 @@ def test_an_embedding_by_tokens_gives_padding_no_gradient(two_ranks):
 
 def sum_of_halves():
     parts = torch.full((4, 7), [2048.0, 1.0, 1.0, 0.0][dist.get_rank()], dtype=torch.float16)
-    return NodeRanks(dist.group.WORLD).sum_to_own(parts)
+    return NodeRanks(dist.group.WORLD).reduce_scatter(parts)
 
 
 def test_halves_are_summed_in_fp32_and_rounded_once(four_ranks):

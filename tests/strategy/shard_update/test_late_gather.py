@@ -61,7 +61,7 @@ def test_who_asks_for_what_is_not_its_value_does_not_wait():
 
 
 def num_under_way(trainer, module, *args):
-    return len(trainer.strategy._extensions.members[0]._parts._late._under_way)
+    return len(trainer.strategy._extensions.members[0]._sharded_fit._late._futures)
 
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])

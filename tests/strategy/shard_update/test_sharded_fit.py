@@ -108,7 +108,7 @@ def held(trainer, module, *args):
 
 
 def shards_of(trainer):
-    return trainer.strategy._extensions.members[0]._parts.shards.values()
+    return trainer.strategy._extensions.members[0]._sharded_fit.shards.values()
 
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
@@ -130,7 +130,7 @@ def test_each_rank_of_a_node_holds_a_part_of_the_large_tensors(two_ranks, precis
 
 def num_scattered(trainer, module, *args):
     extensions = trainer.strategy._extensions
-    scatter = extensions.members[0]._parts.scatter if extensions.members else None
+    scatter = extensions.members[0]._sharded_fit.scatter if extensions.members else None
     return scatter and sum(packing is not None for packing in scatter._packings.values())
 
 
@@ -231,7 +231,7 @@ def scattered_in_another_order(nodes, scope):
     scatter = GradientScatter(
         engine, lambda one: cut if one.numel() > 7 else None, is_possible=True
     )
-    scatter.turn(True)
+    scatter.prepare_step(True)
     scatter(bucket).wait()
     engine.close()
     return buffer, sharers.index(rank)

@@ -49,7 +49,7 @@ def test_who_waits_for_a_bucket_waits_for_its_own_part_and_for_what_all_ranks_ha
     pairs = {id(large): WeightShard("large", large, spans(large.numel(), 2), 0)}
     engine = engine_of("two_level")
     scatter = GradientScatter(engine, lambda parameter: pairs.get(id(parameter)), is_possible=True)
-    scatter.turn(True)
+    scatter.prepare_step(True)
     for _ in range(2):
         buffer = torch.zeros(large.numel() + small.numel()).add_(1)
         future = scatter(bucket_of([large, small], buffer))
