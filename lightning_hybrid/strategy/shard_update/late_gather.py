@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.comm.stats.trace import CommTrace
 
 # Attributes that neither hold a weight's values nor lead to its memory. `zero_grad`, for example, reads them.
-OF_NO_VALUE = {"grad", "requires_grad", "shape", "dtype", "device"}
+OF_NO_VALUE = {"grad", "grad_dtype", "requires_grad", "shape", "dtype", "device"}
 
 
 class LateGather(TorchFunctionMode):

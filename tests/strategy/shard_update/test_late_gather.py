@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.comm import CommTrace
+from lightning_hybrid.optim import LARS
 from lightning_hybrid.strategy.shard_update.late_gather import LateGather, is_compiled
 from tests.scenes import at
 from tests.strategy.shard_update.shared import fit, sgd
@@ -60,6 +61,10 @@ def test_who_asks_for_what_is_not_its_value_does_not_wait():
         assert not future.is_done
 
 
+def lars(module):
+    return LARS(module.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
 def num_under_way(trainer, module, *args):
     return len(trainer.strategy._extensions.members[0]._sharded_fit._late._futures)
 
@@ -70,6 +75,14 @@ def test_no_part_of_a_step_waits_for_the_weights_that_it_asks_for(two_ranks, pre
     for seen in fit(two_ranks, sgd, precision, "world", num=2, **options):
         # All that have several blocks, and the convolution.
         assert seen.looks["on_train_batch_end"] == [4, 4]
+
+
+@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+def test_no_part_of_a_step_on_scaled_gradients_waits_for_the_weights(two_ranks, precision):
+    """A callback at the end of a batch would let LARS step on gradients that are not scaled."""
+    options = {"ranks_per_node": 1, "callbacks": [at(on_train_batch_start=num_under_way)]}
+    for seen in fit(two_ranks, lars, precision, "world", num=2, **options):
+        assert seen.looks["on_train_batch_start"] == [0, 4]
 
 
 def test_a_compiled_part_of_a_module_is_found():
