@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridAllReduceStrategy, Report
@@ -241,3 +242,14 @@ def ratios_logged_and_expected(precision, looked_at):
     columns = [logger.column(name) for name in m.TRUST_RATIOS]
     logged = {step: [column[step] for column in columns] for step in columns[0]}
     return logged, expected, unseen
+
+
+def validate_before_fitting():
+    trainer = toy.trainer(callbacks=[TrainingMetrics()])
+    module = toy.Toy()
+    trainer.validate(module, toy.loader(), verbose=False)
+    return trainer.state.status
+
+
+def test_validation_before_any_fit_needs_no_clock_of_training(one_rank):
+    assert one_rank.run(validate_before_fitting) == [TrainerStatus.FINISHED]

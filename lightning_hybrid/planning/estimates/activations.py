@@ -249,18 +249,16 @@ def _batch_norm(images: Tensor, *options: Any) -> tuple[Tensor, ...] | None:
 
 
 def _gradients(
-    gradient: Tensor, images: Tensor, weight: Tensor, *options: Any
+    gradient: Tensor, images: Tensor, weight: Tensor | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
-    # Gradients of a convolution or normalisation: of its input, its weight and its bias.
-    output_mask = options[-1]
-    templates = ((images, images.shape), (weight, weight.shape), (weight, gradient.shape[1:2]))
-    gradients: list[Tensor | None] = []
-    for (like, shape), is_wanted in zip(templates, output_mask, strict=True):
-        if is_wanted:
-            gradients.append(like.new_empty(shape))
-        else:
-            gradients.append(None)
-    return tuple(gradients)
+    """Return the gradients of input, weight and bias of a convolution or normalisation."""
+    wants_input, wants_weight, wants_bias = options[-1]
+    of_input = images.new_empty(images.shape) if wants_input else None
+    if weight is None:  # a normalisation with affine=False
+        return of_input, None, None
+    of_weight = weight.new_empty(weight.shape) if wants_weight else None
+    of_bias = weight.new_empty(gradient.shape[1:2]) if wants_bias else None
+    return of_input, of_weight, of_bias
 
 
 def _output_sizes(

@@ -111,10 +111,16 @@ def work_of(
     step_s = batch_size / images_per_s
     total = sum(layer.forward_flops for layer in layers) or 1
     gradients: list[tuple[int, float]] = []
+    waiting_s = 0.0  # backward of layers without tensors of their own, such as a head with tied weights
     for layer in reversed(layers):
-        backward_s = (1 - FORWARD_SHARE) * step_s * layer.forward_flops / total
-        for place, numel in enumerate(reversed(layer.numels)):
-            gradients.append((numel, backward_s if place == 0 else 0.0))
+        waiting_s += (1 - FORWARD_SHARE) * step_s * layer.forward_flops / total
+        for numel in reversed(layer.numels):
+            gradients.append((numel, waiting_s))
+            waiting_s = 0.0
+    if gradients and waiting_s > 0.0:
+        # No gradient is ready after the backward of the first layers: the last one closes the step.
+        numel, backward_s = gradients[-1]
+        gradients[-1] = (numel, backward_s + waiting_s)
     return StepWorkload(
         forward_s=FORWARD_SHARE * step_s,
         gradients=tuple(gradients),

@@ -211,8 +211,10 @@ def _smallest(values: Sequence[Any]) -> Any:
     return values[0]
 
 
-def _sort_key(entry: _Entry) -> tuple[int, int, str]:
-    return entry.optimizer, entry.parameter, entry.name
+def _sort_key(entry: _Entry) -> tuple[int, int, str, tuple[int, ...], str, str]:
+    # Every field decides, so that all ranks have the same order.
+    key = (entry.optimizer, entry.parameter, entry.name)
+    return *key, entry.shape, str(entry.dtype), entry.device_type
 
 
 def _take_largest_(counts: Sequence[Tensor], device: torch.device) -> None:

@@ -184,11 +184,11 @@ class SlicedFit:
         self._ranks.wait_for_ranks = self._wait_for_ranks
 
     def _broadcast_layers(self, module: nn.Module) -> None:
-        tensors = []
+        parameters: dict[int, nn.Parameter] = {}  # by `id`: tied weights are sent once
         for name in self.names:
             for parameter in module.get_submodule(name).parameters():
-                tensors.append(parameter.detach())
-        broadcast_first_(tensors)
+                parameters[id(parameter)] = parameter
+        broadcast_first_([parameter.detach() for parameter in parameters.values()])
 
     @property
     def num_whole_bytes(self) -> int:

@@ -72,6 +72,17 @@ def test_what_is_alive_on_the_meta_device_is_what_is_alive_on_the_cpu():
     assert live.peak == 400
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_normalisation_without_weights_is_counted(affine):
+    with torch.device("meta"):
+        network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=affine))
+
+    num_bytes = step_bytes(network, IMAGE, batch_size=2, precision="32-true")
+
+    output_bytes = 2 * 8 * (IMAGE[-1] - 2) ** 2 * 4
+    assert num_bytes >= 2 * output_bytes  # the outputs of both layers
+
+
 def test_activations_of_resnet_50_are_those_that_its_docstring_says():
     """82 MiB per image in fp32, 30 with re-materialisation."""
     network = on_meta(ResNet)
