@@ -66,7 +66,7 @@ class Figures:
         return too_dense or len(self.bad_first_lines) > allowed.get("bad_first_lines", 0)
 
     def exception(self) -> dict[str, float]:
-        """Return the entry that this file needs; an empty one if it passes."""
+        """Return the entry that this file needs. An empty one if it passes."""
         entry: dict[str, float] = {}
         if self.tokens_per_line > MAX_TOKENS_PER_LINE:
             entry["tokens_per_line"] = self.tokens_per_line

@@ -44,7 +44,7 @@ SECTION = re.compile(r"(Args|Raises|Returns|Yields|Attributes|Example|Source|Col
 def literal_blocks(
     app: object, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
-    """Show what a docstring indents, such as an equation or a table, as it stands; and `*`, `|`, `_` as themselves."""
+    """Show indented parts of a docstring as they are, such as equations and tables, and `*`, `|`, `_` as themselves."""
     for i in range(
         len(lines) - 2, -1, -1
     ):  # several arguments, described as one, whose names take several lines

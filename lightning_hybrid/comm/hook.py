@@ -131,7 +131,7 @@ def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEn
 
 
 def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Average a bucket over all ranks, in place, in the background; for `register_comm_hook(state, average_bucket)`.
+    """Average a bucket over all ranks, in place, in the background. For `register_comm_hook(state, average_bucket)`.
 
         bucket = (sum over ranks of bucket / before) / after         before * after = world_size
 
@@ -201,7 +201,7 @@ def split_divisor(world_size: int, *, is_fp16: bool) -> tuple[int, float]:
 
 
 def to_wire(buffer: Tensor, comm_dtype: torch.dtype | None, *, before: int) -> Tensor:
-    """Return `buffer / before` in the wire's dtype: `buffer` itself, changed, where that is its own; else a new tensor.
+    """Return `buffer / before` in the wire's dtype: `buffer` itself, changed, where that is its own, else a new tensor.
 
     Exact but for what the wire's dtype cannot hold: the division happens in the wider of both dtypes.
 

@@ -308,7 +308,7 @@ class CommPlan:
         )
 
     def fallback(self, topology: NodeShape) -> str | None:
-        """Write a sentence for the user where this plan cannot be followed to the letter; None where it can."""
+        """Return a sentence for the user if this plan cannot be followed to the letter, or None."""
         if self.algorithm != "two_level" or topology.ranks_per_node is not None:
             return None
         return (
@@ -356,7 +356,7 @@ plan 5e97'
         ]  # keys are sorted, so equal plans hash equally
 
     def to_json(self) -> str:
-        """Write the plan as JSON; keys are the constructor's arguments."""
+        """Write the plan as JSON. Keys are the constructor's arguments."""
         return json.dumps(asdict(self), indent=2, sort_keys=True)
 
     @classmethod

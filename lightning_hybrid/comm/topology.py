@@ -1,4 +1,4 @@
-"""Which ranks share a node."""
+"""Topology: the ranks that share a node."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Topology:
 
     @cached_property
     def ranks_per_node(self) -> int | None:
-        """Ranks on each node; None where nodes differ."""
+        """Ranks on each node, or None if nodes differ."""
         sizes = {len(node) for node in self.nodes}
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -134,7 +134,7 @@ class Topology:
 
     @classmethod
     def from_identities(cls, *, rank: int, identities: Sequence[Hashable]) -> Topology:
-        """Take the ranks that gave equal identities as nodes; `identities[r]` is that of rank r."""
+        """Take the ranks that gave equal identities as nodes. `identities[r]` is that of rank r."""
         # A dict keeps the order of insertion: nodes come in the order of their first ranks, the same on every rank.
         nodes: dict[Hashable, list[int]] = {}
         for owner, identity in enumerate(identities):
@@ -155,7 +155,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSets:
-    """Disjoint sets of ranks that cover the world; each set averages among itself, as the replicas of one stage.
+    """Disjoint sets of ranks that cover the world. Each set averages among itself, as the replicas of one stage.
 
     >>> world = Topology.from_ranks_per_node(rank=3, world_size=8, ranks_per_node=4)
     >>> sets = ReplicaSets(world=world, sets=((0, 2, 4, 6), (1, 3, 5, 7)))
@@ -212,7 +212,7 @@ class ReplicaSets:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """Ranks of this rank's set on each node; None where nodes differ."""
+        """Ranks of this rank's set on each node, or None if nodes differ."""
         return self.own.ranks_per_node
 
     @property
@@ -242,7 +242,7 @@ class ReplicaSets:
 
 
 def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
-    """Check an explicit node size; needs no process group, so it can run before anything is launched."""
+    """Check an explicit node size. Needs no process group, so it can run before anything is launched."""
     why = "it counts the ranks that share a node. Leave `ranks_per_node` unset to have nodes found"
     require_whole("ranks_per_node", ranks_per_node, why)
     if world_size % ranks_per_node:  # a last node with fewer ranks
@@ -255,7 +255,7 @@ def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
 
 
 def host_identity() -> tuple[str, ...]:
-    """Return what processes of one node have in common: host name, boot and network namespace; empty if unreadable."""
+    """Return an identity that processes of one node share: host name, boot, network namespace. Empty if unreadable."""
     # The boot id separates hosts that share a name; the network namespace separates containers (and emulated hosts) on
     # one machine, which reach each other over a network and not over loopback. Not cgroups: launchers give each rank
     # of one node its own.

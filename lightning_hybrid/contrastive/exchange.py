@@ -68,7 +68,7 @@ def tree_sum(terms: Iterable[Tensor]) -> Tensor:
 
 
 class Peers:
-    """Ranks that share a global batch, in a process group of their own; or one process without a group.
+    """Ranks that share a global batch, in a process group of their own. Or one process without a group.
 
     In round k a rank exchanges tensors with `rank XOR k` if the number of ranks is a power of two. A sum over rounds by
     `TreeSum` then has the same bits on all ranks, and on 1, 2, 4, ... ranks. For other numbers of ranks it sends to

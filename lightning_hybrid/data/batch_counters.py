@@ -47,7 +47,7 @@ def _uncount(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
 
 
 def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
-    """Correct the counters of epochs; return True if the checkpoint's epoch continues, False if the next one begins.
+    """Correct the counters of epochs. Return True if the checkpoint's epoch continues, False if the next one begins.
 
     With `max_steps` Lightning 2.6 ends an epoch that was saved at its end once more: it counts it twice, asks for the
     order of the epoch after the next, and the run ends an epoch early. Nor does a checkpoint of an epoch's last batch,
@@ -99,7 +99,7 @@ def resumed_place(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -
 
 
 def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> int:
-    """Correct the counters of batches in the epoch that continues; return how many of its batches are done.
+    """Correct the counters of batches in the epoch that continues. Return how many of its batches are done.
 
     Batches of a step that was not made are read again, because a checkpoint has no gradients.
     """
@@ -145,7 +145,10 @@ def _set_all(counts: Any, number: int) -> None:
 
 
 def _num_done(batches: dict[str, Any]) -> int:
-    """Return the batches of the epoch that are done; one that was not completed was saved by a hook at its end."""
+    """Return the number of finished batches of the epoch.
+
+    A hook at the end of a batch saves it before it is complete.
+    """
     return int(max(batches["current"]["processed"], batches["current"]["completed"]))
 
 

@@ -60,7 +60,7 @@ class Reader(Protocol):
 
     @property
     def sets_epochs(self) -> bool:
-        """Whether a pass sets the epoch of samplers, because no training loop of Lightning's does."""
+        """True if a pass sets the epoch of samplers, because no training loop of Lightning does."""
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
         """Return whether training holds this iterator, and no look of user code."""

@@ -145,7 +145,7 @@ class IndexLists:
         return self._after_place(indices)
 
     def _after_place(self, indices: Iterator[Any]) -> Iterator[Any]:
-        """Yield the index lists after the place of the resume; those before it are drawn, checked and dropped."""
+        """Yield the index lists after the place of the resume. Those before it are drawn, checked and dropped."""
         resume = self._resume
         batch_number = 0
         checksum = 0

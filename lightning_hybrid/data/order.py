@@ -51,7 +51,7 @@ def batch_size_per_rank(
 def largest_global_batch_size(
     num_images: int, *, world_size: int, accumulate_grad_batches: int = 1
 ) -> int:
-    """Return the largest batch that divides, of no more images than there are; one image a part at least.
+    """Return the largest global batch size that divides the images, with at least one image per part.
 
     >>> largest_global_batch_size(41, world_size=2, accumulate_grad_batches=4)
     40
@@ -136,12 +136,12 @@ class EpochOrder:
         return self.num_steps * self.accumulate_grad_batches
 
     def permutation(self, epoch: int) -> Indices:
-        """Draw the order of all images in an epoch; the same on every rank."""
+        """Draw the order of all images in an epoch. The same on every rank."""
         # The last number names the purpose: augmentation draws from [seed, epoch, 1].
         return np.random.default_rng([self.seed, epoch, 0]).permutation(self.num_images)
 
     def share(self, permutation: Indices, batch: int) -> Indices:
-        """Return the images of this rank's batch number `batch` of the epoch; a view of the permutation."""
+        """Return the images of this rank's batch number `batch` of the epoch. A view of the permutation."""
         # s G + a W b = (s A + a) W b: batches of successive steps follow one another
         start = (batch * self.world_size + self.rank) * self.batch_size_per_rank
         return permutation[start : start + self.batch_size_per_rank]
@@ -180,7 +180,7 @@ class ResumableLoader(ABC):
 
     @abstractmethod
     def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
-        """Yield one batch for each share of images; the generator is closed when the consumer leaves."""
+        """Yield one batch for each share of images. The generator is closed when the consumer leaves."""
 
     @property
     def sampler(self) -> ResumableLoader:
@@ -247,7 +247,7 @@ class ResumableLoader(ABC):
         return self._batches(0, iter(shares))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place of this loader; the same on every rank."""
+        """Return the place of this loader. The same on every rank."""
         steps_done, batches_done = divmod(self.batches_done, self.order.accumulate_grad_batches)
         place = {
             "epoch": self.epoch,
@@ -319,7 +319,7 @@ class ResumableLoader(ABC):
             yield from batches
 
     def rest_of_epoch(self) -> Iterator[Batch]:
-        """Yield the batches from the place on, and move it; after an epoch's end those of the next epoch."""
+        """Yield the batches from the place on, and move it. After an epoch's end those of the next epoch."""
         if self.batches_done >= len(self):
             # At the end, and `set_epoch` was not called. Lightning itself never exhausts a loader that has a length.
             self.epoch += 1

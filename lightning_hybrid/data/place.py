@@ -63,7 +63,7 @@ class PlaceIterator(Iterator[Any]):
 
 
 def is_held_by_training(trainer: Any, iterator: Iterator[Any]) -> bool:
-    """Return whether the training loop of `trainer` holds `iterator`; False for one that user code made.
+    """Return whether the training loop of `trainer` holds `iterator`, and False for one that user code made.
 
     `iter(trainer.train_dataloader)` in a hook, or after the fit, makes an iterator that the loop does not hold.
     """

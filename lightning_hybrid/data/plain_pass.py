@@ -61,7 +61,7 @@ def is_bound_to(loader: DataLoader[Any], value: Any) -> bool:
 
 
 def _separate_copy(loader: DataLoader[Any], is_training: bool) -> DataLoader[Any]:
-    """Return a copy with samplers and generators of its own; it shares a data set of images."""
+    """Return a copy with samplers and generators of its own. It shares a data set of images."""
     copied = copy_of_loader(loader)
     dataset = loader.dataset
     names = ["sampler", "batch_sampler", "generator"]

@@ -1,1 +1,1 @@
-"""What every command shares: start, checks of the configuration and of the machine, output."""
+"""Parts that all commands share: start, checks of the configuration and of the machine, output."""

@@ -144,7 +144,7 @@ def is_first_rank() -> bool:
 
 
 def program(name: str) -> Any:
-    """Return a Hydra program with the configuration of a command; it does nothing."""
+    """Return a Hydra program with the configuration of a command. It does nothing."""
     return hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(lambda cfg: None)
 
 
@@ -290,7 +290,7 @@ def wrong_numbers(
 
 
 def value_at(values: Any, key: str) -> Any:
-    """Return the value of a dotted key; None if there is no such key.
+    """Return the value of a dotted key, or None if there is no such key.
 
     >>> value_at({"a": {"b": 1}}, "a.b"), value_at({"a": 2}, "a.b")
     (1, None)
@@ -347,7 +347,7 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
 
 
 def nearest(key: str, keys: Sequence[str]) -> str | None:
-    """Return the key that was probably meant: by its last word, a synonym of it, or its spelling; None if none is near.
+    """Return the key that was probably meant, by its last word, a synonym or its spelling, or None if none is near.
 
     >>> keys = ["global_batch_size", "optim", "optim.lr", "data.global_batch_size", "trainer.max_epochs"]
     >>> [nearest(key, keys) for key in ("lr", "optm.lr", "optim.learning_rate", "epochs", "batch_size", "opitm.x")]

@@ -159,7 +159,7 @@ def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _require(schema: TypeAdapter[Any], given: Mapping[str, Any], prefix: str, why: str) -> None:
-    """Refuse the first of the given values that does not fit; those that refer to others are not resolved yet."""
+    """Refuse the first of the given values that does not fit. Those that refer to others are not resolved yet."""
     values = {
         name: _with_parts(value, f"{prefix}{name}")
         for name, value in given.items()
@@ -172,7 +172,7 @@ def _require(schema: TypeAdapter[Any], given: Mapping[str, Any], prefix: str, wh
 
 
 def made(kind: type[T], given: Any, key: str) -> T:
-    """Make a dataclass, and those within it, from the plain data of `key`; lists become tuples.
+    """Make a dataclass, and those within it, from the plain data of `key`. Lists become tuples.
 
     Raises:
         ValueError: A value is missing, unknown or of the wrong type, or as `kind` says.
@@ -220,7 +220,7 @@ def _refusal(
 
 
 def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:
-    """Return the key of an error and its value; in `loc` pydantic puts names of types between the keys."""
+    """Return the key of an error and its value. In `loc` pydantic puts names of types between the keys."""
     key = ""
     for part in loc:
         if isinstance(value, dict) and part in value:
@@ -239,7 +239,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """What a `_target_` would make."""
+    """Description of the object that a `_target_` would build."""
 
     target: str
     made: type
@@ -353,7 +353,7 @@ def _fillable(hint: Any) -> Any:
 
 
 def _part_or_value(kind: type) -> Any:
-    """Return the type of instances, or of parts that make them; for `Any`, parts of `OPEN_PACKAGES`."""
+    """Return the type of instances, or of parts that make them. For `Any`, parts of `OPEN_PACKAGES`."""
     words = {object: f"of {', '.join(OPEN_PACKAGES)}", abc.Callable: "and `_partial_: true`"}
 
     def check(value: Any) -> Any:

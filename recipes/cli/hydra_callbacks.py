@@ -12,7 +12,7 @@ from recipes.cli import launch, preflight, stdio
 
 
 class BeforeRun(Callback):
-    """Check of the machine, in one message; protection from an end of standard output.
+    """Check of the machine, in one message. Protection from an end of standard output.
 
     Hydra writes into the run directory before it calls a recipe, and has no words for a directory that takes nothing.
     """

@@ -25,7 +25,7 @@ _WRITTEN = re.compile(r"(?<![\w(.])([a-z_]+)=(?:([A-Z]\w+)\((?:([a-z_]+)=)?)?")
 
 
 def note_of(message: str, cfg: DictConfig, built_key: str = "") -> str:
-    """Return a line with the keys of the arguments that a message names; empty if it names none.
+    """Return a line with the keys of the arguments that a message names, which is empty if it names none.
 
     Args:
         message: text of an error of `lightning_hybrid`.
@@ -71,7 +71,7 @@ def _parts(node: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _key_of(argument: str, parts: dict[str, dict[str, Any]], built_key: str) -> str:
-    """Return the key of an argument such as `comm.algorithm`; empty if no part has it, or several have."""
+    """Return the key of an argument such as `comm.algorithm`, which is empty if no part has it, or several have."""
     if argument in KEYS_WITH_OTHER_NAMES:
         return KEYS_WITH_OTHER_NAMES[argument]
     if built_key in parts:
@@ -106,7 +106,7 @@ def _takes(target: str, argument: str) -> bool:
 
 
 def _choice_of_group(key: str, class_name: str | None) -> str:
-    """Return `group=choice` for the file of conf that builds a class; empty if the key is no group."""
+    """Return `group=choice` for the file of conf that builds a class, which is empty if the key is no group."""
     folder = CONF / key.removeprefix("+").replace(".", "/")
     if not key or class_name is None:
         return ""

@@ -69,7 +69,7 @@ NOT_TOGETHER = (
 
 
 def launch_id(otherwise: str) -> str:
-    """Return a name that is the same on every rank of a job started by torchrun or SLURM; else `otherwise`."""
+    """Return a name that is the same on every rank of a job started by torchrun or SLURM, else `otherwise`."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return f"torchrun-{run_id}"
@@ -89,7 +89,7 @@ def count_classes(root: str) -> int:
 
 
 def register_resolvers() -> None:
-    """Register the functions that `conf` uses; before Hydra composes, and before a command is declared."""
+    """Register the functions that `conf` uses. Before Hydra composes, and before a command is declared."""
     bridge_hydra_versions()
     resolvers: dict[str, Callable[..., Any]] = {
         "launch_id": launch_id,
@@ -108,7 +108,7 @@ def register_resolvers() -> None:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is rank zero, by what its launcher says; true where there is none."""
+    """Return whether this process is rank zero according to its launcher, and True without a launcher."""
     # knows more once a trainer is there
     lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")
     known = getattr(getattr(lightning, "rank_zero_only", None), "rank", None)
@@ -200,7 +200,7 @@ def _given(key: str) -> str:
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of that name; None: CUDA's where there is one, else the CPU.
+    """Return the device of that name. None: CUDA's where there is one, else the CPU.
 
     Raises:
         ValueError: There is no such device.
@@ -298,7 +298,7 @@ def _end_process_group() -> None:
 
 
 def finish(exit_code: int) -> None:
-    """End W&B's run, where there is one; warn where its disk is full, which hides no other error."""
+    """End W&B's run, where there is one. Warn where its disk is full, which hides no other error."""
     wandb: Any = sys.modules.get("wandb")
     if wandb is None:
         return

@@ -1,4 +1,4 @@
-"""Types of numbers with a range, for keys of configurations and fields of dataclasses; no import of Hydra."""
+"""Types of numbers with a range, for keys of configurations and fields of dataclasses. No import of Hydra."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from lightning_hybrid.callbacks.run_report.environment import environment as env
 
 
 def environment() -> dict[str, Any]:
-    """Return versions and machine; `commit` where this is a checkout, with a `+` where files differ from it."""
+    """Return versions and machine. `commit` where this is a checkout, with a `+` where files differ from it."""
     return environment_of(Path(__file__).parent)
 
 
@@ -23,6 +23,6 @@ def config_and_folder(cfg: DictConfig) -> tuple[dict[str, Any], Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, one value a line; make its folder where there is none."""
+    """Write a JSON file, one value a line. Make its folder where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -23,7 +23,7 @@ class BrokenPipeSafeStream:
         self._other = other
 
     def write(self, text: str) -> int:
-        """Write as any stream; never fail for want of a reader or of space."""
+        """Write as any stream. Never fail for want of a reader or of space."""
         try:
             return self._stream.write(text)
         except OSError as error:

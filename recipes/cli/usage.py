@@ -1,4 +1,4 @@
-"""How a command is called, and the end of one that was called wrongly; no import of Hydra or torch."""
+"""Usage of a command, and its exit after a wrong call. Imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NEEDED_BY_TARGETS = {
 
 
 def missing_line(who: str, extras: Sequence[str], packages: Sequence[str]) -> str:
-    """Return the line about packages that are not installed; empty if all are."""
+    """Return the line about packages that are not installed, which is empty if all are."""
     missing = [package for package in packages if find_spec(package) is None]
     if not missing:
         return ""
@@ -61,7 +61,7 @@ def missing_line(who: str, extras: Sequence[str], packages: Sequence[str]) -> st
 
 
 def missing_extras(name: str) -> str:
-    """Return the line about packages that a command needs and that are not installed; empty if all are."""
+    """Return the line about packages that a command needs and that are not installed, which is empty if all are."""
     extras = EXTRAS_OF.get(name, ("recipes", "report"))
     return missing_line(
         f"`{command(name)}`", extras, [package for extra in extras for package in EXTRAS[extra]]

@@ -46,7 +46,7 @@ def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
 
 
 def world_from_launcher(what: str, otherwise: int | str) -> int | str:
-    """Return ranks of a node (`what="devices"`) or nodes (`"num_nodes"`), from torchrun or SLURM; else `otherwise`.
+    """Return ranks of a node (`what="devices"`) or nodes (`"num_nodes"`), from torchrun or SLURM. Else `otherwise`.
 
     SLURM counts where Lightning takes its word too: tasks of a job step that is not an interactive shell.
     """

@@ -213,7 +213,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def folder(self) -> Path:
-        """Where the shards are."""
+        """The folder of the shards."""
         return Path(self.packing.out if self.root is None else self.root)  # type: ignore[union-attr]
 
     def _check(self, packed: PackedText) -> None:

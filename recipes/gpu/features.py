@@ -1,4 +1,4 @@
-"""What README offers on several ranks: each as a small fit on GPUs against the same fit over Gloo on the CPU."""
+"""README's features on several ranks, each as a small fit on GPUs against the same fit over Gloo on the CPU."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ FEATURES: dict[str, Feature] = {
 
 
 def fits_as_on_cpu(name: str, given: Given, *, is_other_class: bool = False) -> Details:
-    """Check a feature; `is_other_class`: by the class of NCCL that `"nccl"` does not name in this torch."""
+    """Check a feature. `is_other_class`: by the class of NCCL that `"nccl"` does not name in this torch."""
     feature = FEATURES[name]
     backend, num_ranks, per_host = layout(given, is_other_class=is_other_class)
     if given.on_cuda and backend == "gloo" and not feature.by_gloo:
@@ -214,7 +214,7 @@ def _trained(
     num_ranks: int,
     on_hidden: Any = None,
 ) -> Details:
-    """Fit on each rank with other images; all stages of a pipeline read the same."""
+    """Fit on each rank with other images. All stages of a pipeline read the same."""
     options = {**feature.options, "process_group_backend": backend, "timeout": _timeout(given)}
     if issubclass(feature.strategy, ModelParallelStrategy):
         options |= {"data_parallel_size": num_ranks, "tensor_parallel_size": 1}
@@ -271,7 +271,7 @@ def _loop(given: Given, feature: Feature, module: Small, batches: Any, **setting
 
 
 def loss_limit_s(how: str) -> float:
-    """Return how long `lost_rank` may take; over Gloo a rank that is stopped is named after the timeout of 60 s."""
+    """Return how long `lost_rank` may take. Over Gloo a rank that is stopped is named after the timeout of 60 s."""
     return 240 if how == "stopped" else 150
 
 

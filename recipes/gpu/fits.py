@@ -71,7 +71,7 @@ class Small(pl.LightningModule):
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the cross entropy; nothing is read back."""
+        """Return the cross entropy. Nothing is read back."""
         self.num_steps += ONE_STEP
         hidden = self.net[:6](batch[0])
         if self.on_hidden is not None:
@@ -109,7 +109,7 @@ def loader(seed: int = 0) -> DataLoader:
 
 
 def trainer_for(given: Given, precision: Any, **settings: Any) -> pl.Trainer:
-    """Make a quiet trainer; on CUDA it gives the same bits each time."""
+    """Make a quiet trainer. On CUDA it gives the same bits each time."""
     quiet: dict[str, Any] = {
         "accelerator": "gpu" if given.on_cuda else "cpu",
         "devices": 1,
@@ -135,7 +135,7 @@ def short_fit(given: Given, module: Small, precision: Any, **settings: Any) -> d
 
 
 def ends(precision: str, optimizer: str, given: Given) -> Details:
-    """Check that it learns, leaves fp32 with exact buffers; lists agree with kernels, or with single tensors."""
+    """Check that it learns, leaves fp32 with exact buffers. Lists agree with kernels, or with single tensors."""
     weights = []
     warned = []
     for fused in (False, True):

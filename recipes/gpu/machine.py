@@ -38,7 +38,7 @@ print(json.dumps(found))
 
 
 def gpu_environment(root: Path) -> dict[str, Any]:
-    """Describe this machine, and the checkout around `root`; None for what is unknown.
+    """Describe this machine, and the checkout around `root`, or None for what is unknown.
 
     >>> gpu_environment(Path("/"))["torch"] == torch.__version__, gpu_environment(Path("/"))["commit"]
     (True, None)
@@ -68,7 +68,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """Return the version of NVIDIA's driver; None where `nvidia-smi` does not say it."""
+    """Return the version of NVIDIA's driver, or None if `nvidia-smi` does not say it."""
     return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 

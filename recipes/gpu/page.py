@@ -1,4 +1,4 @@
-"""What a check leaves: a page, an archive to send, three plain lines, rows for the records' table of results."""
+"""Output of a check: a page, an archive to send, three plain lines, and rows for the records' table of results."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Given:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the numbers are a GPU's."""
+        """True if the numbers are those of a GPU."""
         return self.device == "cuda"
 
 
@@ -83,7 +83,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOutcome:
-    """Result of a check; `message` is a line, the reason of a SKIP; `details` all that was found."""
+    """Result of a check. `message` is a line, the reason of a SKIP. `details` all that was found."""
 
     name: str
     status: Literal["PASS", "FAIL", "SKIP", "FAST", "SLOW"]
@@ -109,7 +109,7 @@ def run_checks(
     on_outcome: Callable[[CheckOutcome], None],
     num_gpus: int = 0,
 ) -> list[CheckOutcome]:
-    """Run one check after the other; skip the rest, and the one that is cut, when `limit_s` is over."""
+    """Run one check after the other. Skip the rest, and the one that is cut, when `limit_s` is over."""
     end_s = time.monotonic() + limit_s
     outcomes = list[CheckOutcome]()
     # The server of processes imports everything when the first process is asked for: no check pays for that.
@@ -172,7 +172,7 @@ def run_one(check: Check, given: Given) -> CheckOutcome:
 
 
 def _forkserver() -> Any:
-    """Return the context whose server imports once; a CUDA context is in no process but a check's."""
+    """Return the context whose server imports once. A CUDA context is in no process but a check's."""
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, known)]))
     context = multiprocessing.get_context("forkserver")
@@ -251,7 +251,7 @@ def keys_from(given: Sequence[str]) -> dict[str, str]:
 
 
 def chosen(only: str, checks: Sequence[Check], *, key: str = "only") -> list[Check]:
-    """Return the checks whose names are in `only`, separated by commas; all where it is empty.
+    """Return the checks whose names are in `only`, separated by commas. All where it is empty.
 
     Raises:
         ValueError: A name is no check.

@@ -21,7 +21,7 @@ def files_with_gpu_tests() -> list[str]:
 
 
 def gpu_tests(given: Given) -> Details:
-    """Run `pytest -m gpu`; none may fail."""
+    """Run `pytest -m gpu`. None may fail."""
     if not given.on_cuda:
         raise NotHere("the tests of `-m gpu` need one")
     if not (ROOT / "tests").is_dir():

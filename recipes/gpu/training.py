@@ -61,7 +61,7 @@ class TrainedNet(pl.LightningModule):
 
 
 class FitClock(Callback):
-    """Callback that times from the start of one step to the end of another; both wait for the device."""
+    """Callback that times from the start of one step to the end of another. Both wait for the device."""
 
     def __init__(self, *, begin: int, end: int) -> None:
         self.begin = begin

@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 
 
 def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
-    """Make the floor: `torch.optim.SGD(fused=True)`, fp32 weights and gradients; no trust ratio, no half precision."""
+    """Make the floor: `torch.optim.SGD(fused=True)`, fp32 weights and gradients. No trust ratio, no half precision."""
     params = _weights(shapes, device)
     for param in params:
         param.grad = torch.randn_like(param)
@@ -29,7 +29,7 @@ def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callab
 
 
 def adamw_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
-    """Make LAMB's floor: `torch.optim.AdamW(fused=True)`, fp32 weights and gradients; no trust ratio."""
+    """Make LAMB's floor: `torch.optim.AdamW(fused=True)`, fp32 weights and gradients. No trust ratio."""
     params = _weights(shapes, device)
     for param in params:
         param.grad = torch.randn_like(param)
@@ -90,7 +90,7 @@ class _Operations(TorchDispatchMode):
 
 
 def calls_in_a_row(step: Callable[[], object]) -> int:
-    """Return how many calls of `step` a GPU's queue holds together, 20 at most; runs it once.
+    """Return how many calls of `step` a GPU's queue holds together, 20 at most. Runs it once.
 
     Operations of torch are counted, of which none launches much more than one kernel for each list of tensors.
 

@@ -158,7 +158,7 @@ class _Watches(pl.Callback):
 
 
 def who_waits(given: Given) -> Details:
-    """Check that in three steps no line of the library waits for the device; list all that do."""
+    """Check that in three steps no line of the library waits for the device. List all that do."""
     table: list[Details] = []
     for optimizer in ("lars", "lamb", "sgd"):
         watch = _Watches(given)

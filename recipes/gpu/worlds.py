@@ -58,7 +58,7 @@ def one_rank(given: Given, *, is_other_class: bool = False) -> Details:
 
 
 def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return small integers, whose sums are exact in every dtype; another row for each rank."""
+    """Return small integers, whose sums are exact in every dtype. Another row for each rank."""
     return ((torch.arange(numel) * 7 + rank * 3) % 13 - 6).to(dtype).to(device)
 
 
@@ -146,7 +146,7 @@ def run_world(
     per_host: int | None = None,
     may_die: tuple[int, ...] = (),
 ) -> list[Details]:
-    """Return what `run(given, rank, num_ranks)` returned on each rank; raise the error or death of any rank.
+    """Return what `run(given, rank, num_ranks)` returned on each rank. Raise the error or death of any rank.
 
     Raises:
         NotInTimeError: a rank was not done, or gave up on others that were not there, within `limit_s`.

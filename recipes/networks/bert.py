@@ -68,7 +68,7 @@ class Bert(nn.Module):
 
     @property
     def checkpoint_activations(self) -> bool:
-        """Whether activations are computed again in backward."""
+        """True if activations are computed again in backward."""
         return bool(self.network.is_activation_checkpointing)
 
     @checkpoint_activations.setter

@@ -117,7 +117,7 @@ class Classifier(pl.LightningModule):
         return F.cross_entropy(self(images), labels.flatten(), label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss on the plain labels and accuracy; the metrics add up over batches and ranks."""
+        """Log loss on the plain labels and accuracy. The metrics add up over batches and ranks."""
         images, labels = batch
         logits = self(images)
         labels = labels.flatten()

@@ -157,7 +157,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return configuration keys whose values differ, None where a run has none; not those of the place."""
+    """Return configuration keys whose values differ, None where a run has none. Not those of the place."""
     configs = [run.config for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     found = {}
@@ -170,7 +170,7 @@ def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def final_metrics(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return, by metric, each run's last value, and its best where one is best; None where a run has none."""
+    """Return, by metric, each run's last value, and its best where one is best, or None if a run has none."""
     names = dict.fromkeys(name for run in runs for name in run.summary["metrics"])
     found = {}
     for name in names:

@@ -71,7 +71,7 @@ class CSVRows(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Writer; the first access cuts the file to the rows that the checkpoint knows."""
+        """Writer. The first access cuts the file to the rows that the checkpoint knows."""
         if self._experiment is None:
             path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
             part = part_path(path)
@@ -116,7 +116,7 @@ class CSVRows(CSVLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Close as Lightning does; warn of the number of lost rows."""
+        """Close as Lightning does. Warn of the number of lost rows."""
         super().finalize(status)
         if self._experiment is not None and self._experiment.metrics:
             rank_zero_warn(
@@ -125,7 +125,7 @@ class CSVRows(CSVLogger):
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Read the rows of a CSV file with a header; none where there is no file."""
+    """Read the rows of a CSV file with a header, or None if there is no file."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
@@ -154,7 +154,7 @@ def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
 
 
 def num_rows_of(logger: Any) -> int | None:
-    """Count the rows that a logger has; None for loggers without a count."""
+    """Count the rows that a logger has, or None for loggers without a count."""
     if isinstance(logger, CSVRows):
         logger.sync()
         return logger.num_rows

@@ -120,7 +120,7 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a whole file into the shards, also one of `ddp` and `hybrid_allreduce`; every rank reads it."""
+        """Load a whole file into the shards, also one of `ddp` and `hybrid_allreduce`. Every rank reads it."""
         checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         assert self.model is not None
         assert self.lightning_module is not None

@@ -40,7 +40,7 @@ def fill_in(trainer: pl.Trainer, model: nn.Module, cfg: DictConfig) -> None:
 
 
 def image_shape(cfg: DictConfig) -> tuple[int, int, int] | None:
-    """Return channels, height and width of the input; None where the configuration does not say."""
+    """Return channels, height and width of the input, or None if the configuration does not say."""
     size = cfg.data.get("image_size") or cfg.model.get("image_size")
     return (cfg.model.get("in_channels", 3), size, size) if isinstance(size, int) else None
 

@@ -42,7 +42,7 @@ class CheckpointCandidate:
 
 
 def checkpoint(cfg: DictConfig) -> str | None:
-    """Return the checkpoint that `resume` asks for, once it is known to fit; None = start from scratch.
+    """Return the checkpoint that `resume` asks for, once it is known to fit. None = start from scratch.
 
     Raises:
         ValueError: There is no such file, none of those there is whole, or it is of another configuration.
@@ -69,7 +69,7 @@ def _asked_for(resume: str | None, run_dir: Path) -> Path | None:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Return the checkpoint in `folder` of the most steps whose checksum is right; None if there is no checkpoint.
+    """Return the checkpoint in `folder` of the most steps whose checksum is right, or None if there is no checkpoint.
 
     Damaged ones, and such as hold more than plain data, are named in a warning and passed over.
 
@@ -100,7 +100,7 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def _look_at(path: Path, refused: list[str]) -> CheckpointCandidate | None:
-    """Read how far the checkpoint is; None for weights alone, and for what cannot be read."""
+    """Read how far the checkpoint is, or None for weights alone, and for what cannot be read."""
     try:
         content = load_unchecked(path, map_location="cpu", mmap=True)
     except (DamagedCheckpointError, RefusedCheckpointError) as error:
@@ -130,7 +130,7 @@ class Configuration(Callback):
 
 
 def saved_configuration(cfg: DictConfig) -> dict[str, Any] | None:
-    """Return what `Configuration` would save of this run; None where it is taken out."""
+    """Return what `Configuration` would save of this run, or None if it is taken out."""
     node = (cfg.callbacks or {}).get("configuration")
     return (
         None
@@ -140,7 +140,7 @@ def saved_configuration(cfg: DictConfig) -> dict[str, Any] | None:
 
 
 def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
-    """Compare the run's configuration with the one in a checkpoint; one without passes.
+    """Compare the run's configuration with the one in a checkpoint. One without passes.
 
     Raises:
         ValueError: Names the first key that differs, and how many more do.

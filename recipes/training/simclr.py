@@ -1,4 +1,4 @@
-"""SimCLR as a LightningModule: two views of each image must find one another; then probes say what was learnt."""
+"""SimCLR as a LightningModule: two views of each image must find one another. Then probes say what was learnt."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def knn(h: Tensor, bank: Tensor, labels: Tensor, num_neighbours: int, num_classe
 def linear_probe(
     bank: Tensor, labels: Tensor, num_classes: int, *, decay: float = 1e-4
 ) -> nn.Module:
-    """Fit a logistic regression on standardised features; every rank gets the same."""
+    """Fit a logistic regression on standardised features. Every rank gets the same."""
     with torch.inference_mode(False), torch.enable_grad():
         bank = bank.clone()
         labels = labels.clone()

@@ -67,20 +67,20 @@ class TrackerRun(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore; a run that began has an id by now; one with another logger saves the checkpoint's for later."""
+        """Restore. A run that began has an id by now. One with another logger saves the checkpoint's for later."""
         self._resumed = state_dict
         if self.run_id is None:
             self.run_id = state_dict["run_id"]
 
 
 def saved_run_id(ckpt_path: str | None) -> str | None:
-    """Return the run id in a checkpoint; None where it has none. Raises as `saved_state`."""
+    """Return the run id in a checkpoint, or None if it has none. Raises as `saved_state`."""
     found: str | None = saved_state(ckpt_path).get("run_id")
     return found
 
 
 def saved_state(ckpt_path: str | None) -> dict[str, Any]:
-    """Return what `TrackerRun` saved in a checkpoint, of which nothing else is read; nothing where it has none.
+    """Return what `TrackerRun` saved in a checkpoint, of which nothing else is read. Nothing where it has none.
 
     Raises:
         ValueError: The file is no checkpoint.
@@ -108,7 +108,7 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
 
 
 def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None:
-    """Make the configured logger; W&B's continues the run of the checkpoint, unless `logger.id` names another.
+    """Make the configured logger. W&B's continues the run of the checkpoint, unless `logger.id` names another.
 
     Where wandb is not installed metrics go to a CSV file, with a warning: it is the default logger, not a wish.
 

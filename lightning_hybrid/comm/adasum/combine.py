@@ -118,7 +118,7 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor:
-    """Return `inner_products` of each segment, by as many kernels whatever their number; `segments`: their lengths."""
+    """Return `inner_products` of each segment, by as many kernels whatever their number. `segments`: their lengths."""
     a = a.double()
     b = b.double()
     # `unsafe`: else the host would read the lengths back to check their sum.
@@ -217,7 +217,7 @@ def refuse_cut_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nodes
 
 
 def refuse_odd_nodes(topology: Topology) -> None:
-    """Check that Adasum's binary tree fits the nodes; needs no process group.
+    """Check that Adasum's binary tree fits the nodes. Needs no process group.
 
     Raises:
         ValueError: their number is no power of two, or they hold different numbers of ranks, whose means would

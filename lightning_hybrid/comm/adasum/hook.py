@@ -25,7 +25,7 @@ from lightning_hybrid.comm.hook import (
 
 
 def adasum_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Combine a bucket over all ranks, in place, in the background; for `register_comm_hook(state, adasum_bucket)`.
+    """Combine a bucket over all ranks, in place, in the background. For `register_comm_hook(state, adasum_bucket)`.
 
         bucket = Adasum over nodes (mean over the ranks of a node (bucket)), for each parameter by itself
 

@@ -32,7 +32,7 @@ HIGH_PRIORITY = -1
 
 
 class CudaStreams:
-    """The two streams of an engine, on which `put` runs a bucket's stages; `keep_events`: with the begin of each."""
+    """The two streams of an engine, on which `put` runs a bucket's stages. `keep_events` records the begin of each."""
 
     def __init__(self, device: torch.device, groups: CommGroups, *, keep_events: bool) -> None:
         self._device = device
@@ -43,7 +43,7 @@ class CudaStreams:
         )
 
     def put(self, events: BucketEvents) -> Future[Tensor]:
-        """Put all stages of a bucket on the streams; the future carries a CUDA event."""
+        """Put all stages of a bucket on the streams. The future carries a CUDA event."""
         bucket = events.bucket
         flat = events.bucket.flat
         stages = stages_by_name(bucket.plan.algorithm)

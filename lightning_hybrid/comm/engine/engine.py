@@ -213,7 +213,7 @@ class CommEngine:
         is_in_update: bool | None = False,
         is_exact: bool = False,
     ) -> Future[Tensor]:
-        """Sum `flat` (1-D, contiguous) in place over all ranks, soon; returns at once.
+        """Sum `flat` (1-D, contiguous) in place over all ranks, soon. Returns at once.
 
         The future holds `finish(flat)`, computed where the last stage ran. `bucket_index` names the tensor in
         errors, `is_last` marks the end of a step: with it the order of everything so far is compared over ranks.
@@ -349,7 +349,7 @@ class CommEngine:
 
     @property
     def failure(self) -> str:
-        """The error of all ranks; empty while there is none."""
+        """The error of all ranks, empty while there is none."""
         return self._latch.error
 
     def raise_if_failed(self) -> None:
@@ -368,7 +368,7 @@ class CommEngine:
         )
 
     def explain(self, error: BaseException) -> str:
-        """Say which rank is the cause of a foreign collective that failed here, then `error`; fail on every rank."""
+        """Say which rank is the cause of a foreign collective that failed here, then `error`. Fail on every rank."""
         if not self._latch.error and not self._is_closed:
             self._latch.waited = place_of_error(error)
             noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
@@ -381,7 +381,10 @@ class CommEngine:
         )
 
     def close(self) -> list[str]:
-        """End the threads and free the groups; healthy, after what is in flight; return stages that would not end."""
+        """End the threads, after the buckets in flight if all is well, and free the groups.
+
+        Return stages that would not end.
+        """
         # After a failure it waits `FAILED_CLOSE_LIMIT_S` for stages to come back; one still inside a collective then is
         # left there with its group, and warned of. On CUDA it waits for nothing: all communicators are aborted.
         with self._latch.lock:

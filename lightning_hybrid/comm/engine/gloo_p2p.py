@@ -116,7 +116,7 @@ def collect_parts_(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `flat` over the group on every rank; each sends (n - 1) times its bytes."""
+    """Sum `flat` over the group on every rank. Each sends (n - 1) times its bytes."""
     rank = dist.get_rank(group)
     num_ranks = dist.get_world_size(group)
     buffer = scratch("rows", num_ranks * flat.numel(), flat.dtype)
@@ -144,7 +144,7 @@ def all_to_all_(
 
 
 def _parts(flat: Tensor, num_parts: int, alignment: int = ALIGNMENT) -> list[Tensor]:
-    """Split into consecutive views of equal length; the last ones may be shorter, or empty.
+    """Split into consecutive views of equal length. The last ones may be shorter, or empty.
 
     >>> [part.numel() for part in _parts(torch.zeros(40), 4)]
     [16, 16, 8, 0]

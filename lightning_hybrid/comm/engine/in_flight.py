@@ -54,7 +54,7 @@ class Chunk:
             self.job.flat = self._copy.whole
 
     def end(self, copies: CopyPool) -> bool:
-        """Put the sum where it belongs after the last stage; returns whether the bucket has no chunk left.
+        """Write the sum to its destination after the last stage. Return whether the bucket has no chunk left.
 
         Raises:
             OrderError: if the checksum says that ranks submitted different buckets.
@@ -112,7 +112,7 @@ class InFlightBucket:
         checksum: int | None,
         alignment: int = ALIGNMENT,
     ) -> None:
-        """Make the chunks; the checksum, if any, goes behind the last, which is cut once more where it is long."""
+        """Cut the job into chunks. A checksum is appended to the last chunk, which is cut once more if it is long."""
         if self.num_owners:  # whole parts for each, as the caller has packed them
             alignment = SHARD_ALIGNMENT * self.num_owners
         parts = [self.flat]
@@ -137,7 +137,7 @@ class InFlightBucket:
 
     @property
     def place(self) -> str:
-        """Where it is, in words: where one of its chunks is in a stage, if any, else where one waits."""
+        """The place of the bucket in words: a stage that runs one of its chunks, or else a stage where one waits."""
         # A chunk inside a collective says more of where a rank hangs than one that waits behind it.
         inside = [chunk for chunk in self.chunks if chunk.place.startswith("in ")]
         waiting = [chunk for chunk in self.chunks if chunk.place.startswith("waiting")]
@@ -146,11 +146,11 @@ class InFlightBucket:
 
     @property
     def is_inside(self) -> bool:
-        """Whether one of its chunks is in a stage."""
+        """True if one of its chunks is in a stage."""
         return any(chunk.place.startswith("in ") for chunk in self.chunks)
 
     def compare_contents(self, watchdog: Watchdog) -> None:
-        """Compare a bucket that is new with those of other ranks, once; other threads of this rank wait meanwhile.
+        """Compare a bucket that is new with those of other ranks, once. Other threads of this rank wait meanwhile.
 
         Raises:
             OrderError: if another rank submitted something else here.
@@ -174,7 +174,7 @@ class InFlightBucket:
             _compare(self.contents_of_step, watchdog)
 
     def chunk_done(self) -> bool:
-        """Count one chunk as done; returns whether it was the last."""
+        """Count one chunk as done. Returns whether it was the last."""
         with self._lock:
             self._num_open -= 1
             return self._num_open == 0
@@ -188,7 +188,7 @@ class InFlightBucket:
             self.chunks.clear()  # they refer back: without this the gradients stay until Python looks for cycles
 
     def result(self, done: Future) -> Tensor:
-        """Return the finished sum; raises where the bucket failed. Run by `Future.then`."""
+        """Return the finished sum, or raise if the bucket failed. `Future.then` calls this."""
         if self.error is not None:
             raise RuntimeError(self.error) from self.cause
         return done.value()
@@ -254,7 +254,7 @@ class FailureLatch:
         self._device_s = 0.0  # for how long the device has been at one thing
 
     def remove(self, bucket: InFlightBucket) -> bool:
-        """Take out a bucket that is averaged; returns False where a failure was first."""
+        """Remove a bucket that is averaged. Return False if a failure came first."""
         with self.lock:
             is_there = bucket in self.in_flight
             self.in_flight.pop(bucket, None)
@@ -308,7 +308,7 @@ class FailureLatch:
             )
 
     def stalled_s(self) -> float:
-        """Return how long the oldest bucket has been in flight, or the device waits outside of one; else 0."""
+        """Return how long the oldest bucket has been in flight, or the device waits outside of one, else 0."""
         self._device_s = self.look()
         with self.lock:
             oldest = next(iter(self.in_flight), None)

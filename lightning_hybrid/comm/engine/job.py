@@ -1,4 +1,4 @@
-"""What is on its way through the stages of an algorithm."""
+"""Jobs: buckets on their way through the stages of an algorithm."""
 
 from __future__ import annotations
 

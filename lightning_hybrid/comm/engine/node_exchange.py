@@ -1,4 +1,4 @@
-"""What ranks that share the update send one another, of a node or all of them: small sums, weights, optimizer state.
+"""Exchanges among ranks that share an update: small sums, weights and optimizer state.
 
     add_up_           flat <- sum over the ranks of flat                    a table of block sums, by every rank
     gather_           part r of flat <- that of sharer r, on every rank     weights after the update
@@ -26,7 +26,7 @@ PART_ALIGNMENT = 128
 
 
 def add_up_(job: Job, group: dist.ProcessGroup) -> None:
-    """Sum over the group; all its ranks get the same bits."""
+    """Sum over the group. All its ranks get the same bits."""
     dist.all_reduce(job.flat, group=group)
 
 
@@ -48,7 +48,7 @@ def _gather(flat: Tensor, job: Job, group: dist.ProcessGroup) -> None:
 
 
 def scatter_across_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum this rank's part of `flat` over the group, by the backend; other parts stay."""
+    """Sum this rank's part of `flat` over the group, by the backend. Other parts stay."""
     part = flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
     total = part.new_empty(part.numel())
     reduce_scatter(total, flat, group=group)

@@ -64,7 +64,7 @@ class RollingHash:
 
 
 class BucketOrder:
-    """The buckets submitted so far, in order; `value`: hash of all of them."""
+    """The buckets submitted so far, in order. `value`: hash of all of them."""
 
     def __init__(self) -> None:
         self.num_submitted = self.num_steps = self.value = 0
@@ -74,7 +74,7 @@ class BucketOrder:
         self._known: set[int] = set()  # hashes of the beginnings of steps
 
     def add(self, bucket: BucketPlan, *, is_last: bool, reduction: str = "") -> str | None:
-        """Append a bucket, and how it is reduced; returns its record if no step began like this before, else None.
+        """Append a bucket, and how it is reduced. Returns its record if no step began like this before, else None.
 
         >>> bucket = BucketPlan(index=0, numel=4, num_bytes=16, dtype="float32", algorithm="flat", num_chunks=1)
         >>> order = BucketOrder()
@@ -101,7 +101,7 @@ class BucketOrder:
 
     @property
     def is_step_to_compare(self) -> bool:
-        """Whether the step that ended last is one of those that ranks compare through the store.
+        """True if ranks compare the last step through the store.
 
         >>> order = BucketOrder()
         >>> steps = []

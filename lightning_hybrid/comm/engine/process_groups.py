@@ -82,7 +82,7 @@ class CommGroups:
         return made
 
     def abort(self, *, limit_s: float) -> list[str]:
-        """Abort all groups of this process on GPUs; return names of those that take longer than the limit."""
+        """Abort all groups of this process on GPUs. Return names of those that take longer than the limit."""
         return abort_all(limit_s=limit_s)
 
     def destroy(self) -> None:
@@ -117,7 +117,10 @@ class CommGroups:
 def own_group(
     sets: Sequence[Sequence[int]], *, timeout: timedelta | None, desc: str, **options: Any
 ) -> Any:
-    """Make a group for each of these sets, which divide the world; return that of this rank. Collective."""
+    """Create a group for each of these sets, which divide the world, and return this rank's.
+
+    Collective: all ranks call it.
+    """
     if (
         not options and _can_be_split()
     ):  # else each is a split of its own, in which all ranks take part
@@ -163,6 +166,6 @@ def destroy(group: dist.ProcessGroup) -> None:
 
 
 def end_group(group: dist.ProcessGroup, *, is_aborted: bool) -> None:
-    """Free a group, unless the default group is gone; nothing is waited for where a failure has aborted it."""
+    """Free a group, unless the default group is gone. After a failure that aborted it, wait for nothing."""
     # On CUDA a failure aborts all communicators.
     (forget if is_aborted else destroy)(group)

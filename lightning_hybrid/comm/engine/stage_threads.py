@@ -50,7 +50,7 @@ class StageThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread has not ended."""
+        """True until the thread has ended."""
         return self.thread is not None and self.thread.is_alive()
 
     def put(self, chunk: Chunk) -> None:
@@ -60,7 +60,7 @@ class StageThread:
 
 
 class StageThreads:
-    """All stage threads of an engine; `watchdog` compares new buckets, and reports what a stage raises to all ranks."""
+    """All stage threads of an engine. `watchdog` compares new buckets, and reports what a stage raises to all ranks."""
 
     def __init__(
         self, *, groups: CommGroups, trace: CommTrace, latch: FailureLatch, watchdog: Watchdog
@@ -163,7 +163,7 @@ class StageThreads:
             successor.put(chunk)
 
     def _has_run(self, stage_thread: StageThread, chunk: Chunk) -> bool:
-        """Run a stage; returns False where it failed, or something else did before."""
+        """Run a stage. Returns False where it failed, or something else did before."""
         stage_thread.is_inside = (
             True  # set before the look at failures: after one the group of an idle stage is freed
         )
@@ -206,7 +206,7 @@ class StageThreads:
         self._watchdog.report(chunk.bucket.failed_in(stage, error), error)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """End the threads after what they were given, and free their groups; returns the stages that would not end.
+        """End the threads after what they were given, and free their groups. Returns the stages that would not end.
 
         `limit_s` is asked again and again: how long, from now on, a stage may still be waited for.
         """

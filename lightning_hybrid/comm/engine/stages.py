@@ -213,7 +213,7 @@ def stages_by_name(name: Any) -> tuple[Stage, ...]:
 
 
 def group_name(stage: Stage, column: int = 0) -> str:
-    """Name a stage's groups in a column; in the first one they have the name of the stage."""
+    """Return the name of a stage's groups in a column. In the first column it is the name of the stage."""
     return f"{stage.name}.{column}" if column else stage.name
 
 
@@ -236,6 +236,6 @@ def stage_scopes(columns: Mapping[Any, int]) -> dict[str, Scope]:
 
 
 def run_stage(stage: Stage, job: Job, group: dist.ProcessGroup | None) -> None:
-    """Run one stage of a job; nothing where this rank has no other to talk to (None), or there is nothing to add."""
+    """Run one stage of a job. Do nothing without a group, or if there is nothing to add."""
     if group is not None and job.flat.numel() > 0:
         stage.run(job, group)

@@ -15,7 +15,7 @@ from lightning_hybrid.comm.engine.view_groups import ViewGroups, ViewWatch
 
 
 class ViewEngine(CommEngine):
-    """A `CommEngine` that takes nothing until `enter`; its `topology` is the largest that may come until then."""
+    """A `CommEngine` that takes nothing until `enter`. Its `topology` is the largest that may come until then."""
 
     _view: ViewGroups | None = None
 
@@ -36,7 +36,9 @@ class ViewEngine(CommEngine):
         return None if is_exchange(bucket.plan.algorithm) else super()._record(bucket)
 
     def enter(self, view: ViewGroups) -> None:
-        """Sum over the ranks of a view from now on; closed before. Collective among them.
+        """Open the engine for the ranks of a view, which sum from now on.
+
+        Collective: every rank of the view must call it.
 
         Raises:
             ValueError: on every rank, if plans differ.
@@ -58,6 +60,9 @@ class ViewEngine(CommEngine):
         self.raise_if_failed()
 
     def cut(self, reason: str) -> None:
-        """End what is in flight, for `reason`, and every wait in the groups of the view; from any thread."""
+        """End what is in flight, for `reason`, and every wait in the groups of the view.
+
+        May be called from any thread.
+        """
         if not self._is_closed:
             self._latch.trip(reason)

@@ -141,7 +141,9 @@ class ViewGroups(CommGroups):
         return group
 
     def run(self, do: Callable[[], Any]) -> Any:
-        """Return what `do` does, which waits for other ranks; collective as it is.
+        """Run `do`, which waits for other ranks, and return its result.
+
+        Collective: every rank of the view must call it.
 
         Raises:
             RuntimeError: the view has ended meanwhile.
@@ -182,7 +184,10 @@ class ViewGroups(CommGroups):
                 raise _LeftBehindError("comm: the view has ended")
 
     def cut(self) -> None:
-        """End all waits in the groups and for the store; from any thread. A group that is being made is left behind."""
+        """End all waits in the groups and for the store.
+
+        May be called from any thread. A group that is being made is left behind.
+        """
         self._cut_s = self._cut_s or monotonic()
         self._is_cut = True
         for group in list(self._on_gloo):
@@ -191,7 +196,7 @@ class ViewGroups(CommGroups):
         self.abort(limit_s=ABORT_LIMIT_S)
 
     def abort(self, *, limit_s: float) -> list[str]:
-        """Abort what NCCL does in these groups, and in no other; from any thread, each of which waits until it is."""
+        """Abort NCCL's work in these groups only, and wait until it is aborted. May be called from any thread."""
         with self._aborting:
             groups = self._on_devices
             self._on_devices = {}
@@ -214,7 +219,7 @@ class ViewGroups(CommGroups):
         return super()._give_up()
 
     def destroy(self) -> None:
-        """Free the groups, but for those that are stuck; after a cut nothing of NCCL's is waited for."""
+        """Free the groups, but for those that are stuck. After a cut nothing of NCCL's is waited for."""
         if self.is_stuck:
             _LEFT.append(self._on_gloo)
         (self.forget if self._is_cut and self._backend == "nccl" else super().destroy)()
@@ -256,7 +261,10 @@ def options_of_nccl(timeout: timedelta) -> Any:
 
 
 class ViewWatch:
-    """Compares buckets over the ranks of a view, and ends its sums where one fails; of losses, membership knows."""
+    """Watchdog of a view: compares buckets over its ranks and ends its sums if one fails.
+
+    Membership handles lost hosts.
+    """
 
     def __init__(self, store: dist.Store, latch: FailureLatch) -> None:
         self._store = store

@@ -12,7 +12,7 @@ from lightning_hybrid.comm.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The bytes of one all-reduce, each of the node that has most; sums, in one direction, without headers."""
+    """The bytes of one all-reduce, each of the node that has most. Sums, in one direction, without headers."""
 
     least_across: float = 0.0  # what any algorithm must send from a node to the others
     across: float = 0.0  # what this one sends

@@ -70,7 +70,7 @@ class CommSummary:
 
     @property
     def exposed_by_bucket_s(self) -> dict[int, float]:
-        """The exposed seconds of each bucket, by index; empty where no time was taken."""
+        """The exposed seconds of each bucket, by index, which is empty if no time was taken."""
         found: dict[int, float] = {}
         for bucket in self.buckets:
             if bucket.exposed_s is not None:
@@ -79,7 +79,7 @@ class CommSummary:
 
     @property
     def achieved_bytes_per_s(self) -> float | None:
-        """Least bytes between nodes by the time in flight; None on one node, or where no time was taken."""
+        """Least bytes between nodes by the time in flight, or None on one node, or where no time was taken."""
         return (
             self.least_bytes_across / self.busy_s
             if self.busy_s and self.least_bytes_across
@@ -88,7 +88,7 @@ class CommSummary:
 
     @property
     def quantisation_nmse(self) -> float | None:
-        """Normalised mean squared error of what a codec rounded; None without one, after inf or nan, on CUDA."""
+        """Normalised mean squared error of a codec's rounding. None without a codec, after inf or nan, and on CUDA."""
         return self.rounding_error / self.rounded if self.rounded else None
 
     def __add__(self, other: CommSummary) -> CommSummary:

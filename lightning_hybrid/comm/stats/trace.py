@@ -25,7 +25,7 @@ MOST_EVENTS = 500_000
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTimes:
-    """The times of one bucket on a device, which are known only afterwards; in seconds."""
+    """The times of one bucket on a device, which are known only afterwards, in seconds."""
 
     bucket: BucketPlan
     traffic: Traffic
@@ -103,7 +103,7 @@ class CommTrace:
         at_s: float | None = None,
         is_in_update: bool | None = False,
     ) -> float:
-        """Count a bucket that was submitted; `end` must follow. Returns the time: `at_s`, or now.
+        """Count a bucket that was submitted. `end` must follow. Returns the time: `at_s`, or now.
 
         `is_in_update`: it is no bucket of gradients, but an exchange that the optimizer's step waits for; None: nor
         does the step wait, see `count_wait`.
@@ -147,7 +147,7 @@ class CommTrace:
         traffic: Traffic = NO_TRAFFIC,
         at_s: float | None = None,
     ) -> None:
-        """Count a bucket that was averaged, or given up (None), now or at `at_s`; `began_s`: when it was submitted."""
+        """Count a bucket that was averaged, or given up (None), now or at `at_s`. `began_s`: when it was submitted."""
         with self._lock:
             self._num_in_flight -= 1  # several buckets in flight count their time once
             if self._num_in_flight and bucket is None:  # given up: the last of them ends the time
@@ -250,7 +250,7 @@ class CommTrace:
         self._events.append(event)
 
     def write(self, path: Path, *, rank: int) -> None:
-        """Write the timeline so far as JSON in Chrome's trace format; times in microseconds of this host's clock."""
+        """Write the timeline so far as JSON in Chrome's trace format, in microseconds of this host's clock."""
         # On CUDA they are the device's, set equal to this clock at the first bucket: the device may have been behind
         # by what was queued then.
         self._look_first()
@@ -283,7 +283,7 @@ class CommTrace:
             )
 
     def drain(self) -> CommSummary:
-        """Return the counts since the last drain; on CUDA of steps that the device is through with. Never waits."""
+        """Return the counts since the last drain, on CUDA those of steps that the device has completed. Never waits."""
         self._look_first()
         with self._lock:
             summary = self._summary()

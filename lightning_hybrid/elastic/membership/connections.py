@@ -36,11 +36,11 @@ LAST_WORDS_S = 0.5
 
 
 class MalformedError(ValueError):
-    """What came is no message."""
+    """Error for bytes that are not a message."""
 
 
 class Connection(asyncio.Protocol):
-    """One socket, connected or about to be, of a `SocketThread`; what comes before `trust` goes to its `greet`."""
+    """One socket, connected or about to be, of a `SocketThread`. What comes before `trust` goes to its `greet`."""
 
     def __init__(self, sock: socket.socket, thread: SocketThread) -> None:
         sock.setblocking(False)
@@ -84,7 +84,7 @@ class Connection(asyncio.Protocol):
         return self._transport.get_write_buffer_size() if self.is_connected else 0
 
     def drop(self) -> None:
-        """Close it; this is no end to tell of."""
+        """Close the connection without reporting its end."""
         self._thread.sockets.pop(self.sock, None)
         if self.is_connected:
             self._transport.abort()
@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
         transport.write(self._unsent)
 
     def data_received(self, data: bytes) -> None:
-        """Read the messages that have come; others close the connection."""
+        """Read the messages that have come. Others close the connection."""
         *lines, self._received = (self._received + data).split(b"\n")
         try:
             if max(map(len, [*lines, self._received])) > LIMIT:
@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
 
 
 class SocketThread:
-    """One rank's part; all but `post` and `close` happens in its thread, which ends with `close`.
+    """One rank's part. All but `post` and `close` happens in its thread, which ends with `close`.
 
     `deliver` gets, in this thread: `("view", proposal)`, `("change", why)`, `("isolated", why)`, `("refused", why)`,
     and `("lost", why)` where a rank of this host is gone.
@@ -151,7 +151,7 @@ class SocketThread:
         raise MalformedError("no greeting")
 
     def tick(self, now: float, is_late: bool) -> None:
-        """Do what time asks for; `is_late`: this thread itself was away so long that others were not heard."""
+        """Send due heartbeats and expire silent peers. `is_late`: this thread paused too long to hear the others."""
         raise NotImplementedError
 
     @property
@@ -171,7 +171,7 @@ class SocketThread:
             self._loop.call_soon_threadsafe(command, *arguments)
 
     def close(self) -> None:
-        """Send what is unsent, for a short time; end the thread and close all sockets."""
+        """Send what is unsent, for a short time. End the thread and close all sockets."""
         self.post(self._end.cancel)
         if self._thread is not threading.current_thread():
             self._thread.join(2 * LAST_WORDS_S + self._settings.tick_s)
@@ -263,14 +263,14 @@ def split(address: str) -> tuple[str, int]:
 
 
 def own_ip_towards(address: str) -> str:
-    """Return the address of the interface through which `address` is reached; nothing is sent."""
+    """Return the address of the interface through which `address` is reached. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(split(address))
         return str(probe.getsockname()[0])
 
 
 def listen(address: Any, family: int = socket.AF_INET) -> socket.socket | None:
-    """Listen on one address; None where it is another host's, or taken."""
+    """Listen on one address, or None if it is another host's, or taken."""
     try:
         return socket.create_server(address, family=family, backlog=128)
     except OSError as error:

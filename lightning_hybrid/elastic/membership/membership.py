@@ -117,7 +117,7 @@ class Follower(SocketThread):
 
 
 class Membership:
-    """Who takes part, seen by one rank. Its thread runs from the constructor to `close`.
+    """Membership of a run, seen by one rank. Its thread runs from the constructor to `close`.
 
     Args:
         on_change: called in a thread of its own, once a view, with its number and why it ends: a loss, or a host that
@@ -213,7 +213,7 @@ class Membership:
     enter = next_view  # the first, or that of a run that is there; `committed` is of a checkpoint
 
     def say_goodbye(self) -> None:
-        """Tell the others that this rank ends as planned; closed sockets are no loss then."""
+        """Tell the others that this rank ends as planned. Closed sockets are no loss then."""
         self._part.post(self._part.leave)
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How one rank takes part.
+    """Settings of one rank's membership.
 
     Attributes:
         host: name of this host, of no other of the run.
@@ -94,13 +94,13 @@ class Settings:
 
     @property
     def path(self) -> str:
-        """Where the ranks of a host meet: an abstract Unix socket, which ends with its process."""
+        """The address at which the ranks of a host meet: an abstract Unix socket, which ends with its process."""
         words = "\n".join([str(os.getuid()), self.host, self.token, *self.meet])
         return "\0lightning-hybrid-" + hashlib.sha256(words.encode()).hexdigest()[:32]
 
 
 def host_key(name: str, address: str, place: int | None, nonce: str) -> str:
-    """Write what others must know of a host in one word; `place`: which address of `meet` it holds.
+    """Write what others must know of a host in one word. `place`: which address of `meet` it holds.
 
     >>> key = host_key("node7", "10.0.0.7:41233", 0, "3fa9")
     >>> key, name_of(key), address_of(key), is_arbiter(key)
@@ -120,7 +120,7 @@ def address_of(host: str) -> str:
 
 
 def differing_parts(token: str, other: str) -> tuple[str, str]:
-    """Return what differs between two tokens, of parts "name=value" with semicolons; all if they have other parts.
+    """Return what differs between two tokens, of parts "name=value" with semicolons. All if they have other parts.
 
     >>> differing_parts("devices=1; data=64 images", "devices=1; data=48 images")
     ('data=64 images', 'data=48 images')
@@ -191,7 +191,7 @@ def have_the_votes(kept: Sequence[str], hosts: Sequence[str], lost: Mapping[str,
 
 
 def who_takes_from_whom(committed: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return `target`, `donors` and `behind` of a view; `committed`: steps of the ranks of each host, in its order.
+    """Return `target`, `donors` and `behind` of a view. `committed`: steps of the ranks of each host, in its order.
 
     >>> found = who_takes_from_whom({"a@x:1#0.1": [3, 4], "b@x:2#-.2": [3, 3]})
     >>> found["target"], found["donors"], len(found["behind"])

@@ -1,4 +1,4 @@
-"""The change from one view to the next as a state machine: words and losses in, words out; no socket, clock or thread.
+"""The change from one view to the next as a state machine: words and losses in, words out. No socket, clock or thread.
 
 One machine for each host; README.md has its states. What makes it safe against cut links is dynamic voting: a proposal
 that may be installed somewhere counts as a view until it is known better, and the next one needs the votes of its hosts
@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 
 class ViewChange:
-    """What one host knows of a run, and what it does about it.
+    """State machine of one host: its knowledge of the run and its answers to messages and losses.
 
     `out` is what is to be done, in order: `("send", host, message)`, `("change", why)`, `("view", proposal)`,
     `("isolated", why)`; its reader empties it.
@@ -80,7 +80,10 @@ class ViewChange:
             self._advance()
 
     def come(self, local: int, committed: int, store: str = "") -> None:
-        """Note that a rank of this host has come to the change: its committed steps; of the first, a fresh store."""
+        """Record that a rank of this host joined the change, with its committed steps.
+
+        The first rank brings a new store.
+        """
         self.committed[local] = committed
         self.store = store or self.store
         if not self.has_ended:
@@ -155,7 +158,7 @@ class ViewChange:
         return [host for host in self.candidates() if host not in self.lost]
 
     def head(self) -> str:
-        """Return the host that coordinates, as far as known here; this one where it knows of no run."""
+        """Return the host that coordinates, as far as known here. This one where it knows of no run."""
         return self.living()[0]
 
     def is_head(self) -> bool:
@@ -163,7 +166,7 @@ class ViewChange:
         return bool(self.run) and self.head() == self.me
 
     def _concerns(self, sender: str, message: Message) -> bool:
-        """Whether the sender is one of the run, as far as this host and the sender know."""
+        """Return whether the sender belongs to the run, as far as this host and the sender know."""
         if sender in self.candidates() or any(
             self.me in hosts and sender in hosts and number > self.number
             for number, _, hosts in message["attempts"]

@@ -58,7 +58,7 @@ class LineFit:
 
     @property
     def is_line(self) -> bool:
-        """Whether the link is of this form: off by at most a quarter at every size."""
+        """True if the fit is off by at most a quarter at every size."""
         return abs(self.worst[1]) <= MOST_ERROR
 
     def seconds(self, num_bytes: float) -> float:

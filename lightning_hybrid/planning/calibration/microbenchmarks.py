@@ -1,4 +1,4 @@
-"""Measured times of messages and all-reduces between the ranks there are; `calibrate` fits a cluster to them.
+"""Measured times of messages and all-reduces between the ranks there are. `calibrate` fits a cluster to them.
 
     ping        half a round trip between two ranks; the receiver waits already, so that Gloo asks for no consent
     exchange    two ranks send each other everything at once, and add: with Gloo's consent
@@ -57,7 +57,7 @@ MOST_CALLS = 200
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Microbenchmark:
-    """One timed case. `what` is, by kind, the level; the number of flows; the dtype; the codec; or the algorithm."""
+    """One timed case. `what` is, by kind, the level. The number of flows. The dtype. The codec. Or the algorithm."""
 
     kind: Kind
     what: str
@@ -66,7 +66,7 @@ class Microbenchmark:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Seconds per call of each case, in the order of measuring, the same on every rank; `took_s` is the total."""
+    """Seconds per call of each case, in the order of measuring, the same on every rank. `took_s` is the total."""
 
     times_s: dict[Microbenchmark, list[float]]
     took_s: float

@@ -65,7 +65,7 @@ class MeasuredSetup:
 def predicted_all_reduce_s(
     cluster: Cluster, algorithm: str, num_bytes: int, setup: MeasuredSetup
 ) -> float:
-    """Simulate one all-reduce, cut as the plan cuts it, with nothing to hide it; return its seconds.
+    """Simulate one all-reduce, cut as the plan cuts it, with nothing to hide it. Return its seconds.
 
     `algorithm`: `two_level_int8` is `two_level` through a codec.
     """

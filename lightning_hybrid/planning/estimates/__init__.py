@@ -1,1 +1,1 @@
-"""Estimates behind the reports: memory, failures, pipelines, fewer bits between nodes; the timeline of a step."""
+"""Estimates behind the reports: memory, failures, pipelines, fewer bits between nodes. The timeline of a step."""

@@ -50,7 +50,7 @@ class _Mark:
 
 
 class _Uses(LiveBytes):
-    """Which tensors are used on both sides of a mark: any but the input of the mark forbids a cut."""
+    """Uses of tensors on both sides of a mark. A cut is possible only if the mark's input is the only one."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__(known)

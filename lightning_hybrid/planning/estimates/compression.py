@@ -1,4 +1,4 @@
-"""Whether fewer bits or fewer sums between nodes pay: steps with each codec, next to the best without; local steps.
+"""Gain of fewer bits or fewer all-reduces between nodes: steps with each codec, local steps, and the best without.
 
 A codec saves the wire's time of what is exposed, and costs its own. Of more than 200 set-ups of data centres 6 gained
 (Agarwal et al. 2022, MLSys, arXiv:2103.00543); where links between nodes are slow many do. It changes the numbers, so
@@ -68,7 +68,7 @@ def compressed_steps(
     itemsize: int,
     on_cuda: bool,
 ) -> tuple[WireStep, ...]:
-    """Simulate a step with fewer bytes between nodes in each form, under the best of `plans`; none for one node.
+    """Simulate a step with fewer bytes between nodes in each form, under the best of `plans`, or None for one node.
 
     A plan without a sum of each node is tried with `algorithm="auto"`, as a codec refuses it.
     """
@@ -92,7 +92,7 @@ def compressed_steps(
 
 
 def proposed(plain: WireStep, steps: Sequence[WireStep]) -> WireStep | None:
-    """Return the form to propose in place of `plain`: the most bits with which a step is clearly shorter; else None.
+    """Return the form to propose in place of `plain`: the most bits with a clearly shorter step, or None.
 
     >>> def step(name, step_s):
     ...     return WireStep(name=name, step_s=step_s, exposed_s=0.0, codec_s=0.0, node_bytes=0.0)

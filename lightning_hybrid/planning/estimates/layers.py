@@ -111,7 +111,9 @@ def work_of(
     step_s = batch_size / images_per_s
     total = sum(layer.forward_flops for layer in layers) or 1
     gradients: list[tuple[int, float]] = []
-    waiting_s = 0.0  # backward of layers without tensors of their own, such as a head with tied weights
+    waiting_s = (
+        0.0  # backward of layers without tensors of their own, such as a head with tied weights
+    )
     for layer in reversed(layers):
         waiting_s += (1 - FORWARD_SHARE) * step_s * layer.forward_flops / total
         for numel in reversed(layer.numels):

@@ -96,7 +96,7 @@ class StateBytes:
         )
 
     def fully_sharded(self, num_ranks: int) -> float:
-        """Compute the bytes per parameter with torch's `fully_shard` (FSDP2), between steps; counted, not measured.
+        """Compute the bytes per parameter with torch's `fully_shard` (FSDP2), between steps. Counted, not measured.
 
         Weights, gradients and state are fp32 there, each rank with 1 / N of all; what a block gathers comes on top.
         """
@@ -121,7 +121,7 @@ def shared_share(numels: Sequence[int], num_ranks: int, *, is_world: bool = Fals
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """What a rank needs under some settings.
+    """Memory that a rank needs under some settings.
 
     Args:
         settings: What to give on the command line; empty: what was asked for.
@@ -145,13 +145,13 @@ class MemoryNeed:
         return self.state_bytes + self.activation_bytes
 
     def fits(self, memory_bytes: float) -> bool:
-        """Whether a device of this memory has room for it."""
+        """Return whether a device with this memory has room for it."""
         return self.total_bytes <= USABLE_SHARE * memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryChoices:
-    """What a data-parallel rank may turn on to need less: all combinations, some hundred, so that no solver is needed.
+    """Combinations of settings that save memory on a data-parallel rank: about a hundred, so that no solver is needed.
 
         activations = constant + slope * batch         by a step of one image and one of the batch
 

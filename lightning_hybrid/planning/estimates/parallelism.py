@@ -67,7 +67,7 @@ class PipelineChoice:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What to give on the command line."""
+        """The overrides for the command line."""
         found = ["strategy=pipeline", f"strategy.num_stages={self.num_ranks}"]
         found += [
             f"strategy.num_microbatches={self.num_microbatches}",
@@ -84,7 +84,7 @@ def pipeline_choices(
     usable_bytes: float | None,
     recomputes: bool = False,
 ) -> list[PipelineChoice]:
-    """Simulate pipelines of 2 to 8 ranks in a node, with the images of the run; the fastest first.
+    """Simulate pipelines of 2 to 8 ranks in a node, with the images of the run, the fastest first.
 
     A pipeline of S ranks takes the images of S data-parallel ranks. Blocks take time by their FLOPs, whatever the size
     of a micro-batch, and messages disturb nothing: both are kind to pipelines.
@@ -135,7 +135,7 @@ class _Pipeline:
     num_micro: int
 
     def choice(self, usable_bytes: float | None) -> PipelineChoice | None:
-        """Cut and simulate; None: it does not fit."""
+        """Cut and simulate. None: it does not fit."""
         scenario = self.scenario
         per_rank = PER_RANK[self.schedule]
         order = schedule_tasks(

@@ -27,7 +27,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 @dataclass(frozen=True, kw_only=True)
 class StageLoad:
-    """What one micro-batch costs in a stage.
+    """Cost of one micro-batch in a stage.
 
     Args:
         forward_s: Forward; re-materialisation adds a second one to `backward_s`.
@@ -46,7 +46,7 @@ class StageLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTask:
-    """Forward or backward of one micro-batch in one stage; times are 0 before it is simulated."""
+    """Forward or backward of one micro-batch in one stage. Times are 0 before it is simulated."""
 
     stage: int
     microbatch: int
@@ -129,7 +129,7 @@ def in_turns(
 def simulate_pipeline(
     order: Sequence[Sequence[PipelineTask]], loads: Sequence[StageLoad]
 ) -> list[list[PipelineTask]]:
-    """Simulate a step; return each rank's tasks with their times.
+    """Simulate a step. Return each rank's tasks with their times.
 
     A rank does its tasks in order, each as soon as what it needs has arrived. Messages take their time and disturb
     nothing: sends are asynchronous.

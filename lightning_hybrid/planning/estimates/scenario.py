@@ -1,4 +1,4 @@
-"""Training run to be planned, at any scale; and the search for its best plan."""
+"""Training run to be planned, at any scale, and the search for its best plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_hybrid.planning.model.workload import StepWorkload
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Network, device, cluster and plan; arguments as in conf/simulate.yaml."""
+    """Network, device, cluster and plan. Arguments as in conf/simulate.yaml."""
 
     layers: tuple[Layer, ...]
     images_per_s: float
@@ -51,7 +51,7 @@ class Scenario:
 
     @property
     def is_local(self) -> bool:
-        """Whether nodes take steps on their own between two averages."""
+        """True if nodes take several steps between two averages."""
         return self.sync_across_nodes_every > 1 and self.cluster.num_nodes > 1
 
     @property
@@ -111,7 +111,7 @@ class Scenario:
         return with_averages(outcome, every=self.sync_across_nodes_every, average_s=self.average_s)
 
     def bounds(self) -> tuple[Scenario, Scenario] | None:
-        """Return the scenario between whose steps 80 % of measured ones are expected; None: nothing is known."""
+        """Return the scenario between whose steps 80 % of measured ones are expected. None: nothing is known."""
         found = bounds(self.cluster)
         if found is None:
             return None
@@ -155,7 +155,7 @@ class Search:
         require_whole("num_shown", self.num_shown, "it is a number of plans in the report", least=0)
 
     def run(self, scenario: Scenario) -> list[Candidate]:
-        """Return all plans that differ, the best first; of equals the one with fewer buckets."""
+        """Return all different plans, the best first. Among equals, the one with fewer buckets comes first."""
         plans = [
             with_buckets(replace(scenario.plan, algorithm=algorithm or "auto"), size)  # type: ignore[arg-type]
             for algorithm, size in itertools.product(self.algorithms, self.bucket_bytes)

@@ -1,4 +1,4 @@
-"""A cluster that chooses plans: what users describe, and give to the strategy; and how sure its sums are."""
+"""A cluster that chooses plans: what users describe, and give to the strategy, and how sure its sums are."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def is_known(cluster: Cluster) -> bool:
 
 
 def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
-    """Return the cluster with the shortest and the longest sums that are as likely; None: nothing is known.
+    """Return the cluster with the shortest and the longest sums that are as likely. None: nothing is known.
 
     One node has no sums between nodes: twice itself.
     """
@@ -110,7 +110,7 @@ def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
 
 
 def times_measured(cluster: Cluster) -> float:
-    """Return the number of nodes over that of those measured; 1 where none was."""
+    """Return the number of nodes over that of those measured. 1 where none was."""
     return cluster.num_nodes / (cluster.measured_nodes or cluster.num_nodes)
 
 

@@ -120,7 +120,7 @@ class ClusterCosts:
         return self.nics_per_node * self.across.bytes_per_s
 
     def least_s(self, num_bytes: float) -> float:
-        """Compute the time that no all-reduce can beat; see `cost.least_s`."""
+        """Compute the time that no all-reduce can beat. See `cost.least_s`."""
         return least_s(
             num_bytes,
             num_nodes=self.num_nodes,
@@ -140,7 +140,7 @@ class ClusterCosts:
         *,
         of_bytes: float | None = None,
     ) -> tuple[StageCost, ...]:
-        """Return the stages of a chunk of `num_bytes`; none for one rank.
+        """Return the stages of a chunk of `num_bytes`, or None for one rank.
 
         `wire`: the form of sums between nodes; None: that of the chunk. `of_bytes`: of the whole sum; None: it is all.
 
@@ -182,7 +182,7 @@ class ClusterCosts:
         )
 
     def codec_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> float:
-        """Compute what rounding adds to the stage between nodes, of a chunk of `num_bytes`; 0 without a codec."""
+        """Compute what rounding adds to the stage between nodes, of a chunk of `num_bytes`. 0 without a codec."""
         if wire is None:
             return 0.0
         num_groups = self.ranks_per_node if algorithm == "two_level" else 1

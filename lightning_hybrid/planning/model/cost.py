@@ -103,7 +103,7 @@ class NodeGroup:
 
 
 def curve_at(curve: Mapping[float, float], num_bytes: float) -> float:
-    """Interpolate a curve in the logarithms of both; it is level beyond its ends, and 1 where it has no points.
+    """Interpolate a curve in the logarithms of both. It is level beyond its ends, and 1 where it has no points.
 
     >>> curve_at({1: 1.0, 4: 4.0}, 2), curve_at({1: 1.0, 4: 4.0}, 9), curve_at({}, 2)
     (2.0, 4.0, 1.0)

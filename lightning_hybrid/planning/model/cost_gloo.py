@@ -107,7 +107,7 @@ def segments_of_ring(num_bytes: float, num_ranks: int) -> int:
 def gloo_stages(
     cluster: Any, gloo: Gloo, algorithm: str, num_bytes: float, wire: NodeWire | None
 ) -> tuple[StageCost, ...]:
-    """Return the stages of a chunk over Gloo on a `ClusterCosts`, which imports this module; see its `stages`."""
+    """Return the stages of a chunk over Gloo on a `ClusterCosts`, which imports this module. See its `stages`."""
     nodes = cluster.num_nodes
     k = cluster.ranks_per_node
     size = num_bytes

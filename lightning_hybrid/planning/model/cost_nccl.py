@@ -199,7 +199,7 @@ class Nccl:
         return fastest if num_nodes == 2 else fastest + fastest
 
     def reduce(self, num_bytes: float, num_ranks: int, inside: Link, *, is_sharded: bool) -> Cost:
-        """Compute the cost of a reduce inside a node, along a chain in chunks; the broadcast costs the same.
+        """Compute the cost of a reduce inside a node, along a chain in chunks. The broadcast costs the same.
 
         `is_sharded`: of a scatter-reduce, round a ring, and of the gather.
         """

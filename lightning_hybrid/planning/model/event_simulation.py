@@ -46,7 +46,7 @@ class Span:
 
 @dataclass(eq=False)
 class _Task:
-    """A stage at work on a chunk; `left_s`: seconds of work that are left, at full rate."""
+    """A stage at work on a chunk. `left_s`: seconds of work that are left, at full rate."""
 
     chunk: SimulatedChunk
     index: int
@@ -67,7 +67,7 @@ class _StageThread:
 
 
 def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
-    """Simulate every stage of every chunk; the spans come in the order of their ends. Chunks start in the order given.
+    """Simulate every stage of every chunk. The spans come in the order of their ends. Chunks start in the order given.
 
     Raises:
         ValueError: a time is negative, infinite or nan.

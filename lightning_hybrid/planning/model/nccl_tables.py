@@ -1,4 +1,4 @@
-"""Tables of NCCL and of a cloud's plug-in for it: latencies, limits per channel, chunks; seconds and bytes.
+"""Tables of NCCL and of a cloud's plug-in for it: latencies, limits per channel and chunks, in seconds and bytes.
 
 Sources, as of June and August 2026: NCCL, `src/graph/tuning.cc` (latencies, limits, corrections), `src/enqueue.cc` and
 `src/transport/nvls.cc` (chunks), `src/graph/connect.cc` (channels); aws-ofi-nccl, `platform-aws.cpp`,
@@ -152,7 +152,7 @@ PLUGIN_TREES = {
 
 @dataclass(frozen=True)
 class NcclJob:
-    """One all-reduce: what is summed, where, and NCCL's channels of it; `across` has the payload's rate of a node."""
+    """One all-reduce: what is summed, where, and NCCL's channels of it. `across` has the payload's rate of a node."""
 
     num_bytes: float
     num_nodes: int
@@ -178,7 +178,7 @@ class NcclJob:
 
 
 def tree_correction(num_bytes: float, place: int) -> float:
-    """Look up the correction at the power of two below the size; 1 below 64 B or beyond the table.
+    """Look up the correction at the power of two below the size. 1 below 64 B or beyond the table.
 
     >>> tree_correction(63, 0), tree_correction(64 << 13, 0), tree_correction(1 << 40, 2)
     (1.0, 0.4, 1.0)
@@ -212,7 +212,7 @@ def nvls_tree_round_bytes(
 def tree_round_bytes(
     num_bytes: float, place: int, *, num_channels: int, num_nodes: int, ranks_per_node: int
 ) -> float:
-    """Return the bytes of a node that are on an edge of a tree at one time; `place` of LL, LL128, Simple.
+    """Return the bytes of a node that are on an edge of a tree at one time. `place` of LL, LL128, Simple.
 
     >>> tree_round_bytes(2**30, 2, num_channels=16, num_nodes=4, ranks_per_node=8) / 2**20
     8.0

@@ -47,7 +47,7 @@ class NodeWire:
 
     @property
     def bits(self) -> Literal[8, 4] | None:
-        """Bits of an element in a codec; None for a dtype."""
+        """Bits of an element in a codec, or None for a dtype."""
         found: dict[str, Literal[8, 4]] = {"int8": 8, "int4": 4}
         return found.get(self.name)
 
@@ -128,7 +128,7 @@ class CodecRates:
         return cls(int8_bytes_per_s=rates[0], int4_bytes_per_s=rates[1], kernel_s=KERNEL_S)
 
     def seconds(self, wire: NodeWire, numel: float, num_nodes: int) -> float:
-        """Compute the time of a rank's passes over `numel` elements that it sums between nodes; 0 for a dtype.
+        """Compute the time of a rank's passes over `numel` elements that it sums between nodes. 0 for a dtype.
 
         >>> rates = CodecRates(int8_bytes_per_s=4e9)
         >>> [rates.seconds(NodeWire(name="int8", itemsize=2), 1e6, num_nodes) for num_nodes in (2, 4)]

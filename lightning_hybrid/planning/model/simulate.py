@@ -108,7 +108,7 @@ class SimulatedSteps:
 
     @property
     def efficiency(self) -> float:
-        """A rank's step alone over the mean step of all; 1: communication and waiting for others cost nothing."""
+        """A rank's step alone over the mean step of all. 1: communication and waiting for others cost nothing."""
         return self.alone_s / self.step_s
 
     def quantile_s(self, share: float) -> float:

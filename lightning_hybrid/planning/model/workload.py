@@ -145,7 +145,7 @@ def chunks_of_step(
     is_serial: bool = False,
     wire: NodeWire | None = None,
 ) -> list[SimulatedChunk]:
-    """Return the chunks of all buckets; with `algorithm` in place of their plans', each bucket in one chunk."""
+    """Return the chunks of all buckets. `algorithm` replaces that of their plans and leaves one chunk per bucket."""
     found: list[SimulatedChunk] = []
     counts: dict[str, int] = {}
     for bucket, at_s in zip(buckets, ready_s, strict=True):

@@ -1,4 +1,4 @@
-"""Whether fewer bits between nodes pay, in a sentence and a table."""
+"""Report on fewer bits between nodes: a sentence and a table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CompressionReport:
         itemsize: int,
         on_cuda: bool,
     ) -> CompressionReport | None:
-        """Simulate a step in each form under the best of `plans`; None for one node."""
+        """Simulate a step in each form under the best of `plans`, or None for one node."""
         if cluster.num_nodes == 1:
             return None
         return cls(
@@ -54,7 +54,7 @@ class CompressionReport:
 
     @property
     def proposal(self) -> str | None:
-        """The value of `comm_dtype_across_nodes` that clearly shortens a step; None where none does."""
+        """The value of `comm_dtype_across_nodes` that clearly shortens a step, or None if none does."""
         found = proposed(self.plain, self.steps)
         return None if found is None else found.name
 

@@ -164,12 +164,12 @@ class MemoryReport:
 
     @property
     def usable_bytes(self) -> float | None:
-        """What of the device may be planned with; None: unknown."""
+        """The bytes of the device that a plan may use. None: unknown."""
         return None if self.memory_bytes is None else USABLE_SHARE * self.memory_bytes
 
     @property
     def largest_batch(self) -> int | None:
-        """The largest batch per rank that fits, as asked for; None: the device is unknown."""
+        """The largest batch per rank that fits, as asked for. None: the device is unknown."""
         if self.usable_bytes is None:
             return None
         each = self.asked.activation_bytes / self.asked.batch_size
@@ -177,11 +177,11 @@ class MemoryReport:
 
     @property
     def is_data_parallel_possible(self) -> bool:
-        """Whether a rank that holds the whole network fits, with anything of what to try."""
+        """True if a rank that holds the whole network fits under some of the settings."""
         return self.memory_bytes is None or bool(self.fitting)
 
     def sentence(self, pipelines: Sequence[PipelineChoice], device: str) -> str:
-        """Say what is needed; where it does not fit, what each setting saves and costs, and the smallest list."""
+        """Say what is needed. Where it does not fit, what each setting saves and costs, and the smallest list."""
         asked = self.asked
         text = (
             f"A {device} needs {_gb(asked.total_bytes)} GB: {_gb(asked.state_bytes)} for "

@@ -1,4 +1,4 @@
-"""Pictures of a simulated run and of measured links; the only module of the planner that imports matplotlib."""
+"""Pictures of a simulated run and of measured links. The only module of the planner that imports matplotlib."""
 
 from __future__ import annotations
 

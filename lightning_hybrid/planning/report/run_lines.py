@@ -1,4 +1,4 @@
-"""Sentences about a planned run: its time, its price and how sure they are; and the same run on several clusters."""
+"""Sentences about a planned run: its time, its price and how sure they are, and the same run on several clusters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_MATTER = 0.005  # of the time
 
 
 def days(seconds: float) -> str:
-    """Format the time of a run; infinite where it never ends.
+    """Format the time of a run, infinite if it never ends.
 
     >>> days(60.0), days(3 * 86400.0), days(float("inf"))
     ('60 s', '3 days', 'no end')
@@ -48,7 +48,7 @@ class ComparedRun:
     price_per_node_hour: float | None
 
     def costs(self) -> tuple[float, float, float] | None:
-        """Return the price of the run and the ends of its interval; None: unknown."""
+        """Return the price of the run and the ends of its interval. None: unknown."""
         if self.price_per_node_hour is None:
             return None
         return self.run.costs(self.scenario.cluster.num_nodes * self.price_per_node_hour / 3600)
@@ -96,7 +96,7 @@ def comparison_table(runs: Sequence[ComparedRun]) -> str:
 
 
 def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: float) -> list[str]:
-    """Say how long the run takes and what it costs; then what failures have to do with it."""
+    """Say how long the run takes and what it costs. Then what failures have to do with it."""
     failures = planned.failures
     cluster = scenario.cluster
     what = f"{planned.epochs:g} epochs of {planned.images_per_epoch:,} images"

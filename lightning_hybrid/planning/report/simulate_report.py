@@ -120,7 +120,7 @@ class SimulationReport:
         )
 
     def numbers(self) -> dict[str, float]:
-        """Return the run in numbers; energy and price where the cluster has rates for them."""
+        """Return the run in numbers. Energy and price where the cluster has rates for them."""
         scenario = self.scenario
         outcome = self.outcome
         steps = self.planned.images_per_epoch / scenario.global_batch_size
@@ -306,7 +306,7 @@ class SimulationReport:
         return "\n".join(lines)
 
     def write(self, folder: Path, config: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Write `simulate.json`, `table.md` and the timeline of a step; `config` and `environment` as they are."""
+        """Write `simulate.json`, `table.md` and the timeline of a step. `config` and `environment` as they are."""
         folder.mkdir(parents=True, exist_ok=True)
         content = {
             "config": config,

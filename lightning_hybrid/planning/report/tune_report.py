@@ -305,7 +305,7 @@ def _interval(fit: LineFit | None) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Format a value for YAML 1.1, which wants a point before an exponent; lists and null as JSON.
+    """Format a value for YAML 1.1, which wants a point before an exponent. Lists and null as JSON.
 
     >>> _yaml(1.25e-05), _yaml(2e10), _yaml(None), _yaml(0.0)
     ('1.25e-05', '2.0e+10', 'null', '0.0')

@@ -74,7 +74,7 @@ class ShardedFit:
 
     @property
     def is_half(self) -> bool:
-        """Whether the precision plugin runs the updates, on parts of masters."""
+        """True if the precision plugin runs the updates, on parts of the master weights."""
         return self._window is not None
 
     # ---- cutting ---------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class ShardedFit:
             self._window.before_open.remove(self._before_open)
 
     def shard_of(self, parameter: Tensor) -> ParameterShard | None:
-        """Return the shard of a parameter that is cut into parts; None for others."""
+        """Return the shard of a parameter that is cut into parts, or None for others."""
         return self.shards.get(id(parameter))
 
     def _updates(self, optimizer: Optimizer) -> bool:
@@ -435,7 +435,7 @@ def collected_state_dict(
     shard_of: Callable[[Tensor], ParameterShard | None],
     exchange: ShardExchange,
 ) -> dict[str, Any]:
-    """Return a state dict of parts with whole tensors, on rank zero; elsewhere as it is. Collective."""
+    """Return a state dict with whole tensors on rank zero, and unchanged elsewhere. Collective: all ranks call it."""
     found: list[tuple[ParameterShard, Tensor]] = []
 
     def note(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:

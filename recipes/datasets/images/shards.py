@@ -270,7 +270,7 @@ class ShardedImages(ImageSource):
 
 
 def holds_shards(folder: Path) -> bool:
-    """Whether a split is packed, or was to be."""
+    """Return whether a split is packed, or was meant to be."""
     return (folder / INDEX_NAME).is_file() or (folder / shard_name(0)).is_file()
 
 

@@ -1,1 +1,1 @@
-"""What the recipes add to Lightning's callbacks: exact repetition, checkpoints within an epoch, a progress bar."""
+"""Callbacks of the recipes: exact repetition, checkpoints within an epoch, a progress bar."""

@@ -18,7 +18,7 @@ BLOCK = re.compile(r"\.(\d+)\.")
 
 
 class StartFrom(Callback):
-    """Callback that begins a fit with the weights of a checkpoint; a fit that is resumed has its own.
+    """Callback that begins a fit with the weights of a checkpoint. A fit that is resumed has its own.
 
     Block i of a row of n is given the weights of block i mod m where that row had m (Gong et al. 2019, "Efficient
     training of BERT by progressively stacking", PMLR 97:2337). A tensor is taken where its shape is the same; others
