@@ -50,10 +50,19 @@ def train(folder, kill_at_step=None):
         RunReport(folder),
     ]
     two = {"accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu", "devices": 2}
-    rest = {"max_epochs": 6, "callbacks": callbacks, "logger": False, "enable_model_summary": False}
+    trainer_options = {
+        "max_epochs": 6,
+        "callbacks": callbacks,
+        "logger": False,
+        "enable_model_summary": False,
+    }
     # "_fork" because this script fits three times; usually it is "hybrid_allreduce".
     trainer = pl.Trainer(
-        strategy="hybrid_allreduce_fork", precision="16-true", log_every_n_steps=5, **two, **rest
+        strategy="hybrid_allreduce_fork",
+        precision="16-true",
+        log_every_n_steps=5,
+        **two,
+        **trainer_options,
     )
     trainer.fit(
         module,

@@ -92,12 +92,12 @@ def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
     >>> [size / mib for size in ddp_buckets([mib // 2, mib, 20 * mib, 20 * mib, 5 * mib], 25 * mib)]
     [1.5, 40.0, 5.0]
     """
-    first, other = ddp_limits(bucket_bytes)
+    first, other_bytes = ddp_limits(bucket_bytes)
     caps: list[int] = []
     open_bytes = 0
     for size in tensor_bytes:
         open_bytes += size
-        if open_bytes >= (other if caps else first):
+        if open_bytes >= (other_bytes if caps else first):
             caps.append(open_bytes)
             open_bytes = 0
     return [*caps, open_bytes] if open_bytes else caps

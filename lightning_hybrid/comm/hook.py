@@ -85,16 +85,16 @@ class HookState:
         """Return the memory in which a codec carries this bucket."""
         parameters = bucket.parameters()
         made_for = [id(parameter) for parameter in parameters]
-        if (found := self._padded.get(bucket.index())) is None or found[
+        if (padded := self._padded.get(bucket.index())) is None or padded[
             0
         ] != made_for:  # DDP makes its buckets again
             numels = [num_reals(parameter) for parameter in parameters]
             firsts = [self.blocks.first_of(parameter) for parameter in parameters]
             dtype = self.comm_dtype or bucket.buffer().dtype
             device = bucket.buffer().device
-            found = made_for, PaddedBucket(numels, firsts, dtype=dtype, device=device)
-            self._padded[bucket.index()] = found
-        return found[1]
+            padded = made_for, PaddedBucket(numels, firsts, dtype=dtype, device=device)
+            self._padded[bucket.index()] = padded
+        return padded[1]
 
     def __getstate__(self) -> dict:
         # Threads and process groups cannot be pickled. DDP does not register hooks again after unpickling, so the

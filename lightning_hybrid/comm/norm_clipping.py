@@ -35,7 +35,7 @@ def clip_by_norm_over_ranks(
         stage_group: the ranks of all stages; None: there is one.
         counted_elsewhere: tied parameters by `id`, of which another stage gives the norm.
     """
-    parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     own = iter(torch._foreach_norm(gradients) if gradients else ())
     is_double = any(

@@ -287,11 +287,11 @@ class CommPlan:
 
     def algorithms(self, topology: NodeShape, *, on_cuda: bool = False) -> tuple[Algorithm, ...]:
         """List every algorithm that some bucket may get, the one for small buckets first."""
-        found = (
+        algorithms = (
             self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half)
             for size, is_half in self._cases
         )
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(algorithms))
 
     def columns(self, topology: NodeShape, *, on_cuda: bool = False) -> dict[Algorithm, int]:
         """Return the number of sets of process groups of every algorithm that some bucket may get: one on CUDA."""
@@ -376,24 +376,24 @@ plan 5e97'
             raise ValueError(
                 f"a plan (={text[:80]!r}) must be a JSON object whose keys are the arguments of CommPlan"
             )
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(values) - set(known))
+        field_names = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(field_names))
         if unknown:
             raise ValueError(
-                f"`{unknown[0]}` (={values[unknown[0]]!r}) is no key of a plan: keys are {known}"
+                f"`{unknown[0]}` (={values[unknown[0]]!r}) is no key of a plan: keys are {field_names}"
             )
         return cls(**values)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Of two values for one key JSON would take the last without a word.
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name in found if sum(name == other for other, _ in pairs) > 1)
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(name for name in values if sum(name == key for key, _ in pairs) > 1)
         raise ValueError(
             f"`{twice}` must stand in a plan once, and is there twice: take one of the values out"
         )
-    return found
+    return values
 
 
 def _no_constant(name: str) -> None:

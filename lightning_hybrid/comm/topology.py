@@ -178,7 +178,15 @@ class ReplicaSets:
             raise ValueError(
                 f"`sets` (={self.sets}) must hold every rank of the world exactly once"
             )
-        if len({(each.num_nodes, each.ranks_per_node) for each in map(self._of, self.sets)}) > 1:
+        if (
+            len(
+                {
+                    (topology.num_nodes, topology.ranks_per_node)
+                    for topology in map(self._of, self.sets)
+                }
+            )
+            > 1
+        ):
             # Plans choose stages by the topology, and every rank takes part in making the groups of all sets.
             raise ValueError(
                 f"`nodes` (={self.world.nodes}) must hold as many ranks of each of the sets {self.sets}: here they are "

@@ -290,11 +290,11 @@ class ResumableLoader(ABC):
             "accumulate_grad_batches": "`accumulate_grad_batches` of the Trainer as it was in the interrupted run",
         }
         for name in names:
-            own = getattr(self.order, name)
-            if state[name] != own:
+            own_value = getattr(self.order, name)
+            if state[name] != own_value:
                 cure = cures.get(name, f"{name}={state[name]} as it was in the interrupted run")
                 raise ValueError(
-                    f"`{name}` (={own}) must be that of the checkpoint (={state[name]}): {why}. Set {cure}."
+                    f"`{name}` (={own_value}) must be that of the checkpoint (={state[name]}): {why}. Set {cure}."
                 )
 
     def __len__(self) -> int:
@@ -350,7 +350,7 @@ def eval_shares(
     >>> [share.tolist() for share in eval_shares(num_images=7, world_size=2, rank=0, batch_size_per_rank=2)]
     [[0, 2], [4, 6]]
     """
-    smallest_share, rest = divmod(num_images, world_size)
+    smallest_share, num_left = divmod(num_images, world_size)
     if smallest_share < 1:
         raise ValueError(
             f"`world_size` (={world_size}) must be at most the number of images to evaluate (={num_images}): a rank "
@@ -358,6 +358,6 @@ def eval_shares(
         )
     # As many batches on every rank: collectives at a batch, such as DDP's broadcast of BatchNorm statistics before the
     # first, need all ranks. No batch may be empty, so there are at most as many as the smallest share has images.
-    largest_share = smallest_share + (rest > 0)
+    largest_share = smallest_share + (num_left > 0)
     num_batches = min(-(-largest_share // batch_size_per_rank), smallest_share)
     return np.array_split(np.arange(rank, num_images, world_size), num_batches)

@@ -21,21 +21,25 @@ class FlatBucket:
         self._index = index
         self._parameters = list(parameters)
         self._is_last = is_last
-        reals = [_real(each) for each in parameters]
-        self._flat = reals[0].new_empty(sum(each.numel() for each in reals))
-        parts = self._flat.split([each.numel() for each in reals])
+        reals = [_real(parameter) for parameter in parameters]
+        self._flat = reals[0].new_empty(sum(parameter.numel() for parameter in reals))
+        parts = self._flat.split([parameter.numel() for parameter in reals])
         self._views = [
-            part.as_strided(each.shape, each.stride(), part.storage_offset())
-            for part, each in zip(parts, reals, strict=True)
+            part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+            for part, parameter in zip(parts, reals, strict=True)
         ]
 
     def fill(self) -> None:
         """Take the gradients."""
-        torch._foreach_copy_(self._views, [_real(_gradient_of(each)) for each in self._parameters])
+        torch._foreach_copy_(
+            self._views, [_real(_gradient_of(parameter)) for parameter in self._parameters]
+        )
 
     def give_back(self) -> None:
         """Write the sums where the gradients were."""
-        torch._foreach_copy_([_real(_gradient_of(each)) for each in self._parameters], self._views)
+        torch._foreach_copy_(
+            [_real(_gradient_of(parameter)) for parameter in self._parameters], self._views
+        )
 
     def buffer(self) -> Tensor:
         """Return the flat tensor."""
@@ -63,7 +67,7 @@ class BufferCopy:
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [
-            one._buffers for one in module.modules() if one._buffers
+            submodule._buffers for submodule in module.modules() if submodule._buffers
         ]  # to walk takes long
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._views: list[Tensor] = []
@@ -89,18 +93,20 @@ class BufferCopy:
                 _copy(self._views, to=buffers)
 
     def _present(self) -> list[Tensor]:
-        found = [each for some in self._owners for each in some.values() if each is not None]
-        if (layout := [(each.shape, each.dtype) for each in found]) != self._layout:
+        present = [
+            buffer for some in self._owners for buffer in some.values() if buffer is not None
+        ]
+        if (layout := [(buffer.shape, buffer.dtype) for buffer in present]) != self._layout:
             self._layout = layout
-            sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in found]
+            sizes = [-(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT for buffer in present]
             self.flat = torch.zeros(
-                sum(sizes), dtype=torch.uint8, device=found[0].device if found else None
+                sum(sizes), dtype=torch.uint8, device=present[0].device if present else None
             )
             self._views = [
-                part[: each.nbytes].view(each.dtype).view(each.shape)
-                for part, each in zip(self.flat.split(sizes), found, strict=True)
+                part[: buffer.nbytes].view(buffer.dtype).view(buffer.shape)
+                for part, buffer in zip(self.flat.split(sizes), present, strict=True)
             ]
-        return found
+        return present
 
 
 @torch.no_grad()
@@ -112,12 +118,16 @@ def flat_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
     """Divide parameters, the last first, into buckets of one dtype and at most `bucket_bytes`, if they hold several."""
     groups: list[list[nn.Parameter]] = []
     open_ones: dict[torch.dtype, int] = {}  # by dtype: which group
-    for one in reversed(parameters):
-        place = open_ones.get(one.dtype)
-        if place is None or sum(each.nbytes for each in groups[place]) + one.nbytes > bucket_bytes:
-            place = open_ones[one.dtype] = len(groups)
+    for parameter in reversed(parameters):
+        group_index = open_ones.get(parameter.dtype)
+        if (
+            group_index is None
+            or sum(member.nbytes for member in groups[group_index]) + parameter.nbytes
+            > bucket_bytes
+        ):
+            group_index = open_ones[parameter.dtype] = len(groups)
             groups.append([])
-        groups[place].append(one)
+        groups[group_index].append(parameter)
     return [
         FlatBucket(index, group, is_last=index == len(groups) - 1)
         for index, group in enumerate(groups)

@@ -42,9 +42,9 @@ class HeldLoggers:
         self._was_another_first = (
             False  # whose rows stand in files that the loggers of this rank open
         )
-        for one in self._loggers:
+        for logger in self._loggers:
             for name in _CALLS:
-                setattr(one, name, partial(self._hold, name, getattr(one, name)))
+                setattr(logger, name, partial(self._hold, name, getattr(logger, name)))
         self._rank: int = vars(rank_zero_only)["rank"]
         vars(rank_zero_only)["rank"] = (
             self._rank + 1
@@ -93,9 +93,9 @@ class HeldLoggers:
     def end(self) -> None:
         """Give the loggers their methods back."""
         self.let_lightning_open()  # an error may have come before the barrier
-        for one in self._loggers:
+        for logger in self._loggers:
             for name in _CALLS:
-                vars(one).pop(name, None)
+                vars(logger).pop(name, None)
 
 
 def keep_rows_of_csv(logger: Any) -> None:

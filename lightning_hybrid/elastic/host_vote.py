@@ -36,7 +36,7 @@ class HostVote:
         """Return whether it is so on all. Collective among them."""
         if not self._is_first:
             self._say(is_so)
-        votes = [os.read(one.fileno(), 1) for one in self._others]
+        votes = [os.read(connection.fileno(), 1) for connection in self._others]
         if b"" in votes:
             raise EOFError("elastic: another rank of this host is gone")
         is_so = is_so and b"0" not in votes
@@ -45,5 +45,5 @@ class HostVote:
         return is_so
 
     def _say(self, is_so: bool) -> None:
-        for one in self._others:
-            os.write(one.fileno(), b"1" if is_so else b"0")
+        for connection in self._others:
+            os.write(connection.fileno(), b"1" if is_so else b"0")

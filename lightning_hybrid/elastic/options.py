@@ -53,7 +53,7 @@ class ElasticOptions(OptionValue):
     def meeting_points(self) -> tuple[str, ...]:
         """`meet`, one by one."""
         several = self.meet.split(",") if isinstance(self.meet, str) else self.meet
-        return tuple(one.strip() for one in several if one.strip())
+        return tuple(address.strip() for address in several if address.strip())
 
 
 def refuse_meeting_points(meet: Any) -> None:

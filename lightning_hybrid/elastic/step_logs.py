@@ -37,13 +37,13 @@ def metrics_of(module: Any) -> list[StepMetric]:
         if not isinstance(metric, Metric):
             continue
         sums = []
-        others = []
+        other_metrics = []
         for state, reduction in metric._reductions.items():
             if reduction is dim_zero_sum:
                 sums.append(state)
             else:
-                others.append(state)
-        metrics.append(StepMetric(name, metric, sums, others))
+                other_metrics.append(state)
+        metrics.append(StepMetric(name, metric, sums, other_metrics))
     return metrics
 
 
@@ -102,10 +102,10 @@ class EpochLogs:
             key: {
                 name: now
                 for name in (*_SUMS, "_forward_cache")
-                if isinstance(now := vars(one).get(name), Tensor)
+                if isinstance(now := vars(result).get(name), Tensor)
             }
-            | {"has_reset": one.has_reset}
-            for key, one in self._trainer._results.items()
+            | {"has_reset": result.has_reset}
+            for key, result in self._trainer._results.items()
         }
         states = []
         for part in self._metrics:
@@ -115,25 +115,26 @@ class EpochLogs:
 
     def take(self, several: Sequence[dict[str, Any]]) -> None:
         """Take what another host has collected in place of the own."""
-        found = next(
-            (one for one in several if one["epoch"] == self._trainer.current_epoch), several[0]
+        matching_key = next(
+            (result for result in several if result["epoch"] == self._trainer.current_epoch),
+            several[0],
         )
-        for key, one in self._trainer._results.items():
-            values = found["values"].get(key, {})
+        for key, result in self._trainer._results.items():
+            values = matching_key["values"].get(key, {})
             if not self._is_first:  # the step's own is the same on all ranks
                 values = {
                     name: values[name]
                     for name in ("_forward_cache", "has_reset")
-                    if _is_shared(one) and name in values
+                    if _is_shared(result) and name in values
                 }
-            value = vars(one).get("value")
+            value = vars(result).get("value")
             # Lightning moves values, and leaves `device` of what it logs as it was.
-            device = value.device if isinstance(value, Tensor) else one.device
-            vars(one).update(_on_device(values, device))
+            device = value.device if isinstance(value, Tensor) else result.device
+            vars(result).update(_on_device(values, device))
         if not self._is_first:
             return
-        self._unseen = found["epoch"], found["values"]
-        for part, (states, count) in zip(self._metrics, found["metrics"], strict=True):
+        self._unseen = matching_key["epoch"], matching_key["values"]
+        for part, (states, count) in zip(self._metrics, matching_key["metrics"], strict=True):
             metric = part.metric
             # They come by way of the CPU, and the metric adds what its device has.
             metric.__dict__.update(
@@ -157,7 +158,7 @@ class StepLogs:
         self._results = results
         self._metrics = metrics
         self._unseen = {key: values for key, values in unseen.items() if key not in results}
-        self._before = {key: dict(vars(one)) for key, one in results.items()}
+        self._before = {key: dict(vars(result)) for key, result in results.items()}
         self._states: list[tuple[dict[str, Any], int]] = []
         for part in metrics:
             states = {name: _copy(getattr(part.metric, name)) for name in part.metric._defaults}
@@ -184,14 +185,14 @@ class StepLogs:
 
     def end_shard(self) -> None:
         """Note the values that a shard has logged. Of shards after the first, only averages over ranks count."""
-        for key, one in self._results.items():
-            if _is_shared(one):
-                if one.meta.on_step and isinstance(one._forward_cache, Tensor):
-                    self._of_shards.setdefault(key, []).append(one._forward_cache.detach())
+        for key, result in self._results.items():
+            if _is_shared(result):
+                if result.meta.on_step and isinstance(result._forward_cache, Tensor):
+                    self._of_shards.setdefault(key, []).append(result._forward_cache.detach())
             elif key in self._first:
-                vars(one).update(self._first[key])
+                vars(result).update(self._first[key])
             else:
-                self._first[key] = dict(vars(one))
+                self._first[key] = dict(vars(result))
 
     def not_added_up(self) -> list[str]:
         """Return the names of metrics that the step has moved, and that have states which are no sums."""
@@ -206,36 +207,36 @@ class StepLogs:
     ) -> None:
         """Add up over all ranks of a view by `add_up`, in place. Collective where something is logged or counted so."""
         added: list[tuple[Any, str, Any, Any, float]] = []  # owner, name, before, change, divisor
-        for key, one in self._results.items():
+        for key, result in self._results.items():
             unseen = self._unseen.get(key, {})
-            if not _is_shared(one):
-                if one.meta.on_epoch and _is_sum(one):
-                    vars(one).update(
+            if not _is_shared(result):
+                if result.meta.on_epoch and _is_sum(result):
+                    vars(result).update(
                         {
-                            name: getattr(one, name) + unseen[name]
+                            name: getattr(result, name) + unseen[name]
                             for name in _SUMS
                             if name in unseen
                         }
                     )
                 continue
-            is_mean = one.meta.is_mean_reduction
-            if not _is_sum(one):
+            is_mean = result.meta.is_mean_reduction
+            if not _is_sum(result):
                 continue  # the largest and the smallest stay those of a host
             if shards := self._of_shards.get(key):
                 total = torch.stack(shards).sum(0)
                 added.append(
                     (
-                        one,
+                        result,
                         "_forward_cache",
                         torch.zeros_like(total),
                         total,
                         num_shards if is_mean else 1,
                     )
                 )
-            for name in _SUMS if one.meta.on_epoch else ():
-                if (now := getattr(one, name, None)) is not None:
+            for name in _SUMS if result.meta.on_epoch else ():
+                if (now := getattr(result, name, None)) is not None:
                     before = self._before.get(key, {}).get(name, torch.zeros_like(now))
-                    added.append((one, name, before + unseen.get(name, 0), now - before, 1))
+                    added.append((result, name, before + unseen.get(name, 0), now - before, 1))
         for part, (state, _) in zip(self._metrics, self._states, strict=True):
             for name in part.sums:
                 change = getattr(part.metric, name) - state[name]

@@ -210,15 +210,19 @@ def draw_bars(
     axes.set_title(title)
     rows = [row for arm in names for row in rows if row.arm == arm]
     most_s = max(max(row.times_s) for row in rows)
-    for place, row in enumerate(rows):
+    for position, row in enumerate(rows):
         is_first = row is rows[0]
         times = "" if is_first else f", {rows[0].median_s / row.median_s:.2f} x"
-        axes.barh(-place, row.median_s, height=0.34, color=MUTED if row.arm in PEERS else SERIES[0])
-        axes.plot([min(row.times_s), max(row.times_s)], [-place - 0.24] * 2, color=INK, linewidth=1)
+        axes.barh(
+            -position, row.median_s, height=0.34, color=MUTED if row.arm in PEERS else SERIES[0]
+        )
+        axes.plot(
+            [min(row.times_s), max(row.times_s)], [-position - 0.24] * 2, color=INK, linewidth=1
+        )
         if (bound_s := row.bound_s(link_bytes_per_s)) is not None:
-            axes.plot([bound_s] * 2, [-place - 0.17, -place + 0.17], color=SERIES[1])
+            axes.plot([bound_s] * 2, [-position - 0.17, -position + 0.17], color=SERIES[1])
         axes.text(
-            0, -place + 0.22, f"{names[row.arm]}: {time_text(row.median_s)}{times}", va="bottom"
+            0, -position + 0.22, f"{names[row.arm]}: {time_text(row.median_s)}{times}", va="bottom"
         )
     axes.set_xlim(0, 1.02 * most_s)
     axes.set_ylim(0.6 - len(rows), 0.7)

@@ -178,17 +178,18 @@ class StepBench:
         arm = self._arm(name)
         silent = replace(arm, is_silent=True)
         with_s, without_s = (
-            statistics.median(fit(gradients, each, backward_s=0.0)) for each in (arm, silent)
+            statistics.median(fit(gradients, arm_name, backward_s=0.0))
+            for arm_name in (arm, silent)
         )
         # A backward that waits for as long as the communication takes could hide all of it.
         backward_s = max(0.0, with_s - without_s)
         cases = [(arm, 0.0), (silent, 0.0), (arm, backward_s), (silent, backward_s)]
         times_s: list[list[float]] = [[] for _ in cases]
         for _ in range(self.num_rounds):
-            for (each, wait_s), samples in zip(cases, times_s, strict=True):
-                samples += fit(gradients, each, backward_s=wait_s)
-        for (each, wait_s), samples in zip(cases, times_s, strict=True):
-            words = f"{name}{', silent' * each.is_silent}{f', backward of {wait_s:.3f} s' * bool(wait_s)}"
+            for (arm_name, wait_s), samples in zip(cases, times_s, strict=True):
+                samples += fit(gradients, arm_name, backward_s=wait_s)
+        for (arm_name, wait_s), samples in zip(cases, times_s, strict=True):
+            words = f"{name}{', silent' * arm_name.is_silent}{f', backward of {wait_s:.3f} s' * bool(wait_s)}"
             yield self._row("overlap", gradients, words, topology, samples, wait_s)
 
     def _arm(self, name: str) -> StrategyArm:

@@ -94,8 +94,8 @@ def read(name: str) -> None:
         if (value := getattr(given, key)) is not None
     ]
     if asked := [override[:-2] for override in given.overrides if override.endswith("=?")]:
-        others = [override for override in given.overrides if not override.endswith("=?")]
-        print("\n\n".join(answer(name, key, [*options, *others]) for key in asked))
+        other_overrides = [override for override in given.overrides if not override.endswith("=?")]
+        print("\n\n".join(answer(name, key, [*options, *other_overrides]) for key in asked))
         raise SystemExit(0)
     is_sweep = given.multirun or "hydra.mode=MULTIRUN" in given.overrides
     # Words that are completed are a question.
@@ -245,27 +245,27 @@ def refusals(
         return [f"error: {line}"] if line else []
     # One by one, choices of groups before keys of what was chosen: who fails here is wrong, whatever else is.
     good = list(options)
-    found = list[str]()
+    messages = list[str]()
     for override in sorted(overrides, key=lambda each: "." in each.partition("=")[0]):
         if wrong := composed(name, [*good, one_job[override]])[1]:
-            found.append(refusal(name, override, wrong, keys_of(composed(name, good)[0])))
+            messages.append(refusal(name, override, wrong, keys_of(composed(name, good)[0])))
         else:
             good.append(one_job[override])
-    return found or [f"error: {text}"]
+    return messages or [f"error: {text}"]
 
 
 def wrong_numbers(
     name: str, options: Sequence[str], overrides: Sequence[str], values: Mapping[str, Any]
 ) -> list[str]:
     """Return a line for each key whose default is a number and whose value is text."""
-    given = {
+    numbers = {
         override.partition("=")[0].lstrip("+")
         for override in overrides
         if not override.startswith("~")
     }
     is_text = {
         key
-        for key in given
+        for key in numbers
         if isinstance(value := value_at(values, key), str) and "${" not in value
     }
     if not is_text:

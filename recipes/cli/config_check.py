@@ -251,15 +251,15 @@ class Part:
 
 def _with_parts(value: Any, key: str) -> Any:
     if isinstance(value, dict) and "_target_" in value:
-        made = target_of(value, key)
-        if not inspect.isclass(made):  # a function makes what it says that it returns
-            returned = _hints_of(made).get("return")
-            made = next(filter(inspect.isclass, (*typing.get_args(returned), returned)), object)
-        return Part(value["_target_"], made, bool(value.get("_partial_")))
+        target = target_of(value, key)
+        if not inspect.isclass(target):  # a function makes what it says that it returns
+            returned = _hints_of(target).get("return")
+            target = next(filter(inspect.isclass, (*typing.get_args(returned), returned)), object)
+        return Part(value["_target_"], target, bool(value.get("_partial_")))
     if isinstance(value, dict):
         return {name: _with_parts(child, f"{key}.{name}") for name, child in value.items()}
     return (
-        [_with_parts(each, f"{key}[{i}]") for i, each in enumerate(value)]
+        [_with_parts(item, f"{key}[{i}]") for i, item in enumerate(value)]
         if isinstance(value, list)
         else value
     )
@@ -273,10 +273,10 @@ def target_of(node: Mapping[str, Any], key: str) -> Any:
     """
     name = node["_target_"]
     try:
-        found = get_object(str(name))
-        if callable(found):
-            return found
-        reason = f"that is a {type(found).__name__}"
+        target = get_object(str(name))
+        if callable(target):
+            return target
+        reason = f"that is a {type(target).__name__}"
     except Exception as error:  # the import of a user's module may raise anything
         reason = " ".join(str(error).split())
     raise WrongValueError(
@@ -290,10 +290,10 @@ def target_of(node: Mapping[str, Any], key: str) -> Any:
 def _arguments_of(target: Any) -> TypeAdapter[Any]:
     """Return the schema of a function's arguments, or of a class's with its bases', which `**kwargs` may take."""
     hints = dict[str, Any](_HYDRA_KEYS)
-    for each in reversed(target.__mro__) if inspect.isclass(target) else [target]:
-        if (name := getattr(each, "__name__", "")) in PASSES_ON:
+    for owner in reversed(target.__mro__) if inspect.isclass(target) else [target]:
+        if (name := getattr(owner, "__name__", "")) in PASSES_ON:
             hints |= _hints_of(get_object(PASSES_ON[name]))
-        hints |= _hints_of(vars(each).get("__init__") if inspect.isclass(each) else each)
+        hints |= _hints_of(vars(owner).get("__init__") if inspect.isclass(owner) else owner)
     return _schema(hints)
 
 
@@ -306,12 +306,12 @@ def _hints_of(function: Any) -> dict[str, Any]:
     hints = dict[str, Any]()
     given = {name: parameter.annotation for name, parameter in parameters.items()}
     for name, hint in (given | {"return": signature.return_annotation}).items():
-        one = types.SimpleNamespace(
+        holder = types.SimpleNamespace(
             __annotations__={} if hint is inspect.Signature.empty else {name: hint}
         )
         with suppress(Exception):  # one by one: a name may exist for type checkers only
             hints |= typing.get_type_hints(
-                one, inspect.unwrap(function).__globals__, include_extras=True
+                holder, inspect.unwrap(function).__globals__, include_extras=True
             )
     for name, parameter in parameters.items():
         # torch leaves much without an annotation
@@ -345,7 +345,14 @@ def _fillable(hint: Any) -> Any:
         return _part_or_value(object)  # anything; also type variables and names of types
     if issubclass(kind, os.PathLike):
         return str
-    container: Any = next((each for each in (list, dict, tuple) if issubclass(each, kind)), None)
+    container: Any = next(
+        (
+            container_type
+            for container_type in (list, dict, tuple)
+            if issubclass(container_type, kind)
+        ),
+        None,
+    )
     if container is None:
         return _part_or_value(kind)
     filled = container[args] if args else container

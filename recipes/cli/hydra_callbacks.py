@@ -36,12 +36,16 @@ class BeforeRun(Callback):
     def _look(self, config: DictConfig, mode: str) -> None:
         stdio.outlive_streams()
         with launch.short_errors():  # Hydra would only warn of another error than SystemExit
-            own = {name: value for name, value in _plain(config).items() if name != "hydra"}
-            preflight.check_secrets(own)
+            config_values = {
+                name: value for name, value in _plain(config).items() if name != "hydra"
+            }
+            preflight.check_secrets(config_values)
             folder = config.hydra[mode].dir
-            if mode == "run" and launch.is_rank_zero() and "resume" in own:
+            if mode == "run" and launch.is_rank_zero() and "resume" in config_values:
                 preflight.refuse_to_overwrite(
-                    Path(folder), resume=own["resume"], overwrite=own.get("overwrite")
+                    Path(folder),
+                    resume=config_values["resume"],
+                    overwrite=config_values.get("overwrite"),
                 )
             preflight.check_environment(folder if launch.is_rank_zero() else None)
 

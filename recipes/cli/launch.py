@@ -111,11 +111,11 @@ def is_rank_zero() -> bool:
     """Return whether this process is rank zero according to its launcher, and True without a launcher."""
     # knows more once a trainer is there
     lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")
-    known = getattr(getattr(lightning, "rank_zero_only", None), "rank", None)
+    rank = getattr(getattr(lightning, "rank_zero_only", None), "rank", None)
     return (
         int(next((os.environ[name] for name in RANKS if name in os.environ), 0))
-        if known is None
-        else known
+        if rank is None
+        else rank
     ) == 0
 
 
@@ -191,8 +191,8 @@ def _given(key: str) -> str:
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     names = {override: override.lstrip("+~").partition("=")[0] for override in overrides}
     within = [
-        one
-        for one, name in names.items()
+        short_name
+        for short_name, name in names.items()
         if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
     ]
     given = within if key and within else list(names)
@@ -338,8 +338,8 @@ def command_of_this_job() -> list[str]:
     )
     # As they were given: read one by one, OmegaConf would put a value in the place of ${...}.
     of_hydra, of_task = (
-        cast(list[str], OmegaConf.to_container(given))
-        for given in (hydra.overrides.hydra, hydra.overrides.task)
+        cast(list[str], OmegaConf.to_container(overrides))
+        for overrides in (hydra.overrides.hydra, hydra.overrides.task)
     )
     command += [override for override in of_hydra if not override.lstrip("+").startswith(ours)]
     return [*command, *of_task, "hydra.mode=RUN"]

@@ -129,7 +129,7 @@ sets both, or unset both.
             "launcher started this rank, which then waits for the others. `unset LOCAL_RANK`, or start the job with "
             "torchrun."
         )
-    known = {
+    launch_values = {
         name: whole_number(name, variables) for name in (*_COUNTS, *_OF_SLURM) if name in variables
     }
     for rank, size in (
@@ -138,12 +138,19 @@ sets both, or unset both.
         ("GROUP_RANK", "GROUP_WORLD_SIZE"),
         ("SLURM_PROCID", "SLURM_NTASKS"),
     ):
-        if rank in known and size in known and known[rank] >= known[size]:
+        if (
+            rank in launch_values
+            and size in launch_values
+            and launch_values[rank] >= launch_values[size]
+        ):
             raise ValueError(
-                f"`{rank}` (={known[rank]}) must be below `{size}` (={known[size]}): ranks count from 0. Start the job "
+                f"`{rank}` (={launch_values[rank]}) must be below `{size}` "
+                f"(={launch_values[size]}): ranks count from 0. Start the job "
                 f"with {'srun' if rank.startswith('SLURM') else 'torchrun'}, which sets both, or unset both."
             )
-    parts = [known.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")]
+    parts = [
+        launch_values.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")
+    ]
     if None not in parts and parts[0] * parts[1] != parts[2]:  # type: ignore[operator]
         raise ValueError(
             f"`WORLD_SIZE` (={parts[2]}) must be `LOCAL_WORLD_SIZE * GROUP_WORLD_SIZE` (={parts[0]} * {parts[1]}): "
@@ -197,8 +204,8 @@ WANDB_MODE=offline.
     mode = variables.get("WANDB_MODE")
     if mode is not None and mode not in WANDB_MODES:
         near = (difflib.get_close_matches(mode, WANDB_MODES, n=1) or ["offline"])[0]
-        known = f"{', '.join(WANDB_MODES[:-1])} or {WANDB_MODES[-1]}"
-        raise ValueError(f"`WANDB_MODE` (={mode!r}) must be {known}. Set WANDB_MODE={near}.")
+        modes = f"{', '.join(WANDB_MODES[:-1])} or {WANDB_MODES[-1]}"
+        raise ValueError(f"`WANDB_MODE` (={mode!r}) must be {modes}. Set WANDB_MODE={near}.")
     threads = variables.get("OMP_NUM_THREADS", "1")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in threads.split(",")):
         raise ValueError(

@@ -46,9 +46,9 @@ class BrokenPipeSafeStream:
         os.dup2(nothing, self._stream.fileno())
         os.close(nothing)
         if self._other is not None:
-            rest = "nothing is printed there from here on; the run goes on"
+            consequence = "nothing is printed there from here on; the run goes on"
             print(
-                f"{self._name} takes no more ({error.strerror}): {rest}",
+                f"{self._name} takes no more ({error.strerror}): {consequence}",
                 file=self._other,
                 flush=True,
             )
@@ -60,13 +60,13 @@ def outlive_streams() -> None:
     Nor does Python's `logging` print a traceback for every line that a log file does not take: W&B would log those.
     """
     logging.raiseExceptions = False
-    for name, words, other in (
+    for name, words, other_stream in (
         ("stdout", "standard output", "stderr"),
         ("stderr", "standard error", None),
     ):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, BrokenPipeSafeStream):
-            where = getattr(sys, other) if other else None
+            where = getattr(sys, other_stream) if other_stream else None
             setattr(sys, name, BrokenPipeSafeStream(cast(TextIO, stream), name=words, other=where))
 
 

@@ -153,13 +153,14 @@ class StudyJournal:
         study = optuna.create_study(
             study_name=name, storage=self.storage, direction="maximize", load_if_exists=True
         )
-        known = study.user_attrs.get(SETTINGS)
+        saved_settings = study.user_attrs.get(SETTINGS)
         now = {key: _plain(value) for key, value in settings.items()}
-        if known is None:
+        if saved_settings is None:
             study.set_user_attr(SETTINGS, now)
-        elif known != now:
+        elif saved_settings != now:
             raise ValueError(
-                f"`hydra.run.dir` (={self.folder}) holds fits of `{name}` with other settings, {known} in place of "
+                f"`hydra.run.dir` (={self.folder}) holds fits of `{name}` with other settings, "
+                f"{saved_settings} in place of "
                 f"{now}, and they must not be mixed. Set everything as it was, or set another hydra.run.dir."
             )
         return study

@@ -59,11 +59,11 @@ def digits_split(fold: int | None = None) -> dict[str, ImageSet]:
 
     indices = np.arange(len(whole.labels))
     if fold is None:
-        rest, test = split(indices, NUM_TEST)
+        remaining, test = split(indices, NUM_TEST)
     else:
         folds = StratifiedKFold(NUM_FOLDS, shuffle=True, random_state=SPLIT_SEED)
-        rest, test = list(folds.split(indices, digits.target))[fold]
-    train, val = split(rest, NUM_VAL)
+        remaining, test = list(folds.split(indices, digits.target))[fold]
+    train, val = split(remaining, NUM_VAL)
     parts = {"train": train, "val": val, "test": test}
     return {
         name: ImageSet(whole.images[indices], whole.labels[indices])

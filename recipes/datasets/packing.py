@@ -65,7 +65,9 @@ class Packed:
 
     def __str__(self) -> str:
         units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
-        unit, name = next((each for each in units if self.num_bytes >= each[0]), units[-1])
+        unit, name = next(
+            (unit_row for unit_row in units if self.num_bytes >= unit_row[0]), units[-1]
+        )
         counts = [f"{self.num_images:,} image{'s' * (self.num_images != 1)}"]
         counts += [f"{self.num_shards:,} shard{'s' * (self.num_shards != 1)}"]
         left_out = [f"{self.num_corrupt:,} left out as corrupt"] if self.num_corrupt else []

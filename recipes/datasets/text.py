@@ -90,7 +90,7 @@ class Sequences:
             tokens[row, 1:-1] = own
             positions.append(1 + masked)
         all_positions, all_targets = (
-            torch.from_numpy(np.stack(each)) for each in (positions, targets)
+            torch.from_numpy(np.stack(column)) for column in (positions, targets)
         )
         return (torch.from_numpy(tokens), all_positions), all_targets
 
@@ -112,11 +112,11 @@ def mask_tokens(
     number = max(1, round(MASKED_SHARE * len(tokens)))
     masked = np.sort(generator.permutation(len(tokens))[:number])
     chance = generator.random(number)
-    others = generator.integers(len(SPECIAL_TOKENS), vocab_size, number)
+    random_tokens = generator.integers(len(SPECIAL_TOKENS), vocab_size, number)
     shown = np.where(
         chance < MASK_SHARE,
         MASK,
-        np.where(chance < MASK_SHARE + RANDOM_SHARE, others, tokens[masked]),
+        np.where(chance < MASK_SHARE + RANDOM_SHARE, random_tokens, tokens[masked]),
     )
     return masked, shown
 

@@ -139,17 +139,17 @@ class TextPacking:
         tokenizer = trained(self._pieces([], self.max_training_chars), self.vocab_size)
         shards = {name: _Shards(out, name, self.shard_tokens) for name in SPLITS}
         pieces = self._pieces(left_out, self.max_chars)
-        for place, tokens in enumerate(tokens_of(pieces, tokenizer)):
-            shards[{0: "val", 1: "test"}.get(place % 20, "train")].add(tokens)
-        for each in shards.values():
-            each.close()
+        for piece_index, tokens in enumerate(tokens_of(pieces, tokenizer)):
+            shards[{0: "val", 1: "test"}.get(piece_index % 20, "train")].add(tokens)
+        for shard in shards.values():
+            shard.close()
         with atomic_path(out / TOKENIZER_NAME, has_rivals=True) as part:
             part.write_text(tokenizer.to_str())
         packed = PackedText(
             about=about,
             vocab_size=tokenizer.get_vocab_size(),
-            num_tokens={name: each.num_tokens for name, each in shards.items()},
-            crc32s={name: each.crc32s for name, each in shards.items()},
+            num_tokens={name: shard.num_tokens for name, shard in shards.items()},
+            crc32s={name: shard.crc32s for name, shard in shards.items()},
             num_left_out=len(left_out),
         )
         if not all(packed.num_tokens.values()):
@@ -239,12 +239,12 @@ def files_of(root: str | None) -> list[Path]:
         library = Path(sysconfig.get_path("stdlib"))
         first = [library / "pydoc_data/topics.py", library / "LICENSE.txt"]
         return [path for path in [*first, *sorted(library.glob("*.py"))] if path.is_file()]
-    found = sorted(path for path in Path(root).rglob("*") if path.is_file())
-    if not found:
+    files = sorted(path for path in Path(root).rglob("*") if path.is_file())
+    if not files:
         raise ValueError(
             f"`root` (={root}) must be a folder with text, and has no file. Set root=<folder>."
         )
-    return found
+    return files
 
 
 def pieces_of(path: Path) -> Iterator[str]:

@@ -105,11 +105,11 @@ def reducer(given: Given) -> Details:
             trained.forward = DistributedDataParallel(trained.net, gradient_as_bucket_view=True)
         for _ in range(NUM_STEPS):
             trained.step()
-        found = trained.weights()
+        weights = trained.weights()
     finally:
         dist.destroy_process_group()
     return {
-        "message": f"{backend}: {_check_close(found, _plain_weights(given), 'DDP'):.1e} from plain steps"
+        "message": f"{backend}: {_check_close(weights, _plain_weights(given), 'DDP'):.1e} from plain steps"
     }
 
 

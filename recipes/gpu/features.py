@@ -243,8 +243,8 @@ def _trained(
         trainer.fit(module, batches)
     else:
         _loop(given, feature, module, batches, strategy=strategy, **of_ranks)
-    found = getattr(module, "whole", None) or dict(module.named_parameters())
-    weights = {name: weight.detach().cpu().float() for name, weight in found.items()}
+    parameters = getattr(module, "whole", None) or dict(module.named_parameters())
+    weights = {name: weight.detach().cpu().float() for name, weight in parameters.items()}
     if rank == 0:
         torch.save(weights, given.folder / f"{given.device}.pt")
     parts = (

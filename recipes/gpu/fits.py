@@ -143,13 +143,13 @@ def ends(precision: str, optimizer: str, given: Given) -> Details:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             weights.append(short_fit(given, module, precision))
-        warned += [str(each.message) for each in caught]
+        warned += [str(warning.message) for warning in caught]
         _is_as_before(module)
         first, last = (torch.stack(part).mean() for part in (module.losses[:4], module.losses[-4:]))
         assert last < 0.9 * first, f"the loss must fall, and went from {first:.3f} to {last:.3f}"
     if (precision, optimizer) == ("16-true", "lars"):
-        for what in ("validate", "test", "predict"):
-            getattr(trainer_for(given, precision), what)(module, loader())
+        for stage in ("validate", "test", "predict"):
+            getattr(trainer_for(given, precision), stage)(module, loader())
             _is_as_before(module)
     distance = max(apart(weights[0][name], weights[1][name]) for name in weights[0])
     # Both round equally to 2e-6 of a weight's norm; half precision rounds the next gradient at 2**-11 or 2**-8.
@@ -171,9 +171,9 @@ def _is_as_before(module: Small) -> None:
         f"`third` must keep its bits, and is {module.third[0].item()!r}"
     )
     expected = 1 + ONE_STEP * NUM_BATCHES * NUM_EPOCHS
-    found = module.num_steps.item()
-    assert found == expected, (
-        f"a buffer that is written must be exact: {expected}, and is {found!r}"
+    num_steps = module.num_steps.item()
+    assert num_steps == expected, (
+        f"a buffer that is written must be exact: {expected}, and is {num_steps!r}"
     )
 
 
@@ -245,7 +245,7 @@ def resumes_within_epoch(given: Given) -> Details:
 
 
 def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
-    other = [name for name in expected if not torch.equal(found[name], expected[name])]
-    assert not other, (
-        f"{what}: {len(other)} of {len(expected)} tensors have other bits, the first is {other[0]}"
+    differing = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not differing, (
+        f"{what}: {len(differing)} of {len(expected)} tensors have other bits, the first is {differing[0]}"
     )

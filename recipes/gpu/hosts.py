@@ -81,4 +81,4 @@ def visible_gpu(rank: int, visible: str | None) -> str:
 def _free_addresses() -> str:
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-        return ",".join(f"127.0.0.1:{one.getsockname()[1]}" for one in probes)
+        return ",".join(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)

@@ -38,8 +38,8 @@ def contrastive(given: Given) -> Details:
             assert inside.dtype is torch.float32, (
                 f"{name} must be fp32 inside of autocast, and is {inside.dtype}"
             )
-            found = _loss_and_gradients(loss, *pair, autocast=dtype)
-            for tensor, expected in zip(found, plain, strict=True):
+            results = _loss_and_gradients(loss, *pair, autocast=dtype)
+            for tensor, expected in zip(results, plain, strict=True):
                 assert torch.equal(tensor, expected), (
                     f"{name} must have the same bits inside of autocast to {dtype}"
                 )

@@ -43,20 +43,25 @@ def gpu_environment(root: Path) -> dict[str, Any]:
     >>> gpu_environment(Path("/"))["torch"] == torch.__version__, gpu_environment(Path("/"))["commit"]
     (True, None)
     """
-    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
-    found |= {package: _version(package) for package in PACKAGES} | {"torch": torch.__version__}
+    environment: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    environment |= {package: _version(package) for package in PACKAGES} | {
+        "torch": torch.__version__
+    }
     code = code_state(root) or {}
-    found |= {
+    environment |= {
         "cuda": torch.version.cuda,
         "commit": code.get("commit"),
         "has_changes": code.get("is_dirty"),
     }
-    found["nccl_made_by"] = nccl_made_by()
+    environment["nccl_made_by"] = nccl_made_by()
     if torch.cuda.is_available():
-        found |= _gpus()
-        found["driver"] = driver()
-        found["topology"] = _output("nvidia-smi", "topo", "-m")
-    return found
+        environment |= _gpus()
+        environment["driver"] = driver()
+        environment["topology"] = _output("nvidia-smi", "topo", "-m")
+    return environment
 
 
 def _gpus() -> dict[str, Any]:

@@ -44,10 +44,10 @@ def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[
     kept: list[str] = []
     broken: list[str] = []
     open_: list[str] = []
-    for promise, found in statuses.items():
-        if "FAIL" in found:
+    for promise, promise_statuses in statuses.items():
+        if "FAIL" in promise_statuses:
             broken.append(promise)
-        elif "SKIP" in found:
+        elif "SKIP" in promise_statuses:
             open_.append(promise)
         elif promise in over_gloo:
             kept.append(f"{promise} over Gloo")
@@ -102,7 +102,11 @@ def rows(
     """Return rows of the records' table of results: what holds, then each check of speed that gave a number."""
     gpus = environment.get("gpus") or ["a CPU"]
     said = [" ".join(promises(checks, outcomes)[:2])]
-    said += [one.message.replace("|", "/") for one in outcomes if one.status in ("FAST", "SLOW")]
+    said += [
+        outcome.message.replace("|", "/")
+        for outcome in outcomes
+        if outcome.status in ("FAST", "SLOW")
+    ]
     where = f"{len(gpus)} x {gpus[0]}, torch {environment['torch']}"
     commit = environment.get("commit") or "a wheel"
     return [f"| {COMMAND} | {where}: {words} | {ARCHIVE} of {commit[:8]} |" for words in said]

@@ -173,8 +173,10 @@ def run_one(check: Check, given: Given) -> CheckOutcome:
 
 def _forkserver() -> Any:
     """Return the context whose server imports once. A CUDA context is in no process but a check's."""
-    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, known)]))
+    search_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        dict.fromkeys([str(ROOT), *filter(None, search_path)])
+    )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -242,11 +244,11 @@ def keys_from(given: Sequence[str]) -> dict[str, str]:
     Raises:
         ValueError: Another key, or no key at all.
     """
-    keys = dict(each.partition("=")[::2] for each in given)
+    keys = dict(word.partition("=")[::2] for word in given)
     for key in keys:
         if key not in ("out", "minutes", "only", "again", "readme"):
-            known = "out=DIR, minutes=50, only=NAME,NAME, again=NAME,NAME or readme=FILE"
-            raise ValueError(f"`{key}` is not known: give {known}.")
+            usage = "out=DIR, minutes=50, only=NAME,NAME, again=NAME,NAME or readme=FILE"
+            raise ValueError(f"`{key}` is not known: give {usage}.")
     return keys
 
 
@@ -257,11 +259,11 @@ def chosen(only: str, checks: Sequence[Check], *, key: str = "only") -> list[Che
         ValueError: A name is no check.
     """
     names = list(filter(None, only.split(",")))
-    known = {check.name: check for check in checks}
+    checks_by_name = {check.name: check for check in checks}
     for name in names:
-        if name not in known:
-            raise ValueError(f"`{key}` (={name}) must be a check: {', '.join(known)}.")
-    return [known[name] for name in names] or list(checks)
+        if name not in checks_by_name:
+            raise ValueError(f"`{key}` (={name}) must be a check: {', '.join(checks_by_name)}.")
+    return [checks_by_name[name] for name in names] or list(checks)
 
 
 # ---- what comes of it ------------------------------------------------------------------------------------------------
@@ -286,7 +288,7 @@ def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
     """
     try:
         content = json.loads(path.read_text())
-        return [CheckOutcome(**each) for each in content["checks"]], content["environment"]
+        return [CheckOutcome(**row) for row in content["checks"]], content["environment"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"`out` (={path.parent}) must hold the report.json of a check: {error}."
@@ -296,19 +298,21 @@ def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
 def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
     """Return what passed on this machine, with the same versions and unchanged code."""
     try:
-        known, there = read_report(path)
+        outcomes, there = read_report(path)
     except ValueError:
         return []
     is_same = there == environment and not environment.get("has_changes")
-    return [each for each in known if is_same and each.status not in ("FAIL", "SKIP")]
+    return [outcome for outcome in outcomes if is_same and outcome.status not in ("FAIL", "SKIP")]
 
 
 def tables(outcomes: Sequence[CheckOutcome]) -> str:
     """Format all `table`s that checks returned, lists of rows of one form, in Markdown."""
-    found = [(one.name, rows) for one in outcomes if (rows := one.details.get("table"))]
+    named_tables = [
+        (outcome.name, rows) for outcome in outcomes if (rows := outcome.details.get("table"))
+    ]
     cells = [
         (name, list(rows[0]), [[str(cell) for cell in row.values()] for row in rows])
-        for name, rows in found
+        for name, rows in named_tables
     ]
     return "\n\n".join(f"{name}\n\n{markdown_table(header, body)}" for name, header, body in cells)
 
@@ -320,7 +324,7 @@ def summary(outcomes: Sequence[CheckOutcome]) -> str:
     '1 passed, 0 failed, 0 skipped; of speed 0 fast, 0 slow.'
     """
     counts = [
-        sum(each.status == status for each in outcomes)
+        sum(outcome.status == status for outcome in outcomes)
         for status in ("PASS", "FAIL", "SKIP", "FAST", "SLOW")
     ]
     return "{} passed, {} failed, {} skipped; of speed {} fast, {} slow.".format(*counts)

@@ -53,8 +53,8 @@ def waits(given: Given) -> Details:
 
     quick = late(is_safe=False)
     safe = late(is_safe=True)
-    for what, weights in quick.items():
-        same_bits(weights, safe[what], f"{what}, 10 ms late")
+    for kind, weights in quick.items():
+        same_bits(weights, safe[kind], f"{kind}, 10 ms late")
     device = torch.device(given.device)
     weight = torch.ones(1 << 20, device=device)
     host = HostCopies()
@@ -166,8 +166,8 @@ def who_waits(given: Given) -> Details:
             given, Small(optimizer), "16-true", max_epochs=1, callbacks=[watch], deterministic=False
         )
         table += [
-            {"optimizer": optimizer, "where": place, "times": times}
-            for place, times in watch.places.items()
+            {"optimizer": optimizer, "where": location, "times": times}
+            for location, times in watch.places.items()
         ]
     ours = [
         f"{row['where']} ({row['optimizer']})"

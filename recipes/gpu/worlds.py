@@ -125,7 +125,8 @@ class KnownSums(pl.Callback):
         ]
         for (dtype, numel), future in zip(cases, sums, strict=True):
             addends = [
-                _integers(other, numel, torch.float32, device) for other in range(world_size)
+                _integers(other_rank, numel, torch.float32, device)
+                for other_rank in range(world_size)
             ]
             expected = torch.stack(addends).sum(0).to(dtype)
             assert torch.equal(future.wait(), expected), (

@@ -85,12 +85,13 @@ class Search:
             sampler.reseed_rng()  # with the same seed it would propose the points of the first trials again
 
     def _check_settings(self, folder: Path, settings: str) -> None:
-        known = self.study.user_attrs.get("settings")
-        if known is None:
+        saved_settings = self.study.user_attrs.get("settings")
+        if saved_settings is None:
             self.study.set_user_attr("settings", settings)
-        elif known != settings:
+        elif saved_settings != settings:
             raise ValueError(
-                f"`hydra.run.dir` (={folder}) must hold trials of the same settings: they are {known} there and "
+                f"`hydra.run.dir` (={folder}) must hold trials of the same settings: they are "
+                f"{saved_settings} there and "
                 f"{settings} now, and trials could not be compared. Use another directory, or set everything as it was."
             )
 

@@ -187,9 +187,9 @@ class TrainTrial:
             validated = trainer.validate(module, data, verbose=False)[0]
         metrics.update(_numbers(validated))
         if self.objective not in metrics:
-            known = ", ".join(sorted(metrics))
+            metric_names = ", ".join(sorted(metrics))
             raise ValueError(
-                f"`objective` (={self.objective}) must be something that validation logs: {known}."
+                f"`objective` (={self.objective}) must be something that validation logs: {metric_names}."
             )
         value = metrics[self.objective]
         if not math.isfinite(value):

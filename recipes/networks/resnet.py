@@ -260,14 +260,14 @@ def _shortcut(
 
 
 def _check(*, depth: int, variant: str, stem: str, zero_gamma: str, width: float) -> None:
-    for name, value, known in (
+    for name, value, allowed in (
         ("depth", depth, tuple(BLOCKS)),
         ("variant", variant, get_args(Variant)),
         ("stem", stem, get_args(Stem)),
         ("zero_gamma", zero_gamma, get_args(ZeroGamma)),
     ):
-        if value not in known:
-            choices = ", ".join(map(str, known))
+        if value not in allowed:
+            choices = ", ".join(map(str, allowed))
             raise ValueError(
                 f"`{name}` (={value}) must be one of {choices}: no other is known. Set model.{name}."
             )

@@ -66,10 +66,10 @@ class Run:
 
     def over_time(self, name: str) -> list[tuple[float, float]]:
         """Return a curve against seconds since training began, interpolated between steps whose time is known."""
-        known = self.curves.get(m.ELAPSED_S, ())
-        if not known:
+        elapsed = self.curves.get(m.ELAPSED_S, ())
+        if not elapsed:
             return []
-        steps, times_s = zip(*known, strict=True)
+        steps, times_s = zip(*elapsed, strict=True)
         points = [
             (step, value)
             for step, value in self.curves.get(name, ())
@@ -160,24 +160,24 @@ def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return configuration keys whose values differ, None where a run has none. Not those of the place."""
     configs = [run.config for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
-    found = {}
+    differences = {}
     for key in keys:
         values = [config.get(key) for config in configs]
         is_of_place = key.split(".")[-1] in _OF_THE_PLACE
         if not is_of_place and any(value != values[0] for value in values[1:]):
-            found[key] = values
-    return found
+            differences[key] = values
+    return differences
 
 
 def final_metrics(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return, by metric, each run's last value, and its best where one is best, or None if a run has none."""
     names = dict.fromkeys(name for run in runs for name in run.summary["metrics"])
-    found = {}
+    values = {}
     for name in names:
-        found[name] = [run.summary["metrics"].get(name) for run in runs]
+        values[name] = [run.summary["metrics"].get(name) for run in runs]
         if any(name in run.summary["best"] for run in runs):
-            found[f"{name}, best"] = [run.summary["best"].get(name) for run in runs]
-    return found
+            values[f"{name}, best"] = [run.summary["best"].get(name) for run in runs]
+    return values
 
 
 def text_table(runs: Sequence[Run]) -> str:
@@ -251,11 +251,12 @@ def marked_metrics(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """Return a row for each final metric in its unit, results first, with the best of each row marked."""
     rows = []
     for name, values in final_metrics(runs).items():
-        known = m.metric_of(name.removesuffix(", best"))
-        best = {None: None, "max": max, "min": min}[None if known is None else known.best]
+        metric = m.metric_of(name.removesuffix(", best"))
+        best = {None: None, "max": max, "min": min}[None if metric is None else metric.best]
         there = [value for value in values if value is not None]
         cells = [
-            html_page.format_value(value, "1" if known is None else known.unit) for value in values
+            html_page.format_value(value, "1" if metric is None else metric.unit)
+            for value in values
         ]
         if best is not None and len(set(there)) > 1:
             winner = best(there)

@@ -76,23 +76,24 @@ class CSVRows(CSVLogger):
             path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
             part = part_path(path)
             # A kill between the deletion by Lightning and the rename below leaves only the part.
-            known = read_rows(path if path.is_file() else part)[: self._num_rows_kept]
-            if len(known) < self._num_rows_kept:
+            kept_rows = read_rows(path if path.is_file() else part)[: self._num_rows_kept]
+            if len(kept_rows) < self._num_rows_kept:
                 rank_zero_warn(
-                    f"{path} has {len(known)} rows, and the checkpoint knows {self._num_rows_kept}: the others were "
+                    f"{path} has {len(kept_rows)} rows, and the checkpoint knows "
+                    f"{self._num_rows_kept}: the others were "
                     "lost with the machine. curves.json of the run directory has all that training logged."
                 )
-            columns = sorted({name for row in known for name in row})
-            if known:
+            columns = sorted({name for row in kept_rows for name in row})
+            if kept_rows:
                 # moved below: Lightning's writer first deletes the file itself
-                write_rows(part, known, columns)
+                write_rows(part, kept_rows, columns)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Experiment logs directory")
                 self._experiment = _Writer(log_dir=self.log_dir)
-            if known:
+            if kept_rows:
                 os.replace(part, path)
                 self._experiment.metrics_keys = columns
-            self.num_rows = len(known)
+            self.num_rows = len(kept_rows)
         return self._experiment
 
     @rank_zero_only

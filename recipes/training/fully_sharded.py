@@ -128,9 +128,9 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
             full_state_dict=True, strict=self.lightning_module.strict_loading
         )
         # Cut here, with no word to others: torch does not where shards are on the host and buffers on the device.
-        own = get_model_state_dict(self.model)
+        own_state = get_model_state_dict(self.model)
         weights = checkpoint["state_dict"]
-        cut = {name: _cut(whole, like=own.get(name)) for name, whole in weights.items()}
+        cut = {name: _cut(whole, like=own_state.get(name)) for name, whole in weights.items()}
         set_model_state_dict(self.model, cut, options=StateDictOptions(strict=options.strict))
         # No optimizers: to validate or to test.
         for optimizer, saved in zip(

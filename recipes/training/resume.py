@@ -78,11 +78,11 @@ def newest_whole(folder: Path) -> Path | None:
     """
     paths = {path.resolve() for path in folder.glob("*.ckpt") if path.is_file()}
     refused: list[str] = []
-    found = [
+    candidates = [
         candidate for path in sorted(paths) if (candidate := _look_at(path, refused)) is not None
     ]
     # Checksums read whole files: therefore the newest first, and no further than the first whole one.
-    for candidate in sorted(found, key=lambda each: each.age, reverse=True):
+    for candidate in sorted(candidates, key=lambda each: each.age, reverse=True):
         try:
             check_whole(candidate.path)
         except DamagedCheckpointError as error:
@@ -151,11 +151,13 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
         return
     differing = [key for key in differences(before, now) if key not in NO_INFLUENCE]
     if differing:
-        (key, *more) = differing
+        (key, *further_keys) = differing
         old = dict(_leaves(before))
         new = dict(_leaves(now))
         also = (
-            f" So must {', '.join(f'{each} (={old.get(each)})' for each in more)}." if more else ""
+            f" So must {', '.join(f'{each} (={old.get(each)})' for each in further_keys)}."
+            if further_keys
+            else ""
         )
         raise ValueError(
             f"`{key}` (={new.get(key)}) must be that of the checkpoint (={old.get(key)}): {path} is of another run, "
@@ -181,8 +183,8 @@ def differences(before: Any, now: Any) -> list[str]:
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _leaves(each, f"{place}.{key}" if place else str(key))
+        for key, item in value.items():
+            yield from _leaves(item, f"{place}.{key}" if place else str(key))
     else:
         yield place, value
 
@@ -211,13 +213,13 @@ class SameCheckpoint(Callback):
         # `setup` of the test comes after the fit, with the same file.
         if stage != "fit" or trainer.world_size < 2 or not dist.is_initialized():
             return
-        found: list[str | None] = [None] * trainer.world_size
+        paths: list[str | None] = [None] * trainer.world_size
         dist.all_gather_object(
-            found, None if self.ckpt_path is None else mark_of(Path(self.ckpt_path))
+            paths, None if self.ckpt_path is None else mark_of(Path(self.ckpt_path))
         )
-        if len(set(found)) > 1:
+        if len(set(paths)) > 1:
             marks = "; ".join(
-                f"rank {rank}: {mark or 'no checkpoint'}" for rank, mark in enumerate(found[:8])
+                f"rank {rank}: {mark or 'no checkpoint'}" for rank, mark in enumerate(paths[:8])
             )
             raise ValueError(
                 f"`resume` (={self.ckpt_path}) must be the same checkpoint on every rank, and is not: {marks}. Let "

@@ -123,16 +123,16 @@ class SimCLR(Classifier):
         """Return h and labels, of as many images of each rank. Collective."""
         trainer: Any = self.trainer
         loader = trainer.datamodule.train_dataloader()
-        found = []
+        features = []
         num_images = min(self.max_probe_images, loader.order.num_images // trainer.world_size)
         for batch in loader.every_image():
             images, labels = trainer.strategy.batch_to_device(batch)
             with trainer.precision_plugin.forward_context():
                 # the loader may fill its memory again
-                found.append((self(images).clone(), labels.clone()))
-            if sum(map(len, next(zip(*found, strict=True)))) >= num_images:
+                features.append((self(images).clone(), labels.clone()))
+            if sum(map(len, next(zip(*features, strict=True)))) >= num_images:
                 break
-        h, labels = (torch.cat(parts)[:num_images] for parts in zip(*found, strict=True))
+        h, labels = (torch.cat(parts)[:num_images] for parts in zip(*features, strict=True))
         return of_all_ranks(h), of_all_ranks(labels)
 
 

@@ -75,8 +75,8 @@ class TrackerRun(Callback):
 
 def saved_run_id(ckpt_path: str | None) -> str | None:
     """Return the run id in a checkpoint, or None if it has none. Raises as `saved_state`."""
-    found: str | None = saved_state(ckpt_path).get("run_id")
-    return found
+    run_id: str | None = saved_state(ckpt_path).get("run_id")
+    return run_id
 
 
 def saved_state(ckpt_path: str | None) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
     try:
         # Mapped, so that only the small callback state is read; weights only, so that no code runs.
         checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
-        found: dict[str, Any] = checkpoint.get("callbacks", {}).get(TrackerRun.__name__, {})
+        state: dict[str, Any] = checkpoint.get("callbacks", {}).get(TrackerRun.__name__, {})
     except (
         Exception
     ) as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError
@@ -104,7 +104,7 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
             f"`resume` (={ckpt_path}) must be a whole checkpoint of Lightning's: {reason}. Give one that was saved in "
             "full, or leave `resume` out to begin again."
         ) from error
-    return found
+    return state
 
 
 def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None:

@@ -75,11 +75,11 @@ def adasum_(
         own = own[kept.start - begin : kept.stop - begin].to(
             torch.promote_types(flat.dtype, torch.float32)
         )
-        other = torch.empty_like(flat[kept])
-        _swap(flat[given], other, partner, group)
+        received = torch.empty_like(flat[kept])
+        _swap(flat[given], received, partner, group)
         begin = kept.start
         end = kept.stop
-        lower, upper = (own, other) if me < partner else (other, own)
+        lower, upper = (own, received) if me < partner else (received, own)
         # A row for each set of nodes that combine theirs: one sum over all nodes serves them all, as 0 + x is exact.
         table = torch.zeros(
             size >> (level + 1), len(numels), 3, dtype=torch.float64, device=flat.device
@@ -95,12 +95,14 @@ def adasum_(
         if me > partner:
             factors = factors.flip(-1)
         if segments is not None:
-            combine_segments_(own, other, factors, segments)
+            combine_segments_(own, received, factors, segments)
             continue
         for index, part in _parts(bounds, begin, end):
-            own[part].mul_(factors[index, 0]).addcmul_(other[part].to(own.dtype), factors[index, 1])
-        rest = slice(max(begin, bounds[-1]) - begin, end - begin)
-        own[rest].add_(other[rest])
+            own[part].mul_(factors[index, 0]).addcmul_(
+                received[part].to(own.dtype), factors[index, 1]
+            )
+        tail = slice(max(begin, bounds[-1]) - begin, end - begin)
+        own[tail].add_(received[tail])
     if own.dtype != flat.dtype:
         flat[begin:end].copy_(own)
     for level, (kept, given) in reversed(list(enumerate(halves))):
@@ -134,9 +136,9 @@ def combine_segments_(own: Tensor, other: Tensor, factors: Tensor, segments: Ten
 
     The last segment is summed.
     """
-    each = torch.nn.functional.pad(factors, (0, 0, 0, 1), value=1.0).to(own.dtype)
+    segment_factors = torch.nn.functional.pad(factors, (0, 0, 0, 1), value=1.0).to(own.dtype)
     own_factor, other_factor = torch.repeat_interleave(
-        each, segments, dim=0, output_size=own.numel()
+        segment_factors, segments, dim=0, output_size=own.numel()
     ).unbind(-1)
     own.mul_(own_factor).addcmul_(other.to(own.dtype), other_factor)
 

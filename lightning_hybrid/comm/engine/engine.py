@@ -151,8 +151,8 @@ class CommEngine:
         size = self.topology.world_size
         store = dist.HashStore() if size == 1 else private_store(f"lightning_hybrid/{token}")
         limit_s = GIVE_UP_AT * self._timeout.total_seconds() if self._on_cuda else None
-        known: Any = {"hosts": hosts, "addresses": addresses, "give_up_after_s": limit_s}
-        return Watchdog(store=store, rank=rank, world_size=size, watched=self._latch, **known)
+        options: Any = {"hosts": hosts, "addresses": addresses, "give_up_after_s": limit_s}
+        return Watchdog(store=store, rank=rank, world_size=size, watched=self._latch, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommEngine:
         # Threads and process groups are there once: what user code copies in a fit, such as the trainer, shares them.

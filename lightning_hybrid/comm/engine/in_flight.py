@@ -202,10 +202,10 @@ class InFlightBucket:
 
     def failed_in(self, stage: str, cause: Exception) -> str:
         """Say in words that this rank failed in a stage."""
-        what = str(cause) if isinstance(cause, OrderError) else f"{type(cause).__name__}: {cause}"
+        reason = str(cause) if isinstance(cause, OrderError) else f"{type(cause).__name__}: {cause}"
         return (
             f"rank {self.chunks[0].job.topology.rank} failed on bucket {self.plan.index} in stage `{stage}` of the "
-            f"{words_of(self.plan.algorithm)}: {what}"
+            f"{words_of(self.plan.algorithm)}: {reason}"
         )
 
     def release_tensors(self) -> None:
@@ -219,10 +219,10 @@ class InFlightBucket:
 
 
 def _compare(contents: tuple[str, str], watchdog: Watchdog) -> None:
-    key, own = contents
-    first = watchdog.compare(key, own)
-    if first != own:
-        raise OrderError(f"this rank hands over {own}, and another {first}")
+    key, own_value = contents
+    first = watchdog.compare(key, own_value)
+    if first != own_value:
+        raise OrderError(f"this rank hands over {own_value}, and another {first}")
 
 
 def _unchanged(flat: Tensor) -> Tensor:

@@ -75,11 +75,11 @@ class CommGroups:
                 group_desc=desc,
             )
             return [(ranks, split if self.topology.rank in ranks else None) for ranks in missing]
-        made = []
+        groups = []
         for ranks in missing:  # `new_group` is collective: ranks outside call it too
             group: Any = dist.new_group(list(ranks), timeout=self._timeout, group_desc=desc)
-            made.append((ranks, group if self.topology.rank in ranks else None))
-        return made
+            groups.append((ranks, group if self.topology.rank in ranks else None))
+        return groups
 
     def abort(self, *, limit_s: float) -> list[str]:
         """Abort all groups of this process on GPUs. Return names of those that take longer than the limit."""
@@ -107,7 +107,9 @@ class CommGroups:
         group = self.by_stage.get(stage)
         self.by_stage[stage] = None
         self._built = {
-            ranks: each for ranks, each in self._built.items() if each is not group
+            ranks: other_group
+            for ranks, other_group in self._built.items()
+            if other_group is not group
         }  # no reference may stay
         if group is not None:
             self._owned = [owned for owned in self._owned if owned is not group]
@@ -127,10 +129,12 @@ def own_group(
         return dist.split_group(
             split_ranks=[list(ranks) for ranks in sets], timeout=timeout, group_desc=desc
         )
-    made = [
+    groups = [
         dist.new_group(list(ranks), timeout=timeout, group_desc=desc, **options) for ranks in sets
     ]
-    return next(group for ranks, group in zip(sets, made, strict=True) if dist.get_rank() in ranks)
+    return next(
+        group for ranks, group in zip(sets, groups, strict=True) if dist.get_rank() in ranks
+    )
 
 
 def _can_be_split() -> bool:

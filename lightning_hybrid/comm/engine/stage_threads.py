@@ -89,13 +89,17 @@ class StageThreads:
             for stage in stages_by_name(algorithm)
             if self._groups.by_stage[group_name(stage, column)] is not None
         ]
-        for index, each in enumerate(stage_threads):
-            each.is_first = index == 0
-            each.successor = stage_threads[index + 1] if index + 1 < len(stage_threads) else None
+        for index, stage_thread in enumerate(stage_threads):
+            stage_thread.is_first = index == 0
+            stage_thread.successor = (
+                stage_threads[index + 1] if index + 1 < len(stage_threads) else None
+            )
             # A daemon: a thread that hangs in a collective must not keep the process from ending.
-            name = f"comm-{each.group_name}"
-            each.thread = threading.Thread(target=self._serve, args=(each,), name=name, daemon=True)
-            each.thread.start()
+            name = f"comm-{stage_thread.group_name}"
+            stage_thread.thread = threading.Thread(
+                target=self._serve, args=(stage_thread,), name=name, daemon=True
+            )
+            stage_thread.thread.start()
         return stage_threads
 
     def accept(
@@ -211,28 +215,31 @@ class StageThreads:
         `limit_s` is asked again and again: how long, from now on, a stage may still be waited for.
         """
         found = [
-            each for columns in self._columns.values() for column in columns for each in column
+            stage_thread
+            for columns in self._columns.values()
+            for column in columns
+            for stage_thread in column
         ]
-        for each in found:
-            if each.is_first:
-                each.queue.put(None)
+        for stage_thread in found:
+            if stage_thread.is_first:
+                stage_thread.queue.put(None)
         has_ended_all = False
-        while any(each.is_alive for each in found) and limit_s() > 0:
+        while any(stage_thread.is_alive for stage_thread in found) and limit_s() > 0:
             if self._latch.error:
                 if not has_ended_all:  # a predecessor that hangs would never pass the None on
-                    for each in found:
-                        each.queue.put(None)
+                    for stage_thread in found:
+                        stage_thread.queue.put(None)
                     has_ended_all = True
                 # A group is freed as soon as its thread is out of it: that lets ranks go that wait there for this one.
-                for each in found:
-                    if not each.is_alive and not each.is_inside:
-                        self._groups.destroy_stage(each.group_name)
-            waiting = next((each for each in found if each.is_alive), None)
+                for stage_thread in found:
+                    if not stage_thread.is_alive and not stage_thread.is_inside:
+                        self._groups.destroy_stage(stage_thread.group_name)
+            waiting = next((stage_thread for stage_thread in found if stage_thread.is_alive), None)
             if waiting is not None and waiting.thread is not None:
                 # Short waits, as a failure may come meanwhile and then groups have to be freed here.
                 waiting.thread.join(0.02)
         stuck = [
-            each.group_name for each in found if each.is_alive
+            stage_thread.group_name for stage_thread in found if stage_thread.is_alive
         ]  # their groups must outlive them
         if not stuck:
             self._groups.destroy()

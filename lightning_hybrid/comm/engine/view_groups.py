@@ -105,18 +105,21 @@ class ViewGroups(CommGroups):
     def _make(
         self, missing: list[tuple[int, ...]], desc: str
     ) -> list[tuple[tuple[int, ...], dist.ProcessGroup | None]]:
-        own = [ranks for ranks in missing if self.topology.rank in ranks]
-        made = {ranks: self._new_group(ranks, desc, self._backend) for ranks in own}
-        return [(ranks, made.get(ranks)) for ranks in missing]
+        own_sets = [ranks for ranks in missing if self.topology.rank in ranks]
+        groups = {ranks: self._new_group(ranks, desc, self._backend) for ranks in own_sets}
+        return [(ranks, groups.get(ranks)) for ranks in missing]
 
     def _new_group(self, ranks: tuple[int, ...], desc: str, backend: str) -> dist.ProcessGroup:
         # What `init_process_group` does for a second world: `new_group` knows the ranks of the default group alone.
         torch_groups: Any = dist.distributed_c10d
         rank = ranks.index(self.topology.rank)
         name = f"view {self.number}, {desc}, {ranks}"
-        more: dict[str, Any] = {"group_name": name, "timeout": self._timeout, "group_desc": desc}
+        options: dict[str, Any] = {"group_name": name, "timeout": self._timeout, "group_desc": desc}
         if backend == "nccl":
-            more |= {"backend_options": options_of_nccl(self._timeout), "device_id": self._device}
+            options |= {
+                "backend_options": options_of_nccl(self._timeout),
+                "device_id": self._device,
+            }
         make = partial(
             torch_groups._new_process_group_helper,
             len(ranks),
@@ -124,7 +127,7 @@ class ViewGroups(CommGroups):
             [],
             backend,
             self.store,
-            **more,
+            **options,
         )
         group, _ = _in_thread(make, self._device, is_over=self._is_late)
         if backend == "nccl":
@@ -133,8 +136,10 @@ class ViewGroups(CommGroups):
             self._on_gloo.append(group)
         # torch finds a rank's place in a group by its number in the default group, which other hosts' ranks have too:
         # they stand under numbers that no rank has.
-        own = {each: -1 - each for each in range(len(ranks))} | {rank: dist.get_rank()}
-        torch_groups._world.pg_group_ranks[group] = {number: place for place, number in own.items()}
+        numbers = {index: -1 - index for index in range(len(ranks))} | {rank: dist.get_rank()}
+        torch_groups._world.pg_group_ranks[group] = {
+            number: group_rank for group_rank, number in numbers.items()
+        }
         if self._is_cut:  # it may have been too late for the cut
             self.cut()
             raise RuntimeError("comm: the view has ended")
@@ -231,25 +236,25 @@ class _LeftBehindError(RuntimeError): ...
 
 def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable[[], bool]) -> Any:
     # What a cut may not end: NCCL and Gloo that wait to be connected to by a rank which has left, CUDA.
-    found: list[Any] = []
+    results: list[Any] = []
 
     def run() -> None:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            found.append(do())
+            results.append(do())
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run, name="comm-limited", daemon=True)
     thread.start()
     while thread.is_alive() and not is_over():
         thread.join(0.02)
-    if not found:
+    if not results:
         raise _LeftBehindError(f"comm: groups on {device} still wait for a host that is gone")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
 
 
 def options_of_nccl(timeout: timedelta) -> Any:
@@ -301,7 +306,7 @@ def _shut_clients_of(address: str) -> None:
             continue
         with (
             suppress(OSError),
-            socket.socket(fileno=os.dup(int(name))) as one,
+            socket.socket(fileno=os.dup(int(name))) as client,
         ):  # the copy's number stays what it is
-            if one.getpeername()[:2] in ((host, int(port)), (f"::ffff:{host}", int(port))):
-                one.shutdown(socket.SHUT_RDWR)
+            if client.getpeername()[:2] in ((host, int(port)), (f"::ffff:{host}", int(port))):
+                client.shutdown(socket.SHUT_RDWR)

@@ -77,9 +77,9 @@ def traffic_of(
     if is_exchange(algorithm):
         if algorithm == "world_sum":
             return replace(traffic_of("flat", topology, num_bytes), least_across=0.0)
-        scope, _, what = algorithm.partition("_")
+        scope, _, form = algorithm.partition("_")
         times = {"sum": 2.0, "gather": 1.0}.get(
-            what, 1 / (most_ranks if scope == "node" else num_ranks)
+            form, 1 / (most_ranks if scope == "node" else num_ranks)
         )
         across = (num_nodes - 1) / num_nodes * num_bytes if scope == "world" else 0.0
         return Traffic(across=across, inside=times * (most_ranks - 1) * num_bytes)

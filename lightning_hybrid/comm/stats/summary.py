@@ -71,11 +71,11 @@ class CommSummary:
     @property
     def exposed_by_bucket_s(self) -> dict[int, float]:
         """The exposed seconds of each bucket, by index, which is empty if no time was taken."""
-        found: dict[int, float] = {}
+        seconds: dict[int, float] = {}
         for bucket in self.buckets:
             if bucket.exposed_s is not None:
-                found[bucket.index] = found.get(bucket.index, 0.0) + bucket.exposed_s
-        return found
+                seconds[bucket.index] = seconds.get(bucket.index, 0.0) + bucket.exposed_s
+        return seconds
 
     @property
     def achieved_bytes_per_s(self) -> float | None:
@@ -122,8 +122,8 @@ class CommSummary:
         True
         """
         buckets = (
-            BucketSummary(**{**each, "traffic": Traffic(**each["traffic"])})
-            for each in state["buckets"]
+            BucketSummary(**{**bucket, "traffic": Traffic(**bucket["traffic"])})
+            for bucket in state["buckets"]
         )
         return cls(**{**state, "buckets": tuple(buckets)})
 

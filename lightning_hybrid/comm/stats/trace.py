@@ -77,7 +77,7 @@ class CommTrace:
 
     def _reset(self) -> None:
         self._counts: dict[str, Any] = {
-            one.name: one.default for one in fields(CommSummary) if one.name != "buckets"
+            field.name: field.default for field in fields(CommSummary) if field.name != "buckets"
         }
         self._by_bucket: dict[BucketPlan, _Counts] = {}
 
@@ -181,22 +181,22 @@ class CommTrace:
         """Count buckets that a device has averaged, each begun and ended when it was there."""
         moments = [
             moment
-            for each in buckets
-            for moment in ((each.ready_s, False, each), (each.done_s, True, each))
+            for bucket in buckets
+            for moment in ((bucket.ready_s, False, bucket), (bucket.done_s, True, bucket))
         ]
         with self._lock:  # a drain meanwhile would read the host's clock
-            for at_s, is_end, each in sorted(moments, key=lambda moment: moment[:2]):
+            for at_s, is_end, bucket in sorted(moments, key=lambda moment: moment[:2]):
                 if is_end:
-                    self.end(each.bucket, each.ready_s, each.traffic, at_s=at_s)
-                    for stage, begin_s, end_s, num_bytes in each.stages:
-                        self._stage(each.bucket, stage, 0, begin_s, end_s, num_bytes)
+                    self.end(bucket.bucket, bucket.ready_s, bucket.traffic, at_s=at_s)
+                    for stage, begin_s, end_s, num_bytes in bucket.stages:
+                        self._stage(bucket.bucket, stage, 0, begin_s, end_s, num_bytes)
                 else:
                     self.begin(
-                        num_bytes=each.bucket.num_bytes,
-                        is_last=each.is_last,
-                        traffic=each.traffic,
+                        num_bytes=bucket.bucket.num_bytes,
+                        is_last=bucket.is_last,
+                        traffic=bucket.traffic,
                         at_s=at_s,
-                        is_in_update=each.is_in_update,
+                        is_in_update=bucket.is_in_update,
                     )
 
     def now_s(self) -> float:

@@ -197,7 +197,7 @@ class SocketThread:
             self.open(listener.accept()[0])
 
     def _connections(self) -> list[Connection]:
-        return [each for each in self.sockets.values() if each]
+        return [connection for connection in self.sockets.values() if connection]
 
     def _crash(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # No caller can catch it: all sockets close at once, as if this rank died.
@@ -206,8 +206,8 @@ class SocketThread:
             self._close_all()
 
     def _close_all(self) -> None:
-        for each in list(self.sockets):
-            each.close()
+        for sock in list(self.sockets):
+            sock.close()
 
     def _run(self) -> None:
         try:
@@ -227,12 +227,12 @@ class SocketThread:
                 await self._end
             last_s = monotonic()
             while monotonic() - last_s < LAST_WORDS_S and any(
-                each.num_unsent() for each in self._connections()
+                connection.num_unsent() for connection in self._connections()
             ):
                 await asyncio.sleep(0.01)
         finally:
-            for each in self._connections():
-                each.drop()
+            for connection in self._connections():
+                connection.drop()
             await asyncio.sleep(0)
             self._close_all()
 
@@ -242,16 +242,16 @@ class SocketThread:
         now = monotonic()
         pause_s = self.pause_s
         self.tick(now, now - last_s > pause_s + 0.375 * self._settings.silent_s)
-        for each in self._connections():
-            if not each.is_trusted and now - each.since_s > GREETING_S:
-                each.drop()
+        for connection in self._connections():
+            if not connection.is_trusted and now - connection.since_s > GREETING_S:
+                connection.drop()
         self._loop.call_later(pause_s, self._tick_again, now)
 
 
 def _closer(of_thread: weakref.ref[SocketThread]) -> Callable[[], None]:
     def close() -> None:
-        if (each := of_thread()) is not None:
-            each._close_all()
+        if (thread := of_thread()) is not None:
+            thread._close_all()
 
     return close
 

@@ -166,7 +166,9 @@ def who_hear_each_other(
     """
     kept = list(first)
     for host in others:
-        if not any(host in lost.get(one, ()) or one in lost.get(host, ()) for one in kept):
+        if not any(
+            host in lost.get(kept_host, ()) or kept_host in lost.get(host, ()) for kept_host in kept
+        ):
             kept.append(host)
     return kept
 

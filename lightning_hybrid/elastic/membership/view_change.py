@@ -72,8 +72,8 @@ class ViewChange:
 
     def join(self, host: str, committed: list[int]) -> None:
         """Take a host into the lobby, which can be reached and waits for a view."""
-        known = {*self.candidates(), *self.left_out, *self.lobby}
-        if host not in known and self.lost.get(host) not in FOR_SURE:
+        known_hosts = {*self.candidates(), *self.left_out, *self.lobby}
+        if host not in known_hosts and self.lost.get(host) not in FOR_SURE:
             self.lost.pop(host, None)
             self.lobby[host] = committed
             self._admit()
@@ -302,13 +302,13 @@ class ViewChange:
                 *self.reasons,
                 *([f"{names_of(joining)} joins"] if joining and self.hosts else []),
             ]
-            more = {
+            extra = {
                 "store": self.store,
                 "reasons": list(dict.fromkeys(why)),
                 "lost": {},
                 **who_takes_from_whom(steps),
             }
-            self.proposal = {**wanted, "kind": "propose", "to": self.top, **more}
+            self.proposal = {**wanted, "kind": "propose", "to": self.top, **extra}
             self.accepts = []
             self.invited += [host for host in joining if host not in self.invited]
             self._send(wanted["next"], **self.proposal)

@@ -79,7 +79,7 @@ class Calibration:
     @property
     def typical_error(self) -> float:
         """Median error of the predicted sums."""
-        return statistics.median(abs(found.ratio - 1) for found in self.sums)
+        return statistics.median(abs(checked_sum.ratio - 1) for checked_sum in self.sums)
 
     @property
     def worst(self) -> TimedAllReduce:
@@ -94,13 +94,13 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
         ValueError: Too few sizes were measured for a line, or no sum at all.
     """
     fits = {
-        place: fit_line(times_s) if (times_s := samples.of("ping", place)) else None
-        for place in _LEVELS
+        level: fit_line(times_s) if (times_s := samples.of("ping", level)) else None
+        for level in _LEVELS
     }
     measured = {
-        (what, size): statistics.median(times_s)
-        for what in samples.whats("sum")
-        for size, times_s in samples.of("sum", what).items()
+        (name, size): statistics.median(times_s)
+        for name in samples.whats("sum")
+        for size, times_s in samples.of("sum", name).items()
     }
     flows = _flow_rates(samples, fits["across"])
     adds = _add_rates(samples)
@@ -120,33 +120,35 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
     fitted = fit_overheads(bare, measured, setup, most_bytes_per_s=core_bytes_per_s)
     modelled_s = {case: predicted_all_reduce_s(fitted, *case, setup) for case in measured}
     curves: dict[str, dict[float, float]] = {}
-    for what, size in measured:
-        curves.setdefault(what, {})[size] = round(measured[what, size] / modelled_s[what, size], 3)
+    for name, size in measured:
+        curves.setdefault(name, {})[size] = round(measured[name, size] / modelled_s[name, size], 3)
     cluster = replace(fitted, curves=curves, measured_nodes=setup.num_nodes)
     sums = []
-    for (what, size), time_s in measured.items():
-        others = {other: ratio for other, ratio in curves[what].items() if other != size}
-        predicted_s = curve_at(others, size) * modelled_s[what, size]
+    for (name, size), time_s in measured.items():
+        other_points = {
+            other_size: ratio for other_size, ratio in curves[name].items() if other_size != size
+        }
+        predicted_s = curve_at(other_points, size) * modelled_s[name, size]
         sums.append(
             TimedAllReduce(
-                algorithm=what, num_bytes=size, measured_s=time_s, predicted_s=predicted_s
+                algorithm=name, num_bytes=size, measured_s=time_s, predicted_s=predicted_s
             )
         )
-    found = Calibration(
+    calibration = Calibration(
         cluster=cluster,
         inside=fits["inside"],
         across=fits["across"],
         consent_s={
-            place: consent_s
-            for place in _LEVELS
-            if (consent_s := _consent_s(samples, place)) is not None
+            level: consent_s
+            for level in _LEVELS
+            if (consent_s := _consent_s(samples, level)) is not None
         },
         flow_bytes_per_s=flows,
         add_bytes_per_s=adds,
         sums=tuple(sums),
         notes=(),
     )
-    return replace(found, notes=tuple(_notes(found)))
+    return replace(calibration, notes=tuple(_notes(calibration)))
 
 
 _LEVELS: tuple[str, ...] = ("inside", "across")
@@ -157,7 +159,7 @@ _LEVELS: tuple[str, ...] = ("inside", "across")
 
 def _flow_rates(samples: Measurements, across: LineFit | None) -> dict[int, float]:
     # A node's bytes per second by the number of flows, at the largest size that all were timed at.
-    by_flows = {int(what): samples.of("flows", what) for what in samples.whats("flows")}
+    by_flows = {int(flows): samples.of("flows", flows) for flows in samples.whats("flows")}
     common = (
         set.intersection(*(set(times_s) for times_s in by_flows.values())) if by_flows else set()
     )
@@ -313,7 +315,7 @@ def calibration_values(found: Calibration) -> dict[str, object]:
         "consent_s": found.consent_s,
         "flow_bytes_per_s": {str(num): rate for num, rate in found.flow_bytes_per_s.items()},
         "add_bytes_per_s": found.add_bytes_per_s,
-        "sums": [asdict(one) | {"ratio": one.ratio} for one in found.sums],
+        "sums": [asdict(checked_sum) | {"ratio": checked_sum.ratio} for checked_sum in found.sums],
         "sums_typical_error": found.typical_error,
         "sums_worst": asdict(found.worst),
         "notes": list(found.notes),

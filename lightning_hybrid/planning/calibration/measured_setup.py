@@ -48,10 +48,10 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
     try:
         answers = json.loads(Path(path).read_text())
         times_s = {
-            Microbenchmark(kind=one["kind"], what=one["what"], num_bytes=one["num_bytes"]): one[
-                "times_s"
-            ]
-            for one in answers["samples"]
+            Microbenchmark(
+                kind=sample["kind"], what=sample["what"], num_bytes=sample["num_bytes"]
+            ): sample["times_s"]
+            for sample in answers["samples"]
         }
         return Measurements(times_s=times_s, took_s=answers["took_s"]), MeasuredSetup(
             **answers["world"]

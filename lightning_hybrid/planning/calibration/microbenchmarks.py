@@ -140,45 +140,45 @@ class Measurement:
         """List every case to time here, the smallest first."""
         messages = [size for size in MESSAGE_BYTES if size <= self.max_bytes]
         places = [
-            place
-            for place, present in zip(("inside", "across"), _levels(topology), strict=True)
+            level
+            for level, present in zip(("inside", "across"), _levels(topology), strict=True)
             if present
         ]
-        found = [
+        cases = [
             Microbenchmark(kind="add", what=name, num_bytes=ADD_BYTES)
             for name in ("float32", "float16")
         ]
-        found += [
-            Microbenchmark(kind="ping", what=place, num_bytes=size)
-            for place in places
+        cases += [
+            Microbenchmark(kind="ping", what=level, num_bytes=size)
+            for level in places
             for size in messages
         ]
-        found += [
-            Microbenchmark(kind="exchange", what=place, num_bytes=size)
-            for place in places
+        cases += [
+            Microbenchmark(kind="exchange", what=level, num_bytes=size)
+            for level in places
             for size in EXCHANGE_BYTES
         ]
         if "across" in places:
             flows = _powers(topology.ranks_per_node or 1)
-            found += [
+            cases += [
                 Microbenchmark(kind="flows", what=str(n), num_bytes=size)
                 for n in flows
                 for size in messages[-4:]
             ]
-            found += [
+            cases += [
                 Microbenchmark(kind="codec", what=name, num_bytes=ADD_BYTES) for name in CODECS
             ]
             coded = [(what, size) for what, size in CODED_SUMS if size <= self.max_bytes]
-            found += [Microbenchmark(kind="sum", what=what, num_bytes=size) for what, size in coded]
+            cases += [Microbenchmark(kind="sum", what=what, num_bytes=size) for what, size in coded]
         most = self.max_bytes if backend == "nccl" else min(self.max_bytes, MOST_BYTES_ON_CPU)
         sizes = [size for size in SUM_BYTES if size <= most]
         names = (backend, *self.algorithms)
-        found += [
+        cases += [
             Microbenchmark(kind="sum", what=name, num_bytes=size)
             for name in names
             for size in sizes
         ]
-        return sorted(found, key=lambda case: case.num_bytes)
+        return sorted(cases, key=lambda case: case.num_bytes)
 
 
 def measure(asked: Measurement, topology: Topology, device: torch.device) -> Measurements:
@@ -245,7 +245,7 @@ class _Table:
                 len(order), generator=torch.Generator().manual_seed(turn)
             ).tolist()
             # In turns, so that a slow minute does not make one case slow.
-            for case in (order[place] for place in shuffled):
+            for case in (order[index] for index in shuffled):
                 last_s = calls[case] * (
                     self.times_s[case][-1] if case in self.times_s else self.asked.min_sample_s
                 )
@@ -306,9 +306,9 @@ class _Table:
 
     def _call_of(self, case: Microbenchmark) -> Callable[[int], None] | None:
         if case.kind == "add":
-            one = self._values(case, case.what)
-            other = self._values(case, case.what)
-            return self._repeated(lambda: one.add_(other))
+            first = self._values(case, case.what)
+            second = self._values(case, case.what)
+            return self._repeated(lambda: first.add_(second))
         if case.kind == "codec":
             return self._repeated(codec_call(case.what, case.num_bytes, self.device))
         if case.kind == "sum":
@@ -364,13 +364,13 @@ class _Table:
     def _flow(self, case: Microbenchmark) -> Callable[[int], None] | None:
         # To the next node and from the one before, on some ranks of each; the bytes are those of all flows.
         num_flows = int(case.what)
-        place = self.topology.local_rank
-        if place >= num_flows:
+        local_rank = self.topology.local_rank
+        if local_rank >= num_flows:
             return None
         nodes = self.topology.nodes
         here = self.topology.nodes.index(self.topology.node)
-        after = nodes[(here + 1) % len(nodes)][place]
-        before = nodes[here - 1][place]
+        after = nodes[(here + 1) % len(nodes)][local_rank]
+        before = nodes[here - 1][local_rank]
         out, back = (
             torch.zeros(max(1, case.num_bytes // num_flows), dtype=torch.uint8, device=self.device)
             for _ in "ab"

@@ -109,16 +109,16 @@ def fit_overheads(
     Those through a codec are left out. A core's rate is at most `most_bytes_per_s`.
     """
     measured = {
-        (what, size): time_s
-        for (what, size), time_s in measured.items()
-        if not is_coded(what) and size <= MOST_FITTED_BYTES
+        (name, size): time_s
+        for (name, size), time_s in measured.items()
+        if not is_coded(name) and size <= MOST_FITTED_BYTES
     }
 
     def loss(cluster: Cluster) -> float:
         # In the logarithm a factor of two too much is as bad as one too little, at any size.
         errors = (
-            math.log(predicted_all_reduce_s(cluster, what, size, setup) / time_s) / ROBUST
-            for (what, size), time_s in measured.items()
+            math.log(predicted_all_reduce_s(cluster, name, size, setup) / time_s) / ROBUST
+            for (name, size), time_s in measured.items()
         )
         return statistics.fmean(math.sqrt(1 + error * error) - 1 for error in errors)
 
@@ -165,9 +165,9 @@ def _descend(
             # By factors: all values are positive, and differ by orders of magnitude.
             for factor in (1 + stride, 1 / (1 + stride)):
                 tried = best | {name: best[name] * factor}
-                if (found := loss(tried)) < least:
+                if (tried_loss := loss(tried)) < least:
                     best = tried
-                    least = found
+                    least = tried_loss
         if least > before * (1 - LEAST_PROGRESS):
             stride /= 2
     return best

@@ -120,28 +120,32 @@ def traced_blocks(
             for tensor in tensors[1:]:
                 uses.use(tensor)
 
-        own: list[nn.Module] = getattr(shadow, "pipeline_blocks", list)()
+        pipeline_blocks: list[nn.Module] = getattr(shadow, "pipeline_blocks", list)()
         handles = [
             module.register_forward_pre_hook(
                 lambda module, args, name=name: begin(name, module, args)
             )
-            for name, module in list(_named(own, shadow) if own else units(shadow))
+            for name, module in list(
+                _named(pipeline_blocks, shadow) if pipeline_blocks else units(shadow)
+            )
             or [("", shadow)]
         ]
         with uses:
             uses.use(next(iter(tree_iter(images))))
             logits = images
-            for module in own or [shadow]:
-                logits = module(*as_arguments(logits)) if own else module(logits)
+            for module in pipeline_blocks or [shadow]:
+                logits = module(*as_arguments(logits)) if pipeline_blocks else module(logits)
         end = _Mark(
             name="", module=shadow, address=0, input_bytes=0, flops=uses.flops, live=uses.now
         )
         del logits
         for handle in handles:
             handle.remove()
-    places = [mark for index, mark in enumerate(uses.marks) if own or mark.is_cut or index == 0] + [
-        end
-    ]
+    places = [
+        mark
+        for index, mark in enumerate(uses.marks)
+        if pipeline_blocks or mark.is_cut or index == 0
+    ] + [end]
     # Parameters that belong to none of the modules are counted in the first block.
     left = {id(parameter): parameter.numel() for parameter in shadow.parameters()}
     tied = [sum(p.numel() for p in mark.module.parameters()) for mark in uses.marks]
@@ -150,21 +154,21 @@ def traced_blocks(
     ]
     tied = (
         [total - sum(numels) for total, numels in zip(tied, of_mark, strict=True)]
-        if own
+        if pipeline_blocks
         else [0] * len(tied)
     )
     of_mark[0] += left.values()
-    found: list[Block] = []
+    blocks: list[Block] = []
     inside = zip([*uses.marks, end], [*of_mark, []], [*tied, 0], strict=True)
-    mark, of_module, more = next(inside)
+    mark, of_module, following = next(inside)
     for first, after in itertools.pairwise(places):
         numels: list[int] = []
         num_tied = 0
         while mark is not after:
             numels += of_module
-            num_tied += more
-            mark, of_module, more = next(inside)
-        found.append(
+            num_tied += following
+            mark, of_module, following = next(inside)
+        blocks.append(
             Block(
                 name=first.name,
                 numels=tuple(numels),
@@ -174,7 +178,7 @@ def traced_blocks(
                 num_tied=num_tied,
             )
         )
-    return found
+    return blocks
 
 
 def _named(blocks: Sequence[nn.Module], network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -182,7 +186,10 @@ def _named(blocks: Sequence[nn.Module], network: nn.Module) -> Iterator[tuple[st
     names = {id(module): name for name, module in network.named_modules()}
     for index, block in enumerate(blocks):
         yield (
-            next((names[id(one)] for one in block.modules() if id(one) in names), f"block {index}"),
+            next(
+                (names[id(submodule)] for submodule in block.modules() if id(submodule) in names),
+                f"block {index}",
+            ),
             block,
         )
 

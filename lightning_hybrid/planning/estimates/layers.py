@@ -60,7 +60,7 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
     [('0', (216, 8), 6912), ('1', (8, 8), 0), ('3', (256, 2), 512)]
     """
     shadow = copy.deepcopy(model).to("meta").train()
-    found: dict[str, Layer] = {}
+    layers: dict[str, Layer] = {}
     counter = LiveBytes()
     before: dict[str, int] = {}
     owners: dict[
@@ -71,15 +71,15 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
         before[name] = counter.flops
 
     def end(name: str, module: nn.Module) -> None:
-        own = [
+        own_parameters = [
             one
             for one in module.parameters(recurse=False)
             if owners.setdefault(id(one), name) == name
         ]
-        numels = tuple(parameter.numel() for parameter in own)
+        numels = tuple(parameter.numel() for parameter in own_parameters)
         flops = (counter.flops - before[name]) // 2  # two images
-        earlier = found.pop(name).forward_flops if name in found else 0
-        found[name] = Layer(name=name, numels=numels, forward_flops=earlier + flops)
+        earlier = layers.pop(name).forward_flops if name in layers else 0
+        layers[name] = Layer(name=name, numels=numels, forward_flops=earlier + flops)
 
     for name, module in shadow.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
@@ -87,7 +87,7 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
             module.register_forward_hook(lambda module, *_, name=name: end(name, module))
     with counter:
         shadow(example_of(shadow, 2, image_shape))
-    return list(found.values())
+    return list(layers.values())
 
 
 def work_of(

@@ -239,23 +239,23 @@ class MemoryChoices:
         sizes = [size for size in sizes if self.batch_size % size == 0]
         of_all = ["world", "fsdp2"] if self.world_size > 1 else []
         sharings = ["", *(["node"] if self.ranks_per_node > 1 else []), *of_all, "host"]
-        found = [
+        needs = [
             self.need(precision, size, again=again, sharing=sharing)  # type: ignore[arg-type]
             for (precision, again), size, sharing in itertools.product(
                 self.activations, sizes, sharings
             )
         ]
-        return sorted(found, key=lambda need: (len(need.settings), need.extra_s, -need.batch_size))
+        return sorted(needs, key=lambda need: (len(need.settings), need.extra_s, -need.batch_size))
 
     def alone(self, memory_bytes: float) -> list[MemoryNeed]:
         """Return what a rank needs with one setting each: in the order of their time by the bytes that they save.
 
         Of those that take no time the one that saves most comes first.
         """
-        asked, *others = [need for need in self.needs() if len(need.settings) < 2]
-        found = [
+        asked, *single_needs = [need for need in self.needs() if len(need.settings) < 2]
+        single = [
             need
-            for need in largest_batches(others, memory_bytes)
+            for need in largest_batches(single_needs, memory_bytes)
             if need.total_bytes < asked.total_bytes
         ]
 
@@ -263,16 +263,16 @@ class MemoryChoices:
             saved = asked.total_bytes - need.total_bytes
             return need.extra_s / saved, -saved
 
-        return sorted(found, key=price)
+        return sorted(single, key=price)
 
 
 def largest_batches(needs: Sequence[MemoryNeed], memory_bytes: float) -> list[MemoryNeed]:
     """Leave of needs whose settings differ in a number alone the first that fits, else the last."""
     kinds: dict[tuple[str, ...], list[MemoryNeed]] = {}
     for need in needs:
-        kinds.setdefault(tuple(each.rstrip("0123456789") for each in need.settings), []).append(
-            need
-        )
+        kinds.setdefault(
+            tuple(setting.rstrip("0123456789") for setting in need.settings), []
+        ).append(need)
     return [
         next((one for one in some if one.fits(memory_bytes)), some[-1]) for some in kinds.values()
     ]

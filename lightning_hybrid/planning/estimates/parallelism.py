@@ -68,12 +68,12 @@ class PipelineChoice:
     @property
     def settings(self) -> tuple[str, ...]:
         """The overrides for the command line."""
-        found = ["strategy=pipeline", f"strategy.num_stages={self.num_ranks}"]
-        found += [
+        overrides = ["strategy=pipeline", f"strategy.num_stages={self.num_ranks}"]
+        overrides += [
             f"strategy.num_microbatches={self.num_microbatches}",
             f"strategy.schedule={self.schedule}",
         ]
-        return (*found, *(["strategy.checkpoint_activations=true"] if self.recomputes else []))
+        return (*overrides, *(["strategy.checkpoint_activations=true"] if self.recomputes else []))
 
 
 def pipeline_choices(
@@ -96,7 +96,7 @@ def pipeline_choices(
         usable_bytes: Memory that each rank may use; pipelines that need more are left out. None: all stay.
         recomputes: Blocks keep their inputs alone, and run forward again in backward.
     """
-    found: list[PipelineChoice] = []
+    choices: list[PipelineChoice] = []
     for num_ranks, rounds, schedule in itertools.product(
         range(2, MOST_STAGES + 1), ROUNDS, PER_RANK
     ):
@@ -120,8 +120,8 @@ def pipeline_choices(
         )
         choice = pipeline.choice(usable_bytes)
         if choice is not None:
-            found.append(choice)
-    return sorted(found, key=lambda choice: choice.step_s)
+            choices.append(choice)
+    return sorted(choices, key=lambda choice: choice.step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +163,11 @@ class _Pipeline:
         # A weight that blocks share is held by each of their stages, which add up its gradients once a step.
         num_held = [sum(block.numels) + block.num_tied for block in self.blocks]
         held = [self.state.per_parameter() * numel for numel in num_held]
-        one = StageLoad(forward_s=0.0, backward_s=0.0, kept_bytes=1.0)
+        unit_load = StageLoad(forward_s=0.0, backward_s=0.0, kept_bytes=1.0)
         # With one stage a rank the cuts heed memory; with several, the rank's sum is checked afterwards.
-        alive = [int(most_kept_bytes(tasks, [one] * num_stages)) for tasks in order] * per_rank
+        alive = [
+            int(most_kept_bytes(tasks, [unit_load] * num_stages)) for tasks in order
+        ] * per_rank
         limit = {} if usable_bytes is None or per_rank > 1 else {"most_bytes": usable_bytes}
         seconds = [f + b for f, b in zip(forwards_s, backwards_s, strict=True)]
         try:

@@ -120,10 +120,10 @@ def in_turns(
     forwards: list[PipelineTask], backwards: list[PipelineTask], num_ahead: int
 ) -> list[PipelineTask]:
     """Return some forwards ahead, then one backward, one forward, until no forward is left, and the other backwards."""
-    found = forwards[:num_ahead]
+    order = forwards[:num_ahead]
     for backward, forward in zip(backwards, forwards[num_ahead:], strict=False):
-        found += [backward, forward]
-    return found + backwards[len(forwards) - num_ahead :]
+        order += [backward, forward]
+    return order + backwards[len(forwards) - num_ahead :]
 
 
 def simulate_pipeline(
@@ -137,7 +137,7 @@ def simulate_pipeline(
     ends: dict[tuple[int, int, bool], float] = {}
     free_s = [0.0] * len(order)
     done = [0] * len(order)
-    found: list[list[PipelineTask]] = [[] for _ in order]
+    tasks_by_rank: list[list[PipelineTask]] = [[] for _ in order]
     left = sum(map(len, order))
     while left:
         before = left
@@ -151,14 +151,14 @@ def simulate_pipeline(
                 begin_s = max(free_s[rank], ready_s)
                 end_s = begin_s + (load.forward_s if task.is_forward else load.backward_s)
                 free_s[rank] = ends[task.stage, task.microbatch, task.is_forward] = end_s
-                found[rank].append(replace(task, begin_s=begin_s, end_s=end_s))
+                tasks_by_rank[rank].append(replace(task, begin_s=begin_s, end_s=end_s))
                 done[rank] += 1
                 left -= 1
         if left == before:
             raise ValueError(
                 "`order` must let some rank go on: all wait for one another. Take it from `schedule_tasks`."
             )
-    return found
+    return tasks_by_rank
 
 
 def _arrival_s(

@@ -112,13 +112,13 @@ class Scenario:
 
     def bounds(self) -> tuple[Scenario, Scenario] | None:
         """Return the scenario between whose steps 80 % of measured ones are expected. None: nothing is known."""
-        found = bounds(self.cluster)
-        if found is None:
+        cluster_bounds = bounds(self.cluster)
+        if cluster_bounds is None:
             return None
         shares = (MOST_SHARE, LEAST_SHARE) if self.is_rate_estimated else (PEAK_SHARE, PEAK_SHARE)
         fast, slow = (
             replace(self, cluster=cluster, images_per_s=self.images_per_s * share / PEAK_SHARE)
-            for cluster, share in zip(found, shares, strict=True)
+            for cluster, share in zip(cluster_bounds, shares, strict=True)
         )
         return fast, slow
 

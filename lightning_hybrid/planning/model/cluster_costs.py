@@ -213,9 +213,9 @@ class ClusterCosts:
             # Inside a node the tree is a chain through all ranks, as NCCL's.
             whole = replace(self.across, bytes_per_s=self.node_bytes_per_s)
             cost = near + double_tree(num_bytes, self.num_nodes, whole)
-        place: Place = "inside" if self.num_nodes == 1 else "across"
+        level: Place = "inside" if self.num_nodes == 1 else "across"
         return StageCost(
-            name=algorithm, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s
+            name=algorithm, place=level, delay_s=cost.latency_s, work_s=cost.transfer_s
         )
 
 
@@ -224,7 +224,7 @@ def _over_nccl(
 ) -> tuple[StageCost, ...]:
     nodes = cluster.num_nodes
     k = cluster.ranks_per_node
-    place: Place = "inside" if nodes == 1 else "across"
+    level: Place = "inside" if nodes == 1 else "across"
     across_bytes = num_bytes if wire is None else wire.num_bytes(num_bytes)
     codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, num_bytes, wire)
     card = nccl.payload_bytes_per_s(cluster.across.bytes_per_s)
@@ -238,7 +238,7 @@ def _over_nccl(
             num_nics=cluster.nics_per_node,
             algorithm={"nccl_ring": "ring", "nccl_tree": "tree"}.get(algorithm),  # type: ignore[arg-type]
         )
-        return (_stage("all_reduce", place, cost),)
+        return (_stage("all_reduce", level, cost),)
     if algorithm == "gloo_ring":
         raise ValueError(
             "`algorithm` (='gloo_ring') must be one that NCCL has: set nccl_ring, or a `Gloo` transport."
@@ -262,12 +262,12 @@ def _over_nccl(
         else ("reduce", "ring", "broadcast")
     )
     # One rank per node, or one node, leaves out a stage.
-    found = [
+    stages = [
         _stage(names[0], "inside", before),
         _stage(names[1], "across", between),
         _stage(names[2], "inside", after),
     ]
-    return tuple(stage for stage in found if stage.alone_s > 0)
+    return tuple(stage for stage in stages if stage.alone_s > 0)
 
 
 def _stage(name: str, place: Place, cost: Cost) -> StageCost:

@@ -145,10 +145,10 @@ def gloo_stages(
         )
         between = _across(cluster, gloo, "ring", across_bytes, num_groups=1, codec_s=codec_s)
         after = replace(before, name="broadcast")
-    found = (
+    stages = (
         ([before] if k > 1 else []) + ([between] if nodes > 1 else []) + ([after] if k > 1 else [])
     )
-    return tuple(found)
+    return tuple(stages)
 
 
 def _inside(

@@ -96,7 +96,7 @@ class Nccl:
             raise ValueError(
                 f"`version` (={self.version!r}) must be one of NCCL's, which decides what it has: '2.27'."
             )
-        for name, values, known in (
+        for name, values, allowed in (
             ("inside", [self.inside], ["nvlink", "pci"]),
             ("generation", [self.generation], get_args(Generation)),
             ("fabric", [self.fabric], [*get_args(Fabric), None]),
@@ -105,9 +105,9 @@ class Nccl:
             ("algorithms", list(self.available), get_args(NcclAlgorithm)),
             ("protocols", list(self.protocols), get_args(Protocol)),
         ):
-            if not values or any(value not in known for value in values):
+            if not values or any(value not in allowed for value in values):
                 raise ValueError(
-                    f"`{name}` (={values}) must be of {', '.join(map(str, known))}: it says what NCCL has on this "
+                    f"`{name}` (={values}) must be of {', '.join(map(str, allowed))}: it says what NCCL has on this "
                     "hardware."
                 )
         if self.generation not in tables.NVLS_SHARE and any(
@@ -160,15 +160,15 @@ class Nccl:
             num_nics if ranks_per_node == 1 else min(num_nics, ranks_per_node)
         )
         job = NcclJob(num_bytes, num_nodes, ranks_per_node, inside, across, channels)
-        found: list[tuple[NcclAlgorithm, int]] = [
-            (kind, place)
+        candidates: list[tuple[NcclAlgorithm, int]] = [
+            (kind, protocol)
             for kind in ([algorithm] if algorithm else self.available)
             if _is_possible(kind, num_nodes, ranks_per_node)
-            for place in self._protocols(num_bytes, kind, num_nodes)
+            for protocol in self._protocols(num_bytes, kind, num_nodes)
         ]
         planned = None if algorithm else self._choice_of_plugin(job)
         chosen = planned or min(
-            found, key=lambda pair: self._cost(pair[0], pair[1], job, expected=True).total_s
+            candidates, key=lambda pair: self._cost(pair[0], pair[1], job, expected=True).total_s
         )
         return self._cost(chosen[0], chosen[1], job, expected=False)
 
@@ -186,16 +186,16 @@ class Nccl:
         gather does, and gather the sums. A gather is half of a ring's all-reduce.
         """
         gathered = 2 * num_bytes if num_nodes == 2 else num_bytes
-        found = []
-        for place in self._protocols(gathered, "ring", num_nodes):
+        costs = []
+        for protocol in self._protocols(gathered, "ring", num_nodes):
             ring = self._cost(
-                "ring", place, NcclJob(gathered, num_nodes, 1, across, across, 1), expected=False
+                "ring", protocol, NcclJob(gathered, num_nodes, 1, across, across, 1), expected=False
             )
-            start_s = self.launch_s + tables.BASE_S["ring"][place]
-            found.append(
+            start_s = self.launch_s + tables.BASE_S["ring"][protocol]
+            costs.append(
                 Cost(latency_s=(start_s + ring.latency_s) / 2, transfer_s=ring.transfer_s / 2)
             )
-        fastest = min(found, key=lambda cost: cost.total_s)
+        fastest = min(costs, key=lambda cost: cost.total_s)
         return fastest if num_nodes == 2 else fastest + fastest
 
     def reduce(self, num_bytes: float, num_ranks: int, inside: Link, *, is_sharded: bool) -> Cost:
@@ -207,17 +207,17 @@ class Nccl:
         require_whole("num_ranks", num_ranks, "ranks are counted")
         if num_ranks == 1:
             return Cost()
-        found = []
-        for place in self._protocols(num_bytes, "ring"):
-            hops_s = (num_ranks - 1) * tables.HOP_S[self.inside, "ring"][place]
-            transfer_s = share * num_bytes / (SHARE_OF_PROTOCOL[place] * inside.bytes_per_s)
-            found.append(
+        costs = []
+        for protocol in self._protocols(num_bytes, "ring"):
+            hops_s = (num_ranks - 1) * tables.HOP_S[self.inside, "ring"][protocol]
+            transfer_s = share * num_bytes / (SHARE_OF_PROTOCOL[protocol] * inside.bytes_per_s)
+            costs.append(
                 Cost(
-                    latency_s=self.launch_s + tables.BASE_S["ring"][place] + hops_s,
+                    latency_s=self.launch_s + tables.BASE_S["ring"][protocol] + hops_s,
                     transfer_s=transfer_s,
                 )
             )
-        return min(found, key=lambda cost: cost.total_s)
+        return min(costs, key=lambda cost: cost.total_s)
 
     def _protocols(
         self, num_bytes: float, algorithm: NcclAlgorithm, num_nodes: int = 1

@@ -48,8 +48,8 @@ class NodeWire:
     @property
     def bits(self) -> Literal[8, 4] | None:
         """Bits of an element in a codec, or None for a dtype."""
-        found: dict[str, Literal[8, 4]] = {"int8": 8, "int4": 4}
-        return found.get(self.name)
+        bits_of_codec: dict[str, Literal[8, 4]] = {"int8": 8, "int4": 4}
+        return bits_of_codec.get(self.name)
 
     def num_bytes(self, num_bytes: float) -> float:
         """Return the bytes between nodes of so many in a bucket, whose gradients are whole blocks."""

@@ -102,12 +102,12 @@ def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: 
     what = f"{planned.epochs:g} epochs of {planned.images_per_epoch:,} images"
     what += " (ImageNet)" * (planned.images_per_epoch == IMAGENET)
     unit = ("GPU" if scenario.on_cuda else "rank") + "s" * (cluster.world_size > 1)
-    known = "" if run.step_bounds_s else ", of failures alone"
+    caveat = "" if run.step_bounds_s else ", of failures alone"
     costs = ""
     if planned.price_per_node_hour is not None:
-        each, low, high = run.costs(cluster.num_nodes * planned.price_per_node_hour / 3600)
+        price, low, high = run.costs(cluster.num_nodes * planned.price_per_node_hour / 3600)
         rate = f"{planned.price_per_node_hour:g} per node and hour"
-        costs += f"; cost {each:,.2f} ({low:,.2f} to {high:,.2f}) at {rate}"
+        costs += f"; cost {price:,.2f} ({low:,.2f} to {high:,.2f}) at {rate}"
     if planned.watts_per_node is not None:
         energy = [
             f"{kwh:,.3g}" for kwh in run.costs(cluster.num_nodes * planned.watts_per_node / 3.6e6)
@@ -128,7 +128,7 @@ def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: 
     return [
         f"{what} on {cluster.world_size:,} {unit} ({cluster.num_nodes} x {cluster.ranks_per_node}): "
         f"{days(run.run_s)} with start and failures (80 % of runs: {days(run.low_s)} to "
-        f"{days(run.high_s)}{known}), {days(run.work_s)} without{costs}.",
+        f"{days(run.high_s)}{caveat}), {days(run.work_s)} without{costs}.",
         text,
     ]
 

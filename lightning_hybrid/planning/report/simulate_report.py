@@ -155,10 +155,10 @@ class SimulationReport:
         """Say in a few sentences what the run takes, which plan is best, and what of it is assumed."""
         scenario = self.scenario
         outcome = self.outcome
-        found = self.numbers()
+        numbers = self.numbers()
         cluster = scenario.cluster
         lines = run_lines(scenario, self.planned, self.run, step_s=outcome.step_s)
-        lines.append(self._limit(found))
+        lines.append(self._limit(numbers))
         if self.candidates:
             lines.append(self._best_plan())
         if self.compression is not None:
@@ -220,22 +220,25 @@ class SimulationReport:
     def _best_plan(self) -> str:
         best = self.candidates[0]
         scenario = self.scenario
-        others = ""
+        comparison = ""
         own_s = replace(scenario, jitter=NO_JITTER, num_steps=1).run().step_s
         names = FLAT_ON_CUDA if scenario.on_cuda else ("flat",)
-        flat = next((each for each in self.candidates if each.plan.algorithm in names), None)
+        flat = next(
+            (candidate for candidate in self.candidates if candidate.plan.algorithm in names), None
+        )
         if flat is not None and flat is not best:
             is_own = (scenario.algorithm or scenario.plan.algorithm) in names
             flat_s = min(flat.step_s, own_s) if is_own else flat.step_s
-            others = f", the best flat one {_more(flat_s, best.step_s)}"
+            comparison = f", the best flat one {_more(flat_s, best.step_s)}"
             # As `plan_search` chooses for a run.
             if scenario.on_cuda and best.step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat_s:
-                others = f" ({best} would save {1 - best.step_s / flat_s:.1%}: its further kernels may cost as much)"
+                saved = f"{1 - best.step_s / flat_s:.1%}"
+                comparison = f" ({best} would save {saved}: its further kernels may cost as much)"
                 best = flat
         if best.step_s > (1 - CLEARLY_LESS) * own_s:
             return (
                 f"None of {len(self.candidates)} other plans saves {CLEARLY_LESS:.0%} "
-                f"over the configured one{others}."
+                f"over the configured one{comparison}."
             )
         ends_s = self.run.step_bounds_s
         if (
@@ -249,7 +252,8 @@ class SimulationReport:
                 else "within the interval of the configured plan's step"
             )
             return (
-                f"Equal, as far as is known: {best} would save {1 - best.step_s / own_s:.1%}, {why}{others}. Keep the "
+                f"Equal, as far as is known: {best} would save {1 - best.step_s / own_s:.1%}, "
+                f"{why}{comparison}. Keep the "
                 "default."
             )
         run_s = self.planned.num_steps(scenario.global_batch_size) * best.step_s
@@ -257,7 +261,7 @@ class SimulationReport:
         return (
             f"The best of {len(self.candidates)} plans{calm} is {best}: {time_text(best.step_s)} a step, efficiency "
             f"{self.outcome.alone_s / best.step_s:.1%}, {time_text(run_s)} in all; "
-            f"the configured plan takes {_more(own_s, best.step_s)}{others}. To train with the best: "
+            f"the configured plan takes {_more(own_s, best.step_s)}{comparison}. To train with the best: "
             f"strategy.comm.algorithm={best.plan.algorithm} strategy.comm.bucket_bytes={best.plan.bucket_bytes}."
         )
 
@@ -265,26 +269,26 @@ class SimulationReport:
         """Format what is printed: the answer, and the curve around the ranks asked for."""
         asked = self.scenario.cluster.world_size
         near = [
-            each
-            for each in self.curve
-            if self.is_own_curve or each.num_ranks <= SHOWN_TIMES * asked
+            point
+            for point in self.curve
+            if self.is_own_curve or point.num_ranks <= SHOWN_TIMES * asked
         ]
         return "\n\n".join([self.answer(), *([curve_table(near)] if near else [])])
 
     def markdown(self) -> str:
         """Format everything: the answer, all numbers, buckets, the whole curve and plans."""
         scenario = self.scenario
-        found = self.numbers()
+        numbers = self.numbers()
         if (
-            found["step_s_quantile_0.5"] == found["step_s_quantile_0.99"]
+            numbers["step_s_quantile_0.5"] == numbers["step_s_quantile_0.99"]
         ):  # no jitter: they say nothing new
-            found = {name: value for name, value in found.items() if "quantile" not in name}
+            numbers = {name: value for name, value in numbers.items() if "quantile" not in name}
         notes = {
             "run_hours": f"run_hours, {self.planned.epochs:g} epochs",
             "epoch_s": f"epoch_s, {self.planned.images_per_epoch:,} images",
         }
         lines = [self.answer(), "", "| what | value |", "|---|---|"]
-        lines += [f"| {notes.get(name, name)} | {value:.6g} |" for name, value in found.items()]
+        lines += [f"| {notes.get(name, name)} | {value:.6g} |" for name, value in numbers.items()]
         lines += ["", "| bucket | MiB | algorithm | ready s | done s |", "|---|---|---|---|---|"]
         first = self.outcome.first
         for bucket, ready_s in zip(self.outcome.buckets, first.ready_s, strict=True):
@@ -332,8 +336,8 @@ def _pipelines(scenario: Scenario, memory: MemoryReport) -> list[PipelineChoice]
     blocks = memory.blocks
     state = memory.state
     room = memory.usable_bytes
-    found = pipeline_choices(scenario, blocks, state, usable_bytes=room)
-    return found or pipeline_choices(scenario, blocks, state, usable_bytes=room, recomputes=True)
+    choices = pipeline_choices(scenario, blocks, state, usable_bytes=room)
+    return choices or pipeline_choices(scenario, blocks, state, usable_bytes=room, recomputes=True)
 
 
 def _compression(

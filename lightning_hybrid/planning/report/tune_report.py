@@ -79,25 +79,25 @@ class TuneReport:
             base: The library's own plan.
             words: Names in the report.
         """
-        found = calibrate(samples, world)
+        calibration = calibrate(samples, world)
         about = words.about
         if not about:
             transport = "GPUs, NCCL" if world.on_cuda else "CPU, Gloo"
             about = f"{world.num_nodes} nodes x {world.ranks_per_node} ranks, {transport}"
         about += ", measured"
-        if found.across is None:
+        if calibration.across is None:
             about += ", one node only"
         ask: Any = {"itemsize": world.itemsize, "on_cuda": world.on_cuda}
-        plans = candidates(work, found.cluster, base=base, **ask)
-        plain = simulate(work, found.cluster, plans[0].plan, **ask)
+        plans = candidates(work, calibration.cluster, base=base, **ask)
+        plain = simulate(work, calibration.cluster, plans[0].plan, **ask)
         return cls(
             samples=samples,
             world=world,
-            found=found,
+            found=calibration,
             work=work,
             plans=plans,
             compression=CompressionReport.of(
-                plain, work, found.cluster, list(dict.fromkeys([plans[0].plan, base])), **ask
+                plain, work, calibration.cluster, list(dict.fromkeys([plans[0].plan, base])), **ask
             ),
             base=base,
             name=words.name,
@@ -110,17 +110,17 @@ class TuneReport:
 
     def markdown(self) -> str:
         """Format links, sums, plans, and notes to the user."""
-        found = self.found
+        calibration = self.found
         lines = [f"{self.about}; {self.samples.took_s:.1f} s of measuring", ""]
         lines += [
             "| link | alpha us | 90 % interval | beta GB/s | 90 % interval | off by, median / worst | consent us |"
         ]
         lines += ["|---|---|---|---|---|---|---|"]
-        for name, fit in (("inside", found.inside), ("across", found.across)):
+        for name, fit in (("inside", calibration.inside), ("across", calibration.across)):
             if fit is not None:
-                lines.append(_row(LEVELS[name], fit, found.consent_s.get(name)))
-        cluster = found.cluster
-        if found.across is not None:
+                lines.append(_row(LEVELS[name], fit, calibration.consent_s.get(name)))
+        cluster = calibration.cluster
+        if calibration.across is not None:
             lines += [
                 "",
                 f"wire between nodes, one way: {1e6 * cluster.across.latency_s:.4g} us (between less inside)",
@@ -137,15 +137,15 @@ class TuneReport:
         lines.append(
             "software, fitted to the sums: " + ", ".join(f"{k} {v}" for k, v in costs.items())
         )
-        if found.flow_bytes_per_s:
+        if calibration.flow_bytes_per_s:
             rates = ", ".join(
-                f"{num}: {rate / 1e9:.4g}" for num, rate in found.flow_bytes_per_s.items()
+                f"{num}: {rate / 1e9:.4g}" for num, rate in calibration.flow_bytes_per_s.items()
             )
             lines.append(f"GB/s of a node by flows side by side: {rates}")
         lines.append(
             "GB/s of a rank that adds, all at once: "
             + ", ".join(
-                f"{dtype} {rate / 1e9:.3g}" for dtype, rate in found.add_bytes_per_s.items()
+                f"{dtype} {rate / 1e9:.3g}" for dtype, rate in calibration.add_bytes_per_s.items()
             )
         )
         if cluster.codec.is_measured:
@@ -154,12 +154,12 @@ class TuneReport:
                 f"GB/s of float32 that a {'rank' if self.world.on_cuda else 'core'} encodes and decodes: "
                 f"int8 {codec.int8_bytes_per_s / 1e9:.3g}, int4 {codec.int4_bytes_per_s / 1e9:.3g}"
             )
-        worst = found.worst
+        worst = calibration.worst
         lines.append(
-            f"sums: {len(found.sums)} timed, predicted {found.typical_error:.1%} off at the median; worst "
+            f"sums: {len(calibration.sums)} timed, predicted {calibration.typical_error:.1%} off at the median; worst "
             f"{worst.algorithm}, {size(worst.num_bytes)}: {worst.ratio:.2f} of the measured"
         )
-        lines += [f"note: {note}" for note in found.notes]
+        lines += [f"note: {note}" for note in calibration.notes]
         lines += ["", self.why()]
         if self.compression is not None:
             lines += ["", self.compression.sentence(), "", self.compression.table()]
@@ -220,21 +220,21 @@ class TuneReport:
 
     def description(self) -> str:
         """Format the cluster as in conf/cluster, with the source of each number."""
-        found = self.found
+        calibration = self.found
         cluster = self.found.cluster
         transport = self.found.cluster.transport
-        inside = _interval(found.inside)
-        across = _interval(found.across)
+        inside = _interval(calibration.inside)
+        across = _interval(calibration.across)
         nodes = (
             "${num_nodes}"
-            if found.across is not None
+            if calibration.across is not None
             else "1 # links between nodes were not measured"
         )
         lines = [
             f"# Measured by lightning-hybrid on {datetime.date.today()}, {self.samples.took_s:.0f} s, on {self.about}.",
             "# Links: lines through messages, with 90 % intervals. The rest is fitted to sums, which it then predicts",
-            f"# {found.typical_error:.1%} off at the median and {abs(found.worst.ratio - 1):.0%} at worst.",
-            *(f"# {note}" for note in found.notes),
+            f"# {calibration.typical_error:.1%} off at the median and {abs(calibration.worst.ratio - 1):.0%} at worst.",
+            *(f"# {note}" for note in calibration.notes),
             f"about: {json.dumps(self.about)}",
             "links:",
             "  _target_: lightning_hybrid.planning.model.cluster.Cluster",

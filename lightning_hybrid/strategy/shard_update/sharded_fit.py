@@ -129,7 +129,7 @@ class ShardedFit:
 
     def _take_in(self, optimizer: Optimizer) -> None:
         """Prepare an optimizer that user code has put in another's place during the fit."""
-        is_known = any(optimizer is known for known in self._optimizers)
+        is_known = any(optimizer is known_optimizer for known_optimizer in self._optimizers)
         if not is_known and self._shards_of(optimizer):
             self._prepare_optimizer(optimizer)
             self._optimizers.append(optimizer)
@@ -436,15 +436,17 @@ def collected_state_dict(
     exchange: ShardExchange,
 ) -> dict[str, Any]:
     """Return a state dict with whole tensors on rank zero, and unchanged elsewhere. Collective: all ranks call it."""
-    found: list[tuple[ParameterShard, Tensor]] = []
+    tensors: list[tuple[ParameterShard, Tensor]] = []
 
     def note(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
         shard = shard_of(parameter)
-        found.extend((shard, value) for value in entry.values() if shard and _is_part(value, shard))
+        tensors.extend(
+            (shard, value) for value in entry.values() if shard and _is_part(value, shard)
+        )
         return entry
 
     with_entries(state, optimizer, note)
-    wholes = exchange.collect([shard for shard, _ in found], [value for _, value in found])
+    wholes = exchange.collect([shard for shard, _ in tensors], [value for _, value in tensors])
     if wholes is None:
         return dict(state)
     waiting = iter(wholes)

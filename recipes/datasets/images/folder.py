@@ -85,12 +85,12 @@ def class_folders(folder: Path) -> tuple[str, ...]:
 
 def num_images_up_to(folder: Path, most: int) -> int:
     """Count the images of a split, but no further than `most`: of a large set only some folders are read."""
-    found = 0
+    num_images = 0
     for name in class_folders(folder):
-        found += sum(map(_is_image, os.listdir(folder / name)))
-        if found >= most:
+        num_images += sum(map(_is_image, os.listdir(folder / name)))
+        if num_images >= most:
             return most
-    return found
+    return num_images
 
 
 def check_root(
@@ -109,7 +109,7 @@ def check_root(
     missing = [split for split in splits if not (root / split).is_dir()]
     if missing:
         archives = _entries(root)[2]
-        found = f"; {_some(archives)} is to be unpacked first" if archives else ""
+        hint = f"; {_some(archives)} is to be unpacked first" if archives else ""
         above = f"Set {key} to the folder above {' and '.join(f'{split}/' for split in splits)}"
         if missing == ["val"]:
             above = (
@@ -117,7 +117,7 @@ def check_root(
             )
         raise ValueError(
             f"`root` (={root}) must hold {' and '.join(f'{split}/' for split in splits)}: {missing[0]}/ is missing"
-            f"{found}. {above}."
+            f"{hint}. {above}."
         )
 
 
@@ -136,13 +136,16 @@ def check_same_classes(
 Labels are numbered in order of the class names, so the accuracy would mean nothing. Complete the set.
     """
     only = [
-        (sorted({*one} - {*other}), name)
-        for one, other, name in ((train, val, "train"), (val, train, "val"))
+        (sorted({*classes} - {*other_classes}), name)
+        for classes, other_classes, name in ((train, val, "train"), (val, train, "val"))
     ]
     if tuple(train) != tuple(val):
-        found = "; ".join(f"{_some(names)} only in {split}/" for names, split in only if names)
+        differences = "; ".join(
+            f"{_some(names)} only in {split}/" for names, split in only if names
+        )
         raise ValueError(
-            f"`root` (={root}) must have the same classes in train/ and val/: {found}. Labels are numbered in order of "
+            f"`root` (={root}) must have the same classes in train/ and val/: {differences}. "
+            "Labels are numbered in order of "
             "the class names, so the accuracy would mean nothing. Complete the set."
         )
     if len(train) != num_classes:
@@ -181,5 +184,5 @@ def _some(names: Sequence[str]) -> str:
     >>> _some(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
     """
-    rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + rest
+    suffix = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + suffix

@@ -93,24 +93,24 @@ class ShardIndex:
         """
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-                found = {name: arrays[name] for name in arrays.files}
+                columns = {name: arrays[name] for name in arrays.files}
         except (
             Exception
         ) as error:  # a damaged zip, or header of numpy's, raises nearly anything, MemoryError too
             raise ValueError(
                 f"{path} (index of shards) is damaged ({error}): pack the images again."
             ) from error
-        version = found.pop("format_version", np.asarray(-1))
+        version = columns.pop("format_version", np.asarray(-1))
         version = int(version) if version.shape == () and version.dtype.kind in "iu" else -1
-        if version != FORMAT_VERSION or found.keys() != {field.name for field in fields(cls)}:
+        if version != FORMAT_VERSION or columns.keys() != {field.name for field in fields(cls)}:
             raise ValueError(
                 f"{path} (index of shards, version {version}) must be of version {FORMAT_VERSION}: pack the images "
                 "again with `lightning-hybrid pack` of this version."
             )
-        _check_arrays(path, found)
-        found["classes"] = tuple(str(name) for name in found["classes"])
-        found["about"] = str(found["about"])
-        index = cls(**found)
+        _check_arrays(path, columns)
+        columns["classes"] = tuple(str(name) for name in columns["classes"])
+        columns["about"] = str(columns["about"])
+        index = cls(**columns)
         if len(index.labels) and not (
             index.labels.min() >= 0 and index.labels.max() < len(index.classes)
         ):

@@ -86,16 +86,17 @@ class _LoggedValues(ProgressBar):
         return dict(self._values)
 
     def _read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        own = {
+        own_values = {
             name: value
             for name, value in super().get_metrics(trainer, pl_module).items()
             if name != "v_num"
         }
         values = {
-            name: f"{float(v):.4g}" if isinstance(v, int | float) else v for name, v in own.items()
+            name: f"{float(v):.4g}" if isinstance(v, int | float) else v
+            for name, v in own_values.items()
         }
-        known = list(labelled(trainer.callback_metrics).items())
-        self._values = dict(known[:_NUM_FIRST]) | values | dict(known[_NUM_FIRST:])
+        logged = list(labelled(trainer.callback_metrics).items())
+        self._values = dict(logged[:_NUM_FIRST]) | values | dict(logged[_NUM_FIRST:])
 
 
 class _RichBar(_LoggedValues, RichProgressBar):

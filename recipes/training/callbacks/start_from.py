@@ -44,9 +44,9 @@ class StartFrom(Callback):
         """Copy the weights, before a strategy takes masters of them."""
         if stage != "fit" or trainer.ckpt_path is not None:
             return
-        found = load_unchecked(Path(self.path), map_location="cpu", mmap=True)["state_dict"]
-        own = pl_module.state_dict()
-        sources = sources_of(own, found)
+        saved = load_unchecked(Path(self.path), map_location="cpu", mmap=True)["state_dict"]
+        own_state = pl_module.state_dict()
+        sources = sources_of(own_state, saved)
         if not sources:
             raise ValueError(
                 f"`callbacks.start_from.path` (={self.path}) must be of a network with tensors of the same names and "
@@ -54,12 +54,12 @@ class StartFrom(Callback):
             )
         with torch.no_grad():
             for name, source in sources.items():
-                own[name].copy_(found[source])
-        share = sum(own[name].numel() for name in sources) / sum(
-            one.numel() for one in own.values()
+                own_state[name].copy_(saved[source])
+        share = sum(own_state[name].numel() for name in sources) / sum(
+            tensor.numel() for tensor in own_state.values()
         )
         rank_zero_info(
-            f"start from {self.path}: {len(sources)} of {len(own)} tensors, {share:.1%} of the elements"
+            f"start from {self.path}: {len(sources)} of {len(own_state)} tensors, {share:.1%} of the elements"
         )
 
 
@@ -80,7 +80,9 @@ def sources_of(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[s
 
     pairs = ((name, source_of(name)) for name in own)
     return {
-        name: one for name, one in pairs if one in found and found[one].shape == own[name].shape
+        name: source
+        for name, source in pairs
+        if source in found and found[source].shape == own[name].shape
     }
 
 
