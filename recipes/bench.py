@@ -59,7 +59,10 @@ def main(cfg: DictConfig) -> None:
             )
         if fabric.is_global_zero:
             config, folder = config_and_folder(cfg)
-            title = world if cfg.about is None else f"{world}\n{cfg.about}"
+            if cfg.about is None:
+                title = world
+            else:
+                title = f"{world}\n{cfg.about}"
             bench_report.write_bench(
                 folder, rows, link_bytes_per_s=cfg.link_bytes_per_s, config=config, title=title
             )

@@ -138,16 +138,19 @@ def main(arguments: list[str]) -> int:
         "keys", nargs="*", metavar="key=value", help="out, minutes, only, again, readme"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         keys = dict.fromkeys(("only", "again", "readme"), "") | {
             "out": "gpu_check",
             "minutes": "50",
         }
-        keys |= runner.keys_from(given.keys)
+        keys |= runner.keys_from(options.keys)
         checks = runner.chosen(keys["only"], CHECKS)
         limit_s = runner.limit_s_from(keys["minutes"])
-        again = runner.chosen(keys["again"], CHECKS, key="again") if keys["again"] else []
+        if keys["again"]:
+            again = runner.chosen(keys["again"], CHECKS, key="again")
+        else:
+            again = []
         out = Path(keys["out"]).resolve()
         report = out / "report.json"
         if keys["readme"]:
@@ -155,7 +158,7 @@ def main(arguments: list[str]) -> int:
             return 0
     except ValueError as error:
         parser.error(str(error))
-    device: Literal["cuda", "cpu"] = given.device
+    device: Literal["cuda", "cpu"] = options.device
     # to be asked for a GPU makes no context of CUDA's
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if device == "cuda" and not torch.cuda.is_available():

@@ -181,7 +181,10 @@ def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, 
     launched.append(fabric)
     topology = connect(fabric, asked)
     world = world_of(topology, fabric.device, asked, inside=cfg.inside)
-    nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
+    if topology.num_nodes == 1:
+        nodes = "1 node"
+    else:
+        nodes = f"{topology.num_nodes} nodes"
     line = f"{topology.world_size} ranks = {nodes} x {topology.ranks_per_node}"
     fabric.print(f"tune: {line}; measuring for at most {asked.limit_s:g} s", flush=True)
     return fabric.is_global_zero, measure(asked, topology, fabric.device), world
@@ -195,7 +198,10 @@ def main(cfg: DictConfig) -> None:
         check_tune_keys(cfg)
         plan = instantiate(cfg.plan)
         work = configured_work(cfg)
-        logged = {} if cfg.nccl_log is None else read_nccl_log(cfg.nccl_log)
+        if cfg.nccl_log is None:
+            logged = {}
+        else:
+            logged = read_nccl_log(cfg.nccl_log)
         is_first, samples, world = measured(cfg, launched)
         if is_first:
             config, folder = config_and_folder(cfg)

@@ -68,7 +68,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
     """Two files to lock, one set for all processes of the session."""
     folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    else:
+        folder = folder
     queue, machine = (
         os.open(folder / name, os.O_RDWR | os.O_CREAT) for name in ("queue", "machine")
     )

@@ -114,7 +114,10 @@ class RankPool:
         grace_s: float = GRACE_S,
     ) -> list[Any]:
         """Run ``fn(*args)`` on the first ``world_size`` ranks (default: all) and return the results."""
-        world_size = self.num_ranks if world_size is None else world_size
+        if world_size is None:
+            world_size = self.num_ranks
+        else:
+            world_size = world_size
         call = pickle.dumps((warnings.filters, fn, args))
         self._start(world_size)
         if self._live_world_size != world_size:
@@ -139,8 +142,14 @@ class RankPool:
             report += [
                 f"rank {rank} of {world_size} still ran:\n{stack}" for rank, stack in stacks.items()
             ]
-            error = RankError if failed else RankTimeoutError
-            limit = "" if failed else f" was not done after {timeout_s:g} s"
+            if failed:
+                error = RankError
+            else:
+                error = RankTimeoutError
+            if failed:
+                limit = ""
+            else:
+                limit = f" was not done after {timeout_s:g} s"
             raise error(
                 f"{fn.__qualname__}{limit} on ranks {sorted(failed) + left}\n" + "\n".join(report)
             )

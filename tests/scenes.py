@@ -91,7 +91,9 @@ def fit(
             others are options of `Trainer`, or of the strategy.
     """
     scene = {"module": module, "raises": raises, "warns": warns, **scene}
-    return play(scene) if ranks is None else ranks.run(play, scene, timeout_s=timeout_s)
+    if ranks is None:
+        return play(scene)
+    return ranks.run(play, scene, timeout_s=timeout_s)
 
 
 def play(scene: dict[str, Any]) -> Seen:
@@ -117,11 +119,10 @@ def play(scene: dict[str, Any]) -> Seen:
         raise TypeError(
             f"`strategy` (={settings['strategy']!r}) takes no options here: {sorted(scene)}"
         )
-    callbacks = (
-        settings["callbacks"]
-        if isinstance(settings["callbacks"], list)
-        else [settings["callbacks"]]
-    )
+    if isinstance(settings["callbacks"], list):
+        callbacks = settings["callbacks"]
+    else:
+        callbacks = [settings["callbacks"]]
     # a fresh one
     callbacks = [_at(each.looks) if isinstance(each, Looks) else made(each) for each in callbacks]
     last = _Last()
@@ -131,8 +132,14 @@ def play(scene: dict[str, Any]) -> Seen:
             warnings.simplefilter("always")
         trainer = toy.trainer(**{**settings, "callbacks": [*callbacks, last]})
         try:
-            loaders = [train, val] if call == "fit" else [train]
-            quiet = {"verbose": False} if call in ("validate", "test") else {}
+            if call == "fit":
+                loaders = [train, val]
+            else:
+                loaders = [train]
+            if call in ("validate", "test"):
+                quiet = {"verbose": False}
+            else:
+                quiet = {}
             getattr(trainer, call)(module, *loaders, ckpt_path=ckpt_path, **quiet)
         except Exception as raised:
             if not raises:
@@ -167,7 +174,9 @@ def play(scene: dict[str, Any]) -> Seen:
 
 def made(one: Any) -> Any:
     """Call a function and return its result. Anything else is returned as it is, modules too."""
-    return one() if callable(one) and not isinstance(one, nn.Module) else one
+    if callable(one) and not isinstance(one, nn.Module):
+        return one()
+    return one
 
 
 def same(one: Any, other: Any) -> bool:
@@ -271,12 +280,16 @@ class Spoiled(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         is_now = batch_idx in self.batches or self.trainer.global_step in self.steps
-        return loss * self.factor if is_now and self.rank in (None, this_rank()) else loss
+        if is_now and self.rank in (None, this_rank()):
+            return loss * self.factor
+        return loss
 
 
 def this_rank() -> int:
     """This rank. 0 where there is no group."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    if dist.is_initialized():
+        return dist.get_rank()
+    return 0
 
 
 def gradients(trainer: pl.Trainer, module: nn.Module, *args: Any) -> dict[str, Tensor]:

@@ -34,7 +34,9 @@ def plain(value):
         return plain(vars(value))
     if hasattr(value, "items"):
         return {key: plain(entry) for key, entry in value.items()}
-    return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value
 
 
 # one of them has as many entries as there are rows

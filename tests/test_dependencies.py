@@ -75,7 +75,10 @@ def imported(*folders: str) -> dict[str, str]:
     found = {}
     for path in (path for folder in folders for path in tracked_files(f"{folder}/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                names = []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             found |= {name.partition(".")[0]: str(path.relative_to(ROOT)) for name in names}
     return {
@@ -87,7 +90,10 @@ def imported(*folders: str) -> dict[str, str]:
 
 def missing(names: dict[str, str], declared: set[str]) -> dict[str, str]:
     def is_declared(name: str) -> bool:
-        providers = [NAMES[name]] if name in NAMES else DISTRIBUTIONS.get(name, [name])
+        if name in NAMES:
+            providers = [NAMES[name]]
+        else:
+            providers = DISTRIBUTIONS.get(name, [name])
         return any(canonical(one) in declared for one in providers)
 
     return {name: path for name, path in names.items() if not is_declared(name)}

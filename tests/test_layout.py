@@ -120,7 +120,10 @@ def ours(names: set[str]) -> set[str]:
 
 def is_allowed(source: str, target: str) -> bool:
     """Return whether the table allows this import. Imports within a folder are allowed."""
-    folder = source if source in ARROWS else source.rpartition(".")[0]
+    if source in ARROWS:
+        folder = source
+    else:
+        folder = source.rpartition(".")[0]
     while folder not in ARROWS:
         folder = folder.rpartition(".")[0]
     if target in FOR_ALL or (folder and f"{target}.".startswith(f"{folder}.")):

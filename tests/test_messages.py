@@ -65,7 +65,10 @@ def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 skipped.add(statement.value)
         if isinstance(node, ast.JoinedStr):
             skipped |= set(node.values)
-        text = None if node in skipped else text_of(node)
+        if node in skipped:
+            text = None
+        else:
+            text = text_of(node)
         if text is not None and " " in text.strip():
             yield node.lineno, text
 

@@ -52,10 +52,16 @@ def relative_links(page: Path) -> list[str]:
 
 def is_broken(page: Path, link: str) -> bool:
     path, _, anchor = link.partition("#")
-    target = (page.parent / path).resolve() if path else page
+    if path:
+        target = (page.parent / path).resolve()
+    else:
+        target = page
     if not target.exists():
         return True
-    page_of_folder = target / "README.md" if target.is_dir() else target
+    if target.is_dir():
+        page_of_folder = target / "README.md"
+    else:
+        page_of_folder = target
     return bool(anchor) and (not page_of_folder.is_file() or anchor not in anchors(page_of_folder))
 
 

@@ -87,7 +87,10 @@ def test_a_library_that_others_may_write_is_built_again(answers):
 @pytest.mark.parametrize("whose", ["folder", "file"])
 def test_what_another_user_owns_is_not_loaded(answers, monkeypatch, whose):
     planted, answer = answers
-    theirs = planted.parent if whose == "folder" else planted
+    if whose == "folder":
+        theirs = planted.parent
+    else:
+        theirs = planted
     original = Path.stat
 
     def stat_(path, **kwargs):

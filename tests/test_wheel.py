@@ -52,7 +52,9 @@ class Installed:
             check=False,
         )
         assert done.returncode == code, done.stdout + done.stderr
-        return done.stderr if code else done.stdout
+        if code:
+            return done.stderr
+        return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,10 @@ class Toy(pl.LightningModule):
         return self.net(batch[0])
 
     def configure_optimizers(self) -> Any:
-        extra = {"momentum": 0.9} if self.optimizer_name == "SGD" else {}
+        if self.optimizer_name == "SGD":
+            extra = {"momentum": 0.9}
+        else:
+            extra = {}
         return getattr(torch.optim, self.optimizer_name)(self.parameters(), lr=self.lr, **extra)
 
 

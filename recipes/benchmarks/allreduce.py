@@ -88,11 +88,14 @@ class AllReduceBench:
     def _arms(
         self, fabric: Fabric, topology: Topology
     ) -> Iterator[dict[str, Callable[[Tensor], object]]]:
-        names = ["auto", *get_args(Algorithm)] if self.algorithms is None else list(self.algorithms)
+        if self.algorithms is None:
+            names = ["auto", *get_args(Algorithm)]
+        else:
+            names = list(self.algorithms)
         engines = {
             name: CommEngine(
                 topology=topology,
-                plan=CommPlan(algorithm=name),  # type: ignore[arg-type]
+                plan=CommPlan(algorithm=name),
                 timeout=timedelta(seconds=self.timeout_s),
                 device=fabric.device,
             )

@@ -212,7 +212,10 @@ def draw_bars(
     most_s = max(max(row.times_s) for row in rows)
     for position, row in enumerate(rows):
         is_first = row is rows[0]
-        times = "" if is_first else f", {rows[0].median_s / row.median_s:.2f} x"
+        if is_first:
+            times = ""
+        else:
+            times = f", {rows[0].median_s / row.median_s:.2f} x"
         axes.barh(
             -position, row.median_s, height=0.34, color=MUTED if row.arm in PEERS else SERIES[0]
         )

@@ -54,17 +54,17 @@ class StrategyArm:
     @property
     def precision(self) -> Any:
         """Precision for the `Trainer`."""
-        return (
-            "32-true"
-            if self.name in (STOCK, COMPRESSED) or self.name.endswith("_fp32")
-            else "16-true"
-        )
+        if self.name in (STOCK, COMPRESSED) or self.name.endswith("_fp32"):
+            return "32-true"
+        return "16-true"
 
     @property
     def codec(self) -> str | None:
         """The codec between nodes."""
         suffix = self.name.rpartition("_")[2]
-        return suffix if suffix in ("int8", "int4") else None
+        if suffix in ("int8", "int4"):
+            return suffix
+        return None
 
     def wire_bytes(self, numel: int) -> int:
         """Return the bytes of so many elements on the wire between nodes."""
@@ -82,7 +82,10 @@ class StrategyArm:
         algorithm: Any = (
             self.name.removesuffix("_fp32").removesuffix(f"_{self.codec}").removesuffix("_shared")
         )
-        ours = SilentStrategy if self.is_silent else HybridAllReduceStrategy
+        if self.is_silent:
+            ours: type[HybridAllReduceStrategy] = SilentStrategy
+        else:
+            ours = HybridAllReduceStrategy
         comm = Comm(algorithm=algorithm, bucket_bytes=self.bucket_bytes)
         shard_update: Any = "node" if self.name.endswith("_shared") else "off"
         return ours(Mean(dtype=self.codec), shard_update=shard_update, comm=comm, timeout=timeout)

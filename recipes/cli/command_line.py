@@ -242,7 +242,9 @@ def refusals(
         except ValueError as error:
             return [f"error: {error}"]
         line = missing_packages_of(values)
-        return [f"error: {line}"] if line else []
+        if line:
+            return [f"error: {line}"]
+        return []
     # One by one, choices of groups before keys of what was chosen: who fails here is wrong, whatever else is.
     good = list(options)
     messages = list[str]()
@@ -326,7 +328,10 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
     if options := AVAILABLE.search(text):
         choices = options[1].split()
         near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
-        hint = f"Did you mean {mark}{key}={near[0]}?" if near else f"Set {mark}{key}=<one of them>."
+        if near:
+            hint = f"Did you mean {mark}{key}={near[0]}?"
+        else:
+            hint = f"Set {mark}{key}=<one of them>."
         return f"error: `{key}` (={value}) must be one of {', '.join(choices)}. {hint}"
     if "override_grammar" in text:
         quoted = f"'{mark}{key}=\"{value}\"'"
@@ -335,14 +340,16 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
         return f"error: {text}"
     rule = f"error: `{key}`{f' (={value})' if equals else ''} must be a key of the configuration, and is none."
     near_key = nearest(key, keys)
-    hint = f" Did you mean {mark}{near_key}{equals}{value}?" if near_key is not None else ""
+    if near_key is not None:
+        hint = f" Did you mean {mark}{near_key}{equals}{value}?"
+    else:
+        hint = ""
     if key in LOCAL_STEPS_KEYS:
         hint = f" Did you mean strategy/between_nodes=local_steps {key}={value}?"
-    rest = (
-        ""
-        if hint or mark
-        else f" An argument that conf leaves out is added by a plus: +{key}={value}."
-    )
+    if hint or mark:
+        rest = ""
+    else:
+        rest = f" An argument that conf leaves out is added by a plus: +{key}={value}."
     return f"{rule}{hint} `{command(name)} --cfg job` prints every key.{rest}"
 
 

@@ -99,7 +99,10 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
     read |= set(re.findall(r"\$\{([A-Za-z_]\w*)", str(raw)))  # what others refer to
     for name in (each for each in raw if each not in read):
         near = difflib.get_close_matches(str(name), sorted(read), n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
+        if near:
+            hint = f"Did you mean {near[0]}? "
+        else:
+            hint = ""
         raise ValueError(
             f"`{name}` (={_shown(raw[name])}) must be a key of this recipe, or one that another refers to as "
             f"${{{name}}}: nothing would read it. {hint}The keys are {', '.join(sorted(read))}."
@@ -224,7 +227,10 @@ def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:
     key = ""
     for part in loc:
         if isinstance(value, dict) and part in value:
-            key = f"{key}.{part}" if key else str(part)
+            if key:
+                key = f"{key}.{part}"
+            else:
+                key = str(part)
             value = value[part]
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             key = f"{key}[{part}]"
@@ -234,7 +240,9 @@ def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+    if len(text) <= MAX_SHOWN:
+        return text
+    return text[:MAX_SHOWN] + "..."
 
 
 @dataclass(frozen=True)
@@ -258,11 +266,9 @@ def _with_parts(value: Any, key: str) -> Any:
         return Part(value["_target_"], target, bool(value.get("_partial_")))
     if isinstance(value, dict):
         return {name: _with_parts(child, f"{key}.{name}") for name, child in value.items()}
-    return (
-        [_with_parts(item, f"{key}[{i}]") for i, item in enumerate(value)]
-        if isinstance(value, list)
-        else value
-    )
+    if isinstance(value, list):
+        return [_with_parts(item, f"{key}[{i}]") for i, item in enumerate(value)]
+    return value
 
 
 def target_of(node: Mapping[str, Any], key: str) -> Any:
@@ -355,8 +361,13 @@ def _fillable(hint: Any) -> Any:
     )
     if container is None:
         return _part_or_value(kind)
-    filled = container[args] if args else container
-    return Annotated[filled, Strict(False)] if container is tuple else filled
+    if args:
+        filled = container[args]
+    else:
+        filled = container
+    if container is tuple:
+        return Annotated[filled, Strict(False)]
+    return filled
 
 
 def _part_or_value(kind: type) -> Any:

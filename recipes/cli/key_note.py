@@ -57,7 +57,9 @@ def note_of(message: str, cfg: DictConfig, built_key: str = "") -> str:
         for argument, key in keys.items()
         if key and argument.strip("`") != key
     ]
-    return f"Keys of the recipe: {', '.join(named)}." if named else ""
+    if named:
+        return f"Keys of the recipe: {', '.join(named)}."
+    return ""
 
 
 def _parts(node: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -161,11 +161,10 @@ def message_of(error: Exception, cfg: DictConfig | None = None) -> str:
     # Hydra 1.3 raises an error of its own with this line; 1.4 adds a note to the error itself.
     said = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
     where = next((line for line in said if line.strip().startswith("full_key:")), "")
-    cause = (
-        error.__cause__
-        if error.__cause__ is not None and isinstance(error, HydraException)
-        else error
-    )
+    if error.__cause__ is not None and isinstance(error, HydraException):
+        cause = error.__cause__
+    else:
+        cause = error
     notes = ("full_key:", "object_type=", "reference_type=")
     text = "\n".join(
         line for line in str(cause).splitlines() if not line.strip().startswith(notes)
@@ -178,25 +177,38 @@ def message_of(error: Exception, cfg: DictConfig | None = None) -> str:
         is_known = (
             isinstance(cause, KNOWN_ERRORS) or type(cause).__name__ == "MisconfigurationException"
         )
-        text = text if is_known and text else f"{type(cause).__name__}: {text}"
+        if is_known and text:
+            text = text
+        else:
+            text = f"{type(cause).__name__}: {text}"
         text = text.rstrip(".") + f". {_given(key)} HYDRA_FULL_ERROR=1 shows where."
     elif cfg is not None:
         note = key_note.note_of(text, cfg, built_key=key)
-        return f"{text}\n{note}" if note else text
+        if note:
+            return f"{text}\n{note}"
+        return text
     return text + (f" [{key}]" if key else "")
 
 
 def _given(key: str) -> str:
     """Return what of a part was given on the command line, which the message alone would not show."""
-    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    if HydraConfig.initialized():
+        overrides = HydraConfig.get().overrides.task
+    else:
+        overrides = []
     names = {override: override.lstrip("+~").partition("=")[0] for override in overrides}
     within = [
         short_name
         for short_name, name in names.items()
         if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
     ]
-    given = within if key and within else list(names)
-    return f"Given was {' '.join(given)}: correct that." if given else "Correct the files of conf/."
+    if key and within:
+        given = within
+    else:
+        given = list(names)
+    if given:
+        return f"Given was {' '.join(given)}: correct that."
+    return "Correct the files of conf/."
 
 
 def device_of(name: str | None) -> torch.device:

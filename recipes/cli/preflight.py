@@ -241,7 +241,10 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
         ValueError: One of them.
     """
     address = variables.get("MASTER_ADDR", "127.0.0.1")
-    port = whole_number("MASTER_PORT", variables) if "MASTER_PORT" in variables else None
+    if "MASTER_PORT" in variables:
+        port = whole_number("MASTER_PORT", variables)
+    else:
+        port = None
     if port is not None and not 0 < port < 65536:
         raise ValueError(
             f"`MASTER_PORT` (={port}) must be a port, from 1 to 65535. Set another, or `unset MASTER_PORT`."
@@ -266,11 +269,10 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
         if variable == "NCCL_SOCKET_IFNAME" and (names[:1] in ("^", "=") or not names):
             continue
         for name in filter(None, names.split(",")):
-            is_there = (
-                any(each.startswith(name) for each in there)
-                if variable.startswith("NCCL")
-                else name in there
-            )
+            if variable.startswith("NCCL"):
+                is_there = any(each.startswith(name) for each in there)
+            else:
+                is_there = name in there
             if not is_there:
                 raise ValueError(
                     f"`{variable}` (={names}) must name interfaces of this host: {name} is none of {', '.join(there)}. "
@@ -430,7 +432,10 @@ def _check_shares(batch: int, devices: Any, num_nodes: Any) -> None:
     num_ranks = devices * num_nodes
     if batch % num_ranks:
         below = batch // num_ranks * num_ranks
-        nearest = f"{below} or {below + num_ranks}" if below else f"{num_ranks}"
+        if below:
+            nearest = f"{below} or {below + num_ranks}"
+        else:
+            nearest = f"{num_ranks}"
         raise ValueError(
             f"`global_batch_size` (={batch}) must be a multiple of the number of ranks (={num_ranks}): every rank "
             f"takes as many images. Nearest that fit: global_batch_size={nearest}."

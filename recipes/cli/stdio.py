@@ -66,7 +66,10 @@ def outlive_streams() -> None:
     ):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, BrokenPipeSafeStream):
-            where = getattr(sys, other_stream) if other_stream else None
+            if other_stream:
+                where = getattr(sys, other_stream)
+            else:
+                where = None
             setattr(sys, name, BrokenPipeSafeStream(cast(TextIO, stream), name=words, other=where))
 
 

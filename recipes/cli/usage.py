@@ -97,7 +97,10 @@ def missing_packages_of(config: Any) -> str:
         return ""
     target = str(config.get("_target_", ""))
     for start, (extra, packages) in NEEDED_BY_TARGETS.items():
-        line = missing_line(f"`{target}`", [extra], packages) if target.startswith(start) else ""
+        if target.startswith(start):
+            line = missing_line(f"`{target}`", [extra], packages)
+        else:
+            line = ""
         if line:
             return line
     for part in config.values():

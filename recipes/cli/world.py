@@ -35,7 +35,10 @@ def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
     if not isinstance(devices, int | str):
         return len(devices) * num_nodes
     if devices in ("auto", -1, "-1"):
-        devices = 1 if accelerator == "cpu" else torch.cuda.device_count() or 1
+        if accelerator == "cpu":
+            devices = 1
+        else:
+            devices = torch.cuda.device_count() or 1
     try:
         return int(devices) * num_nodes
     except ValueError:
@@ -74,7 +77,9 @@ def steps_between_questions(accelerator: str, accumulate_grad_batches: int) -> i
     has_gpu = accelerator in ("gpu", "cuda") or (
         accelerator == "auto" and torch.cuda.is_available()
     )
-    return 20 if has_gpu and accumulate_grad_batches == 1 else 1
+    if has_gpu and accumulate_grad_batches == 1:
+        return 20
+    return 1
 
 
 def check_world(trainer: pl.Trainer) -> None:
@@ -160,7 +165,10 @@ def batch_line(
 
     parts = {"world_size": world_size, "accumulate_grad_batches": accumulate_grad_batches}
     share = batch_size_per_rank(global_batch_size=global_batch_size, **parts)
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    if world_size == 1:
+        ranks = "1 rank"
+    else:
+        ranks = f"{world_size} ranks"
     if accumulate_grad_batches == 1:
         return f"Global batch size {global_batch_size}: {ranks} x {share} {unit}, no gradient accumulation."
     return f"Global batch size {global_batch_size}: {ranks} x {accumulate_grad_batches} batches x {share} {unit}."
@@ -183,7 +191,9 @@ def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:
 
 def _nearest(global_batch_size: int, part: int) -> str:
     below = max(global_batch_size, 0) // part * part
-    return f"{below} or {below + part}" if below else str(part)
+    if below:
+        return f"{below} or {below + part}"
+    return str(part)
 
 
 def _check_batch(name: str, value: Any, share: float, *, why: str) -> None:

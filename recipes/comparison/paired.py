@@ -57,7 +57,9 @@ def paired_difference(
 ) -> Interval | None:
     """Return the interval of the differences to a reference over the seeds that both have. None without any."""
     differences = [values[seed] - reference[seed] for seed in sorted(values) if seed in reference]
-    return interval_of(differences) if differences else None
+    if differences:
+        return interval_of(differences)
+    return None
 
 
 def verdict(difference: Interval, margin: float) -> Verdict:

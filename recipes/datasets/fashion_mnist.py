@@ -42,7 +42,10 @@ def array_of(content: bytes) -> Tensor:
     Raises:
         ValueError: The content is no such file.
     """
-    num_dims = content[3] if len(content) >= 4 else 0
+    if len(content) >= 4:
+        num_dims = content[3]
+    else:
+        num_dims = 0
     first_value = 4 + 4 * num_dims
     if content[:3] != b"\0\0\x08" or num_dims == 0 or len(content) < first_value:
         raise ValueError(

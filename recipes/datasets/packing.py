@@ -70,7 +70,10 @@ class Packed:
         )
         counts = [f"{self.num_images:,} image{'s' * (self.num_images != 1)}"]
         counts += [f"{self.num_shards:,} shard{'s' * (self.num_shards != 1)}"]
-        left_out = [f"{self.num_corrupt:,} left out as corrupt"] if self.num_corrupt else []
+        if self.num_corrupt:
+            left_out = [f"{self.num_corrupt:,} left out as corrupt"]
+        else:
+            left_out = []
         took = [
             f"{self.num_bytes / unit:.3g} {name}",
             *left_out,
@@ -258,7 +261,9 @@ class _Split:
         if not index.is_file() or not path.is_file():
             return None
         part = ShardIndex.load(index)
-        return part if path.stat().st_size == part.shard_num_bytes[0] else None
+        if path.stat().st_size == part.shard_num_bytes[0]:
+            return part
+        return None
 
     def _part_path(self, shard: int) -> Path:
         return self.out / shard_name(shard).replace(".bin", ".part")

@@ -64,9 +64,10 @@ class PackedText:
         return cls(**json.loads(path.read_text()))
 
     def __str__(self) -> str:
-        left_out = (
-            f", {self.num_left_out:,} files left out that are no UTF-8" if self.num_left_out else ""
-        )
+        if self.num_left_out:
+            left_out = f", {self.num_left_out:,} files left out that are no UTF-8"
+        else:
+            left_out = ""
         sizes = ", ".join(f"{name} {number:,}" for name, number in self.num_tokens.items())
         return f"tokens: {sizes}; vocabulary {self.vocab_size:,}{left_out}"
 

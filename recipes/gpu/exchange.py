@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.precision.gradients import BackwardGradients
 from lightning_hybrid.precision.window import HalfPrecisionWindow
-from recipes.gpu.runner import Details, Given, NotHere
+from recipes.gpu.runner import CheckRequest, Details, NotHere
 
 WIDTH = 64
 NUM_STEPS = 4
@@ -62,17 +62,17 @@ def _check_close(found: list[Tensor], expected: list[Tensor], what: str) -> floa
     return largest
 
 
-def _plain_weights(given: Given) -> list[Tensor]:
-    plain = Trained(given.device)
+def _plain_weights(request: CheckRequest) -> list[Tensor]:
+    plain = Trained(request.device)
     for _ in range(NUM_STEPS):
         plain.step()
     return plain.weights()
 
 
-def values(given: Given) -> Details:
+def values(request: CheckRequest) -> Details:
     """Check casts, comparisons and gradients: writes outside and inside, on this device as on the CPU."""
     results: list[list[Tensor]] = []
-    for device in (given.device, "cpu"):
+    for device in (request.device, "cpu"):
         trained = Trained(device)
         weight: Any = trained.net[0].weight
         with torch.no_grad():
@@ -94,13 +94,16 @@ def values(given: Given) -> Details:
     }
 
 
-def reducer(given: Given) -> Details:
+def reducer(request: CheckRequest) -> Details:
     """Check the exchange under DDP's reducer, which was built on the copies."""
-    backend = "nccl" if given.on_cuda else "gloo"
+    if request.on_cuda:
+        backend = "nccl"
+    else:
+        backend = "gloo"
     store = dist.HashStore()
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        trained = Trained(given.device)
+        trained = Trained(request.device)
         with trained.window.opened():
             trained.forward = DistributedDataParallel(trained.net, gradient_as_bucket_view=True)
         for _ in range(NUM_STEPS):
@@ -109,15 +112,15 @@ def reducer(given: Given) -> Details:
     finally:
         dist.destroy_process_group()
     return {
-        "message": f"{backend}: {_check_close(weights, _plain_weights(given), 'DDP'):.1e} from plain steps"
+        "message": f"{backend}: {_check_close(weights, _plain_weights(request), 'DDP'):.1e} from plain steps"
     }
 
 
-def stream(given: Given) -> Details:
+def stream(request: CheckRequest) -> Details:
     """Check steps on a stream of their own, with the exchange on it."""
-    if not given.on_cuda:
+    if not request.on_cuda:
         raise NotHere("a CPU has no streams")
-    trained = Trained(given.device)
+    trained = Trained(request.device)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -125,28 +128,28 @@ def stream(given: Given) -> Details:
             trained.step()
     torch.cuda.current_stream().wait_stream(side)
     return {
-        "message": f"{_check_close(trained.weights(), _plain_weights(given), 'a stream'):.1e} from plain steps"
+        "message": f"{_check_close(trained.weights(), _plain_weights(request), 'a stream'):.1e} from plain steps"
     }
 
 
-def compiled(given: Given) -> Details:
+def compiled(request: CheckRequest) -> Details:
     """Check a compiled network, whose graph reads the copies: it must see each new cast."""
-    trained = Trained(given.device)
+    trained = Trained(request.device)
     trained.forward = torch.compile(
-        trained.net, backend="inductor" if given.on_cuda else "aot_eager"
+        trained.net, backend="inductor" if request.on_cuda else "aot_eager"
     )
     for _ in range(NUM_STEPS):
         trained.step()
     return {
-        "message": f"{_check_close(trained.weights(), _plain_weights(given), 'compilation'):.1e} from plain steps"
+        "message": f"{_check_close(trained.weights(), _plain_weights(request), 'compilation'):.1e} from plain steps"
     }
 
 
-def graph(given: Given) -> Details:
+def graph(request: CheckRequest) -> Details:
     """Check a captured CUDA graph of the forward: a replay must read the copies of the newest cast."""
-    if not given.on_cuda:
+    if not request.on_cuda:
         raise NotHere("a CPU has no CUDA graphs")
-    trained = Trained(given.device)
+    trained = Trained(request.device)
     with (
         trained.window.opened(),
         torch.no_grad(),

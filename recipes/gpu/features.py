@@ -30,7 +30,7 @@ from lightning_hybrid import (
 from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricStrategy
 from lightning_hybrid.precision.sharded import HostShards
 from recipes.gpu.fits import Small, apart, loader, trainer_for
-from recipes.gpu.runner import Details, Given, NotHere
+from recipes.gpu.runner import CheckRequest, Details, NotHere
 from recipes.gpu.worlds import KnownSums, layout, run_world
 
 NUM_STAGES = 2
@@ -68,11 +68,10 @@ class Sharded(Plain):
         """Shard the network over all ranks."""
         self.net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
-        policy = (
-            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-            if self.offloads
-            else OffloadPolicy()
-        )
+        if self.offloads:
+            policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        else:
+            policy = OffloadPolicy()
         fully_shard(self.net, mesh=mesh, offload_policy=policy)
 
     def on_train_end(self) -> None:
@@ -168,30 +167,32 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-def fits_as_on_cpu(name: str, given: Given, *, is_other_class: bool = False) -> Details:
+def fits_as_on_cpu(name: str, request: CheckRequest, *, is_other_class: bool = False) -> Details:
     """Check a feature. `is_other_class`: by the class of NCCL that `"nccl"` does not name in this torch."""
     feature = FEATURES[name]
-    backend, num_ranks, per_host = layout(given, is_other_class=is_other_class)
-    if given.on_cuda and backend == "gloo" and not feature.by_gloo:
+    backend, num_ranks, per_host = layout(request, is_other_class=is_other_class)
+    if request.on_cuda and backend == "gloo" and not feature.by_gloo:
         raise NotHere(
             "needs two GPUs, or two MIG instances: NCCL takes one rank on each, and Gloo has not all of its messages "
             "for GPUs"
         )
-    on_cpu = replace(given, device="cpu")
-    worlds = [(given, backend, per_host)] + ([(on_cpu, "gloo", num_ranks)] if given.on_cuda else [])
+    on_cpu = replace(request, device="cpu")
+    worlds = [(request, backend, per_host)] + (
+        [(on_cpu, "gloo", num_ranks)] if request.on_cuda else []
+    )
     weights = []
     for where, carrier, of_host in worlds:
         run = partial(_trained, feature, carrier, of_host)
         answers = run_world(
-            where, run, num_ranks=num_ranks, limit_s=0.45 * given.limit_s, per_host=of_host
+            where, run, num_ranks=num_ranks, limit_s=0.45 * request.limit_s, per_host=of_host
         )
         assert len({answer["bits"] for answer in answers}) == 1, (
             f"over {carrier} ranks must end with the same bits"
         )
-        weights.append(torch.load(given.folder / f"{where.device}.pt", weights_only=True))
+        weights.append(torch.load(request.folder / f"{where.device}.pt", weights_only=True))
     assert all(weight.isfinite().all() for weight in weights[0].values()), "weights must be finite"
     message = f"{num_ranks} ranks over {backend}: the same bits"
-    if not given.on_cuda:
+    if not request.on_cuda:
         return {"message": message, "carrier": backend}
     distance = max(apart(weights[0][key], weights[1][key]) for key in weights[1])
     assert distance < feature.bound, (
@@ -201,21 +202,21 @@ def fits_as_on_cpu(name: str, given: Given, *, is_other_class: bool = False) -> 
     return {"message": message, "apart": distance, "carrier": backend}
 
 
-def _timeout(given: Given) -> timedelta:
-    return timedelta(seconds=60 if given.on_cuda else 20)  # a GPU's first steps compile kernels
+def _timeout(request: CheckRequest) -> timedelta:
+    return timedelta(seconds=60 if request.on_cuda else 20)  # a GPU's first steps compile kernels
 
 
 def _trained(
     feature: Feature,
     backend: str,
     per_host: int,
-    given: Given,
+    request: CheckRequest,
     rank: int,
     num_ranks: int,
     on_hidden: Any = None,
 ) -> Details:
     """Fit on each rank with other images. All stages of a pipeline read the same."""
-    options = {**feature.options, "process_group_backend": backend, "timeout": _timeout(given)}
+    options = {**feature.options, "process_group_backend": backend, "timeout": _timeout(request)}
     if issubclass(feature.strategy, ModelParallelStrategy):
         options |= {"data_parallel_size": num_ranks, "tensor_parallel_size": 1}
     else:
@@ -230,7 +231,10 @@ def _trained(
     )
     of_ranks = {"devices": per_host, "num_nodes": num_ranks // per_host}
     if isinstance(strategy, Strategy):
-        callbacks = [KnownSums(feature.comm["algorithm"])] if "algorithm" in feature.comm else []
+        if "algorithm" in feature.comm:
+            callbacks = [KnownSums(feature.comm["algorithm"])]
+        else:
+            callbacks = []
         fit: dict[str, Any] = {
             "strategy": strategy,
             "max_epochs": 1,
@@ -238,15 +242,15 @@ def _trained(
             **feature.settings,
         }
         trainer = trainer_for(
-            given, feature.precision, use_distributed_sampler=False, **of_ranks, **fit
+            request, feature.precision, use_distributed_sampler=False, **of_ranks, **fit
         )
         trainer.fit(module, batches)
     else:
-        _loop(given, feature, module, batches, strategy=strategy, **of_ranks)
+        _loop(request, feature, module, batches, strategy=strategy, **of_ranks)
     parameters = getattr(module, "whole", None) or dict(module.named_parameters())
     weights = {name: weight.detach().cpu().float() for name, weight in parameters.items()}
     if rank == 0:
-        torch.save(weights, given.folder / f"{given.device}.pt")
+        torch.save(weights, request.folder / f"{request.device}.pt")
     parts = (
         weight.double().flatten() @ torch.arange(1.0, weight.numel() + 1).double()
         for weight in weights.values()
@@ -254,8 +258,13 @@ def _trained(
     return {"bits": " ".join(float(part).hex() for part in parts)}
 
 
-def _loop(given: Given, feature: Feature, module: Small, batches: Any, **settings: Any) -> None:
-    accelerator = "gpu" if given.on_cuda else "cpu"
+def _loop(
+    request: CheckRequest, feature: Feature, module: Small, batches: Any, **settings: Any
+) -> None:
+    if request.on_cuda:
+        accelerator = "gpu"
+    else:
+        accelerator = "cpu"
     fabric = lightning.Fabric(accelerator=accelerator, precision=feature.precision, **settings)  # type: ignore[arg-type]
     fabric.launch()
     model, optimizer = fabric.setup(module.net, module.configure_optimizers())
@@ -272,17 +281,19 @@ def _loop(given: Given, feature: Feature, module: Small, batches: Any, **setting
 
 def loss_limit_s(how: str) -> float:
     """Return how long `lost_rank` may take. Over Gloo a rank that is stopped is named after the timeout of 60 s."""
-    return 240 if how == "stopped" else 150
+    if how == "stopped":
+        return 240
+    return 150
 
 
-def lost_rank(how: str, given: Given, *, is_other_class: bool = False) -> Details:
+def lost_rank(how: str, request: CheckRequest, *, is_other_class: bool = False) -> Details:
     """Check that where a rank ends in backward by `how`, one of `LOSSES`, the others end in an error that names it."""
-    backend, num_ranks, per_host = layout(given, is_other_class=is_other_class)
-    lost = given.folder / "lost_s"
-    limit_s = 0.9 * given.limit_s
+    backend, num_ranks, per_host = layout(request, is_other_class=is_other_class)
+    lost = request.folder / "lost_s"
+    limit_s = 0.9 * request.limit_s
     run = partial(_loses_a_rank, how, lost, backend, per_host)
     answers = run_world(
-        given, run, num_ranks=num_ranks, limit_s=limit_s, per_host=per_host, may_die=(LOST_RANK,)
+        request, run, num_ranks=num_ranks, limit_s=limit_s, per_host=per_host, may_die=(LOST_RANK,)
     )
     answers.pop(LOST_RANK)
     for answer in answers:
@@ -290,14 +301,23 @@ def lost_rank(how: str, given: Given, *, is_other_class: bool = False) -> Detail
             f"all must name rank {LOST_RANK}, one said: {answer['error'][:300]}"
         )
     slowest_s = max(answer["noticed_s"] for answer in answers) - float(lost.read_text())
-    within_s = 30 + _timeout(given).total_seconds() if how == "stopped" else NAMED_WITHIN_S
+    if how == "stopped":
+        within_s = 30 + _timeout(request).total_seconds()
+    else:
+        within_s = NAMED_WITHIN_S
     assert slowest_s < within_s, f"the last rank to notice took {slowest_s:.1f} s"
     message = f"{backend}: every other rank named the lost one within {slowest_s:.1f} s"
     return {"message": message, "carrier": backend}
 
 
 def _loses_a_rank(
-    how: str, lost: Path, backend: str, per_host: int, given: Given, rank: int, num_ranks: int
+    how: str,
+    lost: Path,
+    backend: str,
+    per_host: int,
+    request: CheckRequest,
+    rank: int,
+    num_ranks: int,
 ) -> Details:
     count = [0]
 
@@ -309,9 +329,18 @@ def _loses_a_rank(
 
     error = "no error at all"
     try:
-        on_hidden = lose if rank == LOST_RANK else None
+        if rank == LOST_RANK:
+            on_hidden = lose
+        else:
+            on_hidden = None
         _trained(
-            FEATURES["hierarchical"], backend, per_host, given, rank, num_ranks, on_hidden=on_hidden
+            FEATURES["hierarchical"],
+            backend,
+            per_host,
+            request,
+            rank,
+            num_ranks,
+            on_hidden=on_hidden,
         )
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.optim import LAMB, LARS
-from recipes.gpu.runner import Details, Given
+from recipes.gpu.runner import CheckRequest, Details
 
 BATCH_SIZE = 16
 NUM_BATCHES = 8
@@ -108,10 +108,10 @@ def loader(seed: int = 0) -> DataLoader:
     )
 
 
-def trainer_for(given: Given, precision: Any, **settings: Any) -> pl.Trainer:
+def trainer_for(request: CheckRequest, precision: Any, **settings: Any) -> pl.Trainer:
     """Make a quiet trainer. On CUDA it gives the same bits each time."""
     quiet: dict[str, Any] = {
-        "accelerator": "gpu" if given.on_cuda else "cpu",
+        "accelerator": "gpu" if request.on_cuda else "cpu",
         "devices": 1,
         "strategy": HybridAllReduceStrategy(loss_scale=2.0**10 if precision == "16-true" else None),
         "max_epochs": NUM_EPOCHS,
@@ -123,18 +123,20 @@ def trainer_for(given: Given, precision: Any, **settings: Any) -> pl.Trainer:
     return pl.Trainer(**{**quiet, **dict.fromkeys(off, False), "precision": precision, **settings})
 
 
-def short_fit(given: Given, module: Small, precision: Any, **settings: Any) -> dict[str, Tensor]:
+def short_fit(
+    request: CheckRequest, module: Small, precision: Any, **settings: Any
+) -> dict[str, Tensor]:
     """Return weights and buffers after a whole fit, on the CPU. An error of `Trainer.fit` is raised."""
     data = settings.pop("data", None)
     ckpt_path = settings.pop("ckpt_path", None)
-    trainer_for(given, precision, **settings).fit(module, data or loader(), ckpt_path=ckpt_path)
+    trainer_for(request, precision, **settings).fit(module, data or loader(), ckpt_path=ckpt_path)
     return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
 
 # ---- ends, exact buffers, resume -------------------------------------------------------------------------------------
 
 
-def ends(precision: str, optimizer: str, given: Given) -> Details:
+def ends(precision: str, optimizer: str, request: CheckRequest) -> Details:
     """Check that it learns, leaves fp32 with exact buffers. Lists agree with kernels, or with single tensors."""
     weights = []
     warned = []
@@ -142,14 +144,14 @@ def ends(precision: str, optimizer: str, given: Given) -> Details:
         module = Small(optimizer, fused=fused)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            weights.append(short_fit(given, module, precision))
+            weights.append(short_fit(request, module, precision))
         warned += [str(warning.message) for warning in caught]
         _is_as_before(module)
         first, last = (torch.stack(part).mean() for part in (module.losses[:4], module.losses[-4:]))
         assert last < 0.9 * first, f"the loss must fall, and went from {first:.3f} to {last:.3f}"
     if (precision, optimizer) == ("16-true", "lars"):
         for stage in ("validate", "test", "predict"):
-            getattr(trainer_for(given, precision), stage)(module, loader())
+            getattr(trainer_for(request, precision), stage)(module, loader())
             _is_as_before(module)
     distance = max(apart(weights[0][name], weights[1][name]) for name in weights[0])
     # Both round equally to 2e-6 of a weight's norm; half precision rounds the next gradient at 2**-11 or 2**-8.
@@ -192,12 +194,12 @@ class _SavesOnce(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def resumes(given: Given) -> Details:
+def resumes(request: CheckRequest) -> Details:
     """Check that a run that was stopped after its first epoch ends with the bits of one that was not."""
-    path = given.folder / "first.ckpt"
+    path = request.folder / "first.ckpt"
     for optimizer in ("lars", "lamb"):
-        whole = short_fit(given, Small(optimizer), "16-true", callbacks=[_SavesOnce(path)])
-        resumed = short_fit(given, Small(optimizer), "16-true", ckpt_path=path)
+        whole = short_fit(request, Small(optimizer), "16-true", callbacks=[_SavesOnce(path)])
+        resumed = short_fit(request, Small(optimizer), "16-true", ckpt_path=path)
         same_bits(resumed, whole, f"{optimizer}, resumed")
     return {"message": "lars and lamb in 16-true: the same bits"}
 
@@ -225,20 +227,25 @@ class _SavesAt(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def resumes_within_epoch(given: Given) -> Details:
+def resumes_within_epoch(request: CheckRequest) -> Details:
     """Check that a run that goes on in the middle of an epoch ends with the bits of one that was not stopped.
 
     Its loader shuffles and pins memory, and images get random noise as they are read.
     """
-    path = given.folder / "within.ckpt"
+    path = request.folder / "within.ckpt"
     pl.seed_everything(7)
     saves = _SavesAt(path, NUM_BATCHES + 3)
     whole = short_fit(
-        given, Small("lars"), "16-true", data=_shuffled_and_noisy(), callbacks=[saves], max_epochs=2
+        request,
+        Small("lars"),
+        "16-true",
+        data=_shuffled_and_noisy(),
+        callbacks=[saves],
+        max_epochs=2,
     )
     pl.seed_everything(7)
     resumed = short_fit(
-        given, Small("lars"), "16-true", data=_shuffled_and_noisy(), max_epochs=2, ckpt_path=path
+        request, Small("lars"), "16-true", data=_shuffled_and_noisy(), max_epochs=2, ckpt_path=path
     )
     same_bits(resumed, whole, "resumed within an epoch")
     return {"message": f"after {NUM_BATCHES + 3} of {2 * NUM_BATCHES} steps: the same bits"}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_hybrid import HybridElasticStrategy
 from recipes.gpu.fits import Small, loader, same_bits, short_fit
-from recipes.gpu.runner import Details, Given
+from recipes.gpu.runner import CheckRequest, Details
 from recipes.gpu.worlds import run_world, use_other_class
 
 # which host, and in the backward of which of its shards
@@ -22,25 +22,30 @@ LOST = 1
 LOST_AT = 6
 
 
-def lost_host(given: Given, *, is_other_class: bool = False) -> Details:
+def lost_host(request: CheckRequest, *, is_other_class: bool = False) -> Details:
     """Check that a run which loses one of two hosts ends with the weights of one that loses none, bit for bit."""
     if is_other_class:
-        use_other_class(given)
+        use_other_class(request)
     # NCCL takes one rank on a GPU
-    backend = "nccl" if given.on_cuda and given.num_gpus > 1 else "gloo"
+    if request.on_cuda and request.num_gpus > 1:
+        backend = "nccl"
+    else:
+        backend = "gloo"
     weights = []
     for may_die in ((), (LOST,)):
         run = partial(_be_host, backend, _free_addresses(), bool(may_die))
-        answers = run_world(given, run, num_ranks=2, limit_s=0.45 * given.limit_s, may_die=may_die)
+        answers = run_world(
+            request, run, num_ranks=2, limit_s=0.45 * request.limit_s, may_die=may_die
+        )
         assert bool(may_die) != bool(answers[LOST]), "a host must be lost, in the second run alone"
-        weights.append(torch.load(given.folder / "weights.pt", weights_only=True))
+        weights.append(torch.load(request.folder / "weights.pt", weights_only=True))
     same_bits(weights[1], weights[0], "without one of two hosts")
     message = f"{backend}: the other host went on, to the bits of the undisturbed run"
     return {"message": message, "carrier": backend}
 
 
 def _be_host(
-    backend: str, meet: str, is_lost: bool, given: Given, rank: int, num_ranks: int
+    backend: str, meet: str, is_lost: bool, request: CheckRequest, rank: int, num_ranks: int
 ) -> Details:
     alone = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     alone |= {"MASTER_PORT": int(os.environ["MASTER_PORT"]) + rank}  # a launch of its own
@@ -56,14 +61,17 @@ def _be_host(
         if count[0] == LOST_AT:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    min_hosts = 1 if is_lost else 2
+    if is_lost:
+        min_hosts = 1
+    else:
+        min_hosts = 2
     strategy: Any = HybridElasticStrategy(
         max_hosts=2, min_hosts=min_hosts, meet=meet, process_group_backend=backend
     )
     module = Small(on_hidden=lose if is_lost and rank == LOST else None)
-    weights = short_fit(given, module, "32-true", strategy=strategy, data=loader())
+    weights = short_fit(request, module, "32-true", strategy=strategy, data=loader())
     if rank != LOST:
-        torch.save(weights, given.folder / "weights.pt")
+        torch.save(weights, request.folder / "weights.pt")
     return {"steps": module.trainer.global_step}
 
 

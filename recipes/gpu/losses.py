@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.contrastive import BarlowTwins, InfoNCE, SigLIP
-from recipes.gpu.runner import Details, Given
+from recipes.gpu.runner import CheckRequest, Details
 
 NUM_PAIRS = 256
 NUM_FEATURES = 128
@@ -19,21 +19,21 @@ LOSSES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def contrastive(given: Given) -> Details:
+def contrastive(request: CheckRequest) -> Details:
     """Check that loss and gradients have the bits of a call outside of autocast, and nearly those of fp64."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(NUM_PAIRS, NUM_FEATURES, generator=generator)
     second = first + torch.randn(NUM_PAIRS, NUM_FEATURES, generator=generator)
-    pair = first.to(given.device), second.to(given.device)
+    pair = first.to(request.device), second.to(request.device)
     farthest = 0.0
     for name, make in LOSSES.items():
-        loss = make().to(given.device)
+        loss = make().to(request.device)
         plain = _loss_and_gradients(loss, *pair)
         exact = _loss_and_gradients(
-            make().to(given.device, torch.float64), *(view.double() for view in pair)
+            make().to(request.device, torch.float64), *(view.double() for view in pair)
         )
         for dtype in (torch.float16, torch.bfloat16):
-            with torch.autocast(given.device, dtype=dtype):
+            with torch.autocast(request.device, dtype=dtype):
                 inside = loss(*_leaves(*pair))
             assert inside.dtype is torch.float32, (
                 f"{name} must be fp32 inside of autocast, and is {inside.dtype}"

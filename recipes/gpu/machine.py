@@ -108,7 +108,9 @@ def nccl_made_by() -> str | None:
     if hasattr(dist.Backend, "_ensure_backend_registered"):
         dist.Backend._ensure_backend_registered("nccl")
     plugin = dist.Backend._plugins.get("NCCL")
-    return "ProcessGroupNCCL" if plugin is None else plugin.creator_fn.__name__
+    if plugin is None:
+        return "ProcessGroupNCCL"
+    return plugin.creator_fn.__name__
 
 
 def _version(package: str) -> str | None:
@@ -123,4 +125,6 @@ def _output(*command: str, limit_s: float = 10) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    if done.returncode == 0:
+        return done.stdout.strip()
+    return None

@@ -54,7 +54,10 @@ def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[
             open_.append(f"{promise} over NCCL")
         else:
             kept.append(promise)
-    count = f" ({len(open_)} of {len(kept) + len(broken) + len(open_)})" if open_ else ""
+    if open_:
+        count = f" ({len(open_)} of {len(kept) + len(broken) + len(open_)})"
+    else:
+        count = ""
     lines = {"Holds here": kept, "Does not hold here": broken, f"Not tried{count}": open_}
     return [f"{words}: {'; '.join(names) or 'nothing'}." for words, names in lines.items()]
 
@@ -82,7 +85,10 @@ def write(
 
 def _page(checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Details) -> str:
     gpus = environment.get("gpus")
-    title = f"GPU check: {len(gpus)} x {gpus[0]}" if gpus else "GPU check: what a CPU can answer"
+    if gpus:
+        title = f"GPU check: {len(gpus)} x {gpus[0]}"
+    else:
+        title = "GPU check: what a CPU can answer"
     return html_page.render(
         TEMPLATE,
         title=title,
@@ -118,7 +124,10 @@ def write_rows(page: Path, new: Sequence[str]) -> None:
     Raises:
         ValueError: there is no such table.
     """
-    lines = page.read_text().splitlines() if page.is_file() else []
+    if page.is_file():
+        lines = page.read_text().splitlines()
+    else:
+        lines = []
     heading = next(
         (at for at, line in enumerate(lines) if line.startswith("## Results")), len(lines)
     )

@@ -37,14 +37,14 @@ class NotInTimeError(AssertionError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
-    """Arguments of a check.
+class CheckRequest:
+    """Request for one check: its device, folder and time.
 
     Attributes:
         device: "cuda" or "cpu".
-        folder: an empty one of its own.
-        limit_s: seconds until it is ended.
-        is_cut: whether that is less than it may take, as the time of all checks ends.
+        folder: An empty folder for its files.
+        limit_s: Seconds after which the check is stopped.
+        is_cut: Whether that limit is shorter than usual, because the time for all checks runs out.
         num_gpus: GPUs of this machine, counted by another process: counting them here could make a CUDA context, after
             which no process may be forked.
     """
@@ -61,7 +61,7 @@ class Given:
         return self.device == "cuda"
 
 
-Run = Callable[[Given], Details]
+Run = Callable[[CheckRequest], Details]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,29 +120,29 @@ def run_checks(
         left_s = end_s - time.monotonic()
         outcome = CheckOutcome(name=check.name, status="SKIP", seconds=0.0, message=NO_TIME)
         if left_s > 0:
-            given = Given(
+            request = CheckRequest(
                 device=device,
                 folder=out / check.name,
                 limit_s=min(check.limit_s, left_s),
                 is_cut=left_s < check.limit_s,
                 num_gpus=num_gpus,
             )
-            outcome = run_one(check, given)
+            outcome = run_one(check, request)
         on_outcome(outcome)
         outcomes.append(outcome)
     return outcomes
 
 
-def run_one(check: Check, given: Given) -> CheckOutcome:
+def run_one(check: Check, request: CheckRequest) -> CheckOutcome:
     """Run a check in a fresh process, and end that with all that it started. Its folder's `log` has its output."""
-    folder = given.folder
-    limit_s = given.limit_s
+    folder = request.folder
+    limit_s = request.limit_s
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log").touch()
     answer = folder / "answer.json"
     answer.unlink(missing_ok=True)
     start_s = time.monotonic()
-    process = _forkserver().Process(target=_be, args=(check.run, given))
+    process = _forkserver().Process(target=_be, args=(check.run, request))
     process.start()
     process.join(limit_s)
     seconds = time.monotonic() - start_s
@@ -152,7 +152,7 @@ def run_one(check: Check, given: Given) -> CheckOutcome:
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.kill()
     process.join()
-    if code is None and given.is_cut:
+    if code is None and request.is_cut:
         result: Details = {"status": "SKIP", "message": NO_TIME}
     elif code is None:
         result = {
@@ -160,7 +160,10 @@ def run_one(check: Check, given: Given) -> CheckOutcome:
             "message": f"not done after {limit_s:.0f} s; see {folder / 'log'}",
         }
     elif not answer.exists():
-        died = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        if code < 0:
+            died = f"by signal {-code}"
+        else:
+            died = f"with exit code {code}"
         result = {"status": "FAIL", "message": f"its process ended {died}; see {folder / 'log'}"}
     else:
         result = json.loads(answer.read_text())
@@ -182,7 +185,7 @@ def _forkserver() -> Any:
     return context
 
 
-def _be(run: Run, given: Given) -> None:
+def _be(run: Run, request: CheckRequest) -> None:
     """Be the process of a check, and the leader of a group of processes, so that all of them can be ended."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -190,12 +193,12 @@ def _be(run: Run, given: Given) -> None:
         target=_end_with, args=(multiprocessing.parent_process(),), daemon=True
     ).start()
     # NCCL's first lines, a file for each process.
-    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(given.folder / "nccl.%p.log")}
-    with (given.folder / "log").open("wb", buffering=0) as log:
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(request.folder / "nccl.%p.log")}
+    with (request.folder / "log").open("wb", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
-        details = run(given)
+        details = run(request)
         said = {"status": details.pop("status", "PASS"), "message": details.pop("message", "")}
         result: Details = {**said, "details": details}
     except NotHere as reason:
@@ -207,7 +210,7 @@ def _be(run: Run, given: Given) -> None:
             "message": f"{error}"[:300],
             "details": {"error": traceback.format_exc()[-4000:]},
         }
-        if given.is_cut:
+        if request.is_cut:
             result = {"status": "SKIP", "message": f"{NO_TIME} ({error})"[:300]}
     except BaseException as error:
         traceback.print_exc()
@@ -220,9 +223,9 @@ def _be(run: Run, given: Given) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    unfinished = given.folder / "answer.tmp"
+    unfinished = request.folder / "answer.tmp"
     unfinished.write_text(json.dumps(result))
-    unfinished.rename(given.folder / "answer.json")
+    unfinished.rename(request.folder / "answer.json")
     os._exit(0)  # a thread that waits for a rank that is gone keeps no check from its end
 
 
@@ -235,7 +238,7 @@ def _end_with(parent: Any) -> None:
 # ---- what was asked for ----------------------------------------------------------------------------------------------
 
 
-def keys_from(given: Sequence[str]) -> dict[str, str]:
+def keys_from(arguments: Sequence[str]) -> dict[str, str]:
     """Return `out`, `minutes`, `only`, `again` and `readme` of the command line.
 
     >>> keys_from(["out=here", "minutes=2"])
@@ -244,7 +247,7 @@ def keys_from(given: Sequence[str]) -> dict[str, str]:
     Raises:
         ValueError: Another key, or no key at all.
     """
-    keys = dict(word.partition("=")[::2] for word in given)
+    keys = dict(word.partition("=")[::2] for word in arguments)
     for key in keys:
         if key not in ("out", "minutes", "only", "again", "readme"):
             usage = "out=DIR, minutes=50, only=NAME,NAME, again=NAME,NAME or readme=FILE"

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from recipes.gpu.fits import NUM_BATCHES, NUM_EPOCHS, Small, short_fit
-from recipes.gpu.runner import Details, Given
+from recipes.gpu.runner import CheckRequest, Details
 
 NUM_STEPS = NUM_BATCHES * NUM_EPOCHS
 LOG_EVERY = 3
@@ -61,7 +61,7 @@ def rates_by_hand(num_steps: int) -> list[float]:
     return rates
 
 
-def dynamic_scale(given: Given) -> Details:
+def dynamic_scale(request: CheckRequest) -> Details:
     """Check a fit whose first loss scale is far too high: the overflow is skipped, and the schedule waits for it."""
     by_hand = rates_by_hand(NUM_STEPS)
     num_skipped: dict[str, int] = {}
@@ -71,7 +71,7 @@ def dynamic_scale(given: Given) -> Details:
         scale = DynamicLossScale(init_scale=2.0**24)
         strategy = HybridAllReduceStrategy(loss_scale=scale)
         short_fit(
-            given,
+            request,
             module,
             "16-true",
             strategy=strategy,

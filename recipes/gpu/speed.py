@@ -23,7 +23,7 @@ from lightning_hybrid.planning.model.cost import Link
 from lightning_hybrid.planning.model.cost_nccl import Nccl
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
 from recipes.gpu.fits import trainer_for
-from recipes.gpu.runner import ROOT, Details, Given, NotHere
+from recipes.gpu.runner import ROOT, CheckRequest, Details, NotHere
 from recipes.gpu.training import FitClock, SameBatch, TrainedNet, fused_lars, fused_sgd
 from recipes.gpu.updates import ARMS, FLOOR_BYTES, calls_in_a_row, copy_rate, time_one
 from recipes.gpu.worlds import layout, run_world
@@ -37,21 +37,23 @@ NUM_SAMPLES = 5
 # ---- updates ---------------------------------------------------------------------------------------------------------
 
 
-def verdict(given: Given, *, is_fast: bool) -> str:
+def verdict(request: CheckRequest, *, is_fast: bool) -> str:
     """Return FAST or SLOW for a GPU, or PASS on a CPU, where nothing is measured."""
-    if not given.on_cuda:
+    if not request.on_cuda:
         return "PASS"
-    return "FAST" if is_fast else "SLOW"
+    if is_fast:
+        return "FAST"
+    return "SLOW"
 
 
-def updates(given: Given) -> Details:
+def updates(request: CheckRequest) -> Details:
     """Time updates and torch's on the device, and compare them with their bytes at the rate of a copy.
 
     On CUDA: many updates between two events, behind a kernel that lets the host run ahead. LARS must take no
     more than 1.3 times their bytes.
     """
-    device = torch.device(given.device)
-    if given.on_cuda:
+    device = torch.device(request.device)
+    if request.on_cuda:
         copied_bytes = 2**30
         gradient_set = "resnet50"
     else:
@@ -81,7 +83,7 @@ def updates(given: Given) -> Details:
     is_fast = ratios["lars_fused"] <= UPDATE_BOUND
     message = ", ".join(f"{arm} {ratio}" for arm, ratio in ratios.items())
     return {
-        "status": verdict(given, is_fast=is_fast),
+        "status": verdict(request, is_fast=is_fast),
         "message": f"copy {bytes_per_s / 1e9:.0f} GB/s; times its bytes: {message}",
         "table": table,
         "copy_bytes_per_s": bytes_per_s,
@@ -120,11 +122,14 @@ class ShardedNet(TrainedNet):
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, foreach=True)
 
 
-def _size(given: Given) -> Details:
-    if not given.on_cuda:
+def _size(request: CheckRequest) -> Details:
+    if not request.on_cuda:
         return {"width": 0.125, "batch": 4, "pixels": 32, "num_warmup": 1, "num_steps": 2}
     has_large_memory = torch.cuda.get_device_properties(0).total_memory > 40 * 2**30
-    batch = 256 if has_large_memory else 64
+    if has_large_memory:
+        batch = 256
+    else:
+        batch = 64
     return {"width": 1.0, "batch": batch, "pixels": 224, "num_warmup": 15, "num_steps": 40}
 
 
@@ -145,18 +150,18 @@ RESNET_ARMS: dict[str, tuple[Any, Callable[[int], Any]]] = {
 }
 
 
-def images_per_s(arm: str, given: Given, rank: int, num_ranks: int) -> Details:
+def images_per_s(arm: str, request: CheckRequest, rank: int, num_ranks: int) -> Details:
     """Measure the images per second of all ranks with an arm of `RESNET_ARMS`."""
-    size = _size(given)
+    size = _size(request)
     precision, make_strategy = RESNET_ARMS[arm]
-    device = _device_of(given, rank)
+    device = _device_of(request, rank)
     images = torch.randn(size["batch"], 3, size["pixels"], size["pixels"], device=device)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(1000, (size["batch"],), device=device)
 
     clock = FitClock(begin=size["num_warmup"], end=size["num_warmup"] + size["num_steps"])
     trainer = trainer_for(
-        given,
+        request,
         precision,
         strategy=make_strategy(num_ranks),
         max_steps=clock.end,
@@ -170,26 +175,35 @@ def images_per_s(arm: str, given: Given, rank: int, num_ranks: int) -> Details:
 
     net = ResNet(depth=50, width=size["width"])
     net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
-    module_type = ShardedNet if arm.startswith("fully_shard") else TrainedNet
-    make_optimizer = fused_lars if arm.startswith("ours") else fused_sgd
+    if arm.startswith("fully_shard"):
+        module_type: type[TrainedNet] = ShardedNet
+    else:
+        module_type = TrainedNet
+    if arm.startswith("ours"):
+        make_optimizer = fused_lars
+    else:
+        make_optimizer = fused_sgd
     module = module_type(net, make_optimizer)
     trainer.fit(module, SameBatch((images, labels), clock.end))
     return {"images_per_s": num_ranks * size["batch"] * size["num_steps"] / clock.seconds}
 
 
-def _device_of(given: Given, rank: int) -> torch.device:
-    if given.on_cuda:
+def _device_of(request: CheckRequest, rank: int) -> torch.device:
+    if request.on_cuda:
         return torch.device("cuda", rank)
     return torch.device("cpu")
 
 
-def resnet50(given: Given) -> Details:
+def resnet50(request: CheckRequest) -> Details:
     """Measure images per second of ResNet-50 in turns: ours with LARS, Lightning's own with fused SGD, on all GPUs.
 
     A rank is a process of its own for each arm and round: an arm that fails is a row with its error.
     """
-    num_ranks = given.num_gpus if given.on_cuda else 1
-    samples, errors = _sample_arms(given, num_ranks)
+    if request.on_cuda:
+        num_ranks = request.num_gpus
+    else:
+        num_ranks = 1
+    samples, errors = _sample_arms(request, num_ranks)
     if not samples["ours, 16-true", num_ranks]:
         raise errors["ours, 16-true", num_ranks]
 
@@ -206,13 +220,13 @@ def resnet50(given: Given) -> Details:
     message = (
         f"ResNet-50, {num_ranks} ranks: {our_rate:.0f} images/s in 16-true with LARS: {ratios}"
     )
-    if not given.on_cuda:
+    if not request.on_cuda:
         message = f"{message} (a tiny network: no measurement)"
     return {
-        "status": verdict(given, is_fast=our_rate > max(lightning_rates.values(), default=0.0)),
+        "status": verdict(request, is_fast=our_rate > max(lightning_rates.values(), default=0.0)),
         "message": message,
-        "table": _table_of_arms(given, samples, errors),
-        "size": _size(given),  # not before: ranks are forks, and it makes a CUDA context
+        "table": _table_of_arms(request, samples, errors),
+        "size": _size(request),  # not before: ranks are forks, and it makes a CUDA context
     }
 
 
@@ -220,17 +234,20 @@ _Samples = dict[tuple[str, int], list[float]]
 _Errors = dict[tuple[str, int], AssertionError]
 
 
-def _sample_arms(given: Given, num_ranks: int) -> tuple[_Samples, _Errors]:
+def _sample_arms(request: CheckRequest, num_ranks: int) -> tuple[_Samples, _Errors]:
     """Measure every arm in turns, and ours also on one rank. An arm that fails has an error."""
     samples: _Samples = {(arm, num_ranks): [] for arm in RESNET_ARMS}
     samples.setdefault(("ours, 16-true", 1), [])
     errors: _Errors = {}
-    num_rounds = 2 if given.on_cuda else 1
+    if request.on_cuda:
+        num_rounds = 2
+    else:
+        num_rounds = 1
     for _ in range(num_rounds):
         for (arm, arm_ranks), arm_samples in samples.items():
             run = partial(images_per_s, arm)
             try:
-                answers = run_world(given, run, num_ranks=arm_ranks, limit_s=given.limit_s / 4)
+                answers = run_world(request, run, num_ranks=arm_ranks, limit_s=request.limit_s / 4)
             except AssertionError as error:
                 errors[arm, arm_ranks] = error
             else:
@@ -238,8 +255,11 @@ def _sample_arms(given: Given, num_ranks: int) -> tuple[_Samples, _Errors]:
     return samples, errors
 
 
-def _table_of_arms(given: Given, samples: _Samples, errors: _Errors) -> list[Details]:
-    devices = "GPUs" if given.on_cuda else "processes"
+def _table_of_arms(request: CheckRequest, samples: _Samples, errors: _Errors) -> list[Details]:
+    if request.on_cuda:
+        devices = "GPUs"
+    else:
+        devices = "processes"
     table: list[Details] = []
     for (arm, num_ranks), arm_samples in samples.items():
         row: Details = {"arm": arm, devices: num_ranks}
@@ -255,15 +275,18 @@ def _table_of_arms(given: Given, samples: _Samples, errors: _Errors) -> list[Det
 # ---- all-reduces -----------------------------------------------------------------------------------------------------
 
 
-def sums(given: Given) -> Details:
+def sums(request: CheckRequest) -> Details:
     """Time all-reduces of 1, 25 and 100 MiB of fp16 by backend and engine, and compare them with the planner."""
-    backend, num_ranks, _ = layout(given)
-    if given.on_cuda and backend == "gloo":
+    backend, num_ranks, _ = layout(request)
+    if request.on_cuda and backend == "gloo":
         raise NotHere("needs two GPUs, or two MIG instances")
     run = partial(_timed_sums, backend)
-    answers = run_world(given, run, num_ranks=num_ranks, limit_s=0.9 * given.limit_s)
+    answers = run_world(request, run, num_ranks=num_ranks, limit_s=0.9 * request.limit_s)
 
-    gpu_name = torch.cuda.get_device_name() if given.on_cuda else ""
+    if request.on_cuda:
+        gpu_name = torch.cuda.get_device_name()
+    else:
+        gpu_name = ""
     cluster = cluster_of(gpu_name, num_ranks)
     table: list[Details] = []
     for mib in answers[0]:
@@ -278,7 +301,7 @@ def sums(given: Given) -> Details:
     ratios = [row["x predicted"] for row in table if row["x predicted"]]
     if ratios:
         comparison = f"at most {max(ratios)} times the planner's"
-        status = verdict(given, is_fast=max(ratios) <= PREDICTION_BOUND)
+        status = verdict(request, is_fast=max(ratios) <= PREDICTION_BOUND)
     else:
         comparison = "no prediction for this machine"
         status = "PASS"
@@ -308,11 +331,11 @@ def _row_of_sum(
     return row
 
 
-def _timed_sums(backend: str, given: Given, rank: int, num_ranks: int) -> Details:
+def _timed_sums(backend: str, request: CheckRequest, rank: int, num_ranks: int) -> Details:
     """Return the seconds of an all-reduce by the backend and by the engine, for each size in MiB."""
-    device = _device_of(given, rank)
+    device = _device_of(request, rank)
     limit = timedelta(seconds=60)
-    if given.on_cuda:
+    if request.on_cuda:
         torch.cuda.set_device(device)
         dist.init_process_group(backend, timeout=limit, device_id=device)
         sizes_mib = [1, 25, 100]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from recipes.gpu.runner import ROOT, Details, Given, NotHere
+from recipes.gpu.runner import ROOT, CheckRequest, Details, NotHere
 
 MARK = re.compile(
     r"^pytestmark = .*mark\.gpu|^@pytest\.mark\.gpu|marks=pytest\.mark\.gpu", re.MULTILINE
@@ -20,9 +20,9 @@ def files_with_gpu_tests() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in files if MARK.search(path.read_text())]
 
 
-def gpu_tests(given: Given) -> Details:
+def gpu_tests(request: CheckRequest) -> Details:
     """Run `pytest -m gpu`. None may fail."""
-    if not given.on_cuda:
+    if not request.on_cuda:
         raise NotHere("the tests of `-m gpu` need one")
     if not (ROOT / "tests").is_dir():
         raise NotHere(

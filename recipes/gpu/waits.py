@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.comm import CommEngine
 from recipes.gpu.fits import NUM_BATCHES, Small, loader, same_bits, short_fit
-from recipes.gpu.runner import ROOT, Details, Given, NotHere
+from recipes.gpu.runner import ROOT, CheckRequest, Details, NotHere
 
 TEN_MS_OF_CYCLES = 20_000_000  # at 2 GHz
 _OWN = (__file__, warnings.__file__)
 
 
-def waits(given: Given) -> Details:
+def waits(request: CheckRequest) -> Details:
     """Detect reads that come too early: every write on a stream is late by 10 ms, and doubles or halves.
 
     In turns: what the sum hands back, what backward hands to the sum, what the prefetcher hands to the step, what a
@@ -32,13 +32,16 @@ def waits(given: Given) -> Details:
     """
 
     def late(*, is_safe: bool) -> dict[str, dict[str, Tensor]]:
-        pause = _synchronize if is_safe else _pause
+        if is_safe:
+            pause = _synchronize
+        else:
+            pause = _pause
 
         def doubled(tensor: Tensor) -> Tensor:
-            pause(given)
+            pause(request)
             doubled = tensor * 2
             if is_safe:
-                _synchronize(given)
+                _synchronize(request)
             return doubled
 
         def summed(flat: Tensor) -> Tensor:
@@ -46,26 +49,26 @@ def waits(given: Given) -> Details:
 
         batches = _Doubled(loader(), doubled)
         with _finishing_with(summed):
-            sums = short_fit(given, Small(), "16-true", max_epochs=1)
-        backward = short_fit(given, Small(on_hidden=doubled), "16-true", max_epochs=1)
-        prefetched = short_fit(given, Small(), "16-true", max_epochs=1, data=batches)
+            sums = short_fit(request, Small(), "16-true", max_epochs=1)
+        backward = short_fit(request, Small(on_hidden=doubled), "16-true", max_epochs=1)
+        prefetched = short_fit(request, Small(), "16-true", max_epochs=1, data=batches)
         return {"the sum": sums, "backward": backward, "the prefetcher": prefetched}
 
     quick = late(is_safe=False)
     safe = late(is_safe=True)
     for kind, weights in quick.items():
         same_bits(weights, safe[kind], f"{kind}, 10 ms late")
-    device = torch.device(given.device)
+    device = torch.device(request.device)
     weight = torch.ones(1 << 20, device=device)
     host = HostCopies()
-    _pause(given)
+    _pause(request)
     copied = host.take({"weight": weight.add_(1)})["weight"]
     weight.add_(1)
     host.wait()
     assert (copied == 2).all(), (
         f"a checkpoint must hold what was there, 2, and holds {copied.unique().tolist()}"
     )
-    if not given.on_cuda:
+    if not request.on_cuda:
         raise NotHere("there are no streams on a CPU: the arithmetic alone was tried, and is right")
     return {"message": "sum, backward, prefetcher and checkpoint wait"}
 
@@ -104,15 +107,15 @@ def _finishing_with(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         CommEngine.submit = original  # type: ignore[method-assign]
 
 
-def _pause(given: Given) -> None:
-    if given.on_cuda:
+def _pause(request: CheckRequest) -> None:
+    if request.on_cuda:
         torch.cuda._sleep(TEN_MS_OF_CYCLES)
     else:
         time.sleep(1e-4)
 
 
-def _synchronize(given: Given) -> None:
-    if given.on_cuda:
+def _synchronize(request: CheckRequest) -> None:
+    if request.on_cuda:
         torch.cuda.synchronize()
 
 
@@ -122,8 +125,8 @@ def _synchronize(given: Given) -> None:
 class _Watches(pl.Callback):
     """Callback that counts waits by file and line, from the start of step 4 to the last but one of the epoch."""
 
-    def __init__(self, given: Given) -> None:
-        self.given = given
+    def __init__(self, request: CheckRequest) -> None:
+        self.request = request
         self.places = Counter[str]()
         self._catching = warnings.catch_warnings()
 
@@ -135,13 +138,13 @@ class _Watches(pl.Callback):
         self._catching.__enter__()
         warnings.simplefilter("always")
         warnings.showwarning = self._note
-        if self.given.on_cuda:
+        if self.request.on_cuda:
             torch.cuda.set_sync_debug_mode("warn")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if args[-1] != NUM_BATCHES - 2:
             return
-        if self.given.on_cuda:
+        if self.request.on_cuda:
             torch.cuda.set_sync_debug_mode("default")
         self._catching.__exit__(None, None, None)
 
@@ -157,13 +160,18 @@ class _Watches(pl.Callback):
             self.places[f"{path}:{frames[-1].lineno}"] += 1
 
 
-def who_waits(given: Given) -> Details:
+def who_waits(request: CheckRequest) -> Details:
     """Check that in three steps no line of the library waits for the device. List all that do."""
     table: list[Details] = []
     for optimizer in ("lars", "lamb", "sgd"):
-        watch = _Watches(given)
+        watch = _Watches(request)
         short_fit(
-            given, Small(optimizer), "16-true", max_epochs=1, callbacks=[watch], deterministic=False
+            request,
+            Small(optimizer),
+            "16-true",
+            max_epochs=1,
+            callbacks=[watch],
+            deterministic=False,
         )
         table += [
             {"optimizer": optimizer, "where": location, "times": times}
@@ -174,7 +182,7 @@ def who_waits(given: Given) -> Details:
         for row in table
         if row["where"].startswith("lightning_hybrid/")
     ]
-    if not given.on_cuda:
+    if not request.on_cuda:
         raise NotHere("no step waits for a CPU: it was tried that these fits end")
     assert not ours, (
         f"no line of the library's may wait for the device in a step: {', '.join(ours)}"

@@ -20,30 +20,33 @@ from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.engine.stages import STAGES, run_stage
 from lightning_hybrid.strategy.rendezvous import RendezvousError
-from recipes.gpu.runner import Details, Given, NotHere, NotInTimeError
+from recipes.gpu.runner import CheckRequest, Details, NotHere, NotInTimeError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NUMELS = (1, 37, 10_007, 1 << 20)
-RunOfRank = Callable[[Given, int, int], Details]
+RunOfRank = Callable[[CheckRequest, int, int], Details]
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------
 
 
-def one_rank(given: Given, *, is_other_class: bool = False) -> Details:
+def one_rank(request: CheckRequest, *, is_other_class: bool = False) -> Details:
     """Run all four algorithms through the backend's communicators of one rank: the sum is the tensor, bit for bit."""
     if is_other_class:
-        use_other_class(given)
-    backend = "nccl" if given.on_cuda else "gloo"
+        use_other_class(request)
+    if request.on_cuda:
+        backend = "nccl"
+    else:
+        backend = "gloo"
     dist.init_process_group(
         backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
     )
     topology = Topology(rank=0, nodes=((0,),))
-    on_cuda = given.on_cuda
+    on_cuda = request.on_cuda
     for algorithm, stages in STAGES.items():
         for dtype in DTYPES:
             for numel in NUMELS:
-                flat = _integers(0, numel, dtype, torch.device(given.device))
+                flat = _integers(0, numel, dtype, torch.device(request.device))
                 expected = flat.clone()
                 job = Job(flat=flat, topology=topology, by_backend=on_cuda)
                 for (
@@ -65,7 +68,7 @@ def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
-def layout(given: Given, *, is_other_class: bool = False) -> tuple[str, int, int]:
+def layout(request: CheckRequest, *, is_other_class: bool = False) -> tuple[str, int, int]:
     """Return backend, number of ranks, and ranks on what counts as a host.
 
     A GPU per rank over NCCL; where there is one GPU, ranks share it over Gloo, each as a host of its own.
@@ -75,25 +78,25 @@ def layout(given: Given, *, is_other_class: bool = False) -> tuple[str, int, int
         NotHere: the other class is asked for, and there is none, or one GPU.
     """
     if is_other_class:
-        use_other_class(given)
-    if not given.on_cuda:
+        use_other_class(request)
+    if not request.on_cuda:
         return "gloo", 4, 4
-    if given.num_gpus < 2:
+    if request.num_gpus < 2:
         if is_other_class:
             raise NotHere("needs two GPUs, or two MIG instances")
         return "gloo", 4, 1
-    num_ranks = min(8, 1 << given.num_gpus.bit_length() - 1)  # Adasum's nodes are a power of two
+    num_ranks = min(8, 1 << request.num_gpus.bit_length() - 1)  # Adasum's nodes are a power of two
     return "nccl", num_ranks, num_ranks
 
 
-def use_other_class(given: Given) -> None:
+def use_other_class(request: CheckRequest) -> None:
     """Have groups of this process and of its ranks made by NCCL's other class.
 
     Raises:
         NotHere: there is no GPU, or one class.
     """
-    if not given.on_cuda or not hasattr(dist, "ProcessGroupNCCL2"):
-        raise NotHere("this torch has one class of NCCL" if given.on_cuda else "NCCL needs a GPU")
+    if not request.on_cuda or not hasattr(dist, "ProcessGroupNCCL2"):
+        raise NotHere("this torch has one class of NCCL" if request.on_cuda else "NCCL needs a GPU")
     # torch 2.14 has the second where it is asked for, 2.15 has the first so.
     is_default = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
     os.environ["TORCH_DIST_USE_NCCL2"] = "0" if is_default else "1"
@@ -139,7 +142,7 @@ class KnownSums(pl.Callback):
 
 
 def run_world(
-    given: Given,
+    request: CheckRequest,
     run: RunOfRank,
     *,
     num_ranks: int,
@@ -159,13 +162,13 @@ def run_world(
         port = probe.getsockname()[1]
     # all is imported, and this process has no context of CUDA's
     context = multiprocessing.get_context("fork")
-    paths = [given.folder / f"rank{rank}.json" for rank in range(num_ranks)]
+    paths = [request.folder / f"rank{rank}.json" for rank in range(num_ranks)]
     for path in paths:
         path.unlink(missing_ok=True)
     processes = [
         context.Process(
             target=_be_rank,
-            args=(run, given, rank, num_ranks, per_host or num_ranks, port, os.getpgrp()),
+            args=(run, request, rank, num_ranks, per_host or num_ranks, port, os.getpgrp()),
         )
         for rank in range(num_ranks)
     ]
@@ -188,8 +191,10 @@ def run_world(
         if rank in may_die:
             continue
         if "failed" in answer:
-            kind = NotInTimeError if answer.get("is_of_time") else AssertionError
-            raise kind(f"rank {rank} of {num_ranks}: {answer['failed']}")
+            message = f"rank {rank} of {num_ranks}: {answer['failed']}"
+            if answer.get("is_of_time"):
+                raise NotInTimeError(message)
+            raise AssertionError(message)
         if not answer and code is None:
             raise NotInTimeError(f"rank {rank} of {num_ranks} was not done after {limit_s:.0f} s")
         if not answer:
@@ -212,11 +217,17 @@ def is_of_time(error: BaseException) -> bool:
 
 
 def _be_rank(
-    run: RunOfRank, given: Given, rank: int, num_ranks: int, per_host: int, port: int, group: int
+    run: RunOfRank,
+    request: CheckRequest,
+    rank: int,
+    num_ranks: int,
+    per_host: int,
+    port: int,
+    group: int,
 ) -> None:
     """Be a rank's process in its check's group, with torchrun's variables: one host, or one per rank."""
     os.setpgid(0, group)
-    with (given.folder / f"rank{rank}.log").open("ab", buffering=0) as log:
+    with (request.folder / f"rank{rank}.log").open("ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
@@ -231,11 +242,11 @@ def _be_rank(
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="gpu_check")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        answer = run(given, rank, num_ranks)
+        answer = run(request, rank, num_ranks)
     except BaseException as error:
         answer = {
             "failed": f"{type(error).__name__}: {error}"[:1000],
             "is_of_time": is_of_time(error),
         }
-    (given.folder / f"rank{rank}.json").write_text(json.dumps(answer))
+    (request.folder / f"rank{rank}.json").write_text(json.dumps(answer))
     os._exit(0)

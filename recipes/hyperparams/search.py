@@ -157,7 +157,10 @@ def _journal(path: Path) -> JournalStorage:
     lock = JournalFileOpenLock(str(path))
     lock.acquire()
     try:
-        content = path.read_bytes() if path.exists() else b""
+        if path.exists():
+            content = path.read_bytes()
+        else:
+            content = b""
         whole_lines = content[: content.rfind(b"\n") + 1]
         if whole_lines != content:
             path.write_bytes(whole_lines)

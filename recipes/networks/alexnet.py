@@ -195,7 +195,10 @@ class AlexNetBN(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         for layer in (self.fc6, self.fc7, self.fc8):
-            hidden_std = math.sqrt(2 / layer.in_features) if fc_std is None else fc_std
+            if fc_std is None:
+                hidden_std = math.sqrt(2 / layer.in_features)
+            else:
+                hidden_std = fc_std
             nn.init.normal_(layer.weight, std=0.01 if layer is self.fc8 else hidden_std)
             nn.init.zeros_(layer.bias)
 
@@ -296,7 +299,9 @@ def _node_slices(slice_fc: SliceFC, *layers: tuple[str, ...]) -> tuple[tuple[str
             f"`slice_fc` (={slice_fc!r}) must be off or node: whether the ranks of a node share the fully connected "
             "layers. Set model.slice_fc=node, or leave it out."
         )
-    return layers if slice_fc == "node" else ()
+    if slice_fc == "node":
+        return layers
+    return ()
 
 
 def _out_size(size: int, *, kernel: int, stride: int, padding: int) -> int:

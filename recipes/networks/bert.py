@@ -96,7 +96,10 @@ class Bert(nn.Module):
         self, num_sequences: int, *shape: int, device: torch.device | str
     ) -> tuple[Tensor, Tensor]:
         """Return an input for the planner: of `(length,)`, or of the longest sequences for the shape of an image."""
-        length = shape[0] if len(shape) == 1 else self.network.config.max_position_embeddings
+        if len(shape) == 1:
+            length = shape[0]
+        else:
+            length = self.network.config.max_position_embeddings
         num_masked = max(1, round(0.15 * (length - 2)))
         tokens = torch.zeros(num_sequences, length, dtype=torch.int64, device=device)
         return tokens, torch.zeros(num_sequences, num_masked, dtype=torch.int64, device=device)

@@ -80,7 +80,9 @@ def _shadow(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         # BatchNorm without momentum reads the value of its counter, which the meta device does not have.
         is_counter = tensor.dim() == 0 and tensor.device.type == "cpu"
-        return tensor.clone() if is_counter else torch.empty_like(tensor, device="meta")
+        if is_counter:
+            return tensor.clone()
+        return torch.empty_like(tensor, device="meta")
     shadow = torch.empty_like(tensor, device="meta", dtype=torch.float32)
     return shadow.requires_grad_(tensor.requires_grad)
 

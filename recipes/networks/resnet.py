@@ -195,7 +195,10 @@ class ResNet(nn.Module):
         for index, (stage_channels, num) in enumerate(zip(channels, num_blocks, strict=True)):
             blocks = []
             for number in range(num):
-                stride = 2 if index > 0 and number == 0 else 1
+                if index > 0 and number == 0:
+                    stride = 2
+                else:
+                    stride = 1
                 blocks.append(block(last, stage_channels, stride=stride, variant=variant, bn=bn))
                 last = stage_channels * block.expansion
             stages.append(nn.Sequential(*blocks))

@@ -47,7 +47,10 @@ def build(
         logger=tracking.logger_of(cfg, ckpt_path=ckpt_path) or False,
     )
     check_world(trainer)
-    unit = "images" if hasattr(data, "image_shape") else "sequences"
+    if hasattr(data, "image_shape"):
+        unit = "images"
+    else:
+        unit = "sequences"
     line = batch_line(
         cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches, unit=unit
     )

@@ -149,13 +149,15 @@ class Classifier(pl.LightningModule):
         excluded["weight_decay"] = self.weight_decay if self.decay_excluded else 0.0
         optimizer = self.optimizer(groups)
         steps_per_epoch, total_steps = self._num_steps()
-        asked = (
-            self.warmup_steps
-            if self.warmup_epochs is None
-            else round(self.warmup_epochs * steps_per_epoch)
-        )
+        if self.warmup_epochs is None:
+            asked = self.warmup_steps
+        else:
+            asked = round(self.warmup_epochs * steps_per_epoch)
         if asked and asked >= total_steps and self.trainer.is_global_zero:
-            name = "warmup_steps" if self.warmup_epochs is None else "warmup_epochs"
+            if self.warmup_epochs is None:
+                name = "warmup_steps"
+            else:
+                name = "warmup_epochs"
             log.warning(
                 f"`{name}` (={getattr(self, name)}) is {asked} steps, and the run has {total_steps}: all of it is "
                 f"warm-up, which reaches optim.lr in the last step. Set a smaller {name}, or train longer."
@@ -208,9 +210,10 @@ class Classifier(pl.LightningModule):
         trainer = self.trainer
         num_batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
         limit = trainer.limit_train_batches
-        num_batches = (
-            min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
-        )
+        if isinstance(limit, int):
+            num_batches = min(num_batches, limit)
+        else:
+            num_batches = int(num_batches * limit)
         steps_per_epoch = max(1, math.ceil(num_batches / trainer.accumulate_grad_batches))
         bounds = [steps_per_epoch * (trainer.max_epochs or 0), trainer.max_steps]
         return steps_per_epoch, max(1, min((bound for bound in bounds if bound > 0), default=1))
@@ -218,11 +221,10 @@ class Classifier(pl.LightningModule):
 
 def _check_warmup(epochs: Any, steps: Any) -> None:
     if (epochs is None) == (steps is None):
-        problem = (
-            "both say how long the warm-up is"
-            if steps is not None
-            else "nothing says how long the warm-up is"
-        )
+        if steps is not None:
+            problem = "both say how long the warm-up is"
+        else:
+            problem = "nothing says how long the warm-up is"
         raise ValueError(
             f"`warmup_epochs` (={epochs}) and `warmup_steps` (={steps}) must be one number and one null: {problem}. "
             "Set warmup_epochs=null or warmup_steps=null, and the other to a number, 0 for none."

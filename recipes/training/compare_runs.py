@@ -103,7 +103,10 @@ def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) ->
             f"`names` (={list(names)}) must hold one name of its own for each of {len(folders)} runs, in the order of "
             "`runs`. Leave it out to have the folders' names."
         )
-    labels = names if names is not None else short_names(places)
+    if names is not None:
+        labels = names
+    else:
+        labels = short_names(places)
     return [read_run(place, name=name) for place, name in zip(places, labels, strict=True)]
 
 
@@ -119,7 +122,10 @@ def read_run(folder: Path, *, name: str) -> Run:
         try:
             content = json.loads(path.read_text())
         except (FileNotFoundError, NotADirectoryError):
-            state = "there is no such folder" if not folder.is_dir() else f"it holds no {file}"
+            if not folder.is_dir():
+                state = "there is no such folder"
+            else:
+                state = f"it holds no {file}"
             raise ValueError(
                 f"`runs` (={folder}) must name directories that a finished run wrote: {state}. The callback RunReport "
                 f"writes {' and '.join(FILES)} when training ends; `{command('train')}` prints the directory."
@@ -218,7 +224,10 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
             title = f"{title}: best in {(max if best == 'max' else min)(found, key=lambda run: found[run])}"
         if any(by_step.values()):
             panels.append((partial(_draw, title, "step", "", unit, by_step), 220))
-            by_time = {run.name: run.over_time(name) for run in runs} if is_timed else {}
+            if is_timed:
+                by_time = {run.name: run.over_time(name) for run in runs}
+            else:
+                by_time = {}
             if any(by_time.values()):
                 panels.append(
                     (partial(_draw, title, "training and validation", "s", unit, by_time), 220)
@@ -266,7 +275,10 @@ def marked_metrics(runs: Sequence[Run]) -> list[tuple[str, ...]]:
                 for cell, value in pairs
             ]
         group = name.partition("/")[0]
-        order = RESULTS.index(group) if group in RESULTS else len(RESULTS)
+        if group in RESULTS:
+            order = RESULTS.index(group)
+        else:
+            order = len(RESULTS)
         rows.append((best is None, order, (name, *cells)))
     rows.sort(key=lambda row: row[:2])
     return [cells for *_, cells in rows]

@@ -161,7 +161,9 @@ def num_rows_of(logger: Any) -> int | None:
         return logger.num_rows
     if type(logger).__name__ == "WandbLogger":
         step = getattr(logger.experiment, "step", None)
-        return step if isinstance(step, int) else None
+        if isinstance(step, int):
+            return step
+        return None
     return None
 
 
@@ -183,11 +185,12 @@ def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
     }
     step = values.pop("step", None)
     values.setdefault("epoch", trainer.current_epoch)
-    return (
-        {"step": loop._batches_that_stepped if step is None else int(step), "metrics": values}
-        if values
-        else None
-    )
+    if values:
+        return {
+            "step": loop._batches_that_stepped if step is None else int(step),
+            "metrics": values,
+        }
+    return None
 
 
 def go_on(logger: Any, num_rows: int | None, row: dict[str, Any] | None) -> None:

@@ -105,7 +105,10 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
         "world_size": trainer.world_size,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
     }
-    also = [] if cfg.model.num_classes >= num_classes else [f"model.num_classes={num_classes}"]
+    if cfg.model.num_classes >= num_classes:
+        also = []
+    else:
+        also = [f"model.num_classes={num_classes}"]
     if num_images < batch:
         also.append(f"global_batch_size={largest_global_batch_size(num_images, **parts)}")
     if shape is not None:
@@ -133,5 +136,8 @@ def _fitting(cfg: DictConfig, shape: Sequence[int]) -> str:
     is_for_one_size = "image_size" in cfg.model
     if is_for_one_size and cfg.model.in_channels != channels == 3 and size > SMALL_IMAGE:
         return "model=resnet50"  # made for them; the small networks would be slow, and no better
-    has_size = [f"model.image_size={size}"] if is_for_one_size else []
+    if is_for_one_size:
+        has_size = [f"model.image_size={size}"]
+    else:
+        has_size = []
     return " ".join([f"model.in_channels={channels}", *has_size])

@@ -23,7 +23,10 @@ def fill_in(trainer: pl.Trainer, model: nn.Module, cfg: DictConfig) -> None:
         None,
         "popen",
     )
-    name = torch.cuda.get_device_name(device) if may_ask else ""
+    if may_ask:
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = ""
     peak = peak_flops_per_s(
         name, _operands(cfg.precision), allow_tf32=torch.backends.cuda.matmul.allow_tf32
     )
@@ -42,7 +45,9 @@ def fill_in(trainer: pl.Trainer, model: nn.Module, cfg: DictConfig) -> None:
 def image_shape(cfg: DictConfig) -> tuple[int, int, int] | None:
     """Return channels, height and width of the input, or None if the configuration does not say."""
     size = cfg.data.get("image_size") or cfg.model.get("image_size")
-    return (cfg.model.get("in_channels", 3), size, size) if isinstance(size, int) else None
+    if isinstance(size, int):
+        return (cfg.model.get("in_channels", 3), size, size)
+    return None
 
 
 def _operands(precision: object) -> torch.dtype:
@@ -54,4 +59,6 @@ def _operands(precision: object) -> torch.dtype:
     words = str(precision)
     if words.startswith("16"):
         return torch.float16
-    return torch.bfloat16 if words.startswith("bf16") else torch.float32
+    if words.startswith("bf16"):
+        return torch.bfloat16
+    return torch.float32

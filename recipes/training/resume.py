@@ -50,7 +50,9 @@ def checkpoint(cfg: DictConfig) -> str | None:
     path = _asked_for(cfg.resume, Path(cfg.run_dir))
     if path is not None and (now := saved_configuration(cfg)) is not None:
         refuse_other_configuration(path, now)
-    return None if path is None else str(path)
+    if path is None:
+        return None
+    return str(path)
 
 
 def _asked_for(resume: str | None, run_dir: Path) -> Path | None:
@@ -132,11 +134,9 @@ class Configuration(Callback):
 def saved_configuration(cfg: DictConfig) -> dict[str, Any] | None:
     """Return what `Configuration` would save of this run, or None if it is taken out."""
     node = (cfg.callbacks or {}).get("configuration")
-    return (
-        None
-        if node is None
-        else cast(dict[str, Any], OmegaConf.to_container(node.kept, resolve=True))
-    )
+    if node is None:
+        return None
+    return cast(dict[str, Any], OmegaConf.to_container(node.kept, resolve=True))
 
 
 def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
@@ -154,11 +154,10 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
         (key, *further_keys) = differing
         old = dict(_leaves(before))
         new = dict(_leaves(now))
-        also = (
-            f" So must {', '.join(f'{each} (={old.get(each)})' for each in further_keys)}."
-            if further_keys
-            else ""
-        )
+        if further_keys:
+            also = f" So must {', '.join(f'{each} (={old.get(each)})' for each in further_keys)}."
+        else:
+            also = ""
         raise ValueError(
             f"`{key}` (={new.get(key)}) must be that of the checkpoint (={old.get(key)}): {path} is of another run, "
             f"and its weights, optimizer state and schedule would not be what this configuration leads to.{also} Set "

@@ -134,7 +134,10 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
         )
         num_rows = saved_state(ckpt_path).get("num_rows", {}).get("CSVRows")
         return CSVRows(save_dir=cfg.run_dir, name="", version="csv", num_rows_kept=num_rows or 0)
-    run_id = None if cfg.logger.get("id") else saved_run_id(ckpt_path)
+    if cfg.logger.get("id"):
+        run_id = None
+    else:
+        run_id = saved_run_id(ckpt_path)
     return cast(Logger, instantiate(cfg.logger, **({} if run_id is None else {"id": run_id})))
 
 

@@ -215,7 +215,10 @@ def strategy_of(name: str, precision: str, find_unused: bool) -> Strategy:
     """Lightning's or ours, with nothing but defaults, and the first loss scale of `FIRST_SCALE`."""
     if name == "ddp":
         return DDPStrategy(find_unused_parameters=find_unused)
-    scale = DynamicLossScale(FIRST_SCALE) if precision == "16-true" else None
+    if precision == "16-true":
+        scale = DynamicLossScale(FIRST_SCALE)
+    else:
+        scale = None
     return HybridAllReduceStrategy(loss_scale=scale, find_unused_parameters=find_unused)
 
 

@@ -48,25 +48,25 @@ def judge(
             result.error for result in ours
         )
         said = errors_of(ours) or ["nothing: it trains"]
-        return (
-            ("refused in words", [])
-            if is_said
-            else ("fails", [f"must be refused with {refused!r}, not {said}"])
-        )
+        if is_said:
+            return ("refused in words", [])
+        return ("fails", [f"must be refused with {refused!r}, not {said}"])
     bits = bits_that_differ(reference, ours)
-    faults = (
-        bits
-        if precision == "32-true" or not bits
-        else what_is_not_close(kind, precision, reference, ours)
-    )
+    if precision == "32-true" or not bits:
+        faults = bits
+    else:
+        faults = what_is_not_close(kind, precision, reference, ours)
     if different is not None:
-        others = (
-            [fault for fault in faults if different not in fault]
-            if faults
-            else [f"nothing has {different!r}"]
-        )
-        return ("fails", others) if others else ("deliberately different", [])
-    return ("fails", faults) if faults else ("close" if bits else "bit-equal", [])
+        if faults:
+            others = [fault for fault in faults if different not in fault]
+        else:
+            others = [f"nothing has {different!r}"]
+        if others:
+            return ("fails", others)
+        return ("deliberately different", [])
+    if faults:
+        return ("fails", faults)
+    return ("close" if bits else "bit-equal", [])
 
 
 def fault_of_reference(kind: Any, reference: list[Result]) -> str:
@@ -81,7 +81,9 @@ def fault_of_reference(kind: Any, reference: list[Result]) -> str:
                 f"ddp learns nothing on rank {rank}: the loss goes from {first:.4g} to {last:.4g}"
             )
     is_one = len(reference) > 1 and reference[0].losses == reference[1].losses
-    return "ranks must see different data" if is_one else ""
+    if is_one:
+        return "ranks must see different data"
+    return ""
 
 
 def bits_that_differ(reference: list[Result], ours: list[Result]) -> list[str]:
@@ -189,7 +191,9 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    if values:
+        return sum(values) / len(values)
+    return math.nan
 
 
 def shown(losses: list[float]) -> str:
@@ -204,8 +208,14 @@ def plain(value: Any, *, folder: Path, is_exact: bool) -> Any:
     """
     again = functools.partial(plain, folder=folder, is_exact=is_exact)
     if isinstance(value, Tensor):
-        width = str(value.dtype) if is_exact or not value.is_floating_point() else "floating"
-        content = value.tolist() if is_exact or not value.is_floating_point() else None
+        if is_exact or not value.is_floating_point():
+            width = str(value.dtype)
+        else:
+            width = "floating"
+        if is_exact or not value.is_floating_point():
+            content = value.tolist()
+        else:
+            content = None
         return "tensor", width, str(value.device), tuple(value.shape), value.requires_grad, content
     if value is None or type(value) in (bool, int):
         return value
@@ -216,17 +226,20 @@ def plain(value: Any, *, folder: Path, is_exact: bool) -> Any:
     if isinstance(value, str | Path):
         text = re.sub(r"<[\w.]*?(\w+) object at 0x\w+>", r"<\1>", str(value))
         text = OWN_NAMES.sub("<own>", text.replace(str(folder), "<folder>"))
-        return text if is_exact else re.sub(r"torch\.(float|b?float16|float32)\b", "floating", text)
+        if is_exact:
+            return text
+        return re.sub(r"torch\.(float|b?float16|float32)\b", "floating", text)
     if isinstance(value, torch.dtype):
-        return str(value) if is_exact or not value.is_floating_point else "floating"
+        if is_exact or not value.is_floating_point:
+            return str(value)
+        return "floating"
     if isinstance(value, Mapping):
         return type(value).__name__, [(again(key), again(each)) for key, each in value.items()]
     if isinstance(value, list | tuple | set | frozenset):
-        each = (
-            sorted(map(again, value), key=repr)
-            if isinstance(value, set | frozenset)
-            else map(again, value)
-        )
+        if isinstance(value, set | frozenset):
+            each = sorted(map(again, value), key=repr)
+        else:
+            each = map(again, value)
         return type(value).__name__, list(each)
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return again(value.__qualname__)
@@ -243,14 +256,20 @@ def differences(one: Any, other: Any, place: str = "") -> list[str]:
             for number, (a, b) in enumerate(zip(one, other, strict=True))
         ]
     else:
-        return [] if one == other else [f"{place}: ddp {_shortened(one)}, ours {_shortened(other)}"]
+        if one == other:
+            return []
+        return [f"{place}: ddp {_shortened(one)}, ours {_shortened(other)}"]
     return [found for name, a, b in parts for found in differences(a, b, f"{place}.{name}")]
 
 
 def _name_of(item: Any, number: int) -> Any:
-    return item[0] if isinstance(item, tuple) and item and isinstance(item[0], str) else number
+    if isinstance(item, tuple) and item and isinstance(item[0], str):
+        return item[0]
+    return number
 
 
 def _shortened(value: Any) -> str:
     text = repr(value)
-    return text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"
+    if len(text) < 400:
+        return text
+    return f"{text[:200]} ... {text[-200:]}"

@@ -21,11 +21,10 @@ def rows():
     for world, (place, (name, kind)) in itertools.product((1, 2), enumerate(case.rows().items())):
         for precision in PRECISIONS if world in kind.worlds else ():
             is_first = precision == "16-true" and world == min(kind.worlds) and place % 2 == 0
-            marks = (
-                []
-                if is_first or (name in QUICK and world == 2)
-                else [pytest.mark.long, pytest.mark.battery]
-            )
+            if is_first or (name in QUICK and world == 2):
+                marks = []
+            else:
+                marks = [pytest.mark.long, pytest.mark.battery]
             yield pytest.param(
                 name, world, precision, id=f"{name}-{world}-{precision}", marks=marks
             )

@@ -45,7 +45,9 @@ def fit(
         (one.error, [w for w in one.warnings if OWN.search(w)])
         for one in ([found] if ranks is None else found)
     ]
-    return found[0] if ranks is None else found
+    if ranks is None:
+        return found[0]
+    return found
 
 
 OWN = re.compile("was inf|zero, at|do not learn|at its floor")

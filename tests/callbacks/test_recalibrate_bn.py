@@ -193,15 +193,17 @@ def test_layers_in_evaluation_mode_while_the_module_trains_keep_their_statistics
 
 
 def with_and_without(num_workers, precision, has_generator=True):
-    more = (
-        {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-        if num_workers
-        else {}
-    )
+    if num_workers:
+        more = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    else:
+        more = {}
     ends = []
     for callbacks in ([RecalibrateBatchNorm(32)], []):
         module = FineTuned(False)
-        own = torch.Generator().manual_seed(7) if has_generator else None
+        if has_generator:
+            own = torch.Generator().manual_seed(7)
+        else:
+            own = None
         loader = DataLoader(toy.Blobs(64), 8, shuffle=True, generator=own, **more)
         torch.manual_seed(1)
         settings = {

@@ -39,7 +39,9 @@ def with_scontrol(folder: Path, then: str = "") -> Path:
 
 
 def requests(folder: Path) -> list[str]:
-    return (folder / "requests").read_text().splitlines() if (folder / "requests").exists() else []
+    if (folder / "requests").exists():
+        return (folder / "requests").read_text().splitlines()
+    return []
 
 
 def signals(trainer, module, batch, batch_idx, dataloader_idx=0):

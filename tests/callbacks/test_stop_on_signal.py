@@ -110,7 +110,10 @@ def test_a_step_that_fails_leaves_no_checkpoint(one_rank, tmp_path, error, signa
 
 
 def folder_of(given, own):
-    saves = ModelCheckpoint(own) if own else None
+    if own:
+        saves = ModelCheckpoint(own)
+    else:
+        saves = None
     trainer = toy.trainer(
         callbacks=[saves] if saves else [], default_root_dir="root", enable_checkpointing=bool(own)
     )

@@ -158,7 +158,10 @@ def waits_logged(accumulate):
         def process_dataloader(self, dataloader):  # a prefetcher is a batch ahead
             return dataloader
 
-    counts = Waits if accumulate else DataLoader
+    if accumulate:
+        counts = Waits
+    else:
+        counts = DataLoader
     settings = {"accumulate_grad_batches": max(1, accumulate), "use_distributed_sampler": False}
     train = counts(toy.Blobs(32), batch_size=8)
     skip_steps = 4 // max(1, accumulate)

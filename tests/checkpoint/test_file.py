@@ -130,11 +130,10 @@ class Witness:
         def noting(*args, **kwargs):
             if len(self.calls) == self.kill_before:
                 raise Killed
-            where = (
-                "folder"
-                if name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}")
-                else "file"
-            )
+            if name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}"):
+                where = "folder"
+            else:
+                where = "file"
             self.calls.append(f"{name} {where}" if name == "fsync" else name)
             return function(*args, **kwargs)
 

@@ -271,7 +271,9 @@ def of_every_kind(device):
 
 
 def dense(tensor):
-    return tensor.to_dense() if tensor.is_sparse else tensor
+    if tensor.is_sparse:
+        return tensor.to_dense()
+    return tensor
 
 
 class NothingIsNoted(TorchFunctionMode):
@@ -314,7 +316,10 @@ def test_curves_that_grow_and_metrics_that_come_take_no_memory_anew(device):
     weights = torch.ones(3000, device=device)
     copies = []
     for step in range(1, 101):
-        late = {"late": torch.ones(8, device=device)} if step > 50 else {}
+        if step > 50:
+            late = {"late": torch.ones(8, device=device)}
+        else:
+            late = {}
         curve = torch.full((step, 2), float(step), dtype=torch.float64, device=device)
         copies.append(host.take({**late, "curve": curve, "weights": weights}))
         host.wait()

@@ -240,7 +240,10 @@ def state_after(network):
     buffers = dict(network.named_buffers())
     for hidden in getattr(network, "hidden", []):
         buffers |= {f"hidden.{name}": buffer for name, buffer in hidden.named_buffers()}
-    own = [network.generator.get_state()] if hasattr(network, "generator") else []
+    if hasattr(network, "generator"):
+        own = [network.generator.get_state()]
+    else:
+        own = []
     return grads, buffers, drawn(), own
 
 

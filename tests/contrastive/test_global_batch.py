@@ -84,7 +84,10 @@ class PairTowers(TextTowers):
 
 @pytest.mark.parametrize("collate", [None, as_arrays, as_pairs], ids=["default", "arrays", "pairs"])
 def test_losses_over_texts_do_not_depend_on_the_chunk(collate):
-    towers = PairTowers if collate is as_pairs else TextTowers
+    if collate is as_pairs:
+        towers = PairTowers
+    else:
+        towers = TextTowers
     scene = {"train": DataLoader(Texts(), 10, collate_fn=collate), "max_epochs": 1}
     whole = fit(None, partial(towers, chunk=10), **scene)
     assert len(whole.losses) == 2

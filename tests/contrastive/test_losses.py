@@ -29,14 +29,20 @@ BLOCK = 4
 def clip(loss, a, b):
     a = F.normalize(a, dim=1)
     b = F.normalize(b, dim=1)
-    scale = loss.logit_scale.exp() if loss.temperature is None else 1 / loss.temperature
+    if loss.temperature is None:
+        scale = loss.logit_scale.exp()
+    else:
+        scale = 1 / loss.temperature
     target = torch.arange(len(a))
     return (F.cross_entropy(scale * a @ b.T, target) + F.cross_entropy(scale * b @ a.T, target)) / 2
 
 
 def simclr(loss, a, b):
     z = F.normalize(torch.cat([a, b]), dim=1)
-    scale = loss.logit_scale.exp() if loss.temperature is None else 1 / loss.temperature
+    if loss.temperature is None:
+        scale = loss.logit_scale.exp()
+    else:
+        scale = 1 / loss.temperature
     logits = (scale * z @ z.T).masked_fill(torch.eye(len(z), dtype=torch.bool), -torch.inf)
     return F.cross_entropy(logits, torch.arange(len(z)).roll(len(a)))
 

@@ -82,7 +82,10 @@ class SavesSteps(pl.Callback):
 
 
 def shuffled(batch_size: int, workers: int) -> DataLoader:
-    context = "fork" if workers else None
+    if workers:
+        context = "fork"
+    else:
+        context = None
     return DataLoader(
         range(NUM_IMAGES),
         batch_size,
@@ -158,7 +161,9 @@ def outcomes(
 
 
 def steps_done(stop: str) -> int:
-    return 5 if stop == "epoch" else int(stop[0])
+    if stop == "epoch":
+        return 5
+    return int(stop[0])
 
 
 def wrong_stops(
@@ -196,7 +201,10 @@ def test_every_step_after_a_resume_reads_what_it_reads_undisturbed(
 @pytest.mark.parametrize("resumed", LAYOUTS, ids=str)
 @pytest.mark.parametrize("saved", LAYOUTS, ids=str)
 def test_all_36_conversions_from_every_stop(rank_pool, tmp_path, saved, resumed, workers):
-    stops = (*STOPS, STOP_WITHIN_STEP) if saved.accumulate > 1 else STOPS
+    if saved.accumulate > 1:
+        stops = (*STOPS, STOP_WITHIN_STEP)
+    else:
+        stops = STOPS
     assert wrong_stops(rank_pool, saved, resumed, tmp_path, stops, workers) == {}
 
 

@@ -278,7 +278,9 @@ def own_stream(folder: str, stop: int | None, batch_size: int = 4) -> list[str]:
 
 
 def _path(folder: str, stop: int | None) -> str | None:
-    return None if stop is None else f"{folder}/{stop}.ckpt"
+    if stop is None:
+        return None
+    return f"{folder}/{stop}.ckpt"
 
 
 def test_the_stream_of_a_sampler_of_other_ranks_is_not_taken(rank_pool, tmp_path):
@@ -297,7 +299,10 @@ def fails(trainer: pl.Trainer, *args: Any) -> None:
 def ended(folder: str, path: str | None = None) -> Any:
     saves = ModelCheckpoint(folder, "last", every_n_train_steps=4, save_on_exception=True)
     try:
-        callbacks = [saves, at(on_train_batch_start=fails)] if path is None else []
+        if path is None:
+            callbacks = [saves, at(on_train_batch_start=fails)]
+        else:
+            callbacks = []
         module = fit(
             KINDS["shuffle"], HYBRID, 0, callbacks, path, enable_checkpointing=path is None
         )

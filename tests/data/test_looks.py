@@ -95,10 +95,16 @@ def read(
     looking = at(**dict.fromkeys(HOOKS, look))
     if workers:
         looking = at(on_train_start=look_now_and_then, on_train_batch_end=look_now_and_then)
-    callbacks = [looking] if looks else []
+    if looks:
+        callbacks = [looking]
+    else:
+        callbacks = []
     if not resumes:
         callbacks.append(Saves(folder, [STOP]))
-    path = f"{folder}/{STOP}.ckpt" if resumes else None
+    if resumes:
+        path = f"{folder}/{STOP}.ckpt"
+    else:
+        path = None
     module = user_loaders.fit(kind, "hybrid_allreduce", workers, callbacks, path)
     return list(module.read.values())
 
@@ -137,7 +143,10 @@ class Module(pl.LightningModule):
         self.images: list[list[int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        images = batch if isinstance(batch, torch.Tensor) else batch[0]
+        if isinstance(batch, torch.Tensor):
+            images = batch
+        else:
+            images = batch[0]
         self.images.append(images.tolist())
         return self.net(images.float().reshape(-1, 1) / 32).square().mean()
 

@@ -79,7 +79,10 @@ def test_any_ranks_continue_what_any_other_ranks_began(world, epoch, seed, data)
     for own in second:
         own.load_state_dict(states[0])
         own.set_epoch(epoch)  # as Lightning does after a resume
-    after = steps_of(second, num_steps - stop, other_accumulate) if stop < num_steps else []
+    if stop < num_steps:
+        after = steps_of(second, num_steps - stop, other_accumulate)
+    else:
+        after = []
 
     expected = np.random.default_rng([seed, epoch, 0]).permutation(num_images)
     expected = expected[: num_steps * global_batch_size].reshape(num_steps, -1).tolist()

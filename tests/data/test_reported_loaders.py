@@ -45,7 +45,10 @@ def fit(
     """Fit, and return the warnings."""
     pl.seed_everything(0, verbose=False)
     ckpt_path = options.pop("ckpt_path", None)
-    saves = [] if folder is None else [Saves(str(folder), [3, 11])]
+    if folder is None:
+        saves = []
+    else:
+        saves = [Saves(str(folder), [3, 11])]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = toy.trainer(callbacks=[*callbacks, *saves], **{"max_epochs": 2, **options})
@@ -337,7 +340,10 @@ class CountsEpochs(DataLoader):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collate_fn_of_the_loader_reads_the_counts_of_the_loader_that_is_iterated(workers):
     module = Net()
-    context = "fork" if workers else None
+    if workers:
+        context = "fork"
+    else:
+        context = None
     loader = CountsEpochs(
         range(8), batch_size=4, num_workers=workers, multiprocessing_context=context
     )

@@ -128,7 +128,10 @@ def saving(folder: str, end: End) -> ModelCheckpoint:
     if end.saves == "epochs":
         more["save_on_train_epoch_end"] = True
     more["save_on_exception"] = end.how == "error" and end.saves_at_end
-    kind = StepCheckpoint if end.saves == "steps" else ModelCheckpoint
+    if end.saves == "steps":
+        kind = StepCheckpoint
+    else:
+        kind = ModelCheckpoint
     return kind(folder, "{epoch}-{step}", save_top_k=-1, **more)
 
 
@@ -195,10 +198,16 @@ def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
     whole = run(case, strategy, folder, None, None)
     path = None
     for number, end in enumerate((*case.ends, None)):
-        step = 0 if path is None else torch.load(path, weights_only=True)["global_step"]
+        if path is None:
+            step = 0
+        else:
+            step = torch.load(path, weights_only=True)["global_step"]
         found = run(case, strategy, f"{folder}/{number}", end, path)
         left = [one for one in whole["read"] if one[2] >= step]
-        ended = "" if path is None else f"resumed at step {step} from {Path(path).name}: "
+        if path is None:
+            ended = ""
+        else:
+            ended = f"resumed at step {step} from {Path(path).name}: "
         if found["read"] != (left if end is None else left[: len(found["read"])]):
             return f"{ended}read {found['read']} of {left}"
         path = newest(f"{folder}/{number}") or path
@@ -207,7 +216,9 @@ def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
     for name in ("steps", "lr", *counters):
         if found[name] != whole[name]:
             return f"{ended}{name} {found[name]} of {whole[name]}"
-    return "" if toy.same_bits(found["weights"], whole["weights"]) else f"{ended}other weights"
+    if toy.same_bits(found["weights"], whole["weights"]):
+        return ""
+    return f"{ended}other weights"
 
 
 IN_LAST_EPOCH = End("max_steps", 9, saves="epochs")

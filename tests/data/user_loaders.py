@@ -356,7 +356,10 @@ def outcomes(
     found = []
     for stop in stops:
         if stop < len(whole):
-            first = per_epoch if stop == 0 else stop - (stop % per_epoch) % kind.accumulate
+            if stop == 0:
+                first = per_epoch
+            else:
+                first = stop - (stop % per_epoch) % kind.accumulate
             left = [one for number, one in sorted(whole.items()) if number >= first]
             case = {
                 "kind": name,

@@ -101,7 +101,10 @@ def faults_of(scene: Scene, outcome: Outcome) -> list[str]:
             continue
         if outcome.ends.get((host, 0)) != "ended":
             faults.append(f"host {host} ended with {outcome.ends.get((host, 0))}")
-        first = steps[0] if steps else scene.num_steps
+        if steps:
+            first = steps[0]
+        else:
+            first = scene.num_steps
         if first < starts.get(host, 0) or steps[-1:] != [scene.num_steps - 1]:
             faults.append(f"host {host} made steps {steps}")
     cut = {event.host for event in scene.events if isinstance(event, Cut)}

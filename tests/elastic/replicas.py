@@ -194,7 +194,9 @@ def plain_run(num_steps: int, precision: str = "32-true") -> list[dict[str, Tens
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    return torch.float16 if precision == "16-true" else torch.float32
+    if precision == "16-true":
+        return torch.float16
+    return torch.float32
 
 
 def all_shards() -> Iterator[list[Tensor]]:

@@ -438,7 +438,10 @@ def test_a_loss_scale_that_has_made_no_step_goes_on_alike_on_the_host_that_takes
     taken.load_state_dict(first.state_dict())
     for found_inf, largest in ((True, float("inf")), (False, 3.0), (False, 2.0)):
         for scale in (first, taken):
-            value = torch.tensor(largest) if scale.wants_largest else None
+            if scale.wants_largest:
+                value = torch.tensor(largest)
+            else:
+                value = None
             scale.update(torch.tensor(found_inf), value)
         assert first.value == taken.value
     # 3 needs an exponent of 2, and there are 12 below the largest of fp16

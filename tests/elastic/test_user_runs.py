@@ -292,7 +292,10 @@ def test_a_run_with_losses_joins_and_a_full_stop_has_the_weights_of_an_undisturb
     for _ in range(3):
         time.sleep(draw.uniform(0.2, 1.5))
         lost = draw.choice("ab")
-        left = "b" if lost == "a" else "a"
+        if lost == "a":
+            left = "b"
+        else:
+            left = "a"
         run.kill(lost)
         last = max(row["step"] for row in run.events("step"))
         run.wait("the other goes on", run.has_made(last + draw.randrange(2, 9), left))

@@ -208,7 +208,10 @@ def _train(
         pl.seed_everything(scene.seed)
     elastic = {"max_hosts": scene.max_hosts, "meet": options["meet"], **scene.elastic}
     strategy = HybridElasticStrategy(**{"timeout": 60, **elastic, **scene.strategy})
-    callbacks = [] if scene.callbacks is None else scene.callbacks(folder)
+    if scene.callbacks is None:
+        callbacks = []
+    else:
+        callbacks = scene.callbacks(folder)
     settings = {
         "enable_checkpointing": False,
         "logger": False if scene.loggers is None else scene.loggers(folder),
@@ -228,7 +231,10 @@ def _train(
         **settings,
     )
     module = scene.module()
-    val = DataLoader(Numbered(12), 4) if scene.with_validation else None
+    if scene.with_validation:
+        val = DataLoader(Numbered(12), 4)
+    else:
+        val = None
     for number in range(scene.fits):
         if number:
             trainer.fit_loop.max_epochs *= 2

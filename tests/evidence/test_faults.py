@@ -53,7 +53,10 @@ JUDGED = [
 @pytest.mark.parametrize(("case", "ranks", "seen", "problem"), JUDGED)
 def test_a_promise_is_judged_by_what_the_ranks_wrote(case, ranks, seen, problem):
     ended = RunOutcome(**{"injected_s": 100.0, "ranks": ranks, **seen})
-    no_answer = (case.rank,) if case.no_answer else ()
+    if case.no_answer:
+        no_answer = (case.rank,)
+    else:
+        no_answer = ()
     outcome = fault_outcome(case, ended, host="b", no_answer=no_answer, weights=7)
     assert outcome.is_held == (problem is None)
     assert problem is None or problem in outcome.detected_by

@@ -45,7 +45,10 @@ class Net(nn.Sequential):
 
 
 def fabric_of(precision="16-true", strategy="hybrid_allreduce"):
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if dist.is_initialized():
+        world_size = dist.get_world_size()
+    else:
+        world_size = 1
     fabric = Fabric(strategy=strategy, precision=precision, accelerator="cpu", devices=world_size)
     fabric.launch()
     MADE.append(fabric)
@@ -236,7 +239,10 @@ def overflow_on_one_rank():
     before = toy.weights(net)
     history = []
     for number in range(2):
-        factor = float("inf") if number == 0 and fabric.global_rank == 1 else 1.0
+        if number == 0 and fabric.global_rank == 1:
+            factor = float("inf")
+        else:
+            factor = 1.0
         fabric.backward(model(torch.ones(2, 12)).square().mean() * factor)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()

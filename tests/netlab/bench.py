@@ -37,7 +37,10 @@ def main() -> None:
     asked = parser.parse_args()
     if reason := why_not():
         sys.exit(f"error: {reason}")
-    order = "interleaved" if asked.interleave else "host by host"
+    if asked.interleave:
+        order = "interleaved"
+    else:
+        order = "host by host"
     about = f"emulated: {asked.hosts} hosts x {asked.ranks} ranks {order}, {asked.mbit} Mbit/s, {asked.delay_us:g} us"
     rates = [float(rate) for rate in asked.mbit.split(",")]
     known = [f"about='{about}'"]

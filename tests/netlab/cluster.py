@@ -108,7 +108,9 @@ class Cluster:
         >>> Cluster(num_hosts=2, ranks_per_host=2, mbit_per_s=100, interleave=True).host_of(1)
         1
         """
-        return rank % self.num_hosts if self.interleave else rank // self.ranks_per_host
+        if self.interleave:
+            return rank % self.num_hosts
+        return rank // self.ranks_per_host
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -231,11 +233,10 @@ class Cluster:
 
         Without arguments: the link as it was built.
         """
-        rate = (
-            self.mbit_per_s[min(host, len(self.mbit_per_s) - 1)]
-            if mbit_per_s is None
-            else mbit_per_s
-        )
+        if mbit_per_s is None:
+            rate = self.mbit_per_s[min(host, len(self.mbit_per_s) - 1)]
+        else:
+            rate = mbit_per_s
         self._ask(f"link {host} {rate:g} {loss:g}\n")
 
     def _ask(self, line: str) -> str:
@@ -248,7 +249,10 @@ class Cluster:
     def environment(self, rank: int) -> dict[str, str]:
         """Return torchrun's variables of this rank, and the interface of Gloo."""
         host = self.host_of(rank)
-        local_rank = rank // self.num_hosts if self.interleave else rank % self.ranks_per_host
+        if self.interleave:
+            local_rank = rank // self.num_hosts
+        else:
+            local_rank = rank % self.ranks_per_host
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),

@@ -14,4 +14,7 @@ def cluster_or_skip():
 
 
 # Programs over those of tests/evidence, which need Hydra.
-collect_ignore = [] if not without_hydra else ["faults.py", "test_bench.py"]
+if not without_hydra:
+    collect_ignore = []
+else:
+    collect_ignore = ["faults.py", "test_bench.py"]

@@ -45,9 +45,15 @@ def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
     with Cluster(
         num_hosts=len(names) + (kind == "neither"), ranks_per_host=options["ranks"], mbit_per_s=1000
     ) as net:
-        first = len(names) if kind == "neither" else 0
+        if kind == "neither":
+            first = len(names)
+        else:
+            first = 0
         meet = ",".join(f"{net.address(host)}:29400" for host in [first, *range(len(names))])
-        meet = meet if kind == "neither" else meet.partition(",")[2]
+        if kind == "neither":
+            meet = meet
+        else:
+            meet = meet.partition(",")[2]
         part = {"end": 10**6, "meet": meet}
         part["namespaces"] = {name: net.namespace(host) for host, name in enumerate(names)}
         run = LinkedHosts(options | {"hosts": len(names)}, folder, part)
@@ -60,7 +66,10 @@ def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
         time.sleep(random.Random(str(folder)).random())
         net.spoil_link(len(names) - 1, loss=1.0)
         began_s = time.monotonic()
-        go_on = "" if kind == "neither" else names[:-1]
+        if kind == "neither":
+            go_on = ""
+        else:
+            go_on = names[:-1]
         row: dict[str, Any] = {"kind": kind}
 
         def is_over() -> bool:

@@ -148,7 +148,10 @@ def _train(
                         time.sleep(0.01)
                     note(event="go", step=trainer.global_step, processor_s=time.process_time())
                 return
-            of_ema = averages._average_model.module.state_dict() if averages else {}
+            if averages:
+                of_ema = averages._average_model.module.state_dict()
+            else:
+                of_ema = {}
             tensors = {
                 **module.state_dict(),
                 **{f"average of {name}": one for name, one in of_ema.items()},
@@ -218,13 +221,15 @@ def _train(
         )  # type: ignore[assignment, method-assign]
     # With `shard_update` a rank averages its own part of the weights.
     has_averages = "window" not in part and "shard_update" not in options["with"]
-    averages = MasterWeightAveraging(0.9) if has_averages else None
+    if has_averages:
+        averages = MasterWeightAveraging(0.9)
+    else:
+        averages = None
     averages_and_note = [*([averages] if averages else []), Note()]
-    wandb = (
-        [WandbLogger(id="recovery", offline=True, save_dir=folder)]
-        if "wandb" in options["with"]
-        else []
-    )
+    if "wandb" in options["with"]:
+        wandb = [WandbLogger(id="recovery", offline=True, save_dir=folder)]
+    else:
+        wandb = []
     data = DigitsDataModule(global_batch_size=8 * options["ranks"] * num_hosts, seed=0)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -378,7 +383,10 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
     run.wait("all hosts", lambda: all(run.steps(name, hosts=num_all)[0] for name in names))
     for number in range(options["losses"]):
         kind = options["kinds"][number % len(options["kinds"])]
-        may_be_lost = names[1:] if kind in ("split", "stop") else names
+        if kind in ("split", "stop"):
+            may_be_lost = names[1:]
+        else:
+            may_be_lost = names
         lost = draw.sample(may_be_lost, options["lost"])
         left = [name for name in names if name not in lost]
         time.sleep(draw.random() * STEPS_BETWEEN * PAUSE_S)
@@ -399,7 +407,10 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
             run.wait(kind, lambda: any(row["event"] == kind for row in run.rows[seen:]))
         if kind == "joining":
             _lose_a_joiner(run, lost, left)
-        number_of = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
+        if kind == "stop":
+            number_of = signal.SIGSTOP
+        else:
+            number_of = signal.SIGKILL
         began_s = min(run.signal(name, number_of) for name in lost)
         num_left = len(left)
         run.wait(
@@ -653,11 +664,10 @@ def main() -> None:
         print(json.dumps(healthy(options, given.out, num_pairs=given.healthy)))
         return
     run, losses = disturbed(options, given.out / "run")
-    wanted = (
-        None
-        if given.no_reference
-        else reference(options, given.out / "reference", parts_of(run.rows))
-    )
+    if given.no_reference:
+        wanted = None
+    else:
+        wanted = reference(options, given.out / "reference", parts_of(run.rows))
     found = report(run, losses, wanted)
     (given.out / "recovery.json").write_text(
         json.dumps({"options": options, "found": found, "losses": losses}, indent=1)

@@ -87,7 +87,10 @@ def sums_and_bytes(algorithms, dtypes, codecs):
         engine = engine_of(CommPlan(**options), dtype_across_nodes=codec)
         for dtype in dtypes if codec is None else (torch.float32,):
             flat = torch.ones(NUM_BYTES // dtype.itemsize, dtype=dtype)
-            more = {"adasum_numels": (1000, flat.numel() - 1000)} if is_adasum else {}
+            if is_adasum:
+                more = {"adasum_numels": (1000, flat.numel() - 1000)}
+            else:
+                more = {}
             across, inside = counted(
                 lambda: engine.submit(flat, bucket_index=0, is_last=True, **more).wait()
             )
@@ -167,6 +170,9 @@ def test_the_kernels_counters_and_the_emulators_agree(measured):
     """Two independent counts: each host's own, and the switch's, which also saw the world being set up."""
     (num_hosts, ranks_per_host, interleave), found, traffic = measured
     for host in range(num_hosts):
-        rank = host if interleave else host * ranks_per_host
+        if interleave:
+            rank = host
+        else:
+            rank = host * ranks_per_host
         own = sum(across for _, across, _ in found[rank].values())
         assert own <= traffic.sent_bytes[host] <= own + 2**20

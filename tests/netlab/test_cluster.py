@@ -70,6 +70,9 @@ def test_ranks_of_a_host_share_a_network_and_know_their_place(cluster_or_skip, i
     ranks, local_ranks, networks = zip(*outputs, strict=True)
     assert ranks == ("0", "1", "2", "3")
     assert local_ranks == (("0", "0", "1", "1") if interleave else ("0", "1", "0", "1"))
-    partner = 2 if interleave else 1
+    if interleave:
+        partner = 2
+    else:
+        partner = 1
     assert networks[0] == networks[partner]
     assert len(set(networks)) == 2

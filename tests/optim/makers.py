@@ -46,15 +46,15 @@ class Parts:
     add_up_: object = dist.all_reduce
 
     def span(self, numel):
-        return (
-            slice(*spans(numel, self.num_ranks)[self.rank])
-            if is_split(numel, self.num_ranks)
-            else None
-        )
+        if is_split(numel, self.num_ranks):
+            return slice(*spans(numel, self.num_ranks)[self.rank])
+        return None
 
     def cut(self, tensor):
         span = self.span(tensor.numel())
-        return tensor if span is None else tensor.flatten()[span].clone()
+        if span is None:
+            return tensor
+        return tensor.flatten()[span].clone()
 
     def lend(self, optimizer, params, wholes):
         places = [
@@ -97,11 +97,15 @@ def mesh_of(*shape, names=None):
 def place_of(kind):
     if kind == "shards":
         return Shards(mesh_of(dist.get_world_size()))
-    return Parts(dist.get_rank(), dist.get_world_size()) if kind == "parts" else Whole()
+    if kind == "parts":
+        return Parts(dist.get_rank(), dist.get_world_size())
+    return Whole()
 
 
 def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def groups_of(params):
@@ -182,9 +186,9 @@ class Beside:
         self.optimizer.step()
         if spoilt is None:
             self.reference.step()
-        return (
-            None if self.optimizer.last_found_inf is None else self.optimizer.last_found_inf.item()
-        )
+        if self.optimizer.last_found_inf is None:
+            return None
+        return self.optimizer.last_found_inf.item()
 
     def steps(self, num, first=1):
         """Each rate is half of the one before."""

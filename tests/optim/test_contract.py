@@ -138,11 +138,10 @@ def test_what_was_saved_goes_on_bit_for_bit(rule, flags):
             resumed = rule(two_groups(copies_of(params)), **flags)
             resumed.load_state_dict(torch.load(file, weights_only=True))
         else:
-            resumed = (
-                copy.deepcopy(optimizer)
-                if medium == "deepcopy"
-                else pickle.loads(pickle.dumps(optimizer))
-            )
+            if medium == "deepcopy":
+                resumed = copy.deepcopy(optimizer)
+            else:
+                resumed = pickle.loads(pickle.dumps(optimizer))
         own = [param for group in resumed.param_groups for param in group["params"]]
         assert resumed.param_groups[1]["lr"] == 0.25
         assert_same_end(second, (resumed, own))

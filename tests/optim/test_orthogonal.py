@@ -33,7 +33,9 @@ def iterate(matrix):
     for _ in range(5):
         gram = x @ x.T
         x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
-    return x.T if tall else x
+    if tall:
+        return x.T
+    return x
 
 
 def reference(start, gradients, lrs, *, momentum, weight_decay, nesterov, coefficient):
@@ -43,9 +45,15 @@ def reference(start, gradients, lrs, *, momentum, weight_decay, nesterov, coeffi
     for g, lr in zip(gradients, lrs, strict=True):
         d = g + weight_decay * w
         v = momentum * v + d
-        u = momentum * v + d if nesterov else v
+        if nesterov:
+            u = momentum * v + d
+        else:
+            u = v
         is_matrix = w.dim() > 1 and w.shape[0] > 1 and w[0].numel() > 1
-        o = iterate(u.flatten(1)).reshape(u.shape) if is_matrix else u
+        if is_matrix:
+            o = iterate(u.flatten(1)).reshape(u.shape)
+        else:
+            o = u
         if coefficient is None:
             w = w - lr * (max(1, w.shape[0] / w[0].numel()) ** 0.5 if is_matrix else 1) * o
         elif w.norm() == 0 or u.norm() == 0:
@@ -80,7 +88,10 @@ def test_twenty_steps_are_the_rule_in_float64(path, nesterov, excluded):
         for own, layer in zip(history, layers, strict=True):
             own.append(layer.grad.clone())
         optimizer.step()
-    size = None if excluded else 0.05
+    if excluded:
+        size = None
+    else:
+        size = 0.05
     ends = [
         reference(start, own, lrs, coefficient=size, **rule)
         for start, own in zip(starts, history, strict=True)

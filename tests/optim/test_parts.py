@@ -78,7 +78,10 @@ def test_the_norm_of_a_lists_parts_is_that_of_the_whole_but_for_the_order_of_sum
     """To 1e-13, where one sum of a tensor or of a small last block in another dtype would be 1e-9 off."""
     for numel in (2 * BLOCK + 1, 2 * BLOCK + 40_000, (1 << 19) + 300):
         whole = normals(numel, seed=1).to(dtype)
-        blocks = in_blocks([whole]) if is_in_blocks else [[[whole]]]
+        if is_in_blocks:
+            blocks = in_blocks([whole])
+        else:
+            blocks = [[[whole]]]
         expected = combined_norms([tensor_norms(block) for (block,) in blocks])
 
         def norm(rank, add_up_, whole=whole):

@@ -34,7 +34,10 @@ def distance_from(family, *, maximize=False, **path):
     """The largest ``|w - w_family| / |w_family|`` over layers, after a warm-up and a poly-2 decay."""
     rule, named = FAMILIES[family]
     # a ceiling, near enough to the ratio that both sides of it occur
-    peak = 0.02 if "trust_clip" in named else 6.0
+    if "trust_clip" in named:
+        peak = 0.02
+    else:
+        peak = 6.0
     layers = [nn.Parameter(normals(*shape, seed=i)) for i, shape in enumerate(SHAPES)]
     starts = [layer.detach().clone() for layer in layers]
     optimizer = LARS(layers, lr=peak, maximize=maximize, **COMMON, **named, **path)
@@ -88,7 +91,10 @@ def test_zero_norms_and_a_rate_of_zero(path, clip, denominator):
         if lr == 0:
             assert_same_bits(layers, before)
             continue
-        decay = 1.0 if denominator == "sum" else 0.01 / 0.25
+        if denominator == "sum":
+            decay = 1.0
+        else:
+            decay = 0.01 / 0.25
         decay = decay if clip is None else min(decay / lr, clip)
         torch.testing.assert_close(layers[0], -lr * layers[0].grad, rtol=1e-12, atol=0)
         torch.testing.assert_close(

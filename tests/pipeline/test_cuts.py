@@ -64,7 +64,10 @@ def test_no_cut_that_fits_has_a_faster_slowest_stage_nor_more_even_others(
             balanced_cuts(seconds, bytes_, num_stages, **(more | {"most_bytes": least})) is not None
         )
         return
-    counted = seconds if any(seconds) else [1] * num_blocks
+    if any(seconds):
+        counted = seconds
+    else:
+        counted = [1] * num_blocks
 
     def unevenness(cuts):
         sums = [sum(part) for part in stages(counted, cuts)]

@@ -108,5 +108,8 @@ def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(three_ranks, tmp_
     found = errors(three_ranks, "hangs", tmp_path, timeout_s=10, schedule=schedule)
     for rank in (0, 2):
         assert "rank 1 does not come to the collective in which others wait" in found[rank]
-        num_stages = 6 if schedule == "interleaved" else 3
+        if schedule == "interleaved":
+            num_stages = 6
+        else:
+            num_stages = 3
         assert f"now in forward of micro-batch 2 on stage 1 of {num_stages}" in found[rank]

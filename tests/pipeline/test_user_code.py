@@ -125,7 +125,9 @@ class KeepsFeatures(Mlp):
         self.kept = None
         loss = super().loss(batch)
         handle.remove()
-        return loss if self.kept is None else loss + 0.05 * self.kept.float().pow(2).mean()
+        if self.kept is None:
+            return loss
+        return loss + 0.05 * self.kept.float().pow(2).mean()
 
 
 class LeavesOut(nn.Sequential):

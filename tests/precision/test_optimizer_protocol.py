@@ -40,11 +40,9 @@ class Module(toy.Toy):
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        return (
-            loss * float("inf")
-            if batch_idx in self.bad and self.global_rank == self.bad_rank
-            else loss
-        )
+        if batch_idx in self.bad and self.global_rank == self.bad_rank:
+            return loss * float("inf")
+        return loss
 
     def configure_optimizers(self):
         optimizer = self.make(self.parameters())
@@ -107,12 +105,14 @@ AS_ON_CUDA = [(place, wherever_it_can) for place in ASKED]
 
 
 def scene_of(make, *, kind=Module, bad=(), bad_rank=0, scheduled=False, **scene):
-    make = OPTIMIZERS[make] if isinstance(make, str) else make
-    scale = (
-        {"loss_scale": DynamicLossScale(2.0**10)}
-        if scene.setdefault("precision", "16-true") == "16-true"
-        else {}
-    )
+    if isinstance(make, str):
+        make = OPTIMIZERS[make]
+    else:
+        make = make
+    if scene.setdefault("precision", "16-true") == "16-true":
+        scale = {"loss_scale": DynamicLossScale(2.0**10)}
+    else:
+        scale = {}
     return {"module": partial(kind, make, bad, bad_rank, scheduled), **scale, **scene}
 
 

@@ -307,7 +307,9 @@ class NoGradient(Toy):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        return loss.detach() if self.global_rank == 1 and batch_idx == 2 else loss
+        if self.global_rank == 1 and batch_idx == 2:
+            return loss.detach()
+        return loss
 
 
 class ZeroLoss(Toy):

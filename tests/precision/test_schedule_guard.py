@@ -19,7 +19,10 @@ def guarding(config, was_skipped, may_put_off=lambda: False):
 
 def make(kind=ExponentialLR, interval="step"):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    arguments = {"gamma": 0.5} if kind is ExponentialLR else {}
+    if kind is ExponentialLR:
+        arguments = {"gamma": 0.5}
+    else:
+        arguments = {}
     return optimizer, LRSchedulerConfig(kind(optimizer, **arguments), interval=interval)
 
 

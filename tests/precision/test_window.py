@@ -268,7 +268,10 @@ def test_a_shared_parameter_stays_fp32_if_one_of_its_places_does(first_is_kept, 
     embedding = nn.Embedding(4, 3)
     head = nn.Linear(3, 4, bias=False)
     head.weight = embedding.weight
-    names = ("embedding", "head") if first_is_kept else ("head", "embedding")
+    if first_is_kept:
+        names = ("embedding", "head")
+    else:
+        names = ("head", "embedding")
     for name in names:
         setattr(module, name, {"embedding": embedding, "head": head}[name])
     module.other = nn.Conv1d(1, 1, 1)

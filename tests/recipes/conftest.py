@@ -10,4 +10,7 @@ def _is_there(name: str) -> bool:
         return False
 
 
-collect_ignore_glob = [] if all(map(_is_there, ("hydra", "omegaconf", "wandb"))) else ["*.py"]
+if all(map(_is_there, ("hydra", "omegaconf", "wandb"))):
+    collect_ignore_glob = []
+else:
+    collect_ignore_glob = ["*.py"]

@@ -187,7 +187,10 @@ def test_a_command_does_what_is_said_of_it(command, tmp_path):
     done = run(command.words, tmp_path)
     assert done.returncode == command.code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    said = done.stderr if command.code else done.stdout
+    if command.code:
+        said = done.stderr
+    else:
+        said = done.stdout
     assert [
         words for words in command.says if words.replace("TMP", str(tmp_path)) not in said
     ] == []

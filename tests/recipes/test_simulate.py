@@ -49,11 +49,9 @@ def measured_once(measure):
 
     def of(model, image_shape, **ask):
         key = (repr(model), model.checkpoint_activations, *image_shape, *ask.items())
-        return (
-            known[key]
-            if key in known
-            else known.setdefault(key, measure(model, image_shape, **ask))
-        )
+        if key in known:
+            return known[key]
+        return known.setdefault(key, measure(model, image_shape, **ask))
 
     return of
 

@@ -58,7 +58,10 @@ def timm(
         if clip:
             ratio = min(ratio / lr, torch.ones_like(ratio))
         d = (g + weight_decay * w) * ratio
-        buffer = d.clone() if buffer is None else momentum * buffer + d
+        if buffer is None:
+            buffer = d.clone()
+        else:
+            buffer = momentum * buffer + d
         w = w - lr * (d + momentum * buffer if nesterov else buffer)
     return w
 
@@ -163,7 +166,10 @@ def lamb(
     ws, ms, vs = list(ws), [torch.zeros_like(w) for w in ws], [torch.zeros_like(w) for w in ws]
     for t, (grads, lr) in enumerate(zip(gradients, lrs, strict=True), start=1):
         total = sum(norm(g) ** 2 for g in grads) ** 0.5
-        clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / total)
+        if max_grad_norm is None:
+            clip = 1.0
+        else:
+            clip = min(1.0, max_grad_norm / total)
         for i, g in enumerate(grads):
             ms[i] = betas[0] * ms[i] + (1 - betas[0]) * clip * g
             vs[i] = betas[1] * vs[i] + (1 - betas[1]) * (clip * g) ** 2
@@ -174,6 +180,9 @@ def lamb(
                 v = v / (1 - betas[1] ** t)
             u = m / (v.sqrt() + eps) + weight_decay * ws[i]
             phi = norm(ws[i]).clamp(*weight_norm_bounds)
-            q = phi / norm(u) if phi > 0 else 1.0
+            if phi > 0:
+                q = phi / norm(u)
+            else:
+                q = 1.0
             ws[i] = ws[i] - lr * (q if trust_clip is None else min(q, trust_clip)) * u
     return ws

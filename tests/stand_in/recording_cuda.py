@@ -334,12 +334,18 @@ class Cuda(TorchDispatchMode):
         ]
         for each in made:
             if not any(_key(each) == _key(other) for _, other in given):
-                owner = HOST if self.is_fake and each.device.type == "cpu" else self.current.name
+                if self.is_fake and each.device.type == "cpu":
+                    owner = HOST
+                else:
+                    owner = self.current.name
                 self.memory[_key(each)] = _Memory(each.untyped_storage(), owner)
         if name in NO_ACCESS:
             return result
         devices = {each.device.type for each in (*made, *(each for _, each in given))}
-        stream = self.host if self.is_fake and "cuda" not in devices else self.current
+        if self.is_fake and "cuda" not in devices:
+            stream = self.host
+        else:
+            stream = self.current
         self.is_told_by_host(stream)
         self.number += 1
         self.operations.append((name, stream.name))

@@ -89,7 +89,10 @@ def races_of_a_checkpoint(monkeypatch, *, waits=True, on_side=False):
         weights = torch.ones(8, device=CUDA)
         host = HostCopies()
         weights.mul_(2)
-        side = torch.cuda.Stream(CUDA) if on_side else torch.cuda.current_stream()
+        if on_side:
+            side = torch.cuda.Stream(CUDA)
+        else:
+            side = torch.cuda.current_stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             copies = host.take({"weights": weights, "some": weights[2:5]})

@@ -45,7 +45,10 @@ def batches(num_steps=1, first=None):
 
 
 def change(ranks, module=Counts, num_steps=1, first=None, precision="16-true", **options):
-    scale = {"loss_scale": 1024} if precision == "16-true" else {}
+    if precision == "16-true":
+        scale = {"loss_scale": 1024}
+    else:
+        scale = {}
     settings = {
         "max_epochs": 1,
         "use_distributed_sampler": False,

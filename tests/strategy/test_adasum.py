@@ -46,7 +46,9 @@ class Slopes(pl.LightningModule):
 def slopes(rank, *, apart):
     generator = torch.Generator().manual_seed(rank)
     found = [1 + torch.randint(0, 64, (numel,), generator=generator) / 64 for numel in NUMELS]
-    return [slope * (torch.arange(len(slope)) % 4 == rank) for slope in found] if apart else found
+    if apart:
+        return [slope * (torch.arange(len(slope)) % 4 == rank) for slope in found]
+    return found
 
 
 def moved_by(seen):

@@ -50,7 +50,10 @@ def changes(tree: ast.AST, own: set[str]) -> Iterator[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             root = node.value
             while isinstance(root, ast.Attribute | ast.Subscript | ast.Call):
-                root = root.func if isinstance(root, ast.Call) else root.value
+                if isinstance(root, ast.Call):
+                    root = root.func
+                else:
+                    root = root.value
             is_own = is_named(node.value, {"self", "cls", "ctx"}) and node.attr != "__class__"
             if not is_own and (node.attr not in own or is_named(root, FOREIGN)):
                 yield node.attr

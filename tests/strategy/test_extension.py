@@ -102,7 +102,10 @@ def fit(fails, batch_error_on=(), path=None, ckpt_path=None):
     module = toy.Toy()
     error = ""
     notes = []
-    fails = fails[dist.get_rank()] if isinstance(fails, list) else fails
+    if isinstance(fails, list):
+        fails = fails[dist.get_rank()]
+    else:
+        fails = fails
     factories = [partial(Says, name=name, said=said, fails=fails.get(name, ())) for name in "abc"]
     if dist.get_rank() in batch_error_on:
         module.training_step = lambda batch, batch_idx: {}["label"]
@@ -161,7 +164,10 @@ def test_a_good_fit_calls_hooks_in_order_and_ends_in_reverse(two_ranks, tmp_path
 )
 def test_an_error_of_an_extension_is_the_fits_and_ends_what_has_begun(two_ranks, fails, begun):
     ((name, (hook,)),) = fails.items()
-    changed = "abc" if begun else ""
+    if begun:
+        changed = "abc"
+    else:
+        changed = ""
     for said, error, texts, _ in two_ranks.run(fit, fails, timeout_s=LIMIT_S):
         assert error.startswith(f"ValueError: {name}.{hook}")
         expected = [f"{one}.failed" for one in begun] + [

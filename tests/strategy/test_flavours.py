@@ -109,7 +109,10 @@ def test_two_ranks_of_pytorch_lightning_train_half_precision_on_masters(tmp_path
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_every_launcher_trains_the_same_model(package, launcher, tmp_path):
     expected, _ = train(tmp_path / "fork", "train.py", "hybrid_allreduce_fork")
-    strategy = "hybrid_allreduce_spawn" if launcher == "spawn" else "hybrid_allreduce"
+    if launcher == "spawn":
+        strategy = "hybrid_allreduce_spawn"
+    else:
+        strategy = "hybrid_allreduce"
     command = [*(TORCHRUN if launcher == "torchrun" else []), "train.py", strategy]
     found, _ = train(tmp_path / "this", *command, package=package, is_fresh=True)
     for rank, seen in enumerate(found):
@@ -144,7 +147,10 @@ print("lightning" in sys.modules)
 
 @pytest.mark.parametrize("first", ["pytorch_lightning", "lightning_hybrid"])
 def test_either_import_may_come_first_and_the_other_lightning_is_not_imported(first, tmp_path):
-    second = "lightning_hybrid" if first == "pytorch_lightning" else "pytorch_lightning"
+    if first == "pytorch_lightning":
+        second = "lightning_hybrid"
+    else:
+        second = "pytorch_lightning"
     script = IMPORTS.format(first=f"import {first}", second=f"import {second}")
     (tmp_path / "imports.py").write_text(FORGET + script)
     done = run_program("imports.py", cwd=tmp_path)

@@ -201,7 +201,9 @@ class InHalf(Layerwise):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         is_here = self.trainer.global_step in self.overflows and self.global_rank == 1
-        return loss * 1e30 if is_here else loss
+        if is_here:
+            return loss * 1e30
+        return loss
 
 
 class ShardedByStrategy(InHalf):
@@ -247,11 +249,10 @@ def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
     whole = in_halves(two_ranks, optimizer, precision, "hybrid_allreduce", **made)
     parts = in_halves(two_ranks, optimizer, precision, "fsdp", path, **made)
     again = in_halves(two_ranks, optimizer, precision, "fsdp", ckpt_path=path, **made)
-    in_fp32 = (
-        in_halves(two_ranks, optimizer, "32-true", "hybrid_allreduce")
-        if dtype is torch.bfloat16
-        else ()
-    )
+    if dtype is torch.bfloat16:
+        in_fp32 = in_halves(two_ranks, optimizer, "32-true", "hybrid_allreduce")
+    else:
+        in_fp32 = ()
     for one, other, resumed in zip(whole, parts, again, strict=True):
         steps = other.looks["on_train_batch_end"]
         assert steps == one.looks["on_train_batch_end"]
@@ -285,7 +286,10 @@ def test_offloaded_shards_have_the_same_bits(optimizer, two_ranks, tmp_path):
         path = tmp_path / "midway.ckpt"
         scene = settings | {"strategy": FullyShardedStrategy(offload=offload)}
         scene |= {"ckpt_path": path} if name == "again" else {}
-        saves = [Saves(path, epoch=0)] if name == "host" else []
+        if name == "host":
+            saves = [Saves(path, epoch=0)]
+        else:
+            saves = []
         seen[name] = two_ranks.run(
             fit_on_rank, scene | {"callbacks": [*settings["callbacks"], *saves]}
         )

@@ -123,7 +123,8 @@ def share_of_cores(num_ranks: int) -> int:
     1
     """
     # The usable cores: a container or a job scheduler may give a process fewer than the machine has.
-    num_cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+    else:
+        num_cores = os.cpu_count() or 1
     return max(1, num_cores // num_ranks)

@@ -27,7 +27,9 @@ class CorruptImageError(ValueError):
 
 def default_decoder() -> str:
     """Return the faster of `DECODERS` that is installed."""
-    return "pillow" if simplejpeg is None else "simplejpeg"
+    if simplejpeg is None:
+        return "pillow"
+    return "simplejpeg"
 
 
 def check_decoder(decoder: str) -> None:

@@ -109,7 +109,10 @@ def check_root(
     missing = [split for split in splits if not (root / split).is_dir()]
     if missing:
         archives = _entries(root)[2]
-        hint = f"; {_some(archives)} is to be unpacked first" if archives else ""
+        if archives:
+            hint = f"; {_some(archives)} is to be unpacked first"
+        else:
+            hint = ""
         above = f"Set {key} to the folder above {' and '.join(f'{split}/' for split in splits)}"
         if missing == ["val"]:
             above = (
@@ -184,5 +187,8 @@ def _some(names: Sequence[str]) -> str:
     >>> _some(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
     """
-    suffix = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    if len(names) > MAX_NAMED:
+        suffix = f" and {len(names) - MAX_NAMED} more"
+    else:
+        suffix = ""
     return ", ".join(names[:MAX_NAMED]) + suffix

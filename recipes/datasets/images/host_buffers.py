@@ -52,7 +52,10 @@ class HostBuffers:
             return torch.empty(shape, dtype=torch.uint8, pin_memory=True).permute(0, 3, 1, 2)
         # Fresh pages cost as much as a copy of the batch: the block used last comes first.
         with self._lock:
-            block = self._free.pop() if self._free else None
+            if self._free:
+                block = self._free.pop()
+            else:
+                block = None
         if block is None:
             block = np.empty((self.max_images, *shape[1:]), dtype=np.uint8)
         # Only torch holds this view, as long as a tensor is on it: its end is the end of the last tensor.

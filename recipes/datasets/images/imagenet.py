@@ -110,11 +110,9 @@ class ImageNetDataModule(ImageDataModule):
     def num_train_images_up_to(self, most: int) -> int:
         """Count the training images, but no further than `most`."""
         folder = self.root / "train"
-        return (
-            min(most, len(ShardedImages(folder)))
-            if holds_shards(folder)
-            else num_images_up_to(folder, most)
-        )
+        if holds_shards(folder):
+            return min(most, len(ShardedImages(folder)))
+        return num_images_up_to(folder, most)
 
     def _decoded(self, images: ImageSource, crop: Crop) -> DecodedImages:
         return DecodedImages(
@@ -128,7 +126,9 @@ def classes_of(folder: Path) -> tuple[str, ...]:
     Raises:
         ValueError: There are none, or not as they must be.
     """
-    return packed_classes(folder) if holds_shards(folder) else class_folders(folder)
+    if holds_shards(folder):
+        return packed_classes(folder)
+    return class_folders(folder)
 
 
 def count_classes(root: str) -> int:
@@ -147,4 +147,6 @@ def open_images(folder: Path) -> ImageSource:
     Raises:
         ValueError: They are incomplete.
     """
-    return ShardedImages(folder) if holds_shards(folder) else ImageFolder(folder)
+    if holds_shards(folder):
+        return ShardedImages(folder)
+    return ImageFolder(folder)

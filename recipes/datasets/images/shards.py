@@ -101,7 +101,10 @@ class ShardIndex:
                 f"{path} (index of shards) is damaged ({error}): pack the images again."
             ) from error
         version = columns.pop("format_version", np.asarray(-1))
-        version = int(version) if version.shape == () and version.dtype.kind in "iu" else -1
+        if version.shape == () and version.dtype.kind in "iu":
+            version = int(version)
+        else:
+            version = -1
         if version != FORMAT_VERSION or columns.keys() != {field.name for field in fields(cls)}:
             raise ValueError(
                 f"{path} (index of shards, version {version}) must be of version {FORMAT_VERSION}: pack the images "
@@ -214,9 +217,15 @@ class ShardedImages(ImageSource):
         # A file cut short is found before training begins. A CRC-32 of 100 KB takes 16 us, where decoding takes 1 ms.
         for shard, num_bytes in enumerate(self.index.shard_num_bytes):
             path = folder / shard_name(shard)
-            found = path.stat().st_size if path.is_file() else None
+            if path.is_file():
+                found = path.stat().st_size
+            else:
+                found = None
             if found != num_bytes:
-                fault = "is missing" if found is None else f"has {found} bytes"
+                if found is None:
+                    fault = "is missing"
+                else:
+                    fault = f"has {found} bytes"
                 raise ValueError(
                     f"`root` (={folder.parent}) must hold each shard whole: {folder.name}/{path.name} {fault}, and "
                     f"should have {num_bytes}. Copy it again, or remove {INDEX_NAME} and run "
@@ -230,11 +239,10 @@ class ShardedImages(ImageSource):
         num_bytes = int(self.index.num_bytes[index])
         data = os.pread(self._file(int(self.index.shards[index])), num_bytes, at)
         if len(data) != num_bytes or zlib.crc32(data) != self.index.crc32s[index]:
-            fault = (
-                f"{len(data)} of {num_bytes} bytes are there"
-                if len(data) != num_bytes
-                else "its checksum differs"
-            )
+            if len(data) != num_bytes:
+                fault = f"{len(data)} of {num_bytes} bytes are there"
+            else:
+                fault = "its checksum differs"
             raise CorruptImageError(fault)
         return data
 

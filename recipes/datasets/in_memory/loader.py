@@ -131,7 +131,10 @@ def shifted(images: Tensor, shifts: Tensor) -> Tensor:
               [1, 2]]]], dtype=torch.uint8)
     """
     height, width = images.shape[-2:]
-    margin = int(shifts.abs().max()) if len(shifts) else 0
+    if len(shifts):
+        margin = int(shifts.abs().max())
+    else:
+        margin = 0
     if margin == 0:
         return images
     # Each image reads rows and columns of its own from a copy with black margins.

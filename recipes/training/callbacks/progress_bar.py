@@ -129,7 +129,9 @@ class _RichBar(_LoggedValues, RichProgressBar):
     def _get_train_description(self, current_epoch: int) -> str:
         # Where the steps are limited and the epochs are not, Lightning writes "Epoch 3/-2".
         text = super()._get_train_description(current_epoch)
-        return text.replace("/-2", "") if self.trainer.max_epochs == -1 else text
+        if self.trainer.max_epochs == -1:
+            return text.replace("/-2", "")
+        return text
 
 
 class _PlainBar(_LoggedValues, TQDMProgressBar):

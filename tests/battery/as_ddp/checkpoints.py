@@ -47,7 +47,10 @@ def kept(options: dict[str, Any], run: Run) -> Any:
     _, _, saves = fit_with_files(run, loader(), loader(), **options)
     files = run.files()
     links = [file for file in files if os.path.islink(run.folder / file)]
-    content = content_of(run.folder / files[-1]) if files else None
+    if files:
+        content = content_of(run.folder / files[-1])
+    else:
+        content = None
     chosen = saves.best_model_path, saves.last_model_path, saves.best_model_score
     return files, links, saves.state_dict(), chosen, content
 
@@ -78,7 +81,9 @@ def kinds_of(value: Any) -> Any:
         return type(value), {str(key): kinds_of(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value), [kinds_of(each) for each in value]
-    return value if isinstance(value, torch.Tensor | int | str | None) else type(value)
+    if isinstance(value, torch.Tensor | int | str | None):
+        return value
+    return type(value)
 
 
 @behaviour

@@ -33,7 +33,9 @@ def within_a_fit(look: Any) -> Any:
                 seen.append(("validation", look(trainer, module)))
 
         trainer, module = run.fit(None, loader(), loader(), max_epochs=1, callbacks=[Looks()])
-        return [*seen, ("after", look(trainer, module))] if trainer.world_size == 1 else seen
+        if trainer.world_size == 1:
+            return [*seen, ("after", look(trainer, module))]
+        return seen
 
     return behaviour(seen_by, name=look.__name__)
 

@@ -46,7 +46,10 @@ def embedded(make, **more):
 
 
 def changed(change, *, is_square=False, **more):
-    width = NUM_FEATURES if is_square else 16
+    if is_square:
+        width = NUM_FEATURES
+    else:
+        width = 16
 
     def build(self):
         self.net = nn.Sequential(

@@ -111,7 +111,10 @@ def test_an_error_is_below_one_scale_and_half_of_one_to_the_nearest(bits, numel,
     )
     scales = scales_of(flat, bits)
     error = error.view(-1, BLOCK).double()
-    share = 0.5 if is_nearest else 1.0
+    if is_nearest:
+        share = 0.5
+    else:
+        share = 1.0
     if bits == 8:
         assert (error.abs() <= share * scales[:, None] * (1 + 2**-20)).all()
     elif (

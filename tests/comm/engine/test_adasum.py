@@ -199,7 +199,10 @@ def with_other_steps(is_other):
     engine = engine_over(FOUR_NODES, PLAN)
     numels = (40, 40)
     if dist.get_rank() == 3:
-        numels = () if is_other == "mean" else (80,)
+        if is_other == "mean":
+            numels = ()
+        else:
+            numels = (80,)
     text = error_of(
         lambda: engine.submit(
             torch.ones(80), bucket_index=0, is_last=True, adasum_numels=numels

@@ -178,7 +178,10 @@ def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_
     device, algorithm, shares_update, across_nodes, is_said
 ):
     topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
-    between_nodes = Mean() if across_nodes is None else Mean(dtype="float16")
+    if across_nodes is None:
+        between_nodes = Mean()
+    else:
+        between_nodes = Mean(dtype="float16")
     setup = CommSetup(StrategyOptions.parse({}, argument_names=(), between_nodes=between_nodes))
     setup.device = torch.device(device)
     setup.topology = topology

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import threading
 import time
@@ -86,17 +87,11 @@ def outcomes_with_a_failure(algorithm, stage, failing_rank):
             raise OSError("boom")
         original(job, group)
 
-    undo = (
-        replace_stage(algorithm, stage, fail_at_second)
-        if dist.get_rank() == failing_rank
-        else lambda: None
-    )
-    try:
-        engine = engine_over(
-            TWO_BY_TWO, CommPlan(algorithm=algorithm, num_parallel_groups=1), timeout_s=30.0
-        )
-    finally:
-        undo()
+    plan = CommPlan(algorithm=algorithm, num_parallel_groups=1)
+    with contextlib.ExitStack() as replaced:
+        if dist.get_rank() == failing_rank:
+            replaced.callback(replace_stage(algorithm, stage, fail_at_second))
+        engine = engine_over(TWO_BY_TWO, plan, timeout_s=30.0)
     start = time.monotonic()
     futures = []
     errors = [error_of(submit_and_wait, engine, futures)]

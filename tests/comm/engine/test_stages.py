@@ -77,7 +77,9 @@ def num_roundings(algorithm, nodes, num_bytes):
     if algorithm == "flat" or (algorithm == "parallel_flat" and (num_nodes < 4 or is_ring)):
         return 3
     if num_nodes == 4:
-        return 3 if is_ring else 1
+        if is_ring:
+            return 3
+        return 1
     return 1 if num_nodes == 1 else 2  # in the node, and between two nodes
 
 
@@ -98,9 +100,10 @@ def test_the_error_against_float64_is_that_of_the_roundings_stated(
     per_rank = four_ranks.run(sums_on_rank, nodes, algorithm, reals, cases)
     for index, (_, dtype) in enumerate(cases):
         addends = torch.stack([reals(rank, numel, dtype).double() for rank in range(4)])
-        count = (
-            3 if dtype is torch.float32 else num_roundings(algorithm, nodes, numel * dtype.itemsize)
-        )
+        if dtype is torch.float32:
+            count = 3
+        else:
+            count = num_roundings(algorithm, nodes, numel * dtype.itemsize)
         bound = gamma(count, torch.finfo(dtype).eps / 2) * addends.abs().sum(0) + 2 * gamma(
             3, 2**-24
         ) * addends.abs().sum(0)
@@ -146,7 +149,10 @@ def test_halves_across_nodes_cost_the_roundings_between_nodes_and_no_more(
     ``flat`` knows no node sums: every rank's tensor is one. One node: single precision throughout.
     """
     addends = torch.stack([reals(rank, 5003, torch.float32).double() for rank in range(4)])
-    num_addends = len(nodes) if algorithm in ("hierarchical", "two_level") else 4
+    if algorithm in ("hierarchical", "two_level"):
+        num_addends = len(nodes)
+    else:
+        num_addends = 4
     if len(nodes) == 1:
         num_addends = 0
     bound = (gamma(num_addends, 2**-11) + 2 * gamma(4, 2**-24)) * addends.abs().sum(
@@ -227,8 +233,14 @@ def facts_of_groups():
 
 def test_every_stage_has_its_own_group_with_the_users_timeout(four_ranks):
     for rank, (own, shared, num_left) in enumerate(four_ranks.run(facts_of_groups)):
-        node = [0, 1] if rank < 2 else [2, 3]
-        leaders = {"c": [0, 2]} if rank in (0, 2) else {}
+        if rank < 2:
+            node = [0, 1]
+        else:
+            node = [2, 3]
+        if rank in (0, 2):
+            leaders = {"c": [0, 2]}
+        else:
+            leaders = {}
         members = {"a": node, "b": node, **leaders, "d": [0, 1, 2, 3]}
         assert own == (members, {timedelta(seconds=3)}, len(members))
         assert shared[0] == members

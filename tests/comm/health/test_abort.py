@@ -41,7 +41,10 @@ def seconds_until_waits_end():
     if rank == 2:
         group.send([torch.zeros(1)], 0, 0)
     dist.barrier()
-    peer = 2 if rank == 0 else 0
+    if rank == 0:
+        peer = 2
+    else:
+        peer = 0
     if rank == 0:
         threading.Timer(0.3, abort.end_waits, (group,)).start()
     began_s = time.monotonic()

@@ -86,7 +86,10 @@ def test_plans_and_software_that_differ_are_refused_on_every_rank(four_ranks):
 
 def of_another_size(odd_rank):
     engine = engine_over(TWO_BY_TWO, CommPlan())
-    numel = 41 if dist.get_rank() == odd_rank else 40
+    if dist.get_rank() == odd_rank:
+        numel = 41
+    else:
+        numel = 40
     result = error_and_time_of(
         lambda: engine.submit(torch.ones(numel), bucket_index=0, is_last=True).wait()
     )
@@ -102,13 +105,18 @@ def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks):
 
 
 def one_rank_ends(number, ended_rank, algorithm):
-    nodes = TWO_BY_TWO if dist.get_world_size() == 4 else ((0,), (1,))
-    more = {"adasum_numels": (1500, 2500)} if algorithm == "adasum" else {}
-    plan = (
-        CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
-        if more
-        else CommPlan(algorithm=algorithm)
-    )
+    if dist.get_world_size() == 4:
+        nodes = TWO_BY_TWO
+    else:
+        nodes = ((0,), (1,))
+    if algorithm == "adasum":
+        more = {"adasum_numels": (1500, 2500)}
+    else:
+        more = {}
+    if more:
+        plan = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
+    else:
+        plan = CommPlan(algorithm=algorithm)
     engine = engine_over(nodes, plan, timeout_s=2.0)
     engine.submit(torch.ones(4000), bucket_index=0, is_last=True, **more).wait()
     dist.barrier()

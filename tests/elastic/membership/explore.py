@@ -143,7 +143,10 @@ class Explorer:
         steps = tuple(
             self.steps.get(letter, (0,) * self.ranks) for letter in self.hosts + self.joiners
         )
-        installed = () if self.is_founding else ((0, tuple(self.keys[: len(self.hosts)])),)
+        if self.is_founding:
+            installed = ()
+        else:
+            installed = ((0, tuple(self.keys[: len(self.hosts)])),)
         budget = tuple(sorted(self.budget.items()))
         return World(
             tuple(nodes),
@@ -251,7 +254,10 @@ class Explorer:
                             f"{i}.{local} comes",
                             self.do(world, i, "come", local, world.steps[i][local]),
                         )
-            watched = machine.candidates() if machine.run else []
+            if machine.run:
+                watched = machine.candidates()
+            else:
+                watched = []
             for j, key in enumerate(self.keys):
                 has_ended = world.status[j] == "isolated" and not world.channels[j * self.n + i]
                 is_silent = has_ended or frozenset((i, j)) in world.cut
@@ -265,11 +271,10 @@ class Explorer:
             # asks for the run, and is sent to who coordinates
             if not machine.run and len(machine.committed) == self.ranks and not self.is_founding:
                 for j, head in enumerate(machines):
-                    known = (
-                        [*head.lobby, *head.candidates(), *head.lost]
-                        if head and head.is_head()
-                        else self.keys
-                    )
+                    if head and head.is_head():
+                        known = [*head.lobby, *head.candidates(), *head.lost]
+                    else:
+                        known = self.keys
                     if self.keys[i] not in known and frozenset((i, j)) not in world.cut:
                         yield (
                             f"{i} joins at {j}",
@@ -304,11 +309,10 @@ class Explorer:
                         ),
                     )
         if budget.get("cut"):
-            ends = (
-                [[frozenset((i, j)) for j in range(self.n) if j != i] for i in living]
-                if self.cut_whole
-                else [[frozenset((i, j))] for i in living for j in living if i < j]
-            )
+            if self.cut_whole:
+                ends = [[frozenset((i, j)) for j in range(self.n) if j != i] for i in living]
+            else:
+                ends = [[frozenset((i, j))] for i in living for j in living if i < j]
             for pairs in ends:
                 channels = list(world.channels)
                 for pair in pairs:
@@ -358,7 +362,10 @@ class Explorer:
 
     def run(self, verdict: Callable[[Explorer, World], None], most: int = 10**7) -> int:
         """Visit every state. Returns how many there are."""
-        first = self.with_joiners_waiting() if self.are_waiting else self.start()
+        if self.are_waiting:
+            first = self.with_joiners_waiting()
+        else:
+            first = self.start()
         came_from: dict[World, tuple[World | None, str]] = {first: (None, "start")}
         queue = deque([first])
         while queue:

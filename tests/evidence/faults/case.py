@@ -111,7 +111,10 @@ def run_case(
 
     `weights`: hash of an undisturbed run, to be compared with. `dtype_between_nodes`: of the strategy.
     """
-    no_answer = (case.rank,) if case.no_answer else ()
+    if case.no_answer:
+        no_answer = (case.rank,)
+    else:
+        no_answer = ()
     spec = {
         name: getattr(case, name)
         for name in ("kind", "rank", "phase", "step", "pause_s", "timeout_s")
@@ -203,7 +206,10 @@ def _not_named(case: FaultCase, words: dict[int, dict[str, Any]], host: str) -> 
         if not error:
             problems.append(f"rank {rank} ended without an error")
             continue
-        names = case.names if case.own_names is None or rank != case.rank else case.own_names
+        if case.own_names is None or rank != case.rank:
+            names = case.names
+        else:
+            names = case.own_names
         asked = [_filled(name, case, host) for name in names]
         missing = [name for name in asked if name not in error]
         problems += [f"rank {rank} does not say {name!r}: {error}" for name in missing]
@@ -227,7 +233,9 @@ def shorten(text: str) -> str:
     'comm: rank 1 does not answer'
     """
     text = " ".join(text[max(0, text.find("comm: ")) :].split())
-    return text if len(text) <= LINE else text[: LINE - 3] + "..."
+    if len(text) <= LINE:
+        return text
+    return text[: LINE - 3] + "..."
 
 
 def _spoiler(case: FaultCase, world: OneHost) -> Callable[[], None] | None:

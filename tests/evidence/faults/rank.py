@@ -83,9 +83,15 @@ def train_rank(spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     folder = Path(spec["folder"])
-    other = spec["kind"] if rank == spec["rank"] else ""
+    if rank == spec["rank"]:
+        other = spec["kind"]
+    else:
+        other = ""
     meet(folder, rank, int(os.environ["WORLD_SIZE"]))
-    between = {"between_nodes": Mean(dtype=dtype)} if (dtype := spec["dtype_between_nodes"]) else {}
+    if dtype := spec["dtype_between_nodes"]:
+        between = {"between_nodes": Mean(dtype=dtype)}
+    else:
+        between = {}
     plan = CommPlan(
         bucket_bytes=BUCKET_BYTES,
         num_buckets=1,

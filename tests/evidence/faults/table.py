@@ -42,7 +42,10 @@ class FaultOutcome:
         """Format one row of the table."""
         content = [self.promise, self.fault, self.phase, self.where, self.detected_by]
         content = [" ".join(cell.split()).replace("|", "\\|") for cell in content]
-        seconds = "survived" if self.seconds is None else f"{self.seconds:.1f}"
+        if self.seconds is None:
+            seconds = "survived"
+        else:
+            seconds = f"{self.seconds:.1f}"
         return [*content, seconds, self.lost, "yes" if self.is_held else "NO"]
 
 

@@ -88,11 +88,17 @@ class Checked:
     def seconds(self, cluster: Cluster) -> float:
         """Predict the seconds on a cluster."""
         is_network = "step_resnet50" in self.record or "step_alexnet" in self.record
-        plan = CommPlan(num_buckets=1) if is_network else CommPlan()
+        if is_network:
+            plan = CommPlan(num_buckets=1)
+        else:
+            plan = CommPlan()
         run = partial(simulate, cluster=cluster, on_cuda=False)
         if self.row["section"] != "allreduce":
             return self._step_s(cluster, plan, run)
-        itemsize = 4 if self.row["case"] == "float32" else 2
+        if self.row["case"] == "float32":
+            itemsize = 4
+        else:
+            itemsize = 2
         work = StepWorkload(forward_s=0.0, gradients=((self.row["num_bytes"] // itemsize, 0.0),))
         if self.row["arm"] == BACKEND:
             return run(work, plan=plan, itemsize=itemsize, algorithm="gloo_ring", cuts=[]).step_s
@@ -121,7 +127,10 @@ class Checked:
         arm = self.row["arm"].partition(",")[0]
         if "silent" in self.row["arm"]:
             return work.alone_s
-        itemsize = 4 if arm == STOCK or arm.endswith("_fp32") else 2
+        if arm == STOCK or arm.endswith("_fp32"):
+            itemsize = 4
+        else:
+            itemsize = 2
         if arm in (STOCK, COMPRESSED):
             tensors = [torch.empty(shape, device="meta") for shape in shapes]
             cuts = [
@@ -135,7 +144,10 @@ class Checked:
             }
             return run(work, plan=plan, itemsize=itemsize, **own).step_s
         algorithm, _, codec = arm.removesuffix("_fp32").rpartition("_")
-        wire = NodeWire(name=codec, itemsize=itemsize) if codec in ("int8", "int4") else None
+        if codec in ("int8", "int4"):
+            wire = NodeWire(name=codec, itemsize=itemsize)
+        else:
+            wire = None
         plan = replace(plan, algorithm=algorithm if wire else arm.removesuffix("_fp32"))
         return run(work, plan=plan, itemsize=itemsize, wire=wire).step_s
 

@@ -69,7 +69,10 @@ def planted(
     far = Link(
         latency_s=SOFTWARE_S + cluster.across.latency_s, bytes_per_s=cluster.across.bytes_per_s
     )
-    places = {"inside": memory} if cluster.ranks_per_node > 1 else {}
+    if cluster.ranks_per_node > 1:
+        places = {"inside": memory}
+    else:
+        places = {}
     places |= {"across": far} if cluster.num_nodes > 1 else {}
     for place, link in places.items():
         for size in MESSAGES:
@@ -81,9 +84,10 @@ def planted(
     add("add", "float16", ADD_BYTES, ADD_BYTES / MEMORY_BYTES_PER_S)
     if "across" in places:
         for name in CODECS:
-            turns = (
-                1.0 if world.on_cuda else GLOO.work_s(1.0, of_busiest=1, of_all=cluster.world_size)
-            )
+            if world.on_cuda:
+                turns = 1.0
+            else:
+                turns = GLOO.work_s(1.0, of_busiest=1, of_all=cluster.world_size)
             add(
                 "codec",
                 name,

@@ -126,7 +126,10 @@ def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(
     world = world_of(truth)
     found = calibrate(planted(truth, world), world)
     # with one rank per node, software and wire cannot be separated
-    software_s = 0.0 if ranks > 1 else SOFTWARE_S
+    if ranks > 1:
+        software_s = 0.0
+    else:
+        software_s = SOFTWARE_S
     assert found.cluster.across.latency_s == pytest.approx(latency_s + software_s, rel=0.05)
     assert found.cluster.across.bytes_per_s == pytest.approx(mbit_per_s * 1e6 / 8, rel=0.05)
     # What consent costs is the exchange less the message.

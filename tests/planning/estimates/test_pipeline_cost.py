@@ -76,7 +76,10 @@ def test_every_stage_does_every_micro_batch_once_after_what_it_needs(
         if is_forward and stage:
             assert task.begin_s >= spans[stage - 1, micro, True].end_s + loads[stage - 1].send_s
         elif not is_forward:
-            needed = spans[stage, micro, True] if stage == last else spans[stage + 1, micro, False]
+            if stage == last:
+                needed = spans[stage, micro, True]
+            else:
+                needed = spans[stage + 1, micro, False]
             assert task.begin_s >= needed.end_s + (0 if stage == last else loads[stage].send_s)
 
 

@@ -32,7 +32,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def file_and_world_size(item: pytest.Item) -> tuple[str, int]:
     """Return the file of a test, and the number of ranks on which it runs."""
     assert isinstance(item, pytest.Function)
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if hasattr(item, "callspec"):
+        parameters = item.callspec.params
+    else:
+        parameters = {}
     return item.path.name, parameters.get("world_size", 2)
 
 

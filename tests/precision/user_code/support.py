@@ -88,7 +88,9 @@ def small_net() -> nn.Sequential:
 
 def num_ranks() -> int:
     """Return the number of ranks, which is one without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return 1
 
 
 def is_on_last_rank() -> bool:
@@ -218,7 +220,10 @@ def strategy_of(user_code: UserCode, setup: Setup) -> Any:
     """Return the Trainer's strategy with its defaults, and with the options of the case."""
     if setup.strategy == "ddp":
         return DDPStrategy(**user_code.ddp_options)
-    loss_scale = DynamicLossScale(FIRST_SCALE) if setup.precision == "16-true" else None
+    if setup.precision == "16-true":
+        loss_scale = DynamicLossScale(FIRST_SCALE)
+    else:
+        loss_scale = None
     if user_code.keep_fp32:
         plugin = MasterWeightPrecision(
             setup.precision, loss_scale=loss_scale, keep_fp32=user_code.keep_fp32
@@ -319,7 +324,10 @@ def fabric_of(loop: FabricLoop, setup: Setup) -> Fabric:
     if setup.strategy == "ddp":
         strategy = FabricDDPStrategy(**loop.ddp_options)
     else:
-        loss_scale = DynamicLossScale(FIRST_SCALE) if setup.precision == "16-true" else None
+        if setup.precision == "16-true":
+            loss_scale = DynamicLossScale(FIRST_SCALE)
+        else:
+            loss_scale = None
         strategy = FabricHybridAllReduceStrategy(loss_scale=loss_scale, **loop.ddp_options)
     fabric = Fabric(
         strategy=strategy, precision=setup.precision, accelerator="cpu", devices=num_ranks()
@@ -519,7 +527,9 @@ def norm(tensor: Tensor) -> float:
 def shortened(value: Any) -> str:
     """Return a representation that fits a line or two."""
     text = repr(value)
-    return text if len(text) < 300 else f"{text[:300]} ..."
+    if len(text) < 300:
+        return text
+    return f"{text[:300]} ..."
 
 
 # ---- for the tests ---------------------------------------------------------------------------------------------------
@@ -546,7 +556,10 @@ def in_half_precision(
     setups = []
     for world_size, precision in SETUPS:
         if world_size in world_sizes and precision in precisions:
-            marks = [] if (world_size, precision) in usual else LONG
+            if (world_size, precision) in usual:
+                marks = []
+            else:
+                marks = LONG
             setups.append(
                 pytest.param(world_size, precision, marks=marks, id=f"{world_size}-{precision}")
             )

@@ -313,7 +313,10 @@ class AddsGradientsOfTwoLosses(Loop):
             for number in range(2):
                 optimizer.zero_grad()
                 logits = self.model(images)
-                loss = F.cross_entropy(logits, targets) if number == 0 else logits.square().mean()
+                if number == 0:
+                    loss = F.cross_entropy(logits, targets)
+                else:
+                    loss = logits.square().mean()
                 fabric.backward(self.noted(loss))
                 kept.append([parameter.grad for parameter in self.net.parameters()])
             for parameter, first, second in zip(self.net.parameters(), *kept, strict=True):

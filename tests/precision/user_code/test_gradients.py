@@ -568,7 +568,10 @@ class AccumulatesByHand(Manual):
 
     def training_step(self, batch, batch_idx):
         is_last = batch_idx % 3 == 2
-        context = nullcontext() if is_last else self.trainer.strategy.block_backward_sync()
+        if is_last:
+            context = nullcontext()
+        else:
+            context = self.trainer.strategy.block_backward_sync()
         with context:
             self.backward_of(self.noted_loss(batch) / 3, batch_idx)
         if is_last:

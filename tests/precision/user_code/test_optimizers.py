@@ -475,7 +475,10 @@ class KeepsOwnReferences(Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None if closure is None else torch.enable_grad()(closure)()
+        if closure is None:
+            loss = None
+        else:
+            loss = torch.enable_grad()(closure)()
         for parameter, velocity in zip(self.own_list, self.velocity, strict=True):
             velocity.mul_(0.5).add_(parameter.grad)
             parameter.sub_(velocity, alpha=self.param_groups[0]["lr"])

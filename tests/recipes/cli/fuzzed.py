@@ -151,7 +151,10 @@ def changed(cfg: DictConfig, key: str, action: str, value) -> DictConfig:
         cfg.hydra.overrides.task = [f"~{key}"]
         return cfg
     given = {"set": value, "loop": f"${{{key}}}", "misspell": value}[action]
-    where = f"{key}_" if action == "misspell" else key
+    if action == "misspell":
+        where = f"{key}_"
+    else:
+        where = key
     try:
         OmegaConf.update(cfg, where, given, merge=False, force_add=True)
     except GrammarParseError:  # Hydra itself does not take it

@@ -61,7 +61,10 @@ def test_help_fits_a_screen_and_names_keys_that_are_there(name, read, monkeypatc
     rows = [line[2:].partition("  ")[0] for line in lines[2:] if re.match(r"  [a-z_.]+=", line)]
     keys = {key for row in rows for key in re.findall(r"(?:^| )([a-z_.]+)=", row)}
     assert len(rows) >= 3
-    more = ["data=images"] if name == "train" else []
+    if name == "train":
+        more = ["data=images"]
+    else:
+        more = []
     there = {*command_line.keys_of(command_line.composed(name, more)[0]), "hydra.run.dir", "recipe"}
     assert keys <= there
 

@@ -34,7 +34,10 @@ def test_every_recipe_looks_around_before_hydra_writes():
 @pytest.mark.parametrize("mode", ["run", "sweep"])
 def test_a_directory_that_takes_nothing_ends_the_program_in_words_on_rank_zero(mode, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    start = BeforeRun().on_run_start if mode == "run" else BeforeRun().on_multirun_start
+    if mode == "run":
+        start = BeforeRun().on_run_start
+    else:
+        start = BeforeRun().on_multirun_start
     cfg = composed("train", f"hydra.{mode}.dir=/proc/none/x", return_hydra_config=True)
     with pytest.raises(
         SystemExit,
@@ -48,8 +51,14 @@ def test_a_directory_that_takes_nothing_ends_the_program_in_words_on_rank_zero(m
 @pytest.mark.parametrize("key", ["logger.settings.api_key", "data.password", "logger.tags"])
 def test_a_key_in_the_configuration_is_refused_and_not_repeated(key, tmp_path, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    value = f"[{{api_key: {MARKER}}}]" if key == "logger.tags" else MARKER
-    given = f"{key}={value}" if "tags" in key else f"+{key}={value}"
+    if key == "logger.tags":
+        value = f"[{{api_key: {MARKER}}}]"
+    else:
+        value = MARKER
+    if "tags" in key:
+        given = f"{key}={value}"
+    else:
+        given = f"+{key}={value}"
     cfg = composed("train", given, f"hydra.run.dir={tmp_path}/x", return_hydra_config=True)
     with pytest.raises(
         SystemExit, match=r"must not be in the configuration.* Set WANDB_API_KEY"

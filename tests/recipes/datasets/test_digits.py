@@ -90,7 +90,10 @@ def test_a_loader_continues_from_its_state_which_is_that_of_every_rank(batches_d
     assert loaders[0].state_dict() == loaders[1].state_dict()
     resumed.load_state_dict(loaders[0].state_dict())
     # at the end of an epoch the next one begins
-    rest = whole[batches_done:] if batches_done < 8 else list(expected)
+    if batches_done < 8:
+        rest = whole[batches_done:]
+    else:
+        rest = list(expected)
     for (images, labels), (expected_images, expected_labels) in zip(resumed, rest, strict=True):
         assert torch.equal(labels, expected_labels)
         assert torch.equal(images, expected_images)

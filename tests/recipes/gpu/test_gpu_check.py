@@ -30,7 +30,7 @@ from recipes.gpu import (
     waits,
     worlds,
 )
-from recipes.gpu.runner import Check, Given, NotHere
+from recipes.gpu.runner import Check, CheckRequest, NotHere
 from tests.checkout import ROOT
 from tests.without import environment_without
 
@@ -192,7 +192,7 @@ def test_it_writes_at_once_counts_failures_and_goes_on_where_it_ended(
     for other in ({"commit": "def"}, {"has_changes": True}):
         environment |= other
         assert num_run() == 3
-    on_cuda = Given(device="cuda", folder=tmp_path, limit_s=1)
+    on_cuda = CheckRequest(device="cuda", folder=tmp_path, limit_s=1)
     assert [speed.verdict(on_cuda, is_fast=each) for each in (True, False)] == ["FAST", "SLOW"]
 
 
@@ -205,7 +205,7 @@ def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
         return [{"bits": str(rank // num_equal)} for rank in range(settings["num_ranks"])]
 
     monkeypatch.setattr(features, "run_world", run_world)
-    given = Given(device="cuda", folder=tmp_path, limit_s=1, num_gpus=8)
+    given = CheckRequest(device="cuda", folder=tmp_path, limit_s=1, num_gpus=8)
     num_equal = 8
     assert features.fits_as_on_cpu("bf16", given)["message"].startswith(
         "8 ranks over nccl: the same bits, 5.0e-02 of"
@@ -377,7 +377,7 @@ def test_a_queue_of_a_gpu_is_not_filled_by_updates_of_many_launches():
 def test_a_schedule_that_does_not_wait_for_a_skipped_step_fails_the_check(
     tmp_path, monkeypatch, fault
 ):
-    given = Given(device="cpu", folder=tmp_path, limit_s=60)
+    given = CheckRequest(device="cpu", folder=tmp_path, limit_s=60)
     if fault == "a schedule that does not wait":
         monkeypatch.setattr(ScheduleGuard, "guard", lambda self, config: None)
     if fault == "no skipped step":

@@ -72,11 +72,10 @@ def test_twenty_steps_are_the_same_on_one_two_and_four_ranks_and_accumulated(ran
     assert whole[0] > 6 > whole[-1]  # log 500 = 6.2
     for num_ranks, *overrides in ((1, "batch_size_per_rank=4"), (2,), (4,)):
         words = (f"trainer.devices={num_ranks}", *overrides)
-        of_ranks = (
-            [fitted(text, *words)]
-            if num_ranks == 1
-            else rank_pool.ranks(num_ranks).run(fitted, text, *words)
-        )
+        if num_ranks == 1:
+            of_ranks = [fitted(text, *words)]
+        else:
+            of_ranks = rank_pool.ranks(num_ranks).run(fitted, text, *words)
         torch.testing.assert_close(
             sum(each for each, _ in of_ranks) / num_ranks, whole, rtol=1e-5, atol=0
         )

@@ -168,7 +168,10 @@ def test_alexnet_follows_the_learning_rates_of_nvcaffe():
     for step, rate in enumerate(
         rates_of(configured("recipe=alexnet_bn_32k", "data.root=/nowhere"))
     ):
-        expected = 1 + 31 * step / 400 if step < 400 else 32 * (1 - step / 4000) ** 2
+        if step < 400:
+            expected = 1 + 31 * step / 400
+        else:
+            expected = 32 * (1 - step / 4000) ** 2
         assert rate == pytest.approx(expected, rel=1e-12)
 
 

@@ -80,7 +80,10 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
     damage(good)
     with pytest.warns(UserWarning, match="passed over") as caught:
         assert resume.newest_whole(tmp_path) == tmp_path / "last.previous.ckpt"
-    words = "holds objects" if damage is put_objects else "is not the checkpoint that was written"
+    if damage is put_objects:
+        words = "holds objects"
+    else:
+        words = "is not the checkpoint that was written"
     assert sum(words in str(each.message) for each in caught) == 2
     damage(tmp_path / "last.previous.ckpt")
     with pytest.raises(
@@ -181,7 +184,10 @@ class Logging(Toy):
 
 def logged(folder, from_step=None, settings=()):
     """Rows of a fit that saves after every step. Resumed, it goes on in the file that is there."""
-    path = None if from_step is None else f"{folder}/step={from_step}.ckpt"
+    if from_step is None:
+        path = None
+    else:
+        path = f"{folder}/step={from_step}.ckpt"
     num_rows = saved_state(path).get("num_rows", {}).get("CSVRows", 0)
     logger = CSVRows(save_dir=folder, name="", version="csv", num_rows_kept=num_rows)
     saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
@@ -220,11 +226,10 @@ def logged_twice(*given):
 def test_no_row_is_missing_and_none_comes_twice(one_rank, tmp_path, settings, from_step):
     """The run that is resumed had gone on after the checkpoint, of a step that is not logged, or of several batches."""
     ((first, resumed),) = one_rank.run(logged_twice, str(tmp_path), from_step, settings)
-    steps = (
-        ["1", "3", "5", "7"]
-        if "log_every_n_steps" in settings
-        else [str(step) for step in range(8)]
-    )
+    if "log_every_n_steps" in settings:
+        steps = ["1", "3", "5", "7"]
+    else:
+        steps = [str(step) for step in range(8)]
     for rows in (first, resumed):
         assert [row["step"] for row in rows] == steps
         assert [row["step"] for row in rows if "late" in row] == [

@@ -33,7 +33,10 @@ def frames(content: bytes) -> Iterator[bytes]:
         if len(data) < length or kind not in (FULL, FIRST, MIDDLE, LAST):
             return
         place += HEADER_BYTES + length
-        begun = data if kind in (FULL, FIRST) else begun + data
+        if kind in (FULL, FIRST):
+            begun = data
+        else:
+            begun = begun + data
         if kind in (FULL, LAST):
             yield begun
 

@@ -67,9 +67,10 @@ def explained_on_rank_zero(where, folder):
 def test_who_is_the_cause_of_a_collective_that_failed_is_told(two_ranks, tmp_path, where, words):
     message, _ = two_ranks.run(explained_on_rank_zero, where, str(tmp_path))
     # Of a rank that gave up, either may come first: the collected status, or its own report.
-    either = (
-        (words, "comm: rank 1 does not come to the collective") if where == "gave up" else (words,)
-    )
+    if where == "gave up":
+        either = (words, "comm: rank 1 does not come to the collective")
+    else:
+        either = (words,)
     assert message.startswith(either)
     assert message.endswith(f"Seen here as RuntimeError: {GLOO}")
 

@@ -34,7 +34,9 @@ class StepsOfItsOwn(toy.Toy):
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
-        return loss.detach() if dist.get_rank() == 0 else None
+        if dist.get_rank() == 0:
+            return loss.detach()
+        return None
 
 
 class SignalOnRankOne(toy.Toy):

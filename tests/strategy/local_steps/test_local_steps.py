@@ -38,7 +38,9 @@ def after_batch(trainer, module, outputs, batch, batch_idx):
 
 
 def validated(trainer, module, *args):
-    return None if trainer.sanity_checking else values_of(module)
+    if trainer.sanity_checking:
+        return None
+    return values_of(module)
 
 
 def values_of(module):
@@ -57,7 +59,10 @@ def trained_of(module):
 
 
 def local(ranks, every, options=None, module=None, callbacks=(), **scene):
-    between_nodes = LocalSteps(every=every, **(options or {})) if every > 1 else Mean()
+    if every > 1:
+        between_nodes = LocalSteps(every=every, **(options or {}))
+    else:
+        between_nodes = Mean()
     scene = {"between_nodes": between_nodes, "ranks_per_node": 1, **scene}
     callbacks = [at(on_train_batch_end=after_batch), *callbacks]
     return fit(ranks, partial(Toy, **(module or {})), callbacks=callbacks, **scene)

@@ -54,7 +54,10 @@ class Encoder(nn.Module):
         x = self.word_embeddings(tokens) + self.places
         padding = tokens == PADDING
         causal = torch.ones(LENGTH, LENGTH)
-        x = x if self.batch_first else x.transpose(0, 1)
+        if self.batch_first:
+            x = x
+        else:
+            x = x.transpose(0, 1)
         for layer in self.encoder:
             x = layer(x, src_mask=causal.triu(LENGTH - 2).bool(), src_key_padding_mask=padding)
         return self.norm(x if self.batch_first else x.transpose(0, 1))

@@ -95,11 +95,10 @@ def test_steps_are_those_of_whole_layers_but_for_rounding(
     for whole, cut in whole_and_cut(rank_pool.ranks(num_ranks), optimizer, precision, **scene):
         if precision == "32-true":
             # parts
-            shown = (
-                ("weights", "metrics")
-                if "shard_update" in scene
-                else ("weights", "metrics", "states")
-            )
+            if "shard_update" in scene:
+                shown = ("weights", "metrics")
+            else:
+                shown = ("weights", "metrics", "states")
             found = [difference(getattr(cut, of), getattr(whole, of)) for of in shown]
         else:  # what began at zero is mostly rounding, and small beside the others, whose norms are 0.2 to 4
             found = [difference(cut.weights, whole.weights, least=1.0)]
@@ -154,7 +153,10 @@ def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(
 ):
     ranks = rank_pool.ranks(num_ranks)
     path = tmp_path / "first.ckpt"
-    special = {"width": 6000} if shares else {}
+    if shares:
+        special = {"width": 6000}
+    else:
+        special = {}
     settings = {"num": 3, "max_epochs": 2, "special": special, **shares}
     straight = fit(ranks, optimizer, precision, callbacks=[Saves(path, epoch=0)], **settings)
     resumed, whole = (
@@ -172,7 +174,10 @@ def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(
         for each in (saved["state_dict"], module.state_dict())
     ]
     assert shapes[0] == shapes[1]
-    key = "exp_avg" if shares else "momentum_buffer"
+    if shares:
+        key = "exp_avg"
+    else:
+        key = "momentum_buffer"
     momentum = [one[key].shape for one in saved["optimizer_states"][0]["state"].values()]
     assert sorted(momentum) == sorted(one.shape for one in module.parameters())
 

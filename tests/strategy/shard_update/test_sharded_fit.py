@@ -130,7 +130,10 @@ def test_each_rank_of_a_node_holds_a_part_of_the_large_tensors(two_ranks, precis
 
 def num_scattered(trainer, module, *args):
     extensions = trainer.strategy._extensions
-    scatter = extensions.members[0]._sharded_fit.scatter if extensions.members else None
+    if extensions.members:
+        scatter = extensions.members[0]._sharded_fit.scatter
+    else:
+        scatter = None
     return scatter and sum(packing is not None for packing in scatter._packings.values())
 
 

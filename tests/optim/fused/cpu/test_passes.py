@@ -229,7 +229,10 @@ def test_memory_that_moved_between_steps_is_found_again(rule):
     for moves in (False, True):
         both = on_half_gradients(rule, (20, 70), (5,), (300,), (9,))
         state = both.optimizer.state
-        name = "momentum_buffer" if rule is LARS else "exp_avg_sq"
+        if rule is LARS:
+            name = "momentum_buffer"
+        else:
+            name = "exp_avg_sq"
         for step in range(4):
             both.step(step)
             if moves and step == 0:

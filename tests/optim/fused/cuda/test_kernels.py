@@ -51,7 +51,10 @@ def _kernels_for_cpu_tensors(monkeypatch):
 
     def engine_of(self, tensors, optimizer):
         has_momentum, is_joint = tensors.flags
-        moments = optimizer.state_lists(tensors.params, "momentum_buffer") if has_momentum else []
+        if has_momentum:
+            moments = optimizer.state_lists(tensors.params, "momentum_buffer")
+        else:
+            moments = []
         return KernelLars(tensors.params, moments, tensors.grad_dtype, is_joint=is_joint, chunk=64)
 
     monkeypatch.setattr(fused_step.FusedLars, "engine_of", engine_of)
@@ -162,7 +165,10 @@ def test_layouts_missing_gradients_and_moved_memory(device):
 
     Of the long one whole chunks are off alignment, of the short one a rest: half-precision, as DDP packs them.
     """
-    long = 200 if device == "cpu" else 9000
+    if device == "cpu":
+        long = 200
+    else:
+        long = 9000
     params = parameters(device, shapes=[(4, 3, 2, 2), (6, 9), (9,), (9,), (20,), (long,)])
     params[0] = nn.Parameter(params[0].detach().to(memory_format=torch.channels_last))
     params[4] = nn.Parameter(params[4].detach()[::2])

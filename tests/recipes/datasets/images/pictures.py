@@ -29,7 +29,10 @@ def encoded(pixels: np.ndarray, kind: str = "JPEG", **options) -> bytes:
 
 def image_of(number: int) -> bytes:
     """A JPEG. Lying and standing images take turns."""
-    size = (40, 56) if number % 2 else (56, 40)
+    if number % 2:
+        size = (40, 56)
+    else:
+        size = (56, 40)
     return encoded(pixels_of(number, *size), quality=90)
 
 

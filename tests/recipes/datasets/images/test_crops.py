@@ -130,7 +130,10 @@ def test_an_evaluation_view_is_the_centre_of_the_resized_image(size):
     pixels = pixels_of(4, *size)
     found = row_of(EvalCrop(image_size=SIZE, eval_resize=32), pixels)
     height, width = size
-    scaled = (32 * width // height, 32) if height <= width else (32, 32 * height // width)
+    if height <= width:
+        scaled = (32 * width // height, 32)
+    else:
+        scaled = (32, 32 * height // width)
     whole = Image.fromarray(pixels).resize(scaled, Image.Resampling.BILINEAR)
     left = round((scaled[0] - SIZE) / 2)
     top = round((scaled[1] - SIZE) / 2)

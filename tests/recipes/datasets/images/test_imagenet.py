@@ -156,7 +156,10 @@ def test_a_step_gets_the_same_bits_with_and_without_prefetcher(one_rank, root, p
     ((stock, stock_layout),) = seen_by_a_fit(one_rank, root, strategy="ddp", **scene)
     assert len(ours) == 2 * (3 + 2)
     assert ours == stock
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    if precision == "bf16-true":
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float32
     assert layout == stock_layout == {(dtype, True)}
 
 

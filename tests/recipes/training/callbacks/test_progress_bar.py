@@ -31,7 +31,10 @@ def shown(has_rich):
             asked.append(trainer.global_step)
             super()._read(trainer, module)
 
-    narrow = {"console_kwargs": {"width": 80}} if has_rich else {}
+    if has_rich:
+        narrow = {"console_kwargs": {"width": 80}}
+    else:
+        narrow = {}
     fit(
         more=[Watches(refresh_rate=1, **narrow)],
         module=Says(),
