@@ -168,7 +168,7 @@ def main(arguments: list[str]) -> int:
         )
     environment = {"device": device} | machine.gpu_environment(ROOT)
     num_gpus = len(environment.get("gpus", ()))
-    outcomes = {one.name: one for one in runner.done_before(report, environment)}
+    outcomes = {outcome.name: outcome for outcome in runner.done_before(report, environment)}
     for check in again:
         outcomes.pop(check.name, None)
     if outcomes:
@@ -179,20 +179,23 @@ def main(arguments: list[str]) -> int:
         f"{len(left)} checks: on one GPU some {minutes:.0f} minutes by estimate, here {limit_s / 60:g} at most."
     )
 
-    def note(one: runner.CheckOutcome) -> None:
-        print(one.line(), flush=True)
+    def note(outcome: runner.CheckOutcome) -> None:
+        print(outcome.line(), flush=True)
         if device == "cuda" and (clocks := machine.clocks()):
-            one.details["clocks"] = clocks
-        outcomes[one.name] = one
-        found = [outcomes[check.name] for check in CHECKS if check.name in outcomes]
-        runner.write_outcomes(report, found, environment)
-        page.write(out, CHECKS, found, environment)
+            outcome.details["clocks"] = clocks
+        outcomes[outcome.name] = outcome
+        shown_outcomes = [outcomes[check.name] for check in CHECKS if check.name in outcomes]
+        runner.write_outcomes(report, shown_outcomes, environment)
+        page.write(out, CHECKS, shown_outcomes, environment)
 
     runner.run_checks(left, device, out, limit_s=limit_s, on_outcome=note, num_gpus=num_gpus)
-    found = list(outcomes.values())
-    lines = [runner.tables(found), f"{runner.summary(found)} To be sent: {out / page.ARCHIVE}"]
-    print("", "\n\n".join(lines), "", *page.promises(CHECKS, found), sep="\n", flush=True)
-    return sum(one.status == "FAIL" for one in found)
+    shown_outcomes = list(outcomes.values())
+    lines = [
+        runner.tables(shown_outcomes),
+        f"{runner.summary(shown_outcomes)} To be sent: {out / page.ARCHIVE}",
+    ]
+    print("", "\n\n".join(lines), "", *page.promises(CHECKS, shown_outcomes), sep="\n", flush=True)
+    return sum(outcome.status == "FAIL" for outcome in shown_outcomes)
 
 
 if __name__ == "__main__":

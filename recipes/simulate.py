@@ -158,12 +158,10 @@ def memory_settings_of(cfg: DictConfig, network: nn.Module) -> MemorySettings:
 
 def given_keys(cfg: DictConfig) -> set[str]:
     """Return the keys that the command line has, and `images_per_s` where a file has it."""
-    given = {
-        override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task
-    }
+    keys = {override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task}
     if cfg.images_per_s is not None:
-        given.add("images_per_s")
-    return given
+        keys.add("images_per_s")
+    return keys
 
 
 def report_of(cfg: DictConfig) -> SimulationReport:

@@ -85,24 +85,24 @@ def read(name: str) -> None:
     bridge_hydra_versions()
     OmegaConf.register_new_resolver("log_handlers", lambda: ["console"], replace=True)
     OmegaConf.register_new_resolver("command", command, replace=True)
-    given = get_args_parser().parse_args()
-    if given.experimental_rerun is not None:
+    parsed = get_args_parser().parse_args()
+    if parsed.experimental_rerun is not None:
         return
     options = [
         f"--{key.replace('_', '-')}={value}"
         for key in OPTIONS
-        if (value := getattr(given, key)) is not None
+        if (value := getattr(parsed, key)) is not None
     ]
-    if asked := [override[:-2] for override in given.overrides if override.endswith("=?")]:
-        other_overrides = [override for override in given.overrides if not override.endswith("=?")]
+    if asked := [override[:-2] for override in parsed.overrides if override.endswith("=?")]:
+        other_overrides = [override for override in parsed.overrides if not override.endswith("=?")]
         print("\n\n".join(answer(name, key, [*options, *other_overrides]) for key in asked))
         raise SystemExit(0)
-    is_sweep = given.multirun or "hydra.mode=MULTIRUN" in given.overrides
+    is_sweep = parsed.multirun or "hydra.mode=MULTIRUN" in parsed.overrides
     # Words that are completed are a question.
-    is_answered = given.help or given.hydra_help or given.shell_completion or given.cfg
-    if not given.shell_completion and (
+    is_answered = parsed.help or parsed.hydra_help or parsed.shell_completion or parsed.cfg
+    if not parsed.shell_completion and (
         lines := refusals(
-            name, options, given.overrides, is_sweep=is_sweep, also_values=not is_answered
+            name, options, parsed.overrides, is_sweep=is_sweep, also_values=not is_answered
         )
     ):
         # Every rank reads the same words: one prints, the others leave it time. Launchers end all at the first end.
@@ -111,11 +111,11 @@ def read(name: str) -> None:
         else:
             time.sleep(5)
         raise UsageError("\n".join(lines))
-    if is_answered and not given.resolve:
+    if is_answered and not parsed.resolve:
         try:
             program(name)()
         finally:  # Hydra ends the program once it has shown the help
-            if given.help and missing_extras(name):
+            if parsed.help and missing_extras(name):
                 print(f"\n{missing_extras(name)}")
         raise SystemExit(0)
 
@@ -225,7 +225,10 @@ def refusals(
     also_values: bool = False,
 ) -> list[str]:
     """Return what is wrong with a command line: a line for each override that cannot be composed, or for a value."""
-    one_job = {each: first_of_sweep(each) if is_sweep else each for each in overrides}
+    one_job = {
+        given_override: first_of_sweep(given_override) if is_sweep else given_override
+        for given_override in overrides
+    }
     config, text = composed(name, [*options, *one_job.values()])
     if text.startswith("Traceback"):  # of the machine, such as a directory that is gone
         return []
@@ -248,7 +251,9 @@ def refusals(
     # One by one, choices of groups before keys of what was chosen: who fails here is wrong, whatever else is.
     good = list(options)
     messages = list[str]()
-    for override in sorted(overrides, key=lambda each: "." in each.partition("=")[0]):
+    for override in sorted(
+        overrides, key=lambda given_override: "." in given_override.partition("=")[0]
+    ):
         if wrong := composed(name, [*good, one_job[override]])[1]:
             messages.append(refusal(name, override, wrong, keys_of(composed(name, good)[0])))
         else:
@@ -347,10 +352,10 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
     if key in LOCAL_STEPS_KEYS:
         hint = f" Did you mean strategy/between_nodes=local_steps {key}={value}?"
     if hint or mark:
-        rest = ""
+        ending = ""
     else:
-        rest = f" An argument that conf leaves out is added by a plus: +{key}={value}."
-    return f"{rule}{hint} `{command(name)} --cfg job` prints every key.{rest}"
+        ending = f" An argument that conf leaves out is added by a plus: +{key}={value}."
+    return f"{rule}{hint} `{command(name)} --cfg job` prints every key.{ending}"
 
 
 def nearest(key: str, keys: Sequence[str]) -> str | None:
@@ -362,19 +367,20 @@ def nearest(key: str, keys: Sequence[str]) -> str | None:
     """
     word = key.rpartition(".")[2]
     for meant in (word, SYNONYMS.get(word)):
-        same = [each for each in keys if each.rpartition(".")[2] == meant]
+        same = [full_key for full_key in keys if full_key.rpartition(".")[2] == meant]
         if same:  # of several the outermost: inner ones mostly refer to it
             return min(
                 same,
-                key=lambda each: (
-                    each.count("."),
-                    -difflib.SequenceMatcher(None, key, each).ratio(),
+                key=lambda full_key: (
+                    full_key.count("."),
+                    -difflib.SequenceMatcher(None, key, full_key).ratio(),
                 ),
             )
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
     if near:
         return near[0]
-    words = {each.rpartition(".")[2]: each for each in reversed(keys)}
+    words = {full_key.rpartition(".")[2]: full_key for full_key in reversed(keys)}
     return next(
-        (words[each] for each in difflib.get_close_matches(word, words, n=1, cutoff=0.75)), None
+        (words[full_key] for full_key in difflib.get_close_matches(word, words, n=1, cutoff=0.75)),
+        None,
     )

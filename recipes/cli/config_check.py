@@ -97,7 +97,7 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
         )
     read = {key.partition(".")[0] for key in keys}
     read |= set(re.findall(r"\$\{([A-Za-z_]\w*)", str(raw)))  # what others refer to
-    for name in (each for each in raw if each not in read):
+    for name in (raw_name for raw_name in raw if raw_name not in read):
         near = difflib.get_close_matches(str(name), sorted(read), n=1)
         if near:
             hint = f"Did you mean {near[0]}? "
@@ -197,10 +197,12 @@ def _refusal(
     places = [
         _place(error["loc"], values) for error in errors if error["loc"][0] == errors[0]["loc"][0]
     ]
-    key, value = max(places, key=lambda place: len(place[0]))
+    key, value = max(places, key=lambda location: len(location[0]))
     rules = list[str]()
     choices = list[str]()
-    for error in (error for error, place in zip(errors, places, strict=False) if place[0] == key):
+    for error in (
+        error for error, location in zip(errors, places, strict=False) if location[0] == key
+    ):
         context = error.get("ctx", {})
         expected = context.get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
         choices += filter(None, expected)
@@ -310,8 +312,8 @@ def _hints_of(function: Any) -> dict[str, Any]:
         return {}
     parameters = signature.parameters
     hints = dict[str, Any]()
-    given = {name: parameter.annotation for name, parameter in parameters.items()}
-    for name, hint in (given | {"return": signature.return_annotation}).items():
+    annotation_by_name = {name: parameter.annotation for name, parameter in parameters.items()}
+    for name, hint in (annotation_by_name | {"return": signature.return_annotation}).items():
         holder = types.SimpleNamespace(
             __annotations__={} if hint is inspect.Signature.empty else {name: hint}
         )

@@ -203,11 +203,11 @@ def _given(key: str) -> str:
         if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
     ]
     if key and within:
-        given = within
+        chosen_names = within
     else:
-        given = list(names)
-    if given:
-        return f"Given was {' '.join(given)}: correct that."
+        chosen_names = list(names)
+    if chosen_names:
+        return f"Given was {' '.join(chosen_names)}: correct that."
     return "Correct the files of conf/."
 
 

@@ -270,7 +270,7 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
             continue
         for name in filter(None, names.split(",")):
             if variable.startswith("NCCL"):
-                is_there = any(each.startswith(name) for each in there)
+                is_there = any(entry.startswith(name) for entry in there)
             else:
                 is_there = name in there
             if not is_there:

@@ -81,13 +81,13 @@ class Sequences:
         positions = []
         targets = []
         for row, index in enumerate(indices):
-            own = self[int(index)].astype(np.int64)
+            row_tokens = self[int(index)].astype(np.int64)
             masked, shown = mask_tokens(
-                own, np.random.default_rng([seed, epoch, 1, int(index)]), self.vocab_size
+                row_tokens, np.random.default_rng([seed, epoch, 1, int(index)]), self.vocab_size
             )
-            targets.append(own[masked])
-            own[masked] = shown
-            tokens[row, 1:-1] = own
+            targets.append(row_tokens[masked])
+            row_tokens[masked] = shown
+            tokens[row, 1:-1] = row_tokens
             positions.append(1 + masked)
         all_positions, all_targets = (
             torch.from_numpy(np.stack(column)) for column in (positions, targets)

@@ -129,12 +129,12 @@ class TextPacking:
         start_s = time.perf_counter()
         about = {name: value for name, value in asdict(self).items() if name != "out"}
         if (out / INDEX_NAME).is_file():
-            if (found := PackedText.load(out)).about != about:
+            if (existing := PackedText.load(out)).about != about:
                 raise ValueError(
-                    f"`out` (={out}) must be empty or hold this very packing, and holds that of {found.about}. Pack "
+                    f"`out` (={out}) must be empty or hold this very packing, and holds that of {existing.about}. Pack "
                     "into another out=..."
                 )
-            return [f"{found}; was there"]
+            return [f"{existing}; was there"]
         out.mkdir(parents=True, exist_ok=True)
         left_out: list[str] = []
         tokenizer = trained(self._pieces([], self.max_training_chars), self.vocab_size)

@@ -93,10 +93,10 @@ def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) ->
             "runs=[outputs/a,outputs/b]."
         )
     places = [folder.resolve() for folder in folders]
-    for place in places:
-        if places.count(place) > 1:
+    for location in places:
+        if places.count(location) > 1:
             raise ValueError(
-                f"`runs` (={place}) must name each run once: it would be compared with itself."
+                f"`runs` (={location}) must name each run once: it would be compared with itself."
             )
     if names is not None and len(set(names)) != len(folders):
         raise ValueError(
@@ -107,7 +107,7 @@ def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) ->
         labels = names
     else:
         labels = short_names(places)
-    return [read_run(place, name=name) for place, name in zip(places, labels, strict=True)]
+    return [read_run(location, name=name) for location, name in zip(places, labels, strict=True)]
 
 
 def read_run(folder: Path, *, name: str) -> Run:
@@ -116,7 +116,7 @@ def read_run(folder: Path, *, name: str) -> Run:
     Raises:
         ValueError: The folder is none, or no run's; a file is torn or not a run's.
     """
-    found = []
+    files = []
     for file in FILES:
         path = folder / file
         try:
@@ -135,8 +135,8 @@ def read_run(folder: Path, *, name: str) -> Run:
                 f"`runs` (={path}) must be whole: {error}. The file was cut or changed after the run had written it; "
                 "leave this run out, or run it again with resume=auto, which writes it again."
             ) from error
-        found.append(content)
-    summary, curves = found
+        files.append(content)
+    summary, curves = files
     if not isinstance(summary, dict) or not isinstance(curves, dict) or "metrics" not in summary:
         raise ValueError(
             f"`runs` (={folder}) must hold a run's summary: {FILES[0]} has no `metrics`. Leave it out."
@@ -219,9 +219,11 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
     for title, name, unit, is_timed in PANELS:
         by_step = {run.name: run.curves.get(name, []) for run in runs}
         best = m.METRICS[name].best
-        found = {run.name: run.summary["best"][name] for run in runs if name in run.summary["best"]}
-        if best and len(set(found.values())) > 1:
-            title = f"{title}: best in {(max if best == 'max' else min)(found, key=lambda run: found[run])}"
+        best_values = {
+            run.name: run.summary["best"][name] for run in runs if name in run.summary["best"]
+        }
+        if best and len(set(best_values.values())) > 1:
+            title = f"{title}: best in {(max if best == 'max' else min)(best_values, key=lambda run: best_values[run])}"
         if any(by_step.values()):
             panels.append((partial(_draw, title, "step", "", unit, by_step), 220))
             if is_timed:

@@ -155,7 +155,7 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
         old = dict(_leaves(before))
         new = dict(_leaves(now))
         if further_keys:
-            also = f" So must {', '.join(f'{each} (={old.get(each)})' for each in further_keys)}."
+            also = f" So must {', '.join(f'{further_key} (={old.get(further_key)})' for further_key in further_keys)}."
         else:
             also = ""
         raise ValueError(

@@ -218,14 +218,14 @@ class ShardedImages(ImageSource):
         for shard, num_bytes in enumerate(self.index.shard_num_bytes):
             path = folder / shard_name(shard)
             if path.is_file():
-                found = path.stat().st_size
+                actual_bytes = path.stat().st_size
             else:
-                found = None
-            if found != num_bytes:
-                if found is None:
+                actual_bytes = None
+            if actual_bytes != num_bytes:
+                if actual_bytes is None:
                     fault = "is missing"
                 else:
-                    fault = f"has {found} bytes"
+                    fault = f"has {actual_bytes} bytes"
                 raise ValueError(
                     f"`root` (={folder.parent}) must hold each shard whole: {folder.name}/{path.name} {fault}, and "
                     f"should have {num_bytes}. Copy it again, or remove {INDEX_NAME} and run "

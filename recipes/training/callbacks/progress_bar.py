@@ -103,9 +103,9 @@ class _RichBar(_LoggedValues, RichProgressBar):
     def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
         """Return Lightning's columns with a short bar and without batches per second: images per second say it."""
         columns = [
-            each
-            for each in super().configure_columns(trainer)
-            if type(each).__name__ != "ProcessingSpeedColumn"
+            base_column
+            for base_column in super().configure_columns(trainer)
+            if type(base_column).__name__ != "ProcessingSpeedColumn"
         ]
         for column in columns:
             if hasattr(column, "bar_width"):
