@@ -63,8 +63,8 @@ class Seen(Columns):
     def parameters(self) -> dict[str, Tensor]:
         """Return the weights that all ranks share, without the running statistics of each rank."""
         return {
-            name: one
-            for name, one in self.weights.items()
+            name: weight
+            for name, weight in self.weights.items()
             if "running" not in name and "num_batches" not in name
         }
 
@@ -124,7 +124,10 @@ def play(scene: dict[str, Any]) -> Seen:
     else:
         callbacks = [settings["callbacks"]]
     # a fresh one
-    callbacks = [_at(each.looks) if isinstance(each, Looks) else made(each) for each in callbacks]
+    callbacks = [
+        _at(callback.looks) if isinstance(callback, Looks) else made(callback)
+        for callback in callbacks
+    ]
     last = _Last()
     error = ""
     with warnings.catch_warnings(record=warns) as caught:
@@ -165,9 +168,9 @@ def play(scene: dict[str, Any]) -> Seen:
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
         looks={
             hook: kept
-            for each in callbacks
-            if isinstance(each, Looks)
-            for hook, kept in each.kept.items()
+            for callback in callbacks
+            if isinstance(callback, Looks)
+            for hook, kept in callback.kept.items()
         },
     )
 
@@ -264,7 +267,7 @@ class _Last(pl.Callback):
         self.sent = None if trace is None else trace.total()
 
     def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
-        self.states = [each.state_dict()["state"] for each in trainer.optimizers]
+        self.states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
 
 
 class Spoiled(Toy):

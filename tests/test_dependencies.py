@@ -94,7 +94,7 @@ def missing(names: dict[str, str], declared: set[str]) -> dict[str, str]:
             providers = [NAMES[name]]
         else:
             providers = DISTRIBUTIONS.get(name, [name])
-        return any(canonical(one) in declared for one in providers)
+        return any(canonical(provider) in declared for provider in providers)
 
     return {name: path for name, path in names.items() if not is_declared(name)}
 
@@ -118,7 +118,7 @@ def test_the_lock_of_ci_holds_a_version_and_a_hash_of_all_that_is_asked_for():
     locked = {canonical(row[1]): row[2] for row in rows}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *(one for name in LOCKED for one in extras[name])]
+    asked = [*project["dependencies"], *(extra for name in LOCKED for extra in extras[name])]
     for requirement in map(Requirement, asked):
         if requirement.name != "lightning-hybrid":
             assert locked[canonical(requirement.name)] in requirement.specifier, requirement
@@ -200,8 +200,8 @@ def test_the_gpu_tests_can_be_collected_without_hydra_wandb_and_simplejpeg(tmp_p
     )
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=there)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = [line for line in done.stdout.splitlines() if "::" in line]
-    assert len(found) >= 30
+    results = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(results) >= 30
     assert {"tests/optim/fused/cuda/test_kernels.py", "tests/checkpoint/test_io.py"} <= {
-        line.partition("::")[0] for line in found
+        line.partition("::")[0] for line in results
     }

@@ -106,7 +106,7 @@ def imports_of(path: Path) -> set[str]:
 
 def ours(names: set[str]) -> set[str]:
     """Modules of ours behind imported names: `lightning_hybrid.comm.plan.CommPlan` -> `comm.plan`."""
-    found = set()
+    result = set()
     for name in names:
         package, *parts = name.split(".")
         while parts and not (
@@ -114,8 +114,8 @@ def ours(names: set[str]) -> set[str]:
             or PACKAGE.joinpath(*parts).is_dir()
         ):
             parts.pop()
-        found |= {".".join(parts)} if package == "lightning_hybrid" else set()
-    return found
+        result |= {".".join(parts)} if package == "lightning_hybrid" else set()
+    return result
 
 
 def is_allowed(source: str, target: str) -> bool:

@@ -75,10 +75,10 @@ def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def keys_in(path: Path) -> list[str]:
     return [
-        f"{path.relative_to(ROOT)}:{line}: {found[0]}"
+        f"{path.relative_to(ROOT)}:{line}: {result[0]}"
         for line, text in messages(ast.parse(path.read_text()))
-        for found in [KEY.search(text)]
-        if found is not None
+        for result in [KEY.search(text)]
+        if result is not None
     ]
 
 
@@ -106,5 +106,5 @@ def test_no_message_of_the_package_names_a_key_of_a_recipe():
         *tracked_files("lightning_hybrid/planning/report/*.py"),
     }
     skipped.add(ROOT / "lightning_hybrid" / "planning" / "estimates" / "memory.py")
-    found = [line for path in MODULES if path not in skipped for line in keys_in(path)]
-    assert not found, "\n".join(found)
+    results = [line for path in MODULES if path not in skipped for line in keys_in(path)]
+    assert not results, "\n".join(results)

@@ -184,8 +184,9 @@ def train_two_steps(source, folder):
 def test_the_code_of_a_page_runs_on_two_ranks_as_it_stands(page, two_ranks, tmp_path):
     blocks = python_blocks(page)
     if blocks:
-        one, other = two_ranks.run(train_two_steps, "\n".join(blocks), str(tmp_path))
+        rank_0, rank_1 = two_ranks.run(train_two_steps, "\n".join(blocks), str(tmp_path))
         assert all(
-            toy.same_bits(ours, theirs) for (ours, _), (theirs, _) in zip(one, other, strict=True)
+            toy.same_bits(ours, theirs)
+            for (ours, _), (theirs, _) in zip(rank_0, rank_1, strict=True)
         )
-        assert [num_steps for _, num_steps in one] == [2] * ("tutorials" in str(page))
+        assert [num_steps for _, num_steps in rank_0] == [2] * ("tutorials" in str(page))

@@ -29,7 +29,7 @@ def test_no_file_that_is_loaded_can_bring_code():
         assert text.count("np.load(") == text.count("allow_pickle=False"), path
         for call in ast.walk(ast.parse(text if "torch.load(" in text else "")):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.load":
-                given = {each.arg: ast.unparse(each.value) for each in call.keywords}
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
                 # the caller's, as its default above
                 assert given["weights_only"] in ("True", "weights_only"), path
 
@@ -52,9 +52,9 @@ def answers(tmp_path):
     planted.chmod(0o700)
 
     def answer():
-        found = ctypes.c_double()
-        source.load(compiler, flags, folder).answer(ctypes.byref(found))
-        return found.value
+        result = ctypes.c_double()
+        source.load(compiler, flags, folder).answer(ctypes.byref(result))
+        return result.value
 
     return planted, answer
 
@@ -94,8 +94,8 @@ def test_what_another_user_owns_is_not_loaded(answers, monkeypatch, whose):
     original = Path.stat
 
     def stat_(path, **kwargs):
-        found = original(path, **kwargs)
-        return os.stat_result([*found[:4], found.st_uid + (path == theirs), *found[5:10]])
+        result = original(path, **kwargs)
+        return os.stat_result([*result[:4], result.st_uid + (path == theirs), *result[5:10]])
 
     monkeypatch.setattr(Path, "stat", stat_)
     with pytest.warns(UserWarning, match="must be yours") if whose == "folder" else nullcontext():

@@ -361,9 +361,9 @@ def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
     comparable = functools.partial(judge.plain, folder=run.folder, is_exact=precision == "32-true")
     # Those of torch and Python come once in a process, or when the collector runs.
     caught = [
-        one
-        for one in caught
-        if issubclass(one.category, UserWarning) and "lightning" in one.filename
+        warning
+        for warning in caught
+        if issubclass(warning.category, UserWarning) and "lightning" in warning.filename
     ]
-    known = {comparable(f"{one.category.__name__}: {one.message}") for one in caught}
+    known = {comparable(f"{warning.category.__name__}: {warning.message}") for warning in caught}
     return {"seen": comparable(seen), "warnings": sorted(known)}

@@ -88,62 +88,66 @@ def fault_of_reference(kind: Any, reference: list[Result]) -> str:
 
 def bits_that_differ(reference: list[Result], ours: list[Result]) -> list[str]:
     """Return the names of values that differ in a bit from `ddp`."""
-    found = []
-    for rank, (one, other) in enumerate(zip(reference, ours, strict=True)):
-        if other.error:
+    results = []
+    for rank, (first, second) in enumerate(zip(reference, ours, strict=True)):
+        if second.error:
             return errors_of(ours)
-        if one.losses != other.losses:
-            found.append(f"rank {rank}: losses {shown(other.losses)} for {shown(one.losses)}")
+        if first.losses != second.losses:
+            results.append(f"rank {rank}: losses {shown(second.losses)} for {shown(first.losses)}")
         names = [
-            n for n in one.state if n not in other.state or not same(one.state[n], other.state[n])
+            n
+            for n in first.state
+            if n not in second.state or not same(first.state[n], second.state[n])
         ]
-        if names or one.state.keys() != other.state.keys():
-            found.append(f"rank {rank}: state of {names or one.state.keys() ^ other.state.keys()}")
-        found += facts_that_differ(rank, one, other)
-    return found
+        if names or first.state.keys() != second.state.keys():
+            results.append(
+                f"rank {rank}: state of {names or first.state.keys() ^ second.state.keys()}"
+            )
+        results += facts_that_differ(rank, first, second)
+    return results
 
 
 def what_is_not_close(
     kind: Any, precision: str, reference: list[Result], ours: list[Result]
 ) -> list[str]:
     """Return the values that rounding does not explain, that have another dtype, or that differ between ranks."""
-    found = []
+    results = []
     allowed = kind.roundings * UNIT[precision]
-    for rank, (one, other) in enumerate(zip(reference, ours, strict=True)):
-        if other.error:
+    for rank, (first, second) in enumerate(zip(reference, ours, strict=True)):
+        if second.error:
             return errors_of(ours)
-        bound = allowed * max(map(abs, one.losses))
-        if not (gap := gap_of(one, other)) <= bound:  # also where it is nan
-            found.append(
-                f"rank {rank}: gap {gap:.3g} > {bound:.3g}: {shown(other.losses)} for {shown(one.losses)}"
+        bound = allowed * max(map(abs, first.losses))
+        if not (gap := gap_of(first, second)) <= bound:  # also where it is nan
+            results.append(
+                f"rank {rank}: gap {gap:.3g} > {bound:.3g}: {shown(second.losses)} for {shown(first.losses)}"
             )
-        if one.state.keys() != other.state.keys():
-            found.append(f"rank {rank}: state of {one.state.keys() ^ other.state.keys()}")
+        if first.state.keys() != second.state.keys():
+            results.append(f"rank {rank}: state of {first.state.keys() ^ second.state.keys()}")
             continue
         dtypes = {
-            n: other.state[n].dtype
-            for n in one.state
-            if one.state[n].dtype is not other.state[n].dtype
+            n: second.state[n].dtype
+            for n in first.state
+            if first.state[n].dtype is not second.state[n].dtype
         }
         if dtypes:
-            found.append(f"rank {rank}: {dtypes}")
+            results.append(f"rank {rank}: {dtypes}")
         others = [
             [n]
-            for n in one.start.keys() & one.state.keys() - set(one.trained)
-            if has_digits(one.state[n])
+            for n in first.start.keys() & first.state.keys() - set(first.trained)
+            if has_digits(first.state[n])
         ]
-        for names in [[n for n in one.trained if n in one.start and n in one.state], *others]:
-            way = way_between(one.start, one.state, names)
-            gap = way_between(one.state, other.state, names)
+        for names in [[n for n in first.trained if n in first.start and n in first.state], *others]:
+            way = way_between(first.start, first.state, names)
+            gap = way_between(first.state, second.state, names)
             if not gap <= WAY * allowed * way + 1e-6:
-                found.append(
+                results.append(
                     f"rank {rank}: weights {names[:4]}: {gap:.3g} from those of ddp, which went {way:.3g}"
                 )
-        found += facts_that_differ(rank, one, other)
-    if not found and len(ours) > 1:
+        results += facts_that_differ(rank, first, second)
+    if not results and len(ours) > 1:
         names = [n for n in ours[0].trained if parts(ours, n) and not parts(reference, n)]
-        found += [f"ranks differ in {names}"] if names else []
-    return found
+        results += [f"ranks differ in {names}"] if names else []
+    return results
 
 
 def errors_of(results: list[Result]) -> list[str]:
@@ -259,7 +263,7 @@ def differences(one: Any, other: Any, place: str = "") -> list[str]:
         if one == other:
             return []
         return [f"{place}: ddp {_shortened(one)}, ours {_shortened(other)}"]
-    return [found for name, a, b in parts for found in differences(a, b, f"{place}.{name}")]
+    return [result for name, a, b in parts for result in differences(a, b, f"{place}.{name}")]
 
 
 def _name_of(item: Any, number: int) -> Any:

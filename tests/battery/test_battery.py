@@ -79,22 +79,22 @@ def observations():
 
 
 def differs(rank_pool, folder, name, world, precision):
-    one, other = (
+    rank_0, rank_1 = (
         rank_pool.ranks(world).run(case.observe, name, strategy, precision, str(folder))
         for strategy in case.STRATEGIES
     )
     fails = [
         seen["seen"]
-        for seen in one
+        for seen in rank_0
         if isinstance(seen["seen"], str) and seen["seen"].startswith("raises ")
     ]
-    if fails and precision != "32-true" and one != other:
+    if fails and precision != "32-true" and rank_0 != rank_1:
         return None  # `ddp` cannot do it in this precision
     assert not fails or "not supported with distributed" in fails[0], fails
     return [
-        found
-        for theirs, ours in zip(one, other, strict=True)
-        for found in judge.differences(theirs, ours)
+        result
+        for theirs, ours in zip(rank_0, rank_1, strict=True)
+        for result in judge.differences(theirs, ours)
     ]
 
 
@@ -103,8 +103,10 @@ def differs(rank_pool, folder, name, world, precision):
 def test_what_differs_from_ddp_is_what_the_readme_names(
     rank_pool, tmp_path, name, world, precision
 ):
-    found = differs(rank_pool, tmp_path, name, world, precision)
-    assert found is None or bool(found) == (precision in DELIBERATE.get(name, ())), "\n".join(found)
+    result = differs(rank_pool, tmp_path, name, world, precision)
+    assert result is None or bool(result) == (precision in DELIBERATE.get(name, ())), "\n".join(
+        result
+    )
 
 
 @pytest.mark.parametrize("name", DELIBERATE)

@@ -39,7 +39,7 @@ def batches():
 
 def found_in(module):
     report = half_precision_report(module, batches())
-    return report, {(one.kind, one.name): one for one in report.tensors}
+    return report, {(tensor.kind, tensor.name): tensor for tensor in report.tensors}
 
 
 def test_each_tensor_out_of_range_is_named_with_its_share_and_its_remedy():
@@ -108,9 +108,9 @@ def test_a_fit_with_the_callback_is_the_fit_without_on_every_rank(two_ranks):
         scenes.fit(two_ranks, Drops, precision="16-true", callbacks=callbacks)
         for callbacks in ([], [HalfPrecisionReport])
     )
-    for one, other in zip(plain, reported, strict=True):
-        assert same(one.weights, other.weights)
-        assert one.losses == other.losses
+    for first, second in zip(plain, reported, strict=True):
+        assert same(first.weights, second.weights)
+        assert first.losses == second.losses
 
 
 class Drops(toy.Toy):

@@ -177,19 +177,21 @@ def frozen():
         trainer.fit(module, toy.loader(), toy.loader())
     norms = [module.net[1], module.net[3]]
     means = [layer.running_mean.tolist() for layer in norms]
-    text = [str(each.message) for each in caught if "RecalibrateBatchNorm" in str(each.message)]
+    text = [
+        str(warning.message) for warning in caught if "RecalibrateBatchNorm" in str(warning.message)
+    ]
     return means, [layer.training for layer in norms], text
 
 
 def test_layers_in_evaluation_mode_while_the_module_trains_keep_their_statistics(two_ranks):
-    found = two_ranks.run(frozen)
-    for means, modes, _ in found:
+    results = two_ranks.run(frozen)
+    for means, modes, _ in results:
         assert means[0] == [3.0] * 8
         assert means[1] != [0.0] * 8
-        assert means == found[0][0]
+        assert means == results[0][0]
         assert modes == [False, True]
-    assert [len(text) for *_, text in found] == [1, 0]
-    assert found[0][2][0].startswith("`RecalibrateBatchNorm`: `net.1` keep their statistics")
+    assert [len(text) for *_, text in results] == [1, 0]
+    assert results[0][2][0].startswith("`RecalibrateBatchNorm`: `net.1` keep their statistics")
 
 
 def with_and_without(num_workers, precision, has_generator=True):

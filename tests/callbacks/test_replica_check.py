@@ -48,8 +48,8 @@ class Spoils(pl.Callback):
 
 def spoiled(ranks, what, precision, every_n_steps, rank=1, step=2):
     callbacks = [Spoils(rank, step, what), ReplicaCheck(every_n_steps)]
-    found = fit(ranks, max_epochs=1, precision=precision, callbacks=callbacks, raises=True)
-    return [(seen.error, seen.global_step) for seen in found]
+    results = fit(ranks, max_epochs=1, precision=precision, callbacks=callbacks, raises=True)
+    return [(seen.error, seen.global_step) for seen in results]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_sound_run_is_bit_for_bit_what_it_is_without_this_check_and_that_of_nu
         fit(two_ranks, callbacks=each, **scene)
         for each in ([ReplicaCheck(3), NumericsMonitor()], [])
     ]
-    assert all(same(one.weights, other.weights) for one, other in zip(*ends, strict=True))
+    assert all(same(first.weights, second.weights) for first, second in zip(*ends, strict=True))
 
 
 class Differs(toy.Toy):
@@ -171,9 +171,9 @@ class Loader(ResumableLoader):
 
 def test_of_our_loaders_the_order_and_the_epoch_are_told():
     order = {"num_images": 12, "global_batch_size": 4, "seed": 3, "world_size": 2}
-    found = order_of(Loader(EpochOrder(**order, rank=1)))
-    assert found.items() >= {**order, "epoch": 0}.items()
-    assert found == order_of(Loader(EpochOrder(**order, rank=0)))
+    result = order_of(Loader(EpochOrder(**order, rank=1)))
+    assert result.items() >= {**order, "epoch": 0}.items()
+    assert result == order_of(Loader(EpochOrder(**order, rank=0)))
 
 
 def with_a_seed_of_its_own():

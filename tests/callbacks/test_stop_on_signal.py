@@ -178,12 +178,12 @@ def test_a_run_that_stops_between_two_epochs_goes_on_to_the_bit_and_misses_no_ba
     ranks = request.getfixturevalue(world)
     path = str(tmp_path / "stopped.ckpt")
     runs = [({}, None), (where, None), ({}, path)]
-    found = [
+    results = [
         ranks.run(run, str(tmp_path), each, validates, limits, ckpt_path)
         for each, ckpt_path in runs
     ]
     length = 8 // ranks.world_size
-    for (whole, weights), (before, _), (after, resumed) in zip(*found, strict=True):
+    for (whole, weights), (before, _), (after, resumed) in zip(*results, strict=True):
         assert (
             before + after
             == whole

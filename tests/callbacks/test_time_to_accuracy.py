@@ -72,8 +72,8 @@ def test_a_resumed_run_goes_on_with_the_clock(two_ranks, tmp_path):
 
 def test_one_rank_alone_does_not_stop(two_ranks):
     """Each rank has a value of its own. With `stop` on one rank only the others would wait for it for ever."""
-    found = two_ranks.run(reached, {"stop": True}, None, None, False)
-    assert [(step, event) for _, step, _, event in found] == [(12, None)] * 2
+    results = two_ranks.run(reached, {"stop": True}, None, None, False)
+    assert [(step, event) for _, step, _, event in results] == [(12, None)] * 2
 
 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(two_ranks):

@@ -23,23 +23,25 @@ def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
     Of 1e9 operations each, on two devices of 1e11 per second.
     """
     metrics = {"flops_per_image": 1e9, "peak_flops_per_s": 1e11}
-    one, other = seen(
+    rank_0, rank_1 = seen(
         two_ranks, strategy=HybridAllReduceStrategy(loss_scale=1024.0), metrics=metrics
     )
-    assert list(one.column(m.TRAIN_LOSS)) == [2, 4, 6, 8]
-    assert one.losses != other.losses
-    for step, loss in one.column(m.TRAIN_LOSS).items():
+    assert list(rank_0.column(m.TRAIN_LOSS)) == [2, 4, 6, 8]
+    assert rank_0.losses != rank_1.losses
+    for step, loss in rank_0.column(m.TRAIN_LOSS).items():
         # fp32 mean
-        assert loss == pytest.approx((one.losses[step - 1] + other.losses[step - 1]) / 2, rel=1e-6)
+        assert loss == pytest.approx(
+            (rank_0.losses[step - 1] + rank_1.losses[step - 1]) / 2, rel=1e-6
+        )
     # the schedule is 0.1 / (1 + steps before this one); float32 on the way to the logger
-    assert one.column(m.TRAIN_LR) == pytest.approx(
+    assert rank_0.column(m.TRAIN_LR) == pytest.approx(
         {2: 0.1 / 2, 4: 0.1 / 4, 6: 0.1 / 6, 8: 0.1 / 8}, rel=1e-6
     )
-    assert one.column(m.TRAIN_LOSS_SCALE) == dict.fromkeys((2, 4, 6, 8), 1024.0)
-    assert one.column(m.TRAIN_SKIPPED_STEPS) == dict.fromkeys((2, 4, 6, 8), 0.0)
-    assert one.column(m.IMAGES_PER_S) == {6: 32.0, 8: 32.0}
-    assert one.column(m.FLOPS_PER_S) == pytest.approx({6: 32e9, 8: 32e9})
-    assert one.column(m.MFU) == pytest.approx({6: 0.16, 8: 0.16})
+    assert rank_0.column(m.TRAIN_LOSS_SCALE) == dict.fromkeys((2, 4, 6, 8), 1024.0)
+    assert rank_0.column(m.TRAIN_SKIPPED_STEPS) == dict.fromkeys((2, 4, 6, 8), 0.0)
+    assert rank_0.column(m.IMAGES_PER_S) == {6: 32.0, 8: 32.0}
+    assert rank_0.column(m.FLOPS_PER_S) == pytest.approx({6: 32e9, 8: 32e9})
+    assert rank_0.column(m.MFU) == pytest.approx({6: 0.16, 8: 0.16})
 
 
 def test_communication_is_logged_per_step_per_bucket_and_against_its_bound(two_ranks):
@@ -201,9 +203,9 @@ def test_trust_ratios_are_those_of_the_gradients_just_used(two_ranks, precision,
     logged, expected, unseen = two_ranks.run(ratios_logged_and_expected, precision, looked_at)[0]
     assert unseen == ([1, 3, 5, 7] if precision == "16-true" and not looked_at else [])
     assert list(logged) == [2, 4, 6, 8]
-    for step, found in logged.items():
-        assert found == pytest.approx(expected[step], rel=1e-5)
-        assert 0 < found[0] < found[1] < found[2]
+    for step, result in logged.items():
+        assert result == pytest.approx(expected[step], rel=1e-5)
+        assert 0 < result[0] < result[1] < result[2]
 
 
 class Lars(Module):

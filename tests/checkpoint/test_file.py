@@ -32,13 +32,13 @@ def step_in(path):
 def test_anybody_reads_the_file(tmp_path):
     path = tmp_path / "some.ckpt"
     cf.write_checkpoint(WHOLE, path)
-    for found in (
+    for result in (
         torch.load(path, weights_only=True),
         torch.load(path, weights_only=True, mmap=True),
         TorchCheckpointIO().load_checkpoint(path),
         DurableCheckpointIO().load_checkpoint(path),
     ):
-        assert torch.equal(found["state_dict"]["w"], WHOLE["state_dict"]["w"])
+        assert torch.equal(result["state_dict"]["w"], WHOLE["state_dict"]["w"])
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
     assert cf.check_whole(path)
@@ -150,7 +150,7 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_old_one_
     cf.write_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
     witness = Witness(monkeypatch)
     cf.write_checkpoint(checkpoint(2), tmp_path / "last.ckpt")
-    calls = [each for each in witness.calls if each != "write"]
+    calls = [call for call in witness.calls if call != "write"]
     assert calls == ["fsync file", "link", "replace", "fsync folder", "replace", "fsync folder"]
     assert witness.calls.index("fsync file") == witness.calls.count("write")
 

@@ -150,9 +150,9 @@ def test_what_is_written_is_the_moment_of_saving(tmp_path, gate):
     state["state_dict"]["w"].zero_()
     state["state_dict"]["new"] = 1
     gate.set()
-    found = io.load_checkpoint(tmp_path / "last.ckpt")  # waits for it
-    assert found["state_dict"].keys() == {"w"}
-    assert torch.equal(found["state_dict"]["w"], torch.ones(3000))
+    result = io.load_checkpoint(tmp_path / "last.ckpt")  # waits for it
+    assert result["state_dict"].keys() == {"w"}
+    assert torch.equal(result["state_dict"]["w"], torch.ones(3000))
     io.teardown()
 
 
@@ -338,8 +338,8 @@ def test_tensors_that_are_one_stay_one_in_the_file():
     torch.save(
         HostCopies().take({"one": weights, "other": weights.detach(), "part": weights[:10]}), file
     )
-    found = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    assert found["one"].data_ptr() == found["other"].data_ptr()
+    result = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    assert result["one"].data_ptr() == result["other"].data_ptr()
     assert 40_000 < len(file.getvalue()) < 45_000
 
 

@@ -159,9 +159,9 @@ def assign(network):
 )
 def test_changes_after_the_forward_do_not_reach_backward(between):
     try:
-        found = with_global_batch(WithTeacher, data(), between=between)
+        result = with_global_batch(WithTeacher, data(), between=between)
         torch.set_default_dtype(torch.float32)
-        assert_same_step(found, with_activations_kept(WithTeacher, data(), between=between))
+        assert_same_step(result, with_activations_kept(WithTeacher, data(), between=between))
     finally:
         torch.set_default_dtype(torch.float32)
 

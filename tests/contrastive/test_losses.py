@@ -97,7 +97,8 @@ def joined(shares):
     assert all(torch.equal(value, values[0]) for value in values)
     while own and len(own[0]) > 1:
         own = [
-            [one + other for one, other in zip(each[::2], each[1::2], strict=True)] for each in own
+            [first + second for first, second in zip(each[::2], each[1::2], strict=True)]
+            for each in own
         ]
     return [values[0], torch.cat(a), torch.cat(b), *(each[0] for each in own)]
 
@@ -130,11 +131,11 @@ def test_two_and_four_ranks_have_the_bits_of_one(name, two_ranks, four_ranks):
 
 def test_the_loss_of_three_ranks_is_that_of_all_pairs(three_ranks):
     """PAIRS do not divide by three: each rank takes 8 of the first 24."""
-    found = three_ranks.run(first_24)
+    result = three_ranks.run(first_24)
     a, b = (view[:24] for view in views())
-    torch.testing.assert_close(found[0], clip(InfoNCE(0.1), a, b), rtol=1e-6, atol=0)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    torch.testing.assert_close(result[0], clip(InfoNCE(0.1), a, b), rtol=1e-6, atol=0)
+    assert torch.equal(result[0], result[1])
+    assert torch.equal(result[0], result[2])
 
 
 def first_24():
@@ -220,8 +221,8 @@ def test_autocast_changes_no_bit_of_a_loss(name, dtype):
         expected = of_views(name, inputs, nullcontext(), False)
         assert expected[0].dtype is torch.float32
         for is_backward_inside in (False, True):
-            found = of_views(name, inputs, torch.autocast("cpu", dtype), is_backward_inside)
-            assert same(found, expected)
+            result = of_views(name, inputs, torch.autocast("cpu", dtype), is_backward_inside)
+            assert same(result, expected)
 
 
 class OfEmbeddings(Toy):
@@ -319,10 +320,12 @@ def test_the_second_pass_draws_what_the_first_drew_and_moves_no_statistics():
     InfoNCE(0.1, block=CHUNK)(*map(torch.cat, zip(*chunks, strict=True))).backward()
     drawn = torch.rand(1)
     torch.manual_seed(3)
-    found = gradients(module, batch, CHUNK)
+    result = gradients(module, batch, CHUNK)
     assert torch.equal(torch.rand(1), drawn)
     for name, one in kept.named_parameters():
-        assert one.grad is None or torch.allclose(found[name], one.grad, rtol=1e-5, atol=1e-7), name
+        assert one.grad is None or torch.allclose(result[name], one.grad, rtol=1e-5, atol=1e-7), (
+            name
+        )
     assert same(dict(module.named_buffers()), dict(kept.named_buffers()))
 
 

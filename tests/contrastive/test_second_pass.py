@@ -61,9 +61,9 @@ def steps_on_rank():
     x = data(2 * PAIRS).chunk(dist.get_world_size())[dist.get_rank()]
     grads = {}
     for name, make in NETWORKS.items():
-        found = with_global_batch(make, x)
-        assert_same_step(found, with_activations_kept(make, x))
-        grads[name] = found[0]
+        result = with_global_batch(make, x)
+        assert_same_step(result, with_activations_kept(make, x))
+        grads[name] = result[0]
     return grads
 
 

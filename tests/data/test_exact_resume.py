@@ -43,10 +43,10 @@ def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_reads_what_is_left_or_is_refused_by_name(one_rank, tmp_path, name):
     """From an epoch's end, and from within the second epoch."""
-    found = one_rank.run(
+    results = one_rank.run(
         outcomes, name, HYBRID, KINDS[name].workers[0], str(tmp_path), (0, 11), timeout_s=120
     )
-    assert [wrong(cases) for cases in found] == [[]]
+    assert [wrong(cases) for cases in results] == [[]]
 
 
 @pytest.mark.long
@@ -54,19 +54,19 @@ def test_each_kind_reads_what_is_left_or_is_refused_by_name(one_rank, tmp_path, 
 @pytest.mark.parametrize(("name", "workers", "ranks"), GRID)
 def test_what_is_left_is_read_or_refused_by_name(rank_pool, tmp_path, name, workers, ranks):
     """Five stops of each row: an epoch's end, both sides of it, and within the first, second and last epoch."""
-    found = rank_pool.ranks(ranks).run(
+    results = rank_pool.ranks(ranks).run(
         outcomes, name, HYBRID, workers, str(tmp_path), timeout_s=300
     )
-    assert [wrong(cases) for cases in found] == [[]] * ranks
+    assert [wrong(cases) for cases in results] == [[]] * ranks
 
 
 def test_both_ranks_of_a_pipeline_read_what_is_left(two_ranks, tmp_path):
     strategy = partial(HybridPipelineStrategy, num_stages=2, num_microbatches=2)
-    one, other = two_ranks.run(
+    rank_0, rank_1 = two_ranks.run(
         outcomes, "shuffle", strategy, 0, str(tmp_path), (3, 5), timeout_s=120
     )
-    assert wrong(one) == []
-    assert one == other
+    assert wrong(rank_0) == []
+    assert rank_0 == rank_1
 
 
 def shuffled(
@@ -183,8 +183,8 @@ def drawn_numbers(kind: str) -> list[Any]:
 
 
 def test_ranks_draw_other_random_numbers(two_ranks):
-    one, other = two_ranks.run(drawn_numbers, "shuffle")
-    assert all(a != b for a, b in zip(chain(*one[0]), chain(*other[0]), strict=True))
+    rank_0, rank_1 = two_ranks.run(drawn_numbers, "shuffle")
+    assert all(a != b for a, b in zip(chain(*rank_0[0]), chain(*rank_1[0]), strict=True))
 
 
 def test_two_loaders_of_a_fit_draw_other_random_numbers(one_rank):
@@ -374,7 +374,7 @@ def test_global_streams_are_as_they_were_after_a_context():
     np.random.seed(0)
     expected = np.random.randn(3).tolist()
     np.random.seed(0)
-    found = [np.random.randn()]
+    results = [np.random.randn()]
     seeded = SeededStreams()
     state = torch.get_rng_state(), random.getstate()
     with seeded(1, 2):
@@ -382,6 +382,6 @@ def test_global_streams_are_as_they_were_after_a_context():
         with seeded(3):
             other = user_loaders.numbers()
         assert user_loaders.numbers() == one != other
-    assert found + np.random.randn(2).tolist() == expected
+    assert results + np.random.randn(2).tolist() == expected
     assert torch.equal(torch.get_rng_state(), state[0])
     assert random.getstate() == state[1]

@@ -186,7 +186,7 @@ def test_images_are_normalised_on_the_gpu_to_the_bits_of_the_cpu():
     loader = Images([(images.pin_memory(), labels.pin_memory())] * 4)
     loader.on_device = NormalizeOnDevice()
     expected, _ = NormalizeOnDevice()((images, labels))
-    for found, found_labels in prefetch(loader, device):
-        assert found.device == found_labels.device == device
-        assert found.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(found.cpu(), expected)
+    for result, found_labels in prefetch(loader, device):
+        assert result.device == found_labels.device == device
+        assert result.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(result.cpu(), expected)

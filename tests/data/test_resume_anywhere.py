@@ -136,11 +136,11 @@ def saving(folder: str, end: End) -> ModelCheckpoint:
 
 
 def newest(folder: str) -> str | None:
-    found = [None]
+    results = [None]
     if dist.get_rank() == 0:
-        found = [max(map(str, Path(folder).glob("*.ckpt")), key=os.path.getmtime, default=None)]
-    dist.broadcast_object_list(found)
-    return found[0]
+        results = [max(map(str, Path(folder).glob("*.ckpt")), key=os.path.getmtime, default=None)]
+    dist.broadcast_object_list(results)
+    return results[0]
 
 
 def run(
@@ -202,21 +202,21 @@ def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
             step = 0
         else:
             step = torch.load(path, weights_only=True)["global_step"]
-        found = run(case, strategy, f"{folder}/{number}", end, path)
+        result = run(case, strategy, f"{folder}/{number}", end, path)
         left = [one for one in whole["read"] if one[2] >= step]
         if path is None:
             ended = ""
         else:
             ended = f"resumed at step {step} from {Path(path).name}: "
-        if found["read"] != (left if end is None else left[: len(found["read"])]):
-            return f"{ended}read {found['read']} of {left}"
+        if result["read"] != (left if end is None else left[: len(result["read"])]):
+            return f"{ended}read {result['read']} of {left}"
         path = newest(f"{folder}/{number}") or path
     # else Lightning counts nothing
-    counters = ("epoch", "batches", "steps of loggers") * bool(found["read"])
+    counters = ("epoch", "batches", "steps of loggers") * bool(result["read"])
     for name in ("steps", "lr", *counters):
-        if found[name] != whole[name]:
-            return f"{ended}{name} {found[name]} of {whole[name]}"
-    if toy.same_bits(found["weights"], whole["weights"]):
+        if result[name] != whole[name]:
+            return f"{ended}{name} {result[name]} of {whole[name]}"
+    if toy.same_bits(result["weights"], whole["weights"]):
         return ""
     return f"{ended}other weights"
 

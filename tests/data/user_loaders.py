@@ -338,7 +338,7 @@ def fit(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, ckpt_path=path)
-    module.said = [str(one.message) for one in caught]
+    module.said = [str(warning.message) for warning in caught]
     return module
 
 
@@ -353,7 +353,7 @@ def outcomes(
     world = dist.get_world_size()
     whole = fit(kind, strategy, workers, [Saves(folder, list(stops))]).read
     per_epoch = 1 + max(number for number, one in whole.items() if one[0] == 0)
-    found = []
+    results = []
     for stop in stops:
         if stop < len(whole):
             if stop == 0:
@@ -368,8 +368,8 @@ def outcomes(
                 "stop": stop,
                 "batches": len(left),
             }
-            found.append(case | after(kind, strategy, workers, f"{folder}/{stop}.ckpt", left))
-    return found
+            results.append(case | after(kind, strategy, workers, f"{folder}/{stop}.ckpt", left))
+    return results
 
 
 def after(kind: Kind, strategy: Any, workers: int, path: str, left: list[Any]) -> dict[str, Any]:

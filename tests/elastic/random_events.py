@@ -124,10 +124,10 @@ def steps_that_differ(outcome: Outcome, scene: Scene) -> tuple[int, set[int], li
     for ranks, records in outcome.records.items():
         made |= {step for step, _ in records}
         for record in records:
-            found = differences(Outcome(records={ranks: [record]}), wanted)
-            if found:
+            result = differences(Outcome(records={ranks: [record]}), wanted)
+            if result:
                 differing.add(record[0])
-                words += found
+                words += result
         steps = [step for step, _ in records]
         if steps and steps != list(range(steps[0], steps[0] + len(steps))):
             words.append(f"host {ranks[0]} made steps {steps}")

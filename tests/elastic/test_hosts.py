@@ -37,8 +37,8 @@ def is_exact(found: dict[str, Any]) -> bool:
 
 
 def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again_to_the_bit(tmp_path: Path) -> None:
-    found = lose_hosts(tmp_path, kinds=["kill"])
-    assert is_exact(found), found
+    result = lose_hosts(tmp_path, kinds=["kill"])
+    assert is_exact(result), result
 
 
 def test_the_first_step_of_a_view_has_the_bits_of_any_other_step(tmp_path: Path) -> None:
@@ -101,5 +101,5 @@ def test_a_long_run_with_default_options_trains(tmp_path: Path) -> None:
 def test_losses_at_any_moment_and_under_other_options_are_exact(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    found = lose_hosts(tmp_path, **options)
-    assert is_exact(found), found
+    result = lose_hosts(tmp_path, **options)
+    assert is_exact(result), result

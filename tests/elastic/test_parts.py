@@ -174,8 +174,8 @@ def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_t
 
 def test_shards_are_consecutive_and_all_are_some_ranks() -> None:
     for world_size in range(1, 9):
-        found = [shard for rank in range(world_size) for shard in shards_of(rank, world_size, 8)]
-        assert found == list(range(8))
+        results = [shard for rank in range(world_size) for shard in shards_of(rank, world_size, 8)]
+        assert results == list(range(8))
 
 
 def test_an_order_that_does_not_follow_from_the_epoch_is_refused() -> None:
@@ -349,9 +349,9 @@ def logged_by(
     module, results, epoch = started()
     for step in range(steps):
         if step == joins_after:
-            found = epoch.collected()
+            result = epoch.collected()
             module, results, epoch = started()
-            epoch.take(found)
+            epoch.take(result)
         logs = epoch.step()
         for _ in range(attempts):
             logs.restore()

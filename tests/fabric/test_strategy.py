@@ -187,9 +187,9 @@ def masters_of_ranks_that_begin_apart():
 
 
 def test_every_rank_gets_rank_zeros_masters_in_all_digits(two_ranks):
-    one, other = two_ranks.run(play, masters_of_ranks_that_begin_apart)
-    assert toy.same_bits(one, other)
-    assert torch.equal(one["weight"], torch.full((3, 12), 1 / 3))
+    rank_0, rank_1 = two_ranks.run(play, masters_of_ranks_that_begin_apart)
+    assert toy.same_bits(rank_0, rank_1)
+    assert torch.equal(rank_0["weight"], torch.full((3, 12), 1 / 3))
 
 
 # ---- several modules, accumulation, overflow -----------------------------------------------------------------------
@@ -296,17 +296,19 @@ def the_loop_of_the_page(folder):
     with chdir(folder):
         exec(compile(loop, str(PAGE), "exec"), names := {"__name__": "__main__"})
     MADE.append(names["fabric"])
-    parameters = [(one.dtype, one.detach().float()) for one in names["net"].parameters()]
+    parameters = [
+        (parameter.dtype, parameter.detach().float()) for parameter in names["net"].parameters()
+    ]
     return parameters, names["net"].state_dict(), names["fabric"].world_size
 
 
 def test_the_loop_of_the_page_trains_on_two_ranks_and_saves_what_it_trained(two_ranks, tmp_path):
-    one, other = two_ranks.run(play, the_loop_of_the_page, str(tmp_path))
+    rank_0, rank_1 = two_ranks.run(play, the_loop_of_the_page, str(tmp_path))
     saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
-    assert one[2] == 2
-    assert toy.same_bits(one[1], other[1])
-    assert toy.same_bits(one[1], saved["model"])
-    for (dtype, value), of_file in zip(one[0], saved["model"].values(), strict=True):
+    assert rank_0[2] == 2
+    assert toy.same_bits(rank_0[1], rank_1[1])
+    assert toy.same_bits(rank_0[1], saved["model"])
+    for (dtype, value), of_file in zip(rank_0[0], saved["model"].values(), strict=True):
         assert dtype is torch.float32
         assert torch.equal(value, of_file)
     assert set(saved) == {"model", "optimizer", "MasterWeightPrecision"}

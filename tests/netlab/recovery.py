@@ -543,13 +543,13 @@ def report(
             wanted.get(row["step"]) != row["digest"] for row in steps
         )
     for kind in KINDS:
-        if times := [one["seconds"] for one in losses if one["kind"] == kind]:
+        if times := [loss["seconds"] for loss in losses if loss["kind"] == kind]:
             found[kind] = {
                 "median_s": round(statistics.median(times), 3),
                 "worst_s": round(max(times), 3),
                 "of": len(times),
             }
-    waits = [one["join_wait_s"] for one in losses]
+    waits = [loss["join_wait_s"] for loss in losses]
     found["join_wait"] = {
         "median_s": round(statistics.median(waits), 3),
         "worst_s": round(max(waits), 3),
@@ -600,7 +600,7 @@ def healthy(
             for is_plain in ((False, True) if pair % 2 else (True, False))
         }
         pairs.append(seconds[False] / seconds[True])
-        sums = {is_plain: sums[is_plain] + each for is_plain, each in seconds.items()}
+        sums = {is_plain: sums[is_plain] + second for is_plain, second in seconds.items()}
         print(
             f"pair {pair + 1}: {seconds[False] * 1e3:.2f} ms of {seconds[True] * 1e3:.2f}: {pairs[-1]:.3f}",
             flush=True,
@@ -668,11 +668,11 @@ def main() -> None:
         wanted = None
     else:
         wanted = reference(options, given.out / "reference", parts_of(run.rows))
-    found = report(run, losses, wanted)
+    result = report(run, losses, wanted)
     (given.out / "recovery.json").write_text(
-        json.dumps({"options": options, "found": found, "losses": losses}, indent=1)
+        json.dumps({"options": options, "found": result, "losses": losses}, indent=1)
     )
-    print(json.dumps(found, indent=1))
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def measured(request, cluster_or_skip):
     with Cluster(
         num_hosts=num_hosts, ranks_per_host=ranks_per_host, mbit_per_s=2000, interleave=interleave
     ) as cluster:
-        found = cluster.call(sums_and_bytes, ALGORITHMS, DTYPES, CODECS, timeout_s=60)
-        return LAYOUTS[request.param], found, cluster.traffic()
+        result = cluster.call(sums_and_bytes, ALGORITHMS, DTYPES, CODECS, timeout_s=60)
+        return LAYOUTS[request.param], result, cluster.traffic()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -134,14 +134,14 @@ def test_the_busiest_host_sends_what_the_algorithm_claims(measured, algorithm, d
 def test_adasum_sends_between_hosts_what_a_hierarchical_sum_sends(cluster_or_skip, num_hosts):
     """2 (N - 1) / N of the bytes. Inner products of two tensors are part of the tolerance."""
     with Cluster(num_hosts=num_hosts, ranks_per_host=2, mbit_per_s=2000) as cluster:
-        found = cluster.call(sums_and_bytes, ["adasum"], DTYPES, [], timeout_s=60)
+        results = cluster.call(sums_and_bytes, ["adasum"], DTYPES, [], timeout_s=60)
     claim = traffic_of("hierarchical", topology_of(num_hosts, 2, False), NUM_BYTES).across
     for dtype in DTYPES:
         # the sum in the node
-        assert [of_rank["adasum", dtype][0] for of_rank in found] == [[2.0]] * len(found)
+        assert [of_rank["adasum", dtype][0] for of_rank in results] == [[2.0]] * len(results)
         assert (
             claim
-            <= max(of_rank["adasum", dtype][1] for of_rank in found)
+            <= max(of_rank["adasum", dtype][1] for of_rank in results)
             <= claim * (1 + TOLERANCE)
         )
 

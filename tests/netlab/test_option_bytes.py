@@ -119,9 +119,9 @@ def sent_by_steps():
 def test_a_step_shared_by_all_sends_the_two_halves_of_an_all_reduce(cluster_or_skip):
     """2 (n - 1) / n of all weights in halves: gradients are scattered, weights gathered."""
     with Cluster(num_hosts=4, ranks_per_host=1, mbit_per_s=2000) as cluster:
-        found = cluster.call(sent_by_steps, timeout_s=180)
-    whole, shared = (max(of_rank[scope] for of_rank in found) for scope in ("off", "world"))
-    claim = 2 * 3 / 4 * 2 * sum(one.numel() for one in Deep().parameters())
+        results = cluster.call(sent_by_steps, timeout_s=180)
+    whole, shared = (max(of_rank[scope] for of_rank in results) for scope in ("off", "world"))
+    claim = 2 * 3 / 4 * 2 * sum(parameter.numel() for parameter in Deep().parameters())
     print(
         f"a step sends {shared:,.0f} bytes, {shared / claim:.4f} of the formula; not shared {whole / claim:.4f}"
     )
@@ -209,7 +209,7 @@ def sent_by_slices():
     torch.manual_seed(0)
     layers = [(NUM_INPUTS, NUM_FEATURES), (NUM_FEATURES, NUM_FEATURES), (NUM_FEATURES, NUM_CLASSES)]
     net = nn.Sequential(*(nn.Linear(*sizes) for sizes in layers)).half()
-    gradients = torch.cat([one.detach().flatten() for one in net.parameters()])
+    gradients = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
     cut_(net, [("0", "1"), ("2",)], NodeRanks(dist.group.WORLD))
     fc6, fc7, fc8 = net
     images = torch.randn(NUM_IMAGES, NUM_INPUTS).half().requires_grad_()
@@ -223,8 +223,8 @@ def sent_by_slices():
 def test_slices_send_their_images_and_no_gradients(cluster_or_skip):
     """2 (g - 1) b (n_in + n_out) elements from each rank. Whole layers would send 2 (g - 1) / g of all weights."""
     with Cluster(num_hosts=1, ranks_per_host=NUM_SLICES, mbit_per_s=1000) as cluster:
-        found = cluster.call(sent_by_slices, timeout_s=300)
-    pair, cut, whole = (max(of_ranks) for of_ranks in zip(*found, strict=True))
+        result = cluster.call(sent_by_slices, timeout_s=300)
+    pair, cut, whole = (max(of_ranks) for of_ranks in zip(*result, strict=True))
     rows = NUM_SLICES * 2 * (NUM_SLICES - 1) * NUM_IMAGES * 2
     claims = (
         rows * (NUM_INPUTS + NUM_FEATURES),
@@ -277,9 +277,9 @@ def test_transformers_send_what_the_formula_of_tensor_parallelism_says_and_losse
 ):
     """Two sums of all tokens for attention, two for feed-forward, forward and backward. A head half of that."""
     with Cluster(num_hosts=1, ranks_per_host=NUM_SHARING, mbit_per_s=1000) as cluster:
-        found = cluster.call(sent_by_transformers, timeout_s=300)
+        result = cluster.call(sent_by_transformers, timeout_s=300)
     attention, feed_forward, head, losses, logits = (
-        max(of_ranks) for of_ranks in zip(*found, strict=True)
+        max(of_ranks) for of_ranks in zip(*result, strict=True)
     )
     # of all ranks; torch's sum sends 2 (g - 1) / g
     pair = 4 * (NUM_SHARING - 1) * NUM_SHARING * NUM_TOKENS * HIDDEN * 4
@@ -326,9 +326,9 @@ def test_a_step_sends_each_cuts_tensor_and_its_gradient_once_for_each_micro_batc
         of_ranks = cluster.call(sent_by_schedules, timeout_s=300)
     for schedule, parts in STAGES_PER_RANK.items():
         claim = 2 * NUM_MICROBATCHES * (parts * NUM_RANKS - 1) * math.prod(SHAPE) * 2
-        found = max(each[schedule] for each in of_ranks)
+        result = max(of_rank[schedule] for of_rank in of_ranks)
         # barriers and the watchdog's words
-        assert claim <= found <= claim * (1 + TOLERANCE) + 2**16
+        assert claim <= result <= claim * (1 + TOLERANCE) + 2**16
 
 
 # ---- losses over the pairs of all ranks ------------------------------------------------------------------------------
@@ -355,7 +355,9 @@ def test_losses_send_what_their_formulas_say(cluster_or_skip):
         of_ranks = cluster.call(sent_by_losses, timeout_s=300)
     for name, formula in FORMULAS.items():
         claim = (NUM_RANKS - 1) * PAIRS * formula  # of all ranks: they share a host
-        assert claim <= max(each[name] for each in of_ranks) <= claim * (1 + TOLERANCE) + 2**16
+        assert (
+            claim <= max(of_rank[name] for of_rank in of_ranks) <= claim * (1 + TOLERANCE) + 2**16
+        )
 
 
 # ---- steps between averages: two sums of weights in H steps, in fp32 or through a codec ------------------------------
@@ -385,7 +387,7 @@ class OneLayer(pl.LightningModule):
 
 def sent_by_fits():
     """Between hosts, from the first step to the last."""
-    found = []
+    results = []
     train = DataLoader(torch.randn(NUM_STEPS * HOSTS * RANKS_PER_HOST, LAYER_WIDTH), batch_size=1)
     # In small chunks messages of 4 bits are of a few KiB, of which headers are some percent.
     comm = Comm(plan=CommPlan(algorithm="two_level", chunk_bytes=2**22))
@@ -401,8 +403,8 @@ def sent_by_fits():
         *(LocalSteps(every=8, dtype=dtype) for dtype in (None, "int8", "int4")),
     ):
         seen = fit(None, OneLayer, train=train, between_nodes=between_nodes, **options)
-        found.append(seen.looks["on_train_batch_end"][0] - seen.looks["on_train_start"][0])
-    return found
+        results.append(seen.looks["on_train_batch_end"][0] - seen.looks["on_train_start"][0])
+    return results
 
 
 def test_nodes_send_weights_and_momentum_once_in_eight_steps(cluster_or_skip):

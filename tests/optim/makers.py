@@ -79,8 +79,8 @@ class Shards(Whole):
     def cut(self, tensor):
         num = tensor.dim()
         placements = [
-            Replicate() if isinstance(one, Shard) and one.dim >= num else one
-            for one in self.placements
+            Replicate() if isinstance(placement, Shard) and placement.dim >= num else placement
+            for placement in self.placements
         ]
         return distribute_tensor(tensor, self.mesh, placements)
 
@@ -155,7 +155,9 @@ class Beside:
         self.scale = 64.0 if half else 1.0
         self.device = device
         self.wholes = parameters(*shapes, dtype=more.pop("dtype", torch.float32))
-        self.own = [nn.Parameter(place.cut(one.detach().clone()).to(device)) for one in self.wholes]
+        self.own = [
+            nn.Parameter(place.cut(whole.detach().clone()).to(device)) for whole in self.wholes
+        ]
         options = {"lr": LR[rule.__name__], "weight_decay": 0.01, **more}
         self.reference = rule(groups_of(self.wholes), **options, **whole_path)
         self.optimizer = rule(groups_of(self.own), **options, **path)
@@ -204,23 +206,23 @@ class Beside:
         for param in self.own:
             tensors += self.optimizer.state[param].values()
         return [
-            local(one.detach()).clone().view(-1).view(torch.uint8)
-            for one in tensors
-            if local(one).numel()
+            local(tensor.detach()).clone().view(-1).view(torch.uint8)
+            for tensor in tensors
+            if local(tensor).numel()
         ]
 
     def distance(self):
         """The largest relative distance of this rank's elements from the whole tensors, state included."""
-        found = [distance(self.own, [self.place.cut(one.detach()) for one in self.wholes])]
+        results = [distance(self.own, [self.place.cut(one.detach()) for one in self.wholes])]
         for own, whole in zip(self.own, self.wholes, strict=True):
             state = self.optimizer.state[own]
             expected = self.reference.state[whole]
             assert state.keys() == expected.keys()
             for key, tensor in expected.items():
-                found.append(
+                results.append(
                     distance([state[key]], [tensor if key == "step" else self.place.cut(tensor)])
                 )
-        return max(found)
+        return max(results)
 
 
 def on_threads(num_ranks, work):
@@ -262,7 +264,7 @@ def overflow(both, spoilt, given=False, bad=torch.inf):
 
     `spoilt`: (tensor, element) of the gradient that is `bad`; `given`: the verdict is, on the last rank of parts alone.
     """
-    found = [both.step(1)]
+    results = [both.step(1)]
     sign = torch.ones_like(both.wholes[0])
     # makes it -0.0,
     sign.view(-1)[0] = torch.copysign(torch.zeros(()), -both.wholes[0].detach().view(-1)[0])
@@ -275,12 +277,12 @@ def overflow(both, spoilt, given=False, bad=torch.inf):
         both.optimizer.found_inf = torch.tensor(float(is_here), device=both.device)
     both.give_grads(2, None if given else spoilt, bad)
     both.optimizer.step()
-    found.append(both.optimizer.last_found_inf.item())
+    results.append(both.optimizer.last_found_inf.item())
     both.optimizer.found_inf = None
     is_untouched = all(
-        torch.equal(one, other) for one, other in zip(before, both.bits(), strict=True)
+        torch.equal(first, second) for first, second in zip(before, both.bits(), strict=True)
     )
-    return [*found, both.step(3)], is_untouched, both.distance()
+    return [*results, both.step(3)], is_untouched, both.distance()
 
 
 def written(both):

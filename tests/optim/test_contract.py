@@ -58,7 +58,9 @@ def cases():
             name: switches[2] != default,
         }
         yield pytest.param(
-            rule, flags, id="-".join([rule.func.__name__, path, *("01"[one] for one in switches)])
+            rule,
+            flags,
+            id="-".join([rule.func.__name__, path, *("01"[switch] for switch in switches)]),
         )
 
 
@@ -223,8 +225,8 @@ def test_the_stock_grad_scaler_unscales_skips_and_steps(rule, flags):
     scaler.scale(torch.ones(()))
     for step in range(3):
         set_grads(others, step)
-        for one, other in zip(params, others, strict=True):
-            one.grad = other.grad * scaler.get_scale()
+        for first, second in zip(params, others, strict=True):
+            first.grad = second.grad * scaler.get_scale()
         before = copies_of(params)
         if step == 1:
             params[0].grad[3, 3] = torch.inf
@@ -374,10 +376,10 @@ def distances(kind, path, rule, kinds):
 @every_maker
 @both_rules
 def test_the_step_is_that_of_whole_tensors_in_every_form(request, kind, path, rule):
-    for found in held(
+    for result in held(
         request, kind, distances, path, rule, (OPTIONS if kind == "whole" else SOME)[rule]
     ):
-        assert max(found) <= BOUND[kind, path], found
+        assert max(result) <= BOUND[kind, path], result
 
 
 @pytest.mark.sampled(5)
@@ -393,8 +395,8 @@ def test_the_step_is_that_of_whole_tensors_of_any_dtype(request, kind, path, rul
         if kind == "whole"
         else BOUND[kind, path]
     )
-    for found in held(request, kind, distances, path, rule, [more, {**more, **options}]):
-        assert max(found) <= bound
+    for result in held(request, kind, distances, path, rule, [more, {**more, **options}]):
+        assert max(result) <= bound
 
 
 def overflow(kind, path, rule, spoilt, half, given, **options):
@@ -417,8 +419,8 @@ def overflow(kind, path, rule, spoilt, half, given, **options):
 def test_an_overflow_leaves_every_bit_and_the_next_step_is_as_if_nothing_had_been(
     request, kind, path, rule, spoilt, half, given
 ):
-    for found, is_untouched, far in held(request, kind, overflow, path, rule, spoilt, half, given):
-        assert found == [0.0, 1.0, 0.0]
+    for result, is_untouched, far in held(request, kind, overflow, path, rule, spoilt, half, given):
+        assert result == [0.0, 1.0, 0.0]
         assert is_untouched
         assert far <= max(2e-6, BOUND[kind, path])
 
@@ -451,14 +453,16 @@ def written(kind, path, rule):
 @both_rules
 def test_a_write_to_weights_between_steps_counts_in_their_norm(request, kind, path, rule):
     """Parameters belong to the user, who may write them by `.data` too: no step may carry a norm to the next."""
-    for found in held(request, kind, written, path, rule):
-        assert found <= max(2e-6, BOUND[kind, path])
+    for result in held(request, kind, written, path, rule):
+        assert result <= max(2e-6, BOUND[kind, path])
 
 
 def of_half_parameters(kind, path, rule, dtype):
     both = beside(kind, path, rule, dtype=dtype).steps(1)
     dtypes = {value.dtype for state in both.optimizer.state.values() for value in state.values()}
-    return makers.distance(both.own, [both.place.cut(one.detach()) for one in both.wholes]), dtypes
+    return makers.distance(
+        both.own, [both.place.cut(whole.detach()) for whole in both.wholes]
+    ), dtypes
 
 
 @pytest.mark.sampled(5)
@@ -467,8 +471,8 @@ def of_half_parameters(kind, path, rule, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_parameters_have_float32_state(request, kind, path, rule, dtype):
     """One step: arithmetic is float32, so that only the last rounding of a weight can fall either way, if fused."""
-    for found, dtypes in held(request, kind, of_half_parameters, path, rule, dtype):
-        assert found <= (torch.finfo(dtype).eps / 5 if path == "fused" else 0)
+    for result, dtypes in held(request, kind, of_half_parameters, path, rule, dtype):
+        assert result <= (torch.finfo(dtype).eps / 5 if path == "fused" else 0)
         assert dtypes == {torch.float32}
 
 
@@ -482,11 +486,11 @@ def ratios_beside(kind, path, rule):
 @every_maker
 @both_rules
 def test_the_trust_ratios_that_are_logged_are_those_of_whole_tensors(request, kind, path, rule):
-    for found, expected in held(request, kind, ratios_beside, path, rule):
-        assert found == pytest.approx(
+    for result, expected in held(request, kind, ratios_beside, path, rule):
+        assert result == pytest.approx(
             expected, rel=1e-5 if kind == "whole" or path == "fused" else 1e-9
         )
-        assert len(found) == 3
+        assert len(result) == 3
 
 
 def backward_after_a_step(kind, path, rule):

@@ -66,8 +66,8 @@ def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four
     ]
     # In a quotient of two norms a factor of both would not be seen.
     options = {LARS: {"eps": 0.5}, LAMB: {"max_grad_norm": 0.5}}[rule]
-    for found in four_ranks.run(distance_on_rank, placements, rule, options, path):
-        assert found <= (2e-6 if path == FUSED else 0)
+    for result in four_ranks.run(distance_on_rank, placements, rule, options, path):
+        assert result <= (2e-6 if path == FUSED else 0)
 
 
 class Block(nn.Module):
@@ -116,8 +116,8 @@ def engines_on_rank(rule, path):
     states = [
         value for param in sharded for key, value in optimizer.state[param].items() if key != "step"
     ]
-    found = distance(list(ours.parameters()), list(theirs.parameters()))
-    return found, kinds, collectives.count, {isinstance(value, DTensor) for value in states}
+    result = distance(list(ours.parameters()), list(theirs.parameters()))
+    return result, kinds, collectives.count, {isinstance(value, DTensor) for value in states}
 
 
 class Collectives:
@@ -150,8 +150,8 @@ def test_fully_shard_with_tensor_parallelism_trains_as_one_process_on_the_whole_
     rule, path, bound, four_ranks
 ):
     """Each alone: `tests/strategy/test_model_parallel.py`."""
-    for found, kinds, num_collectives, state in four_ranks.run(engines_on_rank, rule, path):
-        assert found <= bound
+    for result, kinds, num_collectives, state in four_ranks.run(engines_on_rank, rule, path):
+        assert result <= bound
         assert kinds >= {"Shard", "_StridedShard"}
         assert state == {True}  # so that checkpoints can gather it
         assert num_collectives <= 5
@@ -174,7 +174,9 @@ def sequence_on_rank():
         for net, rows in ((ours, x), (theirs, x[4 * rank : 4 * rank + 4])):
             net.zero_grad()
             net(rows).square().mean().backward()
-        are_partial = [one.grad.placements[0].is_partial() for one in theirs[0].parameters()]
+        are_partial = [
+            parameter.grad.placements[0].is_partial() for parameter in theirs[0].parameters()
+        ]
         for optimizer in optimizers:
             optimizer.step()
     return distance(list(ours.parameters()), list(theirs.parameters())), are_partial
@@ -182,9 +184,9 @@ def sequence_on_rank():
 
 def test_gradients_that_are_sums_yet_to_be_made_are_added_up(two_ranks):
     """Sequence parallelism. Without it the weights of the normalisation would see half of the batch."""
-    for found, are_partial in two_ranks.run(sequence_on_rank):
+    for result, are_partial in two_ranks.run(sequence_on_rank):
         assert are_partial == [True, True]
-        assert found <= 5e-6
+        assert result <= 5e-6
 
 
 def collectives_on_rank(mesh_shape, rule, options):
@@ -228,16 +230,16 @@ def refusals_on_rank():
     optimizers = [LARS([one], lr=1.0, direction="orthogonal") for one in (whole, replicated)]
     set_grads([whole], 1)
     replicated.grad = distribute_tensor(whole.grad, mesh, [Replicate()])
-    for each in optimizers:
-        each.step()
+    for optimizer in optimizers:
+        optimizer.step()
     return messages, distance([whole], [replicated])
 
 
 def test_partial_parameters_and_singular_values_of_shards_are_refused(two_ranks):
     """A replicated matrix is whole on every rank, so its singular values are known."""
-    for (partial, orthogonal), found in two_ranks.run(refusals_on_rank):
+    for (partial, orthogonal), result in two_ranks.run(refusals_on_rank):
         assert partial.startswith(
             "ValueError: `params[0].placements` (=(Partial(sum),)) must be Shard or Replicate"
         )
         assert 'and `direction` (="orthogonal") exclude each other' in orthogonal
-        assert found == 0
+        assert result == 0

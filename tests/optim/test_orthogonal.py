@@ -122,8 +122,8 @@ def test_a_channels_last_kernel_and_one_in_a_batch_give_the_same():
     plain = [orthogonalized(kernel)[0] for kernel in kernels]
     last = [orthogonalized(kernel.to(memory_format=torch.channels_last))[0] for kernel in kernels]
     assert_same_bits(plain, last)
-    for one, other in zip(plain, orthogonalized(*kernels), strict=True):
-        assert (one - other).abs().max() < 2e-3
+    for first, second in zip(plain, orthogonalized(*kernels), strict=True):
+        assert (first - second).abs().max() < 2e-3
 
 
 def test_a_step_inside_of_autocast_has_the_same_bits():
@@ -156,7 +156,7 @@ def _share():
     assert_same_bits(*ends)
     matrices = [param.detach() for param in ends[0][:4]]
     asked = []
-    shapes = [one.shape for one in matrices]
+    shapes = [matrice.shape for matrice in matrices]
 
     def tensor_of(index):
         asked.append(index)
@@ -172,7 +172,7 @@ def _share():
     owners = owners_by_flops(shapes, dist.get_world_size())
     assert asked == [index for index, owner in enumerate(owners) if owner == dist.get_rank()]
     assert len(asked) < len(shapes)
-    assert_same_bits(results, [orthogonalized(one)[0] for one in matrices])
+    assert_same_bits(results, [orthogonalized(matrice)[0] for matrice in matrices])
     return [param.detach().clone() for param in ends[1]]
 
 

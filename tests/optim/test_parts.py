@@ -93,9 +93,9 @@ def test_the_norm_of_a_lists_parts_is_that_of_the_whole_but_for_the_order_of_sum
             )
             return norms_over_ranks({own: [vector]}, torch.zeros(()), add_up_)[0][own][0]
 
-        found = on_threads(3, norm)
-        assert found[0] == found[1] == found[2]
-        torch.testing.assert_close(found[0], expected[0], rtol=1e-13, atol=0)
+        result = on_threads(3, norm)
+        assert result[0] == result[1] == result[2]
+        torch.testing.assert_close(result[0], expected[0], rtol=1e-13, atol=0)
 
 
 def test_parts_that_come_after_a_first_step_are_seen():
@@ -126,11 +126,13 @@ blocks = st.integers(1, 20)
 @given(numels, nums, blocks)
 @example(numel=0, num_parts=3, block=4)
 def test_spans_are_cut_at_blocks_and_cover_each_element_once(numel, num_parts, block):
-    found = spans(numel, num_parts, block)
-    assert len(found) == num_parts
-    assert [element for begin, end in found for element in range(begin, end)] == list(range(numel))
-    assert all(cut % block == 0 or cut == numel for span in found for cut in span)
-    counts = [-(-(end - begin) // block) for begin, end in found]
+    results = spans(numel, num_parts, block)
+    assert len(results) == num_parts
+    assert [element for begin, end in results for element in range(begin, end)] == list(
+        range(numel)
+    )
+    assert all(cut % block == 0 or cut == numel for span in results for cut in span)
+    counts = [-(-(end - begin) // block) for begin, end in results]
     assert max(counts) - min(counts) <= 1
 
 

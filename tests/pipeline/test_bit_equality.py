@@ -109,12 +109,13 @@ def test_hooks_see_fp32_weights_and_unscaled_fp32_gradients_of_the_whole_batch(
         ("on_before_optimizer_step", 1),
     ):
         expected = plain.looks[hook][every - 1 :: every]
-        found = [
-            one | other for one, other in zip(*(seen.looks[hook] for seen in piped), strict=True)
+        results = [
+            first | second
+            for first, second in zip(*(seen.looks[hook] for seen in piped), strict=True)
         ]
-        assert len(found) == 8
-        assert same(found, expected)
-    assert {tensor.dtype for pair in found[0].values() for tensor in pair} == {torch.float32}
+        assert len(results) == 8
+        assert same(results, expected)
+    assert {tensor.dtype for pair in results[0].values() for tensor in pair} == {torch.float32}
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -197,16 +198,18 @@ def test_data_ranks_share_the_update_of_their_stage(four_ranks, tmp_path, case):
 
     def seen_of(name, how, **scene):
         scene |= {"precision": precision, "save_to": str(tmp_path / name), **how}
-        found = fit(four_ranks, module, **in_stages(**scene, callbacks=[partial(ReplicaCheck, 1)]))
+        results = fit(
+            four_ranks, module, **in_stages(**scene, callbacks=[partial(ReplicaCheck, 1)])
+        )
         saved = torch.load(tmp_path / name, weights_only=True)
         # the first has optimizer state whole
         of_pipelines = (
-            found[0].num_skipped,
-            joined(found[:2]),
+            results[0].num_skipped,
+            joined(results[:2]),
         )
-        assert same(of_pipelines[1], joined(found[2:])) == (how is whole)
+        assert same(of_pipelines[1], joined(results[2:])) == (how is whole)
         return (
-            [one.weights for one in found],
+            [result.weights for result in results],
             of_pipelines,
             saved["state_dict"],
             saved["optimizer_states"],

@@ -73,9 +73,9 @@ def test_no_cut_that_fits_has_a_faster_slowest_stage_nor_more_even_others(
         sums = [sum(part) for part in stages(counted, cuts)]
         return max(sums), sum(total**2 for total in sums)
 
-    found = balanced_cuts(seconds, bytes_, num_stages, **more)
-    assert found in fitting
-    assert unevenness(found) == min(map(unevenness, fitting))
+    result = balanced_cuts(seconds, bytes_, num_stages, **more)
+    assert result in fitting
+    assert unevenness(result) == min(map(unevenness, fitting))
 
 
 def test_a_profile_cuts_by_its_seconds_under_the_memory_that_the_schedule_needs():
@@ -108,13 +108,14 @@ class Joins(Sleeps):
 
 def test_a_profile_is_measured_block_by_block_and_leaves_the_network_as_it_was():
     blocks = [nn.Identity(), Sleeps(4, 1), Forks(), Joins(1, 2)]
-    found = BlockProfile.measured(blocks, torch.zeros(8, 4), num_runs=2)
+    result = BlockProfile.measured(blocks, torch.zeros(8, 4), num_runs=2)
     assert [
-        0.01 * features <= each for features, each in zip((0, 4, 0, 1), found.seconds, strict=True)
+        0.01 * features <= second
+        for features, second in zip((0, 4, 0, 1), result.seconds, strict=True)
     ] == [True] * 4
-    assert found.seconds[2] < 0.01
+    assert result.seconds[2] < 0.01
     # inputs of layers, outputs of ReLU
-    assert list(found.activation_bytes) == [
+    assert list(result.activation_bytes) == [
         0,
         4 * 8 * (4 + 1),
         4 * 8,

@@ -84,19 +84,19 @@ def errors(ranks, what, tmp_path, *, timeout_s=30, schedule="1f1b"):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 def test_a_killed_rank_is_named(three_ranks, tmp_path, schedule):
-    found = errors(three_ranks, "killed", tmp_path, schedule=schedule)
-    assert found.keys() == {0, 2}
-    for text in found.values():
+    result = errors(three_ranks, "killed", tmp_path, schedule=schedule)
+    assert result.keys() == {0, 2}
+    for text in result.values():
         assert SILENT.search(text)
         assert WHERE_IT_SHOWED.search(text)
 
 
 @pytest.mark.slow  # as above
 def test_a_rank_that_raises_is_named_with_its_error(three_ranks, tmp_path):
-    found = errors(three_ranks, "raises", tmp_path)
+    result = errors(three_ranks, "raises", tmp_path)
     for rank in (0, 2):
-        assert "comm: rank 1 gave up: " in found[rank]
-        assert "ArithmeticError: the batch is odd" in found[rank]
+        assert "comm: rank 1 gave up: " in result[rank]
+        assert "ArithmeticError: the batch is odd" in result[rank]
 
 
 @pytest.mark.long
@@ -105,11 +105,11 @@ def test_a_rank_that_raises_is_named_with_its_error(three_ranks, tmp_path):
     ["1f1b", *(pytest.param(name, marks=pytest.mark.battery) for name in ("gpipe", "interleaved"))],
 )
 def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(three_ranks, tmp_path, schedule):
-    found = errors(three_ranks, "hangs", tmp_path, timeout_s=10, schedule=schedule)
+    result = errors(three_ranks, "hangs", tmp_path, timeout_s=10, schedule=schedule)
     for rank in (0, 2):
-        assert "rank 1 does not come to the collective in which others wait" in found[rank]
+        assert "rank 1 does not come to the collective in which others wait" in result[rank]
         if schedule == "interleaved":
             num_stages = 6
         else:
             num_stages = 3
-        assert f"now in forward of micro-batch 2 on stage 1 of {num_stages}" in found[rank]
+        assert f"now in forward of micro-batch 2 on stage 1 of {num_stages}" in result[rank]

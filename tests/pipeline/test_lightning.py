@@ -155,11 +155,11 @@ class DecodesWhereItMatters(toy.Toy):
 
 def test_only_the_first_stage_needs_the_images(one_rank, two_ranks):
     (expected,) = fit(one_rank, **cases.accumulated(max_epochs=1))
-    found = fit(
+    results = fit(
         two_ranks, DecodesWhereItMatters, **{**cases.in_stages(max_epochs=1), "train": None}
     )
-    assert all(same(own.weights, expected.weights) for own in found)
-    assert found[0].losses[-1] == found[1].losses[-1]
+    assert all(same(result.weights, expected.weights) for result in results)
+    assert results[0].losses[-1] == results[1].losses[-1]
 
 
 def parts_in_validation(schedule):

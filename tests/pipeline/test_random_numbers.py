@@ -85,18 +85,18 @@ def test_each_stage_draws_its_own_and_again_the_same(two_ranks, tmp_path):
     path = str(tmp_path / "a.ckpt")
     whole = fit_wild(two_ranks)
     in_quarters = fit_wild(two_ranks, schedule="interleaved")
-    for found in (whole, in_quarters):  # two stages, and four
-        of_all = noises(found)
+    for result in (whole, in_quarters):  # two stages, and four
+        of_all = noises(result)
         # blocks, micro-batches, batches, epochs
         assert len(of_all) == len(set(of_all)) == 4 * 2 * 2 * 2
-        states = [rank.looks["on_train_end"][0][1] for rank in found]
+        states = [rank.looks["on_train_end"][0][1] for rank in result]
         assert torch.equal(*states)  # outside all stages they are where they were
     fit_wild(two_ranks, max_epochs=1, save_to=path)
     kept = fit_wild(two_ranks, checkpoint_activations=True)
     resumed = fit_wild(two_ranks, ckpt_path=path)
-    for found in (kept, resumed):
+    for result in (kept, resumed):
         assert all(
-            same(one.weights, other.weights) for one, other in zip(found, whole, strict=True)
+            same(first.weights, second.weights) for first, second in zip(result, whole, strict=True)
         )
 
 

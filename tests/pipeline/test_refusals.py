@@ -317,9 +317,9 @@ def orders(trainer, module):
 @pytest.mark.filterwarnings("ignore:`training_step` draws")
 def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(two_ranks):
     callbacks = [at(setup=seeded, on_train_end=orders)]
-    found = fit(two_ranks, Mixes, limit_train_batches=2, callbacks=callbacks, **in_stages(**TWO))
+    results = fit(two_ranks, Mixes, limit_train_batches=2, callbacks=callbacks, **in_stages(**TWO))
     # one more at first, which finds the shape
-    first, last = (seen.looks["on_train_end"][0][-4:] for seen in found)
+    first, last = (seen.looks["on_train_end"][0][-4:] for seen in results)
     assert first == last
     assert len({str(order) for order in first}) == 4
 
@@ -331,13 +331,13 @@ def votes(trainer, module):
 
 
 def test_a_decision_of_all_takes_all_and_one_of_any_takes_one(two_ranks):
-    found = fit(
+    results = fit(
         two_ranks,
         limit_train_batches=1,
         max_epochs=1,
         **in_stages(callbacks=[at(on_train_start=votes)]),
     )
-    assert [seen.looks["on_train_start"] for seen in found] == [[[False, True]]] * 2
+    assert [seen.looks["on_train_start"] for seen in results] == [[[False, True]]] * 2
 
 
 def test_a_stage_without_gradients_sends_its_norms_from_the_rank_s_device(monkeypatch):

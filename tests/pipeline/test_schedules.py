@@ -75,7 +75,7 @@ def test_so_do_four_ranks_in_the_planners_order(four_ranks, schedule, num_microb
 
 def stages_held(*_):
     gc.collect()
-    return sum(isinstance(one, CheckedStage) for one in gc.get_objects())
+    return sum(isinstance(get_object, CheckedStage) for get_object in gc.get_objects())
 
 
 def test_batches_of_other_shapes_leave_no_memory_behind(two_ranks):
@@ -119,15 +119,15 @@ def waiting_part(schedule, num_microbatches, parts):
     sizes = {"num_stages": ranks.num_stages, "num_microbatches": num_microbatches}
     blocks = {stage: Sleeping(None) for stage in ranks.stages}
     with step_over(schedule, blocks, Boundary((4, 16), torch.float32), **sizes) as step:
-        found = []
+        results = []
         for _ in range(4):
             dist.barrier()
             begin = time.perf_counter()
             step()
             dist.barrier()
             busy_s = num_microbatches * parts * (FORWARD_S + 2 * BACKWARD_S)
-            found.append(1 - busy_s / (time.perf_counter() - begin))
-    return min(found[1:])
+            results.append(1 - busy_s / (time.perf_counter() - begin))
+    return min(results[1:])
 
 
 @pytest.mark.clock
@@ -142,9 +142,9 @@ def waiting_part(schedule, num_microbatches, parts):
 def test_stages_wait_at_most_a_tenth_longer_than_the_formula_says(rank_pool, schedule, num_stages):
     num_microbatches = 2 * num_stages
     formula = (num_stages - 1) / (num_microbatches + num_stages - 1)
-    found = rank_pool.ranks(num_stages).run(waiting_part, schedule, num_microbatches, 1)
-    print(formula, found)
-    assert all(formula <= each <= 1.1 * formula for each in found)
+    results = rank_pool.ranks(num_stages).run(waiting_part, schedule, num_microbatches, 1)
+    print(formula, results)
+    assert all(formula <= result <= 1.1 * formula for result in results)
 
 
 @pytest.mark.clock
@@ -153,6 +153,6 @@ def test_gradients_of_weights_fill_what_interleaved_stages_wait(rank_pool, num_s
     """Less than (S - 1) / (2 M + S - 1), which the same stages wait without."""
     num_microbatches = 2 * num_stages
     formula = (num_stages - 1) / (2 * num_microbatches + num_stages - 1)
-    found = rank_pool.ranks(num_stages).run(waiting_part, "zero_bubble", num_microbatches, 2)
-    print(formula, found)
-    assert all(0 < each < 0.9 * formula for each in found)
+    results = rank_pool.ranks(num_stages).run(waiting_part, "zero_bubble", num_microbatches, 2)
+    print(formula, results)
+    assert all(0 < result < 0.9 * formula for result in results)

@@ -106,13 +106,13 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_users_write_trains_as_under_accumulation(one_rank, two_ranks, name):
-    found = []
+    results = []
     for ranks, scene_of, size in ((one_rank, accumulated, 4), (two_ranks, in_stages, 16)):
         scene = scene_of(batch_size=16, max_epochs=1)
         if name == "names":
             scene["train"] = DataLoader(Described(64), size, collate_fn=collated)
-        found.append(fit(ranks, RIGHT[name], **scene))
-    ((expected,), piped) = found
+        results.append(fit(ranks, RIGHT[name], **scene))
+    ((expected,), piped) = results
     for seen in piped:
         assert same(seen.weights, expected.weights)
 
@@ -248,9 +248,9 @@ class LogsGradientNorm(Mlp):
 
 
 def test_values_that_differ_among_stages_are_warned_of_once(two_ranks):
-    found = fit_in_stages(two_ranks, LogsGradientNorm, warns=True)
+    results = fit_in_stages(two_ranks, LogsGradientNorm, warns=True)
     ((text,), others) = [
-        [text for text in seen.warnings if "Logged values" in text] for seen in found
+        [text for text in seen.warnings if "Logged values" in text] for seen in results
     ]
     assert not others
     assert "grad_2.0_norm_total (= " in text

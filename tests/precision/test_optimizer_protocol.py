@@ -320,7 +320,7 @@ def at_once_and_behind(ranks, *callbacks, **scene):
         [],
         [("lightning_hybrid.MasterWeightPrecision._may_put_off_schedules", puts_off_as_on_cuda)],
     ):
-        callbacks_ = [looks, *(each.pop() for each in callbacks)]
+        callbacks_ = [looks, *(callback.pop() for callback in callbacks)]
         yield run(ranks, "lars", scheduled=True, callbacks=callbacks_, patches=patches, **scene)[0][
             0
         ]

@@ -75,12 +75,12 @@ def test_parameters_are_half_inside_of_a_step_and_everything_is_fp32_outside(two
 def test_layers_that_are_to_stay_fp32_do_and_train_on_all_ranks(two_ranks):
     plugin = MasterWeightPrecision("16-true", keep_fp32=(nn.Linear,))
     looks = at(on_train_epoch_end=dtypes_inside)
-    one, other = fit(two_ranks, Noted, precision_plugin=plugin, callbacks=[looks])
-    for name, dtype in one.looks["on_train_epoch_end"][-1].items():
+    rank_0, rank_1 = fit(two_ranks, Noted, precision_plugin=plugin, callbacks=[looks])
+    for name, dtype in rank_0.looks["on_train_epoch_end"][-1].items():
         assert dtype is (torch.float16 if name.startswith("net.1.") else torch.float32), name
-    assert one.losses != other.losses, "ranks must see different data"
-    assert one.losses[-1] < 0.5 * one.losses[0]
-    assert same(one.parameters, other.parameters)
+    assert rank_0.losses != rank_1.losses, "ranks must see different data"
+    assert rank_0.losses[-1] < 0.5 * rank_0.losses[0]
+    assert same(rank_0.parameters, rank_1.parameters)
 
 
 class ExactModule(pl.LightningModule):
@@ -358,6 +358,6 @@ def test_the_cure_for_a_batch_without_a_loss_trains(two_ranks, precision):
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
 def test_a_rank_whose_loss_has_no_gradient_is_named_at_once(two_ranks, precision):
-    one, other = fit(two_ranks, NoGradient, precision=precision, raises=True, max_epochs=1)
-    assert "The loss on rank 1 of 2 does not require a gradient" in other.error
-    assert "The loss on rank 1 of 2 does not require a gradient" in one.error
+    rank_0, rank_1 = fit(two_ranks, NoGradient, precision=precision, raises=True, max_epochs=1)
+    assert "The loss on rank 1 of 2 does not require a gradient" in rank_1.error
+    assert "The loss on rank 1 of 2 does not require a gradient" in rank_0.error

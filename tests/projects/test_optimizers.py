@@ -50,8 +50,8 @@ def test_lightlys_lars_and_ours_by_its_arguments_end_at_the_same_weights(nestero
             optimizer.step()
             schedule.step()
         ends.append(weights)
-    for one, other in zip(*ends, strict=True):
-        assert (one - other).norm() <= 1e-6 * one.norm()
+    for first, second in zip(*ends, strict=True):
+        assert (first - second).norm() <= 1e-6 * first.norm()
 
 
 def losses_under_fabric(strategy, precision, network, optimizer, options):
@@ -75,7 +75,7 @@ def losses_under_fabric(strategy, precision, network, optimizer, options):
         made.step()
         made.zero_grad()
         losses.append(loss.item())
-    weights = torch.cat([one.detach().float().flatten() for one in net.parameters()])
+    weights = torch.cat([parameter.detach().float().flatten() for parameter in net.parameters()])
     fabric.strategy.teardown()
     return losses, weights
 
@@ -97,9 +97,11 @@ def test_timms_networks_and_optimizers_train_under_fabric(two_ranks, network, op
         ("hybrid_allreduce", "32-true"),
         ("hybrid_allreduce", "16-true"),
     ):
-        one, other = two_ranks.run(losses_under_fabric, strategy, precision, *run, timeout_s=300.0)
-        assert torch.equal(one[1], other[1])
-        runs[strategy, precision] = one
+        rank_0, rank_1 = two_ranks.run(
+            losses_under_fabric, strategy, precision, *run, timeout_s=300.0
+        )
+        assert torch.equal(rank_0[1], rank_1[1])
+        runs[strategy, precision] = rank_0
     plain, ours, half = runs.values()
     assert plain[0] == ours[0]
     assert torch.equal(plain[1], ours[1])

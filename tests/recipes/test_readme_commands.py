@@ -38,10 +38,10 @@ def commands(text: str) -> list[tuple[str, str]]:
     """
     for placeholder, value in PLACEHOLDERS.items():
         text = re.sub(placeholder, value, text)
-    found = COMMAND.findall(text.replace("\\\n", " "))
+    results = COMMAND.findall(text.replace("\\\n", " "))
     return [
         (path.replace("/", ".") or module or f"recipes.{name.replace('-', '_')}", arguments)
-        for path, module, name, arguments in found
+        for path, module, name, arguments in results
     ]
 
 
@@ -57,17 +57,17 @@ def overrides_of(arguments: str) -> list[str]:
 
 def cases() -> dict[tuple[str, str], str]:
     """Return the page and line of each command, once per command."""
-    found = dict[tuple[str, str], str]()
+    result = dict[tuple[str, str], str]()
     for path in [ROOT / "README.md", *tracked_files("*/*.md")]:
         text = path.read_text()
         left = tuple(place.replace("/", ".") for place in LEFT.findall(text))
         of_page = [
             command for command in commands(text) if not (left and command[0].startswith(left))
         ]
-        found |= {
-            command: str(path.relative_to(ROOT)) for command in of_page if command not in found
+        result |= {
+            command: str(path.relative_to(ROOT)) for command in of_page if command not in result
         }
-    return found
+    return result
 
 
 @pytest.mark.sampled(16)

@@ -77,10 +77,10 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
         "cluster.links.ranks_per_node=4",
         "cluster.price_per_node_hour=12",
     ]
-    found = reported(monkeypatch, *ask)
-    answer, *tables = found.printed().split("\n\n")
+    result = reported(monkeypatch, *ask)
+    answer, *tables = result.printed().split("\n\n")
     assert answer.startswith("90 epochs of 1,281,167 images (ImageNet) on 12 GPUs (3 x 4): ")
-    assert f"; cost {found.run.costs(3 * 12 / 3600)[0]:,.2f} (" in answer.splitlines()[0]
+    assert f"; cost {result.run.costs(3 * 12 / 3600)[0]:,.2f} (" in answer.splitlines()[0]
     starts = [
         "90 epochs",
         "A failure every",
@@ -95,10 +95,10 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
     assert all(
         line.startswith(start) for line, start in zip(answer.splitlines(), starts, strict=False)
     )
-    assert len(found.printed().splitlines()) <= 23  # and two lines of where it is written
+    assert len(result.printed().splitlines()) <= 23  # and two lines of where it is written
     shown = [row.split(" | ")[0] for row in tables[0].splitlines()[2:]]
     assert (shown[-3:], len(shown)) == (["| 12", "| 24", "| 48"], len(set(shown)))
-    whole = found.markdown()
+    whole = result.markdown()
     assert "| 16384 | " in whole
     assert "run_hours, 90 epochs | " in whole
     assert "quantile" not in whole
@@ -108,21 +108,21 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
 def test_what_the_answer_assumes_can_be_given_back_to_it(monkeypatch):
     """Each word is a key of the command line with the preset's value. What was given is not assumed."""
     ask = ["cluster=cloud_25gbe", "num_nodes=3", "search=null", "scaling_ranks=[]"]
-    found = reported(monkeypatch, *ask)
+    result = reported(monkeypatch, *ask)
     assert (
         "assumed by cluster=cloud_25gbe (8 x V100 per node, NVLink, 25 GbE, TCP), model=resnet50"
-        in found.answer()
+        in result.answer()
     )
-    words = [f"{key}={value}" for key, value in found.preset.items()]
-    assert f"\n  {' '.join(words)}\n" in found.answer()
+    words = [f"{key}={value}" for key, value in result.preset.items()]
+    assert f"\n  {' '.join(words)}\n" in result.answer()
     assert words[:2] == ["images_per_s=1200", "cluster.links.ranks_per_node=8"]
     again = reported(monkeypatch, *ask, *words)
-    assert again.numbers() == found.numbers()
+    assert again.numbers() == result.numbers()
     assert again.preset == {}
     other = reported(
         monkeypatch, *ask, "cluster.links.across.bytes_per_s=3.125e8", "images_per_s=600"
     )
-    assert other.outcome.efficiency < found.outcome.efficiency
+    assert other.outcome.efficiency < result.outcome.efficiency
 
 
 TWO_NODES = (
@@ -150,9 +150,9 @@ ANSWERS = {
 
 @pytest.mark.parametrize("ask", ANSWERS)
 def test_the_answer_recommends_what_pays_beyond_what_is_known_and_says_why(monkeypatch, ask):
-    found = reported(monkeypatch, *ask.split(), "scaling_ranks=[]").answer()
-    assert re.search(ANSWERS[ask], found)
-    assert found.count("ewer bits between nodes") == ("every" not in ask)
+    result = reported(monkeypatch, *ask.split(), "scaling_ranks=[]").answer()
+    assert re.search(ANSWERS[ask], result)
+    assert result.count("ewer bits between nodes") == ("every" not in ask)
 
 
 def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
@@ -213,10 +213,10 @@ def test_every_described_cluster_can_be_planned_for(name):
         "price_per_node_hour",
     }
     assert {"about", "links", "on_cuda", "num_nodes"} | rates == set(cfg) - {"peak_flops"}
-    found = instantiate(cfg.links)
-    outcome = scenario(cluster=found, on_cuda=cfg.on_cuda).run()
+    result = instantiate(cfg.links)
+    outcome = scenario(cluster=result, on_cuda=cfg.on_cuda).run()
     assert 0 < outcome.efficiency < 1
-    assert (not cfg.on_cuda) == isinstance(found.transport, Gloo)
+    assert (not cfg.on_cuda) == isinstance(result.transport, Gloo)
 
 
 def test_a_step_takes_what_the_device_takes_and_begins_with_the_last_layer():
@@ -250,14 +250,14 @@ def test_a_nodes_input_feeds_all_its_ranks_and_a_part_of_a_node_is_a_smaller_nod
 def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
     """4,096 P40 whose NCCL has rings only: one over all ranks is slow at any size."""
     slow = scenario(cluster=cluster_of("p40_roce", 512), images_per_s=2180.0)
-    found = Search(algorithms=["flat", "two_level"], bucket_bytes=[4 * MIB, 1024 * MIB]).run(slow)
-    assert [candidate.step_s for candidate in found] == sorted(
-        candidate.step_s for candidate in found
+    results = Search(algorithms=["flat", "two_level"], bucket_bytes=[4 * MIB, 1024 * MIB]).run(slow)
+    assert [candidate.step_s for candidate in results] == sorted(
+        candidate.step_s for candidate in results
     )
-    assert found[0].plan.algorithm == "two_level"
-    assert found[-1].step_s > 1.01 * found[0].step_s
-    again = replace(slow, plan=found[0].plan)
-    assert again.run().step_s == pytest.approx(found[0].step_s)
+    assert results[0].plan.algorithm == "two_level"
+    assert results[-1].step_s > 1.01 * results[0].step_s
+    again = replace(slow, plan=results[0].plan)
+    assert again.run().step_s == pytest.approx(results[0].step_s)
 
 
 @pytest.mark.long

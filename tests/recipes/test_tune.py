@@ -52,12 +52,12 @@ def on_gpus():
 @pytest.mark.parametrize("kind", ["gloo", "nccl"])
 def test_the_simulator_reads_the_description_by_its_name(tmp_path, kind):
     cluster, more = (gloo_cluster(2, 2), {}) if kind == "gloo" else (on_gpus(), {"on_cuda": True})
-    found = report(cluster, "name=ours", **more)
-    found.write(tmp_path, {}, {})
+    result = report(cluster, "name=ours", **more)
+    result.write(tmp_path, {}, {})
     searched = f"hydra.searchpath=[file://{tmp_path}]"
     cfg = composed("simulate", searched, "cluster=ours", "num_nodes=16", "run_dir=/nowhere")
     read = instantiate(cfg.cluster.links)
-    expected = replace(found.found.cluster, num_nodes=16)
+    expected = replace(result.found.cluster, num_nodes=16)
     # equal but for the six digits that a description has
     for name in (
         "across",
@@ -129,12 +129,12 @@ def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(found, tmp_path):
 
 
 def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
-    found = report(gloo_cluster(1, 4))
-    assert found.compression is None
-    assert "Fewer bits" not in found.markdown()
-    assert "num_nodes: 1 #" in found.description()
-    assert found.about.endswith("one node only")
-    assert "links between nodes were not measured" in found.markdown()
+    result = report(gloo_cluster(1, 4))
+    assert result.compression is None
+    assert "Fewer bits" not in result.markdown()
+    assert "num_nodes: 1 #" in result.description()
+    assert result.about.endswith("one node only")
+    assert "links between nodes were not measured" in result.markdown()
 
 
 class Unconnected:

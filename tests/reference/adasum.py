@@ -12,7 +12,7 @@ def pair(a, b):
 
 def tree(gradients):
     """Combine a power of two of gradients pairwise: ((0 1) (2 3))."""
-    gradients = [each.double() for each in gradients]
+    gradients = [gradient.double() for gradient in gradients]
     while len(gradients) > 1:
         gradients = [pair(a, b) for a, b in zip(gradients[::2], gradients[1::2], strict=True)]
     return gradients[0]

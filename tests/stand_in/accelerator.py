@@ -101,7 +101,7 @@ class Memories(TorchDispatchMode):
 
 
 def _fakes(tree):
-    return [each for each in tree_leaves(tree) if isinstance(each, FakeTensor)]
+    return [tree_leave for tree_leave in tree_leaves(tree) if isinstance(tree_leave, FakeTensor)]
 
 
 class Numbers(TorchFunctionMode):

@@ -45,17 +45,17 @@ class WithABuffer(toy.Toy):
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
 def test_a_module_ends_in_fp32_with_the_bits_of_its_buffers(one_rank, tmp_path, precision):
     """Buffers are new objects after each move: whoever knows them by identity knows them no more."""
-    for found, saved in one_rank.run(buffers_after_each, precision, str(tmp_path / "last.ckpt")):
+    for result, saved in one_rank.run(buffers_after_each, precision, str(tmp_path / "last.ckpt")):
         exact = WithABuffer().buffers_by_bits()
         assert len(exact) == 2
-        assert found == [exact] * 4
+        assert result == [exact] * 4
         assert saved == exact
 
 
 def buffers_after_each(precision, path):
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
-        found = []
+        results = []
         module = WithABuffer()
         for call in ("fit", "validate", "test", "predict"):
             fit(
@@ -67,6 +67,6 @@ def buffers_after_each(precision, path):
                 callbacks=[Saves(path, epoch=0)],
             )
             assert {tensor.dtype for tensor in module.parameters()} == {torch.float32}
-            found.append(module.buffers_by_bits())
+            results.append(module.buffers_by_bits())
     state = torch.load(path, weights_only=True)["state_dict"]
-    return found, {name: state[name].tolist() for name in found[0]}
+    return results, {name: state[name].tolist() for name in results[0]}

@@ -29,7 +29,9 @@ class OneDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = {
-            each.device for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+            tree_leave.device
+            for tree_leave in tree_leaves((args, kwargs))
+            if isinstance(tree_leave, torch.Tensor)
         }
         if len(given) > 1 and func.overloadpacket not in (
             torch.ops.aten.copy_,

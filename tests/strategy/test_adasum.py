@@ -45,10 +45,10 @@ class Slopes(pl.LightningModule):
 
 def slopes(rank, *, apart):
     generator = torch.Generator().manual_seed(rank)
-    found = [1 + torch.randint(0, 64, (numel,), generator=generator) / 64 for numel in NUMELS]
+    results = [1 + torch.randint(0, 64, (numel,), generator=generator) / 64 for numel in NUMELS]
     if apart:
-        return [slope * (torch.arange(len(slope)) % 4 == rank) for slope in found]
-    return found
+        return [slope * (torch.arange(len(slope)) % 4 == rank) for slope in results]
+    return results
 
 
 def moved_by(seen):
@@ -154,10 +154,10 @@ def test_on_one_node_it_is_the_mean_with_a_warning(two_ranks):
         sum(pair) / 2
         for pair in zip(*(slopes(rank, apart=False) for rank in range(2)), strict=True)
     ]
-    for rank, (found, seen) in enumerate(warned(two_ranks, None, 2)):
+    for rank, (result, seen) in enumerate(warned(two_ranks, None, 2)):
         assert same(moved_by(seen), expected)
-        assert [text[:36] for text in found] == ["`between_nodes` (=Adasum()) combines"] * (
+        assert [text[:36] for text in result] == ["`between_nodes` (=Adasum()) combines"] * (
             rank == 0
         )
-    for rank, (found, _) in enumerate(warned(two_ranks, partial(LARS, lr=1.0), 2)):
-        assert len(found) == (rank == 0)  # and no word of the trust ratio
+    for rank, (result, _) in enumerate(warned(two_ranks, partial(LARS, lr=1.0), 2)):
+        assert len(result) == (rank == 0)  # and no word of the trust ratio

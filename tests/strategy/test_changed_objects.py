@@ -19,7 +19,7 @@ IN_ANY_MODULE = {"__class__", "__dict__", "setattr", "delattr"}
 
 
 def own_attributes(trees: Iterable[ast.AST]) -> set[str]:
-    found = set()
+    result = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.ClassDef):
             fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
@@ -29,15 +29,15 @@ def own_attributes(trees: Iterable[ast.AST]) -> set[str]:
                 if isinstance(each, ast.Assign)
                 for target in each.targets
             ]
-            found |= {field.id for field in fields if isinstance(field, ast.Name)}
-            found |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+            result |= {field.id for field in fields if isinstance(field, ast.Name)}
+            result |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
         elif (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
             and is_named(node.value, {"self"})
         ):
-            found.add(node.attr)
-    return found - IN_ANY_MODULE
+            result.add(node.attr)
+    return result - IN_ANY_MODULE
 
 
 def is_named(node: ast.AST, names: set[str]) -> bool:

@@ -107,7 +107,7 @@ def made(pair):
     if names <= {*ASKED, *KINDS}:
         (kind,) = [KINDS[name] for name in names if name in KINDS] or [HybridAllReduceStrategy]
         options = [ASKED[name] for name in sorted(names) if name in ASKED]
-        kind(**{name: value for each in options for name, value in each.items()})
+        kind(**{name: value for option in options for name, value in option.items()})
     elif pair.conflict == "pipeline" and pair.feature in OF_A_PIPELINE:
         in_a_pipeline(pair.feature)
     elif pair.feature == "manual steps":

@@ -31,10 +31,11 @@ def fit_of_the_page(source):
     exec(compile(source, "extensions.md", "exec"), names)
     module = toy.Toy()
     trainer = toy.trainer(strategy=names["strategy"], max_epochs=1)
-    before = [one.detach().clone() for one in module.parameters()]
+    before = [parameter.detach().clone() for parameter in module.parameters()]
     trainer.fit(module, toy.loader(num_samples=16))  # one step
     moved = [
-        (one.detach() - old).norm() for one, old in zip(module.parameters(), before, strict=True)
+        (parameter.detach() - old).norm()
+        for parameter, old in zip(module.parameters(), before, strict=True)
     ]
     return float(trainer.callback_metrics["optim/update_norm"]), float(torch.stack(moved).norm())
 
@@ -195,7 +196,7 @@ def test_a_rank_that_fails_alone_ends_the_extensions_of_all(two_ranks):
     both = two_ranks.run(fit, {}, (1,), timeout_s=LIMIT_S)
     for said, error, _, _ in both:
         assert "KeyError" in error
-        assert [one for one in hooks(said, "end") if one.endswith(".end()")] == []
+        assert [hook for hook in hooks(said, "end") if hook.endswith(".end()")] == []
         assert len(hooks(said, "failed")) == len(hooks(said, "end")) == 3
 
 
@@ -273,8 +274,8 @@ def modules_after(options):
         toy.trainer(strategy=strategy, precision="16-true", max_epochs=1).fit(
             toy.Toy(), toy.loader()
         )
-        found = [one for one, name in zip(FEATURES, names, strict=True) if name in sys.modules]
-        return strategy._extensions.members == (), found
+        results = [one for one, name in zip(FEATURES, names, strict=True) if name in sys.modules]
+        return strategy._extensions.members == (), results
 
 
 def test_a_fit_without_an_option_imports_none_of_its_modules(two_ranks):
@@ -287,9 +288,9 @@ def test_extensions_know_neither_the_strategy_nor_each_other():
     folders = ("local_steps", "shard_update", "node_slices")
     modules = [("feedback_state", ROOT / "lightning_hybrid/strategy/feedback_state.py")]
     modules += [
-        (one, path)
-        for one in folders
-        for path in tracked_in(ROOT / "lightning_hybrid/strategy" / one, "*.py")
+        (folder, path)
+        for folder in folders
+        for path in tracked_in(ROOT / "lightning_hybrid/strategy" / folder, "*.py")
     ]
     known = {"extension", "node_groups", "arguments", "options", "compatibility"}
     for own, path in modules:

@@ -56,8 +56,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     path = tmp_path / "one.ckpt"
     ranks = rank_pool.ranks(num_ranks)
     whole = fit(ranks, codec, callbacks=[Saves(path, epoch=0)], **scene)
-    for one, other in zip(whole, fit(ranks, codec, ckpt_path=path, **scene), strict=True):
-        assert same(one.parameters, other.parameters)
+    for first, second in zip(whole, fit(ranks, codec, ckpt_path=path, **scene), strict=True):
+        assert same(first.parameters, second.parameters)
     residuals = residuals_in(path)["residuals"]
     assert residuals["net.5.weight"].shape == (num_ranks // scene.get("ranks_per_node", 1), 16, 48)
     assert all(float(rows.abs().amax()) > 0 for rows in residuals.values())

@@ -88,7 +88,7 @@ def test_two_ranks_of_pytorch_lightning_train_half_precision_on_masters(tmp_path
     # Callbacks that derive from `lightning`'s `Callback` alone run by their methods.
     ours = ("NumericsMonitor()", "ReplicaCheck(2)", "TrainingMetrics()")
     calls = [
-        *(f"lightning_hybrid.callbacks.{one}" for one in ours),
+        *(f"lightning_hybrid.callbacks.{our}" for our in ours),
         "pl.callbacks.EMAWeightAveraging()",
     ]
     ranks, checkpoint = train(

@@ -43,14 +43,14 @@ def rows() -> dict[str, list[tuple[str, str]]]:
 
 
 def expressions(cell: str) -> list[str]:
-    found = []
+    results = []
     for code in re.findall(r"`([^`]+)`", cell):
         try:
             tree = ast.parse(code, mode="eval")
         except SyntaxError:
             continue
-        found += [code] if isinstance(tree.body, ast.Call) else []
-    return found
+        results += [code] if isinstance(tree.body, ast.Call) else []
+    return results
 
 
 CODES = dict.fromkeys(
@@ -140,10 +140,10 @@ def trained_with(code: str, folder: str):
 @pytest.mark.filterwarnings("ignore:`between_nodes` .=.* all ranks share one node")
 @pytest.mark.parametrize("code", CODES)
 def test_what_the_tables_say_trains_on_two_ranks(two_ranks, tmp_path, code):
-    one, other = two_ranks.run(trained_with, code, str(tmp_path))
-    num_steps, unmoved, sums, files = one
+    rank_0, rank_1 = two_ranks.run(trained_with, code, str(tmp_path))
+    num_steps, unmoved, sums, files = rank_0
     assert (num_steps, unmoved) == (2, [])
-    assert sums == other[2]
+    assert sums == rank_1[2]
     if "trace_dir" in code:
         assert files == ["timeline"]
 
@@ -173,9 +173,9 @@ def test_comm_dtype_is_the_compression_hook_of_torch_bit_for_bit(two_ranks):
     averages = [
         fit(two_ranks, Slope, max_steps=1, **each) for each in (hooked, ours, {"strategy": "ddp"})
     ]
-    for hook, found, uncompressed in zip(*averages, strict=True):
-        assert same(found.weights, hook.weights)
-        assert not same(found.weights, uncompressed.weights)
+    for hook, result, uncompressed in zip(*averages, strict=True):
+        assert same(result.weights, hook.weights)
+        assert not same(result.weights, uncompressed.weights)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,9 @@ def test_a_checkpoint_of_stock_ddp_goes_on_to_its_bits_and_in_half_precision_fro
         "ckpt_path": path,
         "callbacks": [at(on_train_start=held_at_start)],
     }
-    for one, other in zip(whole, fit(two_ranks, **again, **settings), strict=True):
-        assert same(one.weights, other.weights)
-        assert len(other.losses) == 4, "the first epoch must not have run again"
+    for first, second in zip(whole, fit(two_ranks, **again, **settings), strict=True):
+        assert same(first.weights, second.weights)
+        assert len(second.losses) == 4, "the first epoch must not have run again"
     saved = torch.load(path)
     assert "MixedPrecision" in saved
     for seen in fit(two_ranks, precision="16-true", **again):

@@ -108,11 +108,11 @@ def test_fully_shard_trains_as_ddp(optimizer, two_ranks):
     LAMB divides by roots of squares of gradients, so that its weights amplify that.
     """
     (expected, _), _ = trained(two_ranks, partial(Layerwise, optimizer), "ddp")
-    for found, kinds in trained(
+    for result, kinds in trained(
         two_ranks, partial(Sharded, optimizer), ModelParallelStrategy(2, 1)
     ):
         assert kinds == {"DTensor"}
-        assert distance(expected, found) <= BOUND[optimizer]
+        assert distance(expected, result) <= BOUND[optimizer]
 
 
 @pytest.mark.sampled(5)
@@ -127,9 +127,9 @@ def test_tensor_parallelism_trains_as_ddp_on_the_data_parallel_ranks(
     )
     (expected, _), *_ = trained(of_data, partial(Layerwise, optimizer, True), "ddp", num_steps)
     strategy = ModelParallelStrategy(data_size, 2)
-    for found, kinds in trained(of_all, partial(Sliced, optimizer, True), strategy, num_steps):
+    for result, kinds in trained(of_all, partial(Sliced, optimizer, True), strategy, num_steps):
         assert "DTensor" in kinds
-        assert distance(expected, found) <= 1e-5
+        assert distance(expected, result) <= 1e-5
 
 
 class ByStrategy(Layerwise):
@@ -148,7 +148,7 @@ KINDS = {
 def goes_on(ranks, reader, optimizer, path):
     module, strategy = KINDS[reader]
     return [
-        found for found, _ in trained(ranks, partial(module, optimizer), strategy, ckpt_path=path)
+        result for result, _ in trained(ranks, partial(module, optimizer), strategy, ckpt_path=path)
     ]
 
 
@@ -165,8 +165,8 @@ def saved(ranks, writer, optimizer, path, **scene):
 @pytest.mark.parametrize("writer", ["fsdp", "hybrid", "recipe"])
 def test_one_file_goes_on_in_any_strategy(writer, reader, optimizer, two_ranks, tmp_path):
     expected = saved(two_ranks, writer, optimizer, tmp_path / "midway.ckpt")
-    for found in goes_on(two_ranks, reader, optimizer, tmp_path / "midway.ckpt"):
-        assert distance(expected, found) <= max(1e-7, BOUND[optimizer])
+    for result in goes_on(two_ranks, reader, optimizer, tmp_path / "midway.ckpt"):
+        assert distance(expected, result) <= max(1e-7, BOUND[optimizer])
 
 
 def test_a_file_of_hybrid_allreduce_goes_on_under_lightnings_own_strategy_once_its_state_has_names(
@@ -180,8 +180,8 @@ def test_a_file_of_hybrid_allreduce_goes_on_under_lightnings_own_strategy_once_i
     states = zip(checkpoint["optimizer_states"], [plain.configure_optimizers()], strict=True)
     checkpoint["optimizer_states"] = [state_by_name(state, one, plain) for state, one in states]
     torch.save(checkpoint, path)
-    for found in goes_on(two_ranks, "fsdp", "lars", path):
-        assert distance(expected, found) <= 1e-7
+    for result in goes_on(two_ranks, "fsdp", "lars", path):
+        assert distance(expected, result) <= 1e-7
 
 
 class InHalf(Layerwise):
@@ -253,13 +253,13 @@ def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
         in_fp32 = in_halves(two_ranks, optimizer, "32-true", "hybrid_allreduce")
     else:
         in_fp32 = ()
-    for one, other, resumed in zip(whole, parts, again, strict=True):
-        steps = other.looks["on_train_batch_end"]
-        assert steps == one.looks["on_train_batch_end"]
+    for first, second, resumed in zip(whole, parts, again, strict=True):
+        steps = second.looks["on_train_batch_end"]
+        assert steps == first.looks["on_train_batch_end"]
         assert steps[-1] == ((2.0**14, 2) if overflows else (None, 0))
-        (found, kinds), (after, _) = (seen.looks["on_train_end"][0] for seen in (other, resumed))
+        (found, kinds), (after, _) = (seen.looks["on_train_end"][0] for seen in (second, resumed))
         assert kinds == {"DTensor"}
-        expected = {name: one.weights[f"net.{name}"] for name in found}
+        expected = {name: first.weights[f"net.{name}"] for name in found}
         if dtype is torch.float16:
             assert distance(expected, found) <= 2 * torch.finfo(dtype).eps
         else:

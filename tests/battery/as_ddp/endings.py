@@ -80,7 +80,7 @@ def notes_of_an_error(run: Run) -> Any:
 def overflow(run: Run) -> Any:
     step = step_and(lambda self, loss, batch_idx: loss * float("inf") if batch_idx == 1 else loss)
     _, module = run.fit(plain_with(training_step=step), max_epochs=1)
-    return [bool(torch.isfinite(each).all()) for each in module.parameters()]
+    return [bool(torch.isfinite(parameter).all()) for parameter in module.parameters()]
 
 
 @behaviour

@@ -98,9 +98,9 @@ def left_of(module: pl.LightningModule) -> Any:
         "dtype": module.dtype,
         "device": str(module.device),
         "training": [child.training for child in children],
-        "requires_grad": [each.requires_grad for each in weights],
-        "grads": [each.grad is None for each in weights],
-        "types": [type(each).__name__ for each in weights],
+        "requires_grad": [weight.requires_grad for weight in weights],
+        "grads": [weight.grad is None for weight in weights],
+        "types": [type(weight).__name__ for weight in weights],
         "attributes": [sorted(vars(child)) for child in children],
         "hooks": [
             len(value)

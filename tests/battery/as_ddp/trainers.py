@@ -108,16 +108,16 @@ def messages_of_a_fit(run: Run) -> Any:
 
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     handler = Keeps()
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.INFO)
-        each.addHandler(handler)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
     try:
         run.fit(enable_checkpointing=True)
     finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.removeHandler(handler)
-            each.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
     return lines
 
 
@@ -170,8 +170,8 @@ def tuned(what: str, run: Run) -> Any:
     trainer = run.trainer(max_epochs=1)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     if what == "lr":
-        found: Any = Tuner(trainer).lr_find(module, num_training=6, min_lr=1e-4, max_lr=1e-1)
-        seen: Any = found.results, found.suggestion(skip_begin=1, skip_end=1), module.lr
+        result: Any = Tuner(trainer).lr_find(module, num_training=6, min_lr=1e-4, max_lr=1e-1)
+        seen: Any = result.results, result.suggestion(skip_begin=1, skip_end=1), module.lr
     else:
         seen = (
             Tuner(trainer).scale_batch_size(module, mode=what, max_trials=3, init_val=2),

@@ -179,12 +179,12 @@ def test_zeros_stay_zeros_and_what_is_tiny_counts_as_zeros(bits):
 
 @pytest.mark.parametrize(("bits", "least", "most"), [(8, 9e-5, 1.1e-4), (4, 0.030, 0.034)])
 def test_the_measured_error_is_that_of_the_format(bits, least, most):
-    found = []
+    results = []
     flat = gradients(1 << 18, 0, is_wild=False)
-    coder = Coder(Codec(bits=bits), torch.device("cpu"), lambda *sums: found.append(sums))
+    coder = Coder(Codec(bits=bits), torch.device("cpu"), lambda *sums: results.append(sums))
     message = torch.empty(coder.codec.message_bytes(flat.numel()), dtype=torch.uint8)
     Blocks.of(coder, flat).encode(flat, message, sender=0)
-    ((error, power),) = found
+    ((error, power),) = results
     out = torch.empty_like(flat)
     coder.add(message[None], out)
     exact = float((out - flat).double().square().sum() / flat.double().square().sum())

@@ -98,7 +98,7 @@ def test_the_kernels_compile_for_a_gpu(bits):
         "key": "i64",
         "sender": "i64",
     }
-    found = []
+    results = []
     for kernel, constants in (
         (triton_kernels.encode_block, most | numbers),
         (triton_kernels.add_block, most),
@@ -108,8 +108,8 @@ def test_the_kernels_compile_for_a_gpu(bits):
             fn=kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants
         )
         options = {"num_warps": 1, "enable_fp_fusion": True}
-        found.append(
+        results.append(
             triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
         )
-    assert "div.rn.f32" in found[0]
-    assert not any(".ftz" in ptx for ptx in found)
+    assert "div.rn.f32" in results[0]
+    assert not any(".ftz" in ptx for ptx in results)

@@ -87,8 +87,8 @@ def test_every_rank_holds_the_tree_of_the_formula_in_float64(rank_pool, nodes, d
     expected = of_buckets(
         [reals(rank, sum(NUMELS), dtype) for rank in range(world_of(nodes))], NUMELS, nodes
     )
-    for found in per_rank:
-        for bucket in found:
+    for result in per_rank:
+        for bucket in result:
             assert torch.equal(bucket, per_rank[0][0])
             assert max(relative_errors(bucket, expected)) < bound
 
@@ -117,8 +117,8 @@ def test_by_collectives_of_the_backend_as_on_cuda_it_is_the_same(four_ranks, nod
     expected = of_buckets(
         [reals(rank, sum(NUMELS), torch.float32) for rank in range(4)], NUMELS, nodes
     )
-    for found in four_ranks.run(combine_reals, nodes, torch.float32, True):
-        for bucket in found:
+    for result in four_ranks.run(combine_reals, nodes, torch.float32, True):
+        for bucket in result:
             assert max(relative_errors(bucket, expected)) < 1e-6
 
 
@@ -145,8 +145,8 @@ def rows_of(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_orthogonal_gives_the_sum_and_parallel_the_mean_to_the_bit(four_ranks, dtype):
     cases = rows_of(dtype)
-    for found in four_ranks.run(combine_rows, FOUR_NODES, [given for _, given, _ in cases], (80,)):
-        for (case, _, expected), bucket in zip(cases, found, strict=True):
+    for result in four_ranks.run(combine_rows, FOUR_NODES, [given for _, given, _ in cases], (80,)):
+        for (case, _, expected), bucket in zip(cases, result, strict=True):
             assert torch.equal(bucket, expected), case
 
 
@@ -154,8 +154,8 @@ def test_what_follows_the_parameters_is_summed(four_ranks):
     """The checksum of a step's order, which must be the sum over ranks."""
     rows = torch.stack([integers(rank, 128, torch.float16) for rank in range(4)])
     for nodes in (((0, 1), (2, 3)), FOUR_NODES):
-        for (found,) in four_ranks.run(combine_rows, nodes, [rows], (50,)):
-            assert torch.equal(found[50:], rows.sum(0)[50:])
+        for (result,) in four_ranks.run(combine_rows, nodes, [rows], (50,)):
+            assert torch.equal(result[50:], rows.sum(0)[50:])
 
 
 @pytest.mark.parametrize(
@@ -174,10 +174,10 @@ def test_what_overflowed_on_one_rank_is_not_finite_on_any(four_ranks, nodes, val
     rows = torch.stack([integers(rank, 96, torch.float16) for rank in range(4)])
     bad = rows.clone()
     bad[3, 40] = value
-    for found, plain in four_ranks.run(combine_rows, nodes, [bad, rows], (32, 32, 32)):
-        assert not found[32:64].isfinite().any()
-        assert torch.equal(found[:32], plain[:32])
-        assert torch.equal(found[64:], plain[64:])
+    for result, plain in four_ranks.run(combine_rows, nodes, [bad, rows], (32, 32, 32)):
+        assert not result[32:64].isfinite().any()
+        assert torch.equal(result[:32], plain[:32])
+        assert torch.equal(result[64:], plain[64:])
 
 
 def large_last_bucket():
@@ -190,8 +190,8 @@ def large_last_bucket():
 
 def test_a_large_last_bucket_is_not_cut_for_its_checksum(two_ranks):
     """As one that is summed would be: what is cut off would be combined by itself, or added."""
-    for found in two_ranks.run(large_last_bucket):
-        assert found.tolist() == [1.0]
+    for result in two_ranks.run(large_last_bucket):
+        assert result.tolist() == [1.0]
 
 
 def with_other_steps(is_other):

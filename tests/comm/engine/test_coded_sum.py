@@ -37,14 +37,14 @@ LAYOUTS = [nodes for world_size in (2, 3, 4) for nodes in layouts(world_size) if
 
 
 def sums_on_rank(nodes, plans, bits, make, numels, steps=(0,), dtype=torch.float32):
-    found = []
+    results = []
     for plan in plans:
         engine = engine_over(nodes, plan, dtype_across_nodes=Codec(bits=bits, seed=3))
         for step in steps:
             engine.coder.begin_step(step)
-            found += sums_of(engine, [make(dist.get_rank(), numel, dtype) for numel in numels])
+            results += sums_of(engine, [make(dist.get_rank(), numel, dtype) for numel in numels])
         engine.close()
-    return found
+    return results
 
 
 def sums_of(engine, flats):
@@ -110,12 +110,12 @@ def test_other_dtypes_are_summed_as_float32_and_rounded_once(two_ranks, dtype, b
 def test_noise_is_a_function_of_the_step_and_of_the_sum_in_it(two_ranks):
     nodes = ((0,), (1,))
     plans = [PLANS["flat"], PLANS["flat"]]
-    one, other = two_ranks.run(sums_on_rank, nodes, plans, 8, same_reals, [300], (4, 5, 5))
-    assert all(map(torch.equal, one, other))
-    assert all(map(torch.equal, one[:3], one[3:]))
+    rank_0, rank_1 = two_ranks.run(sums_on_rank, nodes, plans, 8, same_reals, [300], (4, 5, 5))
+    assert all(map(torch.equal, rank_0, rank_1))
+    assert all(map(torch.equal, rank_0[:3], rank_0[3:]))
     values = [same_reals(0, 300, torch.float32)] * 2
-    assert torch.equal(one[2], expected_sum(values, 8, step=5, turn=1))
-    assert not torch.equal(one[1], one[2])
+    assert torch.equal(rank_0[2], expected_sum(values, 8, step=5, turn=1))
+    assert not torch.equal(rank_0[1], rank_0[2])
 
 
 def same_reals(rank, numel, dtype):
@@ -155,7 +155,7 @@ def sum_on_one_node():
         engine = engine_over(((0, 1),), CommPlan(), dtype_across_nodes=Codec(bits=8))
     (result,) = sums_of(engine, [reals(dist.get_rank(), 300, torch.float32)])
     engine.close()
-    return result, [str(each.message) for each in caught]
+    return result, [str(warning.message) for warning in caught]
 
 
 def torch_passes(device, codec):
@@ -169,11 +169,11 @@ def sums_by_streams(algorithm, nodes, bits, numels):
         in_small_pieces(patch)
         patch.setattr(codecs, "_passes_for", torch_passes)
         engine = engine_of(algorithm, nodes, dtype_across=Codec(bits=bits, seed=3))
-        found = sums_of(
+        result = sums_of(
             engine, [integers(dist.get_rank(), numel, torch.float32) for numel in numels]
         )
         engine.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -222,12 +222,12 @@ def steps_with_feedback(engine, *, divisors=(1.0, 0.5, 0.5, 4.0), skipped=(1,)):
     parameters = [torch.zeros(numel) for numel in (3_001, 5)]
     state = HookState(engine=engine, parameters=parameters)
     state.feedback.may_skip = True
-    found = []
+    results = []
     for step, divisor in enumerate(divisors):
         state.feedback.begin_step(torch.tensor(1024.0) / divisor)
         buffers = [
-            reals(dist.get_rank() + 10 * step, one.numel(), torch.float32) / divisor
-            for one in parameters
+            reals(dist.get_rank() + 10 * step, parameter.numel(), torch.float32) / divisor
+            for parameter in parameters
         ]
         futures = [
             average_bucket(state, Bucket(index, buffer, parameters[index], is_last=index == 1))
@@ -235,11 +235,11 @@ def steps_with_feedback(engine, *, divisors=(1.0, 0.5, 0.5, 4.0), skipped=(1,)):
         ]
         for future, buffer in zip(futures, buffers, strict=True):
             future.wait()
-            found.append(buffer.mul(divisor))
+            results.append(buffer.mul(divisor))
         state.feedback.end_step(torch.tensor(step in skipped) & (buffers[0][0] == buffers[0][0]))
     num_blocks = state.blocks.num_blocks
-    found.append(state.feedback.share(0, num_blocks, torch.device("cpu")))
-    return found
+    results.append(state.feedback.share(0, num_blocks, torch.device("cpu")))
+    return results
 
 
 def feedback_on_rank(algorithm, nodes, bits, on_streams):
@@ -247,19 +247,19 @@ def feedback_on_rank(algorithm, nodes, bits, on_streams):
     if not on_streams:
         plan = CommPlan(algorithm=algorithm, chunk_bytes=2**12)
         engine = engine_over(nodes, plan, dtype_across_nodes=codec)
-        found = steps_with_feedback(engine)
+        result = steps_with_feedback(engine)
         engine.close()
-        return found
+        return result
     with pytest.MonkeyPatch.context() as patch:
         cuda = Cuda().installed(patch)
         patch.setattr(codecs, "_passes_for", torch_passes)
         engine = engine_of(algorithm, nodes, dtype_across=codec)
         with cuda:
-            found = steps_with_feedback(engine)
+            result = steps_with_feedback(engine)
         engine.close()
         assert cuda.found == []
         assert cuda.host_waits == []
-    return found
+    return result
 
 
 @pytest.mark.parametrize("algorithm", ["two_level", "hierarchical"])
@@ -270,9 +270,9 @@ def test_error_feedback_on_streams_gives_the_bits_of_threads_and_asks_the_device
     by_threads, by_streams = (
         four_ranks.run(feedback_on_rank, algorithm, nodes, 4, on) for on in (False, True)
     )
-    for found, other in zip(by_threads, by_streams, strict=True):
-        assert all(map(torch.equal, found, other))
-        assert all(map(torch.equal, found[:-1], by_threads[0][:-1]))
+    for result, by_stream in zip(by_threads, by_streams, strict=True):
+        assert all(map(torch.equal, result, by_stream))
+        assert all(map(torch.equal, result[:-1], by_threads[0][:-1]))
     # Of each block one rank of the node holds the residual.
-    first, second = (found[-1].view(-1, BLOCK).abs().amax(1) > 0 for found in by_threads[:2])
+    first, second = (result[-1].view(-1, BLOCK).abs().amax(1) > 0 for result in by_threads[:2])
     assert bool((first ^ second).all())

@@ -67,8 +67,10 @@ def test_auto_costs_no_more_than_the_backends_own_sum_in_ddps_buckets(name):
 def test_a_hierarchy_is_chosen_where_it_clearly_wins():
     def best_of(cluster):
         work = StepWorkload(forward_s=0.0, gradients=tuple((numel, 0.0) for numel in gradients()))
-        found = candidates(work, cluster, itemsize=2)
-        return found[0], min(one.step_s for one in found if one.plan.algorithm in FLAT_ON_CUDA)
+        results = candidates(work, cluster, itemsize=2)
+        return results[0], min(
+            result.step_s for result in results if result.plan.algorithm in FLAT_ON_CUDA
+        )
 
     best, flat_s = best_of(cluster_of("cloud_100gbe", 4))
     assert best.plan.algorithm == "two_level"
@@ -89,7 +91,7 @@ def pieces_of(plan, numels, cluster):
         rank=0, world_size=world_size, ranks_per_node=cluster.ranks_per_node
     )
     carrier = SimpleNamespace(_groups=SimpleNamespace(topology=topology))
-    found = []
+    results = []
     for index, size in enumerate(caps):
         flat = torch.empty(size // 2, dtype=torch.float16, device="meta")
         planned = plan.bucket(
@@ -102,8 +104,8 @@ def pieces_of(plan, numels, cluster):
         )
         bucket = InFlightBucket(flat=flat, plan=planned, finish=lambda flat: flat)
         CudaCarrier.accept(carrier, bucket, partial(Job, topology=topology), None)
-        found += [(planned.algorithm, chunk.num_bytes) for chunk in bucket.chunks]
-    return found
+        results += [(planned.algorithm, chunk.num_bytes) for chunk in bucket.chunks]
+    return results
 
 
 IN_PIECES = [CommPlan(algorithm=name) for name in ("two_level", "hierarchical", "parallel_flat")]

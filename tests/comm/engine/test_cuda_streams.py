@@ -583,8 +583,8 @@ def sums_by_streams(algorithm, nodes, numels, dtype):
             ]
             last = len(flats) - 1
             futures = [
-                engine.submit(each, bucket_index=i, is_last=i == last)
-                for i, each in enumerate(flats)
+                engine.submit(flat, bucket_index=i, is_last=i == last)
+                for i, flat in enumerate(flats)
             ]
             sums = [future.wait() for future in futures]
         summary = engine.trace.drain()
@@ -718,7 +718,7 @@ def test_the_order_of_buckets_is_compared_in_the_first_steps_and_then_rarely(cud
 def test_buckets_in_another_order_are_an_error_on_every_rank_and_no_host_waits_for_a_device(
     four_ranks, algorithm
 ):
-    for text, host_waits, found in four_ranks.run(another_order, algorithm):
-        assert (host_waits, found) == ([], [])
+    for text, host_waits, result in four_ranks.run(another_order, algorithm):
+        assert (host_waits, result) == ([], [])
         assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text
         assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text

@@ -202,13 +202,13 @@ def test_a_thread_that_waits_for_work_keeps_no_gradients_alive(two_ranks):
 
 def bytes_inside_nodes():
     engine = engine_over(TWO_BY_TWO, CommPlan(algorithm="two_level"))
-    found = []
+    results = []
     for keeps_shard in (False, True):
         engine.submit(torch.ones(400), bucket_index=0, keeps_shard=keeps_shard).wait()
         summary = engine.trace.drain()
-        found.append((summary.bytes_inside, summary.bytes_across))
+        results.append((summary.bytes_inside, summary.bytes_across))
     engine.close()
-    return found
+    return results
 
 
 def test_a_sum_that_stops_before_the_gather_counts_half_of_the_bytes_inside_a_node(four_ranks):
@@ -222,7 +222,7 @@ def warnings_of_uneven_two_level():
         engine = engine_over(((0, 1), (2,)), CommPlan(algorithm="two_level"))
         total = engine.submit(torch.ones(2), bucket_index=0).wait()
         engine.close()
-    return [str(each.message) for each in caught], total.tolist(), engine.buckets[0].algorithm
+    return [str(warning.message) for warning in caught], total.tolist(), engine.buckets[0].algorithm
 
 
 def test_two_level_on_uneven_nodes_runs_flat_with_one_warning(three_ranks):
@@ -230,4 +230,4 @@ def test_two_level_on_uneven_nodes_runs_flat_with_one_warning(three_ranks):
     (message,), *_ = results[0]
     assert message.startswith("`algorithm` (='two_level') needs nodes of equal size")
     assert [len(messages) for messages, *_ in results] == [1, 0, 0]
-    assert [found for _, *found in results] == [[[3.0, 3.0], "flat"]] * 3
+    assert [result for _, *result in results] == [[[3.0, 3.0], "flat"]] * 3

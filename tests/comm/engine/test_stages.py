@@ -181,25 +181,25 @@ COLLECTIVES = (
 
 def sent_as_it_was(name):
     """Return whether each sent tensor is unchanged when its send is waited for; None if it never is."""
-    found = []
+    results = []
 
     class Send:
         def __init__(self, tensor, rank, group):
             self.tensor = tensor
             self.before = tensor.clone()
-            self.place = len(found)
+            self.place = len(results)
             self.work = group.send([self.before], rank, 0)
-            found.append(None)
+            results.append(None)
 
         def wait(self):
-            found[self.place] = torch.equal(self.tensor, self.before)
+            results[self.place] = torch.equal(self.tensor, self.before)
             self.work.wait()
 
     with patch.object(gloo_p2p, "_send", Send):
         flat = integers(dist.get_rank(), 100, torch.float32)
         parts = flat.tensor_split(dist.get_world_size())
         getattr(gloo_p2p, name)(parts if name == "collect_parts_" else flat, dist.group.WORLD)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -207,16 +207,16 @@ def sent_as_it_was(name):
 def test_every_send_is_through_before_its_memory_changes_or_goes_back_to_the_caller(
     rank_pool, name, world_size
 ):
-    found = rank_pool.ranks(world_size).run(sent_as_it_was, name)
-    assert any(found)
-    assert all(all(of_rank) for of_rank in found)
+    results = rank_pool.ranks(world_size).run(sent_as_it_was, name)
+    assert any(results)
+    assert all(all(of_rank) for of_rank in results)
 
 
 def facts_of_groups():
     """Members, timeouts and number of the groups of stages over nodes (0, 1) and (2, 3). How many are left behind."""
     before = len(dist.distributed_c10d._world.pg_map)
     topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=4, ranks_per_node=2)
-    found = []
+    results = []
     for share in (False, True):
         groups = CommGroups(topology=topology, timeout=timedelta(seconds=3), share=share)
         groups.add({"a": "node", "b": "node", "c": "leaders", "d": "world"})
@@ -225,10 +225,10 @@ def facts_of_groups():
         timeouts = {
             group._get_backend(torch.device("cpu")).options._timeout for group in own.values()
         }
-        found.append((members, timeouts, len({id(group) for group in own.values()})))
+        results.append((members, timeouts, len({id(group) for group in own.values()})))
         groups.destroy()
         groups.destroy()
-    return *found, len(dist.distributed_c10d._world.pg_map) - before
+    return *results, len(dist.distributed_c10d._world.pg_map) - before
 
 
 def test_every_stage_has_its_own_group_with_the_users_timeout(four_ranks):

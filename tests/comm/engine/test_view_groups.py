@@ -77,7 +77,11 @@ def happened(monkeypatch):
         torch_groups, "_get_default_group", lambda: pytest.fail("that of a host outlives the view")
     )
     yield seen
-    for group in [one for one in torch_groups._world.pg_group_ranks if isinstance(one, Group)]:
+    for group in [
+        pg_group_rank
+        for pg_group_rank in torch_groups._world.pg_group_ranks
+        if isinstance(pg_group_rank, Group)
+    ]:
         del torch_groups._world.pg_group_ranks[group]
 
 

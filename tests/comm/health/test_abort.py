@@ -67,7 +67,9 @@ ON_HOSTS = {"gloo", "mpi", "fake"}
 
 def names_in_torch():
     by_device = dist.Backend.backend_capability.items()
-    registered = {each.name for each in entry_points(group="torch.distributed.backends")}
+    registered = {
+        entry_point.name for entry_point in entry_points(group="torch.distributed.backends")
+    }
     return registered | {name for name, devices in by_device if "cuda" in devices}
 
 

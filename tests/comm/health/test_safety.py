@@ -68,11 +68,13 @@ def test_buckets_in_another_order_are_an_error_on_every_rank(four_ranks, algorit
 
 def with_another_plan_and_other_software():
     plan = CommPlan(chunk_bytes=2**19)
-    found = consensus.software()
+    result = consensus.software()
     is_odd = dist.get_rank() == 1
     text = error_of(engine_over, TWO_BY_TWO, plan if is_odd else CommPlan(chunk_bytes=2**20))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(consensus, "software", lambda: found | ({"torch": "2.5.0"} if is_odd else {}))
+        patch.setattr(
+            consensus, "software", lambda: result | ({"torch": "2.5.0"} if is_odd else {})
+        )
         return text, error_of(engine_over, TWO_BY_TWO, plan)
 
 
@@ -258,7 +260,7 @@ def test_the_diagnosis_names_the_cause(statuses, words):
     assert diagnose("Rank 0 saw it", statuses).startswith(f"comm: {words}")
     assert diagnose("Rank 0 saw it", statuses).endswith("Rank 0 saw it.")
     assert [
-        None if each is None else RankStatus.from_json(each.to_json()) for each in statuses
+        None if statuse is None else RankStatus.from_json(statuse.to_json()) for statuse in statuses
     ] == statuses
 
 

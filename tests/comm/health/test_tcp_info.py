@@ -34,9 +34,9 @@ def test_data_that_waits_and_what_was_heard_separate_slow_from_cut_from_stopped(
 
 
 def test_one_connection_that_hears_something_says_that_the_host_lives_and_a_closed_one_nothing():
-    found = [replace(LINE, heard_s=20.0), LINE, replace(LINE, peer="10.0.0.3", heard_s=20.0)]
-    found.append(replace(LINE, peer="10.0.0.4", is_open=False))
-    assert liveness_by_address(found, waited_s=10.0) == {
+    results = [replace(LINE, heard_s=20.0), LINE, replace(LINE, peer="10.0.0.3", heard_s=20.0)]
+    results.append(replace(LINE, peer="10.0.0.4", is_open=False))
+    assert liveness_by_address(results, waited_s=10.0) == {
         "10.0.0.2": ("slow", 3.0),
         "10.0.0.3": ("cut", 20.0),
     }
@@ -76,7 +76,7 @@ LIVELY = replace(HERE, liveness={"10.0.0.2": ("slow", 3.0)})
 )
 def test_of_a_rank_whose_host_answers_or_says_nothing_no_rank_knows_more(statuses):
     assert "dead, stopped or unreachable" in diagnosis(statuses)
-    assert [each and RankStatus.from_json(each.to_json()) for each in statuses] == statuses
+    assert [statuse and RankStatus.from_json(statuse.to_json()) for statuse in statuses] == statuses
 
 
 def test_the_kernel_says_what_was_sent_and_not_read_and_who_hung_up():

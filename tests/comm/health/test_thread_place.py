@@ -33,23 +33,23 @@ def user_code(seconds):
 def status_beside(wait):
     """Rank 1 is in user code, and rank 0 waits for it. Of each rank what another thread sees meanwhile."""
     engine = engine_over(((0, 1),), CommPlan())
-    found = []
+    results = []
     model = DistributedDataParallel(nn.BatchNorm1d(4))
     dist.barrier()
-    asks = threading.Timer(0.2, lambda: found.append(engine._latch.status()))
+    asks = threading.Timer(0.2, lambda: results.append(engine._latch.status()))
     asks.start()
     if dist.get_rank() == 1:
         user_code(0.4)
     WAITS[wait](model)
     asks.join()
     engine.close()
-    return found[0]
+    return results[0]
 
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_rank_in_user_code_is_the_cause_of_a_wait_in_any_collective(two_ranks, wait):
     statuses = two_ranks.run(status_beside, wait)
-    assert [each.is_inside for each in statuses] == [True, False]
+    assert [statuse.is_inside for statuse in statuses] == [True, False]
     assert diagnose("Rank 0 saw it", statuses).startswith(
         "comm: rank 1 does not come to the collective in which others wait; now with no bucket in flight, in "
         "`user_code` (test_thread_place.py:"

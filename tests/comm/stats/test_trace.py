@@ -260,21 +260,23 @@ def test_no_algorithm_claims_less_than_the_least_and_two_send_no_more(
 ):
     assume(algorithm != "two_level" or topology.ranks_per_node is not None)
     across = None if narrow is None else num_bytes * narrow
-    found = traffic_of(algorithm, topology, num_bytes, num_bytes_across=across)
+    result = traffic_of(algorithm, topology, num_bytes, num_bytes_across=across)
     least = (
         2
         * (topology.num_nodes - 1)
         / topology.num_nodes
         * (num_bytes if across is None else across)
     )
-    assert found.least_across == pytest.approx(least)
-    assert found.across >= found.least_across * (1 - 1e-12)
+    assert result.least_across == pytest.approx(least)
+    assert result.across >= result.least_across * (1 - 1e-12)
     if algorithm in ("hierarchical", "two_level"):
-        assert found.across == found.least_across
+        assert result.across == result.least_across
     # All that ranks of a node have to send one another: each but one its bytes to another, and back; a ring less.
     most = 2 * (max(map(len, topology.nodes)) - 1) * num_bytes
     assert (
-        found.inside == most if algorithm in ("hierarchical", "two_level") else found.inside <= most
+        result.inside == most
+        if algorithm in ("hierarchical", "two_level")
+        else result.inside <= most
     )
 
 

@@ -160,7 +160,9 @@ def connections_from(leaver: Membership, *, to: Membership) -> list[Connection]:
     peer = to._part
     outward = [*peer._peers.values(), *peer._asked.values()]
     return [
-        one for one in open_connections(to) if one.peer == leaver._part.key and one not in outward
+        open_connection
+        for open_connection in open_connections(to)
+        if open_connection.peer == leaver._part.key and open_connection not in outward
     ]
 
 
@@ -262,8 +264,8 @@ def test_it_listens_on_one_address_alone(hosts):
     a = hosts("a", wait_s=0.2)
     hosts.enter(a)
     listening = []
-    for fd, what in own_sockets().items():
-        if before.get(fd) == what:
+    for fd, own_socket in own_sockets().items():
+        if before.get(fd) == own_socket:
             continue
         with socket.socket(fileno=os.dup(fd)) as each:
             if each.family == socket.AF_INET and each.getsockopt(

@@ -51,8 +51,10 @@ class Cluster:
                 )
                 for local in range(self.ranks)
             ]
-            for each in self.processes[host]:
-                self.readers.append(threading.Thread(target=self._read, args=(each,), daemon=True))
+            for process in self.processes[host]:
+                self.readers.append(
+                    threading.Thread(target=self._read, args=(process,), daemon=True)
+                )
                 self.readers[-1].start()
 
     def _read(self, process: subprocess.Popen) -> None:
@@ -88,10 +90,12 @@ class Cluster:
             return [self.latest(host, local) for host in hosts for local in range(self.ranks)]
 
         def is_agreed() -> bool:
-            found = latest()
+            results = latest()
             return (
-                all(each["event"] == "view" and set(each["hosts"]) == set(hosts) for each in found)
-                and len({(each["number"], each["store"], each["target"]) for each in found}) == 1
+                all(
+                    each["event"] == "view" and set(each["hosts"]) == set(hosts) for each in results
+                )
+                and len({(each["number"], each["store"], each["target"]) for each in results}) == 1
             )
 
         with self.heard:

@@ -50,8 +50,8 @@ def main(cfg: DictConfig) -> None:
         ran = fault_case.run_cases(
             chosen, worlds, comm_dtype_across_nodes=cfg.comm_dtype_across_nodes
         )
-        found = entered.enter_context(closing(ran))
-        fault_table.record(found, folder, config=config, title=cfg.about or "Injected faults")
+        result = entered.enter_context(closing(ran))
+        fault_table.record(result, folder, config=config, title=cfg.about or "Injected faults")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def run_case(
         )
         if run.injected_s is not None:
             break
-    hashes = {None if one is None else one["weights"] for one in run.ranks}
+    hashes = {None if rank is None else rank["weights"] for rank in run.ranks}
     outcome = fault_outcome(
         case,
         run,
@@ -184,13 +184,13 @@ def _not_survived(
     case: FaultCase, words: dict[int, dict[str, Any]], weights: int | None
 ) -> list[str]:
     """List what is wrong where every rank that can should have ended as without a fault."""
-    problems = [f"rank {rank}: {one['error']}" for rank, one in words.items() if one["error"]]
+    problems = [f"rank {rank}: {word['error']}" for rank, word in words.items() if word["error"]]
     problems += [
-        f"rank {rank} made {one['num_steps']} of {case.num_steps} steps"
-        for rank, one in words.items()
-        if not one["error"] and one["num_steps"] != case.num_steps
+        f"rank {rank} made {word['num_steps']} of {case.num_steps} steps"
+        for rank, word in words.items()
+        if not word["error"] and word["num_steps"] != case.num_steps
     ]
-    found = {one["weights"] for one in words.values()}
+    found = {word["weights"] for word in words.values()}
     if len(found) > 1:
         problems.append("ranks end with different weights")
     elif weights is not None and found != {weights}:
@@ -201,8 +201,8 @@ def _not_survived(
 def _not_named(case: FaultCase, words: dict[int, dict[str, Any]], host: str) -> list[str]:
     """List what is wrong where every rank that can should have ended in an error that names the cause."""
     problems = []
-    for rank, one in words.items():
-        error = one["error"]
+    for rank, word in words.items():
+        error = word["error"]
         if not error:
             problems.append(f"rank {rank} ended without an error")
             continue

@@ -31,17 +31,17 @@ def kinds_of_rank(num_ranks: int, ranks_per_host: int) -> list[int]:
 def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
     """Return all cases, for a world of `num_ranks`. The first is the run without a fault."""
     last = num_ranks - 1
-    found = [FaultCase(fault="none", kind="nothing", rank=last, is_survived=True, lost="nothing")]
+    results = [FaultCase(fault="none", kind="nothing", rank=last, is_survived=True, lost="nothing")]
     for phase in PHASES:
         for rank in kinds_of_rank(num_ranks, ranks_per_host):
-            found.append(_gone("rank dies", "dies", rank, phase))
-            found.append(_gone("process stops", "stops", rank, phase))
+            results.append(_gone("rank dies", "dies", rank, phase))
+            results.append(_gone("process stops", "stops", rank, phase))
     for phase in PHASES:
         for rank in (0, last):
-            found.append(_gone("thread hangs", "hangs", rank, phase))
+            results.append(_gone("thread hangs", "hangs", rank, phase))
     common: dict[str, Any] = {"rank": last}
     for phase in ("forward", "backward", OF_A_SUM[1], "validation", "between epochs"):
-        found.append(
+        results.append(
             FaultCase(
                 fault="rank lags by 3 s",
                 kind="lags",
@@ -69,8 +69,10 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
                     "on host HOST",
                 )
             }
-        found.append(FaultCase(fault="out of memory", kind="raises", phase=phase, **own, **common))
-    found += [
+        results.append(
+            FaultCase(fault="out of memory", kind="raises", phase=phase, **own, **common)
+        )
+    results += [
         FaultCase(
             fault="another plan from the start",
             kind="has_another_plan",
@@ -87,7 +89,7 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
             **common,
         ),
     ]
-    return found
+    return results
 
 
 def _gone(fault: str, kind: str, rank: int, phase: str) -> FaultCase:

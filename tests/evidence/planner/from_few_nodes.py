@@ -25,13 +25,13 @@ Runs = dict[tuple[str, ...], dict[int, list[MeasuredRow]]]
 
 def runs() -> Runs:
     """Return the rows of each system by its number of nodes."""
-    found: Runs = defaultdict(lambda: defaultdict(list))
+    result: Runs = defaultdict(lambda: defaultdict(list))
     for row in rows():
         v = row.values
-        found[row.fabric, row.source, v["system"], v["gpus_per_node"], v["algo"]][
+        result[row.fabric, row.source, v["system"], v["gpus_per_node"], v["algo"]][
             int(v["nodes"])
         ].append(row)
-    return found
+    return result
 
 
 def calibrated(row: MeasuredRow, few: list[MeasuredRow]) -> Cluster:
@@ -44,24 +44,24 @@ def calibrated(row: MeasuredRow, few: list[MeasuredRow]) -> Cluster:
 @cache
 def pairs() -> dict[tuple[str, int, int], list[tuple[MeasuredRow, float]]]:
     """Return rows and logarithms of measured over calibrated time, by class, few and many nodes."""
-    found = defaultdict[tuple[str, int, int], list[tuple[MeasuredRow, float]]](list)
+    result = defaultdict[tuple[str, int, int], list[tuple[MeasuredRow, float]]](list)
     for by_nodes in runs().values():
         for few, many in ((a, b) for a in by_nodes for b in by_nodes if 1 < a < b):
             for row in by_nodes[many]:
                 error = math.log(
                     row.time_s / calibrated(row, by_nodes[few]).alone_s("nccl", row.num_bytes)
                 )
-                found[class_of(row)[0], few, many].append((row, error))
-    return found
+                result[class_of(row)[0], few, many].append((row, error))
+    return result
 
 
 def errors_of_measured() -> Errors:
     """Return errors by class of the sums that 4 nodes or more say, as far as their curve is to hold."""
-    found: Errors = defaultdict(lambda: defaultdict(list))
+    result: Errors = defaultdict(lambda: defaultdict(list))
     for (kind, few, many), errors in pairs().items():
         for row, error in errors if few >= MEASURED_FROM and many <= HOLDS_TO * few else ():
-            found[kind, row.size][row.source].append(error)
-    return found
+            result[kind, row.size][row.source].append(error)
+    return result
 
 
 def median(kind: str, few: int, many: int) -> float:

@@ -21,8 +21,8 @@ def cluster_of(name: str, num_nodes: int) -> Cluster:
     """Return a cluster of conf/cluster with so many nodes."""
     cfg = OmegaConf.load(CLUSTERS / f"{name}.yaml")
     cfg.num_nodes = num_nodes
-    found: Cluster = instantiate(cfg.links)
-    return found
+    result: Cluster = instantiate(cfg.links)
+    return result
 
 
 def vgg16() -> nn.Module:

@@ -91,16 +91,18 @@ def training_rows() -> Iterator[Prediction]:
     seconds = 1 / 219 + (1 / 91.8 - 1 / 219) * (flops[101] - flops[50]) / (flops[152] - flops[50])
     for net, rate in (("resnet101", 1 / seconds), ("vgg16", 154.0)):
         work = work_of(network(net), batch_size=64, images_per_s=rate)
-        found = simulate(work, cluster, plan, itemsize=4, algorithm="nccl_ring")
-        yield f"{net}, 512 Pascal: efficiency", 100 * found.efficiency
+        result = simulate(work, cluster, plan, itemsize=4, algorithm="nccl_ring")
+        yield f"{net}, 512 Pascal: efficiency", 100 * result.efficiency
     goyal = replace(
         cluster_of("p100_25gbe", 32),
         ranks_per_node=8,
         across=Link(latency_s=20e-6, bytes_per_s=6.25e9),
     )
     work = work_of(network("resnet50"), batch_size=32, images_per_s=195.0)
-    found = simulate(work, goyal, CommPlan(num_buckets=1), itemsize=4, algorithm="halving_doubling")
-    yield "ResNet-50, 256 P100: efficiency", 100 * found.efficiency
+    result = simulate(
+        work, goyal, CommPlan(num_buckets=1), itemsize=4, algorithm="halving_doubling"
+    )
+    yield "ResNet-50, 256 P100: efficiency", 100 * result.efficiency
     edr = Link(latency_s=0.0, bytes_per_s=12.5e9)
     nccl = Nccl(inside="nvlink", generation="volta", fabric="ib")
     sony = replace(
@@ -111,8 +113,8 @@ def training_rows() -> Iterator[Prediction]:
         transport=nccl,
     )
     work = work_of(network("resnet50"), batch_size=32, images_per_s=1200.0)
-    found = simulate(work, sony, CommPlan(num_buckets=1), itemsize=2, algorithm="two_level")
-    yield "ResNet-50, 1,088 V100, 2D torus: efficiency", 100 * found.efficiency
+    result = simulate(work, sony, CommPlan(num_buckets=1), itemsize=2, algorithm="two_level")
+    yield "ResNet-50, 1,088 V100, 2D torus: efficiency", 100 * result.efficiency
 
 
 def nccl_rows() -> Iterator[Prediction]:
@@ -138,8 +140,8 @@ def nccl_rows() -> Iterator[Prediction]:
         ("h100", 8, 400),
         ("a100", 2, 200),
     ):
-        found = cluster_of(f"dgx_{name}", num_nodes).alone_s("nccl", 16 * MIB)
-        yield f"{num_nodes} x 8 {name.upper()}, 8 x {cards}G, 16 MiB", 1e6 * found
+        result = cluster_of(f"dgx_{name}", num_nodes).alone_s("nccl", 16 * MIB)
+        yield f"{num_nodes} x 8 {name.upper()}, 8 x {cards}G, 16 MiB", 1e6 * result
     for name, what in (("dgx_a100", "8 A100"), ("hgx_h200", "8 H200"), ("hgx_b200", "8 B200")):
         for kib in (32, 1024, 131072, 2097152):
             yield (

@@ -124,22 +124,22 @@ def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(
     not determined by them, only its sum is)."""
     truth = gloo_cluster(num_nodes, ranks, mbit_per_s=mbit_per_s, latency_s=latency_s)
     world = world_of(truth)
-    found = calibrate(planted(truth, world), world)
+    result = calibrate(planted(truth, world), world)
     # with one rank per node, software and wire cannot be separated
     if ranks > 1:
         software_s = 0.0
     else:
         software_s = SOFTWARE_S
-    assert found.cluster.across.latency_s == pytest.approx(latency_s + software_s, rel=0.05)
-    assert found.cluster.across.bytes_per_s == pytest.approx(mbit_per_s * 1e6 / 8, rel=0.05)
+    assert result.cluster.across.latency_s == pytest.approx(latency_s + software_s, rel=0.05)
+    assert result.cluster.across.bytes_per_s == pytest.approx(mbit_per_s * 1e6 / 8, rel=0.05)
     # What consent costs is the exchange less the message.
-    assert found.consent_s["across"] == pytest.approx(latency_s + SOFTWARE_S, rel=0.05)
-    assert ranks == 1 or found.consent_s["inside"] == pytest.approx(SOFTWARE_S, rel=0.05)
-    assert found.typical_error < 0.03
-    assert not found.notes
+    assert result.consent_s["across"] == pytest.approx(latency_s + SOFTWARE_S, rel=0.05)
+    assert ranks == 1 or result.consent_s["inside"] == pytest.approx(SOFTWARE_S, rel=0.05)
+    assert result.typical_error < 0.03
+    assert not result.notes
     for name in ("flat", "hierarchical", "two_level"):
         for size in (32 * KIB, MIB, 8 * MIB):
-            assert predicted_all_reduce_s(found.cluster, name, size, world) == pytest.approx(
+            assert predicted_all_reduce_s(result.cluster, name, size, world) == pytest.approx(
                 predicted_all_reduce_s(truth, name, size, world), rel=0.15
             )
 
@@ -186,12 +186,12 @@ def test_on_gpus_the_launch_is_what_software_adds():
         num_nodes=2, ranks_per_node=4, inside=near, across=far, transport=nccl, nics_per_node=4
     )
     world = world_of(truth, on_cuda=True, num_shared_cores=None)
-    found = calibrate(planted(truth, world, backend="nccl", flow_gain=4.0), world)
-    assert isinstance(found.cluster.transport, Nccl)
-    assert found.cluster.nics_per_node == 4
-    assert found.cluster.across.bytes_per_s == pytest.approx(2.5e10, rel=0.05)
-    assert found.cluster.transport.launch_s > 0
-    assert found.typical_error < 0.2
+    result = calibrate(planted(truth, world, backend="nccl", flow_gain=4.0), world)
+    assert isinstance(result.cluster.transport, Nccl)
+    assert result.cluster.nics_per_node == 4
+    assert result.cluster.across.bytes_per_s == pytest.approx(2.5e10, rel=0.05)
+    assert result.cluster.transport.launch_s > 0
+    assert result.typical_error < 0.2
 
 
 def test_nothing_measured_is_refused():

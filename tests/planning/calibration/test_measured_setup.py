@@ -50,8 +50,8 @@ def world_on_rank():
 
 
 def test_ranks_of_one_machine_share_its_cores(four_ranks):
-    found = four_ranks.run(world_on_rank, timeout_s=180.0)
-    assert all(world == found[0] for world in found)
-    assert found[0].num_shared_cores == len(os.sched_getaffinity(0))
-    assert found[0].is_interleaved
-    assert (found[0].num_nodes, found[0].ranks_per_node, found[0].itemsize) == (2, 2, 4)
+    results = four_ranks.run(world_on_rank, timeout_s=180.0)
+    assert all(world == results[0] for world in results)
+    assert results[0].num_shared_cores == len(os.sched_getaffinity(0))
+    assert results[0].is_interleaved
+    assert (results[0].num_nodes, results[0].ranks_per_node, results[0].itemsize) == (2, 2, 4)

@@ -41,11 +41,13 @@ def across_bytes(found, algorithm, wire):
 @given(num_nodes=st.integers(2, 6), ranks=st.integers(1, 6))
 def test_links_carry_the_bytes_that_the_engine_counts(wire, algorithm, num_nodes, ranks):
     """tests/netlab compares that formula with the kernels' counters. Gradients here are whole blocks."""
-    found = cluster(num_nodes, ranks)
+    result = cluster(num_nodes, ranks)
     coded = wire.num_bytes(SIZE)
     assert coded == SIZE / 2 * {8: 258, 4: 130}[wire.bits] / 256
-    counted = traffic_of(algorithm, topology_of(found), SIZE, num_bytes_across=coded, is_ring=False)
-    assert across_bytes(found, algorithm, wire) == pytest.approx(counted.across, rel=1e-12)
+    counted = traffic_of(
+        algorithm, topology_of(result), SIZE, num_bytes_across=coded, is_ring=False
+    )
+    assert across_bytes(result, algorithm, wire) == pytest.approx(counted.across, rel=1e-12)
 
 
 @pytest.mark.parametrize("num_nodes", [2, 5])
@@ -55,8 +57,8 @@ def test_with_one_rank_per_node_every_algorithm_sends_the_same_coded_bytes(
     transport, algorithm, num_nodes
 ):
     across = Link(latency_s=0.0, bytes_per_s=1e9)
-    found = cluster(num_nodes, 1, transport=transport, across=across)
-    (stage,) = found.stages(algorithm, SIZE, INT4)
+    result = cluster(num_nodes, 1, transport=transport, across=across)
+    (stage,) = result.stages(algorithm, SIZE, INT4)
     assert stage.work_s * 1e9 == pytest.approx(
         2 * (num_nodes - 1) / num_nodes * INT4.num_bytes(SIZE), rel=1e-9
     )
@@ -65,11 +67,14 @@ def test_with_one_rank_per_node_every_algorithm_sends_the_same_coded_bytes(
 def test_small_gradients_are_sent_as_whole_blocks():
     """Sixteen gradients of one element become sixteen blocks of 256."""
     work = StepWorkload(forward_s=0.0, gradients=((1, 0.0),) * 16)
-    found = [
+    results = [
         simulate(work, cluster(2, 2), CommPlan(), itemsize=2, on_cuda=False, wire=w)
         for w in (None, INT8)
     ]
-    assert [sum(bucket.numel for bucket in outcome.buckets) for outcome in found] == [16, 16 * 256]
+    assert [sum(bucket.numel for bucket in outcome.buckets) for outcome in results] == [
+        16,
+        16 * 256,
+    ]
 
 
 def test_ranks_that_share_cores_encode_one_after_another():
@@ -113,22 +118,22 @@ def test_plans_for_a_codec_add_up_in_nodes_first(transport, on_cuda):
     """With links inside nodes as slow as these, the best plan without one is flat."""
     far = Link(latency_s=1e-6, bytes_per_s=1e10)
     near = Link(latency_s=2e-2, bytes_per_s=5e8)
-    found = cluster(2, 4, transport=transport, inside=near, across=far)
+    result = cluster(2, 4, transport=transport, inside=near, across=far)
     ask = {"itemsize": 2, "on_cuda": on_cuda}
-    assert on_cuda or choose_plan([MIB] * 16, found, **ask).algorithm == "flat"
-    kinds = {one.plan.algorithm for one in candidates(BARE, found, wire=INT8, **ask)}
+    assert on_cuda or choose_plan([MIB] * 16, result, **ask).algorithm == "flat"
+    kinds = {candidate.plan.algorithm for candidate in candidates(BARE, result, wire=INT8, **ask)}
     assert kinds <= {"hierarchical", "two_level"} | (set() if on_cuda else {"auto"})
     with pytest.raises(
         ValueError, match=r"`algorithm` \(='flat'\) has no stage between nodes, .* \(='int8'\)"
     ):
-        simulate(BARE, found, CommPlan(algorithm="flat"), wire=INT8, **ask)
+        simulate(BARE, result, CommPlan(algorithm="flat"), wire=INT8, **ask)
 
 
 def steps_on(mbit_per_s, work, **more):
-    found = cluster(2, 2, across=Link(latency_s=1e-4, bytes_per_s=mbit_per_s * 1e6 / 8), **more)
-    plain = simulate(work, found, CommPlan(), itemsize=2, on_cuda=False)
-    coded = compressed_steps(work, found, [CommPlan()], itemsize=2, on_cuda=False)
-    return wire_step(plain, found, itemsize=2, name=None), coded
+    result = cluster(2, 2, across=Link(latency_s=1e-4, bytes_per_s=mbit_per_s * 1e6 / 8), **more)
+    plain = simulate(work, result, CommPlan(), itemsize=2, on_cuda=False)
+    coded = compressed_steps(work, result, [CommPlan()], itemsize=2, on_cuda=False)
+    return wire_step(plain, result, itemsize=2, name=None), coded
 
 
 def test_a_slow_link_pays_by_the_ratio_of_bytes_and_a_fast_one_or_a_slow_codec_does_not():
@@ -147,12 +152,12 @@ def test_a_slow_link_pays_by_the_ratio_of_bytes_and_a_fast_one_or_a_slow_codec_d
 
 def test_where_gradients_are_fp32_float16_comes_first():
     work = BARE
-    found = cluster(2, 2, across=Link(latency_s=0.0, bytes_per_s=1e7))
+    result = cluster(2, 2, across=Link(latency_s=0.0, bytes_per_s=1e7))
     plain = wire_step(
-        simulate(work, found, CommPlan(), itemsize=4, on_cuda=False), found, itemsize=4, name=None
+        simulate(work, result, CommPlan(), itemsize=4, on_cuda=False), result, itemsize=4, name=None
     )
     steps = compressed_steps(
-        work, found, [CommPlan(), CommPlan(algorithm="flat")], itemsize=4, on_cuda=False
+        work, result, [CommPlan(), CommPlan(algorithm="flat")], itemsize=4, on_cuda=False
     )
     assert [step.name for step in steps] == ["float16", "int8", "int4"]
     assert plain.step_s / steps[0].step_s == pytest.approx(2, rel=0.05)
@@ -160,10 +165,10 @@ def test_where_gradients_are_fp32_float16_comes_first():
 
 def test_averages_are_all_reduces_of_the_masters_and_of_the_momentum():
     """8 bytes per parameter, at the rate of the link, spread over the steps in between."""
-    found = cluster(2, 1, across=Link(latency_s=0.0, bytes_per_s=1e8))
-    taken_s = average_s(8e7, found, CommPlan(), on_cuda=False)
+    result = cluster(2, 1, across=Link(latency_s=0.0, bytes_per_s=1e8))
+    taken_s = average_s(8e7, result, CommPlan(), on_cuda=False)
     assert taken_s == pytest.approx(0.8, rel=0.01)
-    inside = simulate(SIXTEEN, found.of(1), CommPlan(), itemsize=2, on_cuda=False)
+    inside = simulate(SIXTEEN, result.of(1), CommPlan(), itemsize=2, on_cuda=False)
     steps = with_averages(inside, every=8, average_s=taken_s)
     assert steps.step_s == pytest.approx(SIXTEEN.alone_s + taken_s / 8)
     assert steps.exposed_s.mean() == pytest.approx(taken_s / 8)

@@ -38,8 +38,8 @@ def test_bytes_per_parameter_are_those_measured_on_two_ranks(precision):
     assert set(measured) == {"sgd", "lars", "lars_fused", "adamw", "lamb", "lamb_fused"}
     for name, total in measured.items():
         optimizer, _, fused = name.partition("_")
-        found = StateBytes.of(precision=precision, optimizer=optimizer, copies_gradients=not fused)
-        assert found.per_parameter() == pytest.approx(total, abs=0.06), name
+        result = StateBytes.of(precision=precision, optimizer=optimizer, copies_gradients=not fused)
+        assert result.per_parameter() == pytest.approx(total, abs=0.06), name
 
 
 def test_zeros_table_follows_from_dtypes():
@@ -68,14 +68,16 @@ def test_a_shared_update_leaves_small_tensors_whole(optimizer, bytes_each):
     """ResNet-50 on 1, 2, 4 and 8 ranks per node. 3 % of it is in tensors of fewer than 8 parts."""
     state = StateBytes.of(precision="16-true", optimizer=optimizer, copies_gradients=False)
     numels = resnet_50()
-    found = [state.per_parameter(state_share=shared_share(numels, ranks)) for ranks in (1, 2, 4, 8)]
-    assert found == pytest.approx(bytes_each, abs=0.006)
+    results = [
+        state.per_parameter(state_share=shared_share(numels, ranks)) for ranks in (1, 2, 4, 8)
+    ]
+    assert results == pytest.approx(bytes_each, abs=0.006)
     # as many parts as ranks
     assert (shared_share([3 * BLOCK + 1], 4), shared_share([3 * BLOCK], 4)) == (
         1 / 4,
         1.0,
     )
-    assert found[-1] > state.per_parameter(state_share=1 / 8) + 0.1
+    assert results[-1] > state.per_parameter(state_share=1 / 8) + 0.1
     # Of the world it is tensors of one block that stay.
     assert (
         shared_share([BLOCK + 1], 64, is_world=True),
@@ -145,12 +147,12 @@ def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
 
 def test_what_to_try_alone_comes_by_its_time_for_what_it_saves_and_the_fewest_settings_are_the_smallest_list():
     room = (12.1 * 100 * BLOCK + 6.5e8) / USABLE_SHARE
-    found = [need.settings[0] for need in choices().alone(room)]
+    results = [need.settings[0] for need in choices().alone(room)]
     # Neither of the first two takes time: half of 8 images save 4e8 bytes, half precision 4.5e8. Then a second saves
     # 6.6e8, a tenth 4.9e6, three tenths 1.4e6, on the host 3.8e6. Where all share, 5.7e6 bytes cost nothing.
     first = ["precision=16-true", "batch_size_per_rank=4", "strategy.shard_update=world"]
     of_all = ["strategy=fsdp2 strategy.offload=true", "strategy=fsdp2"]
-    assert found == [
+    assert results == [
         *first,
         "model.checkpoint_activations=true",
         "strategy.shard_update=node",

@@ -57,11 +57,13 @@ def test_links_carry_the_bytes_that_an_emulated_cluster_counts(
     algorithm, is_interleaved, num_nodes, ranks
 ):
     """traffic.py is held to the kernels' counters by tests/netlab. Here the model is held to traffic.py."""
-    found = cluster(num_nodes, ranks, is_interleaved=is_interleaved)
+    result = cluster(num_nodes, ranks, is_interleaved=is_interleaved)
     size = 64.0 * MIB
-    across = sum(stage.work_s for stage in found.stages(algorithm, size) if stage.place == "across")
-    counted = traffic_of(algorithm, topology_of(found), size).across
-    assert across * found.node_bytes_per_s == pytest.approx(counted, rel=1e-12)
+    across = sum(
+        stage.work_s for stage in result.stages(algorithm, size) if stage.place == "across"
+    )
+    counted = traffic_of(algorithm, topology_of(result), size).across
+    assert across * result.node_bytes_per_s == pytest.approx(counted, rel=1e-12)
 
 
 OVER = [(FREE_GLOO, name) for name in (*OURS, *PEERS) if not name.startswith("nccl")]
@@ -79,17 +81,17 @@ def test_nothing_beats_the_bytes_that_must_leave_a_node(
     """Of NCCL the rate alone: it has latencies of its own."""
     if transport is NCCL:
         across = Link(latency_s=0.0, bytes_per_s=max(across.bytes_per_s, 1e8))
-    found = cluster(num_nodes, ranks, transport=transport, across=across)
-    assert found.alone_s(algorithm, num_bytes) >= found.least_s(num_bytes) * (1 - 1e-9)
+    result = cluster(num_nodes, ranks, transport=transport, across=across)
+    assert result.alone_s(algorithm, num_bytes) >= result.least_s(num_bytes) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("transport", [FREE_GLOO, NCCL], ids=["gloo", "nccl"])
 @settings(max_examples=25)
 @given(num_bytes=BYTES, num_nodes=st.integers(2, 300))
 def test_with_one_rank_per_node_all_hierarchies_are_one(transport, num_bytes, num_nodes):
-    found = cluster(num_nodes, 1, transport=transport)
+    result = cluster(num_nodes, 1, transport=transport)
     times_s = {
-        found.alone_s(name, num_bytes) for name in ("parallel_flat", "hierarchical", "two_level")
+        result.alone_s(name, num_bytes) for name in ("parallel_flat", "hierarchical", "two_level")
     }
     assert len(times_s) == 1
 

@@ -46,8 +46,8 @@ def test_hops_take_what_the_tables_say(inside, algorithm, place):
         hops = (2 * (NODES * RANKS - 1) - 2 * (NODES - 1)) * max(intra, overhead) + 2 * (
             NODES - 1
         ) * inter
-    found = latency_us(Nccl(inside=inside, protocols=(PROTOCOLS[place],)), algorithm)
-    assert found == pytest.approx(BASE_LATENCIES[algorithm][place] + hops)
+    result = latency_us(Nccl(inside=inside, protocols=(PROTOCOLS[place],)), algorithm)
+    assert result == pytest.approx(BASE_LATENCIES[algorithm][place] + hops)
 
 
 FAST = Link(latency_s=0.0, bytes_per_s=1e15)

@@ -45,13 +45,13 @@ def test_at_1_gbit_and_2_ms_four_mebibytes_go_hierarchical_where_the_rule_says_t
     }
     told_s |= {(name, 2 * MIB): 0.1 for name in ("flat", "gloo_ring", "parallel_flat")}
     told_s |= {(name, 4 * MIB): 0.147 for name in ("flat", "gloo_ring", "parallel_flat")}
-    found = calibrate(planted(truth, world, sums_s=told_s), world)
+    result = calibrate(planted(truth, world, sums_s=told_s), world)
     four_mib = [2 * MIB]
-    plan = choose_plan(four_mib, found.cluster, on_cuda=False)
+    plan = choose_plan(four_mib, result.cluster, on_cuda=False)
     assert CommPlan().algorithm_for(4 * MIB, truth) == "two_level"
     assert plan.algorithm_for(4 * MIB, truth) == "hierarchical"
     seconds = {
-        name: step_s(CommPlan(algorithm=name), found.cluster, four_mib)
+        name: step_s(CommPlan(algorithm=name), result.cluster, four_mib)
         for name in ("hierarchical", "two_level", "flat", "parallel_flat")
     }
     assert min(seconds, key=seconds.get) == "hierarchical"
@@ -89,25 +89,25 @@ def test_where_the_model_sees_no_difference_the_librarys_plan_stays_and_what_is_
 
 def test_runners_up_come_in_the_order_of_their_steps_and_each_does_something_else():
     cluster = gloo_cluster(2, 4, mbit_per_s=100.0)
-    found = candidates(work(SIXTEEN, 0.5), cluster, itemsize=2, on_cuda=False)
-    assert all(one.step_s <= 1.01 * other.step_s for one, other in itertools.pairwise(found))
-    assert CommPlan() in [candidate.plan for candidate in found]
-    done = [(c.plan.algorithm, c.num_buckets, c.step_s) for c in found]
-    assert len(found) > 20
-    assert found[-1].step_s > 1.5 * found[0].step_s, done
+    results = candidates(work(SIXTEEN, 0.5), cluster, itemsize=2, on_cuda=False)
+    assert all(one.step_s <= 1.01 * other.step_s for one, other in itertools.pairwise(results))
+    assert CommPlan() in [candidate.plan for candidate in results]
+    done = [(c.plan.algorithm, c.num_buckets, c.step_s) for c in results]
+    assert len(results) > 20
+    assert results[-1].step_s > 1.5 * results[0].step_s, done
 
 
 def test_plans_that_do_the_same_are_one_candidate():
     """All gradients are one bucket of 2 MiB for any of these."""
     plans = [with_buckets(CommPlan(algorithm="flat"), size) for size in (16 * MIB, 64 * MIB)]
-    found = rank_plans(work([MIB]), gloo_cluster(2, 2), plans, itemsize=2, on_cuda=False)
-    assert [candidate.plan for candidate in found] == plans[:1]
+    results = rank_plans(work([MIB]), gloo_cluster(2, 2), plans, itemsize=2, on_cuda=False)
+    assert [candidate.plan for candidate in results] == plans[:1]
 
 
 def test_gpus_have_no_chunks_to_choose():
     """Buckets are not cut there, so plans that differ in chunks alone are not tried."""
-    found = candidates(work(SIXTEEN), cluster(4, 8, transport=NCCL), itemsize=2, on_cuda=True)
-    assert {candidate.plan.chunk_bytes for candidate in found} == {CommPlan().chunk_bytes}
+    results = candidates(work(SIXTEEN), cluster(4, 8, transport=NCCL), itemsize=2, on_cuda=True)
+    assert {candidate.plan.chunk_bytes for candidate in results} == {CommPlan().chunk_bytes}
 
 
 def chunk(bucket, *stages, ready_s=0.0, algorithm="x", column=0, **more):

@@ -38,10 +38,10 @@ def test_a_step_is_never_shorter_than_its_arithmetic_nor_than_its_bytes(
     num_nodes, ranks, rate, backward_s
 ):
     work = StepWorkload(forward_s=0.0, gradients=((4 * MIB, backward_s),) * 4)
-    found = on_gpus(num_nodes, ranks, across=Link(latency_s=0.0, bytes_per_s=rate))
-    outcome = simulate(work, found, PLAN, itemsize=2)
+    result = on_gpus(num_nodes, ranks, across=Link(latency_s=0.0, bytes_per_s=rate))
+    outcome = simulate(work, result, PLAN, itemsize=2)
     assert outcome.step_s >= work.alone_s
-    assert outcome.step_s >= found.least_s(16 * MIB * 2)
+    assert outcome.step_s >= result.least_s(16 * MIB * 2)
     assert 0 < outcome.efficiency <= 1
 
 
@@ -62,11 +62,11 @@ def test_everything_waits_for_the_slowest_nodes():
         (few, NodeGroup(across=slow), replace(on_gpus(), across=slow)),
         (many, NodeGroup(slowdown=1.5), on_gpus()),
     ):
-        found = simulate(work, replace(on_gpus(), groups=[group]), PLAN, itemsize=2)
-        assert found.step_s == pytest.approx(
+        result = simulate(work, replace(on_gpus(), groups=[group]), PLAN, itemsize=2)
+        assert result.step_s == pytest.approx(
             simulate(work.scaled(group.slowdown), same, PLAN, itemsize=2).step_s
         )
-        assert found.step_s > 1.4 * simulate(work, on_gpus(), PLAN, itemsize=2).step_s
+        assert result.step_s > 1.4 * simulate(work, on_gpus(), PLAN, itemsize=2).step_s
         assert (
             simulate(work, replace(on_gpus(1), groups=[group]), PLAN, itemsize=2).alone_s
             == work.alone_s
@@ -78,9 +78,9 @@ def test_sums_slow_the_arithmetic_beside_them_down():
 
     Mutation: what is taken is not given back to backward.
     """
-    found = replace(on_gpus(), taken_share=0.125)
+    result = replace(on_gpus(), taken_share=0.125)
     plan = CommPlan(num_buckets=16)
-    plain, slowed = (simulate(SIXTEEN, each, plan, itemsize=2) for each in (on_gpus(), found))
+    plain, slowed = (simulate(SIXTEEN, each, plan, itemsize=2) for each in (on_gpus(), result))
     beside_s = plain.first.busy_s - plain.first.exposed_s
     assert slowed.step_s - plain.step_s == pytest.approx(0.125 * beside_s, rel=0.02)
     assert slowed.exposed_s[0] == pytest.approx(plain.exposed_s[0])
@@ -90,17 +90,17 @@ def test_sums_slow_the_arithmetic_beside_them_down():
     ("options", "num_buckets"), [({}, range(9, 99)), ({"cuts": []}, [1])], ids=["many", "one"]
 )
 def test_all_but_the_last_bucket_is_hidden_by_a_long_backward(options, num_buckets):
-    found = on_gpus()
-    outcome = simulate(SIXTEEN, found, CommPlan(num_buckets=16), itemsize=2, **options)
+    result = on_gpus()
+    outcome = simulate(SIXTEEN, result, CommPlan(num_buckets=16), itemsize=2, **options)
     last = outcome.buckets[-1]
     assert len(outcome.buckets) in num_buckets
-    assert outcome.exposed_s[0] == pytest.approx(found.alone_s(last.algorithm, last.num_bytes))
+    assert outcome.exposed_s[0] == pytest.approx(result.alone_s(last.algorithm, last.num_bytes))
 
 
 def test_segments_end_where_they_are_cut():
     numels = [5, 7, 11, 13]
-    found = buckets_of(numels, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[3])
-    assert [bucket.numel for bucket in found] == [23, 13]
+    results = buckets_of(numels, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[3])
+    assert [bucket.numel for bucket in results] == [23, 13]
     each = buckets_of(numels, on_gpus(), PLAN, itemsize=4, on_cuda=True, cuts=range(1, 4))
     assert [(bucket.numel, bucket.dtype) for bucket in each] == [
         (numel, "float32") for numel in numels
@@ -113,8 +113,8 @@ def test_segments_end_where_they_are_cut():
 
 def test_a_bucket_is_ready_with_its_last_gradient():
     work = StepWorkload(forward_s=1.0, gradients=((10, 1.0), (10, 2.0), (10, 4.0)))
-    found = buckets_of([10] * 3, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[2])
-    assert ready_times_s(work, found) == (4.0, 8.0)
+    result = buckets_of([10] * 3, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[2])
+    assert ready_times_s(work, result) == (4.0, 8.0)
 
 
 @pytest.mark.parametrize("relative_std", [-0.1, float("inf"), float("nan")])

@@ -54,8 +54,8 @@ def test_the_intervals_are_those_of_the_published_rows():
                 ends, abs=0.006
             )
     read = (row for row in between_nodes.rows() if not row.is_unread)
-    for found in (read, between_nodes.rows()):
-        assert 0.7 <= between_nodes.coverage(between_nodes.errors_of(found)) <= 0.9
+    for result in (read, between_nodes.rows()):
+        assert 0.7 <= between_nodes.coverage(between_nodes.errors_of(result)) <= 0.9
 
 
 def test_four_nodes_say_what_eight_take():
@@ -95,7 +95,7 @@ def test_the_unread_half_is_predicted_within_what_was_asked():
         size: sorted(abs(between_nodes.log_error(row)) for row in unread if row.size == size)
         for size in between_nodes.SIZES[1:]
     }
-    medians = [found[len(found) // 2] for found in errors.values()]
+    medians = [result[len(result) // 2] for result in errors.values()]
     assert medians[0] <= 0.14  # ln 1.15
     assert medians[1] <= 0.0677  # ln 1.07
-    assert max(found[-1] for found in errors.values()) <= 0.6931  # ln 2
+    assert max(result[-1] for result in errors.values()) <= 0.6931  # ln 2

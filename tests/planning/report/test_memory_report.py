@@ -193,7 +193,7 @@ SAID = [
 def test_what_fits_is_said_or_what_each_setting_saves_and_the_smallest_list(
     memory_bytes, alone, fitting, words, largest_batch
 ):
-    found = MemoryReport(
+    result = MemoryReport(
         state=STATE,
         blocks=tuple(traced_blocks(nn.Linear(4, 4), (4,))),
         asked=ASKED,
@@ -202,8 +202,8 @@ def test_what_fits_is_said_or_what_each_setting_saves_and_the_smallest_list(
         memory_bytes=memory_bytes,
         step_s=2.0,
     )
-    assert re.search(words, found.sentence((), "GPU"))
-    assert found.largest_batch == largest_batch
+    assert re.search(words, result.sentence((), "GPU"))
+    assert result.largest_batch == largest_batch
 
 
 def choices_of(found: Scenario, usable_bytes=None, **more):
@@ -214,11 +214,11 @@ def choices_of(found: Scenario, usable_bytes=None, **more):
 
 @pytest.mark.parametrize(("cluster", "num_nodes"), [("p40_roce", 1), ("dgx_h100", 16)])
 def test_for_resnet_50_data_parallelism_pays_as_pipedreams_planner_said(cluster, num_nodes):
-    found = scenario(cluster=cluster_of(cluster, num_nodes))
-    choices = choices_of(found)
+    result = scenario(cluster=cluster_of(cluster, num_nodes))
+    choices = choices_of(result)
     assert len(choices) > 4
     assert [choice.step_s for choice in choices] == sorted(choice.step_s for choice in choices)
-    assert what_pays(choices, found.run().step_s).startswith(
+    assert what_pays(choices, result.run().step_s).startswith(
         "Data parallelism pays: the best pipeline, of 2 ranks in"
     )
 
@@ -229,11 +229,13 @@ def test_a_pipeline_pays_where_weights_are_many_and_links_slow():
         lambda: nn.Sequential(nn.Flatten(), *[nn.Linear(4096, 4096) for _ in range(8)])
     )
     slow = replace(cluster_of("p40_roce", 1), inside=Link(latency_s=0.0, bytes_per_s=1e9))
-    found = scenario(
+    result = scenario(
         cluster=slow, layers=tuple(layers_of(network, (1, 64, 64))), images_per_s=2000.0
     )
-    choices = pipeline_choices(found, traced_blocks(network, (1, 64, 64)), STATE, usable_bytes=None)
-    said = what_pays(choices, found.run().step_s)
+    choices = pipeline_choices(
+        result, traced_blocks(network, (1, 64, 64)), STATE, usable_bytes=None
+    )
+    said = what_pays(choices, result.run().step_s)
     assert said.startswith("A pipeline pays: of 8 ranks in a node (")
     best = choices[0]
     words = f"strategy=pipeline strategy.num_stages=8 {' '.join(best.settings[2:])}, in batches of 512 images."
@@ -244,8 +246,8 @@ def test_a_pipeline_pays_where_weights_are_many_and_links_slow():
 
 
 def test_recomputing_blocks_needs_less_memory_and_a_third_more_time_and_what_needs_too_much_is_left_out():
-    found = scenario(cluster=cluster_of("p40_roce", 1))
-    free = choices_of(found)
+    result = scenario(cluster=cluster_of("p40_roce", 1))
+    free = choices_of(result)
 
     def best(choices):
         asked = ("1f1b", 2, 16)
@@ -256,12 +258,12 @@ def test_recomputing_blocks_needs_less_memory_and_a_third_more_time_and_what_nee
         )
 
     plain = best(free)
-    again = best(choices_of(found, recomputes=True))
+    again = best(choices_of(result, recomputes=True))
     assert again.most_bytes < plain.most_bytes
     assert again.step_s == pytest.approx(4 / 3 * plain.step_s, rel=0.05)
     assert again.settings[-1] == "strategy.checkpoint_activations=true"
     room = 0.5 * max(choice.most_bytes for choice in free)
-    fitting = choices_of(found, usable_bytes=room)
+    fitting = choices_of(result, usable_bytes=room)
     assert 0 < len(fitting) < len(free)
     assert all(choice.most_bytes <= room for choice in fitting)
 
@@ -277,10 +279,10 @@ def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
     blocks = traced_blocks(
         on_meta(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))), (1000,)
     )
-    found = scenario(cluster=two, batch_size_per_rank=1)
-    alone, *_ = pipeline_choices(found, blocks, STATE, usable_bytes=None)
+    result = scenario(cluster=two, batch_size_per_rank=1)
+    alone, *_ = pipeline_choices(result, blocks, STATE, usable_bytes=None)
     shared, *_ = pipeline_choices(
-        replace(found, cluster=two.of(2)), blocks, STATE, usable_bytes=None
+        replace(result, cluster=two.of(2)), blocks, STATE, usable_bytes=None
     )
     assert alone.step_s < 0.1
     # of line rate, 0.94 is payload
@@ -298,12 +300,12 @@ def peaks(**options):
     predicted = state * sum(map(torch.numel, on_meta.parameters()))
     predicted += step_bytes(on_meta, [64], batch_size=16, precision="32-true")
     model = Bert(**options)
-    for one in model.parameters():
-        one.grad = torch.zeros_like(one)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     optimizer = LAMB(model.parameters(), lr=1e-3)
     tracker = MemTracker()
     optimizer.step()
-    tracker.track_external(model, optimizer, *(one.grad for one in model.parameters()))
+    tracker.track_external(model, optimizer, *(parameter.grad for parameter in model.parameters()))
     text = model.example(16, 64, device="cpu")
     with tracker:
         logits = model(text).float()
@@ -321,12 +323,12 @@ def test_the_peak_of_a_step_of_bert_is_that_of_torch_s_tracker_within_5_percent(
         "num_hidden_layers": 3,
         "num_attention_heads": 2,
     }
-    found = [
+    results = [
         peaks(intermediate_size=256, checkpoint_activations=is_on, **small)
         for is_on in (False, True)
     ]
-    assert all(0.95 < predicted / tracked < 1.05 for predicted, tracked in found), found
-    assert found[1][1] < 0.6 * found[0][1]
+    assert all(0.95 < predicted / tracked < 1.05 for predicted, tracked in results), results
+    assert results[1][1] < 0.6 * results[0][1]
     with WithoutValues():
         network = Bert(**small)
     assert sum(sum(layer.numels) for layer in layers_of(network, (64,))) == sum(
@@ -356,10 +358,10 @@ def test_bert_is_cut_between_its_layers_and_both_stages_of_the_shared_embedding_
     two = replace(
         cluster_of("p40_roce", 1), ranks_per_node=2, inside=Link(latency_s=0.0, bytes_per_s=1e6)
     )
-    found = scenario(cluster=two, batch_size_per_rank=1)
-    best, *_ = pipeline_choices(found, blocks, STATE, usable_bytes=None)
+    result = scenario(cluster=two, batch_size_per_rank=1)
+    best, *_ = pipeline_choices(result, blocks, STATE, usable_bytes=None)
     apart, *_ = pipeline_choices(
-        found, [replace(block, num_tied=0) for block in blocks], STATE, usable_bytes=None
+        result, [replace(block, num_tied=0) for block in blocks], STATE, usable_bytes=None
     )
     assert best.step_s - apart.step_s == pytest.approx(2 * 64_000 / 1e6)
     assert sum(best.rank_bytes) - sum(apart.rank_bytes) == pytest.approx(
@@ -369,11 +371,11 @@ def test_bert_is_cut_between_its_layers_and_both_stages_of_the_shared_embedding_
 
 def test_the_answer_orders_what_to_try(monkeypatch):
     ask = ["num_nodes=2", "search=null", "scaling_ranks=[]", "batch_size_per_rank=512"]
-    found = reported(monkeypatch, *ask)
-    assert "does not fit into 24 GB" in found.answer()
+    result = reported(monkeypatch, *ask)
+    assert "does not fit into 24 GB" in result.answer()
     tried = re.findall(
         r"([\w.=]+) \(saves ([\d.]+) GB, (?:at least )?(no|[\d.]+%) more time(, fits)?\)",
-        found.answer(),
+        result.answer(),
     )
     assert [(name, bool(fits)) for name, _, _, fits in tried] == [
         ("batch_size_per_rank=256", True),
@@ -387,23 +389,23 @@ def test_the_answer_orders_what_to_try(monkeypatch):
     assert 30 < again < 100 / 3  # a forward, of a step that waits a little for gradients
     assert re.search(
         r"The smallest list that fits: batch_size_per_rank=256 \([\d.]+ GB, no more time\)",
-        found.answer(),
+        result.answer(),
     )
-    assert "| as asked for " in found.markdown()
-    assert "Data parallelism pays: the best pipeline, of 2 ranks in a node (" in found.answer()
+    assert "| as asked for " in result.markdown()
+    assert "Data parallelism pays: the best pipeline, of 2 ranks in a node (" in result.answer()
 
 
 def test_bert_base_on_a_card_of_12_gb_is_answered_from_one_line(monkeypatch):
     pytest.importorskip("transformers")
     quick = "search=null", "scaling_ranks=[]"
-    found = reported(monkeypatch, "model=bert_base", "cluster.gpu_memory_bytes=12e9", *quick)
+    result = reported(monkeypatch, "model=bert_base", "cluster.gpu_memory_bytes=12e9", *quick)
     assert re.search(
         r"A GPU needs [\d.]+ GB: 1\.76 for 109\.5 million parameters.* does not fit into 12 GB",
-        found.answer(),
+        result.answer(),
     )
     assert re.search(
         r"The smallest list that fits: batch_size_per_rank=8 \(7\.\d+ GB, no more time\)",
-        found.answer(),
+        result.answer(),
     )
 
 

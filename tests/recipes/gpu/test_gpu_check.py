@@ -69,15 +69,15 @@ def is_gone(path):
 
 def run_all(checks, out, *, limit_s=600):
     said = []
-    found = runner.run_checks(checks, "cpu", out, limit_s=limit_s, on_outcome=said.append)
-    assert said == found
-    return {outcome.name: outcome for outcome in found}
+    results = runner.run_checks(checks, "cpu", out, limit_s=limit_s, on_outcome=said.append)
+    assert said == results
+    return {outcome.name: outcome for outcome in results}
 
 
 @pytest.mark.long
 def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(tmp_path):
     checks = [check(how) for how in ("wrong", "dies", "of_a_rank", "leaves", "elsewhere", "well")]
-    found = run_all([check("hangs", limit_s=HANGS_AFTER_S), *checks], tmp_path)
+    result = run_all([check("hangs", limit_s=HANGS_AFTER_S), *checks], tmp_path)
     messages = {
         "wrong": ("FAIL", "AssertionError: two is not three"),
         "dies": ("FAIL", f"its process ended by signal 11; see {tmp_path}/dies/log"),
@@ -87,13 +87,14 @@ def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(tmp_path):
         "elsewhere": ("SKIP", "there is no such thing here"),
         "well": ("PASS", "all is well"),
     }
-    assert {name: (one.status, one.message) for name, one in found.items()} == messages
+    assert {name: (one.status, one.message) for name, one in result.items()} == messages
     assert is_gone(tmp_path / "hangs" / "pid"), "what it started must end with it"
-    assert found["well"].details == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
-    assert "what led to it" in found["wrong"].details["log"]
-    assert "and more" in found["wrong"].details["error"]
+    assert result["well"].details == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
+    assert "what led to it" in result["wrong"].details["log"]
+    assert "and more" in result["wrong"].details["error"]
     assert (
-        runner.tables(list(found.values())) == "well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
+        runner.tables(list(result.values()))
+        == "well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
     )
 
 
@@ -261,7 +262,7 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path, monkeypatch):
         "seconds": 1,
         "details": {"table": [{"arm": "<b>", "ms": 1.5}], "error": "Traceback <x>"},
     }
-    found = [
+    results = [
         runner.CheckOutcome(name=n, status=s, message=f"{n} | x", **shared)
         for n, s in statuses.items()
     ]
@@ -270,16 +271,16 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path, monkeypatch):
         "Does not hold here: what is bad.",
         "Not tried (1 of 3): what is late.",
     ]
-    assert page.promises(checks, found) == promised
+    assert page.promises(checks, results) == promised
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "rank0.log").write_bytes(os.urandom(6 << 20) + b"the end")
     (tmp_path / "bad" / "nccl.7.log").write_text("NCCL version 2\n" + "x" * 100_000)
-    runner.write_outcomes(tmp_path / "report.json", found, {"torch": "2", "topology": "a\nb"})
+    runner.write_outcomes(tmp_path / "report.json", results, {"torch": "2", "topology": "a\nb"})
     assert runner.read_report(tmp_path / "report.json") == (
-        found,
+        results,
         {"torch": "2", "topology": "a\nb"},
     )
-    page.write(tmp_path, checks, found, {"torch": "2", "topology": "a\nb"})
+    page.write(tmp_path, checks, results, {"torch": "2", "topology": "a\nb"})
     html = (tmp_path / "report.html").read_text()
     assert all(
         line in html

@@ -108,10 +108,10 @@ def trial_that_is_lost_on_a_rank():
 
 
 def test_a_loss_that_one_rank_has_lost_ends_the_trial_on_all_at_the_same_step(two_ranks):
-    one, other = two_ranks.run(trial_that_is_lost_on_a_rank, timeout_s=180.0)
+    rank_0, rank_1 = two_ranks.run(trial_that_is_lost_on_a_rank, timeout_s=180.0)
     assert (
-        (one.status, one.metrics["num_steps"])
-        == (other.status, other.metrics["num_steps"])
+        (rank_0.status, rank_0.metrics["num_steps"])
+        == (rank_1.status, rank_1.metrics["num_steps"])
         == ("diverged", 1)
     )
 

@@ -50,8 +50,8 @@ def test_layers_come_in_the_published_order_or_in_that_of_nvcaffes_lars_experime
         nvcaffe: "conv relu pool bn conv relu pool bn conv relu bn conv relu bn conv relu pool",
     }
     for network, order in orders.items():
-        found = " ".join(names[type(layer)] for layer in network.features)
-        assert found == order + pool5_bn * " bn"
+        result = " ".join(names[type(layer)] for layer in network.features)
+        assert result == order + pool5_bn * " bn"
         assert {conv.bias is not None for conv in layers_of(network, nn.Conv2d)} == {
             network is nvcaffe
         }

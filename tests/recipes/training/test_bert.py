@@ -120,12 +120,12 @@ def fitted_in(layout, rank_pool, *args, **options):
     """Losses and weights, on one rank or in two stages whose layers are cut in two, where all ranks have the same."""
     if layout is ONE_RANK:
         return fitted(*args, *layout, **options)
-    found = rank_pool.ranks(4).run(fitted_in_slices, options, *args, *layout, timeout_s=300)
-    assert all(same(own, found[0][1]) for _, own in found)
+    results = rank_pool.ranks(4).run(fitted_in_slices, options, *args, *layout, timeout_s=300)
+    assert all(same(own, results[0][1]) for _, own in results)
     # each data rank has half of a batch
-    means = [(found[stage][0] + found[2 + stage][0]) / 2 for stage in range(2)]
+    means = [(results[stage][0] + results[2 + stage][0]) / 2 for stage in range(2)]
     assert torch.equal(*means)
-    return means[0], found[0][1]
+    return means[0], results[0][1]
 
 
 @pytest.mark.parametrize(

@@ -118,13 +118,13 @@ class DieAt(Callback):
 
 def end_of(folder):
     """All that is promised of the last and the best checkpoint, and of the rows what no clock decides."""
-    found = []
+    results = []
     for name in ("last", "best"):
         content = DurableCheckpointIO().load_checkpoint(folder / "checkpoints" / f"{name}.ckpt")
         place = content["loops"]["fit_loop"]["state_dict"].get("combined_loader")
-        found.append([place, *(content[part] for part in SAME.split())])
+        results.append([place, *(content[part] for part in SAME.split())])
     rows = read_rows(folder / "csv" / "metrics.csv")
-    return found, [
+    return results, [
         {name: value for name, value in row.items() if value and is_repeatable(name)}
         for row in rows
     ]

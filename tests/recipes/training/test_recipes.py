@@ -90,15 +90,15 @@ def small(recipe, *overrides):
 )
 def test_every_recipe_trains(two_ranks, recipe):
     """Two steps of two batches on each rank, all else as in the recipe. Update 0 of ResNet is at rate 0."""
-    one, other = two_ranks.run(trained, recipe)
-    assert toy.same_bits(one["weights"], other["weights"])
+    rank_0, rank_1 = two_ranks.run(trained, recipe)
+    assert toy.same_bits(rank_0["weights"], rank_1["weights"])
     # each rank saw images of its own
-    assert not torch.equal(one["statistics"], other["statistics"])
-    assert one["moved"] == {True}
-    assert one["finite"]
-    assert one["steps"] == 2
-    assert one["looks"] == [({torch.float32}, {torch.float32}, {True})] * 2
-    (momentum,) = one["momenta"]
+    assert not torch.equal(rank_0["statistics"], rank_1["statistics"])
+    assert rank_0["moved"] == {True}
+    assert rank_0["finite"]
+    assert rank_0["steps"] == 2
+    assert rank_0["looks"] == [({torch.float32}, {torch.float32}, {True})] * 2
+    (momentum,) = rank_0["momenta"]
     assert momentum == pytest.approx(1 - 0.9**0.5)  # two batches forget as much as one with 0.1
 
 

@@ -84,7 +84,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
         words = "holds objects"
     else:
         words = "is not the checkpoint that was written"
-    assert sum(words in str(each.message) for each in caught) == 2
+    assert sum(words in str(warning.message) for warning in caught) == 2
     damage(tmp_path / "last.previous.ckpt")
     with pytest.raises(
         ValueError, match=r"`resume` \(=auto\) found no whole checkpoint in .*last.previous.ckpt"
@@ -149,8 +149,8 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
 
 def fit_from(paths, call="fit"):
     """Each rank gets another checkpoint: what it says, and how far it came."""
-    own = [resume.SameCheckpoint(paths[dist.get_rank()])]
-    seen = fit(callbacks=own, max_steps=2, raises=True, call=call)
+    rank = [resume.SameCheckpoint(paths[dist.get_rank()])]
+    seen = fit(callbacks=rank, max_steps=2, raises=True, call=call)
     return seen.error, seen.global_step
 
 
@@ -158,7 +158,7 @@ def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_r
     one = str(saved(tmp_path, "one.ckpt", 4))
     other = str(saved(tmp_path / "b", "one.ckpt", 6))
     assert two_ranks.run(fit_from, [one, one]) == [("", 2)] * 2
-    for paths, found in (
+    for paths, result in (
         ([one, None], "rank 1: no checkpoint"),
         ([one, other], "rank 1: one.ckpt, crc32 "),
     ):
@@ -167,7 +167,7 @@ def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_r
                 "must be the same checkpoint on every rank, and is not: rank 0: one.ckpt, crc32 "
                 in caught
             )
-            assert found in caught
+            assert result in caught
             assert num_steps == 0
     # which resumes from nothing
     assert two_ranks.run(fit_from, [one, other], "validate") == [("", 0)] * 2

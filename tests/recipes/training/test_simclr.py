@@ -24,23 +24,25 @@ def configured(*overrides):
 
 def ends_of(path):
     """Weights and probes of a run, and of one that begins at its third step."""
-    found = []
+    results = []
     for ckpt_path in (None, path):
         trainer, module, data = build(configured("trainer.devices=2"))
         if ckpt_path is None:
             trainer.callbacks.append(Saves(path, step=3))
         trainer.fit(module, data, ckpt_path=ckpt_path)
         [probes] = trainer.test(module, data, verbose=False)
-        found.append(({name: value.detach() for name, value in module.named_parameters()}, probes))
-    return found
+        results.append(
+            ({name: value.detach() for name, value in module.named_parameters()}, probes)
+        )
+    return results
 
 
 @pytest.mark.long
 def test_the_recipe_resumes_in_mid_epoch_to_the_bit_and_probes_its_features(two_ranks, tmp_path):
-    one, other = two_ranks.run(ends_of, str(tmp_path / "third.ckpt"), timeout_s=240.0)
-    (whole, probes), (resumed, again) = one
+    rank_0, rank_1 = two_ranks.run(ends_of, str(tmp_path / "third.ckpt"), timeout_s=240.0)
+    (whole, probes), (resumed, again) = rank_0
     assert same(whole, resumed)
-    assert same(whole, other[0][0])
+    assert same(whole, rank_1[0][0])
     assert probes == again
     assert {"test/acc", "test/acc_knn"} <= probes.keys()
     # features of a random network know digits apart

@@ -143,8 +143,8 @@ def test_fsdp2_trains_as_ddp_and_goes_on_where_it_was(tmp_path):
         values = [
             checkpoint["callbacks"]["RunReport"]["curves"][key] for checkpoint in (found, expected)
         ]
-        for one, other in zip(*values, strict=True):
-            assert one == pytest.approx(other, rel=1e-5)
+        for first, second in zip(*values, strict=True):
+            assert first == pytest.approx(second, rel=1e-5)
     kill = [
         "+callbacks.kill={_target_: tests.recipes.probe.Kill, after_step: 12}",
         "strategy.checkpoint_io.in_background=false",

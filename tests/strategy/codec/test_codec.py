@@ -37,7 +37,7 @@ def test_no_bit_depends_on_rank_buckets_chunks_or_groups(two_ranks, codec, preci
         for plan in (None, small)
     ]
     first = ranks[0][0]
-    assert all(same(first.parameters, other.parameters) for each in ranks for other in each)
+    assert all(same(first.parameters, other.parameters) for rank in ranks for other in rank)
     assert first.losses[-1] < first.losses[0] / 2
 
 
@@ -60,13 +60,13 @@ def test_what_rounding_costs_is_logged(four_ranks):
         "log_every_n_steps": 1,
         "max_epochs": 1,
     }
-    found = [
+    results = [
         fit(four_ranks, **scene(codec, **settings) | {"ranks_per_node": 2})[0].metrics
         for codec in ("int8", "int4")
     ]
-    assert 1e-6 < found[0]["comm/quantisation_nmse"] < 1e-3
-    assert 1e-3 < found[1]["comm/quantisation_nmse"] < 0.1
-    assert found[0]["comm/link_bytes"] > found[1]["comm/link_bytes"]
+    assert 1e-6 < results[0]["comm/quantisation_nmse"] < 1e-3
+    assert 1e-3 < results[1]["comm/quantisation_nmse"] < 0.1
+    assert results[0]["comm/link_bytes"] > results[1]["comm/link_bytes"]
 
 
 def test_the_shared_update_goes_with_a_codec_to_the_bit(four_ranks):
@@ -77,7 +77,7 @@ def test_the_shared_update_goes_with_a_codec_to_the_bit(four_ranks):
 
 def buckets_held():
     gc.collect()
-    return sum(isinstance(one, PaddedBucket) for one in gc.get_objects())
+    return sum(isinstance(get_object, PaddedBucket) for get_object in gc.get_objects())
 
 
 def more_buckets_after_a_fit():

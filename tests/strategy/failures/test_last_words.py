@@ -71,9 +71,9 @@ ValueError: label 7 is out of range
 
 
 def test_the_error_of_a_forked_rank_is_its_own_and_not_the_parents():
-    found = summary_of(ProcessRaisedException(CHILD, 1, 7))
+    result = summary_of(ProcessRaisedException(CHILD, 1, 7))
     assert (
-        found
+        result
         == 'ValueError: label 7 is out of range\n  File "/home/me/train.py", line 8, in training_step'
     )
 

@@ -32,14 +32,14 @@ def listening(port=None):
             mine.add(os.readlink(each))
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
-    found = set()
+    result = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             local, _, state, *_, inode = line.split()[1:10]
             address, _, at = local.partition(":")
             if state == "0A" and f"socket:[{inode}]" in mine and port in (None, int(at, 16)):
-                found.add(address)
-    return found
+                result.add(address)
+    return result
 
 
 def meeting(port, *, rank, world_size, timeout_s=LONG_S, address="127.0.0.1"):
@@ -54,15 +54,18 @@ def meeting(port, *, rank, world_size, timeout_s=LONG_S, address="127.0.0.1"):
 
 def meets(port, num_missing, numbers, timeout_s):
     """`numbers`: the rank that each process takes."""
-    own = dist.get_rank()
+    rank = dist.get_rank()
     begun_s = time.monotonic()
     try:
         store = meeting(
-            port, rank=numbers[own], world_size=len(set(numbers)) + num_missing, timeout_s=timeout_s
+            port,
+            rank=numbers[rank],
+            world_size=len(set(numbers)) + num_missing,
+            timeout_s=timeout_s,
         )
     except RendezvousError as error:
         return str(error), time.monotonic() - begun_s, set()
-    store.set(f"from {own}", str(own))
+    store.set(f"from {rank}", str(rank))
     results = sorted(int(store.get(f"from {other}")) for other in range(len(numbers)))
     time.sleep(0.2)  # the store goes with rank zero
     return results, 0.0, listening(port)
@@ -70,9 +73,9 @@ def meets(port, num_missing, numbers, timeout_s):
 
 def test_all_ranks_get_one_store_that_listens_on_the_address_alone(three_ranks):
     results = three_ranks.run(meets, free_port(), 0, [0, 1, 2], LONG_S)
-    assert [each[0] for each in results] == [[0, 1, 2]] * 3
-    assert [each[2] <= LOOPBACK for each in results] == [True] * 3
-    assert [bool(each[2]) for each in results] == [True, False, False]
+    assert [result[0] for result in results] == [[0, 1, 2]] * 3
+    assert [result[2] <= LOOPBACK for result in results] == [True] * 3
+    assert [bool(result[2]) for result in results] == [True, False, False]
 
 
 def test_who_did_not_come_is_named_on_every_rank_that_did(two_ranks):
@@ -98,7 +101,7 @@ def test_a_rank_zero_that_never_comes_is_named_by_the_others(two_ranks):
 def test_the_second_process_of_a_rank_is_sent_away_and_the_others_meet(three_ranks):
     results = three_ranks.run(meets_but_one, free_port())
     assert results[0] == "met"
-    (refused,) = [each for each in results[1:] if each != "met"]
+    (refused,) = [result for result in results[1:] if result != "met"]
     assert refused.startswith("`RANK` (=1) must be different on each process: process ")
 
 

@@ -102,8 +102,8 @@ def test_ranks_that_begin_with_other_weights_train_rank_zeros_masters_included(
     two_ranks, precision
 ):
     """In half precision the masters' lower digits are more than what DDP sends."""
-    one, other = fit(two_ranks, unseeded, precision=precision)
-    assert same(one.parameters, other.parameters)
+    rank_0, rank_1 = fit(two_ranks, unseeded, precision=precision)
+    assert same(rank_0.parameters, rank_1.parameters)
 
 
 def unseeded():

@@ -113,25 +113,27 @@ def averaged(algorithm, across=None, chunk_numel=16, is_narrow=False):
 @pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
 def test_an_average_counts_each_node_once_whatever_carries_it(four_ranks, algorithm):
     expected = [
-        (one + other) / 2 for one, other in zip(tensors_of_node(0), tensors_of_node(1), strict=True)
+        (first + second) / 2
+        for first, second in zip(tensors_of_node(0), tensors_of_node(1), strict=True)
     ]
-    for found in four_ranks.run(averaged, algorithm):
-        assert all(map(torch.equal, found, expected))
+    for result in four_ranks.run(averaged, algorithm):
+        assert all(map(torch.equal, result, expected))
 
 
 @pytest.mark.parametrize("across", [Codec(bits=8), Codec(bits=4), torch.bfloat16], ids=str)
 def test_an_average_travels_narrower_only_where_it_is_asked_for(four_ranks, across):
     """14 bits are more than bfloat16 has, and codes of 8 / 127 and 8 / 7."""
     expected = [
-        (one + other) / 2 for one, other in zip(tensors_of_node(0), tensors_of_node(1), strict=True)
+        (first + second) / 2
+        for first, second in zip(tensors_of_node(0), tensors_of_node(1), strict=True)
     ]
-    for found in four_ranks.run(averaged, "two_level", across, 1024):
-        assert all(map(torch.equal, found, expected))
+    for result in four_ranks.run(averaged, "two_level", across, 1024):
+        assert all(map(torch.equal, result, expected))
     narrow = four_ranks.run(averaged, "two_level", across, 1024, True)
-    for found in narrow:
-        assert all(map(torch.equal, found, narrow[0]))
-        assert torch.equal(found[1], expected[1])  # float64
-        assert 0 < (found[0] - expected[0]).abs().max() < 8
+    for result in narrow:
+        assert all(map(torch.equal, result, narrow[0]))
+        assert torch.equal(result[1], expected[1])  # float64
+        assert 0 < (result[0] - expected[0]).abs().max() < 8
 
 
 def test_a_codec_rounds_what_weights_have_moved_and_momentum(two_ranks):
@@ -206,7 +208,7 @@ def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(
         # statistics follow in the next forward, as ddp's
         assert torch.equal(zero[trained], one[trained])
         assert torch.equal(two[trained], three[trained])
-        assert [torch.equal(zero, other) for other in of_ranks[1:]] == [step == 2] * 3
+        assert [torch.equal(zero, of_rank) for of_rank in of_ranks[1:]] == [step == 2] * 3
     # with optimizer state, at the end
     assert all(same(final(ranks[0]), final(seen)) for seen in ranks)
 
@@ -294,10 +296,10 @@ def test_a_run_resumed_within_a_period_has_the_bits_of_one_that_saved_there_too(
     resumed, without = (
         local(two_ranks, 3, options, ckpt_path=each, **scene) for each in (path, None)
     )
-    for one, again, other in zip(saving, resumed, without, strict=True):
-        assert same(final(one), final(again))
-        assert same(final(one), final(saving[0]))
-        assert not same(final(one), final(other))  # a save ends a period
+    for first, again, second in zip(saving, resumed, without, strict=True):
+        assert same(final(first), final(again))
+        assert same(final(first), final(saving[0]))
+        assert not same(final(first), final(second))  # a save ends a period
 
 
 def test_a_file_of_two_nodes_loads_under_ddp_and_on_another_number_of_nodes(

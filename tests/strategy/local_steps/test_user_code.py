@@ -77,9 +77,11 @@ def test_an_element_that_one_node_alone_has_seen_moves_no_faster_on_the_others(
 def test_hooks_at_the_end_of_training_see_the_mean(two_ranks, averages, options):
     """They come before those of a strategy: each node had its own weights there, and its own average after."""
     callbacks = [*averages, at(on_train_end=weights_now)]
-    one, other = fit(two_ranks, LOW_RATE, {"every": 3} | options, max_steps=5, callbacks=callbacks)
-    assert same(one.looks["on_train_end"], other.looks["on_train_end"])
-    assert same(one.weights, other.weights)
+    rank_0, rank_1 = fit(
+        two_ranks, LOW_RATE, {"every": 3} | options, max_steps=5, callbacks=callbacks
+    )
+    assert same(rank_0.looks["on_train_end"], rank_1.looks["on_train_end"])
+    assert same(rank_0.weights, rank_1.weights)
 
 
 class LeavesOut(toy.Toy):
@@ -91,11 +93,11 @@ class LeavesOut(toy.Toy):
 
 def test_a_step_that_one_node_leaves_out_ends_the_period_with_the_next_batch(two_ranks):
     callbacks = [at(on_train_batch_start=weights_now)]
-    one, other = fit(
+    rank_0, rank_1 = fit(
         two_ranks, partial(LeavesOut, lr=0.05), {"every": 2}, max_steps=5, callbacks=callbacks
     )
-    assert same(one.weights, other.weights)
-    seen, others = (each.looks["on_train_batch_start"] for each in (one, other))
+    assert same(rank_0.weights, rank_1.weights)
+    seen, others = (each.looks["on_train_batch_start"] for each in (rank_0, rank_1))
     assert len(seen) == 5
     assert not torch.equal(seen[1], others[1])
 
@@ -130,8 +132,8 @@ def test_a_manual_loop_in_half_precision_averages_fp32_weights(two_ranks):
     """Its optimizer steps inside of `training_step`, where parameters show their half-precision copies."""
     scene = {"options": {"every": 2}, "precision": "16-true", "loss_scale": 1024}
     automatic, manual = (fit(two_ranks, module, **scene) for module in (LOW_RATE, Manual))
-    for one, other in zip(automatic, manual, strict=True):
-        assert same(one.weights, other.weights)
+    for first, second in zip(automatic, manual, strict=True):
+        assert same(first.weights, second.weights)
 
 
 def test_steps_that_lightning_does_not_count_are_warned_of(two_ranks):
@@ -153,7 +155,7 @@ class Teacher(toy.Toy):
 
     @torch.no_grad()
     def on_train_batch_end(self, *_):
-        first = next(one for one in self.parameters() if one.requires_grad)
+        first = next(parameter for parameter in self.parameters() if parameter.requires_grad)
         self.teacher.weight.lerp_(first.mean(), 0.1)
         self.centre += 1 + self.global_rank
 
@@ -166,15 +168,15 @@ def test_frozen_weights_that_user_code_writes_are_averaged_and_other_buffers_are
     two_ranks,
 ):
     """After steps 2 and 4, and at the end."""
-    one, other = fit(
+    rank_0, rank_1 = fit(
         two_ranks, Teacher, {"every": 2}, max_steps=5, callbacks=[at(on_train_batch_start=centre)]
     )
-    assert torch.equal(one.weights["teacher.weight"], other.weights["teacher.weight"])
-    assert [seen.looks["on_train_batch_start"] for seen in (one, other)] == [
+    assert torch.equal(rank_0.weights["teacher.weight"], rank_1.weights["teacher.weight"])
+    assert [seen.looks["on_train_batch_start"] for seen in (rank_0, rank_1)] == [
         [0, 1, 2, 3, 4],
         [0, 2, 3, 5, 5],
     ]
-    assert one.weights["centre"][0] == other.weights["centre"][0] == 5
+    assert rank_0.weights["centre"][0] == rank_1.weights["centre"][0] == 5
 
 
 class NotesBuffers(toy.Toy):

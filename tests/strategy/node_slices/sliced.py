@@ -54,7 +54,7 @@ class Module(pl.LightningModule):
         self.log("loss", loss, sync_dist=True)
         if self.penalty:
             loss = loss + self.penalty * sum(
-                one.float().square().sum() for one in self.parameters()
+                parameter.float().square().sum() for parameter in self.parameters()
             )
         if batch_idx in self.overflows and this_rank() == 1:  # in the slice of one rank alone
             loss = loss + (self.net.fc6.weight.float().sum() * float("inf"))

@@ -222,10 +222,12 @@ def test_a_checkpoint_goes_on_whole_and_cut_over_other_numbers_of_ranks(
         is_cut: fit(two_ranks, optimizer, is_cut, callbacks=[Saves(path, epoch=0)], **scene)
         for is_cut, path in paths.items()
     }
-    found = [torch.load(path, weights_only=True) for path in paths.values()]
+    results = [torch.load(path, weights_only=True) for path in paths.values()]
     shapes = [
-        tree_map_only(torch.Tensor, torch.Tensor.size, (one["state_dict"], one["optimizer_states"]))
-        for one in found
+        tree_map_only(
+            torch.Tensor, torch.Tensor.size, (result["state_dict"], result["optimizer_states"])
+        )
+        for result in results
     ]
     assert shapes[0] == shapes[1]
     again = fit(two_ranks, optimizer, ckpt_path=paths[True], **scene)

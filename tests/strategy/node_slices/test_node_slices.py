@@ -99,10 +99,10 @@ def test_steps_are_those_of_whole_layers_but_for_rounding(
                 shown = ("weights", "metrics")
             else:
                 shown = ("weights", "metrics", "states")
-            found = [difference(getattr(cut, of), getattr(whole, of)) for of in shown]
+            results = [difference(getattr(cut, of), getattr(whole, of)) for of in shown]
         else:  # what began at zero is mostly rounding, and small beside the others, whose norms are 0.2 to 4
-            found = [difference(cut.weights, whole.weights, least=1.0)]
-        assert max(found) < BOUNDS[precision], found
+            results = [difference(cut.weights, whole.weights, least=1.0)]
+        assert max(results) < BOUNDS[precision], results
         assert cut.num_skipped == (2 if scene in (OVERFLOWS, SHARES, SHARES_WORLD) else 0)
 
 
@@ -238,12 +238,12 @@ def test_rank_zero_can_run_the_module_in_its_hooks_at_the_end_of_validation(two_
     whole, cut = (
         fit(two_ranks, sgd, module=partial(Draws, is_cut), **scene) for is_cut in (False, True)
     )
-    for rank, (one, other) in enumerate(zip(whole, cut, strict=True)):
+    for rank, (first, second) in enumerate(zip(whole, cut, strict=True)):
         assert (
-            difference([other.looks, other.weights], [one.looks, one.weights], least=1.0)
+            difference([second.looks, second.weights], [first.looks, first.weights], least=1.0)
             < BOUNDS["32-true"]
         )
-        assert len(other.looks["on_train_end"][0]) == (0 if rank else 3 * 2)
+        assert len(second.looks["on_train_end"][0]) == (0 if rank else 3 * 2)
 
 
 class NotesDtypes(Module):

@@ -31,15 +31,15 @@ def head_on_extremes(dtype):
     head = cut(whole)
     features = torch.randn(5, 5, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
     targets = torch.tensor([0, 6, -100, 2, 3])
-    found = []
+    results = []
     for is_cut in (True, False):
         x = features.clone().requires_grad_()
         losses = token_losses(head if is_cut else whole, x, targets)
         if not is_cut:
             assert torch.equal(losses, F.cross_entropy(whole(x).float(), targets, reduction="none"))
         losses.mul(torch.arange(1.0, 6.0)).sum().backward()
-        found.append((losses.detach(), x.grad.float()))
-    return found
+        results.append((losses.detach(), x.grad.float()))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -65,20 +65,20 @@ def head_over_tokens():
     head = cut(whole)
     features = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
     targets = torch.randint(7, (4, 3), generator=torch.Generator().manual_seed(dist.get_rank()))
-    found = []
+    results = []
     for layer in (head, whole):
         x = features.clone().requires_grad_()
         logits = layer(x)
         F.cross_entropy(
             logits.transpose(1, 2), targets
         ).backward()  # a gradient with gaps in memory
-        found.append((logits.detach(), x.grad, token_losses(layer, features, targets).detach()))
-    return found
+        results.append((logits.detach(), x.grad, token_losses(layer, features, targets).detach()))
+    return results
 
 
 def test_a_head_over_tokens_gives_logits_and_losses_of_each(two_ranks):
-    for found, expected in two_ranks.run(head_over_tokens):
-        for got, wanted in zip(found, expected, strict=True):
+    for result, expected in two_ranks.run(head_over_tokens):
+        for got, wanted in zip(result, expected, strict=True):
             assert got.shape == wanted.shape
             assert (got - wanted).abs().max() < 1e-6
 
@@ -90,17 +90,17 @@ def embeddings():
     tokens = torch.tensor([[0, 5], [3, 6 - dist.get_rank()]])
     nn.init.ones_(whole.weight)
     layer = cut(whole)
-    found = []
+    results = []
     for one in (layer, whole):
         rows = one(tokens)
         rows.sum().backward()
-        found.append((rows.detach(), one.weight.grad))
-    sums = found[1][1] / 2  # over both ranks, as DDP averages
+        results.append((rows.detach(), one.weight.grad))
+    sums = results[1][1] / 2  # over both ranks, as DDP averages
     dist.all_reduce(sums)
     return (
-        found[0][0],
-        vars(layer)["sliced"].slices["weight"].gather_whole(found[0][1]),
-        found[1][0],
+        results[0][0],
+        vars(layer)["sliced"].slices["weight"].gather_whole(results[0][1]),
+        results[1][0],
         sums,
     )
 
@@ -119,8 +119,8 @@ def sum_of_halves():
 def test_halves_are_summed_in_fp32_and_rounded_once(four_ranks):
     """In fp16 2048 + 1 is 2048 again."""
     assert all(
-        torch.equal(found, torch.full((1, 7), 2050.0).half())
-        for found in four_ranks.run(sum_of_halves)
+        torch.equal(result, torch.full((1, 7), 2050.0).half())
+        for result in four_ranks.run(sum_of_halves)
     )
 
 
@@ -135,7 +135,7 @@ def attentions():
     """Outputs and gradients of an attention, cut and whole, for each mask. The sequence is first, keys are apart."""
     torch.manual_seed(0)
     whole = nn.MultiheadAttention(8, 4)
-    found = []
+    results = []
     attention = cut(whole, "", ".out_proj")
     generator = torch.Generator().manual_seed(dist.get_rank())
     query, memory = (torch.randn(3, 2, 8, generator=generator) for _ in range(2))
@@ -144,13 +144,13 @@ def attentions():
             x = query.clone().requires_grad_()
             out, _ = one(x, memory, memory, need_weights=False, **masks)
             out.square().sum().backward()
-            found.append((out.detach(), x.grad))
-    return found
+            results.append((out.detach(), x.grad))
+    return results
 
 
 def test_attention_by_heads_is_that_of_all_heads(two_ranks):
-    for found in two_ranks.run(attentions):
-        for cut_one, whole_one in zip(found[::2], found[1::2], strict=True):
+    for result in two_ranks.run(attentions):
+        for cut_one, whole_one in zip(result[::2], result[1::2], strict=True):
             for got, wanted in zip(cut_one, whole_one, strict=True):
                 assert (got - wanted).abs().max() < 2e-6
 

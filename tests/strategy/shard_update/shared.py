@@ -122,10 +122,10 @@ def assert_same(
         ranks.run(fit_in_chunks, chunk_numel, optimizer, precision, setting, scene)
         for setting in ("off", shard_update)
     )
-    for rank, (one, other) in enumerate(zip(whole, shared, strict=True)):
-        assert same(one.weights, other.weights)
+    for rank, (first, second) in enumerate(zip(whole, shared, strict=True)):
+        assert same(first.weights, second.weights)
         for hook in ("on_train_batch_start", "on_train_epoch_end"):
-            assert same(one.looks[hook], other.looks[hook])
-        assert rank or same(one.states, other.states)  # rank zero has it whole
-        assert one.num_skipped == other.num_skipped == num_skipped
+            assert same(first.looks[hook], second.looks[hook])
+        assert rank or same(first.states, second.states)  # rank zero has it whole
+        assert first.num_skipped == second.num_skipped == num_skipped
     return shared

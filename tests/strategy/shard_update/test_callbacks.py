@@ -264,8 +264,8 @@ def copies(trainer, module, *args):
     copied = copy.deepcopy(module.weights)
     pickled = pickle.loads(pickle.dumps(module.weights))
     state = list(module.weights.state_dict().values())
-    return [[one.detach().half() for one in values] for values in (copied, pickled, state)], {
-        one.dtype for values in (copied, pickled, state) for one in values
+    return [[value.detach().half() for value in values] for values in (copied, pickled, state)], {
+        value.dtype for values in (copied, pickled, state) for value in values
     }
 
 

@@ -255,15 +255,15 @@ def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_aver
     num_ranks = sum(map(len, nodes))
     mean = sum_of_integers(num_ranks, 1031, torch.float16) / num_ranks
     numel = 512 // num_ranks
-    for rank, (found, place) in enumerate(
+    for rank, (result, place) in enumerate(
         rank_pool.ranks(num_ranks).run(scattered_in_another_order, nodes, scope)
     ):
         own = torch.ones(1031, dtype=torch.bool)
         own[512:1024] = False
         own[512 + numel * place :][:numel] = True
-        assert torch.equal(found[own], mean[own])
+        assert torch.equal(result[own], mean[own])
         # and those of others are not
-        assert torch.equal(found[~own], integers(rank, 1031, torch.float16)[~own])
+        assert torch.equal(result[~own], integers(rank, 1031, torch.float16)[~own])
 
 
 def saved(ranks, path, precision, shard_update, *, resume=None, **options):
@@ -278,9 +278,9 @@ def saved(ranks, path, precision, shard_update, *, resume=None, **options):
     scene |= {"ranks_per_node": 1} if shard_update == "world" else {}
     scene |= {"callbacks": [] if resume else [Saves(path / f"{shard_update}2.ckpt", epoch=0)]}
     seen = fit(ranks, adamw, precision, shard_update, **scene)
-    found = torch.load(file, weights_only=True)
+    result = torch.load(file, weights_only=True)
     keys = ("state_dict", "optimizer_states", "MasterWeightPrecision", "global_step")
-    return [one.weights for one in seen], {key: found.get(key) for key in keys}
+    return [one.weights for one in seen], {key: result.get(key) for key in keys}
 
 
 @pytest.mark.parametrize(

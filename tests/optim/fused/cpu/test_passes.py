@@ -82,8 +82,8 @@ def test_the_number_of_threads_changes_no_bit(rule):
             ends.append(on_half_gradients(rule, (300, 700), (50_000,), (5,)).steps(3).own)
     finally:
         torch.set_num_threads(before)
-    for others in ends[1:]:
-        assert_same_bits(ends[0], others)
+    for end in ends[1:]:
+        assert_same_bits(ends[0], end)
 
 
 @pytest.mark.long
@@ -123,8 +123,8 @@ def test_channels_last_expanded_and_missing_gradients():
         set_grads(plain, step)
         plain[2].grad = torch.full((), 0.5).expand(9000)
         plain[3].grad = None if step == 2 else plain[3].grad
-        for one, other in zip(weights, plain, strict=True):
-            one.grad = other.grad
+        for first, second in zip(weights, plain, strict=True):
+            first.grad = second.grad
         ours.step()
         theirs.step()
     assert distance(weights, plain) <= 1e-6
@@ -167,7 +167,7 @@ def test_many_at_once_each_load_a_whole_file(tmp_path):
             threads.submit(build.PASSES.load, cpp_library.find_compiler(), QUICK, tmp_path)
             for _ in range(2)
         ]
-    assert all(each.result().lars_update for each in loads)
+    assert all(load.result().lars_update for load in loads)
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
 
 

@@ -106,11 +106,11 @@ def test_the_kernels_are_the_rule(device, momentum_form, denominator):
         {torch.float32: 2e-6} if momentum_form == "lr_inside" else {}
     )
     for dtype, bound in bounds.items():
-        for more in options:
+        for option in options:
             both = beside(
-                device, dtype=dtype, momentum_form=momentum_form, denominator=denominator, **more
+                device, dtype=dtype, momentum_form=momentum_form, denominator=denominator, **option
             )
-            assert both.steps(3).distance() <= bound, more
+            assert both.steps(3).distance() <= bound, option
 
 
 @on_devices
@@ -223,8 +223,8 @@ def test_parts_of_tensors_move_as_the_whole_ones(device, monkeypatch):
         both = Beside(Parts(rank, 2, add_up_), KERNELS, whole_path=KERNELS, device=device, **more)
         return overflow(both, (0, BLOCK + 3))
 
-    for found, is_untouched, far in on_threads(2, on_rank):
-        assert (found, is_untouched) == ([0.0, 1.0, 0.0], True)
+    for result, is_untouched, far in on_threads(2, on_rank):
+        assert (result, is_untouched) == ([0.0, 1.0, 0.0], True)
         assert far <= (0.0 if device == "cpu" else 2e-6)  # beside whole tensors on the CPU
 
 

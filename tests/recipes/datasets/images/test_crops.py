@@ -108,7 +108,7 @@ def test_a_training_view_is_pillows_crop_resized_and_flipped():
     pixels = pixels_of(4, 90, 120)
     flips = 0
     for image in range(12):
-        found = row_of(TrainCrop(image_size=SIZE, seed=9), pixels, image=image)
+        result = row_of(TrainCrop(image_size=SIZE, seed=9), pixels, image=image)
         draws = draws_of(seed=9, epoch=2, image=image)
         top, left, height, width = random_box(
             90, 120, draws, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3)
@@ -119,16 +119,16 @@ def test_a_training_view_is_pillows_crop_resized_and_flipped():
             flips += 1
             expected = expected[:, ::-1]
         # measured: both round to uint8 between the two passes
-        assert np.abs(found - expected).max() <= 1
+        assert np.abs(result - expected).max() <= 1
     assert 0 < flips < 12
     unflipped = row_of(TrainCrop(image_size=SIZE, seed=9, flip=False), pixels, image=image)
-    assert np.array_equal(unflipped if draws[2] >= 0.5 else unflipped[:, ::-1], found)
+    assert np.array_equal(unflipped if draws[2] >= 0.5 else unflipped[:, ::-1], result)
 
 
 @pytest.mark.parametrize("size", [(90, 120), (120, 90), (32, 32), (31, 200)], ids=str)
 def test_an_evaluation_view_is_the_centre_of_the_resized_image(size):
     pixels = pixels_of(4, *size)
-    found = row_of(EvalCrop(image_size=SIZE, eval_resize=32), pixels)
+    result = row_of(EvalCrop(image_size=SIZE, eval_resize=32), pixels)
     height, width = size
     if height <= width:
         scaled = (32 * width // height, 32)
@@ -138,7 +138,7 @@ def test_an_evaluation_view_is_the_centre_of_the_resized_image(size):
     left = round((scaled[0] - SIZE) / 2)
     top = round((scaled[1] - SIZE) / 2)
     expected = np.asarray(whole.crop((left, top, left + SIZE, top + SIZE))).astype(int)
-    assert np.abs(found - expected).max() <= 1
+    assert np.abs(result - expected).max() <= 1
 
 
 def test_normalisation_is_the_formula_and_keeps_channels_last():

@@ -184,7 +184,7 @@ def share_of_rank(root):
     module = module_of(root)
     module.trainer = toy.trainer()
     loaders = module.train_dataloader(), module.val_dataloader()
-    return [[label for _, labels in each for label in labels.tolist()] for each in loaders]
+    return [[label for _, labels in loader for label in labels.tolist()] for loader in loaders]
 
 
 def test_ranks_take_their_parts_from_the_trainer_and_a_loader_survives_pickling(two_ranks, root):

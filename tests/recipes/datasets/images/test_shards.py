@@ -162,10 +162,10 @@ def test_the_order_is_that_of_the_names_whatever_the_disk_says(train, monkeypatc
         folder_module.os, "listdir", lambda path: sorted(listdir(path), reverse=True)
     )
     monkeypatch.setattr(folder_module.os, "scandir", Backwards)
-    found = ImageFolder(train)
-    assert found.classes == expected.classes == ("n01", "n02", "n03")
+    result = ImageFolder(train)
+    assert result.classes == expected.classes == ("n01", "n02", "n03")
     assert (
-        numbers_of(found)
+        numbers_of(result)
         == numbers_of(expected)
         == [f"{number:05d}.JPEG" for number in (0, 3, 1, 4, 2, 5)]
     )
@@ -177,12 +177,12 @@ def test_a_name_that_is_no_text_is_read_all_the_same(train):
         with open(os.fsencode(train / "n01") + b"/" + name, "wb") as file:
             file.write(image_of(7))
     images = ImageFolder(train)
-    found = [
+    results = [
         index
         for index in range(len(images))
         if os.fsencode(images.name(index)).split(b"/")[-1] in names
     ]
-    assert [images.read(index) for index in found] == [image_of(7)] * 2
+    assert [images.read(index) for index in results] == [image_of(7)] * 2
 
 
 def test_a_class_may_be_a_link_and_a_hidden_folder_is_no_class(train):

@@ -19,13 +19,13 @@ class Says(Module):
 
 def shown(has_rich):
     """Return the text of the bar after each step, and the calls to Lightning."""
-    found = []
+    results = []
     asked = []
 
     class Watches(progress._RichBar if has_rich else progress._PlainBar):
         def on_train_batch_end(self, trainer, module, *args):
             super().on_train_batch_end(trainer, module, *args)
-            found.append(self.get_metrics(trainer, module))
+            results.append(self.get_metrics(trainer, module))
 
         def _read(self, trainer, module):
             asked.append(trainer.global_step)
@@ -41,7 +41,7 @@ def shown(has_rich):
         strategy=counting(TWO_STEPS),
         enable_progress_bar=True,
     )
-    return found, asked
+    return results, asked
 
 
 @pytest.mark.parametrize("has_rich", [True, False], ids=["rich", "plain"])
