@@ -318,42 +318,45 @@ class CommPlan:
         )
 
     def describe(self, topology: NodeShape, *, on_cuda: bool = False) -> str:
-        """Say in one line what was chosen.
+        """Describe ranks, nodes and the chosen all-reduce in one line.
 
         >>> from lightning_hybrid.comm.topology import Topology
         >>> topology = Topology.from_ranks_per_node(rank=0, world_size=1024, ranks_per_node=8)
-        >>> CommPlan(bucket_bytes=16 * MIB, hierarchical_below_bytes=256 * KIB).describe(topology)
-        'comm: 1024 ranks = 128 nodes x 8; fused buckets of up to 16 MiB; two-level from 256 KiB, hierarchical below; \
-plan 5e97'
+        >>> for part in CommPlan(bucket_bytes=16 * MIB).describe(topology).split("; "):
+        ...     print(part)
+        comm: 1024 ranks on 128 nodes of 8
+        all-reduce: two-level for buckets of 1 MiB or more, hierarchical below
+        bucket limit 16 MiB
+        plan 08c3
         """
-        nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
-        per_node = (
-            "of different size"
-            if topology.ranks_per_node is None
-            else f"x {topology.ranks_per_node}"
-        )
-        ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks"
+        ranks = _count(topology.world_size, "rank")
+        nodes = _count(topology.num_nodes, "node")
+        if topology.num_nodes > 1:
+            if topology.ranks_per_node is None:
+                nodes += " of different size"
+            else:
+                nodes += f" of {topology.ranks_per_node}"
+
         small, large, single = (
             self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half).replace("_", "-")
             for size, is_half in self._cases
         )
-        in_fp32 = "" if single == large else f" ({single} in fp32)"
-        choice = (
-            large
-            if small == large == single
-            else f"{large} from {_bytes(self.hierarchical_below_bytes)}{in_fp32}, {small} below"
-        )
+        choice = large
+        if not small == large == single:
+            choice += f" for buckets of {_bytes(self.hierarchical_below_bytes)} or more"
+            if single != large:
+                choice += f" ({single} in fp32)"
+            choice += f", {small} below"
         return (
-            f"comm: {ranks} = {nodes} {per_node}; fused buckets of up to {_bytes(self.bucket_bytes)}; {choice}; "
-            f"plan {self.plan_hash[:4]}"
+            f"comm: {ranks} on {nodes}; all-reduce: {choice}; "
+            f"bucket limit {_bytes(self.bucket_bytes)}; plan {self.plan_hash[:4]}"
         )
 
     @property
     def plan_hash(self) -> str:
         """16 hexadecimal digits (64 bits) that differ where plans differ."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[
-            :16
-        ]  # keys are sorted, so equal plans hash equally
+        # Keys are sorted, so equal plans have equal hashes.
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         """Write the plan as JSON. Keys are the constructor's arguments."""
@@ -406,6 +409,13 @@ def _require_bytes(name: str, value: int, *, least: int, cure: str) -> None:
         raise ValueError(
             f"`{name}` (={value}) must be at most {MAX_BYTES} (1 PiB), as no memory is larger: {cure}."
         )
+
+
+def _count(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 node", "2 nodes"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
 
 
 def _bytes(count: int) -> str:

@@ -127,7 +127,7 @@ def test_the_page_of_a_run_needs_no_other_file(written):
     assert rows["torch"] == [torch.__version__]
     assert rows["optim.note"] == ["<b>"]
     assert "optim.lr=0.1" in content
-    assert "comm: 2 ranks = 1 node x 2" in content
+    assert "comm: 2 ranks on 1 node; all-reduce: " in content
     assert "Bucket 1 is waited for longest: 50 ms, mean" in content
     # of what the first table has for the whole run, no other figure is shown
     logged = json.loads((run_dir / "summary.json").read_text())["metrics"]
