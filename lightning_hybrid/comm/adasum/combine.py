@@ -20,7 +20,7 @@ Source: Maleki et al. 2020 (arXiv:2006.02924).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -42,71 +42,101 @@ def adasum_(
     *,
     sum_: Callable[[Tensor, dist.ProcessGroup], None],
 ) -> None:
-    """Replace `flat` (1-D, contiguous) by the Adasum of those of the group, tensor by tensor.
+    """Replace `flat` (1-D, contiguous) by the Adasum of the group's tensors, parameter by parameter, in place.
 
-    Collective: every rank of the group must call it, in the same order; in place; afterwards all ranks hold the same
-    bits. With N ranks each sends 2 (N - 1) / N of the bytes of `flat`, in 2 log2 N messages, and takes part in log2 N
-    sums of inner products: 12 N bytes for each tensor in the first of them, half as many in each further one.
+    Collective: every rank of the group must call it, in the same order. Afterwards all ranks hold
+    the same bits. With N ranks each sends 2 (N - 1) / N of the bytes of `flat`, in 2 log2 N
+    messages, and takes part in log2 N sums of inner products: 12 N bytes for each tensor in the
+    first sum, half as many in each further one.
 
     Args:
-        flat: fp16, bf16, fp32 or fp64; what each node has.
-        numels: elements of each tensor in `flat`, in order. What follows them is summed: the checksum of a step.
-        group: of a power of two of ranks, numbered as the tree combines them.
-        sum_: sums a flat float64 tensor over a group, in place.
+        flat: The gradients of this node, in fp16, bf16, fp32 or fp64.
+        numels: Elements of each tensor in `flat`, in order. What follows them, such as the checksum
+            of a step, is summed.
+        group: A power of two of ranks, numbered as the tree combines them.
+        sum_: Function that sums a flat float64 tensor over a group, in place.
     """
-    me = dist.get_rank(group)
-    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    num_ranks = dist.get_world_size(group)
     bounds = [0, *accumulate(numels)]
-    num_levels = size.bit_length() - 1
-    own, begin, end = (
-        flat,
-        0,
-        flat.numel(),
-    )  # what this node has to combine: elements `begin` to `end` of the bucket
+    num_levels = num_ranks.bit_length() - 1
+
+    # This node combines `values`, the elements `begin` to `end` of the bucket. Each level halves them.
+    values = flat
+    begin = 0
+    end = flat.numel()
     halves: list[tuple[slice, slice]] = []
     for level in range(num_levels):
-        partner = me ^ (1 << level)
-        kept, given = _halves(begin, end, is_lower=me < partner)
-        halves.append((kept, given))
-        if own.dtype != flat.dtype:
-            flat[given].copy_(
-                own[given.start - begin : given.stop - begin]
-            )  # rounded to the dtype of the messages
-        own = own[kept.start - begin : kept.stop - begin].to(
-            torch.promote_types(flat.dtype, torch.float32)
-        )
+        partner = rank ^ (1 << level)
+        kept, sent = _halves(begin, end, is_lower=rank < partner)
+        halves.append((kept, sent))
+        if values.dtype != flat.dtype:
+            # Messages have the tensor's own dtype.
+            flat[sent].copy_(values[sent.start - begin : sent.stop - begin])
         received = torch.empty_like(flat[kept])
-        _swap(flat[given], received, partner, group)
+        _swap(flat[sent], received, partner, group)
+
+        kept_values = values[kept.start - begin : kept.stop - begin]
+        values = kept_values.to(torch.promote_types(flat.dtype, torch.float32))
         begin = kept.start
         end = kept.stop
-        lower, upper = (own, received) if me < partner else (received, own)
-        # A row for each set of nodes that combine theirs: one sum over all nodes serves them all, as 0 + x is exact.
-        table = torch.zeros(
-            size >> (level + 1), len(numels), 3, dtype=torch.float64, device=flat.device
-        )
-        products = table[me >> (level + 1)]
-        segments = _segments(bounds, begin, end, flat.device) if _takes_segments(flat) else None
-        if segments is not None:
-            products.copy_(inner_products_of_segments(lower, upper, segments)[:-1])
-        for index, part in _parts(bounds, begin, end) if segments is None else ():
-            products[index] = inner_products(lower[part], upper[part])
+
+        # Every set of nodes that combines its tensors has a row. One sum over all nodes serves them
+        # all, because 0 + x is exact.
+        num_sets = num_ranks >> (level + 1)
+        table_shape = (num_sets, len(numels), 3)
+        table = torch.zeros(table_shape, dtype=torch.float64, device=flat.device)
+        products = table[rank >> (level + 1)]
+        segments = None
+        if _takes_segments(flat):
+            segments = _segments(bounds, begin, end, flat.device)
+        lower = values
+        upper = received
+        if rank > partner:
+            lower = received
+            upper = values
+        _write_products_(products, lower, upper, segments, _parts(bounds, begin, end))
         sum_(table.view(-1), group)
+
         factors = adasum_factors(products)
-        if me > partner:
+        if rank > partner:
             factors = factors.flip(-1)
         if segments is not None:
-            combine_segments_(own, received, factors, segments)
-            continue
-        for index, part in _parts(bounds, begin, end):
-            own[part].mul_(factors[index, 0]).addcmul_(
-                received[part].to(own.dtype), factors[index, 1]
-            )
-        tail = slice(max(begin, bounds[-1]) - begin, end - begin)
-        own[tail].add_(received[tail])
-    if own.dtype != flat.dtype:
-        flat[begin:end].copy_(own)
-    for level, (kept, given) in reversed(list(enumerate(halves))):
-        _swap(flat[kept], flat[given], me ^ (1 << level), group)
+            combine_segments_(values, received, factors, segments)
+        else:
+            _combine_parts_(values, received, factors, _parts(bounds, begin, end))
+            tail = slice(max(begin, bounds[-1]) - begin, end - begin)
+            values[tail].add_(received[tail])
+
+    if values.dtype != flat.dtype:
+        flat[begin:end].copy_(values)
+    for level in reversed(range(num_levels)):
+        kept, sent = halves[level]
+        _swap(flat[kept], flat[sent], rank ^ (1 << level), group)
+
+
+def _write_products_(
+    products: Tensor,
+    lower: Tensor,
+    upper: Tensor,
+    segments: Tensor | None,
+    parts: Iterable[tuple[int, slice]],
+) -> None:
+    """Write the inner products of each tensor, of the lower node's values and the upper node's."""
+    if segments is not None:
+        products.copy_(inner_products_of_segments(lower, upper, segments)[:-1])
+        return
+    for index, part in parts:
+        products[index] = inner_products(lower[part], upper[part])
+
+
+def _combine_parts_(
+    values: Tensor, received: Tensor, factors: Tensor, parts: Iterable[tuple[int, slice]]
+) -> None:
+    """Combine two nodes' values of each tensor, in place of the first."""
+    for index, part in parts:
+        values[part].mul_(factors[index, 0])
+        values[part].addcmul_(received[part].to(values.dtype), factors[index, 1])
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
@@ -124,30 +154,33 @@ def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor
     a = a.double()
     b = b.double()
     # `unsafe`: else the host would read the lengths back to check their sum.
-    sums = [
-        torch.segment_reduce(x * y, "sum", lengths=segments, unsafe=True)
-        for x, y in ((a, a), (b, b), (a, b))
-    ]
+    sums = []
+    for x, y in ((a, a), (b, b), (a, b)):  # one product at a time: each is a float64 bucket
+        sums.append(torch.segment_reduce(x * y, "sum", lengths=segments, unsafe=True))
     return torch.stack(sums, -1)
 
 
-def combine_segments_(own: Tensor, other: Tensor, factors: Tensor, segments: Tensor) -> None:
+def combine_segments_(values: Tensor, received: Tensor, factors: Tensor, segments: Tensor) -> None:
     """Combine the segments of two tensors in place of the first, by their factors (shape `[segments - 1, 2]`).
 
     The last segment is summed.
     """
-    segment_factors = torch.nn.functional.pad(factors, (0, 0, 0, 1), value=1.0).to(own.dtype)
-    own_factor, other_factor = torch.repeat_interleave(
-        segment_factors, segments, dim=0, output_size=own.numel()
-    ).unbind(-1)
-    own.mul_(own_factor).addcmul_(other.to(own.dtype), other_factor)
+    segment_factors = torch.nn.functional.pad(factors, (0, 0, 0, 1), value=1.0).to(values.dtype)
+    element_factors = torch.repeat_interleave(
+        segment_factors, segments, dim=0, output_size=values.numel()
+    )
+    own_factor, received_factor = element_factors.unbind(-1)
+    values.mul_(own_factor)
+    values.addcmul_(received.to(values.dtype), received_factor)
 
 
 def _segments(bounds: Sequence[int], begin: int, end: int, device: torch.device) -> Tensor:
     # The elements of each tensor between `begin` and `end`, and last of what follows them.
     ends = [min(max(bound, begin), end) for bound in (*bounds, end)]
-    on_host = torch.tensor([high - low for low, high in pairwise(ends)])
-    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+    lengths = torch.tensor([high - low for low, high in pairwise(ends)])
+    if device.type == "cuda":
+        lengths = lengths.pin_memory().to(device, non_blocking=True)
+    return lengths
 
 
 def _takes_segments(flat: Tensor) -> bool:
@@ -173,7 +206,9 @@ def _halves(begin: int, end: int, *, is_lower: bool) -> tuple[slice, slice]:
     middle = min(end, begin + -(-(end - begin) // (2 * ALIGNMENT)) * ALIGNMENT)
     lower = slice(begin, middle)
     upper = slice(middle, end)
-    return (lower, upper) if is_lower else (upper, lower)
+    if is_lower:
+        return lower, upper
+    return upper, lower
 
 
 def _parts(bounds: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, slice]]:
@@ -185,24 +220,24 @@ def _parts(bounds: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, s
             yield index, slice(low - begin, high - begin)
 
 
-def _swap(given: Tensor, taken: Tensor, partner: int, group: dist.ProcessGroup) -> None:
-    # Sends one tensor to a rank of the group, and receives another from it. Of small tensors a half may be empty.
-    messages = [
-        (call, part) for call, part in ((dist.isend, given), (dist.irecv, taken)) if part.numel()
-    ]
-    operations = [
-        dist.P2POp(call, part, group=group, group_peer=partner) for call, part in messages
-    ]
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
+def _swap(sent: Tensor, received: Tensor, partner: int, group: dist.ProcessGroup) -> None:
+    """Send a tensor to a rank of the group, and receive one from it. Halves of small tensors may be empty."""
+    operations = []
+    if sent.numel():
+        operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=partner))
+    if received.numel():
+        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=partner))
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
 
 def refuse_cut_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nodes: object) -> None:
     """Check that a bucket can be combined by Adasum.
 
     Raises:
-        ValueError: its plan sums over nodes otherwise than by their leaders, or cuts it: inner products are of whole
-            parameters; or it is to travel between nodes in another dtype.
+        ValueError: The plan does not sum over the leaders of nodes, cuts the bucket although inner products are of
+            whole parameters, or sends it between nodes in another dtype.
     """
     refuse_odd_nodes(topology)
     if (
@@ -222,8 +257,8 @@ def refuse_odd_nodes(topology: Topology) -> None:
     """Check that Adasum's binary tree fits the nodes. Needs no process group.
 
     Raises:
-        ValueError: their number is no power of two, or they hold different numbers of ranks, whose means would
-            count the same.
+        ValueError: The number of nodes is not a power of two, or nodes hold different numbers of ranks, whose means
+            would have equal weight.
     """
     num_nodes = topology.num_nodes
     sizes = [len(node) for node in topology.nodes]

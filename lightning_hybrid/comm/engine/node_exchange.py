@@ -1,12 +1,13 @@
 """Exchanges among ranks that share an update: small sums, weights and optimizer state.
 
-    add_up_           flat <- sum over the ranks of flat                    a table of block sums, by every rank
-    gather_           part r of flat <- that of sharer r, on every rank     weights after the update
-    gather_across_    the same for the own shard of the node alone          where all share: before `gather_`
-    collect_          part r of flat <- that of sharer r, on the first      state for a checkpoint
+    add_up_           flat <- sum of flat over the ranks                    a table of block sums, on every rank
+    gather_           part r of flat <- the part of sharer r, everywhere    weights after the update
+    gather_across_    the same for this rank's shard within its node        if all ranks share: before `gather_`
+    collect_          part r of flat <- the part of sharer r, on the first  state for a checkpoint
 
-`flat` holds one part for each rank, of equal length, in the order of `Topology.sharers`. As the stages of an all-reduce
-they are collective: every rank of the group must call them, in the same order; in place.
+`flat` holds one part of equal length for each rank, in the order of `Topology.sharers`. All functions work in place.
+
+Collective: every rank of the group must call them, in the same order.
 """
 
 from __future__ import annotations
@@ -37,19 +38,22 @@ def gather_(job: Job, group: dist.ProcessGroup) -> None:
 
 def gather_across_(job: Job, group: dist.ProcessGroup) -> None:
     """Give ranks of equal local rank all parts of their shard."""
-    _gather(job.flat.chunk(len(job.topology.node))[job.topology.local_rank], job, group)
+    shards = job.flat.chunk(len(job.topology.node))
+    _gather(shards[job.topology.local_rank], job, group)
 
 
 def _gather(flat: Tensor, job: Job, group: dist.ProcessGroup) -> None:
     if not job.by_backend:
         gloo_p2p.gather_parts_(flat, group)
         return
-    all_gather(flat, flat.chunk(dist.get_world_size(group))[dist.get_rank(group)], group=group)
+    parts = flat.chunk(dist.get_world_size(group))
+    all_gather(flat, parts[dist.get_rank(group)], group=group)
 
 
 def scatter_across_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Sum this rank's part of `flat` over the group, by the backend. Other parts stay."""
-    part = flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+    parts = flat.chunk(dist.get_world_size(group))
+    part = parts[dist.get_rank(group)]
     total = part.new_empty(part.numel())
     reduce_scatter(total, flat, group=group)
     part.copy_(total)
@@ -57,13 +61,19 @@ def scatter_across_(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 def collect_(job: Job, group: dist.ProcessGroup) -> None:
     """Give the first rank all parts."""
-    me = dist.get_rank(group)
-    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    num_ranks = dist.get_world_size(group)
     topology = job.topology
-    sharers = topology.sharers("node" if size == len(topology.node) else "world")
-    chunks = job.flat.chunk(size)
-    parts = [chunks[sharers.index(rank)] for rank in sorted(sharers)]
+    if num_ranks == len(topology.node):
+        sharers = topology.sharers("node")
+    else:
+        sharers = topology.sharers("world")
+
+    chunks = job.flat.chunk(num_ranks)
+    parts = [chunks[sharers.index(sharer)] for sharer in sorted(sharers)]
     if not job.by_backend:
         gloo_p2p.collect_parts_(parts, group)
-        return
-    dist.gather(parts[me], None if me else parts, dst=sharers[0], group=group)
+    elif rank == 0:
+        dist.gather(parts[0], parts, dst=sharers[0], group=group)
+    else:
+        dist.gather(parts[rank], None, dst=sharers[0], group=group)
