@@ -375,7 +375,7 @@ class Gated(nn.Module):
         ),
         (
             {"fc6": Gated()},
-            r"^`fc6` \(=Gated\) must have no parameters but those of its linear layers",
+            r"^`fc6` \(=Gated\) must have no parameters except those of its linear layers",
         ),
         ({"also": "fc6"}, None),
         (
