@@ -325,6 +325,20 @@ def keys_of(text: str) -> list[str]:
     return list(walk(OmegaConf.to_container(OmegaConf.create(text)), ""))
 
 
+def with_quotes(value: str) -> str:
+    """Return a value as Hydra takes it literally. In a list, each element gets its own quotes.
+
+    >>> with_quotes("/a(b)/c")
+    '"/a(b)/c"'
+    >>> with_quotes("[recipe=small_images,lr=1]")
+    '["recipe=small_images","lr=1"]'
+    """
+    if not (value.startswith("[") and value.endswith("]")):
+        return f'"{value}"'
+    elements = [f'"{element.strip()}"' for element in value[1:-1].split(",")]
+    return f"[{','.join(elements)}]"
+
+
 def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
     """Return what is wrong with one override, and what to write, from Hydra's words for it."""
     mark, key, equals, value = re.fullmatch(
@@ -339,7 +353,7 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
             hint = f"Set {mark}{key}=<one of them>."
         return f"error: `{key}` (={value}) must be one of {', '.join(choices)}. {hint}"
     if "override_grammar" in text:
-        quoted = f"'{mark}{key}=\"{value}\"'"
+        quoted = f"'{mark}{key}={with_quotes(value)}'"
         return f"error: `{override}` must be in Hydra's grammar. A value with signs needs quotes of its own: {quoted}."
     if f"use +{key}" not in text and "does not exist" not in text:
         return f"error: {text}"
