@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from torch import Tensor, nn
@@ -15,10 +15,27 @@ BNPosition = Literal["before_relu", "after_pool"]
 SliceFC = Literal["off", "node"] | bool  # YAML reads `off` as a boolean
 
 CONV_CHANNELS = (96, 256, 384, 384, 256)
-POOLED = (True, True, False, False, True)  # a max-pool follows conv1, conv2 and conv5
+HAS_POOL = (True, True, False, False, True)  # a max-pool follows conv1, conv2 and conv5
 FC_FEATURES = 4096
 POOL_KERNEL = 3
 POOL_STRIDE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Conv:
+    # A convolution of AlexNet, with the max-pool that may follow it.
+    channels: int
+    kernel: int
+    stride: int
+    padding: int
+    has_pool: bool
+
+    def out_size(self, size: int, *, pool_padding: int) -> int:
+        """Return the height and width of the output, in pixels, the max-pool included."""
+        size = (size + 2 * self.padding - self.kernel) // self.stride + 1
+        if self.has_pool:
+            size = (size + 2 * pool_padding - POOL_KERNEL) // POOL_STRIDE + 1
+        return size
 
 
 class AlexNetBN(nn.Module):
@@ -127,7 +144,7 @@ class AlexNetBN(nn.Module):
         require_number(
             "bn_eps", bn_eps, "BatchNorm divides by its root. Set model.bn_eps=1.0e-5", above=True
         )
-        channels = [round(width * c) for c in CONV_CHANNELS]
+        channels = [round(width * num_channels) for num_channels in CONV_CHANNELS]
         _check(
             width,
             channels,
@@ -136,49 +153,56 @@ class AlexNetBN(nn.Module):
             stem_kernel=stem_kernel,
             conv2_kernel=conv2_kernel,
         )
-        kernels = (stem_kernel, conv2_kernel, 3, 3, 3)
-        strides = (stem_stride, 1, 1, 1, 1)
-        paddings = [kernel // 2 for kernel in kernels]
-        if stem_padding is not None:
-            paddings[0] = stem_padding
         self.checkpoint_activations = checkpoint_activations
         self.node_slices = _node_slices(slice_fc, ("fc6", "fc7"), ("fc8",))
-        bn = partial(nn.BatchNorm2d, eps=bn_eps, momentum=bn_momentum)
 
-        # Not grouped, as both of Ginsburg's are, in two: Jia et al. speak of 62 million parameters, which is the
-        # ungrouped network; grouped it would be 60,965,224.
-        layers: list[nn.Module] = []
+        convs = [
+            _Conv(channels=num_channels, kernel=3, stride=1, padding=1, has_pool=has_pool)
+            for num_channels, has_pool in zip(channels, HAS_POOL, strict=True)
+        ]
+        if stem_padding is None:
+            stem_padding = stem_kernel // 2
+        convs[0] = replace(convs[0], kernel=stem_kernel, stride=stem_stride, padding=stem_padding)
+        convs[1] = replace(convs[1], kernel=conv2_kernel, padding=conv2_kernel // 2)
         size = image_size
-        last = in_channels
-        for index, (kernel, stride, padding) in enumerate(
-            zip(kernels, strides, paddings, strict=True)
-        ):
-            layers.append(
-                nn.Conv2d(
-                    last, channels[index], kernel, stride=stride, padding=padding, bias=conv_bias
-                )
-            )
-            size = _out_size(size, kernel=kernel, stride=stride, padding=padding)
-            last = channels[index]
-            if bn_position == "before_relu":
-                layers.append(bn(last))
-            layers.append(nn.ReLU(inplace=True))
-            if POOLED[index]:
-                layers.append(nn.MaxPool2d(POOL_KERNEL, stride=POOL_STRIDE, padding=pool_padding))
-                size = _out_size(size, kernel=POOL_KERNEL, stride=POOL_STRIDE, padding=pool_padding)
-            # In `train_val2` nothing is normalised between conv5 and fc6: that is the place of the paper's bn5.
-            if bn_position == "after_pool" and index < 4:
-                layers.append(bn(last))
-        if pool5_bn:
-            layers.append(bn(last))  # bn5, Jia et al. 2018
+        for conv in convs:
+            size = conv.out_size(size, pool_padding=pool_padding)
         if size < 1:
             raise ValueError(
                 f"`image_size` (={image_size}) must leave at least one pixel after pool5: nothing is left for fc6. "
                 "Set a larger model.image_size, or a smaller model.stem_stride."
             )
+
+        # Not grouped, as both of Ginsburg's are, in two: Jia et al. speak of 62 million parameters, which is the
+        # ungrouped network; grouped it would be 60,965,224.
+        layers: list[nn.Module] = []
+        in_features = in_channels
+        for index, conv in enumerate(convs):
+            layers.append(
+                nn.Conv2d(
+                    in_features,
+                    conv.channels,
+                    conv.kernel,
+                    stride=conv.stride,
+                    padding=conv.padding,
+                    bias=conv_bias,
+                )
+            )
+            in_features = conv.channels
+            if bn_position == "before_relu":
+                layers.append(nn.BatchNorm2d(in_features, eps=bn_eps, momentum=bn_momentum))
+            layers.append(nn.ReLU(inplace=True))
+            if conv.has_pool:
+                layers.append(nn.MaxPool2d(POOL_KERNEL, stride=POOL_STRIDE, padding=pool_padding))
+            # In `train_val2` nothing is normalised between conv5 and fc6: that is the place of the paper's bn5.
+            if bn_position == "after_pool" and index < 4:
+                layers.append(nn.BatchNorm2d(in_features, eps=bn_eps, momentum=bn_momentum))
+        if pool5_bn:
+            # bn5, Jia et al. 2018
+            layers.append(nn.BatchNorm2d(in_features, eps=bn_eps, momentum=bn_momentum))
         self.features = nn.Sequential(*layers)
         fc = round(width * FC_FEATURES)
-        self.fc6 = nn.Linear(last * size * size, fc)
+        self.fc6 = nn.Linear(in_features * size * size, fc)
         self.fc7 = nn.Linear(fc, fc)
         self.fc8 = nn.Linear(fc, num_classes)
         self.relu = nn.ReLU(inplace=True)
@@ -302,10 +326,6 @@ def _node_slices(slice_fc: SliceFC, *layers: tuple[str, ...]) -> tuple[tuple[str
     if slice_fc == "node":
         return layers
     return ()
-
-
-def _out_size(size: int, *, kernel: int, stride: int, padding: int) -> int:
-    return (size + 2 * padding - kernel) // stride + 1
 
 
 def _check(

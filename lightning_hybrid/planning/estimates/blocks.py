@@ -1,4 +1,4 @@
-"""A network as a sequence of blocks between which a pipeline may be cut: what each computes, holds, keeps and sends."""
+"""The blocks of a network between which a pipeline may be cut, with the compute, memory and messages of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_iter
 from lightning_hybrid.pipeline.shapes import as_arguments
 from lightning_hybrid.planning.estimates.activations import LiveBytes, example_of, meta_step
 
-BATCH = 8  # images on the meta device: what does not depend on the batch is a small part of what is counted
+# Images on the meta device. Bytes that do not depend on the batch are then a small part of what is counted.
+BATCH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +22,12 @@ class Block:
     """Consecutive modules between two places at which a pipeline may be cut.
 
     Args:
-        name: The first of them.
-        numels: Elements of each parameter.
-        forward_flops: Of one image's forward.
-        input_bytes: Of one image, of what comes in: what a pipeline sends to a stage that begins here.
-        kept_bytes: Of one image, what forward keeps for backward.
-        num_tied: Elements of parameters that an earlier block has too: another stage holds them once more.
+        name: Name of the first module.
+        numels: Number of elements of each parameter.
+        forward_flops: FLOPs of one image's forward.
+        input_bytes: Bytes of one image at the input, which a pipeline sends to a stage that begins here.
+        kept_bytes: Bytes that forward keeps for the backward of one image.
+        num_tied: Number of elements that belong to an earlier block too. Another stage holds them once more.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Block:
 
 @dataclass(kw_only=True)
 class _Mark:
-    # The begin of a module in forward: a place for a cut, as long as `is_cut`.
+    # The call of a module in forward. A pipeline may be cut before it if `is_cut` is still true after forward.
     name: str
     module: nn.Module
     address: int
@@ -50,12 +51,16 @@ class _Mark:
 
 
 class _Uses(LiveBytes):
-    """Uses of tensors on both sides of a mark. A cut is possible only if the mark's input is the only one."""
+    """Record of the tensors that are used on both sides of a mark.
+
+    A cut is possible only if the mark's input is the only such tensor.
+    """
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__(known)
         self.marks: list[_Mark] = []
-        self._made_at: dict[int, int] = {}  # number of marks when a tensor's memory was first seen
+        # The number of marks when the memory of a tensor was first seen.
+        self._first_seen_at: dict[int, int] = {}
 
     def __torch_dispatch__(
         self,
@@ -70,30 +75,31 @@ class _Uses(LiveBytes):
         results = super().__torch_dispatch__(func, types, args, kwargs)
         for result in tree_iter(results):
             if isinstance(result, Tensor):
-                self._made_at.setdefault(result.untyped_storage()._cdata, len(self.marks))
+                self._first_seen_at.setdefault(result.untyped_storage()._cdata, len(self.marks))
         return results
 
     def use(self, tensor: Tensor) -> None:
         """Note that the tensor is needed here."""
         address = tensor.untyped_storage()._cdata
-        # Parameters are made before all marks; the first use counts, so that none is used on both sides of a cut.
-        for mark in self.marks[self._made_at.setdefault(address, len(self.marks)) :]:
-            mark.is_cut = mark.is_cut and mark.address == address
+        # A parameter counts from its first use, so that no parameter is used on both sides of a cut.
+        first_seen_at = self._first_seen_at.setdefault(address, len(self.marks))
+        for mark in self.marks[first_seen_at:]:
+            if mark.address != address:
+                mark.is_cut = False
 
     def _free(self, address: int) -> None:
         super()._free(address)
-        self._made_at.pop(address, None)
+        self._first_seen_at.pop(address, None)
 
 
 def traced_blocks(
     model: nn.Module, image_shape: Sequence[int], *, precision: str = "16-true"
 ) -> list[Block]:
-    """Return the blocks in the order in which forward runs them.
+    """Return the blocks of a network in the order in which forward runs them.
 
-    They are the network's own `pipeline_blocks()`, as for a run. Without, modules are looked at that are no
-    `nn.Sequential`, in which their children are. Between two of them is a place for a cut where nothing but one tensor
-    goes on: not inside a residual block, nor inside a shortcut of the network's own, nor between two uses of one
-    parameter.
+    A network with `pipeline_blocks()` is cut as in a run. Any other network may be cut before each child, where an
+    `nn.Sequential` is replaced by its children, if exactly one tensor crosses the cut. There is no cut inside a
+    residual block, inside a shortcut of the network, or between two uses of one parameter.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Sequential(nn.Flatten(), nn.Linear(128, 2)))
     >>> [(block.name, sum(block.numels), block.forward_flops) for block in traced_blocks(net, (3, 4, 4))]
@@ -101,101 +107,121 @@ def traced_blocks(
     """
     with meta_step(model, precision) as (shadow, dtype):
         images = example_of(shadow, BATCH, image_shape, dtype=dtype)
-        uses = _Uses([*shadow.parameters(), *shadow.buffers()])
-
-        def begin(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-            tensors = [value for value in tree_iter(args) if isinstance(value, Tensor)]
-            first = tensors[0]
-            uses.marks.append(
-                _Mark(
-                    name=name,
-                    module=module,
-                    address=first.untyped_storage()._cdata,
-                    input_bytes=sum(tensor.nbytes for tensor in tensors),
-                    flops=uses.flops,
-                    live=uses.now,
-                    is_cut=len(tensors) == 1,
-                )
-            )
-            for tensor in tensors[1:]:
-                uses.use(tensor)
-
         pipeline_blocks: list[nn.Module] = getattr(shadow, "pipeline_blocks", list)()
-        handles = [
-            module.register_forward_pre_hook(
-                lambda module, args, name=name: begin(name, module, args)
-            )
-            for name, module in list(
-                _named(pipeline_blocks, shadow) if pipeline_blocks else units(shadow)
-            )
-            or [("", shadow)]
+        marks, end = _traced_marks(shadow, pipeline_blocks, images)
+
+    modules = [mark.module for mark in marks]
+    owned = _owned_numels(shadow, modules)
+    tied = [0] * len(marks)
+    if pipeline_blocks:
+        tied = [
+            sum(parameter.numel() for parameter in module.parameters()) - sum(numels)
+            for module, numels in zip(modules, owned, strict=True)
         ]
-        with uses:
-            uses.use(next(iter(tree_iter(images))))
-            logits = images
-            for module in pipeline_blocks or [shadow]:
-                logits = module(*as_arguments(logits)) if pipeline_blocks else module(logits)
-        end = _Mark(
-            name="", module=shadow, address=0, input_bytes=0, flops=uses.flops, live=uses.now
-        )
-        del logits
-        for handle in handles:
-            handle.remove()
-    places = [
-        mark
-        for index, mark in enumerate(uses.marks)
-        if pipeline_blocks or mark.is_cut or index == 0
-    ] + [end]
     # Parameters that belong to none of the modules are counted in the first block.
-    left = {id(parameter): parameter.numel() for parameter in shadow.parameters()}
-    tied = [sum(p.numel() for p in mark.module.parameters()) for mark in uses.marks]
-    of_mark = [
-        [left.pop(id(p)) for p in mark.module.parameters() if id(p) in left] for mark in uses.marks
+    owned[0] += _numels_outside(shadow, modules)
+
+    cuts = [
+        index for index, mark in enumerate(marks) if index == 0 or pipeline_blocks or mark.is_cut
     ]
-    tied = (
-        [total - sum(numels) for total, numels in zip(tied, of_mark, strict=True)]
-        if pipeline_blocks
-        else [0] * len(tied)
-    )
-    of_mark[0] += left.values()
+    boundaries = [*marks, end]
     blocks: list[Block] = []
-    inside = zip([*uses.marks, end], [*of_mark, []], [*tied, 0], strict=True)
-    mark, of_module, following = next(inside)
-    for first, after in itertools.pairwise(places):
-        numels: list[int] = []
-        num_tied = 0
-        while mark is not after:
-            numels += of_module
-            num_tied += following
-            mark, of_module, following = next(inside)
+    for first, after in itertools.pairwise([*cuts, len(marks)]):
+        begin = boundaries[first]
+        following = boundaries[after]
         blocks.append(
             Block(
-                name=first.name,
-                numels=tuple(numels),
-                forward_flops=(after.flops - first.flops) // BATCH,
-                input_bytes=first.input_bytes / BATCH,
-                kept_bytes=max(0.0, (after.live - first.live) / BATCH),
-                num_tied=num_tied,
+                name=begin.name,
+                numels=tuple(itertools.chain.from_iterable(owned[first:after])),
+                forward_flops=(following.flops - begin.flops) // BATCH,
+                input_bytes=begin.input_bytes / BATCH,
+                kept_bytes=max(0.0, (following.live - begin.live) / BATCH),
+                num_tied=sum(tied[first:after]),
             )
         )
     return blocks
 
 
+def _traced_marks(
+    network: nn.Module, pipeline_blocks: Sequence[nn.Module], images: Any
+) -> tuple[list[_Mark], _Mark]:
+    # Run forward on the meta device. Return a mark for each module, and one for the end of forward.
+    uses = _Uses([*network.parameters(), *network.buffers()])
+
+    def begin(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        tensors = [value for value in tree_iter(args) if isinstance(value, Tensor)]
+        uses.marks.append(
+            _Mark(
+                name=name,
+                module=module,
+                address=tensors[0].untyped_storage()._cdata,
+                input_bytes=sum(tensor.nbytes for tensor in tensors),
+                flops=uses.flops,
+                live=uses.now,
+                is_cut=len(tensors) == 1,
+            )
+        )
+        for tensor in tensors[1:]:
+            uses.use(tensor)
+
+    if pipeline_blocks:
+        named_modules = list(_named(pipeline_blocks, network))
+    else:
+        named_modules = list(units(network)) or [("", network)]
+    handles = []
+    for name, module in named_modules:
+
+        def hook(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+            begin(name, module, args)
+
+        handles.append(module.register_forward_pre_hook(hook))
+
+    with uses:
+        uses.use(next(iter(tree_iter(images))))
+        # The result stays alive until the end is marked, as the loss needs it.
+        if pipeline_blocks:
+            result = images
+            for block in pipeline_blocks:
+                result = block(*as_arguments(result))
+        else:
+            result = network(images)
+    end = _Mark(name="", module=network, address=0, input_bytes=0, flops=uses.flops, live=uses.now)
+    del result
+    for handle in handles:
+        handle.remove()
+    return uses.marks, end
+
+
+def _owned_numels(network: nn.Module, modules: Sequence[nn.Module]) -> list[list[int]]:
+    # The elements of each parameter of each module. A shared parameter belongs to the first module that has it.
+    unassigned = {id(parameter) for parameter in network.parameters()}
+    owned: list[list[int]] = []
+    for module in modules:
+        numels: list[int] = []
+        for parameter in module.parameters():
+            if id(parameter) in unassigned:
+                unassigned.remove(id(parameter))
+                numels.append(parameter.numel())
+        owned.append(numels)
+    return owned
+
+
+def _numels_outside(network: nn.Module, modules: Sequence[nn.Module]) -> list[int]:
+    # The elements of each parameter that belongs to none of the modules.
+    inside = {id(parameter) for module in modules for parameter in module.parameters()}
+    return [parameter.numel() for parameter in network.parameters() if id(parameter) not in inside]
+
+
 def _named(blocks: Sequence[nn.Module], network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    # By the first module in a block that the network itself has.
+    # A block is named after the first of its modules that the network itself has.
     names = {id(module): name for name, module in network.named_modules()}
     for index, block in enumerate(blocks):
-        yield (
-            next(
-                (names[id(submodule)] for submodule in block.modules() if id(submodule) in names),
-                f"block {index}",
-            ),
-            block,
-        )
+        known_names = (names[id(module)] for module in block.modules() if id(module) in names)
+        yield next(known_names, f"block {index}"), block
 
 
 def units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children of the network, and in place of an `nn.Sequential`, or of an only child, its children."""
+    """Yield the children of the network by name. An `nn.Sequential` or an only child is replaced by its children."""
     children = dict(module.named_children())
     for name, child in children.items():
         if isinstance(child, nn.Sequential) or (len(children) == 1 and list(child.children())):

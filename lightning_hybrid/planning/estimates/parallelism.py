@@ -1,8 +1,9 @@
-"""Pipelines in the nodes of a planned run, at the number of images of its data parallelism."""
+"""Pipelines within the nodes of a planned run, with as many images per step as its data-parallel ranks."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,13 +24,12 @@ from lightning_hybrid.planning.estimates.scenario import Scenario
 from lightning_hybrid.planning.model.cluster import Cluster
 
 MOST_STAGES = 8
-ROUNDS = (
-    1,
-    2,
-    4,
-    8,
-)  # micro-batches per stage: at four the bubble is about a fifth, at eight a ninth
-PER_RANK = {"1f1b": 1, "interleaved": 2}  # GPipe's schedule takes the time of 1F1B, and more memory
+
+# Micro-batches per rank of a pipeline. With four the bubble is about a fifth of the step, with eight a ninth.
+ROUNDS = (1, 2, 4, 8)
+
+# Stages of a rank by schedule. GPipe's schedule takes the time of 1F1B and more memory, so it is left out.
+STAGES_PER_RANK = {"1f1b": 1, "interleaved": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,18 @@ class PipelineChoice:
     """Pipeline of a planned run.
 
     Args:
-        num_ranks: Ranks of a pipeline, all on one node.
-        num_images: Images of a pipeline in a step: those of as many data-parallel ranks.
-        first_blocks: Names of the blocks with which stages begin, the first stage aside.
-        step_s: Time of a step.
+        schedule: Name of the schedule.
+        num_ranks: Number of ranks of a pipeline, all on one node.
+        stages_per_rank: Number of stages that each rank holds.
+        num_images: Images per step of one pipeline, as many as the same number of data-parallel ranks would take.
+        num_microbatches: Number of micro-batches in a step.
+        recomputes: True if each block keeps only its input and runs forward again in backward.
+        first_blocks: Name of the first block of each stage, except the first stage.
+        step_s: Time of a step in seconds.
         bubble: Share of the step in which ranks wait for one another.
-        rank_bytes: Memory of each rank of a pipeline.
-        sent_bytes: What crosses each cut in a step, one way; as much comes back.
-        tasks: Each rank's work, with its times.
+        rank_bytes: Memory of each rank in bytes.
+        sent_bytes: Bytes that cross each cut in forward. Backward sends as many in the other direction.
+        tasks: The tasks of each rank, with their times.
     """
 
     schedule: str
@@ -62,18 +66,21 @@ class PipelineChoice:
 
     @property
     def most_bytes(self) -> float:
-        """Memory of the rank that needs most."""
+        """The memory of the rank that needs the most, in bytes."""
         return max(self.rank_bytes)
 
     @property
     def settings(self) -> tuple[str, ...]:
         """The overrides for the command line."""
-        overrides = ["strategy=pipeline", f"strategy.num_stages={self.num_ranks}"]
-        overrides += [
+        overrides = [
+            "strategy=pipeline",
+            f"strategy.num_stages={self.num_ranks}",
             f"strategy.num_microbatches={self.num_microbatches}",
             f"strategy.schedule={self.schedule}",
         ]
-        return (*overrides, *(["strategy.checkpoint_activations=true"] if self.recomputes else []))
+        if self.recomputes:
+            overrides.append("strategy.checkpoint_activations=true")
+        return tuple(overrides)
 
 
 def pipeline_choices(
@@ -84,30 +91,29 @@ def pipeline_choices(
     usable_bytes: float | None,
     recomputes: bool = False,
 ) -> list[PipelineChoice]:
-    """Simulate pipelines of 2 to 8 ranks in a node, with the images of the run, the fastest first.
+    """Simulate pipelines of 2 to 8 ranks in a node and return them, the fastest first.
 
-    A pipeline of S ranks takes the images of S data-parallel ranks. Blocks take time by their FLOPs, whatever the size
-    of a micro-batch, and messages disturb nothing: both are kind to pipelines.
+    A pipeline of S ranks takes the images of S data-parallel ranks. The time of a block is proportional to its FLOPs,
+    however small the micro-batch is, and messages slow down no computation. Both assumptions favour pipelines.
 
     Args:
         scenario: The data-parallel run.
-        blocks: The network's.
-        state: Bytes per parameter.
-        usable_bytes: Memory that each rank may use; pipelines that need more are left out. None: all stay.
-        recomputes: Blocks keep their inputs alone, and run forward again in backward.
+        blocks: The blocks of the network.
+        state: The bytes per parameter.
+        usable_bytes: Memory that each rank may use. Pipelines that need more are left out. None keeps all.
+        recomputes: True if each block keeps only its input and runs forward again in backward.
     """
+    cluster = scenario.cluster
     choices: list[PipelineChoice] = []
     for num_ranks, rounds, schedule in itertools.product(
-        range(2, MOST_STAGES + 1), ROUNDS, PER_RANK
+        range(2, MOST_STAGES + 1), ROUNDS, STAGES_PER_RANK
     ):
-        num_micro = num_ranks * rounds
-        per_rank = PER_RANK[schedule]
-        images = num_ranks * scenario.batch_size_per_rank
-        if (
-            scenario.cluster.ranks_per_node % num_ranks
-            or images % num_micro
-            or num_ranks * per_rank > len(blocks)
-        ):
+        num_microbatches = num_ranks * rounds
+        num_images = num_ranks * scenario.batch_size_per_rank
+        fits_in_node = cluster.ranks_per_node % num_ranks == 0
+        splits_evenly = num_images % num_microbatches == 0
+        has_enough_blocks = num_ranks * STAGES_PER_RANK[schedule] <= len(blocks)
+        if not (fits_in_node and splits_evenly and has_enough_blocks):
             continue
         pipeline = _Pipeline(
             scenario=scenario,
@@ -116,12 +122,21 @@ def pipeline_choices(
             recomputes=recomputes,
             schedule=schedule,
             num_ranks=num_ranks,
-            num_micro=num_micro,
+            num_microbatches=num_microbatches,
         )
         choice = pipeline.choice(usable_bytes)
         if choice is not None:
             choices.append(choice)
     return sorted(choices, key=lambda choice: choice.step_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BlockLoad:
+    # What one block costs for one micro-batch. `held_bytes` are its weights and their state, for the whole fit.
+    forward_s: float
+    backward_s: float
+    kept_bytes: float
+    held_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,105 +147,151 @@ class _Pipeline:
     recomputes: bool
     schedule: str
     num_ranks: int
-    num_micro: int
+    num_microbatches: int
 
     def choice(self, usable_bytes: float | None) -> PipelineChoice | None:
-        """Cut and simulate. None: it does not fit."""
-        scenario = self.scenario
-        per_rank = PER_RANK[self.schedule]
+        """Cut the network into stages and simulate a step. Return None if the stages do not fit."""
         order = schedule_tasks(
-            self.schedule, self.num_ranks, self.num_micro, stages_per_rank=per_rank
+            self.schedule,
+            self.num_ranks,
+            self.num_microbatches,
+            stages_per_rank=self.stages_per_rank,
         )
-        work = scenario.work()
-        num_stages = self.num_ranks * per_rank
-        images = self.num_ranks * scenario.batch_size_per_rank / self.num_micro
-        image_s = (
-            scenario.cluster.slowdown
-            * (work.forward_s + work.backward_s)
-            / scenario.batch_size_per_rank
-        )
-        flops = sum(block.forward_flops for block in self.blocks) or 1
-        forwards_s = [
-            FORWARD_SHARE * image_s * images * block.forward_flops / flops for block in self.blocks
-        ]
-        backwards_s = [
-            (1 / FORWARD_SHARE - 1 + self.recomputes) * forward_s for forward_s in forwards_s
-        ]
-        kept = [
-            images * (block.input_bytes if self.recomputes else block.kept_bytes)
-            for block in self.blocks
-        ]
-        # A weight that blocks share is held by each of their stages, which add up its gradients once a step.
-        num_held = [sum(block.numels) + block.num_tied for block in self.blocks]
-        held = [self.state.per_parameter() * numel for numel in num_held]
-        unit_load = StageLoad(forward_s=0.0, backward_s=0.0, kept_bytes=1.0)
-        # With one stage a rank the cuts heed memory; with several, the rank's sum is checked afterwards.
-        alive = [
-            int(most_kept_bytes(tasks, [unit_load] * num_stages)) for tasks in order
-        ] * per_rank
-        limit = {} if usable_bytes is None or per_rank > 1 else {"most_bytes": usable_bytes}
-        seconds = [f + b for f, b in zip(forwards_s, backwards_s, strict=True)]
-        try:
-            cuts = balanced_cuts(
-                seconds, held, num_stages, activation_bytes=kept, num_alive=alive, **limit
-            )
-        except ValueError:
+        block_loads = self._block_loads()
+        cuts = self._cuts(order, block_loads, usable_bytes)
+        if cuts is None:
             return None
-        parts = list(itertools.pairwise([0, *cuts, len(self.blocks)]))
-        near = scenario.cluster.inside
-        group = self.group
-        loads = [
-            StageLoad(
-                forward_s=sum(forwards_s[a:b]),
-                backward_s=sum(backwards_s[a:b]),
-                send_s=near.seconds(images * self.blocks[b].input_bytes)
-                if b < len(self.blocks)
-                else 0.0,
-                kept_bytes=sum(kept[a:b]),
-                gradient_s=group.alone_s(
-                    scenario.algorithm or "flat",
-                    scenario.itemsize * sum(num_held[a:b]),
-                ),
-            )
-            for a, b in parts
-        ]
+        stages = list(itertools.pairwise([0, *cuts, len(self.blocks)]))
+        loads = [self._stage_load(block_loads, begin, end) for begin, end in stages]
         tasks = simulate_pipeline(order, loads)
-        num_tied = sum(block.num_tied for block in self.blocks)
-        tied_s = near.seconds(scenario.itemsize * num_tied) if num_tied else 0.0
-        # What a block computes again is alive next to the inputs; without it, the inputs are among what is kept.
-        working = (
-            max(images * block.kept_bytes for block in self.blocks) if self.recomputes else 0.0
-        )
-        rank_bytes = tuple(
-            sum(sum(held[a:b]) for a, b in parts[rank :: self.num_ranks])
-            + most_kept_bytes(order[rank], loads)
-            + working
-            for rank in range(self.num_ranks)
-        )
+
+        # What a block computes again is alive beside the inputs. Otherwise the inputs are among what is kept.
+        recomputed_bytes = 0.0
+        if self.recomputes:
+            recomputed_bytes = self.images_per_microbatch * max(
+                block.kept_bytes for block in self.blocks
+            )
+        rank_bytes: list[float] = []
+        for rank in range(self.num_ranks):
+            held_bytes = sum(
+                sum(load.held_bytes for load in block_loads[begin:end])
+                for begin, end in stages[rank :: self.num_ranks]
+            )
+            rank_bytes.append(held_bytes + most_kept_bytes(order[rank], loads) + recomputed_bytes)
         if usable_bytes is not None and max(rank_bytes) > usable_bytes:
             return None
+
+        images = self.images_per_microbatch
         return PipelineChoice(
             schedule=self.schedule,
             num_ranks=self.num_ranks,
-            stages_per_rank=per_rank,
-            num_images=self.num_ranks * scenario.batch_size_per_rank,
-            num_microbatches=self.num_micro,
+            stages_per_rank=self.stages_per_rank,
+            num_images=self.num_ranks * self.scenario.batch_size_per_rank,
+            num_microbatches=self.num_microbatches,
             recomputes=self.recomputes,
             first_blocks=tuple(self.blocks[cut].name for cut in cuts),
-            step_s=pipeline_step_s(tasks, loads) + tied_s + scenario.update_s,
+            step_s=pipeline_step_s(tasks, loads) + self._tied_s() + self.scenario.update_s,
             bubble=waiting_share(tasks),
-            rank_bytes=rank_bytes,
+            rank_bytes=tuple(rank_bytes),
             sent_bytes=tuple(
-                self.num_micro * images * self.blocks[cut].input_bytes for cut in cuts
+                self.num_microbatches * images * self.blocks[cut].input_bytes for cut in cuts
             ),
             tasks=tuple(map(tuple, tasks)),
         )
 
     @property
+    def stages_per_rank(self) -> int:
+        """The number of stages that each rank holds."""
+        return STAGES_PER_RANK[self.schedule]
+
+    @property
+    def images_per_microbatch(self) -> float:
+        """The number of images in a micro-batch."""
+        return self.num_ranks * self.scenario.batch_size_per_rank / self.num_microbatches
+
+    def _block_loads(self) -> list[_BlockLoad]:
+        scenario = self.scenario
+        work = scenario.work()
+        compute_s = scenario.cluster.slowdown * (work.forward_s + work.backward_s)
+        image_s = compute_s / scenario.batch_size_per_rank
+        images = self.images_per_microbatch
+        flops = sum(block.forward_flops for block in self.blocks) or 1
+
+        loads: list[_BlockLoad] = []
+        for block in self.blocks:
+            forward_s = FORWARD_SHARE * image_s * images * block.forward_flops / flops
+            kept_bytes = block.input_bytes if self.recomputes else block.kept_bytes
+            loads.append(
+                _BlockLoad(
+                    forward_s=forward_s,
+                    backward_s=(1 / FORWARD_SHARE - 1 + self.recomputes) * forward_s,
+                    kept_bytes=images * kept_bytes,
+                    held_bytes=self.state.per_parameter() * _num_held(block),
+                )
+            )
+        return loads
+
+    def _cuts(
+        self,
+        order: Sequence[Sequence[PipelineTask]],
+        block_loads: Sequence[_BlockLoad],
+        usable_bytes: float | None,
+    ) -> list[int] | None:
+        # Return the first block of each stage except the first, or None if no cuts leave every stage enough memory.
+        num_stages = self.num_ranks * self.stages_per_rank
+        unit_load = StageLoad(forward_s=0.0, backward_s=0.0, kept_bytes=1.0)
+        num_alive = [int(most_kept_bytes(tasks, [unit_load] * num_stages)) for tasks in order]
+        # The cuts respect the memory of a stage. A rank with several stages is checked afterwards, by their sum.
+        most_bytes = math.inf
+        if usable_bytes is not None and self.stages_per_rank == 1:
+            most_bytes = usable_bytes
+        try:
+            return balanced_cuts(
+                [load.forward_s + load.backward_s for load in block_loads],
+                [load.held_bytes for load in block_loads],
+                num_stages,
+                activation_bytes=[load.kept_bytes for load in block_loads],
+                num_alive=num_alive * self.stages_per_rank,
+                most_bytes=most_bytes,
+            )
+        except ValueError:
+            return None
+
+    def _stage_load(self, block_loads: Sequence[_BlockLoad], begin: int, end: int) -> StageLoad:
+        stage = block_loads[begin:end]
+        scenario = self.scenario
+        send_s = 0.0
+        if end < len(self.blocks):
+            sent_bytes = self.images_per_microbatch * self.blocks[end].input_bytes
+            send_s = scenario.cluster.inside.seconds(sent_bytes)
+        num_held = sum(_num_held(block) for block in self.blocks[begin:end])
+        return StageLoad(
+            forward_s=sum(load.forward_s for load in stage),
+            backward_s=sum(load.backward_s for load in stage),
+            send_s=send_s,
+            kept_bytes=sum(load.kept_bytes for load in stage),
+            gradient_s=self.group.alone_s(
+                scenario.algorithm or "flat", scenario.itemsize * num_held
+            ),
+        )
+
+    def _tied_s(self) -> float:
+        # The time in which the stages that share a weight add up its gradients, once per step.
+        num_tied = sum(block.num_tied for block in self.blocks)
+        if not num_tied:
+            return 0.0
+        return self.scenario.cluster.inside.seconds(self.scenario.itemsize * num_tied)
+
+    @property
     def group(self) -> Cluster:
-        """The ranks with the same stage: fewer in each node, and all such groups share its network cards."""
+        """The ranks that hold the same stage. All such groups of a node share its network cards."""
         cluster = self.scenario.cluster
         across = replace(cluster.across, bytes_per_s=cluster.across.bytes_per_s / self.num_ranks)
         return replace(
             cluster, ranks_per_node=cluster.ranks_per_node // self.num_ranks, across=across
         )
+
+
+def _num_held(block: Block) -> int:
+    # A weight that blocks share is held by each of their stages.
+    return sum(block.numels) + block.num_tied

@@ -1,4 +1,4 @@
-"""Memory of a planned run: what a rank needs, whether its device has it, and what to try where it has not."""
+"""Report on the memory that a rank of a planned run needs, and on the settings to try if it does not fit."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
-    """Settings of a run on which the memory of a rank depends, and the device.
+    """Settings of a run that determine the memory of a rank.
 
     Args:
-        precision: Lightning's name of it.
-        optimizer: Its state is counted; None: LAMB for text, otherwise LARS.
-        image_shape: Shape of an image, or of what the network's own `example` takes.
-        gathered_numels: Number of elements of each block that FSDP2 gathers on its own.
-        memory_bytes: Of a device; None: unknown.
-        is_tracked: Torch's memory tracker measures each need too, which takes seconds.
+        precision: Lightning's name of the precision.
+        image_shape: Shape of an image, or of the input that the network's own `example` takes.
+        gathered_numels: Number of elements of each block that FSDP2 gathers at once.
+        optimizer: Name of the optimizer, whose state is counted. None stands for LAMB with text and LARS otherwise.
+        memory_bytes: Memory of a device. None if it is unknown.
+        is_tracked: True to measure the activations with torch's memory tracker too, which takes seconds.
     """
 
     precision: str
@@ -53,15 +53,18 @@ class MemorySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Bytes of a rank.
+    """Memory that a rank needs, as configured and with other settings.
 
     Args:
-        asked: What was asked for.
-        alone: What else may be set, one at a time, in the order in which to try it; of devices that have no room.
-        fitting: Combinations that fit, in the largest batch: the fewest settings first, then the least time.
-        memory_bytes: Of a device; None: unknown.
-        step_s: Of a step as asked for.
-        tracked: Bytes of activations by torch's tracker, by `kind` and `batch_size` of a need.
+        state: The bytes per parameter.
+        blocks: The blocks of the network.
+        asked: The memory with the settings of the run.
+        alone: The memory with one more setting, in the order in which to try them. Empty if the run fits as it is.
+        fitting: Combinations of settings that fit, each with its largest batch. Those with the fewest settings come
+            first, then those that take the least time.
+        memory_bytes: Memory of a device. None if it is unknown.
+        step_s: Time of a step with the settings of the run, in seconds.
+        tracked: Bytes of activations by torch's memory tracker, by `kind` and `batch_size` of a need.
     """
 
     state: StateBytes
@@ -77,80 +80,31 @@ class MemoryReport:
     def of(
         cls, scenario: Scenario, network: nn.Module, settings: MemorySettings, *, step_s: float
     ) -> MemoryReport:
-        """Measure the activations of a step on the meta device, and count the rest.
+        """Measure the activations of a step on the meta device, and count the other bytes.
 
-        Other settings are measured only where it does not fit without: torch imports its compiler for
-        re-materialisation.
+        Other settings are measured only if the run does not fit without them, because torch imports its compiler for
+        activation checkpointing.
         """
         asked_precision = settings.precision
-        shape = list(settings.image_shape)
         memory_bytes = settings.memory_bytes
-        optimizer = settings.optimizer
-        if optimizer is None:
-            optimizer = "lamb" if hasattr(network, "example") else "lars"
-        precisions = [asked_precision]
-        if asked_precision == "32-true":
-            precisions.append("16-true")
-        states = {
-            precision: StateBytes.of(
-                precision=precision,
-                optimizer=optimizer,
-                # On CUDA the fused LARS and LAMB are the default, on a CPU they are not.
-                copies_gradients=precision in HALF_PRECISIONS
-                and not (scenario.on_cuda and optimizer in ("lars", "lamb")),
-            )
-            for precision in precisions
-        }
-        blocks = traced_blocks(network, shape, precision=asked_precision)
-        cluster = scenario.cluster
-        weight_bytes = states[asked_precision].weights * sum(sum(block.numels) for block in blocks)
-        batch_size = scenario.batch_size_per_rank
-
-        def measured(variant: nn.Module, precision: str) -> tuple[float, float]:
-            one_image = step_bytes(variant, shape, batch_size=1, precision=precision)
-            whole_batch = step_bytes(variant, shape, batch_size=batch_size, precision=precision)
-            return one_image, whole_batch
-
-        num_parameters = sum(parameter.numel() for parameter in network.parameters())
-        num_left = num_parameters - sum(settings.gathered_numels)
-        choices = MemoryChoices(
-            states=states,
-            activations={(asked_precision, False): measured(network, asked_precision)},
-            batch_size=batch_size,
-            numels=[numel for block in blocks for numel in block.numels],
-            ranks_per_node=cluster.ranks_per_node,
-            world_size=cluster.world_size,
-            largest_block=max(settings.gathered_numels, default=0) + num_left,
-            forward_s=scenario.work().forward_s,
-            gather_s=cluster.of(1).alone_s("flat", weight_bytes) / 2,
-            gather_all_s=cluster.alone_s("flat", weight_bytes) / 2,
-        )
+        states = _states(scenario, network, settings)
+        blocks = traced_blocks(network, settings.image_shape, precision=asked_precision)
+        choices = _choices(scenario, network, settings, states=states, blocks=blocks)
         asked = choices.needs()[0]
-        alone = []
-        fitting = [asked]
+        alone: Sequence[MemoryNeed] = ()
+        fitting: Sequence[MemoryNeed] = (asked,)
         if memory_bytes is not None and not asked.fits(memory_bytes):
-            variants = {False: network}
-            if has_checkpointing(network) and not network.checkpoint_activations:
-                variants[True] = with_checkpointing(network, is_on=True)
-            activations = {}
-            for precision in states:
-                for is_checkpointed, variant in variants.items():
-                    activations[precision, is_checkpointed] = measured(variant, precision)
-            choices = replace(choices, activations=activations)
+            choices = _with_other_activations(choices, network, settings)
             alone = choices.alone(memory_bytes)
             fitting = [
                 need
                 for need in largest_batches(choices.needs(), memory_bytes)
                 if need.fits(memory_bytes)
             ]
-        tracked = dict[tuple[tuple[str, bool], int], int]()
-        for need in (asked, *alone, *fitting):
-            if settings.is_tracked and (need.kind, need.batch_size) not in tracked:
-                precision, is_checkpointed = need.kind
-                variant = with_checkpointing(network, is_on=True) if is_checkpointed else network
-                tracked[need.kind, need.batch_size] = tracked_bytes(
-                    variant, shape, batch_size=need.batch_size, precision=precision
-                )
+
+        tracked: dict[tuple[tuple[str, bool], int], int] = {}
+        if settings.is_tracked:
+            tracked = _tracked_activations(network, settings, [asked, *alone, *fitting])
         return cls(
             state=states[asked_precision],
             blocks=tuple(blocks),
@@ -164,16 +118,18 @@ class MemoryReport:
 
     @property
     def usable_bytes(self) -> float | None:
-        """The bytes of the device that a plan may use. None: unknown."""
-        return None if self.memory_bytes is None else USABLE_SHARE * self.memory_bytes
+        """The bytes of the device that a plan may use. None if the device is unknown."""
+        if self.memory_bytes is None:
+            return None
+        return USABLE_SHARE * self.memory_bytes
 
     @property
     def largest_batch(self) -> int | None:
-        """The largest batch per rank that fits, as asked for. None: the device is unknown."""
+        """The largest batch per rank that fits with the settings of the run. None if the device is unknown."""
         if self.usable_bytes is None:
             return None
-        each = self.asked.activation_bytes / self.asked.batch_size
-        return max(0, int((self.usable_bytes - self.asked.state_bytes) / each))
+        bytes_per_image = self.asked.activation_bytes / self.asked.batch_size
+        return max(0, int((self.usable_bytes - self.asked.state_bytes) / bytes_per_image))
 
     @property
     def is_data_parallel_possible(self) -> bool:
@@ -181,7 +137,10 @@ class MemoryReport:
         return self.memory_bytes is None or bool(self.fitting)
 
     def sentence(self, pipelines: Sequence[PipelineChoice], device: str) -> str:
-        """Say what is needed. Where it does not fit, what each setting saves and costs, and the smallest list."""
+        """Describe the memory that is needed.
+
+        If it does not fit, say what each setting saves and costs, and name the smallest list of settings that fits.
+        """
         asked = self.asked
         text = (
             f"A {device} needs {_gb(asked.total_bytes)} GB: {_gb(asked.state_bytes)} for "
@@ -192,88 +151,79 @@ class MemoryReport:
         room = f"{_gb(self.memory_bytes)} GB, of which a tenth stays free"
         if asked.fits(self.memory_bytes):
             return f"{text}. That fits into {room}; batch_size_per_rank up to {self.largest_batch:,} does."
-        tried = [
-            f"{' '.join(need.settings)} (saves {_gb(asked.total_bytes - need.total_bytes)} GB, {self._time(need)}"
-            f"{', fits' if need.fits(self.memory_bytes) else ''})"
-            for need in self.alone
-        ]
-        words = (
-            [f"{text}. That does not fit into {room}. Try, in this order: {', '.join(tried)}."]
-            if tried
-            else [text]
-        )
+        sentences = [text]
+        if self.alone:
+            settings = ", ".join(self._saving(need, self.memory_bytes) for need in self.alone)
+            sentences = [f"{text}. That does not fit into {room}. Try, in this order: {settings}."]
         if self.fitting:
-            words.append(f"The smallest list that fits: {self._list(self.fitting[0])}.")
-            whole = next(
-                (need for need in self.fitting if need.batch_size == asked.batch_size), None
-            )
-            if whole not in (None, self.fitting[0]):
-                words.append(f"With the batch at once: {self._list(whole)}.")
+            smallest = self.fitting[0]
+            sentences.append(f"The smallest list that fits: {self._list(smallest)}.")
+            whole_batches = [need for need in self.fitting if need.batch_size == asked.batch_size]
+            if whole_batches and whole_batches[0] != smallest:
+                sentences.append(f"With the batch at once: {self._list(whole_batches[0])}.")
         elif pipelines:
-            words.append(
-                f"No list of these fits; {' '.join(pipelines[0].settings)}, in batches of {pipelines[0].num_images:,} "
-                f"images, does ({_gb(pipelines[0].most_bytes)} GB, the bubble is {pipelines[0].bubble:.1%})."
+            fastest = pipelines[0]
+            sentences.append(
+                f"No list of these fits; {' '.join(fastest.settings)}, in batches of {fastest.num_images:,} "
+                f"images, does ({_gb(fastest.most_bytes)} GB, the bubble is {fastest.bubble:.1%})."
             )
         else:
-            words.append(
+            sentences.append(
                 "No list of these fits, nor a pipeline in a node: take a smaller network or larger GPUs."
             )
-        return " ".join(words)
+        return " ".join(sentences)
+
+    def _saving(self, need: MemoryNeed, memory_bytes: float) -> str:
+        saved_bytes = self.asked.total_bytes - need.total_bytes
+        facts = [f"saves {_gb(saved_bytes)} GB", self._time(need)]
+        if need.fits(memory_bytes):
+            facts.append("fits")
+        return f"{' '.join(need.settings)} ({', '.join(facts)})"
 
     def _list(self, need: MemoryNeed) -> str:
         return f"{' '.join(need.settings)} ({_gb(need.total_bytes)} GB, {self._time(need)})"
 
     def _time(self, need: MemoryNeed) -> str:
-        least = (
-            "at least " if any("offload" in each for each in need.settings) else ""
-        )  # the host's update
-        return (
-            f"{least}{need.extra_s / self.step_s:.1%} more time" if need.extra_s else "no more time"
-        )
+        if not need.extra_s:
+            return "no more time"
+        more_time = f"{need.extra_s / self.step_s:.1%} more time"
+        # The time of the update on the host is not counted.
+        if any("offload" in setting for setting in need.settings):
+            return f"at least {more_time}"
+        return more_time
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the network."""
+        """The number of parameters of the network."""
         return sum(sum(block.numels) for block in self.blocks)
 
     def table(self) -> str:
-        """Format what was counted: as asked for, with each setting alone, and all lists that fit."""
-        rows = []
+        """Format the memory of the run, with each further setting, and with each list of settings that fits."""
         lists = [need for need in self.fitting if need != self.asked and need not in self.alone]
-        for need in (self.asked, *self.alone, *lists):
-            fits = (
-                "" if self.memory_bytes is None else "yes" if need.fits(self.memory_bytes) else "no"
-            )
-            sizes = [need.state_bytes, need.activation_bytes, need.total_bytes]
-            sizes += (
-                [need.state_bytes + self.tracked[need.kind, need.batch_size]]
-                if self.tracked
-                else []
-            )
-            rows.append(
-                [
-                    " ".join(need.settings) or "as asked for",
-                    *map(_gb, sizes),
-                    fits,
-                    self._time(need),
-                ]
-            )
-        header = [
-            "memory of a rank",
-            "state GB",
-            "activations GB",
-            "GB",
-            *(["tracked GB"] if self.tracked else []),
-        ]
+        header = ["memory of a rank", "state GB", "activations GB", "GB"]
+        if self.tracked:
+            header.append("tracked GB")
+        rows = [self._row(need) for need in (self.asked, *self.alone, *lists)]
         return markdown_table([*header, "fits", "costs"], rows)
 
+    def _row(self, need: MemoryNeed) -> list[str]:
+        sizes = [need.state_bytes, need.activation_bytes, need.total_bytes]
+        if self.tracked:
+            sizes.append(need.state_bytes + self.tracked[need.kind, need.batch_size])
+        fits = ""
+        if self.memory_bytes is not None:
+            fits = "yes" if need.fits(self.memory_bytes) else "no"
+        name = " ".join(need.settings) or "as asked for"
+        return [name, *map(_gb, sizes), fits, self._time(need)]
+
     def numbers(self) -> dict[str, Any]:
-        """Return what is written to simulate.json."""
-        lists = {"asked": (self.asked,), "alone": self.alone, "fitting": self.fitting}
+        """Return the entries for `simulate.json`."""
         return {
             "memory_bytes": self.memory_bytes,
             "largest_batch_size_per_rank": self.largest_batch,
-            **{name: [self._numbers(one) for one in needs] for name, needs in lists.items()},
+            "asked": [self._numbers(self.asked)],
+            "alone": [self._numbers(need) for need in self.alone],
+            "fitting": [self._numbers(need) for need in self.fitting],
         }
 
     def _numbers(self, need: MemoryNeed) -> dict[str, Any]:
@@ -284,3 +234,100 @@ class MemoryReport:
 
 def _gb(num_bytes: float) -> str:
     return f"{num_bytes / GB:,.3g}"
+
+
+def _states(
+    scenario: Scenario, network: nn.Module, settings: MemorySettings
+) -> dict[str, StateBytes]:
+    # The bytes per parameter in the precision of the run, and in half precision where the run is in fp32.
+    optimizer = settings.optimizer
+    if optimizer is None:
+        optimizer = "lamb" if hasattr(network, "example") else "lars"
+    precisions = [settings.precision]
+    if settings.precision == "32-true":
+        precisions.append("16-true")
+    # The fused LARS and LAMB are the default on CUDA only.
+    is_fused = scenario.on_cuda and optimizer in ("lars", "lamb")
+    states: dict[str, StateBytes] = {}
+    for precision in precisions:
+        states[precision] = StateBytes.of(
+            precision=precision,
+            optimizer=optimizer,
+            copies_gradients=precision in HALF_PRECISIONS and not is_fused,
+        )
+    return states
+
+
+def _choices(
+    scenario: Scenario,
+    network: nn.Module,
+    settings: MemorySettings,
+    *,
+    states: Mapping[str, StateBytes],
+    blocks: Sequence[Block],
+) -> MemoryChoices:
+    # The choices of which only the activations of the run as configured have been measured.
+    cluster = scenario.cluster
+    precision = settings.precision
+    weight_bytes = states[precision].weights * sum(sum(block.numels) for block in blocks)
+    num_parameters = sum(parameter.numel() for parameter in network.parameters())
+    num_outside_blocks = num_parameters - sum(settings.gathered_numels)
+    batch_size = scenario.batch_size_per_rank
+    activations = _activation_bytes(network, settings, precision, batch_size=batch_size)
+    return MemoryChoices(
+        states=states,
+        activations={(precision, False): activations},
+        batch_size=batch_size,
+        numels=[numel for block in blocks for numel in block.numels],
+        ranks_per_node=cluster.ranks_per_node,
+        world_size=cluster.world_size,
+        largest_block=max(settings.gathered_numels, default=0) + num_outside_blocks,
+        forward_s=scenario.work().forward_s,
+        gather_s=cluster.of(1).alone_s("flat", weight_bytes) / 2,
+        gather_all_s=cluster.alone_s("flat", weight_bytes) / 2,
+    )
+
+
+def _with_other_activations(
+    choices: MemoryChoices, network: nn.Module, settings: MemorySettings
+) -> MemoryChoices:
+    # Measure the activations in each precision, with and without activation checkpointing.
+    variants = {False: network}
+    if has_checkpointing(network) and not network.checkpoint_activations:
+        variants[True] = with_checkpointing(network, is_on=True)
+    activations: dict[tuple[str, bool], tuple[float, float]] = {}
+    for precision in choices.states:
+        for is_checkpointed, variant in variants.items():
+            activations[precision, is_checkpointed] = _activation_bytes(
+                variant, settings, precision, batch_size=choices.batch_size
+            )
+    return replace(choices, activations=activations)
+
+
+def _activation_bytes(
+    network: nn.Module, settings: MemorySettings, precision: str, *, batch_size: int
+) -> tuple[float, float]:
+    # The bytes with one image, and with the whole batch.
+    shape = list(settings.image_shape)
+    one_image = step_bytes(network, shape, batch_size=1, precision=precision)
+    whole_batch = step_bytes(network, shape, batch_size=batch_size, precision=precision)
+    return one_image, whole_batch
+
+
+def _tracked_activations(
+    network: nn.Module, settings: MemorySettings, needs: Sequence[MemoryNeed]
+) -> dict[tuple[tuple[str, bool], int], int]:
+    # Measure each need with torch's memory tracker.
+    tracked: dict[tuple[tuple[str, bool], int], int] = {}
+    for need in needs:
+        if (need.kind, need.batch_size) in tracked:
+            continue
+        precision, is_checkpointed = need.kind
+        variant = with_checkpointing(network, is_on=True) if is_checkpointed else network
+        tracked[need.kind, need.batch_size] = tracked_bytes(
+            variant,
+            list(settings.image_shape),
+            batch_size=need.batch_size,
+            precision=precision,
+        )
+    return tracked
