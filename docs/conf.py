@@ -8,6 +8,7 @@ import lightning_hybrid
 
 project = "lightning-hybrid"
 author = "The lightning-hybrid authors"
+copyright = author
 version = release = lightning_hybrid.__version__
 extensions = [
     "myst_parser",
@@ -21,6 +22,7 @@ html_static_path = html_css_files = ["style.css"]
 html_title = "lightning-hybrid"
 html_copy_source = False
 default_role = "code"
+highlight_language = "text"  # literal blocks of docstrings are equations and tables, not Python
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 myst_heading_anchors = 4
