@@ -27,8 +27,8 @@ class Embedding:
         )
         if not isinstance(module, nn.Module):
             raise ValueError(
-                f"`embed` (={function!r}) must be a module, or a method of one: its parameters get the gradients. "
-                "Move the function into your module."
+                f"`embed` (={function!r}) must be a module or a method of a module, because the gradients go "
+                "to its parameters. Move the function into your module."
             )
         self.module = module
         self.name = getattr(function, "__qualname__", type(module).__name__)
@@ -52,15 +52,16 @@ class Embedding:
         embeddings = tuple(result) if isinstance(result, tuple | list) else (result,)
         if not embeddings or not all(isinstance(embedding, Tensor) for embedding in embeddings):
             raise ValueError(
-                f"`embed` (={self.name}) must return a tensor or several (returned a {type(result).__name__}): the "
-                "loss is called with them. Return the tensors in a tuple."
+                f"`embed` (={self.name}) must return a tensor or several tensors (returned a "
+                f"{type(result).__name__}), because the loss is called with them. Return the tensors in a "
+                "tuple."
             )
         for embedding in embeddings:
             if embedding.dim() == 0 or len(embedding) != part.num_rows:
                 raise ValueError(
                     f"`embed` (={self.name}) must return a row for each row of its part of the batch (returned a "
-                    f"tensor of shape {tuple(embedding.shape)} for {part.num_rows} rows). `GlobalBatch` splits tensors "
-                    "and arrays, and lists with an entry for each row: put samples into these, and return values that "
-                    "are no rows from another method."
+                    f"tensor of shape {tuple(embedding.shape)} for {part.num_rows} rows). `GlobalBatch` splits "
+                    "tensors, arrays and lists with an entry for each row. Put samples into these, and return "
+                    "other values from another method."
                 )
         return embeddings

@@ -111,8 +111,8 @@ class Peers:
             "x".join(map(str, sizes_there.tolist())) for sizes_there in sizes_by_rank
         )
         raise ValueError(
-            f"the embeddings of all ranks must have one shape, and have {shapes}: the global batch is made of equal "
-            "shares. Set drop_last=True in the loader."
+            f"The embeddings of all ranks must have the same shape (have {shapes}), because the global "
+            "batch consists of equal shares. Set drop_last=True in the loader."
         )
 
     def rounds(self, tensors: Sequence[Tensor]) -> Iterator[tuple[bool, tuple[Tensor, ...]]]:

@@ -80,8 +80,8 @@ class PairLoss(nn.Module):
         self.peers().check_same(sizes, device=a.device)
         if not is_pair:
             raise ValueError(
-                f"`a` and `b` (of shapes {tuple(a.shape)} and {tuple(b.shape)}) must be two matrices of one shape, "
-                "pairs x features: row i of one belongs to row i of the other."
+                f"`a` and `b` (of shapes {tuple(a.shape)} and {tuple(b.shape)}) must be two matrices of the "
+                "same shape, pairs x features. Row i of `a` and row i of `b` form a pair."
             )
         dtype = torch.float64 if a.dtype is torch.float64 else torch.float32
         with without_autocast(a.device):
@@ -124,8 +124,8 @@ class InfoNCE(PairLoss):
             self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         elif not 0 < temperature < math.inf:
             raise ValueError(
-                f"`temperature` (={temperature}) must be above 0: similarities are divided by it. Set temperature=0.1, "
-                "or None for a learnt one."
+                f"`temperature` (={temperature}) must be above 0, because similarities are divided by it. Set "
+                "temperature=0.1, or None for a learnt temperature."
             )
         self.temperature = temperature
         self.both_views = both_views

@@ -94,9 +94,9 @@ class TwoPasses:
         self._first_passes = [self._first_pass(part) for part in parts]
         if names := self._parameters.names_of_changed():
             raise ValueError(
-                f"`embed` (={self._embedding.name}) must not change parameters (changed {_listed(names)}): it runs "
-                "once for each part of a batch and again in backward, so they would change several times in a step. "
-                "Move the update out of `embed`, to a hook such as `on_train_batch_start`."
+                f"`embed` (={self._embedding.name}) must not change parameters (changed {_listed(names)}), "
+                "because it runs once for each part of a batch and again in backward, so they would change "
+                "several times per step. Move the update to a hook such as `on_train_batch_start`."
             )
         by_embedding = zip(*[first.embeddings for first in self._first_passes], strict=True)
         return tuple(torch.cat(values) for values in by_embedding)
@@ -104,8 +104,9 @@ class TwoPasses:
     def _first_pass(self, part: BatchPart) -> _FirstPass:
         if requires_grad(part.batch):
             raise ValueError(
-                "`batch` must not hold tensors that require gradients: `GlobalBatch` computes gradients of the "
-                f"parameters of `{self._module_name}` alone. Compute these tensors within `embed`, or detach them."
+                "`batch` must not hold tensors that require gradients, because `GlobalBatch` computes only "
+                f"the gradients of the parameters of `{self._module_name}`. Compute these tensors within "
+                "`embed`, or detach them."
             )
         random_states = self._streams.states()
         buffers = self._buffers.capture()
@@ -131,9 +132,10 @@ class TwoPasses:
         for leaf in _leaves_of_graph(embeddings):
             if id(leaf) not in trained_ids:
                 raise ValueError(
-                    f"`embed` (={self._embedding.name}) must depend on trained parameters of `{self._module_name}` "
-                    f"alone, and depends on another tensor of shape {tuple(leaf.shape)} that requires a gradient, and "
-                    f"would get none. Make its module an attribute of `{self._module_name}`."
+                    f"`embed` (={self._embedding.name}) must depend only on trained parameters of "
+                    f"`{self._module_name}`, but depends on another tensor of shape {tuple(leaf.shape)} that "
+                    "requires a gradient and would get none. Make the module of that tensor an attribute of "
+                    f"`{self._module_name}`."
                 )
 
     # ---- backward ------------------------------------------------------------------------------------------------
@@ -146,9 +148,9 @@ class TwoPasses:
         """
         if names := self._parameters.names_of_lost():
             raise RuntimeError(
-                f"{_listed(names)} must not change between the forward of `GlobalBatch` and its backward, in which "
-                f"`embed` (={self._embedding.name}) is computed again. Update parameters before the forward or after "
-                "backward, as in `on_train_batch_end`."
+                f"{_listed(names)} must not change between the forward of `GlobalBatch` and its backward, "
+                f"because backward runs `embed` (={self._embedding.name}) again. Update parameters before the "
+                "forward or after backward, for example in `on_train_batch_end`."
             )
         sums = tree_sums(len(self.trained))
         distances = []
@@ -194,9 +196,9 @@ class TwoPasses:
             expected.append((tuple(tensor.shape), tensor.dtype, is_differentiable))
         if kinds != expected:
             raise RuntimeError(
-                f"`embed` (={self._embedding.name}) must return embeddings of the same kind in its second pass (shape, "
-                f"dtype and requires_grad were {expected}, and are {kinds}). It must not depend on anything that "
-                "changes from call to call."
+                f"`embed` (={self._embedding.name}) must return embeddings of the same kind in its second "
+                f"pass (shape, dtype and requires_grad were {expected}, and are {kinds}). Remove what changes "
+                "from call to call."
             )
 
     def _check_distance(self, distance: Tensor) -> None:
@@ -207,11 +209,12 @@ class TwoPasses:
         tolerance = _TOLERANCE_ON_CPU if is_on_cpu else _TOLERANCE
         if not distance <= tolerance:
             raise RuntimeError(
-                f"`embed` (={self._embedding.name}) must compute the same embeddings in its second pass (they differ "
-                f"by {float(distance):.2g} of their norm): gradients would belong to another function. Repeated are "
-                "parameters, buffers, the global random numbers of torch, NumPy and Python, and those of generators "
-                "that are attributes of the module. Let `embed` depend on nothing else that changes: no counter, file "
-                "or clock, no other generator, and no tensor that is neither parameter nor buffer."
+                f"`embed` (={self._embedding.name}) must compute the same embeddings in its second pass (they "
+                f"differ by {float(distance):.2g} of their norm), because the gradients would belong to "
+                "another function otherwise. Parameters, buffers, the global random numbers of torch, NumPy "
+                "and Python, and generators that are attributes of the module are restored. Remove "
+                "everything else that changes, such as counters, files, clocks, other generators and tensors "
+                "that are neither parameters nor buffers."
             )
 
 

@@ -262,8 +262,9 @@ class ElasticFit:
             num_loaders = len(combined.flattened)
         if num_loaders > 1:
             raise ValueError(
-                f"`train_dataloaders` (={num_loaders} loaders) must be one loader in an elastic run, which deals its "
-                "batches to the hosts that are present. Use one loader, such as a loader over a `ConcatDataset`."
+                f"`train_dataloaders` (={num_loaders} loaders) must be one loader in an elastic run, because "
+                "its batches are divided among the hosts that are present. Combine the data sets, for "
+                "example in a `ConcatDataset`."
             )
 
     def _token(self, parameters: Sequence[nn.Parameter]) -> str:
@@ -354,9 +355,9 @@ class ElasticFit:
         """
         if self.is_in_step:
             raise RuntimeError(
-                "`all_gather` cannot be called in `training_step` with strategy='hybrid_elastic': a rank may have "
-                "several shards of a step, and other hosts do not take part. Gather in a hook, over the ranks of the "
-                "host."
+                "`all_gather` cannot be called in `training_step` with strategy='hybrid_elastic', because a "
+                "rank may have several shards of a step and other hosts do not take part. Call it in a hook, "
+                "where it covers the ranks of the host."
             )
 
     # ---- a step ------------------------------------------------------------------------------------------------------
@@ -409,7 +410,9 @@ class ElasticFit:
         finally:
             self._logs = None
         raise RuntimeError(
-            f"elastic: step {views.committed} failed in {MOST_VIEWS} views: {views.ended}"
+            f"elastic: step {views.committed} was given up after {MOST_VIEWS} attempts, each of which "
+            f"ended with a change of hosts: {views.ended}. Check the network between the hosts, and start "
+            "the run again."
         )
 
     def _is_whole(self, views: Views) -> bool:

@@ -38,7 +38,9 @@ class HostVote:
             self._say(is_so)
         votes = [os.read(connection.fileno(), 1) for connection in self._others]
         if b"" in votes:
-            raise EOFError("elastic: another rank of this host is gone")
+            raise EOFError(
+                "elastic: another rank of this host has exited. The log of that rank has the cause."
+            )
         is_so = is_so and b"0" not in votes
         if self._is_first:
             self._say(is_so)

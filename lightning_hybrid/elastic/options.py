@@ -67,7 +67,9 @@ def refuse_meeting_points(meet: Any) -> None:
         raise ValueError(f"`meet` (={meet!r:.120}) {_RULE} {_CURE}")
     for entry in several:
         if not isinstance(entry, str):
-            raise ValueError(f"`meet` (={meet!r:.120}) {_RULE} {entry!r:.60} is no text. {_CURE}")
+            raise ValueError(
+                f"`meet` (={meet!r:.120}) {_RULE} {entry!r:.60} is not a string. {_CURE}"
+            )
         reason = _why_no_address(entry.strip())
         if reason:
             raise ValueError(f"`meet` (={meet!r:.120}) {_RULE} {entry!r:.60} {reason}. {_CURE}")
@@ -109,8 +111,8 @@ def resolved(meeting_points: Sequence[str]) -> list[str]:
             addresses.append(f"{socket.gethostbyname(host)}:{port}")
         except OSError as error:
             raise ValueError(
-                f"`meet` (={','.join(meeting_points)}) must be names that this host can look up, or numbers: "
-                f"{host!r} has no IPv4 address here ({error}). Write the host's address as a number."
+                f"`meet` (={','.join(meeting_points)}) must hold IP addresses, or names that this host can "
+                f"resolve, but {host!r} has no IPv4 address here ({error}). Write the IP address of that host."
             ) from error
     return addresses
 
@@ -119,7 +121,7 @@ def warn_of_loopback(option: ElasticOptions, addresses: Sequence[str]) -> None:
     """Warn if hosts on other machines could not meet this one."""
     if option.max_hosts > 1 and all(address.startswith("127.") for address in addresses):
         rank_zero_warn(
-            f"`meet` (={','.join(option.meeting_points)}) has addresses of this machine alone: a host on "
-            "another machine would train by itself. Give addresses by which other machines reach this one, unless all "
-            f"{option.max_hosts} hosts are on this machine."
+            f"`meet` (={','.join(option.meeting_points)}) has only addresses of this machine, so a host "
+            "on another machine would train alone. Give addresses that other machines can reach, unless "
+            f"all {option.max_hosts} hosts run on this machine."
         )

@@ -140,8 +140,9 @@ class HybridElastic(HybridAllReduce):
             return
         if device.type != "cuda" or not hasattr(dist.ProcessGroupNCCL.Options, "lazy_init"):
             raise ValueError(
-                f"`strategy` (={ELASTIC_NAME!r}) is for CPUs, and from torch 2.15 on for GPUs of NVIDIA's: this rank "
-                f"trains on {device} with torch {torch.__version__}. Write strategy='hybrid_allreduce'."
+                f"`strategy` (={ELASTIC_NAME!r}) supports CPUs, and NVIDIA GPUs with torch 2.15 or newer, but "
+                f"this rank trains on {device} with torch {torch.__version__}. Use "
+                "strategy='hybrid_allreduce'."
             )
         rank_zero_warn(f"`strategy` (={ELASTIC_NAME!r}) has not been run on a GPU yet.")
 
@@ -263,8 +264,9 @@ def _refuse_own_buffers(options: dict[str, Any]) -> None:
     for name in ("broadcast_buffers", "forward_sync_buffers"):
         if not options.pop(name, True):
             raise ValueError(
-                f"`{name}` (=False) cannot be combined with strategy={ELASTIC_NAME!r}: a host that joins takes the "
-                f"buffers of the others, so all ranks have the same. Leave `{name}` out."
+                f"`{name}` (=False) cannot be combined with strategy={ELASTIC_NAME!r}, because a host that "
+                "joins copies the buffers of the other hosts, so buffers are always equal on all ranks. "
+                f"Leave `{name}` out."
             )
 
 

@@ -221,7 +221,7 @@ class Views:
     def _warn_of_wait(self, waited_s: float, awaited: str) -> None:
         """Warn of a long wait on every host, because the waiting host may not be the one that writes logs."""
         if self.topology.local_rank == 0:
-            log.warning("elastic: has waited for %.0f s: %s", waited_s, awaited)
+            log.warning("elastic: waited for %.0f s: %s", waited_s, awaited)
 
     def _warn_of_ended_hosts(self, view: View) -> None:
         """Warn of hosts that have ended their fits as planned while this host continues: their stop rules differ."""
@@ -357,7 +357,8 @@ class Views:
         # On the CPU, Gloo writes nothing more, because its connections are closed.
         if stuck_stages and self._engine.device.type == "cuda":
             raise RuntimeError(
-                f"elastic: stages {stuck_stages} of the former view do not end: gradients may change"
+                f"elastic: all-reduce stages {stuck_stages} of the previous group of hosts did not end, and "
+                "could still write gradients. Start the run again from a checkpoint."
             )
         self.groups.is_stuck |= bool(stuck_stages)
         self.groups.destroy()

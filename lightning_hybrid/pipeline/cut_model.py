@@ -194,8 +194,9 @@ def example_hidden(module: Any) -> Iterator[None]:
         module.example_input_array = None
     except AttributeError:
         raise ValueError(
-            f"`example_input_array` (a property of {type(module).__name__}) must have a setter: a pipeline hides it "
-            "during a run, as Lightning's summary would run the whole network on one rank. Assign it in `__init__`."
+            f"`example_input_array` (a property of {type(module).__name__}) must have a setter, because a "
+            "pipeline hides it during a run so that Lightning's summary does not run the whole network "
+            "on one rank. Assign it in `__init__`."
         ) from None
     try:
         yield

@@ -179,9 +179,9 @@ def balanced_cuts(
     _check_finite("num_alive", num_alive)
     if num_blocks < num_stages:
         raise ValueError(
-            f"`num_stages` (={num_stages}) must not exceed the number of blocks ({num_blocks}): a stage "
-            f"without one would compute nothing. Write num_stages={max(1, num_blocks)} or less, or "
-            "offer smaller blocks."
+            f"`num_stages` (={num_stages}) must not exceed the number of blocks ({num_blocks}), because "
+            f"every stage needs at least one. Set num_stages={max(1, num_blocks)} or less, or split the "
+            "network into more blocks."
         )
 
     costs = _StageCosts(seconds, bytes_, activation_bytes, num_alive, most_bytes)
@@ -189,9 +189,9 @@ def balanced_cuts(
     if slowest == math.inf:
         least_bytes, _ = _best_cuts(num_blocks, num_stages, costs.held_bytes, max)
         raise ValueError(
-            f"`most_bytes` (={most_bytes:g}) must be {least_bytes:g} or more: of all cuts into {num_stages} stages the "
-            "most even one in memory has a stage of that size. Give more `num_stages`, or "
-            "write checkpoint_activations=True."
+            f"`most_bytes` (={most_bytes:g}) must be {least_bytes:g} or more: the cuts into {num_stages} "
+            "stages that balance memory best have a stage of that size. Raise `num_stages`, or set "
+            "checkpoint_activations=True."
         )
 
     def square_if_not_slower(stage: int, begin: int, end: int) -> float:
@@ -245,14 +245,14 @@ def _cumulative(values: Sequence[float]) -> list[float]:
 def _check_length(name: str, values: Sequence[float], length: int, items: str) -> None:
     if len(values) != length:
         raise ValueError(
-            f"`{name}` (={len(values)} numbers) must have one for each of {length} {items}."
+            f"`{name}` (={len(values)} numbers) must have one number for each of the {length} {items}."
         )
 
 
 def _check_finite(name: str, values: Sequence[float]) -> None:
     if not all(0 <= value < math.inf for value in values):
         raise ValueError(
-            f"`{name}` (={list(values)!r:.80}) must hold finite numbers, none negative."
+            f"`{name}` (={list(values)!r:.80}) must hold finite numbers of at least 0."
         )
 
 

@@ -93,10 +93,10 @@ class Stages:
         for rank, description in zip(self.ranks.peers, self.gather(describe()), strict=True):
             descriptions.append(f"rank {rank}: {description}")
         raise ValueError(
-            f"{subject} must be the same on all ranks of a pipeline ({'; '.join(descriptions)}): the first stage takes "
-            "the images and the last one the labels. Shuffle by a sampler that Lightning may replace, or give each "
-            "rank the sampler, or the part of an IterableDataset, that `trainer.strategy.distributed_sampler_kwargs` "
-            "asks for."
+            f"{subject} must be the same on all ranks of a pipeline ({'; '.join(descriptions)}), because "
+            "the first stage uses the images and the last stage the labels. Use a sampler that Lightning "
+            "may replace, or pass `trainer.strategy.distributed_sampler_kwargs` to your sampler or "
+            "`IterableDataset`."
         )
 
     def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:

@@ -88,9 +88,10 @@ def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: flo
     """
     if math.isnan(whole_loss):
         raise ValueError(
-            "The loss of `training_step` must not depend on what it moves in the module (attributes, buffers, a "
-            "generator): the first and the last stage run it for each micro-batch, and every rank for the whole batch. "
-            "Move that in `on_train_batch_end`, and draw random numbers from the default generators."
+            "The loss of `training_step` must not depend on what it changes in the module (attributes, "
+            "buffers, a generator), because the first and the last stage run it for each micro-batch and "
+            "every rank for the whole batch. Change these in `on_train_batch_end`, and draw random "
+            "numbers from the default generators."
         )
     if is_close(whole_loss, stage_loss, eps):
         return
@@ -101,12 +102,11 @@ def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: flo
             hooked.append(name)
     hooked_names = ", ".join(hooked[:4]) or "none"
     raise ValueError(
-        f"The loss of the first micro-batch in stages (={stage_loss:g}) must be that of `training_step` with the "
-        f"whole network (={whole_loss:g}): what it needs besides does not go from stage to stage. Does `forward` do "
-        "more than its blocks? Make it a block. Does a block, or a forward hook (there are some on "
-        f"{hooked_names}), keep a tensor for the loss? Return it from the last block. Does the "
-        "loss depend on images that each rank augments at random? Draw from the number of the sample, alike on all "
-        "ranks."
+        f"The loss of the first micro-batch in stages (={stage_loss:g}) must equal that of "
+        f"`training_step` with the whole network (={whole_loss:g}). Likely causes: `forward` computes "
+        "something outside its blocks, so make it a block; a block or a forward hook (there are some "
+        f"on {hooked_names}) keeps a tensor for the loss, so return it from the last block; or ranks "
+        "augment images differently, so seed the augmentation by the index of the sample."
     )
 
 

@@ -52,8 +52,8 @@ def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
     except _InputFound as call:
         return call.tensors
     raise ValueError(
-        "`training_step` must call the network that `of` names: it returned without. Set `of` to the network "
-        "that it calls."
+        "`training_step` must call the network that `of` names, but it returned without a call. Set "
+        "`of` to the network that it calls."
     )
 
 
@@ -70,9 +70,9 @@ def only_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
         arguments = [type(value).__name__ for value in tensors]
         arguments += kwargs
         raise ValueError(
-            "The network that `of` names must be called with tensors, without names (was called with: "
-            f"{', '.join(arguments)}): they are the arguments of its first block. Give it these, and what else it "
-            "needs as attributes."
+            "The network that `of` names must be called with positional tensors only (was called with: "
+            f"{', '.join(arguments)}), because they go to its first block. Pass tensors by position, and "
+            "set anything else as attributes of the network."
         )
     return tuple(tensors)
 
@@ -91,8 +91,9 @@ def loss_in(output: Any) -> Tensor:
         loss = output.get("loss")
     if not isinstance(loss, Tensor):
         raise ValueError(
-            f"`training_step` (returned {type(output).__name__}) must return a loss for every micro-batch in a "
-            "pipeline: a batch cannot be left out by one stage alone. Leave it out of the loader."
+            f"`training_step` (returned {type(output).__name__}) must return a loss for every micro-batch "
+            "in a pipeline, because one stage alone cannot skip a batch. Filter such batches in the "
+            "loader."
         )
     return loss
 
@@ -112,8 +113,9 @@ def microbatches(batch: Any, num: int) -> list[Any]:
     size = count_rows(batch)
     if size % num:
         raise ValueError(
-            f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data rank: they are of "
-            "equal size. Change one of them; for a smaller last batch set `drop_last=True` in the loader."
+            f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data rank, "
+            "because micro-batches have equal sizes. Change one of them, or set `drop_last=True` in the "
+            "loader if only the last batch is smaller."
         )
     if size == 0:
         return [batch] * num
@@ -289,6 +291,7 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
 
 def _refuse_gather(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
-        "`all_gather` cannot be called in `training_step` in a pipeline: the loss is computed on the ranks of the last "
-        "stage, and the others would not come. Gather in a hook such as `on_train_epoch_end`."
+        "`all_gather` cannot be called in `training_step` in a pipeline, because only the ranks of "
+        "the last stage compute the loss and the others would not take part. Call it in a hook such "
+        "as `on_train_epoch_end`."
     )

@@ -39,8 +39,8 @@ def check_options(
 
     >>> check_options(num_stages=4, num_microbatches=2, schedule="1f1b", cuts=None)
     Traceback (most recent call last):
-    ValueError: `num_microbatches` (=2) must be at least `num_stages` (=4): with fewer, some stages always wait. Write \
-num_microbatches=16: with four times as many, 16 % of a step are waiting.
+    ValueError: `num_microbatches` (=2) must be at least `num_stages` (=4), because some stages would always wait \
+otherwise. Set num_microbatches=16: with four micro-batches per stage, ranks wait for 16 % of a step.
     """
     _check_schedule(schedule)
     why = "one stage is no pipeline, and needs no more than strategy='hybrid_allreduce'. Write num_stages=2"
@@ -48,7 +48,7 @@ num_microbatches=16: with four times as many, 16 % of a step are waiting.
     _check_num_microbatches(num_microbatches, num_stages, schedule)
     if not isinstance(of, str):
         raise ValueError(
-            f"`of` (={of!r}) must be the name of the network in the module: write of='net'."
+            f"`of` (={of!r}) must be the name of the network in the module. Set of='net', for example."
         )
     if isinstance(cuts, BlockProfile):
         _check_profile(cuts, schedule)
@@ -79,24 +79,24 @@ def _check_num_microbatches(num_microbatches: int, num_stages: int, schedule: st
         advised = 4 * num_stages
         waiting = (num_stages - 1) / (advised + num_stages - 1)
         raise ValueError(
-            f"`num_microbatches` (={num_microbatches}) must be at least `num_stages` (={num_stages}): with fewer, some "
-            f"stages always wait. Write num_microbatches={advised}: with four times as many, {100 * waiting:.0f} % "
-            "of a step are waiting."
+            f"`num_microbatches` (={num_microbatches}) must be at least `num_stages` (={num_stages}), "
+            f"because some stages would always wait otherwise. Set num_microbatches={advised}: with four "
+            f"micro-batches per stage, ranks wait for {100 * waiting:.0f} % of a step."
         )
     num_rounds = max(1, num_microbatches // num_stages)
     if STAGES_PER_RANK[schedule] > 1 and num_microbatches % num_rounds:
         raise ValueError(
             f"`num_microbatches` (={num_microbatches}) must be a multiple of the number of rounds "
-            f"(=num_microbatches // num_stages = {num_rounds}) in an interleaved schedule, which takes them in rounds "
-            f"of equal size. Write num_microbatches={num_stages * num_rounds}."
+            f"(=num_microbatches // num_stages = {num_rounds}) in an interleaved schedule, because rounds "
+            f"have equal sizes. Set num_microbatches={num_stages * num_rounds}."
         )
 
 
 def _check_profile(profile: BlockProfile, schedule: str) -> None:
     if STAGES_PER_RANK[schedule] > 1 and profile.most_bytes != math.inf:
         raise ValueError(
-            f"`cuts.most_bytes` (={profile.most_bytes:g}) must be left out with schedule={schedule!r}: it limits one "
-            'stage, and there a rank has two. Set schedule="1f1b", or leave it out.'
+            f"`cuts.most_bytes` (={profile.most_bytes:g}) must be left out with schedule={schedule!r}, "
+            'because it limits one stage and a rank has two there. Set schedule="1f1b", or leave it out.'
         )
 
 
@@ -108,8 +108,9 @@ def _check_cuts(cuts: Sequence[int], num_stages: int, schedule: str) -> None:
     is_ascending = are_places and list(cuts) == sorted(set(cuts))
     if not is_ascending or len(cuts) != total - 1:
         raise ValueError(
-            f"`cuts` (={cuts!r}) must be {total - 1} ascending places, the first block of each stage after the "
-            f"first: {num_stages} ranks hold {total} stages. Leave `cuts` out to balance them."
+            f"`cuts` (={cuts!r}) must be {total - 1} ascending block indices, one for the first block of "
+            f"each stage except the first ({num_stages} ranks hold {total} stages). Leave `cuts` out to "
+            "balance the stages."
         )
 
 
@@ -129,15 +130,15 @@ def check_ranks(
     """
     if schedule == "zero_bubble" and (world_size > num_stages or checkpoints):
         raise ValueError(
-            f"`schedule` (={schedule!r}) must have one pipeline (here {num_stages} of {world_size} ranks) and no "
-            "`checkpoint_activations`: torch computes gradients of weights apart, by a graph that it stores, and adds "
-            "them to `.grad` itself, where DistributedDataParallel does not see them. Set schedule='interleaved'."
+            f"`schedule` (={schedule!r}) needs a single pipeline (here {num_stages} of {world_size} "
+            "ranks) without `checkpoint_activations`, because torch adds the gradients of weights to "
+            "`.grad` itself, where DistributedDataParallel does not see them. Set schedule='interleaved'."
         )
     if world_size % num_stages:
         raise ValueError(
-            f"`num_stages` (={num_stages}) must divide the number of ranks (={world_size}): each pipeline has one rank "
-            f"per stage, and here {world_size % num_stages} would be left over. Launch a multiple of {num_stages}, or "
-            "change `num_stages`."
+            f"`num_stages` (={num_stages}) must divide the number of ranks (={world_size}), because each "
+            f"pipeline has one rank per stage and {world_size % num_stages} would be left over. Launch a "
+            f"multiple of {num_stages} ranks, or change `num_stages`."
         )
 
 
@@ -225,8 +226,9 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
         blocks = list(net)
     else:
         raise ValueError(
-            f"`of` (={of!r}) must be an nn.Sequential, or have a method `pipeline_blocks()` that returns modules in "
-            f"order, each taking what the one before returns; {type(net).__name__} is neither. Give it one."
+            f"`of` (={of!r}) must be an nn.Sequential, or have a method `pipeline_blocks()` that returns "
+            f"its modules in order, each of which takes what the one before returns. {type(net).__name__} "
+            "is neither, so add the method."
         )
 
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
@@ -234,8 +236,8 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
     if outside:
         names = ", ".join(f"`{name}`" for name in outside[:3])
         raise ValueError(
-            f"Parameters {names} ({len(outside)} in all) must be in a block "
-            f"of `of` (={of!r}): what is outside belongs to no stage. Make them part of the network."
+            f"Parameters {names} ({len(outside)} in all) must be in a block of `of` (={of!r}), because "
+            "parameters outside the network belong to no stage. Make them part of the network."
         )
     return blocks
 
@@ -249,13 +251,14 @@ def _network_of(module: nn.Module, of: str) -> Any:
             if list(child.parameters()):
                 names.append(name)
         raise ValueError(
-            f"`of` (={of!r}) must name the network that is cut into stages, and {type(module).__name__} has no such "
-            f"attribute: those with parameters are {', '.join(names) or 'none'}. Set `of` to one of them."
+            f"`of` (={of!r}) must name the network that is cut into stages, but {type(module).__name__} "
+            "has no such attribute. Set `of` to one of its modules with parameters: "
+            f"{', '.join(names) or 'none'}."
         ) from None
     if getattr(net, "_compiled_call_impl", None) is not None or hasattr(net, "_orig_mod"):
         raise ValueError(
-            f"`of` (={of!r}) must not be compiled as a whole: its stages run one by one. Compile its blocks, or leave "
-            "torch.compile out."
+            f"`of` (={of!r}) must not be compiled as a whole, because its stages run one by one. Compile "
+            "its blocks, or leave torch.compile out."
         )
     return net
 
@@ -288,14 +291,16 @@ def cut_places(
     num_blocks = len(costs)
     if num_blocks < num_stages:
         raise ValueError(
-            f"`num_stages` (={num_stages} in all) must be at most the number of blocks (={num_blocks}): a stage is "
-            "one block at least. Lower `num_stages`, or make more blocks of the network."
+            f"`num_stages` (={num_stages} in all) must not exceed the number of blocks (={num_blocks}), "
+            "because every stage needs at least one. Lower `num_stages`, or split the network into more "
+            "blocks."
         )
     if isinstance(cuts, BlockProfile):
         if len(cuts.seconds) != num_blocks:
             raise ValueError(
-                f"`cuts` (=a profile of {len(cuts.seconds)} blocks) must have one number for each of the {num_blocks} "
-                "blocks of the network. Measure these: BlockProfile.measured(blocks, example)."
+                f"`cuts` (=a profile of {len(cuts.seconds)} blocks) must have one number for each of the "
+                f"{num_blocks} blocks of the network. Measure them with BlockProfile.measured(blocks, "
+                "example)."
             )
         places = _places_by_profile(cuts, num_stages, num_microbatches, schedule)
     elif cuts is None:
@@ -304,8 +309,8 @@ def cut_places(
         places = list(cuts)
         if places and places[-1] >= num_blocks:
             raise ValueError(
-                f"`cuts` (={places}) must be below the number of blocks (={num_blocks}): the last stage would be "
-                "empty. Leave `cuts` out to balance them."
+                f"`cuts` (={places}) must be below the number of blocks (={num_blocks}), because the last "
+                "stage would be empty otherwise. Leave `cuts` out to balance the stages."
             )
     return [0, *places, num_blocks]
 

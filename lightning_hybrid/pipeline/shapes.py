@@ -99,8 +99,9 @@ def check_shapes(boundaries: Sequence[Boundary], value: object, subject: str) ->
             actual.append(type(argument))
     if actual != agreed:
         raise RuntimeError(
-            f"Shapes and dtypes of {subject} (={actual}) must be those of the fake tensors that ran before "
-            f"(={agreed}): the next rank would misread the message. A block must not choose its shapes by values."
+            f"Shapes and dtypes of {subject} (={actual}) must be those of the fake tensors that ran "
+            f"before (={agreed}), because the next rank would misread the message. The shapes that a "
+            "block returns must not depend on values."
         )
 
 
@@ -177,8 +178,9 @@ def _fake_output(
         outputs = as_arguments(functional_call(block, fake_state, arguments))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
-            f"The output of block {type(block).__name__} must have a shape that does not depend on values: "
-            "stages agree on shapes before they compute. Move what depends on values out of the network."
+            f"The output of block {type(block).__name__} must have a shape that does not depend on "
+            "values, because stages agree on shapes before they compute. Move the computation that "
+            "depends on values out of the network."
         ) from error
 
     are_tensors = all(isinstance(output, Tensor) for output in outputs)

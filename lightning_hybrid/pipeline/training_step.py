@@ -257,8 +257,8 @@ class TrainingStep:
             num_calls += 1
             if num_calls > 1:
                 raise ValueError(
-                    "`training_step` must call the network that `of` names once: its stages compute each micro-batch "
-                    "once. Join the inputs of both calls into one."
+                    "`training_step` must call the network that `of` names exactly once, because each "
+                    "micro-batch goes through the stages once. Concatenate the inputs of both calls into one."
                 )
             return output
 
@@ -346,8 +346,8 @@ class TrainingStep:
         if differing:
             rank_zero_warn(
                 f"Logged values differ among the stages of a pipeline: {'; '.join(differing)}. Outside of "
-                "`training_step` a hook sees gradients and weights of its own stages alone, and loggers write those "
-                "of rank zero: a norm is not the network's."
+                "`training_step`, a hook sees only the gradients and weights of its own stages, and loggers "
+                "write the values of rank zero. A norm computed there is not the network's norm."
             )
 
     @contextmanager
@@ -376,17 +376,18 @@ class TrainingStep:
             if not self._has_warned and is_compared and has_drawn():
                 self._has_warned = True
                 rank_zero_warn(
-                    "`training_step` draws random numbers: in a pipeline the values that it logs are of the outputs "
-                    "that were trained and of another draw, made for the whole batch. Gradients are right. Draw in "
-                    "the loader, or log in validation."
+                    "`training_step` draws random numbers. In a pipeline, the values that it logs come from the "
+                    "trained outputs and from another draw for the whole batch. Gradients are right. Draw in the "
+                    "loader, or log in validation."
                 )
 
     def _check_rows(self, net_input: Tensor) -> None:
         if net_input.dim() == 0 or net_input.shape[0] != self._num_rows:
             raise ValueError(
-                f"The network's input for a whole batch (of shape {tuple(net_input.shape)}) must have the rows of its "
-                f"micro-batches (= {self._num_rows}): what is logged would be of other rows than what was trained. "
-                "Let the rows that `training_step` gives to the network follow from those of the batch."
+                f"The network's input for a whole batch (of shape {tuple(net_input.shape)}) must have the "
+                f"rows of its micro-batches (= {self._num_rows}), because logged values would cover other "
+                "rows than were trained otherwise. Derive the rows that `training_step` passes to the "
+                "network from the rows of the batch."
             )
 
     def _buffers_outside(self) -> dict[str, tuple[Tensor, int]]:
@@ -406,8 +407,9 @@ class TrainingStep:
                 changed.append(name)
         if changed:
             raise ValueError(
-                f"Buffers outside of the network (`{'`, `'.join(changed[:3])}`) must not be moved in `training_step` "
-                "in a pipeline: the first and the last stage run it for each micro-batch, and every rank for the "
-                "whole batch, so ranks would part. Move them in `on_train_batch_end`, from what `training_step` "
-                "returns: it is the same on all ranks there."
+                f"Buffers outside of the network (`{'`, `'.join(changed[:3])}`) must not be changed in "
+                "`training_step` in a pipeline, because the first and the last stage run it for each "
+                "micro-batch and every rank for the whole batch, so the buffers would diverge. Change them "
+                "in `on_train_batch_end` from what `training_step` returns, which is the same on all ranks "
+                "there."
             )

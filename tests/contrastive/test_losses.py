@@ -155,7 +155,7 @@ def short_on_the_last(missing):
 def test_other_numbers_of_pairs_or_none_are_refused_on_every_rank(missing, shapes, two_ranks):
     for said in two_ranks.run(short_on_the_last, missing, timeout_s=30):
         assert said.startswith(
-            f"the embeddings of all ranks must have one shape, and have {shapes}"
+            f"The embeddings of all ranks must have the same shape (have {shapes})"
         )
 
 
@@ -166,11 +166,11 @@ def test_other_numbers_of_pairs_or_none_are_refused_on_every_rank(missing, shape
         (lambda: SigLIP(block=0), r"`block` \(=0\) must be a whole number, 1 or more"),
         (
             lambda: InfoNCE()(torch.ones(3, 2), torch.ones(2, 2)),
-            "`a` and `b` .* must be two matrices of one shape",
+            "`a` and `b` .* must be two matrices of the same shape",
         ),
         (
             lambda: InfoNCE()(torch.ones(0, 2), torch.ones(0, 2)),
-            "`a` and `b` .* must be two matrices of one shape",
+            "`a` and `b` .* must be two matrices of the same shape",
         ),
     ],
 )
@@ -401,7 +401,7 @@ def test_a_pipeline_refuses_a_loss_over_the_global_batch(two_ranks):
 
 
 def test_a_function_without_parameters_and_a_batch_without_rows_are_refused():
-    with pytest.raises(ValueError, match=r"`embed` .* must be a module, or a method of one"):
+    with pytest.raises(ValueError, match=r"`embed` .* must be a module or a method of a module"):
         GlobalBatch(InfoNCE())(lambda batch: batch, torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"the tensors of `batch` \(of \[2, 3\] rows\)"):
         GlobalBatch(InfoNCE())(Embedder(), [torch.ones(2, 2), torch.ones(3, 2)])

@@ -203,10 +203,10 @@ class WithTargets(Mlp):
 
 
 REFUSED = {
-    KeepsFeatures: "must be that of `training_step` with the whole network",
-    Glue: "Does `forward` do more than its blocks? Make it a block.",
-    Centred: "Buffers outside of the network (`centre`) must not be moved in `training_step`",
-    MovesAttribute: "must not depend on what it moves in the module",
+    KeepsFeatures: "must equal that of `training_step` with the whole network",
+    Glue: "`forward` computes something outside its blocks, so make it a block",
+    Centred: "Buffers outside of the network (`centre`) must not be changed in `training_step`",
+    MovesAttribute: "must not depend on what it changes in the module",
     Clips: "changed gradients by other means than `self.clip_gradients`",
     Penalised: "the network's input is not connected to its output",
     Saves: "Call `trainer.save_checkpoint(path)` on every rank",

@@ -160,7 +160,9 @@ def test_a_run_without_any_of_it_goes_on():
 
 def test_the_page_has_the_table():
     """One line for each option, with all that it excludes."""
-    text = README.read_text().partition("## Options that cannot be combined")[2].partition("\n## ")[0]
+    text = (
+        README.read_text().partition("## Options that cannot be combined")[2].partition("\n## ")[0]
+    )
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in text.splitlines()

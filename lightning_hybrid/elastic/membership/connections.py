@@ -72,7 +72,8 @@ class Connection(asyncio.Protocol):
         line = json.dumps(message).encode() + b"\n"
         if len(line) > LIMIT:
             raise MalformedError(
-                f"a message of {len(line)} bytes is longer than {LIMIT}: too many hosts"
+                f"a message of {len(line)} bytes is longer than {LIMIT} bytes, because there are too many "
+                "hosts"
             )
         if not self.is_connected:
             self._unsent += line if len(self._unsent) < MOST_UNSENT else b""

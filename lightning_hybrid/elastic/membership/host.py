@@ -83,7 +83,8 @@ class Host(SocketThread):
         assert host_listener is not None
         if rank_listener is None:
             raise RuntimeError(
-                f"elastic: another first rank of host {settings.host} is running. Give each host a name of its own."
+                f"elastic: the first rank of another host named {settings.host} is running. Give each host "
+                "its own name."
             )
 
         listeners = [host_listener, rank_listener]
@@ -296,7 +297,9 @@ class Host(SocketThread):
         )
         _, uid, _ = struct.unpack("3i", credentials)
         if uid != os.getuid() or local in self._ranks or local == 0:
-            raise MalformedError(f"local rank {local} is another user's, or there already")
+            raise MalformedError(
+                f"local rank {local} belongs to another user, or is connected already"
+            )
         self._ranks[local] = connection
         self._seen_s[local] = monotonic()
         connection.trust(
@@ -462,7 +465,7 @@ class Host(SocketThread):
     def _join(self, host: str, committed: list[int]) -> None:
         """Take a host into the lobby if it can be reached from here too. Otherwise it asks again later."""
         if len(committed) != self._settings.ranks_per_host:
-            raise MalformedError("another number of ranks on a host")
+            raise MalformedError("the host has another number of ranks")
         if (not self.machine.run or self.machine.is_head()) and self._peer(host).is_connected:
             self.machine.join(host, committed)
             self._act()

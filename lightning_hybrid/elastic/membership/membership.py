@@ -184,7 +184,8 @@ class Membership:
                 raise self._error
             if self._is_waiting or self._view is None:
                 raise TimeoutError(
-                    f"elastic: no view in {timeout_s:g} s; waited for {self._part.waits_for()}"
+                    f"elastic: no group of hosts was formed within `timeout` (={timeout_s:g} s). Waited for "
+                    f"{self._part.waits_for()}. Start the missing hosts, or raise `timeout`."
                 )
             return self._view
 
