@@ -99,8 +99,8 @@ class RecalibrateBatchNorm(Callback):
     def _recalibrate(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if run_status(trainer).replica_group is not None:
             raise misconfiguration(
-                "`RecalibrateBatchNorm` cannot be combined with strategy='hybrid_pipeline': it runs the network "
-                "outside of a step, where each rank has its own stages alone. Leave it out."
+                "`RecalibrateBatchNorm` cannot be combined with strategy='hybrid_pipeline', because it runs "
+                "the network outside of a step, where each rank has only its own stages. Leave it out."
             )
         layers = {}
         for name, layer in pl_module.named_modules():
@@ -136,8 +136,8 @@ class RecalibrateBatchNorm(Callback):
         self._has_warned = True
         frozen = [f"`{name}`" for name, layer in layers.items() if layer in statistics.frozen]
         rank_zero_warn(
-            f"`RecalibrateBatchNorm`: {', '.join(frozen)} keep their statistics, as they are in evaluation mode while "
-            "the module trains."
+            f"`RecalibrateBatchNorm`: {', '.join(frozen)} keep their statistics, because they are in "
+            "evaluation mode while the module trains."
         )
 
     def _batches(self, trainer: pl.Trainer) -> Iterator[Any]:
@@ -333,8 +333,8 @@ def new_train_loader(trainer: Any, *, asked_by: str) -> Any:
         if source is not None:
             description = f"a `{type(source).__name__}`, whose place in the epoch would be lost"
         raise RuntimeError(
-            f"`{asked_by}` needs training data of which it can make a loader, and found {description}. Give "
-            "`trainer.fit` and `trainer.test` a data module."
+            f"`{asked_by}` needs training data to create a loader from, but found {description}. Pass a "
+            "data module to `trainer.fit` and `trainer.test`."
         )
     loader = source.train_dataloader() if is_module else source
     # It gets a DistributedSampler if Lightning would add one.
@@ -351,8 +351,9 @@ def _to_device(trainer: pl.Trainer, batch: Any) -> Any:
 def _forward_images(module: pl.LightningModule, batch: Any) -> Any:
     if type(module).forward is nn.Module.forward:
         raise RuntimeError(
-            f"`{type(module).__name__}.forward` is not defined: `RecalibrateBatchNorm` cannot run the "
-            "network. Define it, or give `RecalibrateBatchNorm(forward=lambda module, batch: module.net(batch[0]))`."
+            f"`{type(module).__name__}.forward` is not defined, so `RecalibrateBatchNorm` cannot run the "
+            "network. Define it, or use `RecalibrateBatchNorm(forward=lambda module, batch: "
+            "module.net(batch[0]))`."
         )
     if isinstance(batch, tuple | list):
         return module(batch[0])

@@ -48,8 +48,8 @@ class TimeToAccuracy(Callback):
         require_choice("mode", mode, ("max", "min"), why)
         if monitor in (m.VAL_ACC, m.VAL_ACC_TOP5) and not 0 < target <= 1:
             raise ValueError(
-                f"`target` (={target}) must be above 0 and at most 1: `{monitor}` is a share and no percentage. Write "
-                "target=0.759 for 75.9 %."
+                f"`target` (={target}) must be above 0 and at most 1, because `{monitor}` is a share, not a "
+                "percentage. Set target=0.759 for 75.9 %."
             )
         self.target = target
         self.monitor = monitor
@@ -123,8 +123,8 @@ class TimeToAccuracy(Callback):
         if value is None:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise ValueError(
-                f"`monitor` (={self.monitor!r}) must be a metric that validation logs: logged so far were {logged}. "
-                "Name one of them, or log it with `self.log` in `validation_step`."
+                f"`monitor` (={self.monitor!r}) must be a metric that validation logs (logged so far: "
+                f"{logged}). Name one of them, or log it with `self.log` in `validation_step`."
             )
         if self.mode == "max":
             is_reached = float(value) >= self.target

@@ -228,9 +228,9 @@ def load_unchecked(
         if not refused_classes:
             raise DamagedCheckpointError(_damaged(path, first_line(error))) from error
         raise RefusedCheckpointError(
-            f"`{path}` holds objects (={', '.join(refused_classes)}) next to tensors and plain data: to build them is "
-            "to run code that the file names, so it was not loaded, and nothing of it was run. If you wrote the file "
-            "yourself, give weights_only=False, or call torch.serialization.add_safe_globals with these classes before."
+            f"`{path}` contains objects of {', '.join(refused_classes)}. Loading them would run code that "
+            "the file names, so nothing was loaded. If you trust the file, set weights_only=False, or "
+            "call torch.serialization.add_safe_globals with these classes first."
         ) from None
 
 

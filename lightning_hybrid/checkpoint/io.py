@@ -216,10 +216,11 @@ def _warn_of_objects(path: Path) -> None:
     classes = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
     if classes:
         rank_zero_warn(
-            f"The checkpoint `{path}` holds objects (={', '.join(classes)}) next to tensors and plain data: as with "
-            "any strategy, fit(ckpt_path=...) and load_from_checkpoint will load it only with weights_only=False, or "
-            "after torch.serialization.add_safe_globals with these classes. Or keep them out of hyper-parameters "
-            "(`save_hyperparameters(ignore=...)`) and of `state_dict` of callbacks."
+            f"The checkpoint `{path}` contains objects of {', '.join(classes)}. As with any strategy, "
+            "fit(ckpt_path=...) and load_from_checkpoint load it only with weights_only=False, or after "
+            "torch.serialization.add_safe_globals with these classes. To avoid that, keep them out of "
+            "hyper-parameters (`save_hyperparameters(ignore=...)`) and out of the `state_dict` of "
+            "callbacks."
         )
 
 

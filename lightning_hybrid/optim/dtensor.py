@@ -78,7 +78,7 @@ def check_placements(group: dict[str, Any]) -> None:
         is_sharded = any(not placement.is_replicate() for placement in param.placements)
         if is_sharded and group.get("direction") == "orthogonal":
             raise ValueError(
-                f'{name} and `direction` (="orthogonal") exclude each other: singular values are of whole matrices, '
+                f'{name} and `direction` (="orthogonal") cannot be combined: singular values are of whole matrices, '
                 'and a rank holds a shard. Set direction="momentum", or train on whole weights: '
                 'strategy="hybrid_allreduce" or "ddp".'
             )

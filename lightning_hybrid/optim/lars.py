@@ -213,7 +213,7 @@ class LARS(OrthogonalStep):
                 reason = "no ratio enters its step, whose size is lr * trust_coefficient * |w|"
             if conflict:
                 raise ValueError(
-                    f'`{conflict}` (={group[conflict]!r}) and `direction` (="orthogonal") exclude each other: '
+                    f'`{conflict}` (={group[conflict]!r}) and `direction` (="orthogonal") cannot be combined: '
                     f"{reason}. Leave `{conflict}` out."
                 )
         if group["nesterov"] and group["momentum"] == 0:

@@ -179,21 +179,21 @@ def refuse_excluded(
     cures: Mapping[str, str] = CURES,
     error: Callable[[str], BaseException] = ValueError,
 ) -> None:
-    """Check that no two features of options and run exclude each other.
+    """Check that no two features of options and run cannot be combined.
 
     Args:
         features: The text ``name` (=value)` of each feature, by the names of `CURES`.
-        rows: The pairs that exclude each other.
+        rows: The pairs that cannot be combined.
         cures: The change that removes each feature.
         error: Makes the error from its message.
 
     Raises:
-        ValueError: Two features exclude each other. With `error`, its error is raised instead. Either
+        ValueError: Two features cannot be combined. With `error`, its error is raised instead. Either
             names both features, the reason and the cures.
 
     >>> refuse_excluded({"planner": "`comm.plan` (=a Cluster)", "adasum": "`between_nodes` (=Adasum())"})
     Traceback (most recent call last):
-    ValueError: `comm.plan` (=a Cluster) and `between_nodes` (=Adasum()) exclude each other: a planner compares ways \
+    ValueError: `comm.plan` (=a Cluster) and `between_nodes` (=Adasum()) cannot be combined: a planner compares ways \
 to sum, and this is no sum. Leave `comm.plan` out, or write between_nodes=Mean().
     """
     for feature, conflict, reason in rows:
@@ -201,7 +201,7 @@ to sum, and this is no sum. Leave `comm.plan` out, or write between_nodes=Mean()
             first_cure = cures[feature]
             cure = f"{first_cure[0].upper()}{first_cure[1:]}, or {cures[conflict]}"
             raise error(
-                f"{features[feature]} and {features[conflict]} exclude each other: {reason}. {cure}."
+                f"{features[feature]} and {features[conflict]} cannot be combined: {reason}. {cure}."
             )
 
 
@@ -320,9 +320,10 @@ def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> 
     if coupled_types:
         rank_zero_warn(
             f"`accumulate_grad_batches` (={accumulate_grad_batches}) adds up gradients of "
-            f"`{coupled_types[0].__name__}` of one batch each: a sample is compared with those of its own batch, not "
-            f"with the {accumulate_grad_batches} times as many of the step. For these take "
-            "`lightning_hybrid.contrastive.GlobalBatch`, a larger batch and no accumulation."
+            f"`{coupled_types[0].__name__}`, each of which compares the samples of one batch, not the "
+            f"{accumulate_grad_batches} times as many samples of a step. To compare all samples of a "
+            "step, use `lightning_hybrid.contrastive.GlobalBatch` with a larger batch and without "
+            "accumulation."
         )
 
 

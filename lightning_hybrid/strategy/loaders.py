@@ -279,8 +279,9 @@ class TrainingLoaders:
         for resume, number in zip(self._resumes, numbers, strict=True):
             if number != numbers[0]:
                 raise resume.error(
-                    f"of the batches that are done it has read {number}, and another loader of the fit {numbers[0]}: "
-                    "give all loaders the ranks and batch sizes of the checkpoint, or change all by one factor"
+                    f"it has read {number} of the finished batches, but another loader of the fit has read "
+                    f"{numbers[0]}: resume all loaders with the ranks and batch sizes of the checkpoint, or scale "
+                    "all batch sizes by the same factor"
                 )
         if not numbers:
             return num_done
@@ -343,8 +344,8 @@ class TrainingLoaders:
             if self._processed and not any(loader is processed for processed in self._processed):
                 raise RuntimeError(
                     f"The training loader (={type(loader).__name__}) must be the one that the strategy's "
-                    "`process_dataloader` returned, so that its place can be followed. Wrap the loader that you give "
-                    "to `Trainer.fit`, or set exact_resume=False."
+                    "`process_dataloader` returned, because its position is tracked there. Wrap the loader that "
+                    "you pass to `Trainer.fit`, or set exact_resume=False."
                 )
         for resume in self._resumes:
             if resume.has_begun and fit._data_fetcher.fetched == 0:
@@ -375,7 +376,7 @@ class TrainingLoaders:
             caveat = resume.caveat()
             if caveat:
                 rank_zero_warn(
-                    f"The training loader does not resume exactly, or not at once: {caveat}."
+                    f"The training loader does not resume exactly, or not immediately: {caveat}."
                 )
 
     # ---- checkpoints -------------------------------------------------------------------------

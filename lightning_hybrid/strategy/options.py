@@ -1,4 +1,4 @@
-"""Option objects that a user passes to a strategy. Choices that exclude each other are classes of one argument."""
+"""Option objects that a user passes to a strategy. Choices that cannot be combined are classes of one argument."""
 
 from __future__ import annotations
 
@@ -159,9 +159,9 @@ class LocalSteps(BetweenNodes):
         require_number("between_nodes.outer_momentum", self.outer_momentum, why, high=1)
         if self.on_wire is torch.float16:
             raise ValueError(
-                f"`between_nodes.dtype` (={self.dtype!r}) cannot carry what weights have moved: it has no loss scale "
-                "and can be below what fp16 holds. Write dtype='bfloat16', 'int8' or 'int4', or "
-                "leave it out."
+                f"`between_nodes.dtype` (={self.dtype!r}) cannot carry changes of weights, because these have "
+                "no loss scale and can be smaller than fp16 represents. Set dtype='bfloat16', 'int8' or "
+                "'int4', or leave it out."
             )
 
     @property

@@ -73,9 +73,10 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
         missing = _await_result(names, end_s, where, rank, timeout)
     if missing:
         raise RendezvousError(
-            f"`WORLD_SIZE` (={world_size}) ranks must meet at {where}, and within {timeout.total_seconds():g} s "
-            f"{missing} did not come. Check that every rank is started with this MASTER_ADDR and MASTER_PORT and that "
-            "no firewall blocks the connection, or raise `timeout`, the time that ranks wait for one another."
+            f"`WORLD_SIZE` (={world_size}) ranks must connect at {where}, but within "
+            f"{timeout.total_seconds():g} s {missing} did not connect. Check that every rank was started "
+            "with this MASTER_ADDR and MASTER_PORT and that no firewall blocks the connection, or raise "
+            "`timeout`, the time that ranks wait for one another."
         )
     return dist.PrefixStore("default_pg", store)
 

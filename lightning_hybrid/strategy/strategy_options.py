@@ -295,14 +295,15 @@ def refuse_unknown_options(
             if value is None:  # Lightning's own default
                 continue
             raise ValueError(
-                f"`{name}` (={value!r}) cannot be combined with strategy={strategy_name!r}: it is the communication "
-                "hook. In place of fp16_compress_hook give comm=Comm(dtype='float16'), in place of bf16_compress_hook "
-                "comm=Comm(dtype='bfloat16'), in place of averages of models between_nodes=LocalSteps(every=8); for "
-                "another hook, such as PowerSGD, use strategy='ddp'."
+                f"`{name}` (={value!r}) cannot be combined with strategy={strategy_name!r}, which is a "
+                "communication hook itself. Replace fp16_compress_hook by comm=Comm(dtype='float16'), "
+                "bf16_compress_hook by comm=Comm(dtype='bfloat16'), and model averaging by "
+                "between_nodes=LocalSteps(every=8). For another hook, such as PowerSGD, use strategy='ddp'."
             )
         if name in _OPTIONS_OF_THE_STRATEGY:
             raise ValueError(
-                f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel."
+                f"`{name}` cannot be set, because the strategy sets it for DistributedDataParallel. Leave it "
+                "out."
             )
         if name not in ddp_names:
             suggestion = _suggestion(name, [*strategy_names, *ddp_names])

@@ -67,7 +67,7 @@ def build(
     if isinstance(trainer.strategy, FullyShardedStrategy):
         if kind.func is not Classifier:
             raise ValueError(
-                f"`module` (={kind.func.__name__}) and strategy=fsdp2 exclude each other: it shards a Classifier only. "
+                f"`module` (={kind.func.__name__}) and strategy=fsdp2 cannot be combined: it shards a Classifier only. "
                 "Set strategy=hybrid."
             )
         kind = ShardedClassifier

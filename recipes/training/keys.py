@@ -76,7 +76,7 @@ def check_precision(cfg: DictConfig) -> None:
         "bf16-true",
     ):
         raise ValueError(
-            f"`precision` (='{cfg.precision}') and strategy=fsdp2 exclude each other: its shards are fp32 masters, and "
+            f"`precision` (='{cfg.precision}') and strategy=fsdp2 cannot be combined: its shards are fp32 masters, and "
             "nothing of Lightning's scales the loss there. Set precision=16-true, bf16-true, bf16-mixed or 32-true."
         )
 
@@ -93,7 +93,7 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
         trainer.strategy, HybridAllReduceStrategy
     ):
         raise ValueError(
-            f"`model.slice_fc` (=node) and `strategy` (={type(trainer.strategy).__name__}) exclude each other: this "
+            f"`model.slice_fc` (=node) and `strategy` (={type(trainer.strategy).__name__}) cannot be combined: this "
             "strategy does not cut layers over ranks. Set strategy=hybrid, or model.slice_fc=off."
         )
     num_classes = getattr(data, "num_classes", 0)

@@ -88,7 +88,7 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are(two_ranks):
 @pytest.mark.parametrize("target", [75.9, 0.0, "75.9"])
 def test_a_target_in_per_cent_is_refused(target):
     with pytest.raises(
-        ValueError, match=r"^`target` \(=.*\) must be above 0 and at most 1: .* Write target=0.759"
+        ValueError, match=r"^`target` \(=.*\) must be above 0 and at most 1, .* Set target=0.759"
     ):
         TimeToAccuracy(target=target)
     assert TimeToAccuracy(target=2.5, monitor="val/loss", mode="min").target == 2.5

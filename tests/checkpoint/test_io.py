@@ -100,7 +100,7 @@ def hyper_parameters():
 
 @pytest.mark.parametrize("weights_only", [None, True, False])
 @pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
-@pytest.mark.filterwarnings("ignore:The checkpoint .* holds objects")
+@pytest.mark.filterwarnings("ignore:The checkpoint .* contains objects")
 def test_what_is_saved_is_what_lightnings_own_plugin_loads(tmp_path, in_background, weights_only):
     """In type as in value, or it is refused as it is there."""
     durable = DurableCheckpointIO(in_background=in_background)

@@ -537,4 +537,4 @@ def test_elastic_refuses_a_loss_over_all_ranks():
     options = {"kind": HybridElasticStrategy, "max_hosts": 2, "meet": "127.0.0.1:29400"}
     seen = fit(None, partial(Fitted, Network), train=loader, raises=True, **options)
     assert "`global_batch.loss` (=InfoNCE) and `strategy` (='hybrid_elastic')" in seen.error
-    assert "exclude each other" in seen.error
+    assert "cannot be combined" in seen.error

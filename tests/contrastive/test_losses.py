@@ -397,7 +397,7 @@ def test_accumulation_of_a_loss_that_couples_the_batch_is_warned_of():
 def test_a_pipeline_refuses_a_loss_over_the_global_batch(two_ranks):
     scene = {"kind": HybridPipelineStrategy, "num_stages": 2, "num_microbatches": 2, "raises": True}
     for seen in fit(two_ranks, Contrastive, **scene, **SCENE):
-        assert "`GlobalBatch` and a pipeline exclude each other" in seen.error
+        assert "`GlobalBatch` and a pipeline cannot be combined" in seen.error
 
 
 def test_a_function_without_parameters_and_a_batch_without_rows_are_refused():

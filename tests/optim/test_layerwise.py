@@ -160,12 +160,12 @@ def test_every_bad_argument_is_refused_for_the_optimizer_and_for_a_group(rule, n
             {},
             r"`fused` \(=True\) must be the optimizer's \(=None\).* to LAMB",
         ),
-        (LARS, {}, {"direction": "orthogonal", "fused": True}, "`fused` .* exclude each other"),
+        (LARS, {}, {"direction": "orthogonal", "fused": True}, "`fused` .* cannot be combined"),
         (
             LARS,
             {},
             {"direction": "orthogonal", "trust_clip": 1.0},
-            "`trust_clip` .* exclude each other",
+            "`trust_clip` .* cannot be combined",
         ),
     ],
 )

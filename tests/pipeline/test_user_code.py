@@ -238,7 +238,7 @@ def test_callbacks_and_options_for_whole_networks_are_refused_at_setup(
     two_ranks, name, value, word
 ):
     for seen in fit_in_stages(two_ranks, Mlp, raises=True, **{name: value}):
-        assert f"`{name}` (={word}) and a pipeline exclude each other" in seen.error
+        assert f"`{name}` (={word}) and a pipeline cannot be combined" in seen.error
 
 
 class LogsGradientNorm(Mlp):

@@ -250,7 +250,7 @@ def test_an_extension_that_is_no_factory_is_refused():
         ):
             HybridAllReduceStrategy(extensions=wrong)
     with pytest.raises(
-        ValueError, match=r"^`extensions` .* and a pipeline exclude each other: .* Leave `ext"
+        ValueError, match=r"^`extensions` .* and a pipeline cannot be combined: .* Leave `ext"
     ):
         HybridPipelineStrategy(extensions=[FitExtension])
     strategy = HybridAllReduceStrategy(extensions=[lambda fit: None])

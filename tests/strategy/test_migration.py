@@ -181,10 +181,10 @@ def test_comm_dtype_is_the_compression_hook_of_torch_bit_for_bit(two_ranks):
 @pytest.mark.parametrize(
     ("option", "cure"),
     [
-        ({"ddp_comm_hook": default_hooks.fp16_compress_hook}, "give comm=Comm\\(dtype='float16'"),
+        ({"ddp_comm_hook": default_hooks.fp16_compress_hook}, "by comm=Comm\\(dtype='float16'"),
         ({"ddp_comm_hook": powerSGD_hook.powerSGD_hook}, "such as PowerSGD, use strategy='ddp'"),
         ({"ddp_comm_state": object()}, "use strategy='ddp'"),
-        ({"model_averaging_period": 4}, "in place of averages of models between_nodes=LocalSteps"),
+        ({"model_averaging_period": 4}, "model averaging by between_nodes=LocalSteps"),
     ],
     ids=["fp16", "PowerSGD", "state", "local SGD"],
 )

@@ -52,7 +52,7 @@ REFUSED = [
     (
         LocalSteps,
         {"every": 4, "dtype": "fp16"},
-        r"`between_nodes.dtype` \(='fp16'\) cannot carry what weights have",
+        r"`between_nodes.dtype` \(='fp16'\) cannot carry changes of weights",
     ),
     (Comm, {"algorithm": "ring"}, r"`algorithm` \(='ring'\).* Write algorithm='auto'"),
     (

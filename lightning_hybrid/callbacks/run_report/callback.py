@@ -120,8 +120,8 @@ class RunReport(Callback):
         """
         if find_spec("matplotlib") is None:
             raise ModuleNotFoundError(
-                "`RunReport` needs matplotlib, which is not installed: the run would end without its report. "
-                "`pip install 'lightning-hybrid[report]'`, or leave the callback out."
+                "`RunReport` needs matplotlib, which is not installed. Run `pip install "
+                "'lightning-hybrid[report]'`, or leave the callback out."
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -392,7 +392,7 @@ def _write_file(path: Path, content: bytes) -> None:
         with atomic_path(path) as part:
             part.write_bytes(content)
     except OSError as error:  # a run that trained is not lost for its picture
-        rank_zero_warn(f"{path} was not written ({error.strerror}): the run goes on without it.")
+        rank_zero_warn(f"{path} was not written ({error.strerror}). The run continues without it.")
 
 
 def _target_callbacks(trainer: pl.Trainer) -> list[TimeToAccuracy]:

@@ -41,8 +41,8 @@ def node_slices_for(fit: FitContext, options: Mapping[str, str]) -> NodeSlicesEx
     refuse_excluded({**options, "node slices": description} | in_nodes(topology))
     if topology.ranks_per_node == 1:
         rank_zero_warn(
-            f"{description} cuts nothing: every node has one rank. Leave it out, or run "
-            "several ranks on each node (`ranks_per_node` says which ranks share one)."
+            f"{description} has no effect, because every node has one rank. Leave it out, or run several "
+            "ranks on each node (`ranks_per_node` sets which ranks share one)."
         )
         return None
 

@@ -52,8 +52,9 @@ def _groups(network: nn.Module, names: tuple[str, ...], prefix: str) -> Iterator
     planned_groups = list(_planned(layers[0], full_names[0]))
     if not planned_groups:
         raise ValueError(
-            f"`{full_names[0]}` (={type(layers[0]).__name__}) in `node_slices` must say how it is cut: it has no "
-            f"`tensor_plan()`, and none of its layers is one of {', '.join(READY_PLANS)}. Name pairs of its layers."
+            f"`{full_names[0]}` (={type(layers[0]).__name__}) in `node_slices` must define how it is "
+            "sliced, but it has no `tensor_plan()` and none of its layers is one of "
+            f"{', '.join(READY_PLANS)}. Name pairs of its layers."
         )
     yield from planned_groups
 

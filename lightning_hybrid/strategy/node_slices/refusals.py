@@ -55,8 +55,9 @@ def refuse_layers(
     for group in layers:
         if len(group) not in (1, 2):
             raise ValueError(
-                f"`node_slices` (={group}) must have groups of two names, which are a pair, or of one: the first and "
-                'the second layer of a pair are cut in different ways. Write (("fc6", "fc7"), ("fc8",)).'
+                f"`node_slices` (={group}) must have groups of one name, or of two names that form a pair, "
+                "because the first and the second layer of a pair are sliced in different ways. Write "
+                '(("fc6", "fc7"), ("fc8",)).'
             )
         first = module.get_submodule(group[0])
         last = module.get_submodule(group[-1])
@@ -87,9 +88,10 @@ def _refuse_layer(layer: nn.Module, name: str, *, is_pruned: bool) -> None:
     is_plain = type(layer) in _TYPES and _PLAIN_PARAMETERS.issuperset(features)
     if not is_plain or "sliced" in vars(layer):
         raise ValueError(
-            f"`{name}` (={type(layer).__name__} with {', '.join(features)}) must be a torch.nn.Linear, Embedding or "
-            "MultiheadAttention to be cut by `node_slices`, exactly that, whole and with plain parameters: a subclass, "
-            "pruning, `weight_norm` or such an option needs whole tensors. Leave its name out."
+            f"`{name}` (={type(layer).__name__} with {', '.join(features)}) must be a torch.nn.Linear, "
+            "Embedding or MultiheadAttention with plain parameters to be sliced by `node_slices`. "
+            "Subclasses, pruning, `weight_norm` and similar options need whole tensors. Leave its name "
+            "out."
         )
 
 
@@ -145,9 +147,9 @@ def _refuse_ties(
             is_cut_in_two_ways = key in weights_of_rows and weights_of_cut_layers.count(key) > 1
             if not is_cut or is_cut_in_two_ways:
                 raise ValueError(
-                    f"`{name}` (={type(layer).__name__}) must not share its weight with a layer that `node_slices` "
-                    "cuts in another way, or not at all, because it would compute with a slice. Untie it, or leave "
-                    "names out."
+                    f"`{name}` (={type(layer).__name__}) must not share its weight with a layer that "
+                    "`node_slices` slices differently or not at all, because that layer would compute with a "
+                    "slice. Untie the weight, or leave the names out."
                 )
 
 

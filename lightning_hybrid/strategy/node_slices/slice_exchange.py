@@ -93,15 +93,17 @@ class NodeRanks:
         batch_sizes, image_bytes = gathered.view(-1, 2).T.tolist()
         if len(set(batch_sizes)) > 1:
             raise ValueError(
-                f"the batch (={images.shape[0]} images here) must have the same size on all ranks that share a layer, "
-                f"and they have {batch_sizes}, because images are gathered. Set drop_last=True in the DataLoader."
+                f"The batch (={images.shape[0]} images here) must have the same size on all ranks that share "
+                f"a layer (they have {batch_sizes}), because images are gathered. Set drop_last=True in the "
+                "DataLoader."
             )
         if len(set(image_bytes)) > 1:
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise ValueError(
-                f"the arguments (of shapes {shapes} here) of layers that `node_slices` cuts must be alike on all "
-                "ranks of a node, because they are gathered. Pad to one length, and pass `transformers` a mask of 4 "
-                "dimensions, `[b, 1, 1, t]`: it drops other masks if a batch has no padding."
+                f"The arguments (of shapes {shapes} here) of layers in `node_slices` must have the same "
+                "shapes on all ranks of a node, because they are gathered. Pad to one length, and pass "
+                "`transformers` a mask of 4 dimensions, `[b, 1, 1, t]`, because it drops other masks if a "
+                "batch has no padding."
             )
 
 

@@ -318,9 +318,10 @@ class SlicedFit:
         while missing:
             if monotonic() > end_s:
                 raise RuntimeError(
-                    f"`state_dict()` must be called on all ranks: layers of `node_slices` (={self.names}) are cut over "
-                    f"the ranks of a node, and {name_ranks(missing)} did not call it within {STATE_LIMIT_S:g} s. Call "
-                    "it outside of `if self.trainer.is_global_zero:` and use it there, or `trainer.save_checkpoint`."
+                    f"`state_dict()` must be called on all ranks, because layers of `node_slices` (={self.names}) "
+                    f"are sliced over the ranks of a node, but {name_ranks(missing)} did not call it within "
+                    f"{STATE_LIMIT_S:g} s. Call it outside of `if self.trainer.is_global_zero:`, or use "
+                    "`trainer.save_checkpoint`."
                 )
             sleep(0.005)
             missing = self._ranks_without_state(missing)

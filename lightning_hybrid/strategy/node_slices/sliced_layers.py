@@ -235,9 +235,10 @@ class HeadsAttention(SlicedLayer):
         is_mask_for_all_heads = attn_mask is None or attn_mask.dim() == 2
         if need_weights or query.dim() != 3 or not is_mask_for_all_heads:
             raise ValueError(
-                f"`need_weights` (={need_weights}) must be False in an attention that `node_slices` cuts, the input "
-                f"(of {query.dim()} dimensions) a batch of sequences, and `attn_mask` of 2 dimensions, because no rank "
-                "has the attention of all heads. Call it so, or leave the layer out."
+                f"`need_weights` (={need_weights}) must be False in an attention layer of `node_slices`, its "
+                f"input (of {query.dim()} dimensions) must be a batch of sequences, and `attn_mask` must have "
+                "2 dimensions, because no rank has the attention of all heads. Change the call, or leave the "
+                "layer out."
             )
 
         # A tensor passed as several arguments stays one object: the entrance sends each object once.
@@ -344,9 +345,9 @@ class Entrance:
     def _gather_tensor(self, tensor: Tensor, num_images: int) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] not in (1, num_images):
             raise ValueError(
-                f"an input (of shape {tuple(tensor.shape)}) of layers that `node_slices` cuts must have one entry for "
-                f"each of the {num_images} images, or one for all, because the inputs of the node are gathered. "
-                "Leave these layers out."
+                f"An input (of shape {tuple(tensor.shape)}) of layers in `node_slices` must have one entry "
+                f"for each of the {num_images} images, or one entry for all, because the inputs of the node "
+                "are gathered. Leave these layers out of `node_slices`."
             )
         # One entry for all images becomes one for each image of its rank.
         num_copies = 1

@@ -216,7 +216,7 @@ def test_what_happens_between_nodes_is_a_group_and_a_codec_a_key_of_it():
         configured(*ask, "strategy/between_nodes=adasum").strategy
     )._options.is_adasum
     pipeline = configured(*ask, "strategy=pipeline", "strategy.between_nodes.dtype=int8").strategy
-    with pytest.raises(InstantiationException, match="and a pipeline exclude each other"):
+    with pytest.raises(InstantiationException, match="and a pipeline cannot be combined"):
         instantiate(pipeline)
 
 
@@ -305,7 +305,8 @@ def test_kernels_in_channels_last_are_refused():
 def test_an_average_of_shards_is_refused():
     trainer = SimpleNamespace(strategy=ModelParallelStrategy())
     with pytest.raises(
-        ValueError, match=r"`strategy` \(=ModelParallelStrategy\) and MasterWeightAveraging exclude"
+        ValueError,
+        match=r"`strategy` \(=ModelParallelStrategy\) cannot be combined with MasterWeightAveraging",
     ):
         MasterWeightAveraging().setup(trainer, nn.Linear(1, 1), "fit")
 

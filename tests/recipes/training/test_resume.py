@@ -81,7 +81,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
     with pytest.warns(UserWarning, match="passed over") as caught:
         assert resume.newest_whole(tmp_path) == tmp_path / "last.previous.ckpt"
     if damage is put_objects:
-        words = "holds objects"
+        words = "contains objects"
     else:
         words = "is not the checkpoint that was written"
     assert sum(words in str(warning.message) for warning in caught) == 2

@@ -85,6 +85,6 @@ def test_views_are_of_an_image_itself_and_differ():
 
 def test_a_strategy_that_shards_classifiers_refuses_it():
     with pytest.raises(
-        ValueError, match=r"`module` \(=SimCLR\) and strategy=fsdp2 exclude each other"
+        ValueError, match=r"`module` \(=SimCLR\) and strategy=fsdp2 cannot be combined"
     ):
         build(configured("trainer.devices=1", "strategy=fsdp2", "precision=32-true"))

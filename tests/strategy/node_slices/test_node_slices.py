@@ -431,13 +431,13 @@ def test_names_that_there_are_not_and_groups_of_three_are_refused():
     net = nn.ModuleDict({"fc8": nn.Linear(2, 2), "act": nn.ReLU()})
     texts = {
         "fc9": r"^`node_slices` \(=\('fc9',\)\) must be names .* has no attribute `fc9`. Its linear layers are fc8",
-        "act": r"^`act` \(=ReLU\) in `node_slices` must say how it is cut",
+        "act": r"^`act` \(=ReLU\) in `node_slices` must define how it is sliced",
     }
     for name, text in texts.items():
         net.node_slices = ((name,),)
         with pytest.raises(ValueError, match=text):
             requested_layers(net)
-    with pytest.raises(ValueError, match=r"must have groups of two names"):
+    with pytest.raises(ValueError, match=r"must have groups of one name, or of two names"):
         refusals.refuse_layers(sliced.Net(), [("fc6", "fc7", "fc8")], num_slices=2)
 
 
@@ -446,7 +446,7 @@ def test_a_fit_is_refused_before_training(two_ranks):
         two_ranks, sgd, num=1, raises=True, between_nodes=(value := LocalSteps(every=2))
     ):
         names = "[('net.fc6', 'net.fc7'), ('net.fc8',)]"
-        words = f"ValueError: `between_nodes` (={value!r}) and `node_slices` (={names}) exclude each other"
+        words = f"ValueError: `between_nodes` (={value!r}) and `node_slices` (={names}) cannot be combined"
         assert seen.error.startswith(words)
 
 
@@ -503,9 +503,7 @@ def state_on_rank_zero(folder):
 def test_a_state_dict_on_rank_zero_alone_is_told_by_its_name(two_ranks, tmp_path):
     zero, one = two_ranks.run(state_on_rank_zero, str(tmp_path))
     assert zero[0] == one[0] == [(16, 10)], "whole, where all ranks call it"
-    words = (
-        "RuntimeError: `state_dict()` must be called on all ranks: layers of `node_slices` (=['net."
-    )
+    words = "RuntimeError: `state_dict()` must be called on all ranks, because layers of `node_slices` (=['net."
     assert zero[1].startswith(words)
     assert "rank 1 did not call it within 1 s" in zero[1]
     assert one[1].startswith("FloatingPointError: rank zero has ended")
@@ -522,6 +520,6 @@ def test_a_node_of_one_rank_has_whole_layers_with_a_warning(two_ranks):
         fit(two_ranks, sgd, num=1, callbacks=[looks], warns=True, ranks_per_node=1)
     ):
         assert seen.looks["on_train_start"] == [(16, 10)]
-        assert any("cuts nothing: every node has one rank" in text for text in seen.warnings) == (
-            rank == 0
-        )
+        assert any(
+            "has no effect, because every node has one rank" in text for text in seen.warnings
+        ) == (rank == 0)

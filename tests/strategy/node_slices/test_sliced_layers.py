@@ -179,12 +179,10 @@ def test_what_ranks_cannot_compute_together_is_an_error_on_all_of_them(two_ranks
     for targets, tokens, batch, weights, heads, alone, part in two_ranks.run(refusals):
         assert "`targets` or tokens (=0 to 7) must be from 0 to 5, or -100" in targets
         assert "`targets` or tokens (=0 to 7) must be from 0 to 6. Check" in tokens
-        assert (
-            "must have the same size on all ranks that share a layer, and they have [2, 3]" in batch
-        )
+        assert "must have the same size on all ranks that share a layer (they have [2, 3])" in batch
         assert weights.startswith("ValueError: `need_weights` (=True) must be False")
         assert heads.startswith("ValueError: `need_weights` (=False) must be False")
-        assert "must be alike on all ranks of a node" in alone
+        assert "must have the same shapes on all ranks of a node" in alone
         assert part.startswith(
-            "ValueError: an input (of shape (3, 1, 1, 3)) of layers that `node_slices` cuts must have one"
+            "ValueError: An input (of shape (3, 1, 1, 3)) of layers in `node_slices` must have one"
         )

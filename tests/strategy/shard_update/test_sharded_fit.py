@@ -200,9 +200,9 @@ def test_who_begins_to_look_at_gradients_within_a_step_is_refused(two_ranks):
     comm = Comm(algorithm="two_level", bucket_bytes=64 * 1024)
     scene = {"module": partial(LooksLate, lars), "comm": comm, "raises": True}
     for seen in fit(two_ranks, lars, **scene):
-        assert "has averaged the gradients of this step for their owners alone" in seen.error, (
-            seen.error
-        )
+        assert (
+            "averaged the gradients of this step only for the ranks that update them" in seen.error
+        ), seen.error
 
 
 def scattered_in_another_order(nodes, scope):
