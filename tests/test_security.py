@@ -27,16 +27,18 @@ def test_no_file_that_is_loaded_can_bring_code():
         text = path.read_text()
         assert not re.search(r"weights_only: [^=]*= False|allow_pickle=True", text), path
         assert text.count("np.load(") == text.count("allow_pickle=False"), path
-        for call in ast.walk(ast.parse(text if "torch.load(" in text else "")):
+        if "torch.load(" not in text:
+            continue
+        for call in ast.walk(ast.parse(text)):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.load":
-                given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
                 # the caller's, as its default above
-                assert given["weights_only"] in ("True", "weights_only"), path
+                assert arguments["weights_only"] in ("True", "weights_only"), path
 
 
 @pytest.fixture
 def answers(tmp_path):
-    """A library of one function, which writes 1, and how to load it. In the cache is one that writes 2."""
+    """Return the path of a planted library whose function writes 2, and a function that loads one that writes 1."""
     compiler = cpp_library.find_compiler()
     flags = ("-shared", "-fPIC")
     folder = tmp_path / "cache"
@@ -60,7 +62,7 @@ def answers(tmp_path):
 
 
 def test_a_library_in_the_users_own_cache_is_loaded(answers):
-    """So that the others are known to meet the planted one."""
+    """The tests below rely on it: they meet the planted library."""
     assert answers[1]() == 2
 
 
