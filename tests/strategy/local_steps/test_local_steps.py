@@ -85,14 +85,14 @@ def tensors_of_node(node):
         return torch.randint(-(2**13), 2**13 + 1, shape, generator=generator) / 2**10
 
     channels_last = draw(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    others = [
+    special = [
         draw(3).double(),
         draw(4).round().bfloat16(),
         draw(6, 4)[:, ::2],
         draw(2, 2) * 1j,
         draw(0),
     ]
-    return [draw(5, 7), *others, channels_last]
+    return [draw(5, 7), *special, channels_last]
 
 
 def mean_of_two_nodes():

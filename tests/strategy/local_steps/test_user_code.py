@@ -97,9 +97,10 @@ def test_a_step_that_one_node_leaves_out_ends_the_period_with_the_next_batch(two
         two_ranks, partial(LeavesOut, lr=0.05), {"every": 2}, max_steps=5, callbacks=callbacks
     )
     assert same(rank_0.weights, rank_1.weights)
-    seen, others = (each.looks["on_train_batch_start"] for each in (rank_0, rank_1))
-    assert len(seen) == 5
-    assert not torch.equal(seen[1], others[1])
+    at_starts_0 = rank_0.looks["on_train_batch_start"]
+    at_starts_1 = rank_1.looks["on_train_batch_start"]
+    assert len(at_starts_0) == 5
+    assert not torch.equal(at_starts_0[1], at_starts_1[1])
 
 
 class ByHand(toy.Toy):
