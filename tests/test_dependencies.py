@@ -126,7 +126,7 @@ def test_the_lock_of_ci_has_a_version_and_a_hash_for_every_declared_dependency()
 
 
 def test_the_package_imports_only_what_its_core_installs():
-    """What the recipes need, such as Hydra and W&B, comes with their extra."""
+    """Packages that the recipes need, such as Hydra and W&B, are installed with their extra."""
     groups = declared()
     undeclared = missing(imported("lightning_hybrid"), groups[""])
     assert set(undeclared) == {*WITH_AN_EXTRA, *WITH_TORCH}

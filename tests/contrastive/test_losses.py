@@ -214,7 +214,7 @@ def of_views(name, inputs, autocast, is_backward_inside):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LOSSES)
 def test_autocast_changes_no_bit_of_a_loss(name, dtype):
-    """Of views in fp32, and of views in half precision, as networks return them under autocast."""
+    """The views are in fp32, and in half precision as networks return them under autocast."""
     for inputs in (views(), [view.to(dtype) for view in views()]):
         expected = of_views(name, inputs, nullcontext(), False)
         assert expected[0].dtype is torch.float32
@@ -307,7 +307,7 @@ def test_gradients_of_chunks_are_those_of_the_whole_batch():
 
 
 def test_the_second_pass_draws_what_the_first_drew_and_moves_no_statistics():
-    """As if all activations were kept. Numbers drawn afterwards are those that would follow one pass."""
+    """The result is that with all activations kept, and so are the numbers that are drawn afterwards."""
     batch = {"views": list(data()[:PAIRS].split(8, dim=1))}
     module = Embedder(nn.BatchNorm1d(16), nn.Dropout())
     kept = Embedder(nn.BatchNorm1d(16), nn.Dropout())

@@ -271,7 +271,7 @@ def test_a_stream_is_refused_under_other_workers(one_rank, tmp_path):
 
 
 def test_a_checkpoint_keeps_few_states_of_a_stream(one_rank, tmp_path):
-    """Of the batch that Lightning holds, and of a step that is made again."""
+    """It keeps the states of the batch that Lightning holds, and of a step that is repeated."""
     one_rank.run(outcomes, "stream with a state", HYBRID, 0, str(tmp_path), (20,))
     (state,) = torch.load(tmp_path / "20.ckpt")["exact_resume"]
     assert 1 <= len(state["of_ranks"][0]["kept"]) <= 3

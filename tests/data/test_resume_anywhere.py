@@ -144,12 +144,7 @@ def newest(folder: str) -> str | None:
     return message[0]
 
 
-def run(
-    case: Case, strategy: str, folder: str, end: End | None, path: str | None
-) -> dict[str, Any]:
-    module = Reads(case.schedule, case.asks_for_steps)
-    batch = 2 * case.ranks * case.accumulate
-    data = Numbered(batch * NUM_STEPS + 1, batch)
+def trainer_of(case: Case, strategy: str, folder: str, end: End | None) -> pl.Trainer:
     callbacks: list[pl.Callback] = []
     settings = {
         "max_epochs": 3,
@@ -165,13 +160,23 @@ def run(
             settings["max_steps"] = end.after
         else:
             callbacks.insert(0, at(**{end.hook: partial(end_here, end)}))
-    trainer = toy.trainer(
+    return toy.trainer(
         strategy=strategy,
         callbacks=callbacks,
         enable_checkpointing=end is not None,
         num_sanity_val_steps=0,
         **settings,
     )
+
+
+def run(
+    case: Case, strategy: str, folder: str, end: End | None, path: str | None
+) -> dict[str, Any]:
+    """Fit until the end, from a checkpoint if there is one, and return the batches and the state of the trainer."""
+    module = Reads(case.schedule, case.asks_for_steps)
+    batch = 2 * case.ranks * case.accumulate
+    data = Numbered(batch * NUM_STEPS + 1, batch)
+    trainer = trainer_of(case, strategy, folder, end)
     sources: dict[str, Any] = {"datamodule": data}
     if case.is_own_loader:  # of a user, who gives no trainer where the strategy does
         data.trainer = trainer

@@ -199,7 +199,7 @@ def collectives_of(scene):
 
 
 def test_overflow_on_one_rank_skips_on_both_without_an_additional_collective(two_ranks):
-    """As many as with bf16, which has the same tensors and nothing to agree on."""
+    """The number of collectives is that of bf16, which has the same tensors and nothing to agree on."""
     full = two_ranks.run(collectives_of, scene_of("lars", precision="bf16-true"))
     half = two_ranks.run(collectives_of, scene_of("lars", bad=[1, 2], bad_rank=1))
     assert full[0][0], "the counter must see collectives"
@@ -247,7 +247,7 @@ def end_of_count(trainer, *_):
 
 
 def host_reads(ranks, optimizer, *callbacks, **scene):
-    """Return the host reads of each rank. Comparing on the host saves memory traffic on a CPU; CUDA avoids it."""
+    """Return the host reads of each rank, without the comparison that saves memory traffic on a CPU alone."""
     counting = at(on_train_batch_start=begin_to_count, on_train_batch_end=end_of_count)
     scene |= {
         "callbacks": [counting, *callbacks],

@@ -230,11 +230,8 @@ class Explorer:
         ):
             raise WrongError(f"behind {view['behind']} of {steps}")
 
-    def required(self, world: World) -> Iterator[tuple[str, World]]:
-        """Yield events that must happen sometime, with the world after each."""
-        machines = [
-            self.look(world, i) if world.status[i] == "lives" else None for i in range(self.n)
-        ]
+    def _deliveries(self, world: World) -> Iterator[tuple[str, World]]:
+        """Yield the delivery of the first message of each channel, with the world after it."""
         for sender, to in product(range(self.n), repeat=2):
             queue = world.channels[sender * self.n + to]
             if queue and world.status[to] == "lives":
@@ -251,6 +248,13 @@ class Explorer:
                         f"{to} gets #{queue[0]} of {sender}",
                         self.do(after, to, "receive", self.keys[sender], queue[0]),
                     )
+
+    def required(self, world: World) -> Iterator[tuple[str, World]]:
+        """Yield events that must happen sometime, with the world after each."""
+        yield from self._deliveries(world)
+        machines = [
+            self.look(world, i) if world.status[i] == "lives" else None for i in range(self.n)
+        ]
         for i, machine in enumerate(machines):
             if machine is None:
                 continue

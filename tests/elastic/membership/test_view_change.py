@@ -181,7 +181,7 @@ def test_a_seeded_fault_is_found(name):
 
 
 def test_a_host_accepts_no_older_proposal_and_none_that_has_not_heard_of_what_it_accepted():
-    """What it accepted may be installed elsewhere. The orders of three hosts do not reach this, a fourth would."""
+    """The accepted view may be installed elsewhere. The orders of three hosts do not reach this, a fourth would."""
     a, b, c = map(key_of, "abc")
     machine = view_change.ViewChange(c, ranks_per_host=1, min_hosts=1, max_hosts=3)
     machine.run = "r"

@@ -176,7 +176,8 @@ def refusals():
 
 
 def test_inputs_that_ranks_cannot_compute_together_are_an_error_on_every_rank(two_ranks):
-    for targets, tokens, batch, weights, heads, alone, part in two_ranks.run(refusals):
+    for errors in two_ranks.run(refusals):
+        targets, tokens, batch, weights, heads, alone, part = errors
         assert "`targets` or tokens (=0 to 7) must be from 0 to 5, or -100" in targets
         assert "`targets` or tokens (=0 to 7) must be from 0 to 6. Check" in tokens
         assert (
