@@ -105,13 +105,11 @@ class Joins(Sleeps):
         return super().forward(x)
 
 
-def test_a_profile_is_measured_block_by_block_and_leaves_the_network_as_it_was():
+def test_a_profile_is_measured_block_by_block_and_leaves_the_network_unchanged():
     blocks = [nn.Identity(), Sleeps(4, 1), Forks(), Joins(1, 2)]
     result = BlockProfile.measured(blocks, torch.zeros(8, 4), num_runs=2)
-    assert [
-        0.01 * features <= second
-        for features, second in zip((0, 4, 0, 1), result.seconds, strict=True)
-    ] == [True] * 4
+    for features, seconds in zip((0, 4, 0, 1), result.seconds, strict=True):
+        assert seconds >= 0.01 * features
     assert result.seconds[2] < 0.01
     # inputs of layers, outputs of ReLU
     assert list(result.activation_bytes) == [
@@ -132,6 +130,6 @@ def test_a_profile_is_measured_block_by_block_and_leaves_the_network_as_it_was()
         (([1.0], [0.0], 0), r"`num_stages` \(=0\) must be a whole number, 1 or more"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(call, words):
+def test_numbers_that_cannot_be_cut_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
         balanced_cuts(*call)

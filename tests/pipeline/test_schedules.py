@@ -89,8 +89,8 @@ def test_batches_of_other_shapes_leave_no_memory_behind(two_ranks):
     scene = in_stages(data=toy.Blobs(20), num_microbatches=2, callbacks=callbacks)
     for seen in fit(two_ranks, **scene):
         counts = seen.looks["on_train_batch_end"]
-        assert len(counts) == 6
-        assert max(counts) == counts[0]
+        assert len(counts) == 6, f"rank {seen.rank}"
+        assert max(counts) == counts[0], f"rank {seen.rank}"
 
 
 FORWARD_S = BACKWARD_S = 0.1  # backward for the input, and as long for the weight
