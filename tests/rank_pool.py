@@ -116,8 +116,6 @@ class RankPool:
         """Run ``fn(*args)`` on the first ``world_size`` ranks (default: all) and return the results."""
         if world_size is None:
             world_size = self.num_ranks
-        else:
-            world_size = world_size
         call = pickle.dumps((warnings.filters, fn, args))
         self._start(world_size)
         if self._live_world_size != world_size:
@@ -144,11 +142,9 @@ class RankPool:
             ]
             if failed:
                 error = RankError
-            else:
-                error = RankTimeoutError
-            if failed:
                 limit = ""
             else:
+                error = RankTimeoutError
                 limit = f" was not done after {timeout_s:g} s"
             raise error(
                 f"{fn.__qualname__}{limit} on ranks {sorted(failed) + left}\n" + "\n".join(report)
@@ -320,16 +316,16 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
 def _levels_of_loggers_kept() -> Iterator[None]:
     """Programs make Lightning's loggers quiet for their process. This one goes on to other tests."""
     loggers = [
-        each
-        for each in logging.root.manager.loggerDict.values()
-        if isinstance(each, logging.Logger)
+        logger
+        for logger in logging.root.manager.loggerDict.values()
+        if isinstance(logger, logging.Logger)
     ]
-    levels = [(each, each.level) for each in loggers]
+    levels = [(logger, logger.level) for logger in loggers]
     try:
         yield
     finally:
-        for each, level in levels:
-            each.setLevel(level)
+        for logger, level in levels:
+            logger.setLevel(level)
 
 
 def _set_warning_filters(filters: Sequence[tuple]) -> None:

@@ -1,8 +1,9 @@
 """One fit, and what was seen of it: what a user writes goes in, a frozen `Seen` of each rank comes out.
 
     def test_the_scale_changes_no_bit(two_ranks):
-        one, other = (fit(two_ranks, precision="16-true", loss_scale=scale)[0] for scale in (1, 1024))
-        assert same(one.weights, other.weights)
+        unscaled = fit(two_ranks, precision="16-true", loss_scale=1)[0]
+        scaled = fit(two_ranks, precision="16-true", loss_scale=1024)[0]
+        assert same(scaled.weights, unscaled.weights)
 
 * Without `ranks`, a world of the pool, it runs in this process: then there is one `Seen`, else a list of them by rank.
 * Keywords that `Trainer` knows go to it, all others to the strategy's class (`kind`).
@@ -29,6 +30,17 @@ from tests.rank_pool import Ranks
 from tests.toy import Toy
 
 OF_TRAINER = set(inspect.signature(pl.Trainer.__init__).parameters)
+DEFAULTS: dict[str, Any] = {
+    "train": toy.loader,
+    "val": None,
+    "callbacks": [],
+    "kind": HybridAllReduceStrategy,
+    "call": "fit",
+    "ckpt_path": None,
+    "save_to": None,
+    "raises": False,
+    "warns": False,
+}
 
 
 class Columns:
@@ -43,8 +55,12 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen(Columns):
-    """Result of a fit on one rank, and observations during it."""
+    """Result of a fit on one rank, and observations during it.
 
+    The rank stands first, so that pytest shows it where an assertion on a value fails.
+    """
+
+    rank: int
     weights: dict[str, Tensor]  # none of a pipeline that failed
     losses: list[float]  # of a `Toy`
     states: list[dict[int, dict[str, Any]]]  # of each optimizer, by number of the parameter
@@ -97,64 +113,43 @@ def fit(
 
 
 def play(scene: dict[str, Any]) -> Seen:
-    """The fit of a scene, on this rank."""
-    defaults = {
-        "train": toy.loader,
-        "val": None,
-        "callbacks": [],
-        "kind": HybridAllReduceStrategy,
-        "save_to": None,
-    }
-    scene = {**defaults, "raises": False, "warns": False, "logger": Keeps(), **scene}
-    module, train, val = (made(scene.pop(name)) for name in ("module", "train", "val"))
-    raises, warns, save_to, kind = (
-        scene.pop(name) for name in ("raises", "warns", "save_to", "kind")
-    )
-    call = scene.pop("call", "fit")
-    ckpt_path = scene.pop("ckpt_path", None)
-    settings = {name: scene.pop(name) for name in list(scene) if name in OF_TRAINER}
-    if "strategy" not in settings:
-        settings["strategy"] = kind(**scene)
-    elif scene:
-        raise TypeError(
-            f"`strategy` (={settings['strategy']!r}) takes no options here: {sorted(scene)}"
-        )
-    if isinstance(settings["callbacks"], list):
-        callbacks = settings["callbacks"]
-    else:
-        callbacks = [settings["callbacks"]]
-    # a fresh one
-    callbacks = [
-        _at(callback.looks) if isinstance(callback, Looks) else made(callback)
-        for callback in callbacks
-    ]
+    """Run the fit of a scene on this rank."""
+    scene = {**DEFAULTS, "logger": Keeps(), **scene}
+    module = build(scene.pop("module"))
+    loaders = [build(scene.pop("train"))]
+    val = build(scene.pop("val"))
+    raises = scene.pop("raises")
+    warns = scene.pop("warns")
+    save_to = scene.pop("save_to")
+    call = scene.pop("call")
+    if call == "fit":
+        loaders.append(val)
+    arguments = {"ckpt_path": scene.pop("ckpt_path")}
+    if call in ("validate", "test"):
+        arguments["verbose"] = False
     last = _Last()
+    settings = _settings_of(scene)
+    callbacks = settings["callbacks"]
+
     error = ""
     with warnings.catch_warnings(record=warns) as caught:
         if warns:
             warnings.simplefilter("always")
         trainer = toy.trainer(**{**settings, "callbacks": [*callbacks, last]})
         try:
-            if call == "fit":
-                loaders = [train, val]
-            else:
-                loaders = [train]
-            if call in ("validate", "test"):
-                quiet = {"verbose": False}
-            else:
-                quiet = {}
-            getattr(trainer, call)(module, *loaders, ckpt_path=ckpt_path, **quiet)
+            getattr(trainer, call)(module, *loaders, **arguments)
         except Exception as raised:
             if not raises:
                 raise
-            error = "\n".join(
-                [f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])]
-            )
+            notes = getattr(raised, "__notes__", [])
+            error = "\n".join([f"{type(raised).__name__}: {raised}", *notes])
         if save_to is not None:
             trainer.save_checkpoint(save_to)
+
     scale = getattr(trainer.precision_plugin, "loss_scale", None)
     is_in_stages = hasattr(trainer.strategy, "num_stages")
     return Seen(
+        rank=this_rank(),
         weights={} if error and is_in_stages else toy.weights(module),
         losses=list(getattr(module, "losses", [])),
         states=last.states,
@@ -163,34 +158,66 @@ def play(scene: dict[str, Any]) -> Seen:
         loss_scale=None if scale is None else scale.value,
         sent=last.sent,
         error=error,
-        warnings=[str(one.message) for one in caught or []],
+        warnings=[str(warning.message) for warning in caught or []],
         rows=getattr(settings["logger"], "rows", []),
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
-        looks={
-            hook: kept
-            for callback in callbacks
-            if isinstance(callback, Looks)
-            for hook, kept in callback.kept.items()
-        },
+        looks=_looks_of(callbacks),
     )
 
 
-def made(one: Any) -> Any:
+def _settings_of(scene: dict[str, Any]) -> dict[str, Any]:
+    """Return the trainer's settings, with a strategy and fresh callbacks. What is left are the strategy's options."""
+    kind = scene.pop("kind")
+    settings = {name: scene.pop(name) for name in list(scene) if name in OF_TRAINER}
+    if "strategy" not in settings:
+        settings["strategy"] = kind(**scene)
+    elif scene:
+        raise TypeError(
+            f"`strategy` (={settings['strategy']!r}) takes no options here: {sorted(scene)}"
+        )
+
+    callbacks = settings["callbacks"]
+    if not isinstance(callbacks, list):
+        callbacks = [callbacks]
+    settings["callbacks"] = []
+    for callback in callbacks:
+        if isinstance(callback, Looks):
+            fresh = _at(callback.looks)
+        else:
+            fresh = build(callback)
+        settings["callbacks"].append(fresh)
+    return settings
+
+
+def _looks_of(callbacks: list[pl.Callback]) -> dict[str, list[Any]]:
+    """Return the values that every `at` kept, by hook."""
+    looks = {}
+    for callback in callbacks:
+        if isinstance(callback, Looks):
+            looks |= callback.kept
+    return looks
+
+
+def build(item: Any) -> Any:
     """Call a function and return its result. Anything else is returned as it is, modules too."""
-    if callable(one) and not isinstance(one, nn.Module):
-        return one()
-    return one
+    if callable(item) and not isinstance(item, nn.Module):
+        return item()
+    return item
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Return whether two trees of tensors hold the same bits."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    if isinstance(first, Tensor):
+        if not isinstance(second, Tensor) or first.dtype is not second.dtype:
+            return False
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        if first.keys() != second.keys():
+            return False
+        return all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
 
 
 class Looks(pl.Callback):
@@ -207,8 +234,9 @@ class Looks(pl.Callback):
 def _at(looks: dict[str, Callable[..., Any]]) -> Looks:
     def hook(name: str) -> Callable[..., None]:
         def called(self: Looks, *args: Any, **kwargs: Any) -> None:
-            if (found := self.looks[name](*args, **kwargs)) is not None:
-                self.kept[name].append(found)
+            value = self.looks[name](*args, **kwargs)
+            if value is not None:
+                self.kept[name].append(value)
 
         return called
 
@@ -298,7 +326,7 @@ def this_rank() -> int:
 def gradients(trainer: pl.Trainer, module: nn.Module, *args: Any) -> dict[str, Tensor]:
     """The gradients of the moment, by name."""
     return {
-        name: one.grad.detach().clone()
-        for name, one in module.named_parameters()
-        if one.grad is not None
+        name: parameter.grad.detach().clone()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
     }

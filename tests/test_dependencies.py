@@ -15,9 +15,10 @@ from tests.checkout import ROOT, tracked_files
 from tests.without import environment_without
 
 OURS = {"lightning_hybrid", "recipes", "tests", "_path"}
-# The same Lightning by another name, which only a program that imports it by that name needs; a made-up one of a test;
-# and what is imported by another name than a distribution's, where it may not be installed.
+# The same Lightning by another name, which only a program that imports it by that name needs, and a synthetic one of a
+# test.
 OTHERS = {"pytorch_lightning", "lightning_fabric", "strange_lightning"}
+# Distributions of modules that may not be installed here.
 NAMES = {"simplejpeg": "simplejpeg", "triton": "triton", "optuna": "optuna"}
 NAMES |= {"transformers": "transformers", "tokenizers": "tokenizers"}
 
@@ -72,20 +73,18 @@ def declared() -> dict[str, set[str]]:
 
 def imported(*folders: str) -> dict[str, str]:
     """Top-level names that are imported, each with one file that does so."""
-    found = {}
-    for path in (path for folder in folders for path in tracked_files(f"{folder}/*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    paths = {}
+    for file in (file for folder in folders for file in tracked_files(f"{folder}/*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
-            else:
-                names = []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            found |= {name.partition(".")[0]: str(path.relative_to(ROOT)) for name in names}
-    return {
-        name: path
-        for name, path in found.items()
-        if name not in {*OURS, *OTHERS, *sys.stdlib_module_names}
-    }
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            for name in names:
+                paths[name.partition(".")[0]] = str(file.relative_to(ROOT))
+    undeclarable = {*OURS, *OTHERS, *sys.stdlib_module_names}
+    return {name: path for name, path in paths.items() if name not in undeclarable}
 
 
 def missing(names: dict[str, str], declared: set[str]) -> dict[str, str]:
@@ -107,7 +106,7 @@ def test_every_import_is_declared():
     )
 
 
-def test_the_lock_of_ci_holds_a_version_and_a_hash_of_all_that_is_asked_for():
+def test_the_lock_of_ci_has_a_version_and_a_hash_for_every_declared_dependency():
     lines = (ROOT / ".ci" / "requirements.lock").read_text().splitlines()
     rows = [
         re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line)
@@ -118,14 +117,16 @@ def test_the_lock_of_ci_holds_a_version_and_a_hash_of_all_that_is_asked_for():
     locked = {canonical(row[1]): row[2] for row in rows}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *(extra for name in LOCKED for extra in extras[name])]
-    for requirement in map(Requirement, asked):
+    declared = list(project["dependencies"])
+    for extra in LOCKED:
+        declared += extras[extra]
+    for requirement in map(Requirement, declared):
         if requirement.name != "lightning-hybrid":
             assert locked[canonical(requirement.name)] in requirement.specifier, requirement
 
 
 def test_the_package_imports_only_what_its_core_installs():
-    """What the recipes need, such as Hydra and W&B, comes with their extra."""
+    """Packages that the recipes need, such as Hydra and W&B, are installed with their extra."""
     groups = declared()
     undeclared = missing(imported("lightning_hybrid"), groups[""])
     assert set(undeclared) == {*WITH_AN_EXTRA, *WITH_TORCH}
@@ -136,13 +137,14 @@ def test_the_package_imports_only_what_its_core_installs():
 
 
 def test_every_dependency_of_the_core_is_imported_by_the_package():
-    names = imported("lightning_hybrid")
-    providers = {canonical(one) for name in names for one in DISTRIBUTIONS.get(name, [name])}
+    providers = set()
+    for name in imported("lightning_hybrid"):
+        providers |= {canonical(provider) for provider in DISTRIBUTIONS.get(name, [name])}
     assert declared()[""] <= providers
 
 
 def installed_with(requirements: set[str]) -> set[str]:
-    """Distributions that these bring, and all that those bring, in this environment."""
+    """Return the distributions that these requirements install, directly or indirectly, in this environment."""
     waiting = [Requirement(text) for text in requirements]
     visited = set()
     while waiting:
@@ -164,15 +166,15 @@ def installed_with(requirements: set[str]) -> set[str]:
     return {name for name, _ in visited}
 
 
-def test_the_public_names_are_there_where_nothing_but_the_core_is_installed(tmp_path):
-    brought = installed_with(declared()[""])
+def test_every_public_name_can_be_imported_where_only_the_core_is_installed(tmp_path):
+    installed = installed_with(declared()[""])
     # Not matplotlib and rich: torchmetrics and Lightning look for their metadata, which are there, and import them.
     blocked = ("hydra", "omegaconf", "wandb", "pydantic")
-    assert not brought & {canonical(one) for name in blocked for one in DISTRIBUTIONS[name]}
-    there = environment_without(tmp_path, blocked)
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL_PUBLIC_NAMES], capture_output=True, text=True, env=there
-    )
+    providers = [provider for name in blocked for provider in DISTRIBUTIONS[name]]
+    assert not installed & {canonical(provider) for provider in providers}
+    environment = environment_without(tmp_path, blocked)
+    command = [sys.executable, "-c", IMPORT_ALL_PUBLIC_NAMES]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "lightning_hybrid.elastic.strategy" in done.stdout.split()
 
@@ -191,17 +193,16 @@ def test_the_gpu_tests_can_be_collected_without_hydra_wandb_and_simplejpeg(tmp_p
         "-p",
         "no:cacheprovider",
     ]
-    there = environment_without(tmp_path)
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", "import hydra"], capture_output=True, env=there
-        ).returncode
-        == 1
+    environment = environment_without(tmp_path)
+    no_hydra = subprocess.run(
+        [sys.executable, "-c", "import hydra"], capture_output=True, env=environment
     )
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=there)
+    assert no_hydra.returncode == 1
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = [line for line in done.stdout.splitlines() if "::" in line]
-    assert len(results) >= 30
-    assert {"tests/optim/fused/cuda/test_kernels.py", "tests/checkpoint/test_io.py"} <= {
-        line.partition("::")[0] for line in results
-    }
+    tests = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(tests) >= 30
+    files = {test.partition("::")[0] for test in tests}
+    assert {"tests/optim/fused/cuda/test_kernels.py", "tests/checkpoint/test_io.py"} <= files

@@ -46,7 +46,8 @@ def anchors(page: Path) -> set[str]:
 
 
 def relative_links(page: Path) -> list[str]:
-    targets = [one or other for one, other in LINK.findall(prose(page.read_text()))]
+    links = LINK.findall(prose(page.read_text()))
+    targets = [inline or reference for inline, reference in links]
     return [target for target in targets if not re.match(r"[a-z]+:", target)]
 
 
@@ -105,9 +106,9 @@ def test_the_menu_is_short_and_leads_to_pages_that_are_there():
     spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "pages.py")
     builder = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(builder)
-    places = {builder.place_of(page.relative_to(ROOT)) for page in PAGES}
+    pages = {builder.place_of(page.relative_to(ROOT)) for page in PAGES}
     menu = builder.menu()
-    assert menu <= places
+    assert menu <= pages
     assert 30 <= len(menu) <= 40
     assert [page for page in menu if "records" in page.parts] == [Path("recipes/records/index.md")]
 
@@ -142,10 +143,11 @@ def train_one_step(source):
 )
 def test_user_code_of_the_first_page_trains_on_two_ranks(strategy, two_ranks):
     source = python_blocks(ROOT / "README.md")[0].replace('"hybrid_allreduce"', strategy)
-    (after, moved, num_steps, num_ranks), other = two_ranks.run(train_one_step, source)
+    rank_0, rank_1 = two_ranks.run(train_one_step, source)
+    after, moved, num_steps, num_ranks = rank_0
     assert (num_steps, num_ranks) == (1, 2)
     assert set(moved) == set(after)
-    assert toy.same_bits(after, other[0])
+    assert toy.same_bits(after, rank_1[0])
 
 
 def train_two_steps(source, folder):
@@ -160,15 +162,15 @@ def train_two_steps(source, folder):
                 max_steps=2,
             )
 
-        def fit(self, module, *data, **more):
-            super().fit(module, *data, **more)
+        def fit(self, module, *data, **options):
+            super().fit(module, *data, **options)
             seen.append((toy.weights(module), self.global_step))
 
-    given = {"__name__": "page"}
-    exec(compile(python_blocks(ROOT / "README.md")[0], "README.md", "exec"), given)
+    names = {"__name__": "page"}
+    exec(compile(python_blocks(ROOT / "README.md")[0], "README.md", "exec"), names)
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
-    given["loader"] = DataLoader(data, batch_size=64)
+    names["loader"] = DataLoader(data, batch_size=64)
     with (
         mock.patch.object(pl, "Trainer", TwoSteps),
         contextlib.chdir(folder),
@@ -176,17 +178,18 @@ def train_two_steps(source, folder):
     ):
         # the page says so
         warnings.filterwarnings("ignore", message="Found . module.s. in eval mode")
-        exec(compile(source, "page", "exec"), given)
+        exec(compile(source, "page", "exec"), names)
     return seen
 
 
-@pytest.mark.parametrize("page", tracked_files("docs/*.md"), ids=lambda page: page.stem)
+PAGES_WITH_CODE = [page for page in tracked_files("docs/*.md") if python_blocks(page)]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_on_two_ranks_as_it_stands(page, two_ranks, tmp_path):
-    blocks = python_blocks(page)
-    if blocks:
-        rank_0, rank_1 = two_ranks.run(train_two_steps, "\n".join(blocks), str(tmp_path))
-        assert all(
-            toy.same_bits(ours, theirs)
-            for (ours, _), (theirs, _) in zip(rank_0, rank_1, strict=True)
-        )
-        assert [num_steps for _, num_steps in rank_0] == [2] * ("tutorials" in str(page))
+    source = "\n".join(python_blocks(page))
+    rank_0, rank_1 = two_ranks.run(train_two_steps, source, str(tmp_path))
+    for (weights_0, _), (weights_1, _) in zip(rank_0, rank_1, strict=True):
+        assert toy.same_bits(weights_0, weights_1)
+    # only a tutorial calls `fit`
+    assert [num_steps for _, num_steps in rank_0] == [2] * ("tutorials" in str(page))

@@ -27,16 +27,18 @@ def test_no_file_that_is_loaded_can_bring_code():
         text = path.read_text()
         assert not re.search(r"weights_only: [^=]*= False|allow_pickle=True", text), path
         assert text.count("np.load(") == text.count("allow_pickle=False"), path
-        for call in ast.walk(ast.parse(text if "torch.load(" in text else "")):
+        if "torch.load(" not in text:
+            continue
+        for call in ast.walk(ast.parse(text)):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.load":
-                given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
                 # the caller's, as its default above
-                assert given["weights_only"] in ("True", "weights_only"), path
+                assert arguments["weights_only"] in ("True", "weights_only"), path
 
 
 @pytest.fixture
 def answers(tmp_path):
-    """A library of one function, which writes 1, and how to load it. In the cache is one that writes 2."""
+    """Return the path of a planted library whose function writes 2, and a function that loads one that writes 1."""
     compiler = cpp_library.find_compiler()
     flags = ("-shared", "-fPIC")
     folder = tmp_path / "cache"
@@ -60,7 +62,7 @@ def answers(tmp_path):
 
 
 def test_a_library_in_the_users_own_cache_is_loaded(answers):
-    """So that the others are known to meet the planted one."""
+    """The tests below rely on it: they meet the planted library."""
     assert answers[1]() == 2
 
 
@@ -85,12 +87,14 @@ def test_a_library_that_others_may_write_is_built_again(answers):
 
 
 @pytest.mark.parametrize("whose", ["folder", "file"])
-def test_what_another_user_owns_is_not_loaded(answers, monkeypatch, whose):
+def test_a_folder_or_file_of_another_user_is_not_loaded(answers, monkeypatch, whose):
     planted, answer = answers
     if whose == "folder":
         theirs = planted.parent
+        warning = pytest.warns(UserWarning, match="must be yours")
     else:
         theirs = planted
+        warning = nullcontext()
     original = Path.stat
 
     def stat_(path, **kwargs):
@@ -98,7 +102,7 @@ def test_what_another_user_owns_is_not_loaded(answers, monkeypatch, whose):
         return os.stat_result([*result[:4], result.st_uid + (path == theirs), *result[5:10]])
 
     monkeypatch.setattr(Path, "stat", stat_)
-    with pytest.warns(UserWarning, match="must be yours") if whose == "folder" else nullcontext():
+    with warning:
         assert answer() == 1
 
 
@@ -106,13 +110,13 @@ KEY = "feedc0ffee" * 5
 
 
 def tracked_in_sight(run_dir, *overrides):
-    """An offline run with checkpoints, a report and a key in the environment. What it says goes to `said.txt`."""
+    """Run offline with checkpoints, a report and a key in the environment. Its output goes to `output.txt`."""
     from tests.recipes.training.test_tracking import tracked
 
     kept = {number: os.dup(number) for number in (1, 2)}
-    with open(f"{run_dir}/said.txt", "w") as said:
+    with open(f"{run_dir}/output.txt", "w") as output:
         for number in kept:
-            os.dup2(said.fileno(), number)
+            os.dup2(output.fileno(), number)
         try:
             tracked(run_dir, *overrides, WANDB_API_KEY=KEY, WANDB_MODE="offline")
         finally:
@@ -128,6 +132,6 @@ def test_the_trackers_key_is_in_nothing_that_a_run_writes_or_says(one_rank, tmp_
     one_rank.run(tracked_in_sight, str(tmp_path), "trainer.max_epochs=1")
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
     names = {path.name for path in files}
-    assert {"last.ckpt", "summary.json", "run.html", "said.txt"} <= names
+    assert {"last.ckpt", "summary.json", "run.html", "output.txt"} <= names
     assert any(name.endswith(".wandb") for name in names)
     assert not {path.name for path in files if KEY.encode() in path.read_bytes()}

@@ -111,9 +111,12 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        one[name].dtype is other[name].dtype and torch.equal(one[name], other[name]) for name in one
+def same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    if first.keys() != second.keys():
+        return False
+    return all(
+        value.dtype is second[name].dtype and torch.equal(value, second[name])
+        for name, value in first.items()
     )
 
 

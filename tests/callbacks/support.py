@@ -11,7 +11,7 @@ from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report import callback
 from lightning_hybrid.comm import BucketSummary, CommSummary, Traffic
 from tests import toy
-from tests.scenes import Columns, Keeps, made
+from tests.scenes import Columns, Keeps, build
 
 
 class Module(toy.Toy):
@@ -49,10 +49,10 @@ def fit(
 ):
     """Two epochs. With two ranks each has four steps of 2 * 8 images. `metrics`: more arguments of the callback."""
     logger = Keeps()
-    module = made(module)
+    module = build(module)
     settings = {"log_every_n_steps": 2, "precision": "16-true", "logger": logger} | settings
     trainer = toy.trainer(
-        callbacks=[TrainingMetrics(skip_steps, **(metrics or {})), *map(made, more)], **settings
+        callbacks=[TrainingMetrics(skip_steps, **(metrics or {})), *map(build, more)], **settings
     )
     train = toy.loader() if train is None else train
     clocked = (training_metrics, callback, time_to_accuracy)

@@ -29,7 +29,7 @@ def step_in(path):
     return DurableCheckpointIO().load_checkpoint(path)["global_step"]
 
 
-def test_anybody_reads_the_file(tmp_path):
+def test_torch_and_lightning_read_the_file(tmp_path):
     path = tmp_path / "some.ckpt"
     cf.write_checkpoint(WHOLE, path)
     for result in (
@@ -44,13 +44,12 @@ def test_anybody_reads_the_file(tmp_path):
     assert cf.check_whole(path)
 
 
-def test_a_file_of_stock_lightning_loads_and_is_said_to_be_unverified(tmp_path):
+def test_a_file_of_stock_lightning_loads_and_is_logged_as_unverified(tmp_path):
     TorchCheckpointIO().save_checkpoint(WHOLE, tmp_path / "stock.ckpt")
-    with TestCase().assertLogs(
-        rank_zero.log
-    ) as said:  # of Fabric or of the trainer, whichever was imported last
+    # the logger of Fabric or of the trainer, whichever was imported last
+    with TestCase().assertLogs(rank_zero.log) as logs:
         assert DurableCheckpointIO().load_checkpoint(tmp_path / "stock.ckpt")["global_step"] == 7
-    assert "stock.ckpt has no checksum" in said.output[0]
+    assert "stock.ckpt has no checksum" in logs.output[0]
 
 
 LENGTHS = {"empty": 0, "a header": 4, "half": 10_000, "a byte less": -1}
@@ -60,7 +59,11 @@ LENGTHS = {"empty": 0, "a header": 4, "half": 10_000, "a byte less": -1}
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_truncated_file_is_named(tmp_path, length, ours):
     path = tmp_path / "torn.ckpt"
-    (DurableCheckpointIO() if ours else TorchCheckpointIO()).save_checkpoint(WHOLE, path)
+    if ours:
+        io = DurableCheckpointIO()
+    else:
+        io = TorchCheckpointIO()
+    io.save_checkpoint(WHOLE, path)
     path.write_bytes(path.read_bytes()[: LENGTHS[length]])
     with pytest.raises(
         DamagedCheckpointError, match=r"`.*torn\.ckpt` is not the checkpoint that was written: "
@@ -68,18 +71,19 @@ def test_a_truncated_file_is_named(tmp_path, length, ours):
         DurableCheckpointIO().load_checkpoint(path)
 
 
-def test_a_flipped_bit_anywhere_and_a_byte_more_are_found(tmp_path):
+def test_a_flipped_bit_anywhere_and_an_extra_byte_are_errors(tmp_path):
     """Every 97th byte, and each of the last 150: weights, pickle, directory of the archive, its end, the checksum."""
     path = tmp_path / "flipped.ckpt"
     cf.write_checkpoint(WHOLE, path)
     content = path.read_bytes()
-    for place in (None, *range(0, len(content), 97), *range(len(content) - 150, len(content))):
-        hurt = bytearray(content)
-        if place is None:
-            hurt += b"\0"
-        else:
-            hurt[place] ^= 1 << (place % 8)
-        path.write_bytes(hurt)
+    offsets = [*range(0, len(content), 97), *range(len(content) - 150, len(content))]
+    damaged_contents = [content + b"\0"]
+    for offset in offsets:
+        damaged = bytearray(content)
+        damaged[offset] ^= 1 << (offset % 8)
+        damaged_contents.append(bytes(damaged))
+    for damaged in damaged_contents:
+        path.write_bytes(damaged)
         with pytest.raises(DamagedCheckpointError):
             DurableCheckpointIO().load_checkpoint(path)
 
@@ -111,11 +115,11 @@ def test_a_checkpoint_that_will_not_load_is_reported_when_it_is_saved(tmp_path):
 
 
 class Killed(BaseException):
-    """Exception that stands for SIGKILL: no code of ours runs after it."""
+    """Exception in place of SIGKILL: no code of ours runs after it."""
 
 
 class Witness:
-    """Notes the calls of the file system, in order, and ends the process before the n-th."""
+    """Record of the calls of the file system, in order, that ends the process before the n-th."""
 
     def __init__(self, monkeypatch, kill_before=None):
         self.calls = []
@@ -130,11 +134,11 @@ class Witness:
         def noting(*args, **kwargs):
             if len(self.calls) == self.kill_before:
                 raise Killed
-            if name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}"):
-                where = "folder"
-            else:
-                where = "file"
-            self.calls.append(f"{name} {where}" if name == "fsync" else name)
+            call = name
+            if name == "fsync":
+                is_folder = os.path.isdir(f"/proc/self/fd/{args[0]}")
+                call = "fsync folder" if is_folder else "fsync file"
+            self.calls.append(call)
             return function(*args, **kwargs)
 
         return noting
@@ -144,7 +148,7 @@ class Witness:
             path.unlink(missing_ok=True)
 
 
-def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_old_one_goes(
+def test_content_is_on_disk_before_its_name_and_the_name_before_the_old_file_is_removed(
     tmp_path, monkeypatch
 ):
     cf.write_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
@@ -193,7 +197,7 @@ def test_without_hard_links_one_of_both_names_is_always_there(tmp_path, monkeypa
     ("settings", "names"),
     [({}, {"last.ckpt"}), ({"keep_previous": True}, {"last.ckpt", "last.previous.ckpt"})],
 )
-def test_the_old_one_is_saved_only_where_it_is_wanted(tmp_path, settings, names):
+def test_the_previous_file_is_kept_only_with_keep_previous(tmp_path, settings, names):
     """By default the folder holds what it holds under `ddp`."""
     io = DurableCheckpointIO(**settings)
     for step in (1, 2):
@@ -217,9 +221,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("number", WORDS)
-def test_an_error_of_the_disk_keeps_its_own_words_and_the_old_file_stays(
-    tmp_path, monkeypatch, number
-):
+def test_an_error_of_the_disk_keeps_its_message_and_the_old_file(tmp_path, monkeypatch, number):
     path = tmp_path / "last.ckpt"
     DurableCheckpointIO().save_checkpoint(checkpoint(1), path)
     fails_with(number, monkeypatch)

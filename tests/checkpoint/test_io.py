@@ -1,4 +1,4 @@
-"""Lightning's seam to checkpoint files: at once or during training, errors, and what its callback expects."""
+"""`DurableCheckpointIO`, Lightning's plugin for checkpoint files: at once or in background, errors, copies."""
 
 import errno
 import io
@@ -27,7 +27,7 @@ from tests import toy
 from tests.checkpoint.test_file import checkpoint, fails_with, step_in
 
 
-def test_a_run_may_go_on_when_a_checkpoint_is_not_written(tmp_path, monkeypatch):
+def test_a_run_may_continue_when_a_checkpoint_is_not_written(tmp_path, monkeypatch):
     io = DurableCheckpointIO(on_error="warn")
     with monkeypatch.context() as patch:
         fails_with(errno.ENOSPC, patch)
@@ -40,11 +40,11 @@ def test_a_run_may_go_on_when_a_checkpoint_is_not_written(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "given", [{"max_in_memory": 0}, {"timeout_s": 0}, {"on_error": "ignore"}], ids=str
+    ("option", "value"), [("max_in_memory", 0), ("timeout_s", 0), ("on_error", "ignore")]
 )
-def test_settings_that_cannot_work_are_refused(given):
-    with pytest.raises(ValueError, match=rf"`{next(iter(given))}` \(="):
-        DurableCheckpointIO(**given)
+def test_an_option_that_cannot_work_is_refused_by_name(option, value):
+    with pytest.raises(ValueError, match=rf"`{option}` \(="):
+        DurableCheckpointIO(**{option: value})
 
 
 class Colour(Enum):
@@ -59,7 +59,7 @@ class Text(str):
     pass
 
 
-Pair = namedtuple("Pair", "one other")
+Pair = namedtuple("Pair", "first second")
 
 
 @dataclass
@@ -100,32 +100,31 @@ def hyper_parameters():
 
 @pytest.mark.parametrize("weights_only", [None, True, False])
 @pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
-@pytest.mark.filterwarnings("ignore:The checkpoint .* contains objects")
-def test_what_is_saved_is_what_lightnings_own_plugin_loads(tmp_path, in_background, weights_only):
-    """In type as in value, or it is refused as it is there."""
+@pytest.mark.filterwarnings("ignore:The checkpoint .* holds objects")
+def test_saved_values_load_as_from_lightnings_own_plugin(tmp_path, in_background, weights_only):
+    """With the same type and value, or the same refusal."""
     durable = DurableCheckpointIO(in_background=in_background)
     lightnings = TorchCheckpointIO()
     num_refused = 0
     for name, value in hyper_parameters().items():
-        expected, found = [
-            _type_and_value(io, value, tmp_path / "a.ckpt", weights_only)
-            for io in (lightnings, durable)
-        ]
-        assert found == expected, name
+        expected = _type_and_value(lightnings, value, tmp_path / "a.ckpt", weights_only)
+        result = _type_and_value(durable, value, tmp_path / "a.ckpt", weights_only)
+        assert result == expected, name
         num_refused += expected == "UnpicklingError"
     durable.teardown()
     assert (num_refused == 0) == (weights_only is False)
 
 
 def _type_and_value(io, value, path, weights_only):
+    """Return type, value, text and attributes of a value that was saved and loaded."""
     io.save_checkpoint({"hyper_parameters": {"value": value, "again": value}, "epoch": 1}, path)
     try:
-        found = io.load_checkpoint(path, weights_only=weights_only)["hyper_parameters"]
+        values = io.load_checkpoint(path, weights_only=weights_only)["hyper_parameters"]
     except pickle.UnpicklingError:
         return "UnpicklingError"
-    assert found["again"] is found["value"]
-    found = found["value"]
-    return type(found), found, repr(found), getattr(found, "__dict__", None) and sorted(vars(found))
+    loaded = values["value"]
+    assert values["again"] is loaded
+    return type(loaded), loaded, repr(loaded), sorted(getattr(loaded, "__dict__", {}))
 
 
 @pytest.fixture
@@ -142,7 +141,7 @@ def gate(monkeypatch):
     gate.set()
 
 
-def test_what_is_written_is_the_moment_of_saving(tmp_path, gate):
+def test_a_file_holds_the_values_of_the_moment_of_saving(tmp_path, gate):
     io = DurableCheckpointIO(in_background=True)
     state = checkpoint(1)
     io.save_checkpoint(state, tmp_path / "last.ckpt")
@@ -156,7 +155,7 @@ def test_what_is_written_is_the_moment_of_saving(tmp_path, gate):
     io.teardown()
 
 
-def test_no_more_than_so_many_are_in_memory_and_the_memory_is_kept(tmp_path, gate):
+def test_at_most_max_in_memory_checkpoints_wait_and_their_memory_is_reused(tmp_path, gate):
     io = DurableCheckpointIO(in_background=True, max_in_memory=1, timeout_s=0.2)
     io.save_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
     with pytest.raises(
@@ -208,7 +207,7 @@ def _end_by_an_error(io):
         io.teardown()
 
 
-def test_the_old_one_goes_only_after_the_new_one_is_there(tmp_path, monkeypatch, gate):
+def test_an_old_file_is_removed_only_after_the_new_one_is_written(tmp_path, monkeypatch, gate):
     io = DurableCheckpointIO(in_background=True)
     cf.write_checkpoint(checkpoint(1), tmp_path / "old.ckpt")
     io.save_checkpoint(checkpoint(2), tmp_path / "new.ckpt")
@@ -228,22 +227,22 @@ def test_the_old_one_goes_only_after_the_new_one_is_there(tmp_path, monkeypatch,
         io.teardown()
 
 
-def test_it_is_the_strategys_unless_another_is_given():
+def test_the_strategy_uses_durable_checkpoints_unless_the_user_passes_another_plugin():
     assert isinstance(toy.trainer().strategy.checkpoint_io, DurableCheckpointIO)
-    own = TorchCheckpointIO()
-    assert toy.trainer(plugins=[own]).strategy.checkpoint_io is own
-    assert (
-        toy.trainer(strategy=HybridAllReduceStrategy(checkpoint_io=own)).strategy.checkpoint_io
-        is own
-    )
+    plugin = TorchCheckpointIO()
+    assert toy.trainer(plugins=[plugin]).strategy.checkpoint_io is plugin
+    strategy = HybridAllReduceStrategy(checkpoint_io=plugin)
+    assert toy.trainer(strategy=strategy).strategy.checkpoint_io is plugin
     wrapped = toy.trainer(plugins=[AsyncCheckpointIO()]).strategy.checkpoint_io
     assert isinstance(wrapped, AsyncCheckpointIO)
     assert isinstance(wrapped.checkpoint_io, DurableCheckpointIO)
 
 
-def test_it_can_be_sent_to_the_ranks_that_are_spawned():
+def test_the_plugin_can_be_pickled_for_spawned_ranks():
     io = pickle.loads(pickle.dumps(DurableCheckpointIO(in_background=True, timeout_s=5.0)))
-    assert (io.in_background, io.timeout_s, io._thread.num_jobs) == (True, 5.0, 0)
+    assert io.in_background is True
+    assert io.timeout_s == 5.0
+    assert io._thread.num_jobs == 0
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -276,8 +275,8 @@ def dense(tensor):
     return tensor
 
 
-class NothingIsNoted(TorchFunctionMode):
-    """Refuses to copy what is conjugate or negative by a note alone: from CUDA to page-locked memory torch drops it."""
+class RefusesLazyValues(TorchFunctionMode):
+    """Mode that refuses to copy lazy conjugates and negatives: from CUDA to page-locked memory torch drops the bit."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.copy_:
@@ -291,60 +290,63 @@ def test_a_copy_is_equal_and_takes_no_more_room_in_a_file_than_its_elements(devi
     host = HostCopies()
     tensors = of_every_kind(device)
     before = {name: dense(tensor).detach().clone().cpu() for name, tensor in tensors.items()}
-    with NothingIsNoted():
+    with RefusesLazyValues():
         copies = host.take(tensors)
     host.wait()
     for name, tensor in tensors.items():
-        if name != "one value many times":
-            (tensor._values() if tensor.is_sparse else tensor.detach()).zero_()
-        found = copies[name]
-        assert found.device.type == (device if name in ("sparse", "a parameter") else "cpu")
-        assert type(found) is type(tensor)
-        assert found.requires_grad == tensor.requires_grad
-        assert torch.equal(dense(found).cpu(), before[name]), name
-        if not found.is_sparse:
-            assert found.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize, name
+        if tensor.is_sparse:
+            tensor._values().zero_()
+        elif name != "one value many times":
+            tensor.detach().zero_()
+        copy = copies[name]
+        assert copy.device.type == (device if name in ("sparse", "a parameter") else "cpu"), name
+        assert type(copy) is type(tensor), name
+        assert copy.requires_grad == tensor.requires_grad, name
+        assert torch.equal(dense(copy).cpu(), before[name]), name
+        if not copy.is_sparse:
+            assert copy.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize, name
     assert copies["channels last"].is_contiguous(memory_format=torch.channels_last)
     assert copies["transposed"].stride() == (1, 6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_curves_that_grow_and_metrics_that_come_take_no_memory_anew(device):
-    """All copies are held, so what has another address has other memory: a block of 12,096 bytes, one of an eighth more
-    than the 12,160 that come next, and one of an eighth more than the 13,696 of the end."""
+def test_growing_curves_and_new_metrics_reuse_memory(device):
+    """All copies are held, so other addresses are other memory: a block of 12,096 bytes, one of an eighth more than the
+    12,160 that come next, and one of an eighth more than the 13,696 of the end.
+    """
     host = HostCopies()
     weights = torch.ones(3000, device=device)
     copies = []
     for step in range(1, 101):
+        tensors = {}
         if step > 50:
-            late = {"late": torch.ones(8, device=device)}
-        else:
-            late = {}
+            tensors["late"] = torch.ones(8, device=device)
         curve = torch.full((step, 2), float(step), dtype=torch.float64, device=device)
-        copies.append(host.take({**late, "curve": curve, "weights": weights}))
+        tensors["curve"] = curve
+        tensors["weights"] = weights
+        copies.append(host.take(tensors))
         host.wait()
         assert torch.equal(copies[-1]["curve"], curve.cpu())
         assert torch.equal(copies[-1]["weights"], weights.cpu())
     ends = [copy["weights"].data_ptr() - copy["curve"].data_ptr() for copy in copies]
     assert ends == [-(-16 * step // 64) * 64 for step in range(1, 101)]  # one behind the other
-    blocks = [copy["late" if "late" in copy else "curve"].data_ptr() for copy in copies]
-    assert len(set(blocks)) == 3
+    blocks = {next(iter(copy.values())).data_ptr() for copy in copies}
+    assert len(blocks) == 3
     assert host.num_bytes == 13_696 * 9 // 8
 
 
-def test_tensors_that_are_one_stay_one_in_the_file():
+def test_tensors_that_share_memory_share_it_in_the_file():
     weights = torch.ones(10_000)
     file = io.BytesIO()
-    torch.save(
-        HostCopies().take({"one": weights, "other": weights.detach(), "part": weights[:10]}), file
-    )
+    tensors = {"weights": weights, "view": weights.detach(), "part": weights[:10]}
+    torch.save(HostCopies().take(tensors), file)
     result = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    assert result["one"].data_ptr() == result["other"].data_ptr()
+    assert result["weights"].data_ptr() == result["view"].data_ptr()
     assert 40_000 < len(file.getvalue()) < 45_000
 
 
 @pytest.mark.gpu
-def test_from_cuda_the_memory_is_page_locked():
+def test_copies_from_cuda_are_in_page_locked_memory():
     copies = HostCopies().take({"weights": torch.ones(10, device="cuda"), "counter": torch.ones(1)})
     assert copies["weights"].is_pinned()
     assert not copies["counter"].is_pinned()

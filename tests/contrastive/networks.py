@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,11 +19,11 @@ FEATURES = 8
 
 
 class Network(nn.Module):
-    """Two views of the rows of a batch, by one network."""
+    """Network that embeds two views of the rows of a batch."""
 
-    def __init__(self, *more):
+    def __init__(self, *layers):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(FEATURES, 16), *more, nn.Tanh(), nn.Linear(16, 6))
+        self.net = nn.Sequential(nn.Linear(FEATURES, 16), *layers, nn.Tanh(), nn.Linear(16, 6))
 
     def noisy(self, x):
         return x
@@ -108,7 +109,7 @@ class Checkpointed(Network):
 
 
 class GradientHooks(Network):
-    """Clipping and scaling of single gradients."""
+    """Network whose hooks scale a gradient and keep another."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +126,11 @@ class Recurrent(Network):
         self.lstm = nn.LSTM(2, 3, batch_first=True)
 
     def embed(self, x):
-        return tuple(self.lstm(view.view(len(view), 4, 2))[0].flatten(1) for view in (x, x.flip(1)))
+        return self.states(x), self.states(x.flip(1))
+
+    def states(self, x):
+        states, _ = self.lstm(x.view(len(x), 4, 2))
+        return states.flatten(1)
 
 
 class ListOfWeights(Network):
@@ -139,7 +144,7 @@ class ListOfWeights(Network):
 
 
 class ShortWords(Network):
-    """An embedding that shortens its rows in forward."""
+    """Network with an embedding that shortens its rows in forward."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +155,7 @@ class ShortWords(Network):
 
 
 class HiddenTeacher(Network):
-    """A teacher that is kept out of checkpoints, in training mode, and a queue of its outputs."""
+    """Network with a queue of the outputs of a teacher, which is in training mode and kept out of checkpoints."""
 
     def __init__(self):
         super().__init__(nn.BatchNorm1d(16))
@@ -166,7 +171,7 @@ class HiddenTeacher(Network):
 
 
 class MovingCentre(Network):
-    """A centre of a teacher's outputs, which begins with the first batch."""
+    """Network with a moving centre of a teacher's outputs, which begins with the first batch."""
 
     def __init__(self):
         super().__init__()
@@ -234,23 +239,31 @@ def drawn():
     return torch.rand(1).item(), np.random.rand(), random.random()
 
 
+@dataclass
+class State:
+    """Gradients, buffers and random streams after a step."""
+
+    grads: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    drawn: tuple[float, float, float]  # the next number of each global stream
+    generators: list[torch.Tensor]  # states of the network's own generators
+
+
 def state_after(network):
-    """Return gradients, buffers and the states of all random streams after a step."""
     grads = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
     buffers = dict(network.named_buffers())
     for hidden in getattr(network, "hidden", []):
         buffers |= {f"hidden.{name}": buffer for name, buffer in hidden.named_buffers()}
+    generators = []
     if hasattr(network, "generator"):
-        own = [network.generator.get_state()]
-    else:
-        own = []
-    return grads, buffers, drawn(), own
+        generators.append(network.generator.get_state())
+    return State(grads, buffers, drawn(), generators)
 
 
 LOSS = InfoNCE(0.5, block=2)
 
 
-def made(make):
+def seeded(make):
     torch.manual_seed(0)
     network = make()
     seed()
@@ -262,8 +275,8 @@ def nothing(network):
 
 
 def with_activations_kept(make, x, chunk=CHUNK, between=nothing):
-    """A step. `between(network)` is called between forward and backward."""
-    network = made(make)
+    """Make a step and return its state. `between(network)` is called between forward and backward."""
+    network = seeded(make)
     parts = [network.embed(part) for part in x.split(chunk)]
     loss = LOSS(*map(torch.cat, zip(*parts, strict=True)))
     between(network)
@@ -272,18 +285,18 @@ def with_activations_kept(make, x, chunk=CHUNK, between=nothing):
 
 
 def with_global_batch(make, x, chunk=CHUNK, between=nothing):
-    """The same step by `GlobalBatch`."""
-    network = made(make)
+    """Make the same step by `GlobalBatch` and return its state."""
+    network = seeded(make)
     loss = GlobalBatch(LOSS, chunk=chunk)(network.embed, x)
     between(network)
     loss.backward()
     return state_after(network)
 
 
-def assert_same_step(found, expected):
-    assert found[0].keys() == expected[0].keys()
-    for name, grad in expected[0].items():
-        assert (found[0][name] - grad).norm() <= 1e-6 * grad.norm() + 1e-9, name
-    assert same(found[1], expected[1])
-    assert found[2] == expected[2]
-    assert same(found[3], expected[3])
+def assert_same_step(result, expected):
+    assert result.grads.keys() == expected.grads.keys()
+    for name, grad in expected.grads.items():
+        assert (result.grads[name] - grad).norm() <= 1e-6 * grad.norm() + 1e-9, name
+    assert same(result.buffers, expected.buffers)
+    assert result.drawn == expected.drawn
+    assert same(result.generators, expected.generators)

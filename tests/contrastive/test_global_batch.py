@@ -1,4 +1,4 @@
-"""User code around `GlobalBatch`: in fits as users write them, carried from forward to backward, or refused by name."""
+"""User code around `GlobalBatch`: in fits as users write them, from forward to backward, and refused by name."""
 
 import weakref
 from functools import partial
@@ -23,8 +23,8 @@ from tests.contrastive.networks import (
     Network,
     assert_same_step,
     data,
-    made,
     seed,
+    seeded,
     state_after,
     with_activations_kept,
     with_global_batch,
@@ -35,7 +35,7 @@ from tests.scenes import fit
 
 
 class Texts(Dataset):
-    """Questions and answers, as a public report has them."""
+    """Questions and answers, as in a public bug report."""
 
     def __len__(self):
         return 20
@@ -99,7 +99,7 @@ def test_losses_over_texts_do_not_depend_on_the_chunk(collate):
 
 
 class NamedRows(Network):
-    """Names choose what is done to a row, and a nest holds more of them."""
+    """Network whose rows are changed by their names, and by values in a nested batch."""
 
     def embed(self, batch):
         x, (names, extra) = batch
@@ -112,9 +112,9 @@ class NamedRows(Network):
         return self.net(signs * x), self.net(signs * x + shifts)
 
 
-def test_names_and_arrays_go_with_their_rows():
+def test_names_and_arrays_are_split_with_their_rows():
     def step(chunk):
-        network = made(NamedRows)
+        network = seeded(NamedRows)
         names = tuple(f"image {i % 3}" for i in range(PAIRS))
         extra = {
             "shift": np.linspace(0, 1, PAIRS, dtype=np.float32),
@@ -157,7 +157,7 @@ def assign(network):
     ],
     ids=["weights assigned", "eval", "frozen", "default dtype"],
 )
-def test_changes_after_the_forward_do_not_reach_backward(between):
+def test_changes_after_the_forward_do_not_affect_backward(between):
     try:
         result = with_global_batch(WithTeacher, data(), between=between)
         torch.set_default_dtype(torch.float32)
@@ -342,7 +342,7 @@ def test_an_error_of_the_network_names_the_chunk():
 
 
 def test_second_derivatives_are_refused():
-    network = made(Network)
+    network = seeded(Network)
     loss = GlobalBatch(LOSS, chunk=CHUNK)(network.embed, data())
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         torch.autograd.grad(loss, network.net[0].weight, create_graph=True)
@@ -352,7 +352,7 @@ def test_second_derivatives_are_refused():
 
 
 class Supervised(nn.Module):
-    """A user's loss of one rank's pairs, with labels that `embed` hands on, and a temperature of its own."""
+    """Loss of a user over one rank's pairs, with labels that `embed` returns, and its own temperature."""
 
     def __init__(self):
         super().__init__()
@@ -370,8 +370,8 @@ class Labelled(Network):
 
 def test_a_loss_of_the_users_own_takes_labels_and_leaves_an_embedding_out():
     batch = (data(), torch.arange(PAIRS) % 6)
-    network = made(Labelled)
-    kept = made(Labelled)
+    network = seeded(Labelled)
+    kept = seeded(Labelled)
     loss = Supervised()
     loss_of_kept = Supervised()
     GlobalBatch(loss, chunk=5)(network.embed, batch).backward()
@@ -382,15 +382,15 @@ def test_a_loss_of_the_users_own_takes_labels_and_leaves_an_embedding_out():
 
 
 def test_a_frozen_network_trains_the_temperature_alone():
-    network = made(Network).requires_grad_(False)
+    network = seeded(Network).requires_grad_(False)
     loss = InfoNCE(None)
     GlobalBatch(loss, chunk=CHUNK)(network.embed, data()).backward()
     assert loss.logit_scale.grad != 0
 
 
 def test_backward_under_autocast_and_a_second_backward_add_the_same_gradients():
-    network = made(Network)
-    expected = made(Network)
+    network = seeded(Network)
+    expected = seeded(Network)
     with torch.autocast("cpu", torch.bfloat16):
         GlobalBatch(LOSS, chunk=CHUNK)(expected.embed, data()).backward()
         loss = GlobalBatch(LOSS, chunk=CHUNK)(network.embed, data())
@@ -401,8 +401,8 @@ def test_backward_under_autocast_and_a_second_backward_add_the_same_gradients():
 
 
 def test_a_second_backward_begins_with_the_buffers_of_the_first():
-    network = made(NETWORKS["moving centre"])
-    expected = made(NETWORKS["moving centre"])
+    network = seeded(NETWORKS["moving centre"])
+    expected = seeded(NETWORKS["moving centre"])
     GlobalBatch(LOSS, chunk=CHUNK)(expected.embed, data()).backward()
     loss = GlobalBatch(LOSS, chunk=CHUNK)(network.embed, data())
     loss.backward(retain_graph=True)
@@ -412,14 +412,14 @@ def test_a_second_backward_begins_with_the_buffers_of_the_first():
 
 
 class Token:
-    """Lives as long as the graph whose hook holds it."""
+    """Hook that lives as long as the graph that holds it."""
 
     def __call__(self, grad):
         pass
 
 
 class Watched(Network):
-    """Counts the earlier calls whose activations are alive."""
+    """Network that counts the earlier calls whose activations are alive."""
 
     def __init__(self):
         super().__init__()
@@ -436,8 +436,8 @@ class Watched(Network):
         return z, z.flip(0)
 
 
-def test_activations_of_one_part_live_at_a_time():
-    network = made(Watched)
+def test_only_one_chunks_activations_are_alive_at_a_time():
+    network = seeded(Watched)
     GlobalBatch(LOSS, chunk=2)(network.embed, data()).backward()
     assert network.num_alive == [0] * PAIRS
 
@@ -446,11 +446,11 @@ def test_activations_of_one_part_live_at_a_time():
 
 
 class Fitted(pl.LightningModule):
-    """A network in a fit, through `GlobalBatch` or with activations kept."""
+    """Module that trains a network through `GlobalBatch`, or with activations kept."""
 
     def __init__(self, make, is_kept=False):
         super().__init__()
-        self.network = made(make)
+        self.network = seeded(make)
         self.global_batch = GlobalBatch(LOSS, chunk=CHUNK)
         self.is_kept = is_kept
         self.total = SumMetric()
@@ -488,7 +488,7 @@ def loader():
 
 
 @pytest.mark.parametrize(
-    "name",
+    "network",
     [
         "Python's random",
         "a generator of its own",
@@ -499,38 +499,34 @@ def loader():
         "moving centre",
     ],
 )
-def test_a_fit_trains_what_it_trains_with_activations_kept(name):
-    """What `embed` logs and counts it logs and counts once."""
+def test_a_fit_has_the_losses_and_weights_of_one_with_activations_kept(network):
+    """Values that `embed` logs and counts are logged and counted once."""
     scene = {"train": loader, "max_epochs": 1, "limit_train_batches": 3}
-    kept = fit(None, partial(Fitted, NETWORKS[name], is_kept=True), **scene)
-    seen = fit(None, partial(Fitted, NETWORKS[name]), **scene)
+    kept = fit(None, partial(Fitted, NETWORKS[network], is_kept=True), **scene)
+    seen = fit(None, partial(Fitted, NETWORKS[network]), **scene)
     assert seen.losses == pytest.approx(kept.losses, rel=1e-5)
-    for parameter, value in kept.weights.items():
-        assert (
-            seen.weights[parameter] - value
-        ).float().norm() <= 1e-5 * value.float().norm() + 1e-7, parameter
+    for name, value in kept.weights.items():
+        error = (seen.weights[name] - value).float().norm()
+        assert error <= 1e-5 * value.float().norm() + 1e-7, name
     assert seen.metrics == pytest.approx(kept.metrics, rel=1e-6)
     assert seen.metrics["rows"] == 3 * PAIRS
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-mixed", "64-true"])
-def test_two_ranks_train_what_they_train_with_activations_kept(precision, two_ranks):
-    """In half precision, where gradients of parts are rounded, within some units of the dtype."""
+def test_two_ranks_have_the_losses_and_weights_of_a_fit_with_activations_kept(precision, two_ranks):
+    """In half precision, where gradients of chunks are rounded, within some units of the dtype."""
     bound = {"32-true": 1e-5, "64-true": 1e-7, "16-true": 2e-3, "bf16-mixed": 2e-2}[precision]
     scene = {"train": loader, "max_epochs": 1, "limit_train_batches": 2, "precision": precision}
     if precision == "16-true":
         scene["loss_scale"] = 256
     make = NETWORKS["dropout"]
-    for seen, kept in zip(
-        fit(two_ranks, partial(Fitted, make), **scene),
-        fit(two_ranks, partial(Fitted, make, is_kept=True), **scene),
-        strict=True,
-    ):
-        assert seen.losses == pytest.approx(kept.losses, rel=10 * bound)
+    result = fit(two_ranks, partial(Fitted, make), **scene)
+    expected = fit(two_ranks, partial(Fitted, make, is_kept=True), **scene)
+    for seen, kept in zip(result, expected, strict=True):
+        assert seen.losses == pytest.approx(kept.losses, rel=10 * bound), f"rank {seen.rank}"
         for name, value in kept.parameters.items():
-            assert (
-                seen.weights[name] - value
-            ).float().norm() <= bound * value.float().norm() + 1e-7, name
+            error = (seen.weights[name] - value).float().norm()
+            assert error <= bound * value.float().norm() + 1e-7, f"{name} on rank {seen.rank}"
 
 
 def test_elastic_refuses_a_loss_over_all_ranks():

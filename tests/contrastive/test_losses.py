@@ -19,7 +19,7 @@ from lightning_hybrid.contrastive import BarlowTwins, GlobalBatch, InfoNCE, SigL
 from lightning_hybrid.optim import LARS, param_groups
 from tests.scenes import fit, same, this_rank
 from tests.test_readme import ROOT, python_blocks
-from tests.toy import Toy
+from tests.toy import Toy, error_of
 
 PAIRS = 32
 FEATURES = 8
@@ -34,7 +34,9 @@ def clip(loss, a, b):
     else:
         scale = 1 / loss.temperature
     target = torch.arange(len(a))
-    return (F.cross_entropy(scale * a @ b.T, target) + F.cross_entropy(scale * b @ a.T, target)) / 2
+    a_to_b = F.cross_entropy(scale * a @ b.T, target)
+    b_to_a = F.cross_entropy(scale * b @ a.T, target)
+    return (a_to_b + b_to_a) / 2
 
 
 def simclr(loss, a, b):
@@ -48,9 +50,8 @@ def simclr(loss, a, b):
 
 
 def siglip(loss, a, b):
-    logits = (
-        loss.logit_scale.exp() * F.normalize(a, dim=1) @ F.normalize(b, dim=1).T + loss.logit_bias
-    )
+    similarities = F.normalize(a, dim=1) @ F.normalize(b, dim=1).T
+    logits = loss.logit_scale.exp() * similarities + loss.logit_bias
     return -F.logsigmoid(logits * (2 * torch.eye(len(a)) - 1)).sum() / len(a)
 
 
@@ -80,7 +81,10 @@ def views(dtype=torch.float32):
 
 
 def of_share(rank, world, name, dtype=torch.float32):
-    """Loss and gradients at a rank's share. Of parameters, whose mean over ranks DDP takes, those of this rank."""
+    """Return the loss, the gradients of a rank's views, and the rank's share of the parameters' gradients.
+
+    DDP averages the parameters' gradients over ranks, so they are divided by the number of ranks here.
+    """
     loss = LOSSES[name][0]().to(dtype)
     a, b = (view.chunk(world)[rank].clone().requires_grad_() for view in views(dtype))
     value = loss(a, b)
@@ -93,14 +97,18 @@ def on_rank(name, dtype=torch.float32):
 
 
 def joined(shares):
-    values, a, b, *own = zip(*shares, strict=True)
-    assert all(torch.equal(value, values[0]) for value in values)
-    while own and len(own[0]) > 1:
-        own = [
-            [first + second for first, second in zip(each[::2], each[1::2], strict=True)]
-            for each in own
-        ]
-    return [values[0], torch.cat(a), torch.cat(b), *(each[0] for each in own)]
+    """Return the loss and the gradients of all ranks: views concatenated, parameters added in a tree."""
+    values, a, b, *parameters = zip(*shares, strict=True)
+    for rank, value in enumerate(values):
+        assert torch.equal(value, values[0]), f"rank {rank}"
+    return [values[0], torch.cat(a), torch.cat(b), *map(sum_as_a_tree, parameters)]
+
+
+def sum_as_a_tree(tensors):
+    while len(tensors) > 1:
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        tensors = [first + second for first, second in pairs]
+    return tensors[0]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -109,33 +117,26 @@ def test_loss_and_gradients_are_those_of_all_pairs_at_once(name):
     loss = make().double()
     inputs = [view.requires_grad_() for view in views(torch.float64)]
     expected = definition(loss, *inputs)
-    found, *grads = of_share(0, 1, name, torch.float64)
-    torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(
-        grads,
-        list(torch.autograd.grad(expected, [*inputs, *loss.parameters()])),
-        rtol=1e-9,
-        atol=1e-12,
-    )
+    value, *grads = of_share(0, 1, name, torch.float64)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
+    expected_grads = list(torch.autograd.grad(expected, [*inputs, *loss.parameters()]))
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_two_and_four_ranks_have_the_bits_of_one(name, two_ranks, four_ranks):
-    one = of_share(0, 1, name)
-    for ranks in (two_ranks, four_ranks):
-        assert all(
-            torch.equal(own, whole)
-            for own, whole in zip(joined(ranks.run(on_rank, name)), one, strict=True)
-        )
+    on_one_rank = list(of_share(0, 1, name))
+    assert same(joined(two_ranks.run(on_rank, name)), on_one_rank)
+    assert same(joined(four_ranks.run(on_rank, name)), on_one_rank)
 
 
 def test_the_loss_of_three_ranks_is_that_of_all_pairs(three_ranks):
     """PAIRS do not divide by three: each rank takes 8 of the first 24."""
-    result = three_ranks.run(first_24)
+    rank_0, rank_1, rank_2 = three_ranks.run(first_24)
     a, b = (view[:24] for view in views())
-    torch.testing.assert_close(result[0], clip(InfoNCE(0.1), a, b), rtol=1e-6, atol=0)
-    assert torch.equal(result[0], result[1])
-    assert torch.equal(result[0], result[2])
+    torch.testing.assert_close(rank_0, clip(InfoNCE(0.1), a, b), rtol=1e-6, atol=0)
+    assert torch.equal(rank_0, rank_1)
+    assert torch.equal(rank_0, rank_2)
 
 
 def first_24():
@@ -145,22 +146,19 @@ def first_24():
 
 def short_on_the_last(missing):
     rows = PAIRS // 2 - missing * dist.get_rank()
-    try:
-        InfoNCE()(*(view[:rows] for view in views()))
-    except ValueError as error:
-        return str(error)
+    a, b = (view[:rows] for view in views())
+    return error_of(InfoNCE(), a, b)
 
 
 @pytest.mark.parametrize(("missing", "shapes"), [(1, "16x8, 15x8"), (PAIRS // 2, "16x8, 0x0")])
 def test_other_numbers_of_pairs_or_none_are_refused_on_every_rank(missing, shapes, two_ranks):
-    for said in two_ranks.run(short_on_the_last, missing, timeout_s=30):
-        assert said.startswith(
-            f"The embeddings of all ranks must have the same shape (have {shapes})"
-        )
+    expected = f"ValueError: the embeddings of all ranks must have one shape, and have {shapes}"
+    for rank, message in enumerate(two_ranks.run(short_on_the_last, missing, timeout_s=30)):
+        assert message.startswith(expected), f"rank {rank}"
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: InfoNCE(0.0), r"`temperature` \(=0.0\) must be above 0"),
         (lambda: SigLIP(block=0), r"`block` \(=0\) must be a whole number, 1 or more"),
@@ -174,8 +172,8 @@ def test_other_numbers_of_pairs_or_none_are_refused_on_every_rank(missing, shape
         ),
     ],
 )
-def test_what_cannot_be_compared_is_refused(call, said):
-    with pytest.raises(ValueError, match=said):
+def test_options_and_embeddings_that_cannot_be_compared_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 
@@ -201,7 +199,7 @@ def test_a_learnt_scale_is_held_at_100(value, scale, has_gradient):
 
 
 def of_views(name, inputs, autocast, is_backward_inside):
-    """Loss and gradients, with autocast around the loss alone, or around backward too."""
+    """Return loss and gradients, with autocast around the loss alone, or around backward too."""
     loss = LOSSES[name][0]()
     inputs = [view.clone().requires_grad_() for view in inputs]
     with autocast:
@@ -210,13 +208,13 @@ def of_views(name, inputs, autocast, is_backward_inside):
             value.backward()
     if not is_backward_inside:
         value.backward()
-    return [value.detach(), *(one.grad for one in [*inputs, *loss.parameters()])]
+    return [value.detach(), *(tensor.grad for tensor in [*inputs, *loss.parameters()])]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LOSSES)
 def test_autocast_changes_no_bit_of_a_loss(name, dtype):
-    """Of views in fp32, and of views in half precision, as networks return them under autocast."""
+    """The views are in fp32, and in half precision as networks return them under autocast."""
     for inputs in (views(), [view.to(dtype) for view in views()]):
         expected = of_views(name, inputs, nullcontext(), False)
         assert expected[0].dtype is torch.float32
@@ -226,7 +224,7 @@ def test_autocast_changes_no_bit_of_a_loss(name, dtype):
 
 
 class OfEmbeddings(Toy):
-    """Compares its loss with that of the same embeddings and parameters outside of the step's arithmetic."""
+    """Module that compares its loss with that of the same embeddings and parameters outside of a step."""
 
     def __init__(self, name):
         super().__init__()
@@ -254,9 +252,8 @@ class OfEmbeddings(Toy):
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", ["CLIP, its temperature is learnt", "SigLIP", "Barlow Twins"])
 def test_a_loss_in_half_precision_is_that_of_the_same_embeddings_in_fp32(name, precision):
-    assert (
-        fit(None, partial(OfEmbeddings, name), precision=precision, max_epochs=1).global_step == 8
-    )
+    seen = fit(None, partial(OfEmbeddings, name), precision=precision, max_epochs=1)
+    assert seen.global_step == 8, "a comparison in each step"
 
 
 def test_second_derivatives_of_losses_are_refused():
@@ -274,10 +271,10 @@ def data():
 
 
 class Embedder(nn.Module):
-    def __init__(self, *more):
+    def __init__(self, *layers):
         super().__init__()
         torch.manual_seed(2)
-        self.net = nn.Sequential(nn.Linear(8, 16), *more, nn.ReLU(), nn.Linear(16, 6))
+        self.net = nn.Sequential(nn.Linear(8, 16), *layers, nn.ReLU(), nn.Linear(16, 6))
         self.unused = nn.Linear(2, 2)
         self.num_calls = 0
 
@@ -290,7 +287,9 @@ def gradients(module, batch, chunk):
     module.zero_grad()
     GlobalBatch(InfoNCE(0.1, block=CHUNK), chunk=chunk)(module, batch).backward()
     return {
-        name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
     }
 
 
@@ -308,7 +307,7 @@ def test_gradients_of_chunks_are_those_of_the_whole_batch():
 
 
 def test_the_second_pass_draws_what_the_first_drew_and_moves_no_statistics():
-    """As where all activations are kept. What is drawn afterwards is what would be drawn after one pass."""
+    """The result is that with all activations kept, and so are the numbers that are drawn afterwards."""
     batch = {"views": list(data()[:PAIRS].split(8, dim=1))}
     module = Embedder(nn.BatchNorm1d(16), nn.Dropout())
     kept = Embedder(nn.BatchNorm1d(16), nn.Dropout())
@@ -321,11 +320,13 @@ def test_the_second_pass_draws_what_the_first_drew_and_moves_no_statistics():
     drawn = torch.rand(1)
     torch.manual_seed(3)
     result = gradients(module, batch, CHUNK)
+    assert result.keys() == {
+        name for name, parameter in kept.named_parameters() if parameter.grad is not None
+    }
     assert torch.equal(torch.rand(1), drawn)
-    for name, one in kept.named_parameters():
-        assert one.grad is None or torch.allclose(result[name], one.grad, rtol=1e-5, atol=1e-7), (
-            name
-        )
+    for name, parameter in kept.named_parameters():
+        if parameter.grad is not None:
+            assert torch.allclose(result[name], parameter.grad, rtol=1e-5, atol=1e-7), name
     assert same(dict(module.named_buffers()), dict(kept.named_buffers()))
 
 
@@ -335,8 +336,9 @@ class Contrastive(Toy):
         torch.manual_seed(4)
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))
         self.optimizer = optimizer
-        loss = InfoNCE(0.1, block=CHUNK)
-        self.contrastive = GlobalBatch(loss, chunk=CHUNK) if is_chunked else loss
+        self.contrastive = InfoNCE(0.1, block=CHUNK)
+        if is_chunked:
+            self.contrastive = GlobalBatch(self.contrastive, chunk=CHUNK)
 
     def embed(self, batch):
         return self.net(batch[0][:, :8]), self.net(batch[0][:, 8:])
@@ -353,9 +355,13 @@ class Contrastive(Toy):
 
 
 def shares():
-    """A loader whose step has the same pairs in the same order, whatever the ranks: two steps."""
-    share = PAIRS // (dist.get_world_size() if dist.is_initialized() else 1)
-    order = [step * PAIRS + this_rank() * share + i for step in range(2) for i in range(share)]
+    """Return a loader of two steps, whose pairs and their order do not depend on the number of ranks."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    share = PAIRS // world_size
+    order = []
+    for step in range(2):
+        first = step * PAIRS + this_rank() * share
+        order += range(first, first + share)
     return DataLoader(TensorDataset(data()), batch_size=share, sampler=order)
 
 
@@ -363,18 +369,17 @@ SCENE = {"train": shares, "max_epochs": 1, "use_distributed_sampler": False}
 
 
 def test_a_fit_of_one_two_and_four_ranks_has_the_same_bits(two_ranks, four_ranks):
-    one = fit(None, Contrastive, **SCENE)
-    two = fit(two_ranks, Contrastive, **SCENE)
-    four = fit(
-        four_ranks, Contrastive, ranks_per_node=2, comm=Comm(algorithm="hierarchical"), **SCENE
-    )
-    assert one.global_step == 2
-    for seen in [*two, *four]:
-        assert same(seen.parameters, one.parameters)
+    whole = fit(None, Contrastive, **SCENE)
+    on_two = fit(two_ranks, Contrastive, **SCENE)
+    options = {"ranks_per_node": 2, "comm": Comm(algorithm="hierarchical")}
+    on_four = fit(four_ranks, Contrastive, **options, **SCENE)
+    assert whole.global_step == 2
+    for seen in [*on_two, *on_four]:
+        assert same(seen.parameters, whole.parameters), f"rank {seen.rank}"
 
 
 def test_half_precision_and_lars_train_on_fp32_masters(two_ranks):
-    """The band: a change of weights by half a unit of the dtype moves a step by some 1e-2 of its length."""
+    """Bound: a change of weights by half a unit of the dtype moves a step by about 1e-2 of its length."""
     scene = {"module": partial(Contrastive, optimizer=LARS), **SCENE}
     wide = fit(two_ranks, **scene)
     half = fit(two_ranks, precision="16-true", loss_scale=256, **scene)
@@ -382,16 +387,18 @@ def test_half_precision_and_lars_train_on_fp32_masters(two_ranks):
     assert same(half[0].parameters, half[1].parameters)
     start = copy.deepcopy(Contrastive().state_dict())
     for name, end in wide[0].parameters.items():
-        moved = end - start[name]
-        other = half[0].parameters[name] - start[name]
-        assert (moved - other).norm() <= 0.1 * moved.norm() + 1e-6, name
+        wide_update = end - start[name]
+        half_update = half[0].parameters[name] - start[name]
+        error = (wide_update - half_update).norm()
+        assert error <= 0.1 * wide_update.norm() + 1e-6, name
 
 
 def test_accumulation_of_a_loss_that_couples_the_batch_is_warned_of():
     scene = {"warns": True, "accumulate_grad_batches": 2, **SCENE}
     for is_chunked in (True, False):
-        said = fit(None, Contrastive(is_chunked=is_chunked), **scene).warnings
-        assert any("`accumulate_grad_batches` (=2)" in one for one in said) is not is_chunked
+        seen = fit(None, Contrastive(is_chunked=is_chunked), **scene)
+        is_warned = any("`accumulate_grad_batches` (=2)" in text for text in seen.warnings)
+        assert is_warned is not is_chunked
 
 
 def test_a_pipeline_refuses_a_loss_over_the_global_batch(two_ranks):

@@ -1,4 +1,4 @@
-"""The second pass of `GlobalBatch` is the first: a step of user code is that with all activations kept."""
+"""Second pass of `GlobalBatch`: a step of user code equals the step with all activations kept."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.contrastive.networks import (
     SpectralNorm,
     assert_same_step,
     data,
-    made,
+    seeded,
     with_activations_kept,
     with_global_batch,
 )
@@ -25,8 +25,8 @@ from tests.toy import error_of
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_step_is_that_with_all_activations_kept(name):
-    """The last part is a smaller one, and of the batches of other chunks, a whole one."""
+def test_a_step_equals_the_step_with_all_activations_kept(name):
+    """In equal chunks, with a smaller last chunk, and in one chunk."""
     for num_pairs, chunk in ((PAIRS, CHUNK), (PAIRS - 2, CHUNK), (PAIRS, PAIRS)):
         x = data(num_pairs)
         assert_same_step(
@@ -51,41 +51,43 @@ def test_gradients_under_spectral_norm_are_those_of_the_whole_batch_once_its_vec
                 network.embed(data())
         return network
 
-    expected = with_activations_kept(make, data(), PAIRS)
-    for name, grad in with_global_batch(make, data())[0].items():
-        assert (grad - expected[0][name]).norm() <= 2e-6 * expected[0][name].norm(), name
+    expected = with_activations_kept(make, data(), PAIRS).grads
+    result = with_global_batch(make, data()).grads
+    assert result.keys() == expected.keys()
+    for name, grad in result.items():
+        assert (grad - expected[name]).norm() <= 2e-6 * expected[name].norm(), name
 
 
 def steps_on_rank():
-    """Gradients of each network, once it is sure that they are those with activations kept."""
+    """Return the gradients of each network, after a comparison with those with activations kept."""
     x = data(2 * PAIRS).chunk(dist.get_world_size())[dist.get_rank()]
     grads = {}
     for name, make in NETWORKS.items():
         result = with_global_batch(make, x)
         assert_same_step(result, with_activations_kept(make, x))
-        grads[name] = result[0]
+        grads[name] = result.grads
     return grads
 
 
 @pytest.mark.parametrize("world", ["two_ranks", "four_ranks"])
-def test_a_step_of_several_ranks_is_that_with_all_activations_kept(world, request):
-    """Each of four ranks has a part of four pairs, and one of two."""
+def test_a_step_of_several_ranks_equals_the_step_with_all_activations_kept(world, request):
+    """Each of four ranks has a chunk of four pairs, and a chunk of two."""
     ranks = request.getfixturevalue(world)
     by_rank = ranks.run(steps_on_rank)
     for name in NETWORKS.keys() - DEPENDS_ON_PARTS - DRAWS - {"gradient hooks"}:
-        for parameter, expected in with_activations_kept(
-            NETWORKS[name], data(2 * PAIRS), 2 * PAIRS
-        )[0].items():
+        whole = with_activations_kept(NETWORKS[name], data(2 * PAIRS), 2 * PAIRS)
+        for parameter, expected in whole.grads.items():
             mean = sum(grads[name][parameter] for grads in by_rank) / len(by_rank)
             assert (mean - expected).norm() <= 2e-6 * expected.norm(), (name, parameter)
 
 
 def sharded_on_rank():
-    network = made(Network)
+    network = seeded(Network)
     fully_shard(network.net)
     return error_of(GlobalBatch(LOSS, chunk=CHUNK), network.embed, data())
 
 
 def test_sharded_parameters_are_refused_on_every_rank(two_ranks):
-    for error in two_ranks.run(sharded_on_rank):
-        assert error.startswith("ValueError: `net.0.weight` (a DTensor) must be a plain parameter")
+    expected = "ValueError: `net.0.weight` (a DTensor) must be a plain parameter"
+    for rank, error in enumerate(two_ranks.run(sharded_on_rank)):
+        assert error.startswith(expected), f"rank {rank}"

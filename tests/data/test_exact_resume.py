@@ -1,4 +1,4 @@
-"""A user's own `DataLoader` resumes with the images that were left and the random numbers of their transforms."""
+"""Resume of a user's own `DataLoader`: the remaining images, and the random numbers of their transforms."""
 
 import random
 from collections.abc import Iterator
@@ -34,14 +34,21 @@ OFF = partial(HybridAllReduceStrategy, exact_resume=False)
 
 
 def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Cases in which something differs, or is refused, without a reason that the kind gives."""
+    """Return the cases that differ or are refused without the reason that the kind expects."""
     reason = KINDS[cases[0]["kind"]].is_refused
-    bad = [one for one in cases if one["images"] or one["numbers"] or "Error" in one["said"]]
-    return [one for one in bad if not reason or reason not in one["said"]]
+    wrong_cases = []
+    for case in cases:
+        is_exact = not case["images"] and not case["numbers"] and "Error" not in case["messages"]
+        is_refused_by_name = bool(reason) and reason in case["messages"]
+        if not is_exact and not is_refused_by_name:
+            wrong_cases.append(case)
+    return wrong_cases
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_each_kind_reads_what_is_left_or_is_refused_by_name(one_rank, tmp_path, name):
+def test_each_kind_of_loader_reads_the_remaining_images_or_is_refused_by_name(
+    one_rank, tmp_path, name
+):
     """From an epoch's end, and from within the second epoch."""
     results = one_rank.run(
         outcomes, name, HYBRID, KINDS[name].workers[0], str(tmp_path), (0, 11), timeout_s=120
@@ -52,7 +59,9 @@ def test_each_kind_reads_what_is_left_or_is_refused_by_name(one_rank, tmp_path, 
 @pytest.mark.long
 @pytest.mark.battery
 @pytest.mark.parametrize(("name", "workers", "ranks"), GRID)
-def test_what_is_left_is_read_or_refused_by_name(rank_pool, tmp_path, name, workers, ranks):
+def test_the_remaining_images_are_read_or_refused_by_name_from_five_stops(
+    rank_pool, tmp_path, name, workers, ranks
+):
     """Five stops of each row: an epoch's end, both sides of it, and within the first, second and last epoch."""
     results = rank_pool.ranks(ranks).run(
         outcomes, name, HYBRID, workers, str(tmp_path), timeout_s=300
@@ -60,7 +69,7 @@ def test_what_is_left_is_read_or_refused_by_name(rank_pool, tmp_path, name, work
     assert [wrong(cases) for cases in results] == [[]] * ranks
 
 
-def test_both_ranks_of_a_pipeline_read_what_is_left(two_ranks, tmp_path):
+def test_both_ranks_of_a_pipeline_read_the_remaining_images(two_ranks, tmp_path):
     strategy = partial(HybridPipelineStrategy, num_stages=2, num_microbatches=2)
     rank_0, rank_1 = two_ranks.run(
         outcomes, "shuffle", strategy, 0, str(tmp_path), (3, 5), timeout_s=120
@@ -87,36 +96,35 @@ def shuffled(
 
 
 def steps(ranks: list[Any], batches_of_step: int = 1) -> list[list[int]]:
+    """Return the sorted images of each step over all ranks."""
     assert not isinstance(ranks[0], str), ranks[0]
-    batches = [
-        sorted(image for one in same for image in one[1][0]) for same in zip(*ranks, strict=True)
-    ]
+    batches = []
+    for batch_of_ranks in zip(*ranks, strict=True):
+        images = [image for _, images, _ in batch_of_ranks for image in images[0]]
+        batches.append(images)
     return [
         sorted(chain(*batches[i : i + batches_of_step]))
         for i in range(0, len(batches), batches_of_step)
     ]
 
 
-def test_another_number_of_ranks_reads_the_rest_of_each_step(rank_pool, tmp_path):
+def test_another_number_of_ranks_reads_the_remaining_images_of_each_step(rank_pool, tmp_path):
     whole = rank_pool.ranks(2).run(shuffled, str(tmp_path))
-    assert (
-        steps(rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 4)) == steps(whole)[3:]
-    )
+    on_one_rank = rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 4)
+    assert steps(on_one_rank) == steps(whole)[3:]
     (refused,) = rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 2)
     assert (
         "must give the 4 images of a step, over 1 ranks and 1 batches: set batch_size=4." in refused
     )
 
 
-def test_other_batches_of_a_step_read_the_rest(rank_pool, tmp_path):
+def test_other_batch_sizes_and_accumulation_read_the_remaining_images(rank_pool, tmp_path):
     """With the same images of a step, and with the same images of a batch."""
     whole = rank_pool.ranks(1).run(shuffled, str(tmp_path), None, 0, HYBRID, 2, 3)
     larger = rank_pool.ranks(1).run(shuffled, str(tmp_path), 6, 0, HYBRID, 6)
     assert steps(larger)[:3] == steps(whole, 3)[2:5]
-    assert (
-        steps(rank_pool.ranks(1).run(shuffled, str(tmp_path), 6, 0, HYBRID, 2, 2))
-        == steps(whole)[6:]
-    )
+    less_accumulation = rank_pool.ranks(1).run(shuffled, str(tmp_path), 6, 0, HYBRID, 2, 2)
+    assert steps(less_accumulation) == steps(whole)[6:]
 
 
 def test_another_number_of_workers_draws_the_same_numbers(one_rank, tmp_path):
@@ -135,61 +143,68 @@ class Fixed(Images):
         return index, torch.zeros(4)
 
 
-def test_but_for_random_transforms_an_undisturbed_fit_is_that_of_ddp(one_rank, tmp_path):
+def test_an_uninterrupted_fit_is_that_of_ddp_except_for_random_transforms(one_rank, tmp_path):
     """Dropout draws from the stream from which transforms draw."""
-    (ddp,), (ours,), (off,) = (
-        one_rank.run(plain, str(tmp_path), one) for one in ("ddp", HYBRID, OFF)
-    )
-    assert ours[0] == ddp[0] == off[0]
-    assert off[1] == ddp[1] != ours[1]
-    assert toy.same_bits(off[2], ddp[2])
+    ((ddp_images, ddp_drawn, ddp_weights),) = one_rank.run(plain, str(tmp_path), "ddp")
+    ((images, drawn, _),) = one_rank.run(plain, str(tmp_path), HYBRID)
+    ((off_images, off_drawn, off_weights),) = one_rank.run(plain, str(tmp_path), OFF)
+    assert images == ddp_images
+    assert off_images == ddp_images
+    assert drawn != ddp_drawn
+    assert off_drawn == ddp_drawn
+    assert toy.same_bits(off_weights, ddp_weights)
+
     make = partial(of, Fixed(), shuffle=True)
-    (ddp,), (ours,) = (one_rank.run(plain, str(tmp_path), one, make) for one in ("ddp", HYBRID))
-    assert toy.same_bits(ours[2], ddp[2])
+    ((_, _, ddp_weights),) = one_rank.run(plain, str(tmp_path), "ddp", make)
+    ((_, _, weights),) = one_rank.run(plain, str(tmp_path), HYBRID, make)
+    assert toy.same_bits(weights, ddp_weights)
 
 
-def weighted(folder: str, strategy: str, path: str | None) -> Any:
+def weighted(folder: str, strategy: str, path: str | None) -> list[str]:
+    """Return the warnings of a fit whose sampler draws at random."""
     sampler = WeightedRandomSampler([1.0 + i % 7 for i in range(32)], 32)
     kind = Kind(make=partial(of, sampler=sampler))
-    return fit(kind, strategy, 0, [] if path else [Saves(folder, [3])], path).said
+    callbacks = [] if path else [Saves(folder, [3])]
+    return fit(kind, strategy, 0, callbacks, path).warnings
 
 
-def what_is_said(folder: str) -> list[str]:
-    return fit(KINDS["shuffle"], HYBRID, 0, [], f"{folder}/3.ckpt").said
+def warnings_of_a_resume(folder: str) -> list[str]:
+    return fit(KINDS["shuffle"], HYBRID, 0, [], f"{folder}/3.ckpt").warnings
 
 
-def test_checkpoints_open_both_ways(one_rank, tmp_path):
+def test_a_checkpoint_of_ddp_opens_under_ours_and_ours_under_ddp(one_rank, tmp_path):
     (whole,) = one_rank.run(shuffled, str(tmp_path), None, 0, "ddp")
-    ((*_,),) = one_rank.run(weighted, f"{tmp_path}/w", "ddp", None)
-    again = one_rank.run(shuffled, str(tmp_path), 3)[0]
-    assert [one[:2] for one in again] == [one[:2] for one in whole[3:]]
-    (said,) = one_rank.run(what_is_said, str(tmp_path))
-    assert any(
-        "which is exact with the ranks, the batch size and the accumulation of" in one
-        for one in said
+    (resumed,) = one_rank.run(shuffled, str(tmp_path), 3)
+    assert [batch[:2] for batch in resumed] == [batch[:2] for batch in whole[3:]]
+    (messages,) = one_rank.run(warnings_of_a_resume, str(tmp_path))
+    assert "which is exact with the ranks, the batch size and the accumulation of" in "\n".join(
+        messages
     )
-    (said,) = one_rank.run(weighted, f"{tmp_path}/w", HYBRID, f"{tmp_path}/w/3.ckpt")
-    assert any("The checkpoint has no state of the training loader" in one for one in said)
+
+    one_rank.run(weighted, f"{tmp_path}/w", "ddp", None)
+    (messages,) = one_rank.run(weighted, f"{tmp_path}/w", HYBRID, f"{tmp_path}/w/3.ckpt")
+    assert "The checkpoint has no state of the training loader" in "\n".join(messages)
+
     one_rank.run(shuffled, f"{tmp_path}/ours")
     (under_ddp,) = one_rank.run(shuffled, f"{tmp_path}/ours", 3, 0, "ddp")
     assert len(under_ddp) == len(whole) - 3
 
 
 def drawn_numbers(kind: str) -> list[Any]:
-    """The random numbers of the first batch, of each loader."""
+    """Return the random numbers of the first batch, of each loader."""
     module = fit(KINDS[kind], HYBRID, 0, limit_train_batches=1)
     _, _, drawn = module.read[0]
     return drawn
 
 
-def test_ranks_draw_other_random_numbers(two_ranks):
+def test_two_ranks_draw_different_random_numbers(two_ranks):
     rank_0, rank_1 = two_ranks.run(drawn_numbers, "shuffle")
     assert all(a != b for a, b in zip(chain(*rank_0[0]), chain(*rank_1[0]), strict=True))
 
 
-def test_two_loaders_of_a_fit_draw_other_random_numbers(one_rank):
-    ((one, other),) = one_rank.run(drawn_numbers, "two loaders, max_size")
-    assert all(a != b for a, b in zip(chain(*one), chain(*other), strict=True))
+def test_two_loaders_of_a_fit_draw_different_random_numbers(one_rank):
+    ((first, second),) = one_rank.run(drawn_numbers, "two loaders, max_size")
+    assert all(a != b for a, b in zip(chain(*first), chain(*second), strict=True))
 
 
 def seed_otherwise(*args: Any, **kwargs: Any) -> None:
@@ -209,7 +224,7 @@ def test_a_resume_draws_by_the_seed_of_the_interrupted_run(one_rank, tmp_path):
 
 
 class ListSampler(Sampler):
-    """Gives these indices, in every epoch."""
+    """Sampler of the same indices in every epoch."""
 
     def __init__(self, indices: list[int]) -> None:
         self.indices = indices
@@ -222,7 +237,7 @@ class ListSampler(Sampler):
 
 
 def with_other_order(folder: str, indices: list[int]) -> str:
-    """The error of a resume after three batches, whose sampler has another order."""
+    """Return the error of a resume after three batches, whose sampler has another order."""
     orders = [list(range(32)), indices]
     paths = [None, f"{folder}/3.ckpt"]
     for order, path in zip(orders, paths, strict=True):
@@ -230,7 +245,8 @@ def with_other_order(folder: str, indices: list[int]) -> str:
             make=partial(of, batch_size=4, sampler=ListSampler(order)),
             settings=user_loaders.NO_SAMPLER,
         )
-        error = toy.error_of(fit, kind, HYBRID, 0, [] if path else [Saves(folder, [3])], path)
+        callbacks = [] if path else [Saves(folder, [3])]
+        error = toy.error_of(fit, kind, HYBRID, 0, callbacks, path)
     return error
 
 
@@ -243,7 +259,7 @@ def test_an_order_that_differs_in_an_early_batch_is_refused(one_rank, tmp_path):
 
 
 def under_workers(name: str, folder: str, workers: int) -> str:
-    """The error of a resume with these workers of a fit without workers."""
+    """Return the error of a resume with these workers, of a fit without workers."""
     fit(KINDS[name], HYBRID, 0, [Saves(folder, [3])])
     return toy.error_of(fit, KINDS[name], HYBRID, workers, [], f"{folder}/3.ckpt")
 
@@ -255,40 +271,29 @@ def test_a_stream_is_refused_under_other_workers(one_rank, tmp_path):
 
 
 def test_a_checkpoint_keeps_few_states_of_a_stream(one_rank, tmp_path):
-    """Of the batch that Lightning holds, and of a step that is made again."""
+    """It keeps the states of the batch that Lightning holds, and of a step that is repeated."""
     one_rank.run(outcomes, "stream with a state", HYBRID, 0, str(tmp_path), (20,))
     (state,) = torch.load(tmp_path / "20.ckpt")["exact_resume"]
     assert 1 <= len(state["of_ranks"][0]["kept"]) <= 3
 
 
 def own_stream(folder: str, stop: int | None, batch_size: int = 4) -> list[str]:
-    make = partial(
-        of,
-        batch_size=batch_size,
-        sampler=WeightedRandomSampler([1.0] * 32, 32, generator=generator()),
-    )
-    module = fit(
-        Kind(make=make),
-        HYBRID,
-        0,
-        [] if stop is not None else [Saves(folder, [])],
-        _path(folder, stop),
-    )
-    return [text for text in module.said if "may be another one" in text]
-
-
-def _path(folder: str, stop: int | None) -> str | None:
+    """Return the warnings about the stream of a sampler with a generator of its own."""
+    sampler = WeightedRandomSampler([1.0] * 32, 32, generator=generator())
+    kind = Kind(make=partial(of, batch_size=batch_size, sampler=sampler))
     if stop is None:
-        return None
-    return f"{folder}/{stop}.ckpt"
+        module = fit(kind, HYBRID, 0, [Saves(folder, [])])
+    else:
+        module = fit(kind, HYBRID, 0, [], f"{folder}/{stop}.ckpt")
+    return [text for text in module.warnings if "may be another one" in text]
 
 
 def test_the_stream_of_a_sampler_of_other_ranks_is_not_taken(rank_pool, tmp_path):
     """From an epoch's end, where nothing of the epoch is left to refuse."""
     assert rank_pool.ranks(2).run(own_stream, str(tmp_path), None) == [[], []]
     assert rank_pool.ranks(2).run(own_stream, str(tmp_path), 0) == [[], []]
-    (said,) = rank_pool.ranks(1).run(own_stream, str(tmp_path), 0, 8)
-    assert "the checkpoint lacks the state of its sampler" in said[0]
+    (messages,) = rank_pool.ranks(1).run(own_stream, str(tmp_path), 0, 8)
+    assert "the checkpoint lacks the state of its sampler" in messages[0]
 
 
 def fails(trainer: pl.Trainer, *args: Any) -> None:
@@ -311,12 +316,14 @@ def ended(folder: str, path: str | None = None) -> Any:
     return list(module.read.values())
 
 
-def test_a_rank_that_saves_on_its_own_error_saves_what_all_can_go_on_from(two_ranks, tmp_path):
+def test_every_rank_can_resume_from_the_file_that_a_rank_saves_on_its_own_error(
+    two_ranks, tmp_path
+):
     """Its file lacks the checksums of others, whose order follows from the epoch."""
     whole = two_ranks.run(shuffled, f"{tmp_path}/whole")
     two_ranks.run(ended, str(tmp_path))
     (path,) = tmp_path.glob("*.ckpt")
-    assert two_ranks.run(ended, str(tmp_path), str(path)) == [one[11:] for one in whole]
+    assert two_ranks.run(ended, str(tmp_path), str(path)) == [batches[11:] for batches in whole]
 
 
 def loop(folder: str, path: str | None, stops: tuple[int, ...] = (3, 8, 11)) -> Any:
@@ -327,8 +334,8 @@ def loop(folder: str, path: str | None, stops: tuple[int, ...] = (3, 8, 11)) -> 
     counts = {"done": 0}
     read = []
     if path is not None:
-        counts = {"done": 0}
-        fabric.load(path, state := {"loader": loader, "counts": counts})
+        state = {"loader": loader, "counts": counts}
+        fabric.load(path, state)
         counts = state["counts"]
     while counts["done"] < 24:
         for images, drawn in loader:
@@ -340,16 +347,15 @@ def loop(folder: str, path: str | None, stops: tuple[int, ...] = (3, 8, 11)) -> 
     return read
 
 
-def test_a_loop_of_the_users_own_goes_on_with_what_is_left(two_ranks, tmp_path):
+def test_a_loop_of_the_users_own_continues_with_the_remaining_images(two_ranks, tmp_path):
     whole = two_ranks.run(loop, str(tmp_path), None)
     for stop in (3, 8, 11):
-        assert two_ranks.run(loop, str(tmp_path), f"{tmp_path}/{stop}.ckpt") == [
-            one[stop:] for one in whole
-        ]
+        resumed = two_ranks.run(loop, str(tmp_path), f"{tmp_path}/{stop}.ckpt")
+        assert resumed == [batches[stop:] for batches in whole], f"stopped after {stop} batches"
 
 
 def continued_loop(folder: str, batch_size: int) -> list[list[int]]:
-    """The batches of the rest of an epoch, of a Fabric with other ranks."""
+    """Return the remaining batches of an epoch, read by a Fabric with another number of ranks."""
     fabric = Fabric(strategy=HYBRID, accelerator="cpu", devices=dist.get_world_size())
     fabric.launch()
     fabric.seed_everything(3, verbose=False)
@@ -362,26 +368,31 @@ def continued_loop(folder: str, batch_size: int) -> list[list[int]]:
 
 
 def test_a_loop_of_the_users_own_converts_its_batches_or_refuses(rank_pool, tmp_path):
-    ranks = rank_pool.ranks(2).run(loop, str(tmp_path), None)
-    batches = [sorted(chain(*(images for images, _ in same))) for same in zip(*ranks, strict=True)]
+    rank_0, rank_1 = rank_pool.ranks(2).run(loop, str(tmp_path), None)
+    batches = [
+        sorted(images_0 + images_1)
+        for (images_0, _), (images_1, _) in zip(rank_0, rank_1, strict=True)
+    ]
     assert rank_pool.ranks(1).run(continued_loop, str(tmp_path), 4) == [batches[3:8]]
     (error,) = rank_pool.ranks(1).run(toy.error_of, continued_loop, str(tmp_path), 2)
     assert "must give the 4 images of a step" in error
 
 
-def test_global_streams_are_as_they_were_after_a_context():
+def test_global_random_streams_continue_after_a_seeded_context():
     """Also within a pair of normal numbers, of which NumPy keeps the second."""
     np.random.seed(0)
     expected = np.random.randn(3).tolist()
     np.random.seed(0)
-    results = [np.random.randn()]
+    before = [np.random.randn()]
     seeded = SeededStreams()
-    state = torch.get_rng_state(), random.getstate()
+    torch_state = torch.get_rng_state()
+    python_state = random.getstate()
     with seeded(1, 2):
-        one = user_loaders.numbers()
+        outer = user_loaders.numbers()
         with seeded(3):
-            other = user_loaders.numbers()
-        assert user_loaders.numbers() == one != other
-    assert results + np.random.randn(2).tolist() == expected
-    assert torch.equal(torch.get_rng_state(), state[0])
-    assert random.getstate() == state[1]
+            inner = user_loaders.numbers()
+        assert inner != outer
+        assert user_loaders.numbers() == outer
+    assert before + np.random.randn(2).tolist() == expected
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state

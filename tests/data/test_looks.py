@@ -185,7 +185,7 @@ def test_every_image_is_read_around_the_end_of_a_fit_and_after_it():
 
 
 def test_an_iterator_that_a_module_holds_next_to_the_loop_reads_its_own_pass():
-    """As for negatives, or a second view, from the same loader."""
+    """Users draw negatives, or a second view, from the same loader."""
 
     class Holds(Module):
         def on_train_start(self) -> None:
@@ -439,7 +439,7 @@ def test_a_sampler_that_shuffles_its_own_list_keeps_its_order_under_looks():
 
 
 def test_a_trainer_can_be_pickled_and_copied_after_its_fit():
-    """As `torch.save(module)` does where the module has a reference to the trainer."""
+    """`torch.save(module)` does so if the module has a reference to the trainer."""
     trainer = toy.trainer(strategy=HybridAllReduceStrategy(), max_epochs=1)
     trainer.fit(toy.Toy(), toy.loader())
     unpickled = pickle.loads(pickle.dumps(trainer))

@@ -1,4 +1,4 @@
-"""Order: every image once, in the same steps for any number of ranks, and from any step on under any other number."""
+"""Order of an epoch: every image once, in the same steps for any number of ranks, and resumed under any other."""
 
 import json
 
@@ -34,21 +34,25 @@ def loader(
 
 @st.composite
 def worlds(draw):
+    """Two pairs of ranks and accumulation that divide a global batch, its size, and the numbers of images and steps."""
     shares = [(draw(st.integers(1, 4)), draw(st.integers(1, 3))) for _ in range(2)]
-    parts = np.lcm.reduce([ranks * accumulate for ranks, accumulate in shares])
-    global_batch_size = int(parts) * draw(st.integers(1, 3))
+    batches_per_step = np.lcm.reduce([ranks * accumulate for ranks, accumulate in shares])
+    global_batch_size = int(batches_per_step) * draw(st.integers(1, 3))
     num_steps = draw(st.integers(1, 4))
     num_images = num_steps * global_batch_size + draw(st.integers(0, global_batch_size - 1))
     return shares, global_batch_size, num_images, num_steps
 
 
 def steps_of(loaders, num_steps, accumulate) -> list[list[int]]:
-    """The images of the next steps, in the order (batch of the step, rank): what one rank alone would read."""
-    iterators = [iter(own) for own in loaders]
+    """Return the images of the next steps by (batch of the step, rank), which is the order of one rank alone."""
+    iterators = [iter(loader) for loader in loaders]
     steps = []
     for _ in range(num_steps):
-        rounds = [[next(iterator)[1].tolist() for iterator in iterators] for _ in range(accumulate)]
-        steps.append([image for own in rounds for batch in own for image in batch])
+        images = []
+        for _ in range(accumulate):
+            for iterator in iterators:
+                images += next(iterator)[1].tolist()
+        steps.append(images)
     return steps
 
 
@@ -57,41 +61,41 @@ def steps_of(loaders, num_steps, accumulate) -> list[list[int]]:
 def test_any_ranks_continue_what_any_other_ranks_began(world, epoch, seed, data):
     """Stop after some steps of an epoch, resume with another number of ranks and batches: no image twice, none lost."""
     shares, global_batch_size, num_images, num_steps = world
-    given = {"num_images": num_images, "global_batch_size": global_batch_size, "seed": seed}
+    sizes = {"num_images": num_images, "global_batch_size": global_batch_size, "seed": seed}
     stop = data.draw(st.integers(0, num_steps))
-    (ranks, accumulate), (other_ranks, other_accumulate) = shares
+    ranks, accumulate = shares[0]
+    resumed_ranks, resumed_accumulate = shares[1]
 
-    first = [
-        loader(ranks=ranks, rank=rank, accumulate=accumulate, **given) for rank in range(ranks)
+    loaders = [
+        loader(ranks=ranks, rank=rank, accumulate=accumulate, **sizes) for rank in range(ranks)
     ]
-    for own in first:
-        own.set_epoch(epoch)
-    before = steps_of(first, stop, accumulate)
-    states = [own.state_dict() for own in first]
+    for reader in loaders:
+        reader.set_epoch(epoch)
+    before = steps_of(loaders, stop, accumulate)
+    states = [reader.state_dict() for reader in loaders]
     assert all(state == states[0] for state in states)
     # plain numbers, whatever reads the checkpoint
     assert json.loads(json.dumps(states[0])) == states[0]
 
-    second = [
-        loader(ranks=other_ranks, rank=rank, accumulate=other_accumulate, **given)
-        for rank in range(other_ranks)
+    resumed = [
+        loader(ranks=resumed_ranks, rank=rank, accumulate=resumed_accumulate, **sizes)
+        for rank in range(resumed_ranks)
     ]
-    for own in second:
-        own.load_state_dict(states[0])
-        own.set_epoch(epoch)  # as Lightning does after a resume
+    for reader in resumed:
+        reader.load_state_dict(states[0])
+        reader.set_epoch(epoch)  # as Lightning does after a resume
+    after = []
     if stop < num_steps:
-        after = steps_of(second, num_steps - stop, other_accumulate)
-    else:
-        after = []
+        after = steps_of(resumed, num_steps - stop, resumed_accumulate)
 
     expected = np.random.default_rng([seed, epoch, 0]).permutation(num_images)
     expected = expected[: num_steps * global_batch_size].reshape(num_steps, -1).tolist()
     assert before + after == expected
-    assert [own.state_dict()["steps_done"] for own in second] == [num_steps] * other_ranks
+    assert [reader.state_dict()["steps_done"] for reader in resumed] == [num_steps] * resumed_ranks
 
 
-def eval_share(**given):
-    return eval_shares(num_images=3, rank=2, batch_size_per_rank=2, **given)
+def eval_share(world_size):
+    return eval_shares(num_images=3, rank=2, batch_size_per_rank=2, world_size=world_size)
 
 
 def batch_of_two_ranks(global_batch_size):
@@ -121,7 +125,7 @@ def batch_of_two_ranks(global_batch_size):
         ),
     ],
 )
-def test_what_cannot_be_read_in_order_is_refused(call, message):
+def test_loaders_and_states_that_cannot_be_read_in_order_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
     assert eval_share(world_size=3)[0].tolist() == [2]
@@ -136,44 +140,48 @@ def resumed_from(change):
     [({"accumulate": 3}, "accumulate_grad_batches"), ({"ranks": 3}, "world_size")],
 )
 def test_the_middle_of_a_step_is_refused_to_other_ranks_and_batches(change, name):
-    own = loader(ranks=2, accumulate=2)
-    iterator = iter(own)
+    stopped = loader(ranks=2, accumulate=2)
+    changed = {"ranks": 2, "accumulate": 2} | change
+    iterator = iter(stopped)
     for _ in range(3):
         next(iterator)
-    state = own.state_dict()
+    state = stopped.state_dict()
     assert (state["steps_done"], state["batches_done_of_step"]) == (1, 1)
     with pytest.raises(ValueError, match=rf"^`{name}` \(=3\).*middle of a step \(1 of 2 batches\)"):
-        loader(**{"ranks": 2, "accumulate": 2} | change).load_state_dict(state)
+        loader(**changed).load_state_dict(state)
     next(iterator)
-    loader(**{"ranks": 2, "accumulate": 2} | change).load_state_dict(own.state_dict())
+    loader(**changed).load_state_dict(stopped.state_dict())
 
 
-def test_without_a_trainer_only_the_epoch_after_the_resumed_place_may_follow():
-    """Lightning asks for another where it counts an epoch twice, and images would be left out in silence."""
-    own = loader()
-    iterator = iter(own)
+def test_without_a_trainer_only_the_epoch_after_the_resumed_one_may_follow():
+    """Lightning asks for another epoch where it counts one twice, and images would be left out silently."""
+    first = loader()
+    iterator = iter(first)
     for _ in range(3):
         next(iterator)
-    states = [own.state_dict()]
+    within = first.state_dict()
     assert len(list(iterator)) == 5
-    states.append(own.state_dict())
-    resumed = [loader(), loader()]
-    for each, state in zip(resumed, states, strict=True):
-        each.load_state_dict(state)
-        each.set_epoch(0)
-        assert each.state_dict() == state
+    at_the_end = first.state_dict()
+    resumed_within = loader()
+    resumed_at_the_end = loader()
+    for resumed, state in ((resumed_within, within), (resumed_at_the_end, at_the_end)):
+        resumed.load_state_dict(state)
+        resumed.set_epoch(0)
+        assert resumed.state_dict() == state
+
     with pytest.raises(
         RuntimeError,
         match=r"^`epoch` \(=1\) must follow .* 3 of 8 batches of epoch 0.*trainer=trainer",
     ):
-        resumed[0].set_epoch(1)
-    next(iter(resumed[0]))
-    resumed[0].set_epoch(1)  # where its caller goes on is his own business
-    resumed[1].set_epoch(1)
+        resumed_within.set_epoch(1)
+    next(iter(resumed_within))
+    resumed_within.set_epoch(1)  # once it has read, its caller may continue with any epoch
+
+    resumed_at_the_end.set_epoch(1)
     with pytest.raises(
         RuntimeError, match=r"^`epoch` \(=2\) must follow .* 0 of 8 batches of epoch 1"
     ):
-        resumed[1].set_epoch(2)
+        resumed_at_the_end.set_epoch(2)
 
 
 @settings(deadline=None, max_examples=40)
@@ -184,7 +192,7 @@ def test_evaluation_takes_every_image_once_in_equally_many_batches(
     num_images, ranks, batch_size_per_rank
 ):
     ranks = min(ranks, num_images)
-    own = [
+    batches_of_ranks = [
         eval_shares(
             num_images=num_images,
             world_size=ranks,
@@ -193,12 +201,14 @@ def test_evaluation_takes_every_image_once_in_equally_many_batches(
         )
         for rank in range(ranks)
     ]
-    assert len({len(shares) for shares in own}) == 1
-    # no further batch without one that is empty: then one more image
-    has_one_each = len(own[0]) == num_images // ranks
-    assert all(
-        1 <= len(share) <= batch_size_per_rank + has_one_each for shares in own for share in shares
-    )
-    assert sorted(image for shares in own for share in shares for image in share) == list(
-        range(num_images)
-    )
+    assert len({len(batches) for batches in batches_of_ranks}) == 1
+    largest = batch_size_per_rank
+    if len(batches_of_ranks[0]) == num_images // ranks:
+        # one more batch would be empty on some rank, so a batch may have one more image
+        largest += 1
+    images = []
+    for batches in batches_of_ranks:
+        for batch in batches:
+            assert 1 <= len(batch) <= largest
+            images += batch.tolist()
+    assert sorted(images) == list(range(num_images))

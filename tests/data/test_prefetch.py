@@ -66,8 +66,8 @@ class Refilling:
 
 
 @pytest.mark.parametrize("num_workers", [0, 7])
-def test_what_a_loader_fills_again_is_read_before(num_workers):
-    """The number of workers is another's than torch's `DataLoader`, and says nothing of the memory."""
+def test_a_batch_is_copied_before_the_loader_fills_its_memory_again(num_workers):
+    """The number of workers of a loader that is no `DataLoader` does not show whether memory is reused."""
     loader = Refilling()
     loader.num_workers = num_workers
     seen = [(inputs.tolist(), labels.tolist()) for inputs, labels in prefetch(loader, CPU)]
@@ -91,7 +91,7 @@ def test_which_loaders_read_ahead_themselves(loader, expected):
 
 
 def test_ahead_a_batch_is_fetched_before_the_one_before_it_is_handed_out_and_the_state_is_of_that():
-    """As on CUDA, for a loader that reads ahead itself."""
+    """The prefetcher does so on CUDA, for a loader that reads ahead itself."""
     loader = CountingLoader(4)
     resumed = prefetch(CountingLoader(4), CPU)
     ahead = prefetch(loader, CPU)
@@ -146,7 +146,7 @@ class Images(list):
         return batch / 255
 
 
-def test_what_a_loader_leaves_to_the_device_is_done_after_moving_and_comes_in_the_compute_dtype():
+def test_on_device_of_a_loader_runs_after_the_move_and_batches_are_in_the_compute_dtype():
     batches = Images([torch.full((2,), level, dtype=torch.uint8) for level in (0, 51, 255)])
     ahead = prefetch(batches, CPU, torch.float16)
     assert [batch.tolist() for batch in ahead] == [

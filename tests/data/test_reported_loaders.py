@@ -1,4 +1,4 @@
-"""Loaders and hooks as users have reported them, resumed in the middle of an epoch: exact, or said, or refused."""
+"""Loaders and hooks that users have reported, resumed in the middle of an epoch: exact, with a warning, or refused."""
 
 import pickle
 import warnings
@@ -97,10 +97,9 @@ class WeighsByEpoch(Net):
 def warnings_of_hooks(
     path: str | None, folder: Any, module: Net, *callbacks: pl.Callback
 ) -> list[str]:
-    said = fit(
-        module, DataLoader(range(32), 4, shuffle=True), *callbacks, ckpt_path=path, folder=folder
-    )
-    return [text for text in said if "on_train_epoch_start" in text]
+    loader = DataLoader(range(32), 4, shuffle=True)
+    texts = fit(module, loader, *callbacks, ckpt_path=path, folder=folder)
+    return [text for text in texts if "on_train_epoch_start" in text]
 
 
 def test_hooks_at_the_start_of_a_resumed_epoch_that_do_not_run_again_are_named(tmp_path):
@@ -120,14 +119,15 @@ class Numbers(ResumableLoader):
         return (torch.from_numpy(share) for share in shares)
 
 
-def test_these_hooks_are_named_for_loaders_of_this_package_too(tmp_path):
+def test_hooks_at_the_start_of_an_epoch_are_named_for_loaders_of_this_package_too(tmp_path):
     def loader() -> Numbers:
         return Numbers(EpochOrder(num_images=32, global_batch_size=4, seed=0))
 
     fit(WeighsByEpoch(), loader(), folder=tmp_path)
     for stop, num_warnings in ((11, 1), (0, 0)):
-        said = fit(WeighsByEpoch(), loader(), ckpt_path=f"{tmp_path}/{stop}.ckpt")
-        assert sum("`WeighsByEpoch.on_train_epoch_start`" in text for text in said) == num_warnings
+        texts = fit(WeighsByEpoch(), loader(), ckpt_path=f"{tmp_path}/{stop}.ckpt")
+        named = [text for text in texts if "`WeighsByEpoch.on_train_epoch_start`" in text]
+        assert len(named) == num_warnings, f"stopped after {stop} batches"
 
 
 class Buckets:
@@ -184,16 +184,15 @@ class SetsEpoch(pl.Callback):
     ],
     ids=["epoch", "another number", "not set", "epoch that is not shown"],
 )
-def test_a_batch_sampler_that_follows_from_set_epoch_goes_on(tmp_path, make, callbacks):
+def test_a_batch_sampler_that_follows_from_set_epoch_resumes(tmp_path, make, callbacks):
     """In the middle of an epoch, where the hook that sets it does not run, and at an epoch's end without an alarm."""
 
     def run(**options: Any) -> tuple[list[Any], list[str]]:
         module = Net()
         loader = DataLoader(range(32), batch_sampler=make())
-        said = fit(
-            module, loader, *callbacks, use_distributed_sampler=False, max_epochs=3, **options
-        )
-        return module.read, [text for text in said if "training loader" in text]
+        settings = {"use_distributed_sampler": False, "max_epochs": 3, **options}
+        texts = fit(module, loader, *callbacks, **settings)
+        return module.read, [text for text in texts if "training loader" in text]
 
     whole, _ = run(folder=tmp_path)
     assert (whole[0][1] != whole[8][1]) == bool(callbacks)
@@ -316,10 +315,10 @@ def test_generators_are_found_wherever_a_data_set_or_collate_fn_holds_them(roots
     assert stream_names(*roots) == names
 
 
-def test_a_generator_of_a_transform_below_a_subset_is_said(tmp_path):
+def test_a_generator_of_a_transform_below_a_subset_is_a_warning(tmp_path):
     loader = DataLoader(Subset(Pictures(Compose(Crops())), range(32)), 4)
-    said = fit(Net(), loader, folder=tmp_path)
-    assert sum("draw from `Crops.rng` are not restored" in text for text in said) == 1
+    texts = fit(Net(), loader, folder=tmp_path)
+    assert len([text for text in texts if "draw from `Crops.rng` are not restored" in text]) == 1
 
 
 class CountsEpochs(DataLoader):

@@ -1,4 +1,4 @@
-"""A fit that ends anywhere, in any way, and is resumed trains on the images that were left, in order, to the bit."""
+"""Fits that end anywhere, in any way: the resumed fit trains on the remaining images, in order, bit for bit."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ class Numbered(InMemoryDataModule):
 
 
 class Reads(pl.LightningModule):
-    """A classifier that notes what is read: epoch, batch, steps done before, images."""
+    """Classifier that records its batches: epoch, batch, steps done before, images."""
 
     def __init__(self, schedule: str | None, asks_for_steps: bool) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Reads(pl.LightningModule):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: no callback of ours sees it."""
+    """Substitute for SIGKILL: no callback of ours sees it."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Case:
 
 
 def end_here(end: End, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-    """By a signal, a kill or an error, once so many batches were begun."""
+    """End the fit by a signal, a kill or an error, once so many batches were begun."""
     if trainer.sanity_checking or len(module.read) != end.after:
         return
     if end.how == "error":
@@ -122,33 +122,29 @@ def end_here(end: End, trainer: pl.Trainer, module: Any, *_: Any) -> None:
 
 
 def saving(folder: str, end: End) -> ModelCheckpoint:
-    more: dict[str, Any] = (
-        {"every_n_train_steps": end.every} if end.saves in ("steps", "plain") else {}
-    )
+    options: dict[str, Any] = {"save_on_exception": end.how == "error" and end.saves_at_end}
     if end.saves == "epochs":
-        more["save_on_train_epoch_end"] = True
-    more["save_on_exception"] = end.how == "error" and end.saves_at_end
+        options["save_on_train_epoch_end"] = True
+    else:
+        options["every_n_train_steps"] = end.every
     if end.saves == "steps":
         kind = StepCheckpoint
     else:
         kind = ModelCheckpoint
-    return kind(folder, "{epoch}-{step}", save_top_k=-1, **more)
+    return kind(folder, "{epoch}-{step}", save_top_k=-1, **options)
 
 
 def newest(folder: str) -> str | None:
-    results = [None]
+    """Return the newest checkpoint that rank zero sees, on every rank."""
+    message = [None]
     if dist.get_rank() == 0:
-        results = [max(map(str, Path(folder).glob("*.ckpt")), key=os.path.getmtime, default=None)]
-    dist.broadcast_object_list(results)
-    return results[0]
+        paths = map(str, Path(folder).glob("*.ckpt"))
+        message = [max(paths, key=os.path.getmtime, default=None)]
+    dist.broadcast_object_list(message)
+    return message[0]
 
 
-def run(
-    case: Case, strategy: str, folder: str, end: End | None, path: str | None
-) -> dict[str, Any]:
-    module = Reads(case.schedule, case.asks_for_steps)
-    batch = 2 * case.ranks * case.accumulate
-    data = Numbered(batch * NUM_STEPS + 1, batch)
+def trainer_of(case: Case, strategy: str, folder: str, end: End | None) -> pl.Trainer:
     callbacks: list[pl.Callback] = []
     settings = {
         "max_epochs": 3,
@@ -157,30 +153,42 @@ def run(
         **case.settings,
     }
     if end is not None:
-        callbacks = [saving(folder, end), *[StopOnSignal(folder)] * (end.how == "signal")]
+        callbacks = [saving(folder, end)]
+        if end.how == "signal":
+            callbacks.append(StopOnSignal(folder))
         if end.how == "max_steps":
             settings["max_steps"] = end.after
         else:
             callbacks.insert(0, at(**{end.hook: partial(end_here, end)}))
-    trainer = toy.trainer(
+    return toy.trainer(
         strategy=strategy,
         callbacks=callbacks,
         enable_checkpointing=end is not None,
         num_sanity_val_steps=0,
         **settings,
     )
-    given: dict[str, Any] = {"datamodule": data}
+
+
+def run(
+    case: Case, strategy: str, folder: str, end: End | None, path: str | None
+) -> dict[str, Any]:
+    """Fit until the end, from a checkpoint if there is one, and return the batches and the state of the trainer."""
+    module = Reads(case.schedule, case.asks_for_steps)
+    batch = 2 * case.ranks * case.accumulate
+    data = Numbered(batch * NUM_STEPS + 1, batch)
+    trainer = trainer_of(case, strategy, folder, end)
+    sources: dict[str, Any] = {"datamodule": data}
     if case.is_own_loader:  # of a user, who gives no trainer where the strategy does
         data.trainer = trainer
         data.setup("fit")
-        given = {
+        sources = {
             "train_dataloaders": data.train_dataloader(),
             "val_dataloaders": data.val_dataloader(),
         }
         if strategy != "ddp":
-            given["train_dataloaders"]._trainer = None
+            sources["train_dataloaders"]._trainer = None
     try:
-        trainer.fit(module, **given, ckpt_path=path)
+        trainer.fit(module, **sources, ckpt_path=path)
     except (Killed, OSError, SystemExit):
         assert end is not None
     return {
@@ -195,30 +203,31 @@ def run(
 
 
 def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
+    """Return the first difference of a fit that ended and was resumed from an uninterrupted one."""
     whole = run(case, strategy, folder, None, None)
     path = None
     for number, end in enumerate((*case.ends, None)):
-        if path is None:
-            step = 0
-        else:
+        step = 0
+        origin = ""
+        if path is not None:
             step = torch.load(path, weights_only=True)["global_step"]
+            origin = f"resumed at step {step} from {Path(path).name}: "
         result = run(case, strategy, f"{folder}/{number}", end, path)
-        left = [one for one in whole["read"] if one[2] >= step]
-        if path is None:
-            ended = ""
-        else:
-            ended = f"resumed at step {step} from {Path(path).name}: "
-        if result["read"] != (left if end is None else left[: len(result["read"])]):
-            return f"{ended}read {result['read']} of {left}"
+        left = [batch for batch in whole["read"] if batch[2] >= step]
+        expected = left
+        if end is not None:
+            expected = left[: len(result["read"])]
+        if result["read"] != expected:
+            return f"{origin}read {result['read']} of {left}"
         path = newest(f"{folder}/{number}") or path
     # else Lightning counts nothing
     counters = ("epoch", "batches", "steps of loggers") * bool(result["read"])
     for name in ("steps", "lr", *counters):
         if result[name] != whole[name]:
-            return f"{ended}{name} {result[name]} of {whole[name]}"
+            return f"{origin}{name} {result[name]} of {whole[name]}"
     if toy.same_bits(result["weights"], whole["weights"]):
         return ""
-    return f"{ended}other weights"
+    return f"{origin}other weights"
 
 
 IN_LAST_EPOCH = End("max_steps", 9, saves="epochs")
@@ -264,11 +273,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "name"), CASES)
-def test_chosen_ends_are_resumed_to_the_bit(rank_pool, tmp_path, strategy, name):
+def test_a_fit_that_ended_anywhere_is_resumed_to_the_bit(rank_pool, tmp_path, strategy, name):
     case = CHOSEN[name]
     for number in range(len(case.ends) + 1):
         (tmp_path / str(number)).mkdir()
-    assert (
-        rank_pool.ranks(case.ranks).run(ended_and_resumed, case, strategy, str(tmp_path))
-        == [""] * case.ranks
-    )
+    differences = rank_pool.ranks(case.ranks).run(ended_and_resumed, case, strategy, str(tmp_path))
+    assert differences == [""] * case.ranks

@@ -1,6 +1,6 @@
-"""Loaders that users write, and what a fit reads of them that is stopped anywhere and resumed.
+"""Loaders that users write, and comparisons of a resumed fit with an uninterrupted one.
 
-One undisturbed fit of a kind writes checkpoints; a case is a fit that goes on from one of them. Images are compared
+One uninterrupted fit of a kind writes checkpoints; a case is a fit that continues from one of them. Images are compared
 batch by batch, and the random numbers of their transforms.
 """
 
@@ -50,27 +50,32 @@ class Images(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same without a length: each rank and worker has its part."""
+    """Stream of images without a length: each rank and worker reads its share."""
 
     def __init__(self, num_images: int = 32) -> None:
         self.num_images = num_images
 
     def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
         world = dist.get_world_size()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        for index in range(worker * world + dist.get_rank(), self.num_images, workers * world):
+        worker = 0
+        num_workers = 1
+        info = get_worker_info()
+        if info is not None:
+            worker = info.id
+            num_workers = info.num_workers
+        for index in range(worker * world + dist.get_rank(), self.num_images, num_workers * world):
             yield index, torch.tensor(numbers())
 
 
 class StatefulStream(Stream):
-    """With a state. It goes on without reading what was read."""
+    """Stream with a state: it continues without reading again what was read."""
 
     done = 0
     is_resumed = False
 
     def __iter__(self) -> Iterator[Any]:
-        self.done = self.done if self.is_resumed else 0
+        if not self.is_resumed:
+            self.done = 0
         self.is_resumed = False
         world = dist.get_world_size()
         rank = dist.get_rank()
@@ -87,7 +92,7 @@ class StatefulStream(Stream):
 
 
 class LiveStateStream(StatefulStream):
-    """Hands out the very dict in which it counts."""
+    """Stream whose `state_dict` is the very dict in which it counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +137,7 @@ class Lazy(Sampler):
 
 
 class Counting(Sampler):
-    """Counts its own iterations: no one can restore that."""
+    """Sampler that counts its own iterations, which no one can restore."""
 
     num_iterations = 0
 
@@ -166,7 +171,7 @@ def of(data: Any = None, batch_size: int = 2, **options: Any) -> DataLoader:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A loader, made with a number of workers, and what of the trainer goes with it."""
+    """Loader, built with a number of workers, and the trainer settings that go with it."""
 
     make: Callable[..., Any]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -243,7 +248,9 @@ KINDS: dict[str, Kind] = {
 
 
 def _forked(options: dict[str, Any]) -> dict[str, Any]:
-    return options | ({"multiprocessing_context": "fork"} if options.get("num_workers") else {})
+    if options.get("num_workers"):
+        return options | {"multiprocessing_context": "fork"}
+    return options
 
 
 def _doubling(**options: Any) -> DataLoader:
@@ -268,14 +275,14 @@ if find_spec("torchdata") is not None:
 
 
 class Reads(pl.LightningModule):
-    """Notes what it reads: number of the batch -> epoch, images, random numbers."""
+    """Module that records its batches: number of the batch -> epoch, images, random numbers."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__()
         self.make = make
         self.net = nn.Sequential(nn.Linear(1, 2), nn.Dropout(0.5), nn.Linear(2, 1))
         self.read: dict[int, tuple[int, Any, Any]] = {}
-        self.said: list[str] = []
+        self.warnings: list[str] = []
 
     def train_dataloader(self) -> Any:
         return self.make()
@@ -284,13 +291,23 @@ class Reads(pl.LightningModule):
         return of(Images(4))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        is_many = isinstance(batch, dict) or isinstance(batch[0], list)
-        parts = (list(batch.values()) if isinstance(batch, dict) else batch) if is_many else [batch]
-        images = [
-            None if part is None else torch.as_tensor(part[0]).flatten().tolist() for part in parts
-        ]
-        drawn = [None if part is None else part[1].tolist() for part in parts]
-        self.read[self.trainer.fit_loop.total_batch_idx] = self.trainer.current_epoch, images, drawn
+        if isinstance(batch, dict):
+            parts = list(batch.values())
+        elif isinstance(batch[0], list):
+            parts = batch
+        else:
+            parts = [batch]
+        images = []
+        drawn = []
+        for part in parts:
+            if part is None:  # of a loader that has ended before the others
+                images.append(None)
+                drawn.append(None)
+            else:
+                images.append(torch.as_tensor(part[0]).flatten().tolist())
+                drawn.append(part[1].tolist())
+        number = self.trainer.fit_loop.total_batch_idx
+        self.read[number] = (self.trainer.current_epoch, images, drawn)
         first = next(part[0] for part in parts if part is not None)
         return self.net(torch.as_tensor(first).float().reshape(-1, 1) / 32).square().mean()
 
@@ -307,8 +324,9 @@ class Saves(pl.Callback):
         self.stops = stops
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if (done := trainer.fit_loop.total_batch_idx + 1) in self.stops:
-            trainer.save_checkpoint(f"{self.folder}/{done}.ckpt")
+        num_batches = trainer.fit_loop.total_batch_idx + 1
+        if num_batches in self.stops:
+            trainer.save_checkpoint(f"{self.folder}/{num_batches}.ckpt")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.current_epoch == 0:
@@ -321,7 +339,7 @@ def fit(
     workers: int,
     callbacks: Any = (),
     path: str | None = None,
-    **more: Any,
+    **trainer_settings: Any,
 ) -> Reads:
     pl.seed_everything(3, verbose=False)
     module = Reads(lambda: kind.make(num_workers=workers) if workers else kind.make())
@@ -333,12 +351,12 @@ def fit(
         callbacks=list(callbacks),
         limit_val_batches=1 if validates else 0,
         num_sanity_val_steps=0,
-        **settings | more,
+        **settings | trainer_settings,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, ckpt_path=path)
-    module.said = [str(warning.message) for warning in caught]
+    module.warnings = [str(warning.message) for warning in caught]
     return module
 
 
@@ -348,41 +366,46 @@ STOPS = (0, 3, 8, 11, 20)  # batches done; 0: the end of the first epoch
 def outcomes(
     name: str, strategy: Any, workers: int, folder: str, stops: tuple[int, ...] = STOPS
 ) -> list[dict[str, Any]]:
-    """On a rank: what became of fits that go on from `stops`, against an undisturbed one."""
+    """Return, on a rank, the differences of fits that continue from `stops` from an uninterrupted one."""
     kind = KINDS[name]
-    world = dist.get_world_size()
     whole = fit(kind, strategy, workers, [Saves(folder, list(stops))]).read
-    per_epoch = 1 + max(number for number, one in whole.items() if one[0] == 0)
-    results = []
+    batches_per_epoch = 1 + max(number for number, (epoch, _, _) in whole.items() if epoch == 0)
+    cases = []
     for stop in stops:
-        if stop < len(whole):
-            if stop == 0:
-                first = per_epoch
-            else:
-                first = stop - (stop % per_epoch) % kind.accumulate
-            left = [one for number, one in sorted(whole.items()) if number >= first]
-            case = {
-                "kind": name,
-                "workers": workers,
-                "ranks": world,
-                "stop": stop,
-                "batches": len(left),
-            }
-            results.append(case | after(kind, strategy, workers, f"{folder}/{stop}.ckpt", left))
-    return results
+        if stop >= len(whole):
+            continue
+        if stop == 0:
+            first = batches_per_epoch
+        else:
+            first = stop - (stop % batches_per_epoch) % kind.accumulate
+        expected = [batch for number, batch in sorted(whole.items()) if number >= first]
+        case = {
+            "kind": name,
+            "workers": workers,
+            "ranks": dist.get_world_size(),
+            "stop": stop,
+            "batches": len(expected),
+        }
+        cases.append(case | compare(kind, strategy, workers, f"{folder}/{stop}.ckpt", expected))
+    return cases
 
 
-def after(kind: Kind, strategy: Any, workers: int, path: str, left: list[Any]) -> dict[str, Any]:
-    """Return the differences of a resumed fit from the samples that were `left`, and its warnings."""
+def compare(
+    kind: Kind, strategy: Any, workers: int, path: str, expected: list[Any]
+) -> dict[str, Any]:
+    """Count the batches in which a resumed fit differs from the expected ones, and return its messages."""
     try:
         module = fit(kind, strategy, workers, path=path)
     except Exception as error:
-        return {"images": 0, "numbers": 0, "said": f"{type(error).__name__}: {error}"}
-    again = [one for _, one in sorted(module.read.items())]
-    pairs = list(zip_longest(left, again, fillvalue=(None, None, None)))
-    said = [one for one in module.said if "training loader" in one or "not resumable" in one]
-    return {
-        "images": sum(one[:2] != other[:2] for one, other in pairs),
-        "numbers": sum(one[2] != other[2] for one, other in pairs),
-        "said": " ".join(said),
-    }
+        return {"images": 0, "numbers": 0, "messages": f"{type(error).__name__}: {error}"}
+
+    resumed = [batch for _, batch in sorted(module.read.items())]
+    num_images = 0
+    num_drawn = 0
+    for left, read in zip_longest(expected, resumed, fillvalue=(None, None, None)):
+        num_images += left[:2] != read[:2]
+        num_drawn += left[2] != read[2]
+    messages = [
+        text for text in module.warnings if "training loader" in text or "not resumable" in text
+    ]
+    return {"images": num_images, "numbers": num_drawn, "messages": " ".join(messages)}

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.elastic.replicas import (
@@ -63,9 +64,9 @@ def random_scene(num_events: int, seed: int) -> Scene:
 def random_loss(living: list[str], step: int, draw: random.Random) -> Loss | Cut:
     """Return a loss of one of these hosts. A cut and a loss after the sum need two others."""
     host = draw.choice(living)
-    others = [name for name in living if name != host]
+    remaining = [name for name in living if name != host]
     kinds = ["before", "within", "soon"]
-    if len(others) == 2:
+    if len(remaining) == 2:
         kinds += ["after", "cut"]
     kind = draw.choice(kinds)
     if kind == "cut":
@@ -74,13 +75,13 @@ def random_loss(living: list[str], step: int, draw: random.Random) -> Loss | Cut
         return Loss(host, step, "before")
     if kind == "within":
         shard = 0
-        if len(others) == 1:  # then each has two
+        if len(remaining) == 1:  # then a host has two shards
             shard = draw.choice([0, 1])
         return Loss(host, step, "within", shard=shard)
     if kind == "soon":
         return Loss(host, step, "soon", delay_s=draw.uniform(0.0, 0.05))
-    ahead = draw.choice(others)
-    late = next(name for name in others if name != ahead)
+    ahead = draw.choice(remaining)
+    late = next(name for name in remaining if name != ahead)
     return Loss(host, step, "after", ahead=ahead, late=late)
 
 
@@ -91,7 +92,7 @@ def kind_of(event: Loss | Join | Cut) -> str:
 
 
 def faults_of(scene: Scene, outcome: Outcome) -> list[str]:
-    """Name what is wrong in a run besides values that differ: hosts without their steps or with another end."""
+    """Return the faults of a run other than different values: hosts without their steps or with a wrong end."""
     lost = {event.host for event in scene.events if not isinstance(event, Join)}
     starts = {event.host: event.step for event in scene.events if isinstance(event, Join)}
     faults = []
@@ -101,11 +102,8 @@ def faults_of(scene: Scene, outcome: Outcome) -> list[str]:
             continue
         if outcome.ends.get((host, 0)) != "ended":
             faults.append(f"host {host} ended with {outcome.ends.get((host, 0))}")
-        if steps:
-            first = steps[0]
-        else:
-            first = scene.num_steps
-        if first < starts.get(host, 0) or steps[-1:] != [scene.num_steps - 1]:
+        is_whole = steps[-1:] == [scene.num_steps - 1] and steps[0] >= starts.get(host, 0)
+        if not is_whole:
             faults.append(f"host {host} made steps {steps}")
     cut = {event.host for event in scene.events if isinstance(event, Cut)}
     for host in sorted(cut):
@@ -116,29 +114,69 @@ def faults_of(scene: Scene, outcome: Outcome) -> list[str]:
 
 
 def steps_that_differ(outcome: Outcome, scene: Scene) -> tuple[int, set[int], list[str]]:
-    """Return how many steps were made, which of them differ on any host, and in which values."""
-    wanted = plain_run(scene.num_steps, scene.precision)
-    made: set[int] = set()
+    """Return the number of steps, the steps that differ on any host, and a line for each difference."""
+    expected = plain_run(scene.num_steps, scene.precision)
+    all_steps: set[int] = set()
     differing: set[int] = set()
-    words: list[str] = []
+    lines: list[str] = []
     for ranks, records in outcome.records.items():
-        made |= {step for step, _ in records}
-        for record in records:
-            result = differences(Outcome(records={ranks: [record]}), wanted)
-            if result:
-                differing.add(record[0])
-                words += result
         steps = [step for step, _ in records]
+        all_steps |= set(steps)
+        for record in records:
+            found_differences = differences(Outcome(records={ranks: [record]}), expected)
+            if found_differences:
+                differing.add(record[0])
+                lines += found_differences
         if steps and steps != list(range(steps[0], steps[0] + len(steps))):
-            words.append(f"host {ranks[0]} made steps {steps}")
-            differing |= {step for step in steps if steps.count(step) > 1} | (
-                set(range(steps[0], steps[-1])) - set(steps)
-            )
-    return len(made), differing, words
+            lines.append(f"host {ranks[0]} made steps {steps}")
+            twice = {step for step in steps if steps.count(step) > 1}
+            missing = set(range(steps[0], steps[-1])) - set(steps)
+            differing |= twice | missing
+    return len(all_steps), differing, lines
 
 
-def main() -> None:
-    """Run random scenes until there were enough events, or the time is over."""
+@dataclass
+class Totals:
+    """Numbers over all runs."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    num_steps: int = 0
+    num_differing: int = 0
+    num_faults: int = 0
+
+
+def run_scene(seed: int, num_events: int, totals: Totals, keep: Path | None) -> None:
+    """Run one random scene, print a line about it, and add it to the totals. `keep`: folder for files of a fault."""
+    scene = random_scene(num_events, seed)
+    folder = Path(tempfile.mkdtemp(prefix=f"random_events_{seed}_"))
+    began_s = time.monotonic()
+    num_steps = 0
+    differing: set[int] = set()
+    try:
+        outcome = run(scene, folder, limit_s=WAIT_LIMIT_S + 10.0 * len(scene.events))
+        num_steps, differing, faults = steps_that_differ(outcome, scene)
+        faults += faults_of(scene, outcome)
+    except (TimeoutError, AssertionError) as error:
+        faults = [str(error)]
+
+    totals.num_steps += num_steps
+    totals.num_differing += len(differing)
+    totals.num_faults += bool(faults)
+    totals.kinds.update(kind_of(event) for event in scene.events)
+    seconds = time.monotonic() - began_s
+    print(
+        f"seed {seed}: {num_steps} steps, {len(differing)} differ, {seconds:.0f} s; "
+        f"{totals.kinds.total()} events",
+        flush=True,
+    )
+    if faults:
+        print(scene, *faults[:10], sep="\n", flush=True)
+        if keep is not None:
+            shutil.copytree(folder, keep / folder.name)
+    shutil.rmtree(folder)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -150,47 +188,29 @@ def main() -> None:
         "--minutes", type=float, default=0.0, help="begin no run after so many minutes; 0: no limit"
     )
     parser.add_argument("--keep", type=Path, help="folder for the files of runs with a fault")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run random scenes until there were enough events, or the time is over."""
+    options = parse_arguments()
     began_s = time.monotonic()
-    kinds: Counter[str] = Counter()
-    num_steps = num_differing = num_faults = 0
+    totals = Totals()
     seed = options.seed
-    while kinds.total() < options.events:
+    while totals.kinds.total() < options.events:
         minutes = (time.monotonic() - began_s) / 60
         if options.minutes and minutes > options.minutes:
             print(f"{minutes:.1f} minutes are over", flush=True)
             break
-        scene = random_scene(min(EVENTS_PER_RUN, options.events - kinds.total()), seed)
-        folder = Path(tempfile.mkdtemp(prefix=f"random_events_{seed}_"))
-        run_began_s = time.monotonic()
-        try:
-            outcome = run(scene, folder, limit_s=WAIT_LIMIT_S + 10.0 * len(scene.events))
-            made, differing, words = steps_that_differ(outcome, scene)
-            words += faults_of(scene, outcome)
-        except (TimeoutError, AssertionError) as error:
-            made = 0
-            differing = set()
-            words = [str(error)]
-        num_steps += made
-        num_differing += len(differing)
-        num_faults += bool(words)
-        kinds.update(kind_of(event) for event in scene.events)
-        seconds = time.monotonic() - run_began_s
-        print(
-            f"seed {seed}: {made} steps, {len(differing)} differ, {seconds:.0f} s; {kinds.total()} events",
-            flush=True,
-        )
-        if words:
-            print(scene, *words[:10], sep="\n", flush=True)
-            if options.keep is not None:
-                shutil.copytree(folder, options.keep / folder.name)
-        shutil.rmtree(folder)
+        num_events = min(EVENTS_PER_RUN, options.events - totals.kinds.total())
+        run_scene(seed, num_events, totals, options.keep)
         seed += 1
-    print(f"{kinds.total()} events: {dict(sorted(kinds.items()))}")
+    print(f"{totals.kinds.total()} events: {dict(sorted(totals.kinds.items()))}")
     print(
-        f"{num_steps} steps against one process: {num_differing} differ; runs with a fault: {num_faults}"
+        f"{totals.num_steps} steps against one process: {totals.num_differing} differ; "
+        f"runs with a fault: {totals.num_faults}"
     )
-    if num_differing or num_faults or not num_steps:
+    if totals.num_differing or totals.num_faults or not totals.num_steps:
         sys.exit("error: a run with losses is not the run of one process")
 
 

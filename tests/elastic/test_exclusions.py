@@ -75,13 +75,13 @@ def refuse(name):
 
 
 @pytest.mark.parametrize("row", EXCLUDED_BY_ELASTIC, ids=lambda row: row.feature)
-def test_every_row_makes_its_error_with_the_reason_and_both_cures(row):
-    with pytest.raises(ValueError, match="cannot be combined: ") as raised:
+def test_every_row_raises_its_error_with_the_reason_and_both_cures(row):
+    with pytest.raises(ValueError, match="exclude each other: ") as raised:
         refuse(row.feature)
-    names, _, rest = str(raised.value).partition(" cannot be combined: ")
+    names, _, explanation = str(raised.value).partition(" exclude each other: ")
     assert "`strategy` (='hybrid_elastic')" in names
     cures = f"{CURES_OF_ELASTIC[row.feature]}, or {CURES_OF_ELASTIC['elastic']}"
-    assert rest.lower() == f"{row.reason}. {cures}.".lower()
+    assert explanation.lower() == f"{row.reason}. {cures}.".lower()
 
 
 def test_a_plain_run_is_accepted():
@@ -90,7 +90,7 @@ def test_a_plain_run_is_accepted():
 
 
 @pytest.mark.parametrize("name", ["broadcast_buffers", "forward_sync_buffers"])
-def test_buffers_of_each_ranks_own_are_refused(name):
+def test_buffers_that_differ_between_ranks_are_refused(name):
     with pytest.raises(ValueError, match=rf"`{name}` \(=False\) cannot be combined"):
         HybridElasticStrategy(**HOSTS, **{name: False})
     HybridElasticStrategy(**HOSTS, **{name: True})

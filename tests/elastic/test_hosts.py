@@ -1,4 +1,4 @@
-"""Hosts that are lost and come while a run goes on: processes of their own, as `tests.netlab.recovery` starts them."""
+"""Hosts that fail and join during a run: processes of their own, as `tests.netlab.recovery` starts them."""
 
 from pathlib import Path
 from typing import Any
@@ -25,24 +25,22 @@ def lose_hosts(folder: Path, **options: Any) -> dict[str, Any]:
     warm_context()
     options = OPTIONS | {"silent_s": 2.0, "val_s": 0.02} | options
     run, losses = recovery.disturbed(options, folder / "run")
-    return recovery.report(
-        run, losses, recovery.reference(options, folder / "reference", recovery.parts_of(run.rows))
-    )
+    parts = recovery.parts_of(run.rows)
+    reference = recovery.reference(options, folder / "reference", parts)
+    return recovery.report(run, losses, reference)
 
 
-def is_exact(found: dict[str, Any]) -> bool:
-    return not any(
-        found[what] for what in ("twice_or_missing", "with_two_digests", "differ_from_reference")
-    )
+def assert_exact(report: dict[str, Any]) -> None:
+    for fault in ("twice_or_missing", "with_two_digests", "differ_from_reference"):
+        assert not report[fault], report
 
 
-def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again_to_the_bit(tmp_path: Path) -> None:
-    result = lose_hosts(tmp_path, kinds=["kill"])
-    assert is_exact(result), result
+def test_a_run_continues_without_a_lost_host_and_admits_it_again_to_the_bit(tmp_path: Path) -> None:
+    assert_exact(lose_hosts(tmp_path, kinds=["kill"]))
 
 
 def test_the_first_step_of_a_view_has_the_bits_of_any_other_step(tmp_path: Path) -> None:
-    """Its gradients are averaged apart from DDP's buckets: with half precision in half, scaled, as in these."""
+    """Its gradients are averaged outside of DDP's buckets, in the same dtype and with the same loss scale."""
     warm_context()
     options = OPTIONS | {"silent_s": 2.0, "val_s": 0.02}
     in_one_view = recovery.reference(options, tmp_path / "one", [(0, 6, 2)])
@@ -51,19 +49,14 @@ def test_the_first_step_of_a_view_has_the_bits_of_any_other_step(tmp_path: Path)
     assert in_two_views == in_one_view
 
 
-def test_a_host_that_has_got_other_weights_is_named_before_a_step(tmp_path: Path) -> None:
+def test_a_host_that_received_other_weights_is_named_before_a_step(tmp_path: Path) -> None:
     warm_context()
-    run = recovery.Hosts(
-        OPTIONS | {"silent_s": 2.0, "val_s": 0.02},
-        tmp_path,
-        {"end": 5, "min_hosts": 2, "spoilt": "ab"},
-    )
+    options = OPTIONS | {"silent_s": 2.0, "val_s": 0.02}
+    run = recovery.Hosts(options, tmp_path, {"end": 5, "min_hosts": 2, "spoilt": "ab"})
     for name in "ab":
         run.start(name)
-    with pytest.raises(
-        RuntimeError,
-        match=r"ReplicaDriftError.*`head.bias` on rank 1 \(host .*\) is not that of rank 0",
-    ):
+    message = r"ReplicaDriftError.*`head.bias` on rank 1 \(host .*\) is not that of rank 0"
+    with pytest.raises(RuntimeError, match=message):
         run.wait("an error", lambda: False)
     assert not any(row["event"] == "step" for row in run.rows)
     for name in "ab":
@@ -71,11 +64,10 @@ def test_a_host_that_has_got_other_weights_is_named_before_a_step(tmp_path: Path
 
 
 def test_a_long_run_with_default_options_trains(tmp_path: Path) -> None:
-    """`Trainer(max_steps=2000)`, with no option of the strategy but those about hosts."""
+    """`Trainer(max_steps=2000)`, without options of the strategy except those about hosts."""
     warm_context()
-    run = recovery.Hosts(
-        OPTIONS | {"silent_s": 2.0, "val_s": 0.02}, tmp_path, {"end": 2_000, "min_hosts": 2}
-    )
+    options = OPTIONS | {"silent_s": 2.0, "val_s": 0.02}
+    run = recovery.Hosts(options, tmp_path, {"end": 2_000, "min_hosts": 2})
     for host in "ab":
         run.start(host)
 
@@ -101,5 +93,4 @@ def test_a_long_run_with_default_options_trains(tmp_path: Path) -> None:
 def test_losses_at_any_moment_and_under_other_options_are_exact(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    result = lose_hosts(tmp_path, **options)
-    assert is_exact(result), result
+    assert_exact(lose_hosts(tmp_path, **options))

@@ -1,6 +1,7 @@
 """Parts of an elastic step: shards, flat buckets, logs."""
 
 import threading
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from lightning_hybrid.elastic.step_logs import metrics_of
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from recipes.datasets.in_memory.loader import ImageSet, Normalize, TrainLoader
 from tests.netlab.recovery import parts_of
+from tests.scenes import same
 
 NUM_SHARDS = 4
 
@@ -62,7 +64,7 @@ def labels_of(loader: Any) -> list[list[int]]:
 
 
 class Reads:
-    """The run that reads a loader: it begins each epoch from its first batch."""
+    """Run that reads a loader, each epoch from its first batch."""
 
     rank = 0
     world_size = NUM_SHARDS
@@ -82,38 +84,45 @@ class Reads:
         return Place(self.epoch)
 
 
-def dealt(loader: Any, shards: list[int]) -> ShardLoader:
-    made = ShardLoader(loader, Reads(), lambda one: one)
-    made.use(shards)
-    return made
+def unchanged(loader: Any) -> Any:
+    """Return the loader as it is, where the strategy would process it."""
+    return loader
+
+
+def shard_loader(loader: Any, shards: list[int]) -> ShardLoader:
+    loader_of_shards = ShardLoader(loader, Reads(), unchanged)
+    loader_of_shards.use(shards)
+    return loader_of_shards
 
 
 @pytest.mark.parametrize("make", [own_loader, user_loader])
 def test_a_shard_has_what_a_rank_of_the_largest_world_would_read(make: Any) -> None:
     of_ranks = [labels_of(make(rank, NUM_SHARDS)) for rank in range(NUM_SHARDS)]
-    loader = dealt(make(), [2, 3])
-    for step, first in enumerate(loader):
-        assert [first[1].tolist(), loader.batch_of(3)[1].tolist()] == [
-            of_ranks[2][step],
-            of_ranks[3][step],
-        ]
+    loader = shard_loader(make(), [2, 3])
+    for step, batch in enumerate(loader):
+        assert batch[1].tolist() == of_ranks[2][step]
+        assert loader.batch_of(3)[1].tolist() == of_ranks[3][step]
     assert step + 1 == len(loader) == len(of_ranks[0])
 
 
 @pytest.mark.parametrize("make", [own_loader, user_loader])
 def test_shards_of_a_lost_host_are_read_from_the_step_on_in_which_it_was_lost(make: Any) -> None:
     of_ranks = [labels_of(make(rank, NUM_SHARDS)) for rank in range(NUM_SHARDS)]
-    loader = dealt(make(), [1])
-    read = []
-    for step, first in enumerate(loader):
+    loader = shard_loader(make(), [1])
+    num_steps = 0
+    for step, batch in enumerate(loader):
         if step == 2:
             loader.use([0, 1])
-        read.append([loader.batch_of(shard)[1].tolist() for shard in loader.shards])
-        assert first[1].tolist() == of_ranks[1 if step <= 2 else 0][step]
-    assert read == [
-        [of_ranks[1][step]] if step < 2 else [of_ranks[0][step], of_ranks[1][step]]
-        for step in range(5)
-    ]
+        read = [loader.batch_of(shard)[1].tolist() for shard in loader.shards]
+        if step < 2:
+            assert read == [of_ranks[1][step]], f"step {step}"
+        else:
+            assert read == [of_ranks[0][step], of_ranks[1][step]], f"step {step}"
+        # the batch of step 2 was read before the loss
+        first_shard = 1 if step <= 2 else 0
+        assert batch[1].tolist() == of_ranks[first_shard][step], f"step {step}"
+        num_steps += 1
+    assert num_steps == 5
 
 
 def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
@@ -121,7 +130,7 @@ def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
     # hosts have met before Lightning asks
     fit._loader = None
     fit._shards = [2]
-    loader = fit.deal(own_loader(), Reads(), lambda one: one)
+    loader = fit.deal(own_loader(), Reads(), unchanged)
     assert next(iter(loader))[1].tolist() == labels_of(own_loader(2, NUM_SHARDS))[0]
     assert list(loader._streams) == [2]
 
@@ -161,7 +170,7 @@ def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_t
     assert not views.ended
     views._on_change(3, "a host joins")
     view: Any = SimpleNamespace(
-        members=[0, 1], rank_of=lambda one: 0, store="127.0.0.1:1", number=3
+        members=[0, 1], rank_of=lambda member: 0, store="127.0.0.1:1", number=3
     )
     with pytest.raises(RuntimeError, match="comm: a host joins"):
         views._enter(view)
@@ -172,18 +181,17 @@ def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_t
     assert cut[2:] == ["a sum broke on host a: a host joins", "comm: a host joins", "groups"]
 
 
-def test_shards_are_consecutive_and_all_are_some_ranks() -> None:
+def test_shards_of_a_rank_are_consecutive_and_every_shard_belongs_to_one_rank() -> None:
     for world_size in range(1, 9):
-        results = [shard for rank in range(world_size) for shard in shards_of(rank, world_size, 8)]
-        assert results == list(range(8))
+        shards = [shard for rank in range(world_size) for shard in shards_of(rank, world_size, 8)]
+        assert shards == list(range(8)), f"{world_size} ranks"
 
 
 def test_an_order_that_does_not_follow_from_the_epoch_is_refused() -> None:
     data = TensorDataset(torch.arange(8))
+    loader = DataLoader(data, sampler=WeightedRandomSampler([1.0] * 8, 8))
     with pytest.raises(ValueError, match="cannot deal the batches of the training loader"):
-        ShardLoader(
-            DataLoader(data, sampler=WeightedRandomSampler([1.0] * 8, 8)), Reads(), lambda one: one
-        )
+        ShardLoader(loader, Reads(), unchanged)
 
 
 class Notes:
@@ -245,35 +253,33 @@ def test_an_error_before_loggers_are_opened_leaves_nothing_changed(monkeypatch) 
 
 
 def test_buffers_are_copied_whatever_their_dtypes_and_shared_in_one_message() -> None:
-    def module(value: int) -> nn.Module:
-        one = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(1, 1), nn.BatchNorm1d(2))
-        one[0].register_buffer("mask", torch.tensor([value > 1]))
-        one[2].register_buffer("narrow", torch.full((2, 3), value, dtype=torch.float16).t())
-        one[0].num_batches_tracked.fill_(value)
-        return one
+    def network(value: int) -> nn.Module:
+        layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(1, 1), nn.BatchNorm1d(2))
+        layers[0].register_buffer("mask", torch.tensor([value > 1]))
+        layers[2].register_buffer("narrow", torch.full((2, 3), value, dtype=torch.float16).t())
+        layers[0].num_batches_tracked.fill_(value)
+        return layers
 
-    first = module(1)
-    other = module(2)
+    source = network(1)
+    receiver = network(2)
     sent = []
-    BufferCopy(first).share(sent.append, is_source=True)
+    BufferCopy(source).share(sent.append, is_source=True)
     assert len(sent) == 1
-    kept = BufferCopy(other)
-    kept.take()
-    BufferCopy(other).share(lambda flat: flat.copy_(sent[0]), is_source=False)
-    assert all(
-        torch.equal(one, two) for one, two in zip(first.buffers(), other.buffers(), strict=True)
-    )
-    kept.put_back()
-    assert all(
-        torch.equal(one, two) for one, two in zip(module(2).buffers(), other.buffers(), strict=True)
-    )
-    other[0].mask = torch.ones(5)  # another layout
-    kept.take()
-    other[0].mask.zero_()
-    kept.put_back()
-    assert other[0].mask.sum() == 5
+    copy = BufferCopy(receiver)
+    copy.take()
+    BufferCopy(receiver).share(lambda flat: flat.copy_(sent[0]), is_source=False)
+    assert same(dict(receiver.named_buffers()), dict(source.named_buffers()))
+    copy.put_back()
+    assert same(dict(receiver.named_buffers()), dict(network(2).named_buffers()))
+
+    receiver[0].mask = torch.ones(5)  # another layout
+    copy.take()
+    receiver[0].mask.zero_()
+    copy.put_back()
+    assert receiver[0].mask.sum() == 5
+
     BufferCopy(nn.Linear(1, 1)).share(sent.append, is_source=True)
-    assert len(sent) == 1
+    assert len(sent) == 1, "a module without buffers sends nothing"
 
 
 def test_flat_buckets_hold_every_gradient_once_in_its_own_layout() -> None:
@@ -282,22 +288,22 @@ def test_flat_buckets_hold_every_gradient_once_in_its_own_layout() -> None:
         nn.Parameter(torch.randn(7).half()),
         nn.Parameter(torch.randn(2, 2)),
     ]
-    for one in weights:
-        one.grad = torch.randn_like(one)
-    wanted = [one.grad.clone() for one in weights]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    gradients = [weight.grad.clone() for weight in weights]
     buckets = flat_buckets(weights, 80)
-    assert [one.is_last() for one in buckets] == [False] * (len(buckets) - 1) + [True]
+    assert [bucket.is_last() for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
     for bucket in buckets:
         bucket.fill()
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             assert gradient.stride() == parameter.stride()
         bucket.buffer().mul_(2)
         bucket.give_back()
-    for one, before in zip(weights, wanted, strict=True):
-        assert torch.equal(one.grad, before * 2)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        assert torch.equal(weight.grad, gradient * 2)
 
 
-def test_a_step_is_of_the_view_of_who_made_it_and_not_of_who_took_it_later() -> None:
+def test_a_step_counts_for_the_view_that_made_it_and_not_for_one_that_received_it() -> None:
     seen = [(0.0, 0, 4, 1), (0.1, 1, 4, 1), (0.3, 1, 2, 2), (0.4, 2, 2, 2), (0.5, 3, 2, 3)]
     rows = [
         dict(zip(("t", "step", "hosts", "view"), row, strict=True), event="step") for row in seen
@@ -306,7 +312,7 @@ def test_a_step_is_of_the_view_of_who_made_it_and_not_of_who_took_it_later() -> 
 
 
 class Logging(pl.LightningModule):
-    """Logs in each of the ways that count otherwise."""
+    """Module that logs by a metric, without and with a reduction over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,8 +329,16 @@ def as_it_is(value: Any, **_: Any) -> Any:
     return value
 
 
-def started(*, is_first: bool = True) -> tuple[Logging, Any, Any]:
-    """Make a logging module, its collection, and the owner."""
+@dataclass
+class LoggingHost:
+    """A host's logging module, its collection of results, and the logs of its epoch."""
+
+    module: Logging
+    results: Any
+    epoch: Any
+
+
+def started(*, is_first: bool = True) -> LoggingHost:
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
     from lightning_hybrid.elastic.step_logs import EpochLogs
@@ -339,37 +353,37 @@ def started(*, is_first: bool = True) -> tuple[Logging, Any, Any]:
         results.log("training_step", name, torch.tensor(float(value)), **options)
 
     object.__setattr__(module, "log", log)
-    return module, results, EpochLogs(module, is_first=is_first)
+    return LoggingHost(module, results, EpochLogs(module, is_first=is_first))
 
 
 def logged_by(
     shards: list[float], *, attempts: int, steps: int = 2, joins_after: int | None = None
 ) -> dict[str, float]:
     """Log steps of these shards, of which all but the last attempt are dropped. A joiner has what was sent to it."""
-    module, results, epoch = started()
+    host = started()
     for step in range(steps):
         if step == joins_after:
-            result = epoch.collected()
-            module, results, epoch = started()
-            epoch.take(result)
-        logs = epoch.step()
+            sums = host.epoch.collected()
+            host = started()
+            host.epoch.take(sums)
+        logs = host.epoch.step()
         for _ in range(attempts):
             logs.restore()
             for value in shards:
-                module.log_step(value)
+                host.module.log_step(value)
                 logs.end_shard()
         logs.share(lambda flat: None, num_shards=len(shards), is_first_of_host=True)
-    shared = results["training_step.shared"]
+    shared = host.results["training_step.shared"]
     return {
-        "own": float(results["training_step.own"].compute()),
+        "own": float(host.results["training_step.own"].compute()),
         "of_step": float(shared._forward_cache),
         "of_epoch": float(shared.compute()),
-        "metric": float(module.mean.compute()),
+        "metric": float(host.module.mean.compute()),
     }
 
 
 @pytest.mark.parametrize("attempts", [1, 3])
-def test_what_is_averaged_over_ranks_counts_all_shards_and_what_is_not_the_first(
+def test_values_averaged_over_ranks_count_all_shards_and_others_the_first_shard_alone(
     attempts: int,
 ) -> None:
     assert logged_by([1.0, 2.0, 6.0], attempts=attempts) == {
@@ -391,61 +405,60 @@ def test_a_host_that_joins_counts_what_was_logged_before(attempts: int) -> None:
 def test_a_host_that_is_behind_at_the_end_of_an_epoch_has_the_sums_that_its_end_logs(
     is_first: bool,
 ) -> None:
-    def step(module: Logging, epoch: Any, value: float) -> Any:
-        logs = epoch.step()
-        module.log_step(value)
+    def step(host: LoggingHost, value: float) -> Any:
+        logs = host.epoch.step()
+        host.module.log_step(value)
         logs.end_shard()
         return logs
 
     ahead = started()
     behind = started(is_first=is_first)
     for value in (1.0, 2.0):
-        for module, _, epoch in (ahead, behind):
-            logs = step(module, epoch, value)
-            logs.share(lambda flat: None, num_shards=1, is_first_of_host=True)
-    step(behind[0], behind[2], 7.0).restore()  # its sums never came
-    ahead[0]._trainer.is_last_batch = True
-    step(ahead[0], ahead[2], 6.0).share(lambda flat: None, num_shards=1, is_first_of_host=True)
-    ahead[2].commit()
-    ahead[1].reset()
-    ahead[0]._trainer.current_epoch = 1
-    behind[2].take(ahead[2].collected())
-    shared = behind[1]["training_step.shared"]
-    assert (float(shared._forward_cache), shared.has_reset) == (6.0, False)
+        for host in (ahead, behind):
+            step(host, value).share(lambda flat: None, num_shards=1, is_first_of_host=True)
+    step(behind, 7.0).restore()  # its sums never came
+    ahead.module._trainer.is_last_batch = True
+    step(ahead, 6.0).share(lambda flat: None, num_shards=1, is_first_of_host=True)
+    ahead.epoch.commit()
+    ahead.results.reset()
+    ahead.module._trainer.current_epoch = 1
+    behind.epoch.take(ahead.epoch.collected())
+    shared = behind.results["training_step.shared"]
+    assert float(shared._forward_cache) == 6.0
+    assert not shared.has_reset
     assert float(shared.compute()) == (3.0 if is_first else 1.5)
 
 
-def test_what_a_host_takes_goes_to_the_device_of_its_metrics() -> None:
-    """States come by way of the CPU, and the next update adds what is on the metric's device."""
+def test_received_metric_states_move_to_the_device_of_the_metric() -> None:
+    """States are sent by way of the CPU, and the next update adds tensors on the metric's device."""
     ahead = started()
     behind = started()
-    for module, _, epoch in (ahead, behind):
-        module.accuracy = MulticlassAccuracy(3)
-        module.accuracy.update(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
-        epoch._metrics = metrics_of(module)
-        module.log_step(1.0)
-    behind[0].accuracy.to("meta")
-    behind[1]["training_step.shared"].to("meta")
-    behind[2].take(ahead[2].collected())
-    states = [getattr(behind[0].accuracy, name) for name in behind[0].accuracy._defaults]
+    for host in (ahead, behind):
+        host.module.accuracy = MulticlassAccuracy(3)
+        host.module.accuracy.update(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+        host.epoch._metrics = metrics_of(host.module)
+        host.module.log_step(1.0)
+    accuracy = behind.module.accuracy.to("meta")
+    shared = behind.results["training_step.shared"].to("meta")
+    behind.epoch.take(ahead.epoch.collected())
+    states = [getattr(accuracy, name) for name in accuracy._defaults]
     assert {state.device.type for state in states} == {"meta"}
-    assert behind[1]["training_step.shared"].value.device.type == "meta"
+    assert shared.value.device.type == "meta"
 
 
-def test_a_loss_scale_that_has_made_no_step_goes_on_alike_on_the_host_that_takes_it() -> None:
-    first = DynamicLossScale()
-    taken = DynamicLossScale()
-    taken.load_state_dict(first.state_dict())
+def test_a_loss_scale_before_its_first_step_continues_alike_on_the_host_that_receives_it() -> None:
+    sent = DynamicLossScale()
+    received = DynamicLossScale()
+    received.load_state_dict(sent.state_dict())
     for found_inf, largest in ((True, float("inf")), (False, 3.0), (False, 2.0)):
-        for scale in (first, taken):
+        for scale in (sent, received):
+            value = None
             if scale.wants_largest:
                 value = torch.tensor(largest)
-            else:
-                value = None
             scale.update(torch.tensor(found_inf), value)
-        assert first.value == taken.value
+        assert sent.value == received.value
     # 3 needs an exponent of 2, and there are 12 below the largest of fp16
-    assert first.value == 1024.0
+    assert sent.value == 1024.0
 
 
 @pytest.mark.parametrize(

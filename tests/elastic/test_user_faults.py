@@ -48,7 +48,7 @@ def shuffled(num_images: int = 32, batch_size: int = 2) -> DataLoader[Any]:
 
 
 class KeepsImages(Net):
-    """Keeps the images of all its steps."""
+    """Module that keeps the images of all its steps."""
 
     kept: list[list[int]]
 
@@ -61,6 +61,18 @@ def images_of(batches: list[list[int]]) -> list[int]:
     return sorted(image for batch in batches for image in batch)
 
 
+def error_of_a_resume(path: str, loader: Any, max_hosts: int) -> str:
+    """Return the error of a fit that resumes with another loader or number of hosts."""
+    scene = {"train": loader, "ckpt_path": path, **elastic(max_hosts)}
+    return fit(module=Net, raises=True, warns=True, **scene).error
+
+
+def assert_same_weights(weights: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+
+
 def fit_alone(**scene: Any) -> list[list[int]]:
     """Fit on this host, and return the images of its batches."""
     fit(module=KeepsImages, warns=True, **scene)  # of addresses of this machine alone
@@ -69,67 +81,48 @@ def fit_alone(**scene: Any) -> list[list[int]]:
 
 @pytest.fixture
 def checkpoint_of_two_hosts(tmp_path: Path) -> str:
-    """A run of two hosts, of which one is there, after 3 of 8 steps: 12 of 32 images are read."""
+    """Return a checkpoint of a run of two hosts, of which one is there, after 3 of 8 steps and 12 of 32 images."""
     path = str(tmp_path / "two.ckpt")
     fit_alone(train=shuffled, save_to=path, max_steps=3, **elastic(2))
     return path
 
 
-def test_another_number_of_hosts_is_refused_where_the_images_of_a_step_would_be_others(
+def test_another_number_of_hosts_with_the_same_batch_size_is_refused(
     checkpoint_of_two_hosts: str,
 ) -> None:
-    seen = fit(
-        module=Net,
-        train=shuffled,
-        raises=True,
-        warns=True,
-        ckpt_path=checkpoint_of_two_hosts,
-        **elastic(1),
-    )
-    assert "NotExactError" in seen.error
-    assert "set batch_size=4" in seen.error
+    error = error_of_a_resume(checkpoint_of_two_hosts, shuffled, max_hosts=1)
+    assert "NotExactError" in error
+    assert "set batch_size=4" in error
 
 
-def test_half_the_hosts_with_twice_the_batch_read_what_was_left(
+def test_half_the_hosts_with_twice_the_batch_read_the_remaining_images(
     checkpoint_of_two_hosts: str,
 ) -> None:
     twice = partial(shuffled, batch_size=4)
     whole = images_of(fit_alone(train=shuffled, **elastic(2)))
     assert whole == list(range(32))
-    first = images_of(fit_alone(train=shuffled, max_steps=3, **elastic(2)))
-    rest = images_of(fit_alone(train=twice, ckpt_path=checkpoint_of_two_hosts, **elastic(1)))
-    assert sorted(first + rest) == whole
+    before = images_of(fit_alone(train=shuffled, max_steps=3, **elastic(2)))
+    after = images_of(fit_alone(train=twice, ckpt_path=checkpoint_of_two_hosts, **elastic(1)))
+    assert sorted(before + after) == whole
 
 
-def test_another_batch_on_the_same_hosts_is_refused(checkpoint_of_two_hosts: str) -> None:
-    other = partial(shuffled, batch_size=4)
-    seen = fit(
-        module=Net,
-        train=other,
-        raises=True,
-        warns=True,
-        ckpt_path=checkpoint_of_two_hosts,
-        **elastic(2),
-    )
-    assert "NotExactError" in seen.error
-    assert "set batch_size=2" in seen.error
+def test_another_batch_size_on_the_same_hosts_is_refused(checkpoint_of_two_hosts: str) -> None:
+    twice = partial(shuffled, batch_size=4)
+    error = error_of_a_resume(checkpoint_of_two_hosts, twice, max_hosts=2)
+    assert "NotExactError" in error
+    assert "set batch_size=2" in error
 
 
-def test_other_images_are_refused_in_mid_epoch(checkpoint_of_two_hosts: str) -> None:
-    other = partial(shuffled, num_images=36)
-    seen = fit(
-        module=Net,
-        train=other,
-        raises=True,
-        warns=True,
-        ckpt_path=checkpoint_of_two_hosts,
-        **elastic(2),
-    )
-    assert "NotExactError" in seen.error
-    assert "data set" in seen.error
+def test_another_data_set_is_refused_in_the_middle_of_an_epoch(
+    checkpoint_of_two_hosts: str,
+) -> None:
+    larger = partial(shuffled, num_images=36)
+    error = error_of_a_resume(checkpoint_of_two_hosts, larger, max_hosts=2)
+    assert "NotExactError" in error
+    assert "data set" in error
 
 
-def test_a_plain_run_on_two_ranks_goes_on_from_two_hosts(
+def test_a_plain_run_on_two_ranks_resumes_from_two_hosts(
     two_ranks: Ranks, checkpoint_of_two_hosts: str, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "end.ckpt")
@@ -146,10 +139,10 @@ def test_a_plain_run_on_two_ranks_goes_on_from_two_hosts(
     from_two_hosts = torch.load(path, weights_only=True)["state_dict"]
     fit_alone(train=shuffled, save_to=path, **elastic(2))
     undisturbed = torch.load(path, weights_only=True)["state_dict"]
-    assert all(torch.equal(from_two_hosts[name], undisturbed[name]) for name in undisturbed)
+    assert_same_weights(from_two_hosts, undisturbed)
 
 
-def test_hosts_go_on_from_a_plain_run_on_two_ranks_to_the_bit(
+def test_hosts_resume_from_a_plain_run_on_two_ranks_to_the_bit(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
     middle = str(tmp_path / "middle.ckpt")
@@ -161,7 +154,7 @@ def test_hosts_go_on_from_a_plain_run_on_two_ranks_to_the_bit(
     batches = fit_alone(train=shuffled, save_to=end, ckpt_path=middle, **elastic(2))
     resumed = torch.load(end, weights_only=True)["state_dict"]
     assert len(batches) == 2 * 5
-    assert all(torch.equal(resumed[name], undisturbed[name]) for name in undisturbed)
+    assert_same_weights(resumed, undisturbed)
 
 
 def test_a_plain_run_on_four_ranks_is_refused_by_two_hosts_with_the_batch_that_fits(
@@ -170,9 +163,9 @@ def test_a_plain_run_on_four_ranks_is_refused_by_two_hosts_with_the_batch_that_f
     middle = str(tmp_path / "middle.ckpt")
     plain = {"max_epochs": 1, "logger": False, "devices": 4}
     fit(four_ranks, module=Net, train=shuffled, save_to=middle, max_steps=2, **plain)
-    seen = fit(module=Net, train=shuffled, raises=True, warns=True, ckpt_path=middle, **elastic(2))
-    assert "NotExactError" in seen.error
-    assert "set batch_size=4" in seen.error
+    error = error_of_a_resume(middle, shuffled, max_hosts=2)
+    assert "NotExactError" in error
+    assert "set batch_size=4" in error
 
 
 class Looks(pl.Callback):
@@ -180,16 +173,17 @@ class Looks(pl.Callback):
         self.images = next(iter(trainer.train_dataloader))[0].tolist()
 
 
-def test_a_look_at_the_training_loader_moves_nothing(checkpoint_of_two_hosts: str) -> None:
-    without = list(fit_alone(train=shuffled, ckpt_path=checkpoint_of_two_hosts, **elastic(2)))
-    with_look = fit_alone(
-        train=shuffled, ckpt_path=checkpoint_of_two_hosts, callbacks=[Looks()], **elastic(2)
-    )
+def test_a_callback_that_reads_the_training_loader_changes_no_batch(
+    checkpoint_of_two_hosts: str,
+) -> None:
+    scene = {"train": shuffled, "ckpt_path": checkpoint_of_two_hosts}
+    without = list(fit_alone(**scene, **elastic(2)))
+    with_look = fit_alone(callbacks=[Looks()], **scene, **elastic(2))
     assert with_look == without
 
 
 class PlansItsRate(KeepsImages):
-    """Asks how many steps there will be, as a schedule of one cycle does."""
+    """Module that reads the number of steps of the run, as a schedule of one cycle does."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.01)
@@ -207,11 +201,11 @@ def test_a_schedule_over_the_steps_of_the_run_resumes(tmp_path: Path) -> None:
     middle = str(tmp_path / "step=3.ckpt")
     resumed = fit(module=PlansItsRate, train=shuffled, warns=True, ckpt_path=middle, **elastic(2))
     assert len(PlansItsRate.kept) == 2 * 5
-    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+    assert_same_weights(resumed.weights, whole.weights)
 
 
 def test_two_fits_of_one_trainer_may_log_over_the_ranks() -> None:
-    """The second one's `reduce` must be the first one's, or Lightning takes it for other arguments of `log`."""
+    """Both fits must have one `reduce`, or Lightning sees different arguments of `log`."""
     scene = elastic(1)
     strategy_type = scene.pop("kind")
     hosts = {name: scene.pop(name) for name in ("max_hosts", "meet", "silent_s")}
@@ -244,7 +238,7 @@ def test_two_fits_of_one_trainer_may_log_over_the_ranks() -> None:
     ],
     ids=["reload", "ranks_per_node", "exact_resume", "loaders", "batch_sampler"],
 )
-def test_what_an_elastic_run_cannot_do_is_refused_by_its_name(
+def test_an_option_or_loader_that_an_elastic_run_cannot_have_is_refused_by_name(
     options: dict[str, Any], name: str
 ) -> None:
     scene = {"train": shuffled, **elastic(2), **options}
@@ -262,11 +256,11 @@ def test_a_launch_over_several_nodes_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 class InPairs(BatchSampler):
-    """A batch sampler of a user's own."""
+    """Batch sampler of a user."""
 
 
 class LogsAuroc(Net):
-    """Computes a metric whose states are lists."""
+    """Module with a metric whose states are lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,14 +278,9 @@ class LogsAuroc(Net):
 
 
 def test_a_metric_that_hosts_do_not_add_up_is_named_once() -> None:
-    seen = fit(
-        module=LogsAuroc,
-        train=shuffled,
-        val=lambda: DataLoader(Numbered(8), 4),
-        warns=True,
-        **elastic(2),
-    )
-    texts = [text for text in seen.warnings if "states are not sums" in text]
+    scene = {"train": shuffled, "val": lambda: DataLoader(Numbered(8), 4)}
+    seen = fit(module=LogsAuroc, warns=True, **scene, **elastic(2))
+    texts = [text for text in seen.warnings if "states are no sums" in text]
     assert len(texts) == 1
     assert "`auroc` (=BinaryAUROC)" in texts[0]
 
@@ -310,7 +299,7 @@ def test_a_name_that_no_server_knows_is_an_error_that_names_the_option() -> None
 
 
 class Thaws(Net):
-    """Trains its bias from the second epoch on."""
+    """Module that trains its bias from the second epoch on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,16 +314,15 @@ class Thaws(Net):
             self.trainer.optimizers[0].add_param_group({"params": [self.net.bias]})
 
 
-def test_a_parameter_thawed_in_training_is_named_though_the_launch_has_one_rank() -> None:
-    seen = fit(
-        module=Thaws, train=shuffled, raises=True, warns=True, **elastic(2) | {"max_epochs": 2}
-    )
+def test_a_parameter_thawed_in_training_is_named_although_the_launch_has_one_rank() -> None:
+    scene = {"train": shuffled, **elastic(2), "max_epochs": 2}
+    seen = fit(module=Thaws, raises=True, warns=True, **scene)
     assert "Parameter `net.bias`" in seen.error
     assert "trained but not averaged" in seen.error
 
 
 class Contrasts(Net):
-    """Compares the pairs of all ranks."""
+    """Module with a loss over the pairs of all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +335,7 @@ def test_a_loss_over_the_pairs_of_all_ranks_is_refused() -> None:
 
 
 class ReadsAnotherLoader(pl.Callback):
-    """Reads training images in the middle of an epoch, as a recalibration of statistics does."""
+    """Callback that reads training images in the middle of an epoch, as a recalibration of statistics does."""
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -357,7 +345,7 @@ class ReadsAnotherLoader(pl.Callback):
             next(iter(loader))
 
 
-def test_a_loader_that_a_callback_reads_in_training_leaves_training_as_it_is() -> None:
+def test_another_loader_that_a_callback_reads_in_training_changes_no_batch() -> None:
     without = list(fit_alone(train=shuffled, **elastic(2)))
     assert fit_alone(train=shuffled, callbacks=[ReadsAnotherLoader()], **elastic(2)) == without
 

@@ -1,4 +1,4 @@
-"""Runs of users: a plain `DataLoader(shuffle=True)`, hosts that come and go in the middle of an epoch, and resumes."""
+"""Runs of users: a plain `DataLoader(shuffle=True)`, hosts that join and fail in the middle of an epoch, resumes."""
 
 import csv
 import random
@@ -17,7 +17,9 @@ from lightning_hybrid.callbacks.replica_check import ReplicaCheck
 from tests.elastic.user_runs import Net, UserHosts, UserScene, undisturbed, wanted_images
 
 
-def test_a_host_that_joins_in_mid_epoch_reads_its_shard_from_there(tmp_path: Path) -> None:
+def test_a_host_that_joins_in_the_middle_of_an_epoch_reads_its_shard_from_there(
+    tmp_path: Path,
+) -> None:
     scene = UserScene(max_steps=40, hold_after=(4, 21))
     run = UserHosts(tmp_path / "run", scene)
     run.start("a")
@@ -37,29 +39,27 @@ def test_a_host_that_joins_in_mid_epoch_reads_its_shard_from_there(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_that_max_steps_ended_in_mid_epoch_resumes_with_the_images_that_were_left(
+def test_a_run_that_max_steps_ended_within_an_epoch_resumes_with_the_remaining_images(
     tmp_path: Path,
 ) -> None:
     scene = UserScene(max_hosts=1, num_images=16, max_steps=3)
     checkpoint = str(tmp_path / "x.ckpt")
     undisturbed(tmp_path / "first", replace(scene, save_to=checkpoint))
-    resumed = undisturbed(
-        tmp_path / "resumed", replace(scene, max_steps=-1, max_epochs=2, ckpt_path=checkpoint)
-    )
+    to_the_end = replace(scene, max_steps=-1, max_epochs=2, ckpt_path=checkpoint)
+    resumed = undisturbed(tmp_path / "resumed", to_the_end)
     whole = undisturbed(tmp_path / "whole", replace(scene, max_steps=16))
-    wanted = wanted_images(scene, 16)
-    assert whole.images_of_steps() == wanted
-    assert resumed.images_of_steps() == {step: wanted[step] for step in range(3, 16)}
-    assert resumed.digests() == {
-        step: digest for step, digest in whole.digests().items() if step >= 3
-    }
+    expected = wanted_images(scene, 16)
+    assert whole.images_of_steps() == expected
+    assert resumed.images_of_steps() == {step: expected[step] for step in range(3, 16)}
+    digests = whole.digests()
+    assert resumed.digests() == {step: digests[step] for step in range(3, 16)}
 
 
 # ---- hosts that would stop after different steps --------------------------------------------------------
 
 
 class StopsInStep(pl.Callback):
-    """Stops a fit after a step, as a time limit of this host's would."""
+    """Callback that stops a fit after a step, as a time limit of this host would."""
 
     def __init__(self, last_step: int) -> None:
         self.last_step = last_step
@@ -77,7 +77,7 @@ def early_stopping(folder: Path) -> list[Any]:
 
 
 class Rises(Net):
-    """Logs a value of its own host that rises."""
+    """Module that logs a rising value of its host."""
 
     sign = 1
 
@@ -87,7 +87,7 @@ class Rises(Net):
 
 
 class Falls(Rises):
-    """Logs a value of its own host that falls, so that it stops early."""
+    """Module that logs a falling value of its host, so that it stops early."""
 
     sign = -1
 
@@ -102,7 +102,7 @@ class Falls(Rises):
     ],
     ids=["in_a_step", "in_half_precision", "by_its_own_value"],
 )
-def test_all_hosts_stop_after_the_same_step_where_one_wants_to(
+def test_all_hosts_stop_after_the_same_step_if_one_stops(
     tmp_path: Path, changes: dict[str, Any], changes_of_b: dict[str, Any], last_step: int
 ) -> None:
     scene = UserScene(max_epochs=4, elastic={"min_hosts": 2}, **changes)
@@ -154,7 +154,7 @@ def test_a_host_that_would_train_something_else_is_refused_with_what_differs(
 
 
 class Spoils(pl.Callback):
-    """Changes a weight of this host, as a faulty memory does."""
+    """Callback that changes a weight of this host, as a faulty memory does."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == 5:
@@ -209,7 +209,7 @@ def forgets_rows(folder: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_rows_of_a_csv_file_outlive_the_host_that_has_written_them(tmp_path: Path) -> None:
+def test_rows_of_a_csv_file_survive_the_host_that_wrote_them(tmp_path: Path) -> None:
     scene = UserScene(
         max_steps=60, loggers=csv_of_a_version, callbacks=forgets_rows, pause_s=0.1, hold_after=(3,)
     )
@@ -238,7 +238,7 @@ def saves_often(folder: Path) -> list[Any]:
 
 
 class Scheduled(Net):
-    """Has a schedule of steps."""
+    """Module with a schedule of steps."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
@@ -292,13 +292,10 @@ def test_a_run_with_losses_joins_and_a_full_stop_has_the_weights_of_an_undisturb
     for _ in range(3):
         time.sleep(draw.uniform(0.2, 1.5))
         lost = draw.choice("ab")
-        if lost == "a":
-            left = "b"
-        else:
-            left = "a"
+        remaining = {"a": "b", "b": "a"}[lost]
         run.kill(lost)
         last = max(row["step"] for row in run.events("step"))
-        run.wait("the other goes on", run.has_made(last + draw.randrange(2, 9), left))
+        run.wait("the other continues", run.has_made(last + draw.randrange(2, 9), remaining))
         run.start(lost)
         last = max(row["step"] for row in run.events("step"))
         run.wait("both again", run.has_made(last + 1, "a", "b", num_hosts=2), restarts=True)
@@ -311,14 +308,15 @@ def test_a_run_with_losses_joins_and_a_full_stop_has_the_weights_of_an_undisturb
         run.start(host)
     run.finish("a", "b", limit_s=300)
     images = run.images_of_steps()
-    wanted = wanted_images(scene, scene.max_steps)
-    assert list(images) == list(wanted)
-    for step in wanted:
-        missing = sorted(set(wanted[step]) - set(images[step]))
+    expected = wanted_images(scene, scene.max_steps)
+    assert list(images) == list(expected)
+    for step, expected_images in expected.items():
+        missing = sorted(set(expected_images) - set(images[step]))
         if missing:
-            # Of a host that was killed after the sum of the step and before it wrote its row.
-            assert missing in run.batches_of_step(step)
-        assert sorted(images[step] + missing) == wanted[step]
+            # Read by a host that was killed after the sum of the step and before it wrote its row.
+            assert missing in run.batches_of_step(step), f"step {step}"
+        assert sorted(images[step] + missing) == expected_images, f"step {step}"
     assert run.digests() == reference.digests()
-    ends = run.events("end")
-    assert all(end["weights"] == reference.events("end")[0]["weights"] for end in ends)
+    (reference_end,) = reference.events("end")
+    for end in run.events("end"):
+        assert end["weights"] == reference_end["weights"], f"host {end['host']}"

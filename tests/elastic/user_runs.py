@@ -30,7 +30,7 @@ from tests.rank_pool import warm_context
 
 
 class Numbered(Dataset):
-    """Images that are their own numbers, with noise from the global stream, as a random crop draws it."""
+    """Data set of images that are their own numbers, with noise from the global stream, as a random crop draws it."""
 
     def __init__(self, num_images: int) -> None:
         self.num_images = num_images
@@ -43,7 +43,7 @@ class Numbered(Dataset):
 
 
 class Net(pl.LightningModule):
-    """Small regression that notes which images it has read in a step."""
+    """Small regression that records the images that it has read in a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,9 +103,8 @@ class UserScene:
     max_steps: int = -1
     max_epochs: int | None = None
     pause_s: float = 0.0
-    hold_after: tuple[
-        int, ...
-    ] = ()  # steps after which a host waits for others, while some are missing
+    # steps after which a host waits for others, while some are missing
+    hold_after: tuple[int, ...] = ()
     wait_s: float = 0.5  # of the first meeting for more hosts than `min_hosts`
     ckpt_path: str | None = None
     save_to: str | None = None
@@ -159,30 +158,27 @@ def user_main(
 ) -> None:
     """Train on one rank."""
     scene: UserScene = part["scenes"].get(host, part["scene"])
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(
-            os.open(f"{folder}/{name}_{host}_{local}", os.O_CREAT | os.O_WRONLY | os.O_APPEND),
-            number,
-        )
+    for descriptor, name in ((1, "out"), (2, "err")):
+        path = f"{folder}/{name}_{host}_{local}"
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
     os.environ |= {
         "RANK": str(local),
         "LOCAL_RANK": str(local),
         "WORLD_SIZE": str(scene.devices),
         "GROUP_RANK": "0",
-    }
-    os.environ |= {
         "LOCAL_WORLD_SIZE": str(scene.devices),
         "TORCHELASTIC_RUN_ID": "x",
         "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
     }
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     log = open(f"{folder}/log_{host}_{local}_{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 
     def note(**values: Any) -> None:
-        log.write(
-            json.dumps({"t": time.monotonic(), "host": host, "local": local, **values}) + "\n"
-        )
+        row = {"t": time.monotonic(), "host": host, "local": local, **values}
+        log.write(json.dumps(row) + "\n")
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -208,9 +204,8 @@ def _train(
         pl.seed_everything(scene.seed)
     elastic = {"max_hosts": scene.max_hosts, "meet": options["meet"], **scene.elastic}
     strategy = HybridElasticStrategy(**{"timeout": 60, **elastic, **scene.strategy})
-    if scene.callbacks is None:
-        callbacks = []
-    else:
+    callbacks = []
+    if scene.callbacks is not None:
         callbacks = scene.callbacks(folder)
     settings = {
         "enable_checkpointing": False,
@@ -231,10 +226,9 @@ def _train(
         **settings,
     )
     module = scene.module()
+    val = None
     if scene.with_validation:
         val = DataLoader(Numbered(12), 4)
-    else:
-        val = None
     for number in range(scene.fits):
         if number:
             trainer.fit_loop.max_epochs *= 2
@@ -261,9 +255,9 @@ class UserHosts(recovery.Hosts):
     """Hosts of one run.
 
     Args:
-        folder: Where they write.
-        scene: What all hosts run.
-        scenes: What hosts of these names run instead.
+        folder: Folder of their files.
+        scene: Scene of all hosts.
+        scenes: Scenes of single hosts, by name, in place of `scene`.
     """
 
     main: Any = staticmethod(user_main)
@@ -277,15 +271,15 @@ class UserHosts(recovery.Hosts):
         super().__init__(options, folder, {"scene": scene, "scenes": scenes or {}})
 
     def events(self, event: str, host: str | None = None) -> list[dict[str, Any]]:
-        """Return what hosts, or one, have noted so far."""
+        """Return the rows of an event so far, of all hosts or of one."""
         self.look()
         return [row for row in self.rows if row["event"] == event and host in (None, row["host"])]
 
-    def wait(self, what: str, is_there: Any, **limits: Any) -> None:
-        """Wait until something is so. An error of a host ends it."""
+    def wait(self, goal: str, is_reached: Any, **limits: Any) -> None:
+        """Wait until a condition holds. An error of a host ends the wait."""
 
-        def is_there_or_failed() -> bool:
-            if is_there():
+        def is_reached_or_failed() -> bool:
+            if is_reached():
                 return True
             errors = [
                 f"host {row['host']}: {row['error']}"
@@ -293,17 +287,17 @@ class UserHosts(recovery.Hosts):
                 if row["event"] == "error"
             ]
             if errors:
-                raise RuntimeError(f"{what}: {'; '.join(errors)}")
+                raise RuntimeError(f"{goal}: {'; '.join(errors)}")
             return False
 
-        super().wait(what, is_there_or_failed, **limits)
+        super().wait(goal, is_reached_or_failed, **limits)
 
     def has_ended(self, *hosts: str) -> Callable[[], bool]:
-        """Return what says whether all of these have ended."""
+        """Return a condition: all of these hosts have ended."""
         return lambda: all(self.events("over", host) for host in hosts)
 
     def has_made(self, step: int, *hosts: str, num_hosts: int | None = None) -> Callable[[], bool]:
-        """Return what says whether all of these have made a step, in a view of so many hosts."""
+        """Return a condition: all of these hosts have made a step, in a view of `num_hosts` hosts."""
 
         def is_made() -> bool:
             for host in hosts:
@@ -344,16 +338,16 @@ class UserHosts(recovery.Hosts):
         """
         of_shards: dict[int, dict[str, list[int]]] = {}
         for row in self.events("step"):
-            known = of_shards.setdefault(row["step"], {})
+            images_of_shards = of_shards.setdefault(row["step"], {})
             for shard, images in row["images"].items():
-                assert known.setdefault(shard, images) == images, row
+                assert images_of_shards.setdefault(shard, images) == images, row
         images_of_steps = {}
         for step, shards in sorted(of_shards.items()):
             images_of_steps[step] = sorted(image for images in shards.values() for image in images)
         return images_of_steps
 
     def num_writers_of_steps(self) -> dict[int, int]:
-        """Return how many ranks would have written a checkpoint after each step that two hosts made."""
+        """Return the number of ranks that would write a checkpoint after each step that two hosts made."""
         num_writers: dict[int, int] = {}
         for row in self.events("step"):
             if row["hosts"] == 2:

@@ -1,4 +1,4 @@
-"""`Fabric(strategy="hybrid_allreduce")`: a loop of the user's own, held against the Trainer's."""
+"""`Fabric(strategy="hybrid_allreduce")`: a loop of the user's own, compared with the Trainer's."""
 
 import os
 import subprocess
@@ -32,11 +32,12 @@ OPTIMIZERS = {
 }
 
 
-MADE: list[Fabric] = []
+# The Fabrics of a test on this rank, to be torn down at its end.
+FABRICS: list[Fabric] = []
 
 
 class Net(nn.Sequential):
-    """Normalisation and matrix products, whose bits do not depend on where tensors lie in memory."""
+    """Network of normalisation and matrix products, whose bits do not depend on where tensors lie in memory."""
 
     def __init__(self):
         with torch.random.fork_rng():
@@ -51,7 +52,7 @@ def fabric_of(precision="16-true", strategy="hybrid_allreduce"):
         world_size = 1
     fabric = Fabric(strategy=strategy, precision=precision, accelerator="cpu", devices=world_size)
     fabric.launch()
-    MADE.append(fabric)
+    FABRICS.append(fabric)
     return fabric
 
 
@@ -59,12 +60,16 @@ def play(function, *arguments):
     try:
         return function(*arguments)
     finally:
-        while MADE:
-            MADE.pop().strategy.teardown()
+        while FABRICS:
+            FABRICS.pop().strategy.teardown()
 
 
 def loader():
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank = 0
+    world_size = 1
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
     return DataLoader(Subset(toy.Blobs(64), range(rank, 64, world_size)), batch_size=8)
 
 
@@ -108,15 +113,16 @@ def test_a_loop_of_fabric_has_the_bits_of_the_trainer(
         "accumulate_grad_batches": accumulate,
         "gradient_clip_val": max_norm,
         "precision": precision,
+        "train": loader,
+        "max_epochs": 1,
+        "use_distributed_sampler": False,
     }
-    scene |= {"train": loader, "max_epochs": 1, "use_distributed_sampler": False}
     of_trainer = fit(two_ranks, partial(Classifier, optimizer), **scene)
     for (losses, weights, dtypes), seen in zip(ours, of_trainer, strict=True):
-        assert losses == seen.losses
-        assert toy.same_bits(
-            {f"net.{name}": value for name, value in weights.items()}, seen.weights
-        )
-        assert dtypes == {torch.float32}
+        assert losses == seen.losses, f"rank {seen.rank}"
+        of_module = {f"net.{name}": value for name, value in weights.items()}
+        assert toy.same_bits(of_module, seen.weights), f"rank {seen.rank}"
+        assert dtypes == {torch.float32}, f"rank {seen.rank}"
     assert ours[0][0] != ours[1][0], "ranks must see different data"
     assert toy.same_bits(ours[0][1], ours[1][1])
 
@@ -140,45 +146,59 @@ def set_up():
     return fabric, *fabric.setup(net, OPTIMIZERS["AdamW"](net.parameters()))
 
 
-def resumed(folder):
-    fabric, net, stepper = set_up()
-    steps_of(fabric, net, stepper, 3)
-    fabric.save(f"{folder}/three.ckpt", {"net": net, "optimizer": stepper, "step": 3})
-    file = torch.load(f"{folder}/three.ckpt", weights_only=True)
-    steps_of(fabric, net, stepper, 3, first=3)
+def whole_and_resumed(folder):
+    """Train six steps, with a checkpoint after three, and three more from that checkpoint."""
+    path = f"{folder}/three.ckpt"
+    fabric, net, optimizer = set_up()
+    steps_of(fabric, net, optimizer, 3)
+    fabric.save(path, {"net": net, "optimizer": optimizer, "step": 3})
+    steps_of(fabric, net, optimizer, 3, first=3)
+    whole = toy.weights(net), fabric.strategy.precision.loss_scale.value
 
-    fabric_2, net_2, stepper_2 = set_up()
-    state = {"net": net_2, "optimizer": stepper_2, "step": 0}
-    remainder = fabric_2.load(f"{folder}/three.ckpt", state)
-    steps_of(fabric_2, net_2, stepper_2, 3, first=state["step"])
-    scales = [one.strategy.precision.loss_scale.value for one in (fabric, fabric_2)]
-
-    plain = Net()
-    stock = fabric_of("32-true", "ddp")
-    model, stepper_3 = stock.setup(plain, OPTIMIZERS["AdamW"](plain.parameters()))
-    left = list(
-        stock.load(f"{folder}/three.ckpt", {"net": model, "optimizer": stepper_3, "step": 0})
-    )
-    is_equal = toy.same_bits(toy.weights(plain), file["net"])
-    return toy.weights(net), toy.weights(net_2), scales, remainder, file, left, is_equal
+    fabric, net, optimizer = set_up()
+    state = {"net": net, "optimizer": optimizer, "step": 0}
+    assert fabric.load(path, state) == {}
+    steps_of(fabric, net, optimizer, 3, first=state["step"])
+    resumed = toy.weights(net), fabric.strategy.precision.loss_scale.value
+    return whole, resumed
 
 
-def test_a_resumed_loop_has_the_bits_of_one_that_was_never_stopped(two_ranks, tmp_path):
-    """And its checkpoint loads into plain `ddp`."""
-    for never, again, scales, *of_file in two_ranks.run(play, resumed, str(tmp_path)):
-        remainder, file, left, is_equal = of_file
-        assert toy.same_bits(never, again)
-        assert (remainder, is_equal) == ({}, True)
-        assert left == ["MasterWeightPrecision"]
-        assert scales == [2.0**13] * 2  # doubled after steps 2, 4 and 6
-        assert {value.dtype for value in file["net"].values()} == {torch.float32}
-        state = [value for each in file["optimizer"]["state"].values() for value in each.values()]
-        assert {value.dtype for value in state if isinstance(value, torch.Tensor)} == {
-            torch.float32
-        }
+def test_a_resumed_loop_has_the_bits_of_an_uninterrupted_one(two_ranks, tmp_path):
+    results = two_ranks.run(play, whole_and_resumed, str(tmp_path))
+    for rank, (whole, resumed) in enumerate(results):
+        weights, scale = whole
+        resumed_weights, resumed_scale = resumed
+        assert toy.same_bits(weights, resumed_weights), f"rank {rank}"
+        assert scale == 2.0**13, "doubled after steps 2, 4 and 6"
+        assert resumed_scale == scale, f"rank {rank}"
+
+    file = torch.load(tmp_path / "three.ckpt", weights_only=True)
+    assert {value.dtype for value in file["net"].values()} == {torch.float32}
+    dtypes = set()
+    for state in file["optimizer"]["state"].values():
+        dtypes |= {value.dtype for value in state.values() if isinstance(value, torch.Tensor)}
+    assert dtypes == {torch.float32}
 
 
-def masters_of_ranks_that_begin_apart():
+def loaded_by_ddp(path):
+    """Load a checkpoint of half precision under `ddp`. Return the weights and the unused keys."""
+    net = Net()
+    fabric = fabric_of("32-true", "ddp")
+    model, optimizer = fabric.setup(net, OPTIMIZERS["AdamW"](net.parameters()))
+    unused = fabric.load(path, {"net": model, "optimizer": optimizer, "step": 0})
+    return toy.weights(net), list(unused)
+
+
+def test_a_checkpoint_of_half_precision_loads_under_ddp(two_ranks, tmp_path):
+    two_ranks.run(play, whole_and_resumed, str(tmp_path))
+    path = tmp_path / "three.ckpt"
+    file = torch.load(path, weights_only=True)
+    for rank, (weights, unused) in enumerate(two_ranks.run(play, loaded_by_ddp, str(path))):
+        assert toy.same_bits(weights, file["net"]), f"rank {rank}"
+        assert unused == ["MasterWeightPrecision"], f"rank {rank}"
+
+
+def masters_of_ranks_that_differ():
     fabric = fabric_of()
     net = nn.Linear(12, 3)
     torch.nn.init.constant_(net.weight, 1 / (3 + fabric.global_rank))
@@ -186,8 +206,8 @@ def masters_of_ranks_that_begin_apart():
     return toy.weights(net)
 
 
-def test_every_rank_gets_rank_zeros_masters_in_all_digits(two_ranks):
-    rank_0, rank_1 = two_ranks.run(play, masters_of_ranks_that_begin_apart)
+def test_every_rank_gets_the_exact_master_weights_of_rank_zero(two_ranks):
+    rank_0, rank_1 = two_ranks.run(play, masters_of_ranks_that_differ)
     assert toy.same_bits(rank_0, rank_1)
     assert torch.equal(rank_0["weight"], torch.full((3, 12), 1 / 3))
 
@@ -196,20 +216,21 @@ def test_every_rank_gets_rank_zeros_masters_in_all_digits(two_ranks):
 
 
 def two_players(precision):
-    """A generator and a discriminator. One accumulates over two batches, in which the other steps twice."""
+    """Train a generator that accumulates over two batches, in which the discriminator steps twice."""
     fabric = fabric_of(precision, HybridAllReduceStrategy(loss_scale=256.0))  # no step overflows
-    one = Net()
-    other = nn.Linear(3, 1)
+    net_g = Net()
+    net_d = nn.Linear(3, 1)
     with torch.no_grad():
-        other.weight.copy_(torch.tensor([[0.5, -0.25, 1.0]]))
-        other.bias.zero_()
-    generator, optimizer_g = fabric.setup(one, torch.optim.SGD(one.parameters(), lr=0.1))
-    discriminator, optimizer_d = fabric.setup(other, torch.optim.AdamW(other.parameters(), lr=0.01))
-    seed = torch.Generator().manual_seed(fabric.global_rank)
+        net_d.weight.copy_(torch.tensor([[0.5, -0.25, 1.0]]))
+        net_d.bias.zero_()
+    generator, optimizer_g = fabric.setup(net_g, torch.optim.SGD(net_g.parameters(), lr=0.1))
+    adamw = torch.optim.AdamW(net_d.parameters(), lr=0.01)
+    discriminator, optimizer_d = fabric.setup(net_d, adamw)
+    random_stream = torch.Generator().manual_seed(fabric.global_rank)
     for number in range(8):
-        batch = torch.randn(8, 12, generator=seed)
-        made = generator(batch)
-        fabric.backward(discriminator(made.detach()).square().mean())
+        batch = torch.randn(8, 12, generator=random_stream)
+        images = generator(batch)
+        fabric.backward(discriminator(images.detach()).square().mean())
         optimizer_d.step()
         optimizer_d.zero_grad()
         with fabric.no_backward_sync(generator, enabled=number % 2 == 0):
@@ -218,7 +239,8 @@ def two_players(precision):
         if number % 2:
             optimizer_g.step()
             optimizer_g.zero_grad()
-    return toy.weights(one) | {f"d.{name}": value for name, value in toy.weights(other).items()}
+    of_discriminator = {f"d.{name}": value for name, value in toy.weights(net_d).items()}
+    return toy.weights(net_g) | of_discriminator
 
 
 def test_two_modules_with_an_optimizer_each_follow_fp32(two_ranks):
@@ -227,9 +249,8 @@ def test_two_modules_with_an_optimizer_each_follow_fp32(two_ranks):
     assert toy.same_bits(half[0], half[1])
     for name, exact in full[0].items():
         # Eight steps; a half-precision gradient is off by some units of 2**-11 of the largest element.
-        assert torch.allclose(half[0][name], exact, atol=0.02 * float(exact.abs().max()) + 2e-3), (
-            name
-        )
+        bound = 0.02 * float(exact.abs().max()) + 2e-3
+        assert torch.allclose(half[0][name], exact, atol=bound), name
 
 
 def overflow_on_one_rank():
@@ -239,52 +260,51 @@ def overflow_on_one_rank():
     before = toy.weights(net)
     history = []
     for number in range(2):
+        loss = model(torch.ones(2, 12)).square().mean()
         if number == 0 and fabric.global_rank == 1:
-            factor = float("inf")
-        else:
-            factor = 1.0
-        fabric.backward(model(torch.ones(2, 12)).square().mean() * factor)
+            loss = loss * float("inf")
+        fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
         plugin = fabric.strategy.precision
-        history.append(
-            (
-                toy.same_bits(before, toy.weights(net)),
-                plugin.loss_scale.value,
-                plugin.num_skipped_steps,
-            )
-        )
+        is_unchanged = toy.same_bits(before, toy.weights(net))
+        history.append((is_unchanged, plugin.loss_scale.value, plugin.num_skipped_steps))
     return history
 
 
 def test_overflow_on_one_rank_is_a_step_that_all_ranks_skip(two_ranks):
-    for history in two_ranks.run(play, overflow_on_one_rank):
-        assert history == [(True, 2.0**15, 1), (False, 2.0**15, 1)]
+    for rank, history in enumerate(two_ranks.run(play, overflow_on_one_rank)):
+        assert history == [(True, 2.0**15, 1), (False, 2.0**15, 1)], f"rank {rank}"
 
 
 def one_step(between_nodes):
-    fabric = fabric_of(
-        "32-true", HybridAllReduceStrategy(between_nodes=between_nodes, ranks_per_node=1)
-    )
+    strategy = HybridAllReduceStrategy(between_nodes=between_nodes, ranks_per_node=1)
+    fabric = fabric_of("32-true", strategy)
     net = Net()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
     steps_of(fabric, model, optimizer, 1)
     return toy.weights(net)
 
 
-@pytest.mark.parametrize("between_nodes", [Adasum(), Mean(dtype="int4")], ids=str)
-def test_what_happens_between_nodes_is_as_asked(two_ranks, between_nodes):
+@pytest.mark.parametrize(
+    ("between_nodes", "smallest", "largest"),
+    [
+        pytest.param(Adasum(), 1.05, 2, id="Adasum"),
+        pytest.param(Mean(dtype="int4"), 0.8, 1.2, id="Mean in int4"),
+    ],
+)
+def test_between_nodes_chooses_the_average_and_its_size(
+    two_ranks, between_nodes, smallest, largest
+):
     mean, _ = two_ranks.run(play, one_step, Mean())
-    one, other = two_ranks.run(play, one_step, between_nodes)
-    assert toy.same_bits(one, other)
-    moved, of_mean = (
-        one[name] - Net().state_dict()[name]
-        for one, name in ((one, "3.weight"), (mean, "3.weight"))
-    )
-    ratio = float(moved.norm() / of_mean.norm())
-    assert 1.05 < ratio < 2 if isinstance(between_nodes, Adasum) else 0.8 < ratio < 1.2
-    assert not toy.same_bits(one, mean)
+    rank_0, rank_1 = two_ranks.run(play, one_step, between_nodes)
+    assert toy.same_bits(rank_0, rank_1)
+    assert not toy.same_bits(rank_0, mean)
+    initial = Net().state_dict()["3.weight"]
+    update = (rank_0["3.weight"] - initial).norm()
+    update_of_mean = (mean["3.weight"] - initial).norm()
+    assert smallest < float(update / update_of_mean) < largest
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------
@@ -292,54 +312,59 @@ def test_what_happens_between_nodes_is_as_asked(two_ranks, between_nodes):
 
 def the_loop_of_the_page(folder):
     (loop,) = [block for block in python_blocks(PAGE) if "L.Fabric(" in block]
+    names = {"__name__": "__main__"}
     torch.manual_seed(0)
     with chdir(folder):
-        exec(compile(loop, str(PAGE), "exec"), names := {"__name__": "__main__"})
-    MADE.append(names["fabric"])
-    parameters = [
-        (parameter.dtype, parameter.detach().float()) for parameter in names["net"].parameters()
-    ]
-    return parameters, names["net"].state_dict(), names["fabric"].world_size
+        exec(compile(loop, str(PAGE), "exec"), names)
+    FABRICS.append(names["fabric"])
+    net = names["net"]
+    parameters = [parameter.detach().clone() for parameter in net.parameters()]
+    return parameters, net.state_dict(), names["fabric"].world_size
 
 
-def test_the_loop_of_the_page_trains_on_two_ranks_and_saves_what_it_trained(two_ranks, tmp_path):
+def test_the_loop_of_the_page_trains_on_two_ranks_and_saves_the_trained_weights(
+    two_ranks, tmp_path
+):
     rank_0, rank_1 = two_ranks.run(play, the_loop_of_the_page, str(tmp_path))
+    parameters, weights, num_ranks = rank_0
     saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
-    assert rank_0[2] == 2
-    assert toy.same_bits(rank_0[1], rank_1[1])
-    assert toy.same_bits(rank_0[1], saved["model"])
-    for (dtype, value), of_file in zip(rank_0[0], saved["model"].values(), strict=True):
-        assert dtype is torch.float32
-        assert torch.equal(value, of_file)
+    assert num_ranks == 2
+    assert toy.same_bits(weights, rank_1[1])
+    assert toy.same_bits(weights, saved["model"])
+    for parameter, of_file in zip(parameters, saved["model"].values(), strict=True):
+        assert parameter.dtype is torch.float32
+        assert torch.equal(parameter, of_file)
     assert set(saved) == {"model", "optimizer", "MasterWeightPrecision"}
 
 
 # ---- what cannot work ----------------------------------------------------------------------------------------------
 
 
-def errors():
+def error_of_a_foreign_parameter():
     fabric = fabric_of()
     net = Net()
-    model, optimizer = fabric.setup(
-        net, torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
-    )
+    foreign = nn.Parameter(torch.ones(2))
+    sgd = torch.optim.SGD([*net.parameters(), foreign], lr=0.1)
+    model, optimizer = fabric.setup(net, sgd)
     fabric.backward(model(torch.ones(2, 12)).mean())
     return toy.error_of(optimizer.step)
 
 
-def test_what_cannot_work_is_refused_by_name(two_ranks):
-    for foreign in two_ranks.run(play, errors):
-        assert "(shape (2,)) is trained but not averaged" in foreign
-    for option in ("report", "shard_update"):
-        with pytest.raises(ValueError, match=rf"`{option}` \(=.*is not an option"):
-            HybridAllReduceStrategy(**{option: "on"})
+def test_a_parameter_outside_of_the_module_is_refused_by_its_shape(two_ranks):
+    for rank, error in enumerate(two_ranks.run(play, error_of_a_foreign_parameter)):
+        assert "(shape (2,)) is trained but not averaged" in error, f"rank {rank}"
 
 
-def test_an_object_with_a_precision_plugin_is_taken():
+@pytest.mark.parametrize("option", ["report", "shard_update"])
+def test_an_option_of_the_trainers_strategy_alone_is_refused_by_name(option):
+    with pytest.raises(ValueError, match=rf"`{option}` \(=.*is not an option"):
+        HybridAllReduceStrategy(**{option: "on"})
+
+
+def test_a_precision_plugin_of_the_strategy_is_used():
     plugin = MasterWeightPrecision("16-true", loss_scale=8.0)
-    fabric = Fabric(
-        strategy=HybridAllReduceStrategy(precision=plugin), accelerator="cpu", devices=1
-    )
+    strategy = HybridAllReduceStrategy(precision=plugin)
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=1)
     assert fabric.strategy.precision is plugin
 
 
@@ -383,10 +408,7 @@ TORCHRUN = (
 @pytest.mark.long
 def test_every_launcher_trains_the_same_model_and_ends(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    where = {
-        "cwd": tmp_path,
-        "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     weights = []
     for arguments in (
         ("train.py", "hybrid_allreduce"),
@@ -394,7 +416,12 @@ def test_every_launcher_trains_the_same_model_and_ends(tmp_path):
         TORCHRUN,
     ):
         done = subprocess.run(
-            [sys.executable, *arguments], **where, capture_output=True, text=True, timeout=180
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=180,
         )
         assert done.returncode == 0, done.stderr[-4000:]
         weights.append(torch.load(tmp_path / "end.ckpt", weights_only=True)["model"])
@@ -409,8 +436,8 @@ def fails(*args, **kwargs):
     )
 
 
-def error_beside():
-    """A collective of Fabric's fails on rank zero, and rank one is in its own code until it learns of it."""
+def error_while_rank_one_is_elsewhere():
+    """Return the error of a collective of Fabric's that fails on rank zero, while rank one runs its own code."""
     fabric = fabric_of()
     net = fabric.setup_module(Net())
     engine = fabric.strategy._failures.engine
@@ -428,16 +455,18 @@ def error_beside():
     return f"{net} went on"
 
 
-def test_a_rank_that_does_not_come_to_a_collective_of_fabrics_is_named(two_ranks):
-    for text in two_ranks.run(play, error_beside):
-        assert text.startswith(
-            "comm: rank 1 does not come to the collective in which others wait; now with no bucket"
-        )
-        assert "in `error_beside` (test_strategy.py:" in text
+def test_a_rank_that_is_absent_from_a_collective_of_fabrics_is_named(two_ranks):
+    expected = (
+        "comm: rank 1 does not come to the collective in which others wait; now with no bucket"
+    )
+    for rank, text in enumerate(two_ranks.run(play, error_while_rank_one_is_elsewhere)):
+        assert text.startswith(expected), f"rank {rank}"
+        location = "in `error_while_rank_one_is_elsewhere` (test_strategy.py:"
+        assert location in text, f"rank {rank}"
 
 
 def error_at_the_end():
-    """The interpreter of rank one ends by an error, and rank zero is in its own code."""
+    """End the interpreter of rank one by an error, and return the failure that each rank learns of."""
     fabric = fabric_of()
     fabric.setup_module(Net())
     engine = fabric.strategy._failures.engine

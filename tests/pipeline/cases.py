@@ -15,7 +15,7 @@ from tests.scenes import Seen
 
 
 def in_stages(*, data: Dataset | None = None, batch_size: int = 8, **scene: Any) -> dict[str, Any]:
-    """Two stages and four micro-batches, unless other options are given."""
+    """Return a scene of two stages and four micro-batches, unless other options are passed."""
     options = {"kind": HybridPipelineStrategy, "num_stages": 2, "num_microbatches": 4}
     return {"train": partial(loader_of, data or toy.Blobs(), batch_size), **options, **scene}
 
@@ -23,7 +23,7 @@ def in_stages(*, data: Dataset | None = None, batch_size: int = 8, **scene: Any)
 def accumulated(
     *, data: Dataset | None = None, batch_size: int = 8, num: int = 4, **scene: Any
 ) -> dict[str, Any]:
-    """The same steps on the data ranks alone, with each batch in `num` parts."""
+    """Return a scene of the same steps on the data ranks alone, with each batch in `num` parts."""
     train = partial(loader_of, data or toy.Blobs(), batch_size // num)
     return {"train": train, "accumulate_grad_batches": num, **scene}
 
@@ -43,11 +43,12 @@ class Photos(Dataset):
         return self.num
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.rand(3, *self.size, generator=torch.Generator().manual_seed(index)), index % 10
+        generator = torch.Generator().manual_seed(index)
+        return torch.rand(3, *self.size, generator=generator), index % 10
 
 
 class InBlocks(nn.Module):
-    """A network whose blocks take and give several tensors."""
+    """Network whose blocks accept and return several tensors."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -63,11 +64,15 @@ class InBlocks(nn.Module):
 
 
 class Validated(toy.Toy):
-    """Logs its loss in validation, of all ranks."""
+    """Classifier that logs its loss in validation, averaged over all ranks."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
 def joined(piped: list[Seen]) -> dict[int, Any]:
-    return {key: value for each in piped for key, value in each.states[0].items()}
+    """Return the optimizer state of all stages."""
+    state = {}
+    for seen in piped:
+        state |= seen.states[0]
+    return state

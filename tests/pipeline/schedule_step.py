@@ -28,30 +28,43 @@ TIMEOUT = timedelta(seconds=60)
 def step_over(
     schedule: str,
     blocks: Mapping[int, nn.Module],
-    given: Boundary,
+    boundary: Boundary,
     *,
     num_stages: int,
     num_microbatches: int,
 ) -> Iterator[Callable[[], Any]]:
-    """Yield a function that runs one step over WORLD, as a fit does it, watchdog included. Collective.
+    """Yield a function that runs one step over WORLD as a fit does, watchdog included.
 
-    `blocks`: those of this rank, by number of stage; each returns what it is given.
+    Collective: every rank of WORLD must call it.
+
+    Args:
+        schedule: Name of the schedule.
+        blocks: Blocks of this rank by index of the stage. A block returns a tensor like its input.
+        boundary: Shape and dtype of the tensor between stages.
+        num_stages: Number of stages of the pipeline.
+        num_microbatches: Number of micro-batches of the step.
     """
     group: Any = dist.new_group(list(range(dist.get_world_size())))
     watchdog = PipelineWatchdog(timeout=TIMEOUT, device=torch.device("cpu"))
-    given = replace(given, has_gradient=True)
-    x = given.empty("cpu").fill_(1.0)
-    place: dict[str, Any] = {
-        "num_stages": num_stages,
-        "device": torch.device("cpu"),
-        "group": group,
-    }
-    settings = [StageSetting(index=index, note=watchdog.note, **place) for index in blocks]
-    ends: dict[str, Any] = {"inputs": [given], "outputs": [given], "input_of": lambda _: (x,)}
-    bodies = [StageBody([block]) for block in blocks.values()]
-    stages = [
-        CheckedStage(body, setting, **ends) for body, setting in zip(bodies, settings, strict=True)
-    ]
+    boundary = replace(boundary, has_gradient=True)
+    x = boundary.empty("cpu").fill_(1.0)
+    stages = []
+    for index, block in blocks.items():
+        setting = StageSetting(
+            index=index,
+            note=watchdog.note,
+            num_stages=num_stages,
+            device=torch.device("cpu"),
+            group=group,
+        )
+        stage = CheckedStage(
+            StageBody([block]),
+            setting,
+            inputs=[boundary],
+            outputs=[boundary],
+            input_of=lambda _: (x,),
+        )
+        stages.append(stage)
     run = schedule_of(
         schedule, stages, num_microbatches=num_microbatches, loss_of=lambda output, _: output.sum()
     )

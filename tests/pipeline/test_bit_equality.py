@@ -1,4 +1,4 @@
-"""A pipeline trains what accumulation trains, to the bit: weights, BatchNorm statistics and counts, optimizer state."""
+"""Pipelines against accumulation, bit for bit: weights, BatchNorm statistics and counts, optimizer state."""
 
 import itertools
 from functools import partial
@@ -16,16 +16,17 @@ from tests.scenes import at, fit, same
 
 
 def assert_same(piped, expected):
-    for each in piped:
-        assert same(each.weights, expected.weights)
-        assert each.num_skipped == expected.num_skipped
+    for seen in piped:
+        assert same(seen.weights, expected.weights), f"rank {seen.rank}"
+        assert seen.num_skipped == expected.num_skipped, f"rank {seen.rank}"
     assert same(joined(piped), expected.states[0])
 
 
 def assert_equal(ranks, plain, module=toy.Toy, *, options=None, **scene):
-    """Check that stages leave what accumulation leaves, and return it."""
+    """Assert that a fit in stages ends as one under accumulation, and return the latter."""
     expected = fit(plain, module, **accumulated(**scene))[0]
-    assert_same(fit(ranks, module, **in_stages(**scene, **options or {})), expected)
+    piped = fit(ranks, module, **in_stages(**scene, **options or {}))
+    assert_same(piped, expected)
     return expected
 
 
@@ -45,36 +46,40 @@ class WithLamb(WithLars):
 
 
 class Overflows(toy.Toy):
-    """Its gradients are inf in one step, in the layer `at`, as far as fp16 goes."""
+    """Module whose gradients overflow in one step, from the layer `index` on."""
 
-    def __init__(self, at):
+    def __init__(self, index):
         super().__init__()
-        self.net[at].register_full_backward_pre_hook(self.to_inf)
+        self.net[index].register_full_backward_pre_hook(self.to_inf)
         self.num_calls = 0
 
     def to_inf(self, module, gradients):
         self.num_calls += 1
-        return tuple(g * float("inf") if self.num_calls == 6 else g for g in gradients)
+        if self.num_calls == 6:
+            return tuple(gradient * float("inf") for gradient in gradients)
+        return gradients
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_two_stages_train_what_accumulation_trains(one_rank, two_ranks, schedule):
+def test_two_stages_train_as_accumulation(one_rank, two_ranks, schedule):
     assert_equal(two_ranks, one_rank, options={"schedule": schedule})
 
 
-def test_four_stages_in_fp16_with_lars_and_a_schedule(one_rank, four_ranks):
+def test_four_stages_in_fp16_with_lars_and_a_schedule_train_as_accumulation(one_rank, four_ranks):
     assert_equal(four_ranks, one_rank, WithLars, options={"num_stages": 4}, precision="16-true")
 
 
-def test_interleaved_stages_in_bf16_with_lamb_and_activation_checkpoints(one_rank, two_ranks):
+def test_interleaved_stages_in_bf16_with_lamb_and_activation_checkpoints_train_as_accumulation(
+    one_rank, two_ranks
+):
     options = {"schedule": "interleaved", "checkpoint_activations": True}
     assert_equal(two_ranks, one_rank, WithLamb, options=options, precision="bf16-true")
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("module", "precision"), [(WithLamb, "16-true"), (WithLars, "32-true")])
-def test_a_schedule_that_computes_gradients_of_weights_apart(
+def test_a_schedule_with_a_separate_backward_of_weights_trains_as_accumulation(
     one_rank, two_ranks, module, precision
 ):
     assert_equal(
@@ -84,12 +89,10 @@ def test_a_schedule_that_computes_gradients_of_weights_apart(
 
 def weights_and_gradients(trainer, module, *_):
     """Return weights and gradients of this rank's stages."""
-    own = {
-        name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta
-    }
     return {
         name: (parameter.detach().clone(), parameter.grad.clone())
-        for name, parameter in own.items()
+        for name, parameter in module.named_parameters()
+        if not parameter.is_meta
     }
 
 
@@ -97,38 +100,32 @@ def weights_and_gradients(trainer, module, *_):
 def test_hooks_see_fp32_weights_and_unscaled_fp32_gradients_of_the_whole_batch(
     one_rank, two_ranks, schedule
 ):
-    hooks = [
-        at(on_after_backward=weights_and_gradients, on_before_optimizer_step=weights_and_gradients)
-    ]
+    look = weights_and_gradients
+    hooks = [at(on_after_backward=look, on_before_optimizer_step=look)]
     scene = {"precision": "16-true", "callbacks": hooks, "max_epochs": 1}
     (plain,) = fit(one_rank, **accumulated(**scene))
-    piped = fit(two_ranks, **in_stages(schedule=schedule, **scene))
-    # the last of its micro-batches
-    for hook, every in (
-        ("on_after_backward", 4),
-        ("on_before_optimizer_step", 1),
-    ):
-        expected = plain.looks[hook][every - 1 :: every]
-        results = [
-            first | second
-            for first, second in zip(*(seen.looks[hook] for seen in piped), strict=True)
-        ]
-        assert len(results) == 8
-        assert same(results, expected)
-    assert {tensor.dtype for pair in results[0].values() for tensor in pair} == {torch.float32}
+    rank_0, rank_1 = fit(two_ranks, **in_stages(schedule=schedule, **scene))
+    expected = {
+        "on_after_backward": plain.looks["on_after_backward"][3::4],  # of the last micro-batch
+        "on_before_optimizer_step": plain.looks["on_before_optimizer_step"],
+    }
+    for hook, expected_looks in expected.items():
+        pairs = zip(rank_0.looks[hook], rank_1.looks[hook], strict=True)
+        looks = [of_rank_0 | of_rank_1 for of_rank_0, of_rank_1 in pairs]
+        assert len(looks) == 8, hook
+        assert same(looks, expected_looks), hook
+        dtypes = {tensor.dtype for pair in looks[0].values() for tensor in pair}
+        assert dtypes == {torch.float32}, hook
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("at", [5, 1, 8], ids=["in the middle", "in the first", "in the last"])
-def test_overflow_in_one_stage_skips_the_step_of_all(one_rank, four_ranks, at):
-    module = partial(Overflows, at)
-    assert (
-        assert_equal(
-            four_ranks, one_rank, module, options={"num_stages": 4}, precision="16-true"
-        ).num_skipped
-        == 1
-    )
+@pytest.mark.parametrize("index", [5, 1, 8], ids=["in the middle", "in the first", "in the last"])
+def test_overflow_in_one_stage_skips_the_step_of_all(one_rank, four_ranks, index):
+    module = partial(Overflows, index)
+    options = {"num_stages": 4}
+    seen = assert_equal(four_ranks, one_rank, module, options=options, precision="16-true")
+    assert seen.num_skipped == 1
 
 
 def test_data_ranks_average_and_clipping_by_norm_counts_all_stages(two_ranks, four_ranks):
@@ -136,7 +133,7 @@ def test_data_ranks_average_and_clipping_by_norm_counts_all_stages(two_ranks, fo
 
 
 class Wide(Overflows, WithLars):
-    """Both stages have tensors of several blocks, of which data ranks that share the update have parts."""
+    """Module whose stages have tensors of several blocks, which data ranks share between them for the update."""
 
     options = WithLars.options | {"fused": True}
 
@@ -158,13 +155,13 @@ class Wide(Overflows, WithLars):
 
     def to_inf(self, module, gradients):
         is_second = self.trainer.fit_loop.total_batch_idx == 1  # also of a run that is resumed
-        return tuple(
-            g * float("inf") if is_second and self.is_to_overflow else g for g in gradients
-        )
+        if is_second and self.is_to_overflow:
+            return tuple(gradient * float("inf") for gradient in gradients)
+        return gradients
 
 
 class WideTied(Wide):
-    """A weight that is in both stages, in which data ranks have other parts of it."""
+    """Module with a weight in both stages, of which the data ranks of each stage have different parts."""
 
     optimizer = LAMB
     options = WithLamb.options | {"fused": True}
@@ -192,39 +189,39 @@ SHARED = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", SHARED)
 def test_data_ranks_share_the_update_of_their_stage(four_ranks, tmp_path, case):
-    """With the same bits, in memory and in files, and a run goes on with and without."""
-    module, precision, shares = SHARED[case]
-    whole = {**shares, "shard_update": "off"}
+    """With the same bits in memory and in files, and a run resumes with and without a shared update."""
+    module, precision, shared = SHARED[case]
+    whole = {**shared, "shard_update": "off"}
 
-    def seen_of(name, how, **scene):
-        scene |= {"precision": precision, "save_to": str(tmp_path / name), **how}
-        results = fit(
-            four_ranks, module, **in_stages(**scene, callbacks=[partial(ReplicaCheck, 1)])
-        )
+    def fit_and_load(name, options, **scene):
+        """Fit two pipelines. Return the results of their ranks, and the content of the saved file."""
+        scene |= {"precision": precision, "save_to": str(tmp_path / name), **options}
+        scene["callbacks"] = [partial(ReplicaCheck, 1)]
+        results = fit(four_ranks, module, **in_stages(**scene))
+        has_whole_states = same(joined(results[:2]), joined(results[2:]))
+        assert has_whole_states == (options is whole), "the second pipeline has parts of the state"
         saved = torch.load(tmp_path / name, weights_only=True)
-        # the first has optimizer state whole
-        of_pipelines = (
-            results[0].num_skipped,
-            joined(results[:2]),
-        )
-        assert same(of_pipelines[1], joined(results[2:])) == (how is whole)
-        return (
-            [result.weights for result in results],
-            of_pipelines,
-            saved["state_dict"],
-            saved["optimizer_states"],
-        )
+        return results, [saved["state_dict"], saved["optimizer_states"]]
 
-    expected = seen_of("whole", whole)
-    assert expected[1][0] == (case == "overflow")
-    assert same(seen_of("shared", shares), expected)
-    seen_of("half", shares, max_epochs=1)
-    for how in (shares, whole):
-        again = seen_of("again", how, ckpt_path=str(tmp_path / "half"))
-        assert same([*again[:1], *again[2:]], [*expected[:1], *expected[2:]])
+    expected, expected_file = fit_and_load("whole", whole)
+    weights = [seen.weights for seen in expected]
+    assert expected[0].num_skipped == (case == "overflow")
+
+    results, file = fit_and_load("shared", shared)
+    assert same([seen.weights for seen in results], weights)
+    assert same(joined(results[:2]), joined(expected[:2]))
+    assert results[0].num_skipped == expected[0].num_skipped
+    assert same(file, expected_file)
+
+    fit_and_load("half", shared, max_epochs=1)
+    for options in (shared, whole):
+        resumed, file = fit_and_load("resumed", options, ckpt_path=str(tmp_path / "half"))
+        assert same([seen.weights for seen in resumed], weights)
+        assert same(file, expected_file)
 
 
-PLACES = {
+# Numbers of stages, of data ranks, and of micro-batches.
+LAYOUTS = {
     "2 stages": (2, 1, (2, 3, 8)),
     "2 stages x 2 data ranks": (2, 2, (2, 4)),
     "4 stages": (4, 1, (4, 8)),
@@ -233,9 +230,9 @@ PLACES = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true", "64-true"])
-@pytest.mark.parametrize("place", PLACES)
-def test_every_schedule_trains_what_accumulation_trains(rank_pool, place, precision):
-    num_stages, num_data_ranks, counts = PLACES[place]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_schedule_trains_as_accumulation(rank_pool, layout, precision):
+    num_stages, num_data_ranks, counts = LAYOUTS[layout]
     scene = {
         "data": toy.Blobs(96),
         "batch_size": 24,
@@ -247,9 +244,7 @@ def test_every_schedule_trains_what_accumulation_trains(rank_pool, place, precis
         num: fit(rank_pool.ranks(num_data_ranks), **accumulated(num=num, **scene))[0]
         for num in counts
     }
+    ranks = rank_pool.ranks(num_stages * num_data_ranks)
     for schedule, num in itertools.product(("gpipe", "1f1b", "interleaved"), counts):
         options = {"num_stages": num_stages, "num_microbatches": num, "schedule": schedule}
-        assert_same(
-            fit(rank_pool.ranks(num_stages * num_data_ranks), **in_stages(**options, **scene)),
-            expected[num],
-        )
+        assert_same(fit(ranks, **in_stages(**options, **scene)), expected[num])

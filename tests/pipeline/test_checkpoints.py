@@ -1,4 +1,4 @@
-"""One file for any number of stages, and for no pipeline at all."""
+"""Checkpoints of pipelines: one file for any number of stages, and without a pipeline."""
 
 from functools import partial
 
@@ -12,31 +12,35 @@ from tests.pipeline.cases import Validated, accumulated, in_stages
 from tests.scenes import fit, same
 
 
-def fit_some(ranks, num_stages, path, epochs, **scene):
+def fit_and_save(ranks, num_stages, path, epochs, **scene):
     scene = {"save_to": path, "max_epochs": epochs, "precision": "16-true", **scene}
-    return fit(
-        ranks,
-        **(accumulated(**scene) if num_stages == 1 else in_stages(num_stages=num_stages, **scene)),
-    )
+    if num_stages == 1:
+        return fit(ranks, **accumulated(**scene))
+    return fit(ranks, **in_stages(num_stages=num_stages, **scene))
 
 
-def test_one_file_goes_from_one_rank_to_four_stages_to_two_to_the_bit(
+def test_a_run_resumes_from_one_rank_on_four_stages_and_then_on_two_to_the_bit(
     one_rank, two_ranks, four_ranks, tmp_path
 ):
-    paths = [str(tmp_path / f"{name}.ckpt") for name in "abcd"]
-    fit_some(one_rank, 1, paths[0], 1)
-    fit_some(four_ranks, 4, paths[1], 2, ckpt_path=paths[0])
+    of_one_rank = str(tmp_path / "one_rank.ckpt")
+    of_four_stages = str(tmp_path / "four_stages.ckpt")
+    of_two_stages = str(tmp_path / "two_stages.ckpt")
+    uninterrupted = str(tmp_path / "uninterrupted.ckpt")
+    fit_and_save(one_rank, 1, of_one_rank, 1)
+    fit_and_save(four_ranks, 4, of_four_stages, 2, ckpt_path=of_one_rank)
     # Interleaved: a rank has the first and the third quarter of the network.
-    on_two = fit_some(two_ranks, 2, paths[2], 3, ckpt_path=paths[1], schedule="interleaved")
-    (whole,) = fit_some(one_rank, 1, paths[3], 3)
-    assert all(same(each.weights, whole.weights) for each in on_two)
-    piped, plain = (torch.load(path, weights_only=True) for path in paths[2:])
+    resumes = {"ckpt_path": of_four_stages, "schedule": "interleaved"}
+    on_two = fit_and_save(two_ranks, 2, of_two_stages, 3, **resumes)
+    (whole,) = fit_and_save(one_rank, 1, uninterrupted, 3)
+    for seen in on_two:
+        assert same(seen.weights, whole.weights), f"rank {seen.rank}"
+    piped = torch.load(of_two_stages, weights_only=True)
+    plain = torch.load(uninterrupted, weights_only=True)
     assert list(piped["state_dict"]) == list(plain["state_dict"])
     assert same(piped["state_dict"], plain["state_dict"])
     assert same(piped["optimizer_states"], plain["optimizer_states"])
-    assert list(piped["optimizer_states"][0]["state"]) == list(
-        range(len(list(toy.Toy().parameters())))
-    )
+    num_parameters = len(list(toy.Toy().parameters()))
+    assert list(piped["optimizer_states"][0]["state"]) == list(range(num_parameters))
     assert piped.keys() == plain.keys()
 
 
@@ -59,27 +63,28 @@ AVERAGES = {
 def test_best_checkpoint_and_average_are_those_without_a_pipeline(
     one_rank, two_ranks, tmp_path, average
 ):
-    def scene(scene_of, size):
-        best = partial(
-            ModelCheckpoint, tmp_path / scene_of.__name__, monitor="val_loss", filename="{epoch}"
-        )
-        more = {
+    def scene(folder, val_batch_size):
+        best = partial(ModelCheckpoint, folder, monitor="val_loss", filename="{epoch}")
+        return {
             "callbacks": [best, *AVERAGES[average]],
             "enable_checkpointing": True,
             "max_epochs": 3,
+            "val": partial(toy.loader, 32, val_batch_size),
+            "precision": "16-true",
         }
-        return scene_of(val=partial(toy.loader, 32, size), precision="16-true", **more)
 
-    piped = fit(two_ranks, Monitored, **scene(in_stages, 8))
-    (alone,) = fit(one_rank, Monitored, **scene(accumulated, 2))
+    piped = fit(two_ranks, Monitored, **in_stages(**scene(tmp_path / "stages", 8)))
+    (alone,) = fit(one_rank, Monitored, **accumulated(**scene(tmp_path / "alone", 2)))
     assert piped[0].metrics == piped[1].metrics
-    assert all(same(own.weights, alone.weights) for own in piped)
-    (one,), (two,) = (
-        list((tmp_path / name).glob("*.ckpt")) for name in ("accumulated", "in_stages")
-    )
-    assert one.name == two.name, "the same epoch is the best"
-    one, two = (torch.load(path, weights_only=False) for path in (one, two))
-    assert same(one["state_dict"], two["state_dict"])
+    for seen in piped:
+        assert same(seen.weights, alone.weights), f"rank {seen.rank}"
+
+    (expected_path,) = (tmp_path / "alone").glob("*.ckpt")
+    (path,) = (tmp_path / "stages").glob("*.ckpt")
+    assert path.name == expected_path.name, "the same epoch is the best"
+    expected = torch.load(expected_path, weights_only=False)
+    checkpoint = torch.load(path, weights_only=False)
+    assert same(checkpoint["state_dict"], expected["state_dict"])
     if average != "none":
-        assert same(one["current_model_state"], two["current_model_state"])
-        assert not same(one["current_model_state"], two["state_dict"])
+        assert same(checkpoint["current_model_state"], expected["current_model_state"])
+        assert not same(checkpoint["current_model_state"], checkpoint["state_dict"])

@@ -1,4 +1,4 @@
-"""Cuts against every cut there is."""
+"""Balanced cuts of a network, compared with all possible cuts."""
 
 import itertools
 import math
@@ -23,9 +23,11 @@ def all_cuts(num_blocks, num_stages):
 
 
 def is_within(cuts, bytes_, kept, alive, most_bytes):
+    """Return whether every stage fits into memory with the activations of its micro-batches."""
     parts = zip(stages(bytes_, cuts), stages(kept, cuts), alive, strict=True)
     return all(
-        sum(own) + count * sum(activations) <= most_bytes for own, activations, count in parts
+        sum(weights) + count * sum(activations) <= most_bytes
+        for weights, activations, count in parts
     )
 
 
@@ -38,7 +40,7 @@ WHOLE = st.integers(0, 20)  # exact sums, so that equal is equal
     num_blocks=st.integers(1, 7),
     most_bytes=st.one_of(st.just(math.inf), st.integers(0, 120)),
 )
-def test_no_cut_that_fits_has_a_faster_slowest_stage_nor_more_even_others(
+def test_the_balanced_cut_has_the_fastest_slowest_stage_and_then_the_most_even_stages(
     data, num_blocks, most_bytes
 ):
     num_stages = data.draw(st.integers(1, num_blocks))
@@ -47,22 +49,19 @@ def test_no_cut_that_fits_has_a_faster_slowest_stage_nor_more_even_others(
     bytes_ = data.draw(lists)
     kept = data.draw(lists)
     alive = data.draw(st.lists(st.integers(0, 4), min_size=num_stages, max_size=num_stages))
-    more = {"most_bytes": most_bytes, "activation_bytes": kept, "num_alive": alive}
+    memory = {"most_bytes": most_bytes, "activation_bytes": kept, "num_alive": alive}
     fitting = [
         cuts
         for cuts in all_cuts(num_blocks, num_stages)
         if is_within(cuts, bytes_, kept, alive, most_bytes)
     ]
     if not fitting:
-        with pytest.raises(
-            ValueError,
-            match=r"`most_bytes` \(=\d+\) must be \d+ or more.*checkpoint_activations=True",
-        ) as error:
-            balanced_cuts(seconds, bytes_, num_stages, **more)
-        least = float(str(error.value).split("must be ")[1].split(" or more")[0])
-        assert (
-            balanced_cuts(seconds, bytes_, num_stages, **(more | {"most_bytes": least})) is not None
-        )
+        message = r"`most_bytes` \(=\d+\) must be \d+ or more.*checkpoint_activations=True"
+        with pytest.raises(ValueError, match=message) as error:
+            balanced_cuts(seconds, bytes_, num_stages, **memory)
+        memory["most_bytes"] = float(str(error.value).split("must be ")[1].split(" or more")[0])
+        cuts = balanced_cuts(seconds, bytes_, num_stages, **memory)
+        assert is_within(cuts, bytes_, kept, alive, memory["most_bytes"])
         return
     if any(seconds):
         counted = seconds
@@ -73,7 +72,7 @@ def test_no_cut_that_fits_has_a_faster_slowest_stage_nor_more_even_others(
         sums = [sum(part) for part in stages(counted, cuts)]
         return max(sums), sum(total**2 for total in sums)
 
-    result = balanced_cuts(seconds, bytes_, num_stages, **more)
+    result = balanced_cuts(seconds, bytes_, num_stages, **memory)
     assert result in fitting
     assert unevenness(result) == min(map(unevenness, fitting))
 
@@ -106,13 +105,11 @@ class Joins(Sleeps):
         return super().forward(x)
 
 
-def test_a_profile_is_measured_block_by_block_and_leaves_the_network_as_it_was():
+def test_a_profile_is_measured_block_by_block_and_leaves_the_network_unchanged():
     blocks = [nn.Identity(), Sleeps(4, 1), Forks(), Joins(1, 2)]
     result = BlockProfile.measured(blocks, torch.zeros(8, 4), num_runs=2)
-    assert [
-        0.01 * features <= second
-        for features, second in zip((0, 4, 0, 1), result.seconds, strict=True)
-    ] == [True] * 4
+    for features, seconds in zip((0, 4, 0, 1), result.seconds, strict=True):
+        assert seconds >= 0.01 * features
     assert result.seconds[2] < 0.01
     # inputs of layers, outputs of ReLU
     assert list(result.activation_bytes) == [
@@ -136,6 +133,6 @@ def test_a_profile_is_measured_block_by_block_and_leaves_the_network_as_it_was()
         (([1.0], [0.0], 0), r"`num_stages` \(=0\) must be a whole number, 1 or more"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(call, words):
+def test_numbers_that_cannot_be_cut_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
         balanced_cuts(*call)

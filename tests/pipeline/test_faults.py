@@ -1,4 +1,4 @@
-"""A rank that is dead, stopped or failed in a schedule is named on all others, with stage and micro-batch."""
+"""Ranks that die, hang or fail within a schedule: every other rank names them, with stage and micro-batch."""
 
 import os
 import re
@@ -14,34 +14,31 @@ from lightning_hybrid import HybridPipelineStrategy
 from tests import toy
 from tests.rank_pool import RankError
 
-# On a machine that is busy another rank may be late with its answer, and is named as well.
+# On a busy machine another rank may be late with its answer, and is named as well.
 SILENT = re.compile(r"comm: rank(s [0-9, ]*\b1\b[0-9, ]* do| 1 does) not answer")
 
 
-# Who saw it, and where in its own schedule: a dead rank's neighbour, whose message fails.
-WHERE_IT_SHOWED = re.compile(r"micro-batch [0-3] on stage [0-5] of [36]")
+# Position in the schedule of the rank that noticed it: a dead rank's neighbour, whose message fails.
+POSITION = re.compile(r"micro-batch [0-3] on stage [0-5] of [36]")
 
 
 class Sick(torch.nn.Module):
-    """A block that has its way in the third micro-batch of the second step, in training."""
+    """Block that dies, fails or hangs in the third micro-batch of the second training step."""
 
-    def __init__(self, what):
+    def __init__(self, fault):
         super().__init__()
-        self.what = what
+        self.fault = fault
         self.num_calls = 0
 
     def forward(self, x):
-        if (
-            x.device.type == "meta"
-            or isinstance(x, torch._subclasses.FakeTensor)
-            or not self.training
-        ):
+        is_fake = x.device.type == "meta" or isinstance(x, torch._subclasses.FakeTensor)
+        if is_fake or not self.training:
             return x
         self.num_calls += 1
         if self.num_calls == 7:
-            if self.what == "killed":
+            if self.fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif self.what == "raises":
+            elif self.fault == "raises":
                 raise ArithmeticError("the batch is odd")
             else:
                 time.sleep(60)
@@ -56,9 +53,9 @@ CUTS = {
 }
 
 
-def error_of_a_fit(what, folder, timeout_s, schedule):
+def error_of_a_fit(fault, folder, timeout_s, schedule):
     module = toy.Toy()
-    module.net.insert(3, Sick(what))
+    module.net.insert(3, Sick(fault))
     strategy = HybridPipelineStrategy(
         num_stages=3,
         num_microbatches=4,
@@ -66,17 +63,18 @@ def error_of_a_fit(what, folder, timeout_s, schedule):
         cuts=CUTS[schedule],
         timeout=timedelta(seconds=timeout_s),
     )
-    error = toy.error_of(toy.trainer(strategy=strategy, max_epochs=1).fit, module, toy.loader())
+    trainer = toy.trainer(strategy=strategy, max_epochs=1)
+    error = toy.error_of(trainer.fit, module, toy.loader())
     Path(folder, os.environ["RANK"]).write_text(error)
-    # Left as they are: what waits in Gloo cannot be called off, and the pool ends these processes.
+    # An error makes the pool end these processes: messages that wait in Gloo cannot be cancelled.
     raise AssertionError(error)
 
 
-def errors(ranks, what, tmp_path, *, timeout_s=30, schedule="1f1b"):
+def errors(ranks, fault, tmp_path, *, timeout_s=30, schedule="1f1b"):
+    """Return the errors of a fit with this fault, by rank."""
+    arguments = (fault, str(tmp_path), timeout_s, schedule)
     with pytest.raises(RankError):
-        ranks.run(
-            error_of_a_fit, what, str(tmp_path), timeout_s, schedule, timeout_s=100, grace_s=45
-        )
+        ranks.run(error_of_a_fit, *arguments, timeout_s=100, grace_s=45)
     return {int(path.name): path.read_text() for path in tmp_path.iterdir()}
 
 
@@ -86,9 +84,9 @@ def errors(ranks, what, tmp_path, *, timeout_s=30, schedule="1f1b"):
 def test_a_killed_rank_is_named(three_ranks, tmp_path, schedule):
     result = errors(three_ranks, "killed", tmp_path, schedule=schedule)
     assert result.keys() == {0, 2}
-    for text in result.values():
-        assert SILENT.search(text)
-        assert WHERE_IT_SHOWED.search(text)
+    for rank, text in result.items():
+        assert SILENT.search(text), f"rank {rank}"
+        assert POSITION.search(text), f"rank {rank}"
 
 
 @pytest.mark.slow  # as above
@@ -101,15 +99,17 @@ def test_a_rank_that_raises_is_named_with_its_error(three_ranks, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "schedule",
-    ["1f1b", *(pytest.param(name, marks=pytest.mark.battery) for name in ("gpipe", "interleaved"))],
+    ("schedule", "num_stages"),
+    [
+        ("1f1b", 3),
+        pytest.param("gpipe", 3, marks=pytest.mark.battery),
+        pytest.param("interleaved", 6, marks=pytest.mark.battery),
+    ],
 )
-def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(three_ranks, tmp_path, schedule):
+def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(
+    three_ranks, tmp_path, schedule, num_stages
+):
     result = errors(three_ranks, "hangs", tmp_path, timeout_s=10, schedule=schedule)
     for rank in (0, 2):
         assert "rank 1 does not come to the collective in which others wait" in result[rank]
-        if schedule == "interleaved":
-            num_stages = 6
-        else:
-            num_stages = 3
         assert f"now in forward of micro-batch 2 on stage 1 of {num_stages}" in result[rank]

@@ -62,13 +62,9 @@ def fit_and_predict(scene):
     parameters = list(map(id, module.parameters()))
     trainers = []
     scene = {**scene, "val": cases.loader_of(Named(20), 6), "precision": "16-true", "max_epochs": 1}
-    seen = play(
-        {
-            "module": module,
-            "callbacks": [ReplicaCheck(), at(on_fit_start=lambda t, _: trainers.append(t))],
-            **scene,
-        }
-    )
+    scene["module"] = module
+    scene["callbacks"] = [ReplicaCheck(), at(on_fit_start=lambda t, _: trainers.append(t))]
+    seen = play(scene)
     assert list(map(id, module.parameters())) == parameters  # the user's own objects
     alone = module.net(torch.ones(2, toy.NUM_FEATURES))
     predictions = trainers[0].predict(module, cases.loader_of(Named(20), 6))
@@ -80,17 +76,20 @@ def fit_and_predict(scene):
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_metrics_count_each_sample_once_and_every_rank_sees_the_same(one_rank, two_ranks, schedule):
     scene = {"data": Named(64), "batch_size": 16, "raises": False, "warns": False}
-    one, two = two_ranks.run(fit_and_predict, cases.in_stages(schedule=schedule, **scene))
+    results = two_ranks.run(fit_and_predict, cases.in_stages(schedule=schedule, **scene))
     (expected,) = one_rank.run(fit_and_predict, cases.accumulated(**scene))
-    assert one[0] == two[0]
-    assert one[0]["num_seen"] == one[0]["sum"] == 64
-    assert one[0].keys() == expected[0].keys()
-    assert one[0] == pytest.approx(expected[0], abs=1e-3)  # fp16 products of other batch sizes
-    for own in (one, two):
-        assert torch.allclose(own[1], expected[1], atol=1e-2)
-        assert own[1].dtype is torch.float32
-        assert torch.equal(own[3], expected[3])  # the module is whole on every rank
-        assert own[2] == pytest.approx(expected[2], abs=1e-3)
+    expected_metrics, expected_predictions, expected_tested, expected_output = expected
+    for rank, (metrics, predictions, tested, output) in enumerate(results):
+        assert metrics == results[0][0], f"rank {rank}"
+        assert metrics["num_seen"] == 64, f"rank {rank}"
+        assert metrics["sum"] == 64, f"rank {rank}"
+        assert metrics.keys() == expected_metrics.keys(), f"rank {rank}"
+        # fp16 products of other batch sizes
+        assert metrics == pytest.approx(expected_metrics, abs=1e-3), f"rank {rank}"
+        assert torch.allclose(predictions, expected_predictions, atol=1e-2), f"rank {rank}"
+        assert predictions.dtype is torch.float32, f"rank {rank}"
+        assert torch.equal(output, expected_output), f"the module is not whole on rank {rank}"
+        assert tested == pytest.approx(expected_tested, abs=1e-3), f"rank {rank}"
 
 
 class Photographer(toy.Toy):

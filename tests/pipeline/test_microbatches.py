@@ -25,7 +25,7 @@ class Sample:
 
 
 def columns(batch):
-    """Texts and numbers of a batch that is written in one of the forms below."""
+    """Return texts and numbers of a batch that is written in one of the forms below."""
     if isinstance(batch, dict):
         return batch["nest"]["texts"], batch["numbers"]
     if isinstance(batch, Sample):
@@ -48,13 +48,17 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_each_microbatch_has_the_entries_of_its_samples(name):
-    parts = microbatches(BATCHES[name], 2)
-    texts, _ = columns(BATCHES[name])
-    assert [list(map(int, columns(part)[1])) for part in parts] == [[0, 1], [2, 3]]
+    batch = BATCHES[name]
+    texts, _ = columns(batch)
+    parts = microbatches(batch, 2)
+    assert len(parts) == 2
     for index, part in enumerate(parts):
-        assert type(part) is type(BATCHES[name])
+        assert type(part) is type(batch)
+        texts_of_part, numbers_of_part = columns(part)
+        assert [int(number) for number in numbers_of_part] == [2 * index, 2 * index + 1]
         expected = texts[2 * index : 2 * index + 2]
-        assert all(np.array_equal(*pair) for pair in zip(columns(part)[0], expected, strict=True))
+        for text, expected_text in zip(texts_of_part, expected, strict=True):
+            assert np.array_equal(text, expected_text)
 
 
 def test_a_constant_of_one_row_is_in_each_microbatch():
@@ -62,7 +66,7 @@ def test_a_constant_of_one_row_is_in_each_microbatch():
     assert [tuple(part["positions"].shape) for part in parts] == [(1, 3), (1, 3)]
 
 
-def test_batches_of_texts_alone_are_told_apart():
+def test_batches_of_different_texts_have_different_digests():
     assert digest_of([TEXTS], with_values=True) != digest_of([TEXTS[::-1]], with_values=True)
     assert digest_of([TEXTS], with_values=True) == digest_of([list(TEXTS)], with_values=True)
 
@@ -71,7 +75,7 @@ Texts = namedtuple("Texts", "scale texts labels images")
 
 
 class OfTexts(toy.Toy):
-    """Its batch begins with a constant and texts. Labels are a list, images an array."""
+    """Classifier whose batch begins with a constant and texts. Labels are a list, images an array."""
 
     def training_step(self, batch, batch_idx):
         assert list(batch.texts) == [f"label {label}" for label in batch.labels]
@@ -94,4 +98,4 @@ def test_a_pipeline_trains_on_batches_of_texts_lists_and_arrays_as_on_tensors(tw
     tensors = fit(two_ranks, **in_stages())
     texts = fit(two_ranks, OfTexts, **in_stages(train=text_loader))
     for seen, expected in zip(texts, tensors, strict=True):
-        assert same(seen.weights, expected.weights)
+        assert same(seen.weights, expected.weights), f"rank {seen.rank}"

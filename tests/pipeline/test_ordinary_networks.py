@@ -91,14 +91,14 @@ class Ordinary(Validated):
 
 def left_by(kind, path, scene):
     module = Ordinary(kind)
-    best = ModelCheckpoint(path, save_last=True)
-    more = {
-        "callbacks": [best],
+    settings = {
+        "module": module,
+        "callbacks": [ModelCheckpoint(path, save_last=True)],
         "enable_checkpointing": True,
         "val": toy.loader(16, 8),
         "max_epochs": 1,
     }
-    seen = play({"module": module, "raises": False, "warns": False, **more, **scene})
+    seen = play(settings | scene)
     saved = torch.load(path / "last.ckpt", weights_only=True)["state_dict"]
     return seen, saved, module.net(torch.ones(2, WIDTH)).detach()  # whole on every rank
 
@@ -117,17 +117,17 @@ def test_networks_as_users_write_them_train_as_under_accumulation(
 ):
     scene = {"data": toy.Blobs(32), "batch_size": 16}
     ((expected, _, output),) = one_rank.run(left_by, kind, tmp_path / "alone", accumulated(**scene))
-    for seen, saved, own_output in two_ranks.run(
-        left_by, kind, tmp_path / "stages", in_stages(cuts=cuts, **scene)
-    ):
-        assert same(seen.weights, expected.weights)
-        assert same(dict(saved), expected.weights)
-        assert seen.metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], rel=1e-5)
-        assert torch.equal(own_output, output)
+    val_loss = pytest.approx(expected.metrics["val_loss"], rel=1e-5)
+    piped = in_stages(cuts=cuts, **scene)
+    for seen, saved, output_in_stages in two_ranks.run(left_by, kind, tmp_path / "stages", piped):
+        assert same(seen.weights, expected.weights), f"rank {seen.rank}"
+        assert same(dict(saved), expected.weights), f"rank {seen.rank}"
+        assert seen.metrics["val_loss"] == val_loss, f"rank {seen.rank}"
+        assert torch.equal(output_in_stages, output), f"rank {seen.rank}"
 
 
 class WithExample(Ordinary):
-    """Has the example that the README recommends, and a `forward` for it."""
+    """Module with the example that the README recommends, and a `forward` for it."""
 
     def __init__(self):
         super().__init__("plain")
@@ -138,7 +138,7 @@ class WithExample(Ordinary):
 
 
 class LogsGraphs(Keeps):
-    """Runs the network on the module's example, as TensorBoard's logger does with `log_graph=True`."""
+    """Logger that runs the network on the module's example, as TensorBoard's does with `log_graph=True`."""
 
     def log_graph(self, model, input_array=None):
         if model.example_input_array is not None:
@@ -151,20 +151,20 @@ def error_and_example(scene):
 
 
 def test_summary_and_logged_graph_run_no_forward_on_the_example(two_ranks):
-    more = {
-        "logger": LogsGraphs(),
-        "enable_model_summary": True,
-        "max_epochs": 1,
-        "raises": True,
-        "warns": False,
-    }
-    for error, shape in two_ranks.run(error_and_example, in_stages(batch_size=16, **more)):
-        assert not error
-        assert shape == (2, WIDTH)
+    scene = in_stages(
+        batch_size=16,
+        logger=LogsGraphs(),
+        enable_model_summary=True,
+        max_epochs=1,
+        raises=True,
+    )
+    for rank, (error, shape) in enumerate(two_ranks.run(error_and_example, scene)):
+        assert error == "", f"rank {rank}"
+        assert shape == (2, WIDTH), f"rank {rank}"
 
 
 class ChannelsLast(Validated):
-    """Channels-last images in a network of channels-last weights, as tensor cores are faster with."""
+    """Network with channels-last images and weights, with which tensor cores are faster."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +190,7 @@ class Transposes(nn.Module):
 
 
 class Turned(ChannelsLast):
-    """A stage ends with a view whose strides descend in no order, as a transformer's tokens do."""
+    """Network in which a stage ends with a view whose strides are not descending, like a transformer's tokens."""
 
     def __init__(self):
         super().__init__()
@@ -216,10 +216,8 @@ def test_a_cut_between_tensors_that_are_not_contiguous_changes_nothing(
         "max_epochs": 1,
     }
     (expected,) = fit(one_rank, module, **accumulated(num=2, **scene))
-    for own in fit(two_ranks, module, **in_stages(num_microbatches=2, cuts=cuts, **scene)):
-        assert same(own.weights, expected.weights)
-        if precision == "bf16-true":
-            bound = 1e-2
-        else:
-            bound = 1e-5
-        assert own.metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], abs=bound)
+    bound = 1e-2 if precision == "bf16-true" else 1e-5
+    val_loss = pytest.approx(expected.metrics["val_loss"], abs=bound)
+    for seen in fit(two_ranks, module, **in_stages(num_microbatches=2, cuts=cuts, **scene)):
+        assert same(seen.weights, expected.weights), f"rank {seen.rank}"
+        assert seen.metrics["val_loss"] == val_loss, f"rank {seen.rank}"

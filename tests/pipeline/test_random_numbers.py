@@ -1,11 +1,13 @@
-"""Random numbers inside the network: each stage and micro-batch has its own, by the place in the run."""
+"""Random numbers inside the network: each stage and micro-batch has its own, by the position in the run."""
 
+import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid.pipeline import training_step
 from tests import toy
 from tests.pipeline.cases import in_stages
-from tests.scenes import at, fit, same
+from tests.scenes import at, fit, play, same
 
 
 class Noisy(nn.Module):
@@ -22,7 +24,7 @@ class Noisy(nn.Module):
 
 
 class Wild(toy.Toy):
-    """Four blocks that draw, in as many stages where they are interleaved."""
+    """Module of four blocks that draw. Interleaved they are four stages."""
 
     def __init__(self):
         super().__init__()
@@ -31,17 +33,19 @@ class Wild(toy.Toy):
 
 
 class CallsLayers(nn.Module):
-    """A `forward` that calls the layers of its blocks, and not the blocks. One dropout for all of them."""
+    """Network whose `forward` calls the layers of its blocks, and not the blocks. They share one dropout."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = (nn.Linear(toy.NUM_FEATURES, toy.NUM_FEATURES) for _ in range(2))
+        self.first = nn.Linear(toy.NUM_FEATURES, toy.NUM_FEATURES)
+        self.second = nn.Linear(toy.NUM_FEATURES, toy.NUM_FEATURES)
         self.head = nn.Linear(toy.NUM_FEATURES, toy.NUM_CLASSES)
         self.dropout = nn.Dropout()
 
     def pipeline_blocks(self):
         return [
-            *(nn.Sequential(layer, self.dropout) for layer in (self.first, self.second)),
+            nn.Sequential(self.first, self.dropout),
+            nn.Sequential(self.second, self.dropout),
             self.head,
         ]
 
@@ -57,6 +61,7 @@ class WithDropout(toy.Toy):
 
 
 def drawn(trainer, module):
+    """Return the noises of each block, and the state of the global stream."""
     return [block.seen for block in module.net], torch.get_rng_state()
 
 
@@ -70,38 +75,61 @@ def fit_wild(ranks, **options):
     return fit(ranks, Wild, **in_stages(data=toy.Blobs(32), **scene, **options))
 
 
-def noises(found):
-    return [
-        str(noise) for rank in found for seen in rank.looks["on_train_end"][0][0] for noise in seen
-    ]
+def noises_of(results):
+    """Return the noises of all blocks on all ranks."""
+    noises = []
+    for seen in results:
+        blocks, _ = seen.looks["on_train_end"][0]
+        for noises_of_block in blocks:
+            noises += map(str, noises_of_block)
+    return noises
 
 
-def test_each_pipeline_draws_its_own(four_ranks):
-    of_all = noises(fit_wild(four_ranks))
-    assert len(of_all) == len(set(of_all)) > 0
+def test_every_pipeline_draws_different_numbers(four_ranks):
+    noises = noises_of(fit_wild(four_ranks))
+    assert len(noises) > 0
+    assert len(noises) == len(set(noises))
 
 
-def test_each_stage_draws_its_own_and_again_the_same(two_ranks, tmp_path):
-    path = str(tmp_path / "a.ckpt")
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])  # two stages, and four
+def test_every_stage_draws_different_numbers_and_leaves_the_global_stream_alike(
+    two_ranks, schedule
+):
+    results = fit_wild(two_ranks, schedule=schedule)
+    noises = noises_of(results)
+    # blocks, micro-batches, batches, epochs
+    assert len(noises) == 4 * 2 * 2 * 2
+    assert len(noises) == len(set(noises))
+    state_0, state_1 = (seen.looks["on_train_end"][0][1] for seen in results)
+    assert torch.equal(state_0, state_1)
+
+
+def test_stages_draw_the_same_numbers_with_activation_checkpoints_and_after_a_resume(
+    two_ranks, tmp_path
+):
+    path = str(tmp_path / "epoch.ckpt")
     whole = fit_wild(two_ranks)
-    in_quarters = fit_wild(two_ranks, schedule="interleaved")
-    for result in (whole, in_quarters):  # two stages, and four
-        of_all = noises(result)
-        # blocks, micro-batches, batches, epochs
-        assert len(of_all) == len(set(of_all)) == 4 * 2 * 2 * 2
-        states = [rank.looks["on_train_end"][0][1] for rank in result]
-        assert torch.equal(*states)  # outside all stages they are where they were
     fit_wild(two_ranks, max_epochs=1, save_to=path)
-    kept = fit_wild(two_ranks, checkpoint_activations=True)
+    with_checkpoints = fit_wild(two_ranks, checkpoint_activations=True)
     resumed = fit_wild(two_ranks, ckpt_path=path)
-    for result in (kept, resumed):
-        assert all(
-            same(first.weights, second.weights) for first, second in zip(result, whole, strict=True)
-        )
+    for seen in [*with_checkpoints, *resumed]:
+        assert same(seen.weights, whole[seen.rank].weights), f"rank {seen.rank}"
 
 
-def test_the_whole_network_draws_as_its_stages_where_forward_calls_the_layers_of_blocks(two_ranks):
+def fit_with_lines():
+    """Return the number of steps of a fit whose loss in stages is compared, and the lines that training logs."""
     scene = in_stages(
         data=toy.Blobs(32), batch_size=16, num_microbatches=2, max_epochs=1, cuts=(1,)
     )
-    assert not any(seen.error for seen in fit(two_ranks, WithDropout, **scene))
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_step, "rank_zero_info", lines.append)
+        seen = play({"module": WithDropout, **scene})
+    return seen.global_step, lines
+
+
+def test_the_whole_network_draws_as_its_stages_where_forward_calls_the_layers_of_blocks(two_ranks):
+    """Else the comparison of the first loss is an error. A line would say that nothing was compared."""
+    for rank, (num_steps, lines) in enumerate(two_ranks.run(fit_with_lines)):
+        assert num_steps == 2, f"rank {rank}"
+        assert lines == [], f"rank {rank}"

@@ -43,7 +43,7 @@ from tests.scenes import at, fit, play
         ),
     ],
 )
-def test_options_that_cannot_work_are_refused_when_they_are_given(options, words):
+def test_options_that_cannot_work_are_refused_by_the_constructor(options, words):
     with pytest.raises(ValueError, match="`") as caught:
         HybridPipelineStrategy(**options)
     assert words in str(caught.value)
@@ -63,7 +63,7 @@ def compiled():
     return Module(net=net)
 
 
-class Own(nn.Sequential):
+class WithForward(nn.Sequential):
     def forward(self, x):
         return super().forward(x) * 2
 
@@ -72,7 +72,7 @@ class Own(nn.Sequential):
     ("module", "words"),
     [
         (lambda: Module(body=nn.Linear(1, 1)), "those with parameters are body"),
-        (lambda: Module(net=Own(nn.Linear(1, 1))), "must be an nn.Sequential"),
+        (lambda: Module(net=WithForward(nn.Linear(1, 1))), "must be an nn.Sequential"),
         (
             lambda: Module(net=nn.Sequential(nn.Linear(1, 1)), head=nn.Linear(1, 1)),
             "Parameters `head.weight`",
@@ -108,7 +108,7 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
         ),
         (lambda: microbatches({"path": "a.jpg"}, 4), "must hold a row for each sample"),
         (
-            lambda: microbatches({"one": torch.zeros(8), "two": torch.zeros(16)}, 4),
+            lambda: microbatches({"images": torch.zeros(8), "labels": torch.zeros(16)}, 4),
             r"\(of \[8, 16\] rows\) must",
         ),
     ],
@@ -118,7 +118,7 @@ def test_numbers_that_do_not_fit_are_refused(call, words):
         call()
 
 
-def test_a_network_that_is_called_otherwise_than_with_tensors_and_a_loss_of_none_are_refused():
+def test_a_network_that_is_not_called_with_tensors_and_a_loss_of_none_are_refused():
     net = nn.Identity()
     with pytest.raises(ValueError, match="must return a loss"):
         loss_in(None)
@@ -139,12 +139,12 @@ def test_blocks_with_other_things_than_tensors_or_shapes_by_value_are_refused():
         def forward(self, x):
             return x[x > 0]
 
-    given = Boundary((2, 3), torch.float32)
+    inputs = [Boundary((2, 3), torch.float32)]
     cpu = torch.device("cpu")
     with pytest.raises(ValueError, match="must return a floating-point tensor or a tuple"):
-        output_of([Named()], [given], cpu)
+        output_of([Named()], inputs, cpu)
     with pytest.raises(ValueError, match="must have a shape that does not depend on values"):
-        output_of([ByValue()], [given], cpu)
+        output_of([ByValue()], inputs, cpu)
 
 
 def test_gathering_is_refused_where_metrics_and_logs_are_muted():
@@ -156,7 +156,7 @@ def test_gathering_is_refused_where_metrics_and_logs_are_muted():
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, np.random.rand])
-def test_a_draw_is_noticed_and_leaves_those_outside_undisturbed(draw):
+def test_a_draw_within_a_random_state_is_noticed_and_does_not_change_draws_outside(draw):
     cpu = torch.device("cpu")
     with random_state(1, cpu):
         outside = [draw(), draw()]
@@ -171,10 +171,10 @@ def test_a_draw_is_noticed_and_leaves_those_outside_undisturbed(draw):
 
 def test_parameters_of_other_stages_free_their_memory():
     layer = nn.Linear(2, 3)
-    own = layer.weight
+    weight = layer.weight
     OtherStages([layer])
     assert layer.weight.is_meta
-    assert own.numel() == 0
+    assert weight.numel() == 0
 
 
 class Unshuffled(toy.Blobs):
@@ -189,24 +189,26 @@ class Wider(toy.Toy):
         self.net[5] = nn.Linear(4 * toy.NUM_FEATURES, 16, bias=dist.get_rank() == 0)
 
 
-def different(what):
+def error_of_ranks_that_differ(name):
+    """Return the error of a fit in which the ranks differ in one setting."""
     rank = dist.get_rank()
-    differ = {
+    settings_of_rank = {
         "cuts": {"cuts": [2 + rank]},
         "profiles": {"cuts": BlockProfile(seconds=[[3, 4], [2, 2, 2]][rank] + [1] * (7 - rank))},
         "num_microbatches": {"num_microbatches": 4 * (1 + rank)},
         "labels": {"data": Unshuffled(32)},
         "shapes": {"batch_size": 8 + 8 * rank},
         "size": {"num_microbatches": 8, "batch_size": 12},
+        "blocks": {"module": Wider},
     }
-    more = {"data": toy.Blobs(32), "max_epochs": 1, **differ.get(what, {})}
-    scene = in_stages(**more, raises=True, warns=False)
-    return play({"module": Wider if what == "blocks" else toy.Toy, **scene}).error
+    settings = {"module": toy.Toy, "data": toy.Blobs(32), "max_epochs": 1}
+    settings |= settings_of_rank[name]
+    return play(in_stages(**settings, raises=True, warns=False)).error
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("name", "words"),
     [
         ("cuts", "`cuts` is [2] on rank 0 and [3] on rank 1"),
         ("profiles", "`cuts` is [2] on rank 0 and [3] on rank 1"),
@@ -217,10 +219,10 @@ def different(what):
         ("size", "must be a multiple of `num_microbatches`"),
     ],
 )
-def test_ranks_that_differ_are_refused_on_all_before_a_message_is_sent(two_ranks, what, words):
-    for text in two_ranks.run(different, what):
-        assert text.startswith("ValueError")
-        assert words in text
+def test_ranks_that_differ_are_refused_on_all_before_a_message_is_sent(two_ranks, name, words):
+    for rank, error in enumerate(two_ranks.run(error_of_ranks_that_differ, name)):
+        assert error.startswith("ValueError"), f"rank {rank}"
+        assert words in error, f"rank {rank}"
 
 
 class Flipped(toy.Blobs):
@@ -242,20 +244,23 @@ class Masks(toy.Toy):
         return losses[torch.from_numpy(images.numpy()[:, 0] > 0)].sum()
 
 
-@pytest.mark.parametrize("module", [Decodes, Masks, toy.Toy])
+FLIPPED = {"data": Flipped(32), "batch_size": 16, "max_epochs": 1}
+
+
+@pytest.mark.parametrize("module", [Decodes, Masks])
 def test_images_that_the_loss_depends_on_must_be_the_same_on_all_ranks(two_ranks, module):
-    for seen in fit(
-        two_ranks, module, **in_stages(data=Flipped(32), batch_size=16, max_epochs=1, raises=True)
-    ):
-        if module is toy.Toy:
-            assert not seen.error
-        else:
-            assert "ValueError: The loss of the first micro-batch in stages" in seen.error
-            assert "ranks augment images differently" in seen.error
+    for seen in fit(two_ranks, module, **in_stages(**FLIPPED, raises=True)):
+        assert "ValueError: The loss of the first micro-batch in stages" in seen.error
+        assert "depend on images that each rank augments at random" in seen.error
+
+
+def test_images_that_the_loss_does_not_depend_on_may_differ_between_ranks(two_ranks):
+    for seen in fit(two_ranks, toy.Toy, **in_stages(**FLIPPED)):
+        assert seen.global_step == 2, f"rank {seen.rank}"
 
 
 class Sharded(torch.utils.data.IterableDataset):
-    """A part of the data for each rank, as one shards without a pipeline."""
+    """Share of the data for each rank, as users shard it without a pipeline."""
 
     def __iter__(self):
         data = toy.Blobs(32)
@@ -263,16 +268,22 @@ class Sharded(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.parametrize("call", ["fit", "predict"])
-def test_other_batches_in_validation_test_and_prediction_are_refused(two_ranks, call):
-    parts = partial(loader_of, Sharded(), 8)
+def test_batches_that_differ_between_ranks_are_refused_in_validation_and_prediction(
+    two_ranks, call
+):
     scene = in_stages(data=toy.Blobs(32), max_epochs=1, call=call, raises=True)
-    for seen in fit(two_ranks, **scene | ({"val": parts} if call == "fit" else {"train": parts})):
+    shards = partial(loader_of, Sharded(), 8)
+    if call == "fit":
+        scene["val"] = shards
+    else:
+        scene["train"] = shards
+    for seen in fit(two_ranks, **scene):
         assert "ValueError: The batch must be the same on all ranks" in seen.error
         assert "IterableDataset" in seen.error
 
 
 class Mixes(toy.Toy):
-    """Images and labels are mixed by the same random numbers, outside the network."""
+    """Module that mixes images and labels by the same random numbers, outside the network."""
 
     def training_step(self, batch, batch_idx):
         images, targets = batch
@@ -291,21 +302,24 @@ class SkipsRows(toy.Toy):
         return super().loss((images, targets))
 
 
-TWO = {"batch_size": 16, "num_microbatches": 2, "max_epochs": 1}
+TWO_MICROBATCHES = {"batch_size": 16, "num_microbatches": 2, "max_epochs": 1}
 
 
-def test_other_rows_for_what_is_logged_than_for_what_is_trained_are_refused(two_ranks):
-    for seen in fit(two_ranks, SkipsRows, raises=True, **in_stages(**TWO)):
+def test_a_loss_over_other_rows_than_those_of_the_micro_batches_is_refused(two_ranks):
+    for seen in fit(two_ranks, SkipsRows, raises=True, **in_stages(**TWO_MICROBATCHES)):
         assert "(of shape (17, 12)) must have the rows of its micro-batches (= 18)" in seen.error
 
 
 @pytest.mark.parametrize(("module", "num_warnings"), [(Mixes, 1), (toy.Toy, 0)])
-def test_what_is_logged_of_another_draw_is_warned_of_once(two_ranks, module, num_warnings):
-    first, _ = fit(two_ranks, module, warns=True, **in_stages(**TWO))
-    assert sum("draws random numbers" in text for text in first.warnings) == num_warnings
+def test_a_logged_loss_that_draws_random_numbers_again_is_a_single_warning(
+    two_ranks, module, num_warnings
+):
+    rank_0, _ = fit(two_ranks, module, warns=True, **in_stages(**TWO_MICROBATCHES))
+    texts = [text for text in rank_0.warnings if "draws random numbers" in text]
+    assert len(texts) == num_warnings
 
 
-def seeded(trainer, module, stage):
+def seed_by_rank(trainer, module, stage):
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(dist.get_rank())  # blocks draw numbers of their own
 
@@ -315,33 +329,32 @@ def orders(trainer, module):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` draws")
-def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(two_ranks):
-    callbacks = [at(setup=seeded, on_train_end=orders)]
-    results = fit(two_ranks, Mixes, limit_train_batches=2, callbacks=callbacks, **in_stages(**TWO))
-    # one more at first, which finds the shape
-    first, last = (seen.looks["on_train_end"][0][-4:] for seen in results)
-    assert first == last
-    assert len({str(order) for order in first}) == 4
+def test_the_first_and_the_last_stage_mix_images_and_labels_alike(two_ranks):
+    callbacks = [at(setup=seed_by_rank, on_train_end=orders)]
+    scene = in_stages(**TWO_MICROBATCHES, limit_train_batches=2, callbacks=callbacks)
+    rank_0, rank_1 = fit(two_ranks, Mixes, **scene)
+    # without one more order at first, which finds the shape
+    orders_of_first = rank_0.looks["on_train_end"][0][-4:]
+    orders_of_last = rank_1.looks["on_train_end"][0][-4:]
+    assert orders_of_first == orders_of_last
+    assert len({str(order) for order in orders_of_first}) == 4
 
 
 def votes(trainer, module):
+    """Return the decisions of all and of any rank, of which rank zero alone agrees."""
     decide = trainer.strategy.reduce_boolean_decision
-    first = trainer.global_rank == 0
-    return [decide(first), decide(first, all=False)]
+    agrees = trainer.global_rank == 0
+    return [decide(agrees), decide(agrees, all=False)]
 
 
-def test_a_decision_of_all_takes_all_and_one_of_any_takes_one(two_ranks):
-    results = fit(
-        two_ranks,
-        limit_train_batches=1,
-        max_epochs=1,
-        **in_stages(callbacks=[at(on_train_start=votes)]),
-    )
-    assert [seen.looks["on_train_start"] for seen in results] == [[[False, True]]] * 2
+def test_a_decision_of_all_needs_every_rank_and_a_decision_of_any_needs_one(two_ranks):
+    scene = in_stages(callbacks=[at(on_train_start=votes)], limit_train_batches=1, max_epochs=1)
+    for seen in fit(two_ranks, **scene):
+        assert seen.looks["on_train_start"] == [[False, True]], f"rank {seen.rank}"
 
 
 def test_a_stage_without_gradients_sends_its_norms_from_the_rank_s_device(monkeypatch):
-    """NCCL knows no tensors of the CPU, and a stage may be all frozen, or of pooling alone."""
+    """NCCL cannot send tensors of the CPU, and a stage may be frozen, or only have pooling layers."""
     sent = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sent.append(tensor.device.type))
     frozen = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)

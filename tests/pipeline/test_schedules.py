@@ -42,13 +42,17 @@ class Block(nn.Module):
 
 
 def most_kept(schedule, num_microbatches, parts):
-    """The most micro-batches that this rank keeps, over all its stages."""
+    """Return the largest number of micro-batches that this rank keeps, over all its stages."""
     num = dist.get_world_size()
     kept = [0]
+
+    def count(change):
+        kept.append(kept[-1] + change)
+
     ranks = PipelineRanks(
         rank=dist.get_rank(), world_size=num, num_ranks=num, stages_per_rank=parts
     )
-    blocks = {stage: Block(lambda more: kept.append(kept[-1] + more)) for stage in ranks.stages}
+    blocks = {stage: Block(count) for stage in ranks.stages}
     sizes = {"num_stages": ranks.num_stages, "num_microbatches": num_microbatches}
     with step_over(schedule, blocks, Boundary((4, 16), torch.float32), **sizes) as step:
         step()
@@ -65,7 +69,9 @@ def test_a_rank_keeps_as_many_micro_batches_as_the_formula_says(two_ranks, sched
     ("schedule", "num_microbatches", "parts"),
     [("gpipe", 8, 1), ("1f1b", 8, 1), ("interleaved", 4, 2), ("interleaved", 8, 2)],
 )
-def test_so_do_four_ranks_in_the_planners_order(four_ranks, schedule, num_microbatches, parts):
+def test_four_ranks_keep_as_many_micro_batches_as_the_planners_order(
+    four_ranks, schedule, num_microbatches, parts
+):
     planned = []
     for tasks in schedule_tasks(schedule, 4, num_microbatches, stages_per_rank=parts):
         steps = [1 if task.is_forward else -1 for task in tasks]
@@ -73,19 +79,18 @@ def test_so_do_four_ranks_in_the_planners_order(four_ranks, schedule, num_microb
     assert four_ranks.run(most_kept, schedule, num_microbatches, parts) == planned
 
 
-def stages_held(*_):
+def num_stages_in_memory(*_):
     gc.collect()
-    return sum(isinstance(get_object, CheckedStage) for get_object in gc.get_objects())
+    return sum(isinstance(item, CheckedStage) for item in gc.get_objects())
 
 
 def test_batches_of_other_shapes_leave_no_memory_behind(two_ranks):
-    callbacks = [at(on_train_batch_end=stages_held)]
-    for seen in fit(
-        two_ranks, **in_stages(data=toy.Blobs(20), num_microbatches=2, callbacks=callbacks)
-    ):
+    callbacks = [at(on_train_batch_end=num_stages_in_memory)]
+    scene = in_stages(data=toy.Blobs(20), num_microbatches=2, callbacks=callbacks)
+    for seen in fit(two_ranks, **scene):
         counts = seen.looks["on_train_batch_end"]
-        assert len(counts) == 6
-        assert max(counts) == counts[0]
+        assert len(counts) == 6, f"rank {seen.rank}"
+        assert max(counts) == counts[0], f"rank {seen.rank}"
 
 
 FORWARD_S = BACKWARD_S = 0.1  # backward for the input, and as long for the weight

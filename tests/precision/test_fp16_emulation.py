@@ -1,5 +1,7 @@
 """fp16 on a CPU: operands and results are fp16 numbers, the arithmetic between is fp32."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,14 +51,14 @@ def test_gradients_are_the_fp32_gradients_rounded():
     assert torch.equal(w.grad, w32.grad.half())
 
 
-def test_fp32_operand_beside_a_half_one_is_rounded_as_autocast_does():
+def test_an_fp32_operand_next_to_a_half_one_is_rounded_as_by_autocast():
     x = randn(4, 32)
     w = randn(8, 32, seed=1).half()
     with torch.autocast("cpu", dtype=torch.float16), Fp16MatmulEmulation():
         assert torch.equal(F.linear(x, w), F.linear(x.half().float(), w.float()).half())
         assert torch.equal(F.linear(x, w.float()), F.linear(x, w)), "two of fp32 as well"
     with Fp16MatmulEmulation(), pytest.raises(RuntimeError, match="dtype"):
-        F.linear(x, w)  # without autocast a GPU takes none of two dtypes
+        F.linear(x, w)  # without autocast a GPU accepts no operands of two dtypes
 
 
 def test_functional_norms_with_half_weights_run_in_fp32_under_autocast():
@@ -68,18 +70,13 @@ def test_functional_norms_with_half_weights_run_in_fp32_under_autocast():
         assert F.linear(x, x).dtype is torch.bfloat16
 
 
-def test_activations_that_backward_computes_again_are_computed_alike():
+def test_backward_recomputes_activations_with_the_same_rounding():
     layer = nn.Linear(8, 8).half()
     x = randn(4, 8)
     gradients = []
-    for again in (True, False):
+    for call in (partial(checkpoint, layer, use_reentrant=False), layer):
         with torch.autocast("cpu", dtype=torch.float16), Fp16MatmulEmulation():
-            loss = (
-                (checkpoint(layer, x, use_reentrant=False) if again else layer(x))
-                .float()
-                .square()
-                .sum()
-            )
+            loss = call(x).float().square().sum()
         with Fp16MatmulEmulation():
             loss.backward()
         gradients.append(layer.weight.grad.clone())
@@ -87,7 +84,7 @@ def test_activations_that_backward_computes_again_are_computed_alike():
     assert torch.equal(*gradients)
 
 
-def test_fp32_calls_and_other_functions_are_left_alone():
+def test_fp32_calls_and_other_functions_are_unchanged():
     x = randn(4, 32)
     w = randn(8, 32, seed=1)
     with Fp16MatmulEmulation():

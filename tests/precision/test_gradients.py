@@ -12,7 +12,7 @@ SCALE = torch.tensor(4.0)
 
 
 class Scene:
-    """Two parameters, one of which stays fp32, and backward passes with given gradients."""
+    """Two parameters, one of which stays fp32, and backward passes with chosen gradients."""
 
     def __init__(self, numel=4):
         self.half = nn.Parameter(torch.zeros(numel))
@@ -25,15 +25,18 @@ class Scene:
         self.parameters = [self.half, self.kept]
 
     def backward(self, gradient, *, averages=True, scale=SCALE, fails=False, keeps=False):
-        """Run a backward that brings `gradient`, unscaled, to both parameters. Return what autograd added it to."""
+        """Run a backward that adds `gradient`, unscaled, to both parameters.
+
+        Return the gradients that autograd found before it.
+        """
         factor = 1.0 if scale is None else float(scale)
         with self.window.opened():
             self.gradients.begin(self.parameters, scale, lambda _: averages)
             start = [None if p.grad is None else p.grad.clone() for p in self.parameters]
             for parameter in self.parameters:
-                (
-                    (parameter * torch.as_tensor(gradient, dtype=parameter.dtype) * factor).sum()
-                ).backward()
+                weights = torch.as_tensor(gradient, dtype=parameter.dtype)
+                loss = (parameter * weights * factor).sum()
+                loss.backward()
             if fails:
                 self.gradients.abort(self.parameters)
             elif keeps:
@@ -56,7 +59,7 @@ def test_gradients_are_fp32_and_unscaled_for_both_kinds_of_parameter():
 
 
 def test_local_gradients_are_summed_in_fp32_and_go_into_the_last_backward_rounded_once():
-    """512 times 2^-8 beside 1: in fp16 each addition to 1 would round, and half of them would be lost."""
+    """512 times 2^-8 added to 1: in fp16 each addition to 1 would round, and half of them would be lost."""
     scene = Scene()
     scene.backward([1.0] * 4, averages=False)
     for _ in range(511):
@@ -76,7 +79,7 @@ def test_an_average_is_not_averaged_again_and_keeps_its_digits():
     assert scene.half.grad.tolist() == [2.0 + 2.0**-20] * 4
 
 
-def test_a_gradient_of_the_users_own_is_averaged_with_what_the_backward_brings():
+def test_a_gradient_that_the_user_assigned_is_averaged_with_that_of_the_backward():
     """Nobody knows whether it is equal on all ranks. Under DDP it is averaged, too."""
     scene = Scene()
     scene.backward([1.0] * 4)
@@ -112,7 +115,6 @@ def test_a_gradient_that_somebody_keeps_is_not_written_again():
     gradient = torch.ones(1 << 12)
     scene.parameters = [scene.half]
     scene.backward(gradient)
-    address = scene.half.grad.data_ptr()
     for keep in (lambda g: g, lambda g: g[3:5], lambda g: g.numpy(), lambda g: g.detach()):
         kept = keep(scene.half.grad)
         scene.half.grad = None
@@ -127,7 +129,6 @@ def test_a_gradient_that_somebody_keeps_is_not_written_again():
     scene.half.grad = None
     scene.backward(gradient)
     assert scene.half.grad.data_ptr() == first, "memory that nobody holds is used again"
-    assert address
 
 
 def test_the_memory_of_ddps_buckets_is_never_the_users():

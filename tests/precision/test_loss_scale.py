@@ -117,52 +117,46 @@ def test_unscaling_divides_exactly_and_finds_what_is_not_finite_in_any_dtype(whe
 
 
 def follow(scale, *gradients, limit=2.0**16):
-    """Outcomes of steps whose largest gradient is given, as fp16 would have them: the scale after each."""
-    seen = []
+    """Return the scale after each of the steps with these largest gradients, with the overflows of fp16."""
+    scales = []
     for largest in gradients:
-        found_inf = torch.tensor(largest * scale.value >= limit)
-        scale.update(
-            found_inf,
-            torch.tensor(float("inf") if found_inf else largest) if scale.wants_largest else None,
-        )
-        seen.append(scale.value)
-    return seen
+        is_overflow = largest * scale.value >= limit
+        seen_largest = None
+        if scale.wants_largest:
+            seen_largest = torch.tensor(float("inf") if is_overflow else largest)
+        scale.update(torch.tensor(is_overflow), seen_largest)
+        scales.append(scale.value)
+    return scales
 
 
-def test_a_first_scale_that_is_too_high_costs_one_step_and_goes_where_gradients_have_room():
+def test_a_first_scale_that_is_too_high_skips_one_step_and_falls_to_where_gradients_have_room():
     assert follow(DynamicLossScale(), 3000.0, 3000.0, 3000.0) == [1.0, 1.0, 1.0]  # 2^12 / 3000
     assert follow(DynamicLossScale(), 10.0, 10.0, 10.0) == [1.0, 256.0, 256.0]
     # at most half
-    assert follow(DynamicLossScale(init_scale=2.0**20, min_scale=4.0), 100.0, 0.001) == [
-        4.0,
-        2.0**19,
-    ]
+    bounded = DynamicLossScale(init_scale=2.0**20, min_scale=4.0)
+    assert follow(bounded, 100.0, 0.001) == [4.0, 2.0**19]
 
 
-def test_a_later_overflow_halves_the_scale_as_ever():
+def test_a_later_overflow_halves_the_scale():
     scale = DynamicLossScale()
     assert follow(scale, 0.5, 10.0, 10.0, 10.0) == [2.0**16, 2.0**15, 2.0**14, 2.0**13]
     assert not scale.wants_largest
 
 
 def follow_as_on_cuda(scale, *gradients):
-    """The same where the host does not know the outcomes: it looks at the largest gradient of all first steps."""
-    seen = []
+    """Follow steps whose outcomes the host does not know: it looks at the largest gradient of all first steps."""
+    scales = []
     for num_steps, largest in enumerate(gradients, start=1):
-        seen += follow(scale, largest)
+        scales += follow(scale, largest)
         scale._num_looks = NUM_LOOKS - num_steps
         assert scale.wants_largest
-    return seen
+    return scales
 
 
 def test_on_cuda_too_an_overflow_after_a_clean_first_step_halves_the_scale():
     assert follow_as_on_cuda(DynamicLossScale(), 0.5, 3.0, 0.5) == [2.0**16, 2.0**15, 2.0**15]
-    assert follow_as_on_cuda(DynamicLossScale(), 3000.0, 10.0, 300.0, 10.0) == [
-        1.0,
-        256.0,
-        128.0,
-        128.0,
-    ]
+    scales = follow_as_on_cuda(DynamicLossScale(), 3000.0, 10.0, 300.0, 10.0)
+    assert scales == [1.0, 256.0, 128.0, 128.0]
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])

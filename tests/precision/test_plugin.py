@@ -23,21 +23,19 @@ def outside(trainer, module, *_):
     (optimizer,) = trainer.optimizers
     parameters = list(module.parameters())
     in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    state_dtypes = set()
+    for state in optimizer.state.values():
+        state_dtypes |= {value.dtype for value in state.values() if torch.is_tensor(value)}
     return {
         "dtypes": {p.dtype for p in parameters} | {p.grad.dtype for p in parameters},
         "buffers": {b.dtype for b in module.buffers()},
         "in_groups": in_groups == {id(p) for p in parameters} >= {id(p) for p in optimizer.state},
-        "state": {
-            one.dtype
-            for state in optimizer.state.values()
-            for one in state.values()
-            if torch.is_tensor(one)
-        },
+        "state": state_dtypes,
     }
 
 
 class Noted(Toy):
-    """A module that notes the dtypes of its parameters inside of each step, and whether they are the rounded ones."""
+    """Module that records the dtypes of its parameters inside of each step, and checks that they are rounded."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -64,12 +62,13 @@ def test_parameters_are_half_inside_of_a_step_and_everything_is_fp32_outside(two
     looks = at(on_train_batch_end=outside, on_train_epoch_end=dtypes_inside)
     for seen in fit(two_ranks, module, precision=precision, callbacks=[looks]):
         for name, dtype in seen.looks["on_train_epoch_end"][-1].items():
-            assert dtype is (torch.float32 if name.startswith(NORMS) else HALF[precision]), name
+            expected = torch.float32 if name.startswith(NORMS) else HALF[precision]
+            assert dtype is expected, f"{name} on rank {seen.rank}"
         last = seen.looks["on_train_batch_end"][-1]
-        assert last["dtypes"] == {torch.float32}
-        assert last["buffers"] == {torch.float32, torch.int64}
-        assert last["state"] == {torch.float32}
-        assert last["in_groups"]
+        assert last["dtypes"] == {torch.float32}, f"rank {seen.rank}"
+        assert last["buffers"] == {torch.float32, torch.int64}, f"rank {seen.rank}"
+        assert last["state"] == {torch.float32}, f"rank {seen.rank}"
+        assert last["in_groups"], f"rank {seen.rank}"
 
 
 def test_layers_that_are_to_stay_fp32_do_and_train_on_all_ranks(two_ranks):
@@ -149,15 +148,16 @@ def test_exact_fp32_weights_are_back_after(two_ranks, call):
             # BatchNorm's statistics have seen the data
             if call == "fit" and name.startswith("net.2."):
                 after[name] = before[name]
-        assert same(before, after)
+        assert same(before, after), f"rank {seen.rank}"
 
 
-def left_after_an_error():
-    seen = fit(None, module := Breaks(), precision="16-true", raises=True)
+def dtypes_after_an_error():
+    """Return the dtypes of parameters, their gradients, and the output."""
+    module = Breaks()
+    seen = fit(None, module, precision="16-true", raises=True)
     assert "user's bug" in seen.error
-    return {(p.dtype, p.grad_dtype) for p in module.parameters()}, module.net(
-        torch.ones(4, toy.NUM_FEATURES)
-    ).dtype
+    output = module.net(torch.ones(4, toy.NUM_FEATURES))
+    return {(p.dtype, p.grad_dtype) for p in module.parameters()}, output.dtype
 
 
 class Breaks(Toy):
@@ -168,7 +168,9 @@ class Breaks(Toy):
 
 
 def test_module_and_gradients_are_fp32_after_an_error_in_training(one_rank):
-    assert one_rank.run(left_after_an_error)[0] == ({(torch.float32, torch.float32)}, torch.float32)
+    ((dtypes, output_dtype),) = one_rank.run(dtypes_after_an_error)
+    assert dtypes == {(torch.float32, torch.float32)}
+    assert output_dtype is torch.float32
 
 
 class Scheduled(Spoiled):
@@ -186,9 +188,8 @@ class Scheduled(Spoiled):
 
 
 def rate_and_weight(trainer, module, *_):
-    return trainer.optimizers[0].param_groups[0]["lr"], module.net[
-        8
-    ].weight.detach().float().sum().item()
+    weight = module.net[8].weight.detach().float()
+    return trainer.optimizers[0].param_groups[0]["lr"], weight.sum().item()
 
 
 RATES = at(on_train_batch_end=rate_and_weight, on_train_end=rate_and_weight)
@@ -206,11 +207,11 @@ def test_one_bad_rank_makes_every_rank_skip_and_the_schedule_wait(two_ranks, bad
     for seen in fp16(two_ranks, module, max_epochs=1, loss_scale=scale, callbacks=[RATES]):
         history = seen.looks["on_train_batch_end"]
         assert (seen.num_skipped, seen.loss_scale) == (len(bad), 2.0 ** (10 - len(bad)))
-        assert [rate for rate, _ in history] == rates
-        assert (history[2][1] == history[1][1]) is bool(bad), (
-            "a skipped step leaves the weights alone"
-        )
-        assert history[3][1] != history[2][1]
+        assert [rate for rate, _ in history] == rates, f"rank {seen.rank}"
+        weights = [weight for _, weight in history]
+        # a skipped step leaves the weights unchanged
+        assert (weights[2] == weights[1]) is bool(bad), f"rank {seen.rank}"
+        assert weights[3] != weights[2], f"rank {seen.rank}"
 
 
 def test_a_schedule_by_epochs_moves_although_its_last_step_was_skipped(two_ranks):
@@ -331,7 +332,7 @@ class ZeroOfOtherTensors(Toy):
 
 
 class ZeroTimesTheNetwork(Toy):
-    """The cure in the message."""
+    """Module that follows the advice of the message."""
 
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1 and batch_idx == 2:
@@ -343,17 +344,19 @@ class ZeroTimesTheNetwork(Toy):
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
 def test_a_rank_whose_loss_depends_on_no_parameter_is_named_at_once(two_ranks, precision, module):
     """The other ranks would wait for the gradients of this step until the time-out, and blame the network."""
-    seen = fit(two_ranks, module, precision=precision, raises=True, max_epochs=1, timeout_s=200.0)
-    for each in seen:
-        assert "The loss on rank 1 of 2 depends on no trained parameter" in each.error
-    assert "`self.net(x).sum() * 0`" in seen[1].error
+    scene = {"precision": precision, "raises": True, "max_epochs": 1, "timeout_s": 200.0}
+    rank_0, rank_1 = fit(two_ranks, module, **scene)
+    assert "The loss on rank 1 of 2 depends on no trained parameter" in rank_0.error
+    assert "The loss on rank 1 of 2 depends on no trained parameter" in rank_1.error
+    assert "`self.net(x).sum() * 0`" in rank_1.error
 
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
-def test_the_cure_for_a_batch_without_a_loss_trains(two_ranks, precision):
-    for each in fit(two_ranks, ZeroTimesTheNetwork, precision=precision, max_epochs=1):
-        assert each.error == ""
-        assert all(torch.isfinite(weight).all() for weight in each.weights.values())
+def test_the_advice_for_a_batch_without_a_loss_trains(two_ranks, precision):
+    for seen in fit(two_ranks, ZeroTimesTheNetwork, precision=precision, max_epochs=1):
+        assert seen.global_step == 4, f"rank {seen.rank}"
+        for name, weight in seen.weights.items():
+            assert torch.isfinite(weight).all(), f"{name} on rank {seen.rank}"
 
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])

@@ -316,15 +316,15 @@ def test_state_dicts_copies_and_pickles_taken_inside_are_fp32():
     exact = copy.deepcopy(module.state_dict())
     window = HalfPrecisionWindow(module, F16)
     with window.opened():
-        copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-        for one in (module, *copies):
-            assert same(dict(one.state_dict()), dict(exact))
+        copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+        for source in (module, *copies):
+            assert same(dict(source.state_dict()), dict(exact))
         of_part = {f"conv.{name}": value for name, value in module.conv.state_dict().items()}
         assert same(of_part, {name: exact[name] for name in of_part})
         assert module.conv.state_dict(keep_vars=True)["weight"] is module.conv.weight
-    for one in copies:
-        assert {type(parameter) for parameter in one.parameters()} == {nn.Parameter}
-        assert halves(one) == set()
+    for copied in copies:
+        assert {type(parameter) for parameter in copied.parameters()} == {nn.Parameter}
+        assert halves(copied) == set()
 
 
 def test_a_state_dict_that_is_loaded_inside_keeps_all_digits():
@@ -341,11 +341,13 @@ def test_a_copy_made_outside_is_a_plain_module():
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     x = torch.randn(3, 4)
     window = HalfPrecisionWindow(module, F16)
-    copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.jit.script(module)
+    copied = copy.deepcopy(module)
+    pickled = pickle.loads(pickle.dumps(module))
+    scripted = torch.jit.script(module)
     with window.opened():
         assert module[0].weight.dtype is F16
-    for one in (*copies, module):
-        assert torch.equal(one(x), copy.deepcopy(module)(x))
+    for network in (copied, pickled, scripted, module):
+        assert torch.equal(network(x), copy.deepcopy(module)(x))
 
 
 def test_another_thread_that_calls_the_module_inside_is_refused_by_name():

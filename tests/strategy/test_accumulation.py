@@ -12,11 +12,11 @@ from tests.toy import Toy
 
 NUM_BATCHES = 16
 SUM = 0.875 + 14 * 2.0**-11
-"""Of a step, as the mean over ranks of 1 and 0.75, and 14 small ones: exact in fp16."""
+"""Sum of a step: the mean over ranks of 1 and 0.75, and 14 small numbers. Exact in fp16."""
 
 
 class Counts(Toy):
-    """Its gradient is the batch: 1 - rank / 4 in the first of a step, 2**-11 in the others, none in the last.
+    """Module whose gradient is the batch: 1 - rank / 4 in the first of a step, 2**-11 in the others, none in the last.
 
     In fp16, 1 + 2**-11 is 1: added one by one in it, all but the first batch would be lost.
     """
@@ -37,26 +37,30 @@ class Counts(Toy):
 
 
 def batches(num_steps=1, first=None):
-    """float32 `"batch 3"`. Rank r's first is 1 - r / 4."""
+    """Return a loader of float32 `"batch 3"`. The first batch of a step holds `first`, by default 1 - rank / 4."""
+    if first is None:
+        first = 1.0 - this_rank() / 4
     step = torch.full((NUM_BATCHES, 3), 2.0**-11)
-    step[0] = 1.0 - this_rank() / 4 if first is None else first
+    step[0] = first
     step[-1] = 0.0
     return torch.utils.data.DataLoader(step.repeat(num_steps, 1), batch_size=1)
 
 
-def change(ranks, module=Counts, num_steps=1, first=None, precision="16-true", **options):
-    if precision == "16-true":
-        scale = {"loss_scale": 1024}
-    else:
-        scale = {}
+def fit_steps(ranks, module=Counts, num_steps=1, first=None, **options):
     settings = {
         "max_epochs": 1,
         "use_distributed_sampler": False,
         "accumulate_grad_batches": NUM_BATCHES,
+        "precision": "16-true",
+        "loss_scale": 1024,
+        "train": partial(batches, num_steps, first),
     }
-    data = partial(batches, num_steps, first)
-    seen = fit(ranks, module, train=data, precision=precision, **settings | scale | options)
-    return [one.weights["net.weight"][0] for one in seen], seen
+    return fit(ranks, module, **settings | options)
+
+
+def weight_of(seen):
+    """Return the weight at the end, which began at zero."""
+    return seen.weights["net.weight"][0]
 
 
 @pytest.mark.parametrize(
@@ -66,19 +70,20 @@ def change(ranks, module=Counts, num_steps=1, first=None, precision="16-true", *
 )
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 def test_small_batches_of_a_step_are_not_lost_in_fp16(two_ranks, options):
-    for changed in change(two_ranks, **options)[0]:
-        assert changed.tolist() == [-SUM / NUM_BATCHES] * 3
+    for seen in fit_steps(two_ranks, **options):
+        assert weight_of(seen).tolist() == [-SUM / NUM_BATCHES] * 3, f"rank {seen.rank}"
 
 
-def test_each_step_begins_at_zero(two_ranks):
-    (one, _), (three, _) = (change(two_ranks, num_steps=num_steps)[0] for num_steps in (1, 3))
-    assert torch.equal(three, 3 * one)
+def test_every_step_begins_its_sum_at_zero(two_ranks):
+    after_one_step, _ = fit_steps(two_ranks, num_steps=1)
+    after_three_steps, _ = fit_steps(two_ranks, num_steps=3)
+    assert torch.equal(weight_of(after_three_steps), 3 * weight_of(after_one_step))
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_step_that_does_not_come_about_leaves_nothing_to_the_next(one_rank):
-    ((changed,), _) = change(one_rank, partial(Counts, leaves_out=True), num_steps=2)
-    assert changed.tolist() == [-(1.0 + 14 * 2.0**-11) / NUM_BATCHES] * 3
+def test_an_incomplete_step_leaves_nothing_to_the_next(one_rank):
+    (seen,) = fit_steps(one_rank, partial(Counts, leaves_out=True), num_steps=2)
+    assert weight_of(seen).tolist() == [-(1.0 + 14 * 2.0**-11) / NUM_BATCHES] * 3
 
 
 def gradient(trainer, module):
@@ -87,8 +92,8 @@ def gradient(trainer, module):
 
 def test_hooks_see_the_sum_of_the_batches_so_far_and_in_the_last_the_average_over_ranks(two_ranks):
     """As under `ddp`: fp32 and unscaled."""
-    _, (_, seen) = change(two_ranks, callbacks=[at(on_after_backward=gradient)])
-    sums = seen.looks["on_after_backward"]
+    _, rank_1 = fit_steps(two_ranks, callbacks=[at(on_after_backward=gradient)])
+    sums = rank_1.looks["on_after_backward"]
     expected = [(0.75 + number * 2.0**-11) / NUM_BATCHES for number in range(3)]
     assert sums[:3] == expected
     assert sums[-1] == SUM / NUM_BATCHES
@@ -96,12 +101,14 @@ def test_hooks_see_the_sum_of_the_batches_so_far_and_in_the_last_the_average_ove
 
 @pytest.mark.parametrize(("first", "num_skipped"), [(float("inf"), 1), (1.0, 0)])
 def test_an_inf_in_one_batch_skips_the_step(one_rank, first, num_skipped):
-    (changed,), (seen,) = change(one_rank, first=first)
-    assert (bool(changed.any()), seen.num_skipped) == (not num_skipped, num_skipped)
+    (seen,) = fit_steps(one_rank, first=first)
+    assert seen.num_skipped == num_skipped
+    has_moved = bool(weight_of(seen).any())
+    assert has_moved == (num_skipped == 0)
 
 
 class OwnLoop(Counts):
-    """Manual optimization that adds up under DDP's `no_sync`."""
+    """Module with manual optimization that adds gradients up without averaging, as under DDP's `no_sync`."""
 
     def __init__(self):
         super().__init__()
@@ -111,13 +118,14 @@ class OwnLoop(Counts):
         optimizer = self.optimizers()
         model = self.trainer.strategy.model
         assert isinstance(model, DistributedDataParallel)
-        model.require_backward_grad_sync = is_last = (batch_idx + 1) % NUM_BATCHES == 0
+        is_last = (batch_idx + 1) % NUM_BATCHES == 0
+        model.require_backward_grad_sync = is_last
         self.manual_backward(super().training_step(batch, batch_idx))
         if is_last:
             optimizer.step()
             optimizer.zero_grad()
 
 
-def test_an_own_loop_that_puts_averaging_off_adds_up_in_fp32_too(two_ranks):
-    for changed in change(two_ranks, OwnLoop, loss_scale=16, accumulate_grad_batches=1)[0]:
-        assert changed.tolist() == [-SUM] * 3
+def test_a_manual_loop_that_puts_averaging_off_adds_up_in_fp32_too(two_ranks):
+    for seen in fit_steps(two_ranks, OwnLoop, loss_scale=16, accumulate_grad_batches=1):
+        assert weight_of(seen).tolist() == [-SUM] * 3, f"rank {seen.rank}"

@@ -1,4 +1,4 @@
-"""The table of what excludes what: every row makes its error, and the page of options shows it."""
+"""Table of options that exclude each other: every row raises its error, and the page of options shows it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ class Plans:
         return CommPlan()
 
 
-ASKED = {
+OPTIONS = {
     "adasum": {"between_nodes": Adasum()},
     "local steps": {"between_nodes": LocalSteps(every=4)},
     "codec": {"between_nodes": Mean(dtype="int8")},
@@ -54,11 +54,11 @@ def precision(name, **attributes):
     return SimpleNamespace(precision=name, **attributes)
 
 
-def adam_of_ones_own():
+def adam_of_the_users():
     return [type("Adam", (torch.optim.Adam,), {})(LAYER.parameters())]
 
 
-FOUND = {
+IN_THE_FIT = {
     "unequal nodes": lambda: table.in_nodes(Topology(rank=0, nodes=((0, 1), (2,)))),
     "precision": lambda: table.in_precision(precision("bf16-mixed")),
     "double precision": lambda: table.in_precision(precision("64-true")),
@@ -73,7 +73,7 @@ FOUND = {
     "GradientAccumulationScheduler": lambda: table.in_callbacks(
         [callbacks.GradientAccumulationScheduler({1: 2})]
     ),
-    "whole tensors": lambda: table.in_optimizers(adam_of_ones_own()),
+    "whole tensors": lambda: table.in_optimizers(adam_of_the_users()),
     "two owners": lambda: table.in_optimizers([torch.optim.SGD(LAYER.parameters(), lr=0.1)] * 2),
 }
 OF_A_PIPELINE = {
@@ -86,15 +86,17 @@ OF_A_PIPELINE = {
 
 
 def in_a_pipeline(name):
-    seen = {
+    defaults = {
         "accumulate_grad_batches": 1,
         "automatic_optimization": True,
         "_layer_sync": None,
         "precision": "32-true",
+        "optimizers": [],
     }
-    one = SimpleNamespace(**seen | {"optimizers": []} | OF_A_PIPELINE[name])
-    one.strategy = one
-    refuse_in_pipeline(one, one, one)
+    # strategy, trainer and module at once
+    fit = SimpleNamespace(**defaults | OF_A_PIPELINE[name])
+    fit.strategy = fit
+    refuse_in_pipeline(fit, fit, fit)
 
 
 def by_hand(is_automatic=False):
@@ -102,42 +104,48 @@ def by_hand(is_automatic=False):
     refuse_unknown_outcomes(precision("16-true"), module, may_skip=True)
 
 
-def made(pair):
+def use_both(pair):
+    """Use both features of a row, where a user or a fit would."""
     names = {pair.feature, pair.conflict}
-    if names <= {*ASKED, *KINDS}:
-        (kind,) = [KINDS[name] for name in names if name in KINDS] or [HybridAllReduceStrategy]
-        options = [ASKED[name] for name in sorted(names) if name in ASKED]
-        kind(**{name: value for option in options for name, value in option.items()})
+    if names <= {*OPTIONS, *KINDS}:
+        kind = HybridAllReduceStrategy
+        options = {}
+        for name in sorted(names):
+            kind = KINDS.get(name, kind)
+            options |= OPTIONS.get(name, {})
+        kind(**options)
     elif pair.conflict == "pipeline" and pair.feature in OF_A_PIPELINE:
         in_a_pipeline(pair.feature)
     elif pair.feature == "manual steps":
         by_hand()
     else:
-        given = {name: f"`{name}`" for name in names if name not in FOUND}
-        table.refuse_excluded(
-            {name: text for f in names & FOUND.keys() for name, text in FOUND[f]().items()} | given
-        )
+        features = {}
+        for name in names:
+            if name in IN_THE_FIT:
+                features |= IN_THE_FIT[name]()
+            else:
+                features[name] = f"`{name}`"
+        table.refuse_excluded(features)
 
 
 @pytest.mark.parametrize(
     "pair", table.EXCLUDED, ids=lambda pair: f"{pair.feature}, {pair.conflict}"
 )
-def test_every_row_makes_its_error_with_both_names_the_reason_and_both_cures(pair):
-    with pytest.raises(Exception, match="cannot be combined: ") as caught:
-        made(pair)
-    of_lightning = pair.conflict == "pipeline" and pair.feature in OF_A_PIPELINE
-    assert type(caught.value).__name__ == (
-        "MisconfigurationException" if of_lightning else "ValueError"
-    )
-    both, _, rest = str(caught.value).partition(" cannot be combined: ")
-    assert " and " in both
-    assert rest.lower().startswith(
-        f"{pair.reason}. {table.CURES[pair.feature]}, or {table.CURES[pair.conflict]}.".lower()
-    )
+def test_every_row_raises_its_error_with_both_names_the_reason_and_both_cures(pair):
+    with pytest.raises(Exception, match="exclude each other: ") as caught:
+        use_both(pair)
+    kind = "ValueError"
+    if pair.conflict == "pipeline" and pair.feature in OF_A_PIPELINE:
+        kind = "MisconfigurationException"
+    assert type(caught.value).__name__ == kind
+    names, _, explanation = str(caught.value).partition(" exclude each other: ")
+    assert " and " in names
+    cures = f"{table.CURES[pair.feature]}, or {table.CURES[pair.conflict]}."
+    assert explanation.lower().startswith(f"{pair.reason}. {cures}".lower())
 
 
-def test_a_run_without_any_of_it_goes_on():
-    plain = [
+def test_a_run_without_excluded_features_is_accepted():
+    features = [
         table.in_nodes(Topology(rank=0, nodes=((0,), (1,)))),
         table.in_precision(precision("16-true")),
         table.in_module(nn.Sequential(nn.BatchNorm2d(4), LAYER)),
@@ -145,28 +153,24 @@ def test_a_run_without_any_of_it_goes_on():
         table.in_optimizers(
             [LARS(LAYER.parameters(), lr=0.1), torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
         ),
-        table.in_optimizers(adam_of_ones_own(), of={id(nn.Parameter())}),
+        table.in_optimizers(adam_of_the_users(), of={id(nn.Parameter())}),
     ]
-    assert not any(plain)
-    assert "whole tensors" in table.in_optimizers(
-        [LARS(LAYER.parameters(), lr=0.1, direction="orthogonal")]
-    )
+    assert not any(features)
+    orthogonal = LARS(LAYER.parameters(), lr=0.1, direction="orthogonal")
+    assert "whole tensors" in table.in_optimizers([orthogonal])
     by_hand(is_automatic=True)
-    for options in ASKED.values():
+    for options in OPTIONS.values():
         HybridAllReduceStrategy(**options)
     for name in ("algorithm", "unused parameters", "shard update", "world update"):
-        HybridPipelineStrategy(**ASKED[name])
+        HybridPipelineStrategy(**OPTIONS[name])
 
 
-def test_the_page_has_the_table():
-    """One line for each option, with all that it excludes."""
-    text = (
-        README.read_text().partition("## Options that cannot be combined")[2].partition("\n## ")[0]
-    )
-    lines = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line.startswith("|")
-    ]
-    shown = {(one, other) for other, *rest in lines[2:] for one in ", ".join(rest).split(", ")}
+def test_the_page_shows_every_row_of_the_table():
+    """One line for each option, with everything that it excludes."""
+    text = README.read_text().partition("## What excludes what")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    shown = set()
+    for conflict, *cells in rows[2:]:
+        for cell in cells:
+            shown |= {(feature.strip(), conflict.strip()) for feature in cell.split(",")}
     assert shown == {(pair.feature, pair.conflict) for pair in table.EXCLUDED}

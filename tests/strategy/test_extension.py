@@ -1,8 +1,10 @@
-"""Extensions: the page's code, what an error in each hook does, the order of the end, and what is not imported."""
+"""Extensions: the page's code, the effect of an error in each hook, the order of the end, and imports."""
 
 import ast
+import re
 import sys
 import warnings
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -42,21 +44,24 @@ def fit_of_the_page(source):
 
 def test_the_extension_of_the_page_logs_the_norm_of_an_update(two_ranks):
     (source,) = python_blocks(PAGE)
-    for logged, expected in two_ranks.run(fit_of_the_page, source):
-        assert logged == pytest.approx(expected, rel=1e-6)
-        assert logged > 0
+    results = two_ranks.run(fit_of_the_page, source)
+    for rank, (logged, expected) in enumerate(results):
+        assert logged == pytest.approx(expected, rel=1e-6), f"rank {rank}"
+        assert logged > 0, f"rank {rank}"
 
 
-class Says(FitExtension):
-    def __init__(self, fit, name, said, fails=()):
+class RecordsCalls(FitExtension):
+    """Extension that records the calls of its hooks, and fails in some of them."""
+
+    def __init__(self, fit, name, calls, fails=()):
         self.name = name
-        self.said = said
+        self.calls = calls
         self.fails = fails
-        self.note("made", kept=False)
+        self.note("constructor", is_recorded=False)
 
-    def note(self, hook, kept=True):
-        if kept:
-            self.said.append(f"{self.name}.{hook}")
+    def note(self, hook, is_recorded=True):
+        if is_recorded:
+            self.calls.append(f"{self.name}.{hook}")
         if hook in self.fails:
             raise ValueError(f"{self.name}.{hook}")
 
@@ -68,7 +73,7 @@ class Says(FitExtension):
             self.note("before_batch")
 
     def step(self, fit, optimizer, run):
-        self.note("step", kept=False)
+        self.note("step", is_recorded=False)
         return run()
 
     def _noted(hook):
@@ -90,24 +95,41 @@ class Says(FitExtension):
 
     def end(self, fit, error):
         assert not fit.engine._is_closed
-        self.said.append(f"{self.name}.end({'' if error is None else type(error).__name__})")
-        self.note("end", kept=False)
+        kind = "" if error is None else type(error).__name__
+        self.calls.append(f"{self.name}.end({kind})")
+        self.note("end", is_recorded=False)
 
     def put_back(self, fit, error):
         assert not hasattr(fit, "engine")
         self.note("put_back")
 
 
+@dataclass
+class Fitted:
+    """Calls of the extensions a, b and c of a fit on one rank, its error, and the warnings of its end."""
+
+    rank: int
+    calls: list[str]
+    error: str
+    notes: list[str]
+    warnings: list[str]
+
+    def calls_of(self, *hooks):
+        return [call for call in self.calls if re.split(r"[( ]", hook_of(call))[0] in hooks]
+
+
+def hook_of(call):
+    return call.partition(".")[2]
+
+
 def fit(fails, batch_error_on=(), path=None, ckpt_path=None):
-    said = []
+    calls = []
     module = toy.Toy()
     error = ""
     notes = []
-    if isinstance(fails, list):
-        fails = fails[dist.get_rank()]
-    else:
-        fails = fails
-    factories = [partial(Says, name=name, said=said, fails=fails.get(name, ())) for name in "abc"]
+    factories = [
+        partial(RecordsCalls, name=name, calls=calls, fails=fails.get(name, ())) for name in "abc"
+    ]
     if dist.get_rank() in batch_error_on:
         module.training_step = lambda batch, batch_idx: {}["label"]
     strategy = HybridAllReduceStrategy(extensions=factories, ranks_per_node=1, timeout=30)
@@ -121,43 +143,51 @@ def fit(fails, batch_error_on=(), path=None, ckpt_path=None):
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
             notes = getattr(raised, "__notes__", [])
-    texts = [str(one.message) for one in caught if "could not be ended" in str(one.message)]
-    assert not [one for one in trainer.callbacks if type(one).__name__ == "ExtensionHooks"]
+    messages = [str(warning.message) for warning in caught]
+    assert "ExtensionHooks" not in {type(callback).__name__ for callback in trainer.callbacks}
     assert strategy._comm.engine is None
-    return said, error, texts, notes
+    return Fitted(
+        rank=dist.get_rank(),
+        calls=calls,
+        error=error,
+        notes=notes,
+        warnings=[message for message in messages if "could not be ended" in message],
+    )
 
 
-def hooks(said, *names):
-    return [one for one in said if one.split(".")[1].split("(")[0].split(" ")[0] in names]
+HOOKS_OF_A_GOOD_FIT = [
+    "after_setup",
+    "before_batch",
+    "before_validation",
+    "in_validation",
+    "in_validation",
+    "after_validation",
+    "before_train_end",
+    "end()",
+    "put_back",
+    "save",
+]
 
 
 def test_a_good_fit_calls_hooks_in_order_and_ends_in_reverse(two_ranks, tmp_path):
-    for said, error, _, _ in two_ranks.run(fit, {}, (), tmp_path / "one.ckpt", timeout_s=LIMIT_S):
-        assert error == ""
-        each = [one.split(".")[1] for one in said if one.startswith("a.")]
-        steps = [
-            "after_setup",
-            "before_batch",
-            "before_validation",
-            "in_validation",
-            "in_validation",
-        ]
-        assert each == [*steps, "after_validation", "before_train_end", "end()", "put_back", "save"]
-        ended = [f"{one}.end()" for one in "cba"]
-        put_back = [f"{one}.put_back" for one in "cba"]
-        assert hooks(said, "end", "put_back") == [*ended, *put_back]
-        assert hooks(said, "save") == ["a.save", "b.save", "c.save"]
-    for said, error, _, _ in two_ranks.run(
-        fit, {}, (), None, tmp_path / "one.ckpt", timeout_s=LIMIT_S
-    ):
-        assert error == ""
-        assert hooks(said, "load") == ["a.load 1", "b.load 1", "c.load 1"]
+    path = tmp_path / "last.ckpt"
+    ended = ["c.end()", "b.end()", "a.end()"]
+    put_back = ["c.put_back", "b.put_back", "a.put_back"]
+    for fitted in two_ranks.run(fit, {}, (), path, timeout_s=LIMIT_S):
+        assert fitted.error == ""
+        of_a = [hook_of(call) for call in fitted.calls if call.startswith("a.")]
+        assert of_a == HOOKS_OF_A_GOOD_FIT, f"rank {fitted.rank}"
+        assert fitted.calls_of("end", "put_back") == [*ended, *put_back], f"rank {fitted.rank}"
+        assert fitted.calls_of("save") == ["a.save", "b.save", "c.save"]
+    for fitted in two_ranks.run(fit, {}, (), None, path, timeout_s=LIMIT_S):
+        assert fitted.error == ""
+        assert fitted.calls_of("load") == ["a.load 1", "b.load 1", "c.load 1"]
 
 
 @pytest.mark.parametrize(
     ("fails", "begun"),
     [
-        ({"b": ("made",)}, ""),
+        ({"b": ("constructor",)}, ""),
         ({"b": ("after_setup",)}, "ab"),
         ({"a": ("before_batch",)}, "abc"),
         ({"c": ("step",)}, "abc"),
@@ -169,81 +199,82 @@ def test_an_error_of_an_extension_is_the_fits_and_ends_what_has_begun(two_ranks,
         changed = "abc"
     else:
         changed = ""
-    for said, error, texts, _ in two_ranks.run(fit, fails, timeout_s=LIMIT_S):
-        assert error.startswith(f"ValueError: {name}.{hook}")
-        expected = [f"{one}.failed" for one in begun] + [
-            f"{one}.end(ValueError)" for one in reversed(begun)
-        ]
-        assert hooks(said, "failed", "end", "put_back") == expected + [
-            f"{one}.put_back" for one in reversed(changed)
-        ]
-        assert not texts
+    expected = [f"{extension}.failed" for extension in begun]
+    expected += [f"{extension}.end(ValueError)" for extension in reversed(begun)]
+    expected += [f"{extension}.put_back" for extension in reversed(changed)]
+    for fitted in two_ranks.run(fit, fails, timeout_s=LIMIT_S):
+        assert fitted.error.startswith(f"ValueError: {name}.{hook}"), f"rank {fitted.rank}"
+        assert fitted.calls_of("failed", "end", "put_back") == expected, f"rank {fitted.rank}"
+        assert not fitted.warnings
 
 
-def test_an_error_of_the_fit_stays_the_one_that_is_seen(two_ranks):
+def test_the_error_of_a_fit_is_raised_although_extensions_fail_after_it(two_ranks):
     fails = {"a": ("failed", "put_back"), "b": ("end",)}
-    for said, error, texts, notes in two_ranks.run(fit, fails, (0, 1), timeout_s=LIMIT_S):
-        assert error.startswith("KeyError")
-        failed = [f"{one}.failed" for one in "abc"]
-        ended = [f"{one}.end(KeyError)" for one in "cba"]
-        put_back = [f"{one}.put_back" for one in "cba"]
-        assert hooks(said, "failed", "end", "put_back") == [*failed, *ended, *put_back]
-        assert any("Says.failed: ValueError: a.failed" in note for note in notes)
-        assert [text.rpartition(" ")[2] for text in texts] == ["b.end", "a.put_back"]
+    expected = [f"{extension}.failed" for extension in "abc"]
+    expected += [f"{extension}.end(KeyError)" for extension in "cba"]
+    expected += [f"{extension}.put_back" for extension in "cba"]
+    for fitted in two_ranks.run(fit, fails, (0, 1), timeout_s=LIMIT_S):
+        assert fitted.error.startswith("KeyError"), f"rank {fitted.rank}"
+        assert fitted.calls_of("failed", "end", "put_back") == expected, f"rank {fitted.rank}"
+        assert any("RecordsCalls.failed: ValueError: a.failed" in note for note in fitted.notes)
+        failed = [text.rpartition(" ")[2] for text in fitted.warnings]
+        assert failed == ["b.end", "a.put_back"]
 
 
 def test_a_rank_that_fails_alone_ends_the_extensions_of_all(two_ranks):
-    both = two_ranks.run(fit, {}, (1,), timeout_s=LIMIT_S)
-    for said, error, _, _ in both:
-        assert "KeyError" in error
-        assert [hook for hook in hooks(said, "end") if hook.endswith(".end()")] == []
-        assert len(hooks(said, "failed")) == len(hooks(said, "end")) == 3
+    for fitted in two_ranks.run(fit, {}, (1,), timeout_s=LIMIT_S):
+        assert "KeyError" in fitted.error, f"rank {fitted.rank}"
+        assert len(fitted.calls_of("failed")) == 3, f"rank {fitted.rank}"
+        ends = fitted.calls_of("end")
+        assert len(ends) == 3, f"rank {fitted.rank}"
+        without_error = [call for call in ends if call.endswith(".end()")]
+        assert without_error == []
 
 
 def test_errors_at_the_end_of_a_good_fit_are_raised_once_all_have_ended(two_ranks):
     """Lightning then reports and tears down again: nothing is ended twice, and nothing collective follows."""
     fails = {"a": ("end",), "c": ("end",)}
-    for said, error, texts, notes in two_ranks.run(fit, fails, timeout_s=LIMIT_S):
-        assert error.startswith("ValueError: c.end")
-        assert any("And then ValueError: a.end" in note for note in notes)
-        assert hooks(said, "end") == ["c.end()", "b.end()", "a.end()"]
-        assert hooks(said, "put_back") == ["c.put_back", "b.put_back", "a.put_back"]
-        assert len(hooks(said, "failed")) == 3
-        assert not texts
+    for fitted in two_ranks.run(fit, fails, timeout_s=LIMIT_S):
+        assert fitted.error.startswith("ValueError: c.end"), f"rank {fitted.rank}"
+        assert any("And then ValueError: a.end" in note for note in fitted.notes)
+        assert fitted.calls_of("end") == ["c.end()", "b.end()", "a.end()"]
+        assert fitted.calls_of("put_back") == ["c.put_back", "b.put_back", "a.put_back"]
+        assert len(fitted.calls_of("failed")) == 3
+        assert not fitted.warnings
 
 
-def ends(options, precision):
-    said = []
+def order_of_the_end(options, precision):
+    ended = []
     with pytest.MonkeyPatch.context() as patch:
         for kind, name, label in (
-            (FitExtension, "end", lambda one: "end"),
+            (FitExtension, "end", lambda extension: "end"),
             (CommEngine, "close", lambda engine: f"engine of {engine.topology.world_size}"),
             (HalfPrecisionWindow, "end", lambda window: "window"),
-            (FitExtension, "put_back", lambda one: "put back"),
+            (FitExtension, "put_back", lambda extension: "put back"),
             (DDPStrategy, "teardown", lambda strategy: "DDP"),
         ):
-            before = getattr(kind, name)
+            original = getattr(kind, name)
 
-            def call(self, *args, before=before, label=label):
-                said.append(label(self))
-                return before(self, *args)
+            def call(self, *args, original=original, label=label):
+                ended.append(label(self))
+                return original(self, *args)
 
             patch.setattr(kind, name, call)
         strategy = HybridAllReduceStrategy(extensions=[lambda fit: FitExtension()], **options)
         toy.trainer(strategy=strategy, precision=precision, max_epochs=1).fit(
             toy.Toy(), toy.loader(16)
         )
-    return said
+    return ended
 
 
 def test_a_fit_ends_extensions_then_the_engine_then_the_window_then_the_module(two_ranks):
     """The nodes' engine of local steps closes before that of all ranks."""
     options = {"between_nodes": LocalSteps(every=2), "ranks_per_node": 1}
     order = ["end", "engine of 1", "engine of 2", "window", "put back", "put back", "DDP"]
-    assert two_ranks.run(ends, options, "16-true") == [order] * 2
+    assert two_ranks.run(order_of_the_end, options, "16-true") == [order] * 2
 
 
-def test_an_extension_that_is_no_factory_is_refused():
+def test_extensions_that_are_no_list_of_factories_are_refused():
     for wrong in ([FitExtension()], [partial, "name"], FitExtension(), FitExtension, 3, "name"):
         with pytest.raises(
             ValueError, match=r"^`extensions` .* must be a list of factories of extensions"
@@ -264,24 +295,24 @@ FEATURES = ("feedback_state", "local_steps", "shard_update", "node_slices")
 def modules_after(options):
     # tests that come after find the modules that they know
     with pytest.MonkeyPatch.context() as patch:
-        names = [f"lightning_hybrid.strategy.{one}" for one in FEATURES]
-        known = [name for name in sys.modules if name.startswith(tuple(names))]
-        for name in known:
+        modules = {feature: f"lightning_hybrid.strategy.{feature}" for feature in FEATURES}
+        imported = [name for name in sys.modules if name.startswith(tuple(modules.values()))]
+        for name in imported:
             patch.setattr(name, sys.modules[name])
-        for name in known:
+        for name in imported:
             patch.delitem(sys.modules, name)
         strategy = HybridAllReduceStrategy(**options)
         toy.trainer(strategy=strategy, precision="16-true", max_epochs=1).fit(
             toy.Toy(), toy.loader()
         )
-        results = [one for one, name in zip(FEATURES, names, strict=True) if name in sys.modules]
-        return strategy._extensions.members == (), results
+        used = [feature for feature, name in modules.items() if name in sys.modules]
+        return strategy._extensions.members == (), used
 
 
 def test_a_fit_without_an_option_imports_none_of_its_modules(two_ranks):
     assert two_ranks.run(modules_after, {}) == [(True, [])] * 2
-    one_of = {"between_nodes": LocalSteps(every=2), "ranks_per_node": 1}
-    assert two_ranks.run(modules_after, one_of) == [(False, ["local_steps"])] * 2
+    options = {"between_nodes": LocalSteps(every=2), "ranks_per_node": 1}
+    assert two_ranks.run(modules_after, options) == [(False, ["local_steps"])] * 2
 
 
 def test_extensions_know_neither_the_strategy_nor_each_other():
@@ -292,12 +323,12 @@ def test_extensions_know_neither_the_strategy_nor_each_other():
         for folder in folders
         for path in tracked_in(ROOT / "lightning_hybrid/strategy" / folder, "*.py")
     ]
-    known = {"extension", "node_groups", "arguments", "options", "compatibility"}
-    for own, path in modules:
+    shared = {"extension", "node_groups", "arguments", "options", "compatibility"}
+    for feature, path in modules:
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(node, "module", None) or ""
             if name.startswith("lightning_hybrid.strategy."):
-                assert name.split(".")[2] in {own, *known}, f"{path} imports {name}"
+                assert name.split(".")[2] in {feature, *shared}, f"{path} imports {name}"
             assert not (isinstance(node, ast.Attribute) and node.attr == "strategy"), (
                 f"{path}:{node.lineno}"
             )

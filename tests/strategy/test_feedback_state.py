@@ -14,7 +14,7 @@ from tests.scenes import Saves, Spoiled, at, same
 
 LONG = pytest.mark.long
 
-# The leader of a node encodes all, or each of its ranks a shard of each small chunk.
+# The leader of a node encodes everything, or each of its ranks a shard of each small chunk.
 BY_LEADER = CommPlan(algorithm="hierarchical")
 BY_SHARDS = CommPlan(algorithm="two_level", bucket_bytes=1024, chunk_bytes=512, num_buckets=1)
 
@@ -50,28 +50,34 @@ def residuals_in(path):
         pytest.param(4, "int4", {"ranks_per_node": 2, "shard_update": "node"}, marks=LONG),
     ],
 )
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     rank_pool, tmp_path, num_ranks, codec, scene
 ):
-    path = tmp_path / "one.ckpt"
+    path = tmp_path / "epoch0.ckpt"
     ranks = rank_pool.ranks(num_ranks)
     whole = fit(ranks, codec, callbacks=[Saves(path, epoch=0)], **scene)
-    for first, second in zip(whole, fit(ranks, codec, ckpt_path=path, **scene), strict=True):
-        assert same(first.parameters, second.parameters)
+    resumed = fit(ranks, codec, ckpt_path=path, **scene)
+    for rank, seen in enumerate(resumed):
+        assert same(seen.parameters, whole[rank].parameters), f"rank {rank}"
     residuals = residuals_in(path)["residuals"]
-    assert residuals["net.5.weight"].shape == (num_ranks // scene.get("ranks_per_node", 1), 16, 48)
-    assert all(float(rows.abs().amax()) > 0 for rows in residuals.values())
+    num_nodes = num_ranks // scene.get("ranks_per_node", 1)
+    assert residuals["net.5.weight"].shape == (num_nodes, 16, 48)
+    for name, rows in residuals.items():
+        assert float(rows.abs().amax()) > 0, name
 
 
 def test_residuals_move_to_the_rank_that_encodes_their_block(four_ranks, tmp_path):
-    """Neither algorithm and buckets, which DDP makes otherwise in the first step, nor saving change a bit."""
-    path = tmp_path / "one.ckpt"
+    """Neither algorithm and buckets, which DDP builds differently in the first step, nor saving change a bit."""
+    path = tmp_path / "epoch0.ckpt"
     scene = {"ranks_per_node": 2, "max_epochs": 3}
-    by_leader, by_shards = (Comm(plan=plan) for plan in (BY_LEADER, BY_SHARDS))
-    first = fit(four_ranks, comm=by_leader, callbacks=[Saves(path, epoch=0)], **scene)
-    others = [fit(four_ranks, comm=by_shards, ckpt_path=each, **scene) for each in (None, path)]
-    for seen in [*first, *others[0], *others[1]]:
-        assert same(seen.parameters, first[0].parameters)
+    by_shards = scene | {"comm": Comm(plan=BY_SHARDS)}
+    by_leader = scene | {"comm": Comm(plan=BY_LEADER)}
+    whole_by_leader = fit(four_ranks, callbacks=[Saves(path, epoch=0)], **by_leader)
+    whole_by_shards = fit(four_ranks, **by_shards)
+    resumed_by_shards = fit(four_ranks, ckpt_path=path, **by_shards)
+    expected = whole_by_leader[0].parameters
+    for seen in [*whole_by_leader, *whole_by_shards, *resumed_by_shards]:
+        assert same(seen.parameters, expected), f"rank {seen.rank}"
 
 
 def of_all_nodes(trainer, module, *args):
@@ -79,21 +85,21 @@ def of_all_nodes(trainer, module, *args):
     return extensions.members[0].collected(extensions.fit)
 
 
-def test_a_skipped_step_leaves_all_residuals_as_they_were(two_ranks):
-    """And the loss scale, which falls, does not show in them."""
+def test_a_skipped_step_leaves_all_residuals_unchanged(two_ranks):
+    """Although the loss scale falls."""
     module = partial(Spoiled, batches=(2,), lr=0.05)
     callbacks = [at(on_train_batch_end=of_all_nodes)]
-    seen, other = fit(two_ranks, module=module, max_epochs=1, callbacks=callbacks)
-    found = seen.looks["on_train_batch_end"]
-    assert same(found[2], found[1])
-    assert not same(found[3], found[2])
-    assert all(value.isfinite().all() for value in found[3].values())
-    assert same(seen.parameters, other.parameters)
-    assert all(value.isfinite().all() for value in seen.parameters.values())
+    rank_0, rank_1 = fit(two_ranks, module=module, max_epochs=1, callbacks=callbacks)
+    residuals = rank_0.looks["on_train_batch_end"]
+    assert same(residuals[2], residuals[1])
+    assert not same(residuals[3], residuals[2])
+    assert all(value.isfinite().all() for value in residuals[3].values())
+    assert same(rank_0.parameters, rank_1.parameters)
+    assert all(value.isfinite().all() for value in rank_0.parameters.values())
 
 
-def owed(path):
-    """By the mean gradient, float64, by name."""
+def missing_in_the_mean(path):
+    """Return by how much the mean gradient is short so far, in float64, by name."""
     saved = residuals_in(path)
     return {
         name: rows.double().sum(0) / saved["world_size"]
@@ -101,21 +107,27 @@ def owed(path):
     }
 
 
-def test_two_nodes_then_two_of_two_ranks_then_four_then_two_owe_the_same(
+def test_residuals_keep_their_sum_on_another_number_of_nodes_and_ranks(
     two_ranks, four_ranks, tmp_path
 ):
-    first, larger, second, third, fourth = (tmp_path / f"{place}.ckpt" for place in range(5))
+    """Two nodes of one rank, two of two ranks, four of one and again two of one."""
+    first = tmp_path / "first.ckpt"
     fit(two_ranks, max_epochs=1, save_to=first)
-    steps = [(four_ranks, larger, 2), (four_ranks, second, 1), (two_ranks, third, 1)]
-    before = first
-    for ranks, path, ranks_per_node in steps:  # they train no step: the first epoch is over
-        fit(ranks, max_epochs=1, ckpt_path=before, save_to=path, ranks_per_node=ranks_per_node)
-        for name, value in owed(path).items():
-            ulp = torch.finfo(torch.float32).eps * (expected := owed(first)[name]).abs()
-            assert bool(((value - expected).abs() <= ulp).all()), name
-        before = path
-    fit(two_ranks, max_epochs=2, ckpt_path=third, save_to=fourth)
-    assert not same(owed(fourth), owed(third))
+    expected = missing_in_the_mean(first)
+    previous = first
+    worlds = [(four_ranks, 2), (four_ranks, 1), (two_ranks, 1)]
+    for number, (ranks, ranks_per_node) in enumerate(worlds):
+        path = tmp_path / f"world{number}.ckpt"
+        # no step is trained: the first epoch is over
+        fit(ranks, max_epochs=1, ckpt_path=previous, save_to=path, ranks_per_node=ranks_per_node)
+        for name, value in missing_in_the_mean(path).items():
+            ulp = torch.finfo(torch.float32).eps * expected[name].abs()
+            is_close = (value - expected[name]).abs() <= ulp
+            assert bool(is_close.all()), f"{name} in world {number}"
+        previous = path
+    end = tmp_path / "end.ckpt"
+    fit(two_ranks, max_epochs=2, ckpt_path=previous, save_to=end)
+    assert not same(missing_in_the_mean(end), missing_in_the_mean(previous))
 
 
 def test_a_file_that_is_saved_while_an_error_ends_the_run_has_no_residuals(monkeypatch):
@@ -139,7 +151,6 @@ class Manual(toy.Toy):
         self.automatic_optimization = False
 
 
-def test_a_fit_is_refused_before_it_trains():
-    assert fit(None, module=Manual, raises=True).error.startswith(
-        "ValueError: `automatic_optimization` (=False)"
-    )
+def test_manual_optimization_is_refused_before_training():
+    seen = fit(None, module=Manual, raises=True)
+    assert seen.error.startswith("ValueError: `automatic_optimization` (=False)")

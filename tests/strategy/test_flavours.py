@@ -109,17 +109,18 @@ def test_two_ranks_of_pytorch_lightning_train_half_precision_on_masters(tmp_path
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_every_launcher_trains_the_same_model(package, launcher, tmp_path):
     expected, _ = train(tmp_path / "fork", "train.py", "hybrid_allreduce_fork")
+    strategy = "hybrid_allreduce"
     if launcher == "spawn":
         strategy = "hybrid_allreduce_spawn"
-    else:
-        strategy = "hybrid_allreduce"
-    command = [*(TORCHRUN if launcher == "torchrun" else []), "train.py", strategy]
-    found, _ = train(tmp_path / "this", *command, package=package, is_fresh=True)
-    for rank, seen in enumerate(found):
-        assert (seen["world_size"], seen["half"]) == (2, "torch.float16")
-        assert seen["losses"] == expected[rank]["losses"]
-        assert toy.same_bits(seen["weights"], expected[0]["weights"])
-    assert found[0]["losses"] != found[1]["losses"], "ranks must see different data"
+    command = ["train.py", strategy]
+    if launcher == "torchrun":
+        command = [*TORCHRUN, *command]
+    results, _ = train(tmp_path / "this", *command, package=package, is_fresh=True)
+    for rank, seen in enumerate(results):
+        assert (seen["world_size"], seen["half"]) == (2, "torch.float16"), f"rank {rank}"
+        assert seen["losses"] == expected[rank]["losses"], f"rank {rank}"
+        assert toy.same_bits(seen["weights"], expected[0]["weights"]), f"rank {rank}"
+    assert results[0]["losses"] != results[1]["losses"], "ranks must see different data"
 
 
 # A process that has imported torch, as if it had imported none of these.

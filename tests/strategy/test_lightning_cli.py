@@ -1,4 +1,4 @@
-"""`LightningCLI` with the strategy by name and by `class_path`. What `README.md` shows is run as it stands."""
+"""`LightningCLI` with the strategy by name and by `class_path`. The example of `README.md` is run as it stands."""
 
 import re
 import sys
@@ -25,7 +25,15 @@ from lightning.pytorch.cli import LightningCLI
 
 README = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "strategy" / "README.md"
 STEPS = LocalSteps(every=8, outer_lr=0.7)
-QUIET = ("accelerator=cpu", "devices=1", "max_steps=2", "logger=false", "enable_progress_bar=false")
+QUIET = (
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--trainer.max_steps=2",
+    "--trainer.logger=false",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--trainer.enable_checkpointing=false",
+)
 
 
 class ToyWithoutOptimizer(toy.Toy):
@@ -39,20 +47,19 @@ class ToyWithoutOptimizer(toy.Toy):
 
 @pytest.fixture(autouse=True)
 def called_from_a_program(monkeypatch):
-    # Lightning warns where it finds pytest's arguments
+    # Lightning warns if it finds pytest's arguments
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    # of what Lightning's own code calls
+    # Lightning's own code calls deprecated functions
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
-def parsed(*arguments):
-    quiet = [
-        f"--trainer.{one}"
-        for one in (*QUIET, "enable_model_summary=false", "enable_checkpointing=false")
-    ]
-    arguments = [*arguments, *quiet]
+def parsed(*arguments, module=toy.Toy):
     return LightningCLI(
-        toy.Toy, args=arguments, run=False, save_config_callback=None, seed_everything_default=False
+        module,
+        args=[*arguments, *QUIET],
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
     )
 
 
@@ -63,10 +70,10 @@ def fitted(*arguments):
 
 
 def test_the_yaml_of_the_page_trains_with_its_options(tmp_path):
-    (tmp_path / "config.yaml").write_text(
-        re.search(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)[1]
-    )
-    trainer = fitted("--config", str(tmp_path / "config.yaml"))
+    example = re.search(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)[1]
+    path = tmp_path / "config.yaml"
+    path.write_text(example)
+    trainer = fitted("--config", str(path))
     assert type(trainer.strategy) is HybridAllReduceStrategy
     assert type(trainer.precision_plugin) is MasterWeightPrecision
     assert trainer.strategy._options.plan.algorithm == "hierarchical"
@@ -74,20 +81,28 @@ def test_the_yaml_of_the_page_trains_with_its_options(tmp_path):
     assert trainer.global_step == 2
 
 
-def test_a_timeout_is_seconds_and_a_wrong_type_is_refused_by_name(capsys):
-    strategy = "--trainer.strategy=lightning_hybrid.HybridAllReduceStrategy"
-    for given in ("60", "0:01:00"):
-        trainer = fitted(strategy, f"--trainer.strategy.timeout={given}")
-        assert trainer.strategy._timeout == timedelta(minutes=1)
-    for option in (
-        "timeout=soon",
-        "report.trace_dir=[5]",
-        "comm.algorithm=sometimes",
-        "between_nodes.every=8",
-    ):
-        with pytest.raises(SystemExit):
-            fitted(strategy, f"--trainer.strategy.{option}")
-        assert option.partition("=")[0].rpartition(".")[2] in capsys.readouterr().err
+STRATEGY = "--trainer.strategy=lightning_hybrid.HybridAllReduceStrategy"
+
+
+@pytest.mark.parametrize("timeout", ["60", "0:01:00"])
+def test_a_timeout_may_be_seconds_or_a_duration(timeout):
+    trainer = fitted(STRATEGY, f"--trainer.strategy.timeout={timeout}")
+    assert trainer.strategy._timeout == timedelta(minutes=1)
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("timeout=soon", "timeout"),
+        ("report.trace_dir=[5]", "trace_dir"),
+        ("comm.algorithm=sometimes", "algorithm"),
+        ("between_nodes.every=8", "every"),
+    ],
+)
+def test_a_wrong_value_or_option_is_refused_by_name(capsys, option, name):
+    with pytest.raises(SystemExit):
+        fitted(STRATEGY, f"--trainer.strategy.{option}")
+    assert name in capsys.readouterr().err
 
 
 CLASS = "--trainer.strategy.class_path=lightning_hybrid.HybridAllReduceStrategy"
@@ -110,53 +125,45 @@ BETWEEN = "--trainer.strategy.init_args.between_nodes"
         ),
     ],
 )
-def test_the_class_that_is_asked_for_is_made_also_from_a_saved_configuration(
+def test_the_requested_class_is_built_also_from_a_saved_configuration(
     tmp_path, arguments, between_nodes
 ):
-    """Of plain dataclasses the parser would take the first whose fields fit, in silence."""
+    """With plain dataclasses the parser would silently choose the first whose fields fit."""
     cli = parsed(CLASS, *arguments)
-    (tmp_path / "saved.yaml").write_text(cli.parser.dump(cli.config, skip_none=False))
-    for made in (cli, parsed("--config", str(tmp_path / "saved.yaml"))):
-        text = made.trainer.strategy._options.features()
-        assert text == HybridAllReduceStrategy(between_nodes)._options.features()
-        assert made.config.trainer.strategy.init_args.between_nodes.class_path.endswith(
-            type(between_nodes).__name__
-        )
+    path = tmp_path / "saved.yaml"
+    path.write_text(cli.parser.dump(cli.config, skip_none=False))
+    cli_of_saved = parsed("--config", str(path))
+    expected = HybridAllReduceStrategy(between_nodes)._options.features()
+    for any_cli in (cli, cli_of_saved):
+        assert any_cli.trainer.strategy._options.features() == expected
+        class_path = any_cli.config.trainer.strategy.init_args.between_nodes.class_path
+        assert class_path.endswith(type(between_nodes).__name__)
 
 
 @pytest.mark.parametrize("value", ["1024", "1024.0", "dynamic"])
 def test_a_loss_scale_on_the_command_line_is_a_number_or_dynamic(value):
-    short = "--trainer.strategy=lightning_hybrid.HybridAllReduceStrategy"
-    trainer = fitted(short, f"--trainer.strategy.loss_scale={value}", "--trainer.precision=16-true")
-    expected = {"dynamic": "DynamicLossScale"}.get(value, "StaticLossScale")
-    assert type(trainer.precision_plugin.loss_scale).__name__ == expected
-    assert value == "dynamic" or trainer.precision_plugin.loss_scale.value == 1024.0
+    options = (f"--trainer.strategy.loss_scale={value}", "--trainer.precision=16-true")
+    scale = fitted(STRATEGY, *options).precision_plugin.loss_scale
+    if value == "dynamic":
+        assert type(scale).__name__ == "DynamicLossScale"
+    else:
+        assert type(scale).__name__ == "StaticLossScale"
+        assert scale.value == 1024.0
 
 
-def test_an_optimizer_on_the_command_line_takes_pairs_of_numbers():
+def test_an_optimizer_on_the_command_line_accepts_pairs_of_numbers():
     lamb = (
         "--optimizer=lightning_hybrid.optim.LAMB",
         "--optimizer.lr=1e-2",
         "--optimizer.betas=[0.9, 0.99]",
+        "--optimizer.weight_norm_bounds=[0.0, 10.0]",
     )
-    quiet = [
-        f"--trainer.{one}"
-        for one in (*QUIET, "enable_model_summary=false", "enable_checkpointing=false")
-    ]
-    cli = LightningCLI(
-        ToyWithoutOptimizer,
-        args=[*lamb, "--optimizer.weight_norm_bounds=[0.0, 10.0]", CLASS, *quiet],
-        run=False,
-        save_config_callback=None,
-        seed_everything_default=False,
-    )
+    cli = parsed(*lamb, CLASS, module=ToyWithoutOptimizer)
     cli.trainer.fit(cli.model, toy.loader())
     group = cli.trainer.optimizers[0].param_groups[0]
-    assert (group["lr"], group["betas"], group["weight_norm_bounds"]) == (
-        0.01,
-        (0.9, 0.99),
-        (0.0, 10.0),
-    )
+    assert group["lr"] == 0.01
+    assert group["betas"] == (0.9, 0.99)
+    assert group["weight_norm_bounds"] == (0.0, 10.0)
 
 
 def test_the_name_is_enough():

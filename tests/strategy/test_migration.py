@@ -1,4 +1,4 @@
-"""The page for users of other libraries: what its tables say trains, and their checkpoints go on."""
+"""Page for users of other libraries: the code of its tables trains, and their checkpoints resume."""
 
 import ast
 import re
@@ -29,33 +29,32 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "lightning_hybrid" / "strategy" / "migration.md"
 
 
-def rows() -> dict[str, list[tuple[str, str]]]:
+def our_cells() -> list[str]:
+    """Return the second cells of all tables: the code to write with this package."""
     text = README.read_text().partition("## Checkpoints of other libraries")[0]
-    found = {}
+    cells = []
     for section in text.split("\n## ")[1:]:
-        lines = [
+        rows = [
             line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")
         ]
-        found[section.splitlines()[0]] = [
-            (had.strip(), write.strip()) for had, write, *_ in lines[1:]
-        ]
-    return found
+        cells += [row[1] for row in rows[1:]]
+    return cells
 
 
-def expressions(cell: str) -> list[str]:
-    results = []
+def calls_in(cell: str) -> list[str]:
+    """Return the pieces of code of a cell that are a call."""
+    calls = []
     for code in re.findall(r"`([^`]+)`", cell):
         try:
             tree = ast.parse(code, mode="eval")
         except SyntaxError:
             continue
-        results += [code] if isinstance(tree.body, ast.Call) else []
-    return results
+        if isinstance(tree.body, ast.Call):
+            calls.append(code)
+    return calls
 
 
-CODES = dict.fromkeys(
-    code for table in rows().values() for _, cell in table for code in expressions(cell)
-)
+CODES = dict.fromkeys(code for cell in our_cells() for code in calls_in(cell))
 
 
 class Pictures(pl.LightningModule):
@@ -72,7 +71,7 @@ class Pictures(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def small_imagenet(**given):
+def small_imagenet(**options):
     if dist.get_rank() == 0:
         write_root(Path("pictures"))
     dist.barrier()
@@ -83,12 +82,15 @@ def small_imagenet(**given):
         "image_size": 8,
         "eval_resize": 8,
     }
-    assert given.keys() <= {*small, "seed"}
-    return ImageNetDataModule(**{**given, **small, "num_threads": 1})
+    assert options.keys() <= {*small, "seed"}
+    return ImageNetDataModule(**{**options, **small, "num_threads": 1})
 
 
 def trained_with(code: str, folder: str):
-    """Two steps with what the code gives, on ranks that begin with other weights: steps, what stayed, sums, files."""
+    """Train two steps with the object of the code, on ranks that begin with different weights.
+
+    Return the number of steps, the names of weights that did not move, the sums of all weights, and the written files.
+    """
     module = toy.Toy(seed=dist.get_rank())
     settings = {}
     data = {"train_dataloaders": toy.loader()}
@@ -98,24 +100,20 @@ def trained_with(code: str, folder: str):
         "groups": param_groups(module, weight_decay=1e-4),
         "LARS": LARS,
         "LAMB": LAMB,
-    }
-    names |= {
         "MasterWeightAveraging": MasterWeightAveraging,
         "ImageNetDataModule": small_imagenet,
         "Trainer": dict,
     }
-    with chdir(folder):  # for those that a cell names
+    with chdir(folder):  # for the files that a cell names
         match eval(code, names):
-            case dict() as given:
-                # Lightning would warn and take bf16 on a CPU.
-                settings = given | (
-                    {"precision": "bf16-mixed"} if given.get("precision") == "16-mixed" else {}
-                )
+            case dict() as settings:
+                # Lightning would warn and use bf16 on a CPU.
+                if settings.get("precision") == "16-mixed":
+                    settings["precision"] = "bf16-mixed"
             case HybridAllReduceStrategy() as strategy:
-                settings = {
-                    "strategy": strategy,
-                    "precision": "16-true" if "loss_scale" in code else "32-true",
-                }
+                settings = {"strategy": strategy, "precision": "32-true"}
+                if "loss_scale" in code:
+                    settings["precision"] = "16-true"
             case MasterWeightPrecision() as plugin:
                 settings = {"plugins": [plugin]}
             case torch.optim.Optimizer() as optimizer:
@@ -139,7 +137,7 @@ def trained_with(code: str, folder: str):
 @pytest.mark.sampled(7)
 @pytest.mark.filterwarnings("ignore:`between_nodes` .=.* all ranks share one node")
 @pytest.mark.parametrize("code", CODES)
-def test_what_the_tables_say_trains_on_two_ranks(two_ranks, tmp_path, code):
+def test_the_code_of_the_tables_trains_on_two_ranks(two_ranks, tmp_path, code):
     rank_0, rank_1 = two_ranks.run(trained_with, code, str(tmp_path))
     num_steps, unmoved, sums, files = rank_0
     assert (num_steps, unmoved) == (2, [])
@@ -149,7 +147,7 @@ def test_what_the_tables_say_trains_on_two_ranks(two_ranks, tmp_path, code):
 
 
 class Slope(pl.LightningModule):
-    """Its gradient is what the rank drew, from 1 to 2: after a division by 2 no number is subnormal in fp16."""
+    """Module whose gradient is drawn from 1 to 2 on each rank: divided by 2, no number is subnormal in fp16."""
 
     def __init__(self):
         super().__init__()
@@ -167,15 +165,14 @@ def compress_as_torch(trainer, module):
     trainer.strategy.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
-def test_comm_dtype_is_the_compression_hook_of_torch_bit_for_bit(two_ranks):
-    hooked = {"strategy": "ddp", "callbacks": [at(on_train_start=compress_as_torch)]}
-    ours = {"comm": Comm(dtype="float16"), "ranks_per_node": 1}
-    averages = [
-        fit(two_ranks, Slope, max_steps=1, **each) for each in (hooked, ours, {"strategy": "ddp"})
-    ]
-    for hook, result, uncompressed in zip(*averages, strict=True):
-        assert same(result.weights, hook.weights)
-        assert not same(result.weights, uncompressed.weights)
+def test_comm_dtype_equals_the_compression_hook_of_torch_bit_for_bit(two_ranks):
+    compresses = at(on_train_start=compress_as_torch)
+    hooked = fit(two_ranks, Slope, max_steps=1, strategy="ddp", callbacks=[compresses])
+    uncompressed = fit(two_ranks, Slope, max_steps=1, strategy="ddp")
+    ours = fit(two_ranks, Slope, max_steps=1, comm=Comm(dtype="float16"), ranks_per_node=1)
+    for rank, seen in enumerate(ours):
+        assert same(seen.weights, hooked[rank].weights), f"rank {rank}"
+        assert not same(seen.weights, uncompressed[rank].weights), f"rank {rank}"
 
 
 @pytest.mark.parametrize(
@@ -206,71 +203,60 @@ def test_the_scale_grows_a_step_earlier_than_deepspeeds_and_falls_with_it():
     for overflow in [False] * 6 + [True] * 2 + [False] * 10 + [True] + [False] * 6:
         scale.update(torch.tensor(overflow))
         ours.append(int(scale.value) // 1024)
-    assert changes(ours, int.__lt__) == changes(deepspeed, int.__lt__) == [7]
-    assert (
-        changes(ours, int.__gt__)
-        == [step - 1 for step in changes(deepspeed, int.__gt__)]
-        == [3, 11, 15, 22]
-    )
+    falls = changes(deepspeed, int.__lt__)
+    assert falls == [7]
+    assert changes(ours, int.__lt__) == falls
+    rises = changes(deepspeed, int.__gt__)
+    assert rises == [4, 12, 16, 23]
+    assert changes(ours, int.__gt__) == [step - 1 for step in rises]
 
 
 DEEPSPEED = Path(__file__).parents[1] / "checkpoint" / "deepspeed_0_19_8"
-"""What DeepSpeed 0.19.8 made of two ranks' ZeRO-1 checkpoint of a `toy.Toy` in bf16: `pytorch_model.bin` its own
-`zero_to_fp32.py`, `lightning_model.pt` Lightning 2.6.6's converter, with the keys of Lightning's DeepSpeed strategy."""
+"""Conversions of two ranks' ZeRO-1 checkpoint of a `toy.Toy` in bf16 under DeepSpeed 0.19.8: `pytorch_model.bin` by its
+`zero_to_fp32.py`, `lightning_model.pt` by Lightning 2.6.6's converter, with the keys of its DeepSpeed strategy."""
 
 
 def held_at_start(trainer, module):
-    """Weights and optimizer state with which training starts, as a checkpoint would have them."""
+    """Return weights and optimizer state with which training starts, as a checkpoint would have them."""
+    weights = trainer.strategy.lightning_module_state_dict()
     states = trainer.optimizers[0].state_dict()["state"]
-    return (
-        {
-            name: value.clone()
-            for name, value in trainer.strategy.lightning_module_state_dict().items()
-        },
-        {
-            i: {name: torch.as_tensor(v).clone().float() for name, v in s.items()}
-            for i, s in states.items()
-        },
-    )
+    return {name: value.clone() for name, value in weights.items()}, as_floats(states)
 
 
 def as_floats(states):
-    return {
-        i: {name: torch.as_tensor(v).float() for name, v in state.items()}
-        for i, state in states.items()
-    }
+    """Return copies of optimizer states with all values as float32 tensors."""
+    floats = {}
+    for index, state in states.items():
+        values = {name: torch.as_tensor(value) for name, value in state.items()}
+        floats[index] = {name: value.clone().float() for name, value in values.items()}
+    return floats
 
 
-def test_a_checkpoint_of_stock_ddp_goes_on_to_its_bits_and_in_half_precision_from_its_masters(
+def test_a_checkpoint_of_stock_ddp_resumes_to_its_bits_and_in_half_precision_from_its_master_weights(
     two_ranks, tmp_path
 ):
-    """With `precision="16-mixed"` Lightning would take bf16 on a CPU. Its plugin, given as such, has its loss scale."""
+    """With `precision="16-mixed"` Lightning would use bf16 on a CPU. Its plugin, passed as such, has a loss scale."""
     path = tmp_path / "ddp.ckpt"
     settings = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
     adam = {"optimizer": "AdamW", "lr": 1e-2}
-    whole = fit(
-        two_ranks,
-        partial(Toy, **adam),
-        strategy="ddp",
-        callbacks=[Saves(path, epoch=0)],
-        **settings,
-    )
-    again = {
+    saves = {"strategy": "ddp", "callbacks": [Saves(path, epoch=0)]}
+    whole = fit(two_ranks, partial(Toy, **adam), **saves, **settings)
+    resumes = {
         "module": partial(Toy, seed=5, **adam),
         "ckpt_path": path,
         "callbacks": [at(on_train_start=held_at_start)],
     }
-    for first, second in zip(whole, fit(two_ranks, **again, **settings), strict=True):
-        assert same(first.weights, second.weights)
-        assert len(second.losses) == 4, "the first epoch must not have run again"
+    for rank, seen in enumerate(fit(two_ranks, **resumes, **settings)):
+        assert same(seen.weights, whole[rank].weights), f"rank {rank}"
+        assert len(seen.losses) == 4, "the first epoch must not have run again"
     saved = torch.load(path)
     assert "MixedPrecision" in saved
-    for seen in fit(two_ranks, precision="16-true", **again):
+    for rank, seen in enumerate(fit(two_ranks, precision="16-true", **resumes)):
         ((masters, states),) = seen.looks["on_train_start"]
-        assert len(seen.losses) == 4
-        assert same(masters, dict(saved["state_dict"]))
-        assert same(states, as_floats(saved["optimizer_states"][0]["state"]))
-        assert not same(seen.weights, masters)
+        assert len(seen.losses) == 4, f"rank {rank}"
+        assert same(masters, dict(saved["state_dict"])), f"rank {rank}"
+        assert same(states, as_floats(saved["optimizer_states"][0]["state"])), f"rank {rank}"
+        assert not same(seen.weights, masters), f"rank {rank}"
 
 
 def masters_of(one_rank, module):
@@ -279,24 +265,25 @@ def masters_of(one_rank, module):
         "max_steps": 1,
         "callbacks": [at(on_train_start=held_at_start)],
     }
-    return fit(one_rank, module, **scene)[0].looks["on_train_start"][0][0]
+    (seen,) = fit(one_rank, module, **scene)
+    ((masters, _),) = seen.looks["on_train_start"]
+    return masters
 
 
-def test_weights_from_deepspeeds_zero_to_fp32_and_from_lightnings_converter_are_the_masters(
+def test_weights_from_deepspeeds_zero_to_fp32_and_from_lightnings_converter_are_the_master_weights(
     one_rank,
 ):
     saved = torch.load(DEEPSPEED / "pytorch_model.bin")
-    assert not torch.equal(saved["net.5.weight"], saved["net.5.weight"].bfloat16().float()), (
-        "more digits than bf16"
-    )
+    weight = saved["net.5.weight"]
+    assert not torch.equal(weight, weight.bfloat16().float()), "more digits than bf16"
     module = Toy()
     state = {f"module.{name}": value for name, value in saved.items()}
     consume_prefix_in_state_dict_if_present(state, "module.")  # of older versions, or of a wrapper
     module.load_state_dict(state)
     converted = Toy.load_from_checkpoint(DEEPSPEED / "lightning_model.pt")
     assert converted.lr == 0.5
-    for one in (module, converted):
-        masters = masters_of(one_rank, one)
+    for loaded in (module, converted):
+        masters = masters_of(one_rank, loaded)
         assert same(masters, {name: saved[name] for name in masters})
 
 
@@ -308,35 +295,38 @@ def test_weights_from_deepspeeds_zero_to_fp32_and_from_lightnings_converter_are_
 
 
 def saved_by_apex_o2():
-    """A checkpoint as apex's README has it, and the masters, after two steps of amp's O2 on random gradients.
+    """Return a checkpoint as in apex's README, and the master weights, after two steps of amp's O2 on random gradients.
 
-    O2 casts all but BatchNorm to fp16, puts fp32 masters into `param_groups` in the place of fp16 parameters, steps on
-    them, copies them back; its state dict hook saves fp16 tensors as fp32 ones.
+    O2 casts all but BatchNorm to fp16, puts fp32 master weights into `param_groups` in place of fp16 parameters, steps
+    on them and copies them back. Its state dict hook saves fp16 tensors as fp32 ones.
     """
     model = Toy()
     generator = torch.Generator().manual_seed(1)
     for child in model.net:
-        child.float() if isinstance(child, nn.BatchNorm1d) else child.half()
+        if not isinstance(child, nn.BatchNorm1d):
+            child.half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    of = {}
-    for group in optimizer.param_groups:
-        for i, parameter in enumerate(group["params"]):
-            if parameter.dtype is torch.float16:
-                of[parameter] = group["params"][i] = (
-                    parameter.detach().clone().float().requires_grad_()
-                )
-    masters = [master for group in optimizer.param_groups for master in group["params"]]
+    (group,) = optimizer.param_groups
+    master_of = {}
+    for index, parameter in enumerate(group["params"]):
+        if parameter.dtype is torch.float16:
+            master = parameter.detach().clone().float().requires_grad_()
+            master_of[parameter] = master
+            group["params"][index] = master
+    masters = group["params"]
     for _ in range(2):
         for master in masters:
             master.grad = torch.randn(master.shape, generator=generator) / 8
         optimizer.step()
     with torch.no_grad():
-        for parameter, master in of.items():
+        for parameter, master in master_of.items():
             parameter.copy_(master)
+    weights = model.state_dict()
+    for name, value in weights.items():
+        if value.dtype is torch.float16:
+            weights[name] = value.float()
     return {
-        "model": {
-            n: v.float() if v.dtype is torch.float16 else v for n, v in model.state_dict().items()
-        },
+        "model": dict(weights),
         "optimizer": optimizer.state_dict(),
         "amp": {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 2}},
         "masters": [master.detach() for master in masters],  # list(amp.master_params(optimizer))
@@ -356,22 +346,22 @@ def start_as_the_page_says(folder):
     return fit(None, names["module"], precision="16-true", max_epochs=1, **scene)
 
 
-def test_the_pages_way_from_apex_is_right(one_rank, tmp_path):
+def test_the_pages_code_resumes_from_the_master_weights_of_apex(one_rank, tmp_path):
     saved = saved_by_apex_o2()
     torch.save(saved, tmp_path / "apex.pt")
     (seen,) = one_rank.run(start_as_the_page_says, str(tmp_path))
     ((masters, states),) = seen.looks["on_train_start"]
-    expected = saved["model"] | dict(
-        zip(dict(Toy().named_parameters()), saved["masters"], strict=True)
-    )
+    parameter_names = [name for name, _ in Toy().named_parameters()]
+    expected = saved["model"] | dict(zip(parameter_names, saved["masters"], strict=True))
     assert same(masters, {name: expected[name] for name in masters})
     assert same(states, as_floats(saved["optimizer"]["state"]))
     assert seen.loss_scale == 65536.0
 
 
-def test_fused_optimizers_of_apex_hand_over_the_step_of_each_group_and_other_groups_are_refused():
+def test_the_step_of_a_group_of_apexs_fused_optimizers_is_loaded_and_other_groups_are_refused():
+    names = {"torch": torch}
     # the page's function alone
-    exec(ast.unparse(ast.parse(APEX).body[0]), names := {"torch": torch})
+    exec(ast.unparse(ast.parse(APEX).body[0]), names)
     optimizer = LAMB([nn.Parameter(torch.zeros(3))], lr=0.01)
     moments = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
     saved = {"state": {7: moments}, "param_groups": [{"params": [7], "step": 2}]}

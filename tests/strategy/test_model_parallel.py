@@ -1,4 +1,4 @@
-"""Lightning's `ModelParallelStrategy` with LARS and LAMB: FSDP2, tensor parallelism and both train as `ddp` does."""
+"""Lightning's `ModelParallelStrategy` with LARS and LAMB: FSDP2, tensor parallelism and both train like `ddp`."""
 
 from functools import partial
 
@@ -76,11 +76,16 @@ class Sliced(Layerwise):
 
 
 def whole(trainer, module):
-    found = {name: param.detach().clone() for name, param in module.net.named_parameters()}
-    kinds = {type(param).__name__ for param in found.values()}
-    return {
-        name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()
-    }, kinds
+    """Return the whole parameters, and the types of the parameters that were found."""
+    weights = {}
+    kinds = set()
+    for name, parameter in module.net.named_parameters():
+        weight = parameter.detach().clone()
+        kinds.add(type(weight).__name__)
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        weights[name] = weight
+    return weights, kinds
 
 
 def fit_on_rank(scene):
@@ -90,29 +95,31 @@ def fit_on_rank(scene):
 
 
 def trained(ranks, module, strategy, num_steps=8, **scene):
-    ranks = ranks.run(fit_on_rank, {"module": module, "strategy": strategy, **scene})
-    assert all(seen.global_step == num_steps for seen in ranks)
-    return [seen.looks["on_train_end"][0] for seen in ranks]
+    """Fit on these ranks and return the whole parameters and their types, by rank."""
+    results = ranks.run(fit_on_rank, {"module": module, "strategy": strategy, **scene})
+    assert [seen.global_step for seen in results] == [num_steps] * len(results)
+    return [seen.looks["on_train_end"][0] for seen in results]
 
 
-def distance(one, other):
-    assert one.keys() == other.keys()
-    return max(((one[name] - other[name]).norm() / one[name].norm()).item() for name in one)
+def distance(expected, weights):
+    """Return the largest relative distance of a parameter from the expected one."""
+    assert expected.keys() == weights.keys()
+    distances = [(weights[name] - value).norm() / value.norm() for name, value in expected.items()]
+    return max(distances).item()
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", LAYERWISE)
 def test_fully_shard_trains_as_ddp(optimizer, two_ranks):
-    """To the bit: with two ranks both add two gradients. The fused sums of squares of a shard round otherwise.
+    """Bit for bit: with two ranks both add two gradients. The fused sums of squares of a shard round differently.
 
     LAMB divides by roots of squares of gradients, so that its weights amplify that.
     """
     (expected, _), _ = trained(two_ranks, partial(Layerwise, optimizer), "ddp")
-    for result, kinds in trained(
-        two_ranks, partial(Sharded, optimizer), ModelParallelStrategy(2, 1)
-    ):
-        assert kinds == {"DTensor"}
-        assert distance(expected, result) <= BOUND[optimizer]
+    results = trained(two_ranks, partial(Sharded, optimizer), ModelParallelStrategy(2, 1))
+    for rank, (weights, kinds) in enumerate(results):
+        assert kinds == {"DTensor"}, f"rank {rank}"
+        assert distance(expected, weights) <= BOUND[optimizer], f"rank {rank}"
 
 
 @pytest.mark.sampled(5)
@@ -122,14 +129,21 @@ def test_tensor_parallelism_trains_as_ddp_on_the_data_parallel_ranks(
     optimizer, data_size, one_rank, two_ranks, four_ranks
 ):
     """Sums over slices are made in another order. LAMB divides by roots of squares of small gradients."""
-    of_data, of_all, num_steps = (
-        (one_rank, two_ranks, 16) if data_size == 1 else (two_ranks, four_ranks, 8)
-    )
-    (expected, _), *_ = trained(of_data, partial(Layerwise, optimizer, True), "ddp", num_steps)
+    if data_size == 1:
+        num_steps = 16
+        data_parallel_ranks = one_rank
+        all_ranks = two_ranks
+    else:
+        num_steps = 8
+        data_parallel_ranks = two_ranks
+        all_ranks = four_ranks
+    under_ddp = trained(data_parallel_ranks, partial(Layerwise, optimizer, True), "ddp", num_steps)
+    expected, _ = under_ddp[0]
     strategy = ModelParallelStrategy(data_size, 2)
-    for result, kinds in trained(of_all, partial(Sliced, optimizer, True), strategy, num_steps):
-        assert "DTensor" in kinds
-        assert distance(expected, result) <= 1e-5
+    results = trained(all_ranks, partial(Sliced, optimizer, True), strategy, num_steps)
+    for rank, (weights, kinds) in enumerate(results):
+        assert "DTensor" in kinds, f"rank {rank}"
+        assert distance(expected, weights) <= 1e-5, f"rank {rank}"
 
 
 class ByStrategy(Layerwise):
@@ -145,63 +159,66 @@ KINDS = {
 }
 
 
-def goes_on(ranks, reader, optimizer, path):
+def resume(ranks, reader, optimizer, path):
+    """Resume from a file and return the parameters at the end, by rank."""
     module, strategy = KINDS[reader]
-    return [
-        result for result, _ in trained(ranks, partial(module, optimizer), strategy, ckpt_path=path)
-    ]
+    results = trained(ranks, partial(module, optimizer), strategy, ckpt_path=path)
+    return [weights for weights, _ in results]
 
 
 def saved(ranks, writer, optimizer, path, **scene):
+    """Save a file after the first epoch and return the parameters at the end, on rank zero."""
     module, strategy = KINDS[writer]
-    return trained(
-        ranks, partial(module, optimizer), strategy, callbacks=[Saves(path, epoch=0)], **scene
-    )[0][0]
+    scene["callbacks"] = [Saves(path, epoch=0)]
+    weights, _ = trained(ranks, partial(module, optimizer), strategy, **scene)[0]
+    return weights
 
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("optimizer", ["lars", "lamb fused"])
 @pytest.mark.parametrize("reader", ["hybrid", "recipe", "ddp"])
 @pytest.mark.parametrize("writer", ["fsdp", "hybrid", "recipe"])
-def test_one_file_goes_on_in_any_strategy(writer, reader, optimizer, two_ranks, tmp_path):
-    expected = saved(two_ranks, writer, optimizer, tmp_path / "midway.ckpt")
-    for result in goes_on(two_ranks, reader, optimizer, tmp_path / "midway.ckpt"):
-        assert distance(expected, result) <= max(1e-7, BOUND[optimizer])
+def test_a_file_of_one_strategy_resumes_under_another(
+    writer, reader, optimizer, two_ranks, tmp_path
+):
+    path = tmp_path / "midway.ckpt"
+    expected = saved(two_ranks, writer, optimizer, path)
+    for rank, weights in enumerate(resume(two_ranks, reader, optimizer, path)):
+        assert distance(expected, weights) <= max(1e-7, BOUND[optimizer]), f"rank {rank}"
 
 
-def test_a_file_of_hybrid_allreduce_goes_on_under_lightnings_own_strategy_once_its_state_has_names(
+def test_a_file_of_hybrid_allreduce_resumes_under_lightnings_own_strategy_once_its_state_has_names(
     two_ranks, tmp_path
 ):
     """Without names the state of one parameter would go to another."""
     path = tmp_path / "midway.ckpt"
     expected = saved(two_ranks, "hybrid", "lars", path)
-    plain = Layerwise("lars")
+    module = Layerwise("lars")
     checkpoint = torch.load(path)
-    states = zip(checkpoint["optimizer_states"], [plain.configure_optimizers()], strict=True)
-    checkpoint["optimizer_states"] = [state_by_name(state, one, plain) for state, one in states]
+    (state,) = checkpoint["optimizer_states"]
+    checkpoint["optimizer_states"] = [state_by_name(state, module.configure_optimizers(), module)]
     torch.save(checkpoint, path)
-    for result in goes_on(two_ranks, "fsdp", "lars", path):
-        assert distance(expected, result) <= 1e-7
+    for rank, weights in enumerate(resume(two_ranks, "fsdp", "lars", path)):
+        assert distance(expected, weights) <= 1e-7, f"rank {rank}"
 
 
 class InHalf(Layerwise):
-    """Sharded by its precision. From some step on one rank alone sees an overflow."""
+    """Module that its precision shards. In the steps `overflows` one rank alone sees an overflow."""
 
     def __init__(self, optimizer, overflows=()):
         super().__init__(optimizer, is_pair=True)
         self.overflows = overflows
 
     def configure_model(self):
-        if isinstance(self.trainer.precision_plugin, ShardedHalfPrecision) and not isinstance(
-            self.net, FSDPModule
-        ):
+        precision = self.trainer.precision_plugin
+        is_sharded = isinstance(self.net, FSDPModule)
+        if isinstance(precision, ShardedHalfPrecision) and not is_sharded:
             mesh = self.device_mesh["data_parallel"]
-            self.trainer.precision_plugin.shard_(self.net, self.net.children(), mesh=mesh)
+            precision.shard_(self.net, self.net.children(), mesh=mesh)
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        is_here = self.trainer.global_step in self.overflows and self.global_rank == 1
-        if is_here:
+        if self.trainer.global_step in self.overflows and self.global_rank == 1:
             return loss * 1e30
         return loss
 
@@ -211,103 +228,104 @@ class ShardedByStrategy(InHalf):
         self.trainer.strategy.shard_(self.net)
 
 
-def scale_and_dtypes(trainer, module, *args):
+def scale_and_skipped_steps(trainer, module, *args):
     plugin = trainer.precision_plugin
     scale = getattr(plugin, "loss_scale", None)  # none in fp32
     return scale and scale.value, getattr(plugin, "num_skipped_steps", 0)
 
 
-def in_halves(ranks, optimizer, precision, strategy, path=None, **scene):
-    module = partial(InHalf, optimizer, scene.pop("overflows", ()))
+def in_half_precision(ranks, optimizer, precision, strategy, overflows=(), **scene):
     if strategy == "fsdp":
         strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)
-        scene |= {"plugins": ShardedHalfPrecision(precision)}
+        scene["plugins"] = ShardedHalfPrecision(precision)
     else:
-        scene |= {"precision": precision}
-    scene |= {
-        "module": module,
-        "strategy": strategy,
-        "callbacks": [at(on_train_batch_end=scale_and_dtypes)],
-    }
-    scene["callbacks"] += [Saves(path, epoch=0)] if path else []
+        scene["precision"] = precision
+    scene["module"] = partial(InHalf, optimizer, overflows)
+    scene["strategy"] = strategy
+    looks = at(on_train_batch_end=scale_and_skipped_steps)
+    scene["callbacks"] = [looks, *scene.get("callbacks", [])]
     return ranks.run(fit_on_rank, scene)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
+def test_half_precision_on_shards_trains_as_with_master_weights_and_resumes_to_the_bit(
     optimizer, precision, two_ranks, tmp_path
 ):
     """An overflow on one rank makes all skip. Sums are in another dtype, fp32: within two roundings of a weight.
 
     A bias whose gradients cancel moves by more in bf16: then no further from fp32 than `hybrid_allreduce` is.
     """
-    overflows, dtype = ((1, 2), torch.float16) if precision == "16-true" else ((), torch.bfloat16)
     path = tmp_path / "midway.ckpt"
-    made = {"overflows": overflows}
-    whole = in_halves(two_ranks, optimizer, precision, "hybrid_allreduce", **made)
-    parts = in_halves(two_ranks, optimizer, precision, "fsdp", path, **made)
-    again = in_halves(two_ranks, optimizer, precision, "fsdp", ckpt_path=path, **made)
-    if dtype is torch.bfloat16:
-        in_fp32 = in_halves(two_ranks, optimizer, "32-true", "hybrid_allreduce")
+    if precision == "16-true":
+        overflows = (1, 2)
+        last_step = (2.0**14, 2)
+        two_roundings = 2 * torch.finfo(torch.float16).eps
     else:
-        in_fp32 = ()
-    for first, second, resumed in zip(whole, parts, again, strict=True):
-        steps = second.looks["on_train_batch_end"]
-        assert steps == first.looks["on_train_batch_end"]
-        assert steps[-1] == ((2.0**14, 2) if overflows else (None, 0))
-        (found, kinds), (after, _) = (seen.looks["on_train_end"][0] for seen in (second, resumed))
-        assert kinds == {"DTensor"}
-        expected = {name: first.weights[f"net.{name}"] for name in found}
-        if dtype is torch.float16:
-            assert distance(expected, found) <= 2 * torch.finfo(dtype).eps
+        overflows = ()
+        last_step = (None, 0)
+        two_roundings = 2 * torch.finfo(torch.bfloat16).eps
+    fit_sharded = partial(
+        in_half_precision, two_ranks, optimizer, precision, "fsdp", overflows=overflows
+    )
+    whole = in_half_precision(
+        two_ranks, optimizer, precision, "hybrid_allreduce", overflows=overflows
+    )
+    sharded = fit_sharded(callbacks=[Saves(path, epoch=0)])
+    resumed = fit_sharded(ckpt_path=path)
+    if precision == "bf16-true":
+        exact = in_half_precision(two_ranks, optimizer, "32-true", "hybrid_allreduce")[0].weights
+    for rank, seen in enumerate(sharded):
+        steps = seen.looks["on_train_batch_end"]
+        assert steps == whole[rank].looks["on_train_batch_end"], f"rank {rank}"
+        assert steps[-1] == last_step, f"rank {rank}"
+        weights, kinds = seen.looks["on_train_end"][0]
+        assert kinds == {"DTensor"}, f"rank {rank}"
+
+        expected = {name: whole[rank].weights[f"net.{name}"] for name in weights}
+        if precision == "16-true":
+            assert distance(expected, weights) <= two_roundings, f"rank {rank}"
         else:
-            exact = {name: in_fp32[0].weights[f"net.{name}"] for name in found}
-            assert distance(exact, found) <= max(
-                2 * torch.finfo(dtype).eps, distance(exact, expected)
-            )
-        assert same(found, after)
-        assert steps[4:] == resumed.looks["on_train_batch_end"]
+            in_fp32 = {name: exact[f"net.{name}"] for name in weights}
+            bound = max(two_roundings, distance(in_fp32, expected))
+            assert distance(in_fp32, weights) <= bound, f"rank {rank}"
+
+        resumed_weights, _ = resumed[rank].looks["on_train_end"][0]
+        assert same(weights, resumed_weights), f"rank {rank}"
+        assert steps[4:] == resumed[rank].looks["on_train_batch_end"], f"rank {rank}"
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", ["lars", "lars fused", "lamb", "adamw"])
 def test_offloaded_shards_have_the_same_bits(optimizer, two_ranks, tmp_path):
-    """Where host and device are one. What lies where: `tests/recipes/training/test_fully_sharded.py`."""
-    settings = {
-        "precision": "16-true",
-        "gradient_clip_val": 0.5,
-        "module": partial(ShardedByStrategy, optimizer, (1, 2)),
-    }
-    settings["callbacks"] = [at(on_train_batch_end=scale_and_dtypes)]
-    seen = {}
-    for name, offload in {"device": False, "host": True, "again": True}.items():
-        path = tmp_path / "midway.ckpt"
-        scene = settings | {"strategy": FullyShardedStrategy(offload=offload)}
-        scene |= {"ckpt_path": path} if name == "again" else {}
-        if name == "host":
-            saves = [Saves(path, epoch=0)]
-        else:
-            saves = []
-        seen[name] = two_ranks.run(
-            fit_on_rank, scene | {"callbacks": [*settings["callbacks"], *saves]}
-        )
-    for device, host, again in zip(*seen.values(), strict=True):
-        (expected, _), (found, kinds), (after, _) = (
-            one.looks["on_train_end"][0] for one in (device, host, again)
-        )
-        steps = host.looks["on_train_batch_end"]
-        assert kinds == {"DTensor"}
-        assert same(expected, found)
-        assert same(found, after)
-        assert steps == device.looks["on_train_batch_end"]
-        assert steps[4:] == again.looks["on_train_batch_end"]
-        assert steps[-1] == (2.0**14, 2)
+    """On a CPU, where host and device are one. Placement: `tests/recipes/training/test_fully_sharded.py`."""
+    path = tmp_path / "midway.ckpt"
+
+    def fit_sharded(offload, callbacks=(), **scene):
+        scene["module"] = partial(ShardedByStrategy, optimizer, (1, 2))
+        scene["strategy"] = FullyShardedStrategy(offload=offload)
+        scene["precision"] = "16-true"
+        scene["gradient_clip_val"] = 0.5
+        scene["callbacks"] = [at(on_train_batch_end=scale_and_skipped_steps), *callbacks]
+        return two_ranks.run(fit_on_rank, scene)
+
+    on_device = fit_sharded(offload=False)
+    on_host = fit_sharded(offload=True, callbacks=[Saves(path, epoch=0)])
+    resumed = fit_sharded(offload=True, ckpt_path=path)
+    for rank, seen in enumerate(on_host):
+        weights, kinds = seen.looks["on_train_end"][0]
+        assert kinds == {"DTensor"}, f"rank {rank}"
+        assert same(on_device[rank].looks["on_train_end"][0][0], weights), f"rank {rank}"
+        assert same(resumed[rank].looks["on_train_end"][0][0], weights), f"rank {rank}"
+        steps = seen.looks["on_train_batch_end"]
+        assert steps == on_device[rank].looks["on_train_batch_end"], f"rank {rank}"
+        assert steps[4:] == resumed[rank].looks["on_train_batch_end"], f"rank {rank}"
+        assert steps[-1] == (2.0**14, 2), f"rank {rank}"
 
 
-class NotingNorm(nn.LayerNorm):
-    """LayerNorm that notes the dtypes of its input and weight."""
+class RecordsDtypes(nn.LayerNorm):
+    """LayerNorm that records the dtypes of its input and weight."""
 
     def __init__(self, size):
         super().__init__(size)
@@ -318,10 +336,10 @@ class NotingNorm(nn.LayerNorm):
         return super().forward(x)
 
 
-class Noting(InHalf):
+class WithRecordedDtypes(InHalf):
     def __init__(self, optimizer):
         super().__init__(optimizer)
-        self.net[1] = NotingNorm(8)
+        self.net[1] = RecordsDtypes(8)
 
 
 def dtypes_of_norm(trainer, module):
@@ -329,8 +347,9 @@ def dtypes_of_norm(trainer, module):
 
 
 def test_normalisation_on_shards_computes_in_fp32_with_fp32_weights(two_ranks):
-    scene = {"module": partial(Noting, "adamw"), "strategy": ModelParallelStrategy(2, 1)}
-    scene |= {
+    scene = {
+        "module": partial(WithRecordedDtypes, "adamw"),
+        "strategy": ModelParallelStrategy(2, 1),
         "plugins": ShardedHalfPrecision("16-true"),
         "callbacks": [at(on_train_end=dtypes_of_norm)],
     }
@@ -344,7 +363,7 @@ def fit_with_looks(scene):
 
 
 def mean_gradient_on_shards():
-    """Of gradients 1 on rank zero and 2**-11 on rank one, whose sum is 1 in fp16."""
+    """Return dtype and values of the mean of gradients 1 and 2**-11 of two ranks, whose sum is 1 in fp16."""
     _clear_sharding_prop_cache()
     net = nn.Sequential(nn.Linear(1, 2, bias=False))
     plugin = ShardedHalfPrecision("16-true")
@@ -356,9 +375,9 @@ def mean_gradient_on_shards():
 
 
 def test_gradients_of_half_precision_on_shards_are_averaged_in_fp32(two_ranks):
-    for dtype, values in two_ranks.run(mean_gradient_on_shards):
-        assert dtype is torch.float32
-        assert values == [0.5 + 2**-12] * 2
+    for rank, (dtype, values) in enumerate(two_ranks.run(mean_gradient_on_shards)):
+        assert dtype is torch.float32, f"rank {rank}"
+        assert values == [0.5 + 2**-12] * 2, f"rank {rank}"
 
 
 def test_half_precision_on_shards_needs_shards(one_rank):
@@ -380,10 +399,10 @@ class Unsharded(Layerwise):
         """Shard nothing."""
 
 
-def test_masters_of_half_precision_go_on_as_shards(two_ranks, tmp_path):
-    """The file has fp32 masters, and the shards are the new ones."""
-    saved(two_ranks, "hybrid", "lars", tmp_path / "midway.ckpt", precision="16-true")
-    (resumed, _), (as_ddp, _) = (
-        goes_on(two_ranks, one, "lars", tmp_path / "midway.ckpt") for one in ("recipe", "ddp")
-    )
-    assert distance(as_ddp, resumed) <= 1e-7
+def test_fp32_shards_resume_from_the_master_weights_of_half_precision(two_ranks, tmp_path):
+    """The file has fp32 master weights, and the resumed fit is in fp32."""
+    path = tmp_path / "midway.ckpt"
+    saved(two_ranks, "hybrid", "lars", path, precision="16-true")
+    on_shards = resume(two_ranks, "recipe", "lars", path)
+    under_ddp = resume(two_ranks, "ddp", "lars", path)
+    assert distance(under_ddp[0], on_shards[0]) <= 1e-7

@@ -1,4 +1,4 @@
-"""A described cluster instead of a plan: the plan is chosen on it."""
+"""Description of a cluster in place of a plan: the strategy chooses the plan on it."""
 
 import pytest
 
@@ -16,7 +16,7 @@ GLOO = Gloo(stage_s=1e-4, message_s=1e-4, segment_s=1e-4, ring_share=0.9, num_sh
 
 
 def cluster(ranks_per_node):
-    """Ranks of a node are far from each other, so that the way through every node is long: no plan would take it."""
+    """Return a cluster whose nodes are slow inside, so that no plan would send through every node."""
     near = Link(latency_s=2e-2, bytes_per_s=5e8)
     far = Link(latency_s=1e-6, bytes_per_s=1e10)
     return Cluster(
@@ -24,19 +24,20 @@ def cluster(ranks_per_node):
     )
 
 
-def plan_in_force(trainer, module):
+def plan_of_the_fit(trainer, module):
+    """Return the plan and its description."""
     return trainer.strategy._comm.engine.plan, trainer.strategy.communication_plan
 
 
 NUMELS = [parameter.numel() for parameter in toy.Toy().parameters()]
-SCENE = {"precision": "16-true", "max_epochs": 1, "callbacks": [at(on_train_start=plan_in_force)]}
+SCENE = {"precision": "16-true", "max_epochs": 1, "callbacks": [at(on_train_start=plan_of_the_fit)]}
 
 
 @pytest.mark.parametrize(
     ("options", "expected", "is_flat"),
     [
         ({"comm": Comm(plan=cluster(2))}, {"itemsize": 2}, True),
-        # Without a codec it is flat, which rounds the gradient of each rank.
+        # Without the codec's needs it would be flat, which rounds the gradient of each rank.
         (
             {"comm": Comm(plan=cluster(2)), "between_nodes": Mean(dtype="int8")},
             {"itemsize": 2, "wire": NodeWire(name="int8", itemsize=2)},
@@ -48,12 +49,12 @@ SCENE = {"precision": "16-true", "max_epochs": 1, "callbacks": [at(on_train_star
 def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(
     four_ranks, options, expected, is_flat
 ):
-    """Described with 8 nodes. The job has 2. One with a codec gets a plan that a codec can carry."""
+    """The description has 8 nodes and the job 2. With a codec the plan is one that a codec can use."""
     chosen = plan_search.choose_plan(NUMELS[::-1], cluster(2).of(2), on_cuda=False, **expected)
     for seen in fit(four_ranks, ranks_per_node=2, **options, **SCENE):
-        ((plan, said),) = seen.looks["on_train_start"]
-        assert plan == chosen
-        assert ("flat" in said) == is_flat
+        ((plan, description),) = seen.looks["on_train_start"]
+        assert plan == chosen, f"rank {seen.rank}"
+        assert ("flat" in description) == is_flat, f"rank {seen.rank}"
 
 
 class MostChunks:
@@ -61,16 +62,17 @@ class MostChunks:
         return CommPlan(algorithm="hierarchical", chunk_bytes=sum(numels) * itemsize)
 
 
-def test_any_object_that_chooses_a_plan_may_stand_for_it(two_ranks):
+def test_any_object_with_plan_for_may_take_the_place_of_a_plan(two_ranks):
     for seen in fit(two_ranks, comm=Comm(plan=MostChunks()), ranks_per_node=1, **SCENE):
         ((plan, _),) = seen.looks["on_train_start"]
-        assert plan == CommPlan(algorithm="hierarchical", chunk_bytes=2 * sum(NUMELS))
+        expected = CommPlan(algorithm="hierarchical", chunk_bytes=2 * sum(NUMELS))
+        assert plan == expected, f"rank {seen.rank}"
 
 
 def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):
+    message = (
+        "`plan` (=a cluster with 4 ranks per node) must be of nodes as this job's, which have 1"
+    )
     for seen in fit(two_ranks, comm=Comm(plan=cluster(4)), ranks_per_node=1, raises=True, **SCENE):
-        assert (
-            "`plan` (=a cluster with 4 ranks per node) must be of nodes as this job's, which have 1"
-            in seen.error
-        )
+        assert message in seen.error
         assert not seen.looks["on_train_start"]

@@ -28,7 +28,7 @@ class WrongError(AssertionError):
 
 
 class World(NamedTuple):
-    """Everything at one moment. Machines and messages are numbers, by which the explorer knows their content."""
+    """State of all hosts and links at one moment. Machines and messages are numbers of contents in the explorer."""
 
     nodes: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]  # committed by each rank of each host
@@ -37,6 +37,13 @@ class World(NamedTuple):
     cut: frozenset  # pairs of hosts that do not hear each other
     installed: tuple  # (number, hosts) by anybody, ever
     budget: tuple[tuple[str, int], ...]
+
+
+def _spent(world: World, event: str) -> World:
+    """Return the world with one less of an optional event in its budget."""
+    budget = dict(world.budget)
+    budget[event] -= 1
+    return world._replace(budget=tuple(sorted(budget.items())))
 
 
 @dataclass
@@ -90,10 +97,11 @@ class Explorer:
     def _dump(self, machine: ViewChange) -> int:
         machine.reasons = []  # words change nothing
         values = vars(machine).items()
-        ordered = {
-            name: dict(sorted(each.items())) if isinstance(each, dict) else each
-            for name, each in values
-        }
+        ordered = {}
+        for name, value in values:
+            if isinstance(value, dict):
+                value = dict(sorted(value.items()))
+            ordered[name] = value
         return self._number(marshal.dumps(ordered, 2))
 
     def _apply(self, index: int, node: int, name: str, *args) -> tuple[int, list]:
@@ -106,22 +114,21 @@ class Explorer:
                 getattr(machine, name)(
                     *(list(arg) if isinstance(arg, tuple) else arg for arg in args)
                 )
-            out = machine.out
+            actions = [
+                self._sent(*action[1:]) if action[0] == "send" else action for action in machine.out
+            ]
             machine.out = []
-            done: list = []
-            for what in out:
-                if what[0] == "send":
-                    message = {
-                        name: [] if name == "reasons" else each for name, each in what[2].items()
-                    }
-                    message |= {"why": "w"} if message.get("why") else {}
-                    done.append(
-                        ("send", self.keys.index(what[1]), self._number(marshal.dumps(message, 2)))
-                    )
-                else:
-                    done.append(what)
-            self._memo[memo] = self._dump(machine), done
+            self._memo[memo] = self._dump(machine), actions
         return self._memo[memo]
+
+    def _sent(self, receiver: str, message: dict) -> tuple[str, int, int]:
+        """Return a sending by numbers. The message loses its texts, which change nothing."""
+        message = dict(message)
+        if "reasons" in message:
+            message["reasons"] = []
+        if message.get("why"):
+            message["why"] = "w"
+        return "send", self.keys.index(receiver), self._number(marshal.dumps(message, 2))
 
     # ---- the world ---------------------------------------------------------------------------------------------------
 
@@ -159,21 +166,21 @@ class Explorer:
         )
 
     def do(self, world: World, index: int, name: str, *args) -> World:
-        """The world after an event at one host, and all that it sends."""
-        state, done = self._apply(index, world.nodes[index], name, *args)
+        """Return the world after an event at one host and the actions that follow from it."""
+        state, actions = self._apply(index, world.nodes[index], name, *args)
         nodes = list(world.nodes)
         channels = list(world.channels)
         steps = list(world.steps)
         status = list(world.status)
         installed = world.installed
         nodes[index] = state
-        for what in done:
-            if what[0] == "send":
-                _, to, message = what
+        for action in actions:
+            if action[0] == "send":
+                _, to, message = action
                 if status[to] == "lives" and frozenset((index, to)) not in world.cut:
                     channels[index * self.n + to] += (message,)
-            elif what[0] == "view":
-                view = what[1]
+            elif action[0] == "view":
+                view = action[1]
                 self._check_view(view, world)
                 record = (view["to"], tuple(view["next"]))
                 for number, hosts in installed:
@@ -181,10 +188,10 @@ class Explorer:
                         raise WrongError(f"two views {number}: {hosts}, {record[1]}")
                 installed = tuple(sorted({*installed, record}))
                 steps[index] = (view["target"],) * self.ranks
-            elif what[0] == "isolated":
+            elif action[0] == "isolated":
                 status[index] = "isolated"
-                for other in range(self.n):
-                    channels[other * self.n + index] = ()
+                for sender in range(self.n):
+                    channels[sender * self.n + index] = ()
         return world._replace(
             nodes=tuple(nodes),
             channels=tuple(channels),
@@ -223,11 +230,8 @@ class Explorer:
         ):
             raise WrongError(f"behind {view['behind']} of {steps}")
 
-    def required(self, world: World) -> Iterator[tuple[str, World]]:
-        """Events that must happen sometime."""
-        machines = [
-            self.look(world, i) if world.status[i] == "lives" else None for i in range(self.n)
-        ]
+    def _deliveries(self, world: World) -> Iterator[tuple[str, World]]:
+        """Yield the delivery of the first message of each channel, with the world after it."""
         for sender, to in product(range(self.n), repeat=2):
             queue = world.channels[sender * self.n + to]
             if queue and world.status[to] == "lives":
@@ -244,6 +248,13 @@ class Explorer:
                         f"{to} gets #{queue[0]} of {sender}",
                         self.do(after, to, "receive", self.keys[sender], queue[0]),
                     )
+
+    def required(self, world: World) -> Iterator[tuple[str, World]]:
+        """Yield events that must happen sometime, with the world after each."""
+        yield from self._deliveries(world)
+        machines = [
+            self.look(world, i) if world.status[i] == "lives" else None for i in range(self.n)
+        ]
         for i, machine in enumerate(machines):
             if machine is None:
                 continue
@@ -268,91 +279,86 @@ class Explorer:
                     and key not in machine.lost
                 ):
                     yield f"{j} is silent for {i}", self.do(world, i, "lose", key, "silent", "w")
-            # asks for the run, and is sent to who coordinates
+            # asks for the run, and is sent to the coordinator
             if not machine.run and len(machine.committed) == self.ranks and not self.is_founding:
                 for j, head in enumerate(machines):
-                    if head and head.is_head():
-                        known = [*head.lobby, *head.candidates(), *head.lost]
-                    else:
-                        known = self.keys
-                    if self.keys[i] not in known and frozenset((i, j)) not in world.cut:
+                    if not head or not head.is_head():
+                        continue
+                    members = [*head.lobby, *head.candidates(), *head.lost]
+                    if self.keys[i] not in members and frozenset((i, j)) not in world.cut:
                         yield (
                             f"{i} joins at {j}",
                             self.do(world, j, "join", self.keys[i], world.steps[i]),
                         )
 
     def optional(self, world: World) -> Iterator[tuple[str, World]]:
-        """Losses that may happen."""
+        """Yield losses that may happen and have budget left, with the world after each."""
         budget = dict(world.budget)
-
-        def spend(what: str) -> tuple:
-            return tuple(sorted({**budget, what: budget[what] - 1}.items()))
-
         living = [i for i in range(self.n) if world.status[i] == "lives"]
         if budget.get("kill"):
-            for i in living:
-                others = [j for j in range(self.n) if j != i]
-                queues = [world.channels[i * self.n + j] for j in others]
-                for kept in product(*(range(len(queue) + 1) for queue in queues)):
-                    channels = list(world.channels)
-                    for j, queue, count in zip(others, queues, kept, strict=True):
-                        is_heard = world.status[j] == "lives" and frozenset((i, j)) not in world.cut
-                        channels[i * self.n + j] = (*queue[:count], FIN) if is_heard else ()
-                        channels[j * self.n + i] = ()
-                    status = tuple(
-                        "dead" if j == i else each for j, each in enumerate(world.status)
-                    )
-                    yield (
-                        f"kill {i} {kept}",
-                        world._replace(
-                            channels=tuple(channels), status=status, budget=spend("kill")
-                        ),
-                    )
+            yield from self._kills(_spent(world, "kill"), living)
         if budget.get("cut"):
-            if self.cut_whole:
-                ends = [[frozenset((i, j)) for j in range(self.n) if j != i] for i in living]
-            else:
-                ends = [[frozenset((i, j))] for i in living for j in living if i < j]
-            for pairs in ends:
-                channels = list(world.channels)
-                for pair in pairs:
-                    i, j = pair
-                    channels[i * self.n + j] = channels[j * self.n + i] = ()
-                yield (
-                    f"cut {[sorted(pair) for pair in pairs]}",
-                    world._replace(
-                        channels=tuple(channels),
-                        cut=world.cut | frozenset(pairs),
-                        budget=spend("cut"),
-                    ),
-                )
+            yield from self._cuts(_spent(world, "cut"), living)
         if budget.get("suspect"):
-            for i in living:
-                machine = self.look(world, i)
-                for j, key in enumerate(self.keys):
-                    if (
-                        i != j
-                        and machine.run
-                        and key in machine.candidates()
-                        and key not in machine.lost
-                    ):
-                        after = world._replace(budget=spend("suspect"))
-                        yield f"{i} suspects {j}", self.do(after, i, "lose", key, "silent", "w")
+            yield from self._suspicions(_spent(world, "suspect"), living)
+        if budget.get("early"):
+            yield from self._early_ends(_spent(world, "early"), living)
 
-        if budget.get("early"):  # a sum breaks before any word has come
-            gone = {
-                self.keys[i]
-                for i in range(self.n)
-                if world.status[i] != "lives" or self.look(world, i).has_ended
-            }
-            for i in living:
-                machine = self.look(world, i)
-                if not machine.has_ended and gone & set(machine.hosts):
-                    after = world._replace(budget=spend("early"))
-                    yield f"{i}.0 comes early", self.do(after, i, "come", 0, world.steps[i][0])
+    def _kills(self, world: World, living: list[int]) -> Iterator[tuple[str, World]]:
+        """Yield the death of each host, with every possible loss of its last messages."""
+        for i in living:
+            receivers = [j for j in range(self.n) if j != i]
+            queues = [world.channels[i * self.n + j] for j in receivers]
+            status = list(world.status)
+            status[i] = "dead"
+            for delivered in product(*(range(len(queue) + 1) for queue in queues)):
+                channels = list(world.channels)
+                for j, queue, count in zip(receivers, queues, delivered, strict=True):
+                    is_heard = world.status[j] == "lives" and frozenset((i, j)) not in world.cut
+                    channels[i * self.n + j] = (*queue[:count], FIN) if is_heard else ()
+                    channels[j * self.n + i] = ()
+                after = world._replace(channels=tuple(channels), status=tuple(status))
+                yield f"kill {i} {delivered}", after
+
+    def _cuts(self, world: World, living: list[int]) -> Iterator[tuple[str, World]]:
+        """Yield cuts of each link, or of all links of each host."""
+        if self.cut_whole:
+            cuts = [[frozenset((i, j)) for j in range(self.n) if j != i] for i in living]
+        else:
+            cuts = [[frozenset((i, j))] for i in living for j in living if i < j]
+        for pairs in cuts:
+            channels = list(world.channels)
+            for pair in pairs:
+                i, j = pair
+                channels[i * self.n + j] = ()
+                channels[j * self.n + i] = ()
+            after = world._replace(channels=tuple(channels), cut=world.cut | frozenset(pairs))
+            yield f"cut {[sorted(pair) for pair in pairs]}", after
+
+    def _suspicions(self, world: World, living: list[int]) -> Iterator[tuple[str, World]]:
+        """Yield false suspicions: a host takes a living one for silent."""
+        for i in living:
+            machine = self.look(world, i)
+            if not machine.run:
+                continue
+            for j, key in enumerate(self.keys):
+                if i != j and key in machine.candidates() and key not in machine.lost:
+                    yield f"{i} suspects {j}", self.do(world, i, "lose", key, "silent", "w")
+
+    def _early_ends(self, world: World, living: list[int]) -> Iterator[tuple[str, World]]:
+        """Yield sums that break on a host before it has heard of a loss."""
+        gone = {
+            self.keys[i]
+            for i in range(self.n)
+            if world.status[i] != "lives" or self.look(world, i).has_ended
+        }
+        for i in living:
+            machine = self.look(world, i)
+            if not machine.has_ended and gone & set(machine.hosts):
+                yield f"{i}.0 comes early", self.do(world, i, "come", 0, world.steps[i][0])
 
     def with_joiners_waiting(self) -> World:
-        """The start, once all joiners have asked: fewer orders than where they ask at any time."""
+        """Return the start once all joiners have asked, which has fewer orders than if they ask at any time."""
         world = self.start()
         for index in range(len(self.hosts), self.n):
             for local in range(self.ranks):
@@ -361,7 +367,7 @@ class Explorer:
         return world
 
     def run(self, verdict: Callable[[Explorer, World], None], most: int = 10**7) -> int:
-        """Visit every state. Returns how many there are."""
+        """Visit every state and return the number of states."""
         if self.are_waiting:
             first = self.with_joiners_waiting()
         else:
@@ -378,10 +384,10 @@ class Explorer:
                 after += self.optional(world)
             except AssertionError as error:
                 raise WrongError(f"{error}\n" + "\n".join(self.path(came_from, world))) from error
-            for name, each in after:
-                if each not in came_from:
-                    came_from[each] = (world, name)
-                    queue.append(each)
+            for name, next_world in after:
+                if next_world not in came_from:
+                    came_from[next_world] = (world, name)
+                    queue.append(next_world)
             if self.first and len(came_from) > self.first:
                 return len(came_from)
             if len(came_from) > most:
@@ -405,7 +411,7 @@ class Explorer:
     # ---- verdicts ------------------------------------------------------------------------------------------------
 
     def check_end(self, world: World) -> None:
-        """Nobody waits but for enough hosts, and all that go on are in one view of exactly them."""
+        """Check that hosts wait only for enough hosts, and that all in the run share one view of exactly them."""
         living = [i for i in range(self.n) if world.status[i] == "lives"]
         going = [i for i in living if self.look(world, i).run]  # others still ask for a run
         if len(going) < self.min_hosts:
@@ -413,9 +419,7 @@ class Explorer:
         for i in going:
             machine = self.look(world, i)
             hosts = [self.keys.index(host) for host in machine.hosts]
-            if machine.has_ended or hosts != sorted(
-                going, key=hosts.index if set(hosts) == set(going) else None
-            ):
+            if machine.has_ended or sorted(hosts) != going:
                 raise WrongError(
                     f"host {i} waits, or is in a view of {hosts} where {going} live: {vars(machine)}"
                 )

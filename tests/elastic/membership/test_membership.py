@@ -1,4 +1,4 @@
-"""Hosts of one rank, all in this process: meeting, joining, leaving, strangers. A closed socket is a death."""
+"""Hosts of one rank, all in this process: first meeting, joining, leaving, strangers. A closed socket is a death."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from lightning_hybrid.elastic.membership import connections, host, membership
+from lightning_hybrid.elastic.membership import connections, host
+from lightning_hybrid.elastic.membership import membership as membership_module
 from lightning_hybrid.elastic.membership.connections import Connection
 from lightning_hybrid.elastic.membership.host import Host
 from lightning_hybrid.elastic.membership.membership import Membership
@@ -23,49 +24,47 @@ from tests.elastic.membership.test_processes import free_addresses
 
 
 class Hosts:
-    """Makes hosts that know one another's `meet`, and closes them."""
+    """Factory of hosts that share their `meet`. It records their changes and closes them."""
 
     def __init__(self) -> None:
         self.meet = free_addresses(3)
-        self.made = []
+        self.memberships = []
         self.changes = []
         self.pool = ThreadPoolExecutor(8)
 
-    def __call__(self, name: str, **more) -> Membership:
-        options = {
+    def __call__(self, name: str, **options) -> Membership:
+        defaults = {
             "local": 0,
             "ranks_per_host": 1,
             "min_hosts": 1,
             "max_hosts": 3,
             "token": "t",
             "wait_s": 10.0,
-        }
-        calls = {
             "on_change": lambda _, why: self.changes.append((name, why)),
             "make_store": lambda: f"of-{name}:1",
         }
-        made = Membership(host=name, meet=self.meet, **{**options, **calls, **more})
-        self.made.append(made)
-        return made
+        membership = Membership(host=name, meet=self.meet, **{**defaults, **options})
+        self.memberships.append(membership)
+        return membership
 
     def enter(self, *hosts: Membership, committed: int = 0, timeout_s: float = 20):
         return self.all("enter", *hosts, committed=committed, timeout_s=timeout_s)
 
     def all(self, method: str, *hosts: Membership, committed: int = 0, timeout_s: float = 20):
-        waiting = [
+        futures = [
             self.pool.submit(getattr(host, method), committed, timeout_s=timeout_s)
             for host in hosts
         ]
-        return [each.result(timeout_s + 5) for each in waiting]
+        return [future.result(timeout_s + 5) for future in futures]
 
 
 @pytest.fixture
 def hosts():
-    made = Hosts()
-    yield made
-    for each in made.made:
-        each.close()
-    made.pool.shutdown()
+    factory = Hosts()
+    yield factory
+    for membership in factory.memberships:
+        membership.close()
+    factory.pool.shutdown()
 
 
 def wait_until(condition, within_s: float = 10.0) -> None:
@@ -79,19 +78,23 @@ def test_hosts_meet_one_leaves_as_planned_one_dies_and_one_joins(hosts):
     a = hosts("a")
     b = hosts("b")
     c = hosts("c")
-    first = hosts.enter(a, b, c)
-    assert first[0] == first[1] == first[2]
-    assert (first[0].number, set(first[0].hosts), first[0].behind) == (0, {"a", "b", "c"}, ())
-    assert sorted(first[0].rank_of(each.me.id) for each in (a, b, c)) == [0, 1, 2]
+    view_of_a, view_of_b, view_of_c = hosts.enter(a, b, c)
+    assert view_of_a == view_of_b == view_of_c
+    assert view_of_a.number == 0
+    assert set(view_of_a.hosts) == {"a", "b", "c"}
+    assert view_of_a.behind == ()
+    assert sorted(view_of_a.rank_of(host.me.id) for host in (a, b, c)) == [0, 1, 2]
+
     c.say_goodbye()
     c.close()
     time.sleep(0.3)
-    assert not hosts.changes  # it has told so
+    assert not hosts.changes, "a host that has said goodbye is not lost"
     b.close()
     wait_until(lambda: hosts.changes)
     assert hosts.changes == [("a", "host b is lost: it closed a connection")]
     (alone,) = hosts.all("next_view", a, committed=7)
     assert (alone.hosts, alone.target, alone.store) == (("a",), 7, "of-a:1")
+
     d = hosts("d")
     # steps of some checkpoint, which count for nothing here
     joining = hosts.pool.submit(d.enter, 3, timeout_s=20)
@@ -103,13 +106,15 @@ def test_hosts_meet_one_leaves_as_planned_one_dies_and_one_joins(hosts):
 
 
 def test_a_goodbye_counts_when_the_connections_end_is_handled_first(hosts, monkeypatch):
-    """The word comes on the leaver's connection to its peer, the end on the peer's connection to the leaver."""
+    """The goodbye arrives on the leaver's connection to its peer, the end on the peer's connection to the leaver."""
     ends: list[str] = []
     unread: list[Any] = []
     has_closed = Host._has_closed
 
-    def handle_the_end_and_then_the_word(peer: Host, key: str, place: int, is_dead: bool) -> None:
-        has_closed(peer, key, place, is_dead)
+    def handle_the_end_and_then_the_goodbye(
+        peer: Host, key: str, address_index: int, is_dead: bool
+    ) -> None:
+        has_closed(peer, key, address_index, is_dead)
         if not key:  # a connection to an address of `meet`
             return
         peer.tick(time.monotonic(), is_late=False)  # one that comes at once
@@ -117,25 +122,25 @@ def test_a_goodbye_counts_when_the_connections_end_is_handled_first(hosts, monke
         for transport in unread:
             transport.resume_reading()
 
-    monkeypatch.setattr(Host, "_has_closed", handle_the_end_and_then_the_word)
+    monkeypatch.setattr(Host, "_has_closed", handle_the_end_and_then_the_goodbye)
     a = hosts("a", max_hosts=2)
     b = hosts("b", max_hosts=2)
     hosts.enter(a, b)
     unread += [connection._transport for connection in connections_from(b, to=a)]
     is_paused = threading.Event()
 
-    def leave_the_word_unread() -> None:
+    def leave_the_goodbye_unread() -> None:
         for transport in unread:
             transport.pause_reading()
         is_paused.set()
 
-    a._part.post(leave_the_word_unread)
+    a._part.post(leave_the_goodbye_unread)
     assert is_paused.wait(10)
     b.say_goodbye()
     b.close()
     wait_until(lambda: b._part.key in ends)
     wait_until(lambda: a._part.machine.lost.get(b._part.key) == "left")
-    time.sleep(0.5)  # two ticks: an end that waits for a word is not taken for a death later
+    time.sleep(0.5)  # two ticks: an end that waits for a goodbye is not taken for a death later
     assert not hosts.changes
 
 
@@ -166,14 +171,14 @@ def connections_from(leaver: Membership, *, to: Membership) -> list[Connection]:
     ]
 
 
-def open_connections(membership_of_one: Membership) -> list[Connection]:
+def open_connections(membership: Membership) -> list[Connection]:
     """Return the connections of a host. Its other sockets listen."""
-    connections = [c for c in membership_of_one._part.sockets.values() if c is not None]
+    connections = [c for c in membership._part.sockets.values() if c is not None]
     return [c for c in connections if c.is_connected and c.sock.fileno() >= 0]
 
 
 def break_connection(membership: Membership, connection: Connection, error_number: int) -> None:
-    """End one connection by an error of its socket. The other end is not told, as on a link that is cut."""
+    """End one connection by an error of its socket. The other end hears nothing, as on a link that is cut."""
     # the kernel says nothing to the other end while there is a copy
     kept_open = connection.sock.dup()
     kept_open.set_inheritable(False)
@@ -202,7 +207,7 @@ def test_the_first_meeting_takes_the_latest_checkpoint_of_all(hosts):
     assert (view.target, view.donors, view.behind) == (5, (b.me.id,), (a.me.id,))
 
 
-def test_a_late_member_is_waited_for_as_long_as_it_lives(hosts):
+def test_hosts_wait_for_a_late_member_as_long_as_it_lives(hosts):
     a = hosts("a", max_hosts=2, silent_s=0.5)
     b = hosts("b", max_hosts=2, silent_s=0.5)
     hosts.enter(a, b)
@@ -218,7 +223,7 @@ def test_a_late_member_is_waited_for_as_long_as_it_lives(hosts):
         hosts.pool.submit(a.next_view, 6, timeout_s=0.3).result()
 
 
-def test_a_host_of_another_token_is_refused_in_words(hosts):
+def test_a_host_with_another_token_is_refused_by_a_message_with_both_tokens(hosts):
     a = hosts("a", wait_s=0.2)
     hosts.enter(a)
     with pytest.raises(
@@ -227,59 +232,59 @@ def test_a_host_of_another_token_is_refused_in_words(hosts):
         hosts("b", token="other").enter(0, timeout_s=20)
 
 
-def test_fewer_than_min_hosts_wait_and_say_so(hosts):
+def test_fewer_than_min_hosts_time_out_with_the_reason(hosts):
     with pytest.raises(TimeoutError, match="enough hosts to begin one"):
         hosts("a", min_hosts=2).enter(0, timeout_s=1.5)
 
 
-def test_strangers_are_cut_off_and_nobody_else(hosts):
+def test_connections_of_strangers_are_closed_and_no_others(hosts):
     a = hosts("a", max_hosts=2)
     b = hosts("b", max_hosts=2)
     hosts.enter(a, b)
     ip, _, port = a.me.address.rpartition(":")
-    for words in [
+    for request in [
         b"GET / HTTP/1.1\r\n\r\n",
         b" " * 100_000,  # without an end
         b'{"kind": "hello"}\n',  # without token and key
         b"[" * 60_000 + b"\n",
     ]:
         with socket.create_connection((ip, int(port)), timeout=10) as stranger:
-            stranger.sendall(words)
+            stranger.sendall(request)
             assert stranger.recv(100) == b""
     time.sleep(0.3)
     assert not hosts.changes
 
 
-def own_sockets():
-    found = {}
+def sockets_of_this_process():
+    """Return the names of open sockets, by file descriptor."""
+    sockets = {}
     for fd in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
-            if (what := os.readlink(f"/proc/self/fd/{fd}")).startswith("socket"):
-                found[fd] = what
-    return found
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if name.startswith("socket"):
+                sockets[fd] = name
+    return sockets
 
 
-def test_it_listens_on_one_address_alone(hosts):
-    before = own_sockets()
+def test_a_host_listens_on_its_meet_address_and_one_more_alone(hosts):
+    before = sockets_of_this_process()
     a = hosts("a", wait_s=0.2)
     hosts.enter(a)
     listening = []
-    for fd, own_socket in own_sockets().items():
-        if before.get(fd) == own_socket:
+    for fd, name in sockets_of_this_process().items():
+        if before.get(fd) == name:
             continue
-        with socket.socket(fileno=os.dup(fd)) as each:
-            if each.family == socket.AF_INET and each.getsockopt(
-                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-            ):
-                listening.append(each.getsockname())
-    assert [f"{ip}:{port}" for ip, port in sorted(listening)] == sorted(
-        [hosts.meet[0], address_of(a.me.id)]
-    )
+        with socket.socket(fileno=os.dup(fd)) as copy:
+            is_ip = copy.family == socket.AF_INET
+            if is_ip and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ip, port = copy.getsockname()
+                listening.append(f"{ip}:{port}")
+    assert sorted(listening) == sorted([hosts.meet[0], address_of(a.me.id)])
 
 
 def test_a_rank_that_cannot_be_in_a_view_ends_it_for_all(hosts):
-    ways = {"ranks_per_host": 2, "max_hosts": 2, "on_own_host_lost": lambda why: None}
-    ranks = [hosts(name, local=local, **ways) for name in "ab" for local in (0, 1)]
+    options = {"ranks_per_host": 2, "max_hosts": 2, "on_own_host_lost": lambda why: None}
+    ranks = [hosts(name, local=local, **options) for name in "ab" for local in (0, 1)]
     hosts.enter(*ranks)
     # it waits for the first rank of its host, and that in a group for it
     ranks[1].end_view("no groups")
@@ -288,40 +293,41 @@ def test_a_rank_that_cannot_be_in_a_view_ends_it_for_all(hosts):
 
 
 @pytest.mark.parametrize(
-    ("stopped", "words"),
+    ("stopped", "message"),
     [
         (0, "the first rank of this host was silent for 1 s"),
         (1, "rank 1 of this host was silent for 1 s"),
     ],
 )
 def test_ranks_of_a_host_hear_each_other_often_enough_and_miss_one_that_hangs(
-    hosts, stopped, words
+    hosts, stopped, message
 ):
     lost: dict[int, list[str]] = {0: [], 1: []}
-    ways = {"ranks_per_host": 2, "max_hosts": 1, "silent_s": 0.5}
+    options = {"ranks_per_host": 2, "max_hosts": 1, "silent_s": 0.5}
     ranks = [
-        hosts("a", local=local, on_own_host_lost=lost[local].append, **ways) for local in (0, 1)
+        hosts("a", local=local, on_own_host_lost=lost[local].append, **options) for local in (0, 1)
     ]
     hosts.enter(*ranks)
     time.sleep(2.5)  # each is lost after 1 s
     assert lost == {0: [], 1: []}
-    goes_on = threading.Event()
+    continues = threading.Event()
     # its sockets stay open, as of a process that is stopped
-    ranks[stopped]._part.post(goes_on.wait, 20)
+    ranks[stopped]._part.post(continues.wait, 20)
     try:
         wait_until(lambda: lost[1 - stopped], within_s=5)
-        assert lost[1 - stopped][0] == words
+        assert lost[1 - stopped][0] == message
     finally:
-        goes_on.set()
+        continues.set()
 
 
 def test_a_pause_of_all_hosts_is_no_silence_of_the_others(hosts, monkeypatch):
-    """The machines are suspended or moved: each finds its own clock a minute later, and has heard nobody meanwhile."""
+    """The machines are suspended or moved: every host finds its clock a minute later and has heard nobody meanwhile."""
     lost: list[str] = []
-    ways = {"ranks_per_host": 2, "max_hosts": 2, "silent_s": 1.0, "on_own_host_lost": lost.append}
-    hosts.enter(*[hosts(name, local=local, **ways) for name in "ab" for local in (0, 1)])
+    options = {"ranks_per_host": 2, "max_hosts": 2, "silent_s": 1.0}
+    options["on_own_host_lost"] = lost.append
+    hosts.enter(*[hosts(name, local=local, **options) for name in "ab" for local in (0, 1)])
     paused_s = [0.0]
-    for module in (connections, host, membership):
+    for module in (connections, host, membership_module):
         monkeypatch.setattr(module, "monotonic", lambda: time.monotonic() + paused_s[0])
     for _ in range(3):
         time.sleep(0.7)  # each has looked at the clock since the former pause
@@ -332,15 +338,15 @@ def test_a_pause_of_all_hosts_is_no_silence_of_the_others(hosts, monkeypatch):
 
 @pytest.mark.parametrize("error_number", [errno.EHOSTUNREACH, errno.ETIMEDOUT])
 def test_an_error_of_the_network_is_no_proof_of_death(hosts, error_number):
-    """The link is cut: each half gets an error for the other, and both live. One of them alone may go on."""
+    """The link is cut: each half gets an error for the other, and both live. Only one of them may continue."""
     a = hosts("a", max_hosts=2, silent_s=0.8)
     b = hosts("b", max_hosts=2, silent_s=0.8)
     hosts.enter(a, b)
     with pytest.MonkeyPatch.context() as cut:
         cut.setattr(Connection, "data_received", lambda connection, data: None)
-        for membership_of_one in (a, b):
-            for connection in open_connections(membership_of_one):
-                break_connection(membership_of_one, connection, error_number)
+        for membership in (a, b):
+            for connection in open_connections(membership):
+                break_connection(membership, connection, error_number)
         wait_until(lambda: len(hosts.changes) == 2)
         assert set(hosts.changes) == {
             ("a", "host b was silent for 0.8 s"),
@@ -358,9 +364,9 @@ def test_an_error_of_the_network_that_passes_changes_nothing(hosts):
     a = hosts("a", max_hosts=2, silent_s=0.8)
     b = hosts("b", max_hosts=2, silent_s=0.8)
     hosts.enter(a, b)
-    for membership_of_one in (a, b):
-        for connection in open_connections(membership_of_one):
-            break_connection(membership_of_one, connection, errno.EHOSTUNREACH)
+    for membership in (a, b):
+        for connection in open_connections(membership):
+            break_connection(membership, connection, errno.EHOSTUNREACH)
     time.sleep(1.5)  # longer than the silence after which a host is lost: they have connected again
     assert not hosts.changes
     assert connections_from(b, to=a), "b has not connected again"
@@ -404,7 +410,9 @@ def test_a_forked_worker_does_not_hide_a_death(hosts):
         os.waitpid(worker, 0)
 
 
-def test_a_cut_link_leaves_the_arbiter_and_words(hosts, monkeypatch):
+def test_after_a_cut_the_host_of_the_first_address_continues_and_the_other_is_isolated(
+    hosts, monkeypatch
+):
     """Nothing arrives any more, and nothing closes: each half takes the other for silent."""
     a = hosts("a", max_hosts=2, silent_s=0.5)
     b = hosts("b", max_hosts=2, silent_s=0.5)
@@ -418,12 +426,12 @@ def test_a_cut_link_leaves_the_arbiter_and_words(hosts, monkeypatch):
         b.next_view(0, timeout_s=20)
 
 
-def test_no_thread_and_no_socket_is_left(hosts):
-    before = own_sockets()
+def test_a_closed_host_leaves_no_thread_and_no_socket(hosts):
+    before = sockets_of_this_process()
     a = hosts("a", wait_s=0.2)
     hosts.enter(a)
-    made = set(own_sockets().items()) - set(before.items())
-    assert len(made) >= 3
+    opened = set(sockets_of_this_process().items()) - set(before.items())
+    assert len(opened) >= 3
     a.close()
-    assert not made & set(own_sockets().items())
+    assert not opened & set(sockets_of_this_process().items())
     assert "membership" not in [thread.name for thread in threading.enumerate()]

@@ -1,4 +1,4 @@
-"""Hosts of two processes on loopback that are killed, stopped and started: all that live agree, in bounded time."""
+"""Hosts of two processes on loopback that are killed, stopped and started: the living agree within a time limit."""
 
 from __future__ import annotations
 
@@ -21,111 +21,110 @@ SILENT_S = 2.0
 
 def free_addresses(num: int) -> list[str]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
-    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-    for each in sockets:
-        each.close()
+    addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in sockets]
+    for listener in sockets:
+        listener.close()
     return addresses
 
 
 class Cluster:
-    """Hosts by name, and what their ranks have said."""
+    """Hosts by name, and the events that their ranks have reported."""
 
     def __init__(self, ranks: int = 2, min_hosts: int = 1, wait_s: float = 1.0) -> None:
         self.ranks = ranks
         self.meet = ",".join(free_addresses(2))
-        self.more = [self.meet, str(min_hosts), "4", str(SILENT_S), str(wait_s)]
-        self.said: list[dict] = []
+        self.options = [self.meet, str(min_hosts), "4", str(SILENT_S), str(wait_s)]
+        self.events: list[dict] = []
         self.heard = threading.Condition()
         self.readers: list[threading.Thread] = []
         self.processes: dict[str, list[subprocess.Popen]] = {}
 
     def start(self, *hosts: str) -> None:
         for host in hosts:
-            command = [sys.executable, str(WORKER), host]
-            self.processes[host] = [
-                subprocess.Popen(
-                    [*command, str(local), str(self.ranks), *self.more],
-                    stdout=-1,
-                    stderr=-3,
+            self.processes[host] = []
+            for local in range(self.ranks):
+                process = subprocess.Popen(
+                    [sys.executable, str(WORKER), host, str(local), str(self.ranks), *self.options],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
                     text=True,
                 )
-                for local in range(self.ranks)
-            ]
-            for process in self.processes[host]:
-                self.readers.append(
-                    threading.Thread(target=self._read, args=(process,), daemon=True)
-                )
-                self.readers[-1].start()
+                reader = threading.Thread(target=self._read, args=(process,), daemon=True)
+                reader.start()
+                self.processes[host].append(process)
+                self.readers.append(reader)
 
     def _read(self, process: subprocess.Popen) -> None:
         with process.stdout:
             for line in process.stdout:
                 with self.heard:
-                    self.said.append(json.loads(line))
+                    self.events.append(json.loads(line))
                     self.heard.notify_all()
 
-    def signal(self, which: int, *hosts: str, locals_: tuple[int, ...] = (0, 1)) -> float:
+    def signal(self, number: int, *hosts: str, locals_: tuple[int, ...] = (0, 1)) -> float:
         for host in hosts:
             for local in locals_[: self.ranks]:
-                self.processes[host][local].send_signal(which)
+                self.processes[host][local].send_signal(number)
         return time.time()
 
     def kill(self, *hosts: str, locals_: tuple[int, ...] = (0, 1)) -> float:
         since_s = self.signal(signal.SIGKILL, *hosts, locals_=locals_)
         for host in hosts:
-            for each in self.processes.pop(host):
-                each.wait(10)
+            for process in self.processes.pop(host):
+                process.wait(10)
         return since_s
 
     def latest(self, host: str, local: int) -> dict:
-        mine = (
-            each for each in reversed(self.said) if (each["host"], each["local"]) == (host, local)
-        )
-        return next((each for each in mine if each["event"] != "change"), {"event": "nothing"})
+        """Return the latest event of a rank that is not just the news of a change."""
+        for event in reversed(self.events):
+            is_of_rank = (event["host"], event["local"]) == (host, local)
+            if is_of_rank and event["event"] != "change":
+                return event
+        return {"event": "nothing"}
 
     def agree_on(self, *hosts: str, within_s: float = 20.0) -> float:
-        """Wait until every rank of these is in the same view of exactly these. Returns when the last came to it."""
+        """Wait until all ranks of these hosts share a view of exactly these, and return when the last entered it."""
 
         def latest() -> list[dict]:
             return [self.latest(host, local) for host in hosts for local in range(self.ranks)]
 
         def is_agreed() -> bool:
-            results = latest()
-            return (
-                all(
-                    each["event"] == "view" and set(each["hosts"]) == set(hosts) for each in results
-                )
-                and len({(each["number"], each["store"], each["target"]) for each in results}) == 1
-            )
+            views = set()
+            for event in latest():
+                if event["event"] != "view" or set(event["hosts"]) != set(hosts):
+                    return False
+                views.add((event["number"], event["store"], event["target"]))
+            return len(views) == 1
 
         with self.heard:
-            assert self.heard.wait_for(is_agreed, within_s), (hosts, latest(), self.said[-20:])
-            return max(each["t"] for each in latest())
+            assert self.heard.wait_for(is_agreed, within_s), (hosts, latest(), self.events[-20:])
+            return max(event["t"] for event in latest())
 
     def hear(self, host: str, event: str, within_s: float = 20.0) -> None:
-        """Wait until both ranks of a host have come to it."""
+        """Wait until this event is the latest of every rank of a host."""
 
         def is_heard() -> bool:
             return {self.latest(host, local)["event"] for local in range(self.ranks)} == {event}
 
         with self.heard:
-            assert self.heard.wait_for(is_heard, within_s), self.said[-20:]
+            assert self.heard.wait_for(is_heard, within_s), self.events[-20:]
 
     def end(self) -> None:
-        for each in [each for ranks in self.processes.values() for each in ranks]:
-            each.kill()
-            each.wait(10)
+        for processes in self.processes.values():
+            for process in processes:
+                process.kill()
+                process.wait(10)
         for reader in self.readers:
             reader.join(10)
 
 
 @pytest.fixture
 def cluster():
-    made = Cluster()
-    made.start("a", "b", "c")
-    made.agree_on("a", "b", "c")
-    yield made
-    made.end()
+    three_hosts = Cluster()
+    three_hosts.start("a", "b", "c")
+    three_hosts.agree_on("a", "b", "c")
+    yield three_hosts
+    three_hosts.end()
 
 
 def head_of(cluster: Cluster) -> str:
@@ -133,34 +132,34 @@ def head_of(cluster: Cluster) -> str:
 
 
 @pytest.mark.clock
-def test_killed_hosts_are_out_and_another_comes_in(cluster):
-    """The coordinator. One rank of a host alone. And two hosts at once."""
-    first = head_of(cluster)
-    others = [host for host in "abc" if host != first]
-    since_s = cluster.kill(first)
-    assert cluster.agree_on(*others) - since_s < 2
+def test_hosts_agree_without_killed_hosts_and_with_new_ones(cluster):
+    """The coordinator is killed, then one rank of a host alone, then two hosts at once."""
+    coordinator = head_of(cluster)
+    remaining = [host for host in "abc" if host != coordinator]
+    since_s = cluster.kill(coordinator)
+    assert cluster.agree_on(*remaining) - since_s < 2
     cluster.start("d")
-    cluster.agree_on(*others, "d")
+    cluster.agree_on(*remaining, "d")
     cluster.kill("d", locals_=(1,))
-    cluster.agree_on(*others)
+    cluster.agree_on(*remaining)
     cluster.start("e", "f")
-    cluster.agree_on(*others, "e", "f")
-    cluster.kill(others[0], "e")
-    cluster.agree_on(others[1], "f")
+    cluster.agree_on(*remaining, "e", "f")
+    cluster.kill(remaining[0], "e")
+    cluster.agree_on(remaining[1], "f")
 
 
 @pytest.mark.clock
-def test_a_stopped_host_is_out_and_hears_so_when_it_goes_on(cluster):
-    last = cluster.latest("a", 0)["hosts"][-1]
-    others = [host for host in "abc" if host != last]
-    since_s = cluster.signal(signal.SIGSTOP, last)
-    assert cluster.agree_on(*others) - since_s < 2 * SILENT_S
-    cluster.signal(signal.SIGCONT, last)
-    cluster.hear(last, "isolated")
+def test_hosts_agree_without_a_stopped_host_which_is_isolated_once_it_continues(cluster):
+    stopped = cluster.latest("a", 0)["hosts"][-1]
+    running = [host for host in "abc" if host != stopped]
+    since_s = cluster.signal(signal.SIGSTOP, stopped)
+    assert cluster.agree_on(*running) - since_s < 2 * SILENT_S
+    cluster.signal(signal.SIGCONT, stopped)
+    cluster.hear(stopped, "isolated")
 
 
 @pytest.mark.clock
-def test_a_first_host_that_starts_again_finds_the_run_and_founds_no_second(cluster):
+def test_a_first_host_that_starts_again_joins_the_run_and_begins_no_second_one(cluster):
     """It holds the first address of `meet` again, where nobody else waits: the run calls there."""
     cluster.kill("a", "b")
     cluster.agree_on("c")
@@ -172,7 +171,7 @@ def test_a_first_host_that_starts_again_finds_the_run_and_founds_no_second(clust
 @pytest.mark.long
 @pytest.mark.clock
 def test_twenty_random_rounds_end_in_one_view(cluster):
-    """Some are killed, some start. Also in the middle of a change, and while they join."""
+    """Hosts are killed and started, also in the middle of a change and while they join."""
     seed = random.randrange(10**6)
     draw = random.Random(seed)
     living = ["a", "b", "c"]
@@ -183,11 +182,13 @@ def test_twenty_random_rounds_end_in_one_view(cluster):
         lost = draw.sample(living, draw.choice([1, 1, min(2, len(living) - 1)]))
         living = [host for host in living if host not in lost]
         new = [f"n{next(names)}" for _ in range(4 - len(living))][: draw.choice([1, 2, 3])]
-        cut_short = draw.random() < 0.5
-        if cut_short:
-            cluster.start(doomed := f"x{next(names)}")
+        killed = list(lost)
+        if draw.random() < 0.5:  # a host that is killed while it joins
+            doomed = f"x{next(names)}"
+            cluster.start(doomed)
             time.sleep(draw.uniform(0, 1.5))
-        since_s = cluster.kill(*lost, *([doomed] if cut_short else []))
+            killed.append(doomed)
+        since_s = cluster.kill(*killed)
         times_s.append(cluster.agree_on(*living) - since_s)
         cluster.start(*new)
         cluster.agree_on(*living, *new)

@@ -1,4 +1,4 @@
-"""The view change in all orders of messages and losses: `explore.py` says what an order is, and what must never be."""
+"""The view change in all orders of messages and losses. Orders and forbidden states: `explore.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TWO_RANKS = {"a": (3, 4), "b": (3, 3)}
 
 
 def all_go_on(explorer: Explorer, world: World) -> None:
-    """A process that ends is no reason for another to give up."""
+    """Check that the end of a process makes no other give up."""
     assert "isolated" not in world.status, world.status
 
 
@@ -26,8 +26,8 @@ def somebody_goes_on(explorer: Explorer, world: World) -> None:
     assert "lives" in world.status, world.status
 
 
-def no_more(explorer: Explorer, world: World) -> None:
-    """Only what holds everywhere: one view of all that go on, or words."""
+def no_further_verdict(explorer: Explorer, world: World) -> None:
+    """Check nothing beyond the explorer's own rules: one view of all hosts that continue, or an error."""
 
 
 SMALL = {
@@ -40,11 +40,11 @@ SMALL = {
     "2 hosts of 2 ranks": (all_go_on, {"hosts": "ab", "steps": TWO_RANKS, "budget": {"kill": 1}}),
     "a host joins one": (all_go_on, {"hosts": "a", "joiners": "j"}),
     "a host joins two, any may die": (
-        no_more,
+        no_further_verdict,
         {"hosts": "ab", "joiners": "j", "budget": {"kill": 1}},
     ),
     "a host joins 2 of 2 ranks, any may die": (
-        no_more,
+        no_further_verdict,
         {"hosts": "ab", "joiners": "j", "steps": TWO_RANKS, "budget": {"kill": 1}},
     ),
     "2 hosts, a cut": (the_arbiter_goes_on, {"hosts": "ab", "budget": {"cut": 1}}),
@@ -54,36 +54,42 @@ SMALL = {
         {"hosts": "abc", "budget": {"cut": 1}, "cut_whole": True},
     ),
     "a host joins two, one is cut off": (  # in the middle of it none may have the votes
-        no_more,
+        no_further_verdict,
         {"hosts": "ba", "joiners": "j", "budget": {"cut": 1}, "cut_whole": True},
     ),
     "a host joins one, any may die": (
-        no_more,
+        no_further_verdict,
         {"hosts": "a", "joiners": "j", "budget": {"kill": 1}},
     ),
     "a host joins one with more steps than the run has, any may die": (
-        no_more,
+        no_further_verdict,
         {"hosts": "a", "joiners": "j", "steps": {"a": (3,), "j": (9,)}, "budget": {"kill": 1}},
     ),
     "a host joins two with more steps than the run has, any may die": (
-        no_more,
+        no_further_verdict,
         {"hosts": "ab", "joiners": "j", "steps": {**STEPS, "j": (9,)}, "budget": {"kill": 1}},
     ),
     "first meeting, any may die": (
-        no_more,
+        no_further_verdict,
         {"hosts": "abc", "budget": {"kill": 1}, "is_founding": True},
     ),
 }
 LARGE = {
-    "3 hosts, a cut, and any may die": (no_more, {"hosts": "abc", "budget": {"kill": 1, "cut": 1}}),
-    "3 hosts, two cuts": (no_more, {"hosts": "abc", "budget": {"cut": 2}}),
+    "3 hosts, a cut, and any may die": (
+        no_further_verdict,
+        {"hosts": "abc", "budget": {"kill": 1, "cut": 1}},
+    ),
+    "3 hosts, two cuts": (no_further_verdict, {"hosts": "abc", "budget": {"cut": 2}}),
     "3 hosts, one is taken for lost": (
         somebody_goes_on,
         {"hosts": "abc", "budget": {"suspect": 1}},
     ),
-    "3 hosts, two are taken for lost": (no_more, {"hosts": "abc", "budget": {"suspect": 2}}),
+    "3 hosts, two are taken for lost": (
+        no_further_verdict,
+        {"hosts": "abc", "budget": {"suspect": 2}},
+    ),
     "a host joins three, any may die: the first 200,000 states": (
-        no_more,
+        no_further_verdict,
         {
             "hosts": "abc",
             "joiners": "j",
@@ -93,7 +99,7 @@ LARGE = {
         },
     ),
     "a host joins two, two may die": (
-        no_more,
+        no_further_verdict,
         {"hosts": "ab", "joiners": "j", "budget": {"kill": 2}},
     ),
     "a host joins two, a cut": (
@@ -101,14 +107,14 @@ LARGE = {
         {"hosts": "ab", "joiners": "j", "budget": {"cut": 1}},
     ),
     "a host joins two, one is taken for lost": (
-        no_more,
+        no_further_verdict,
         {"hosts": "ab", "joiners": "j", "budget": {"suspect": 1}},
     ),
 }
 
 
-def states_of(verdict, options, **more) -> int:
-    return Explorer(**{"steps": STEPS, **options, **more}).run(verdict)
+def states_of(verdict, options, machine=view_change.ViewChange) -> int:
+    return Explorer(**{"steps": STEPS, "machine": machine, **options}).run(verdict)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -125,7 +131,7 @@ def test_every_order_ends_in_one_view_of_all_that_go_on_large(name):
 
 
 def mutant(old: str, new: str):
-    """The machine with one line of it changed."""
+    """Return the machine with one line changed."""
     source = Path(view_change.__file__).read_text()
     assert source.count(old) == 1, old
     names: dict = {"__name__": "mutant"}
@@ -175,7 +181,7 @@ def test_a_seeded_fault_is_found(name):
 
 
 def test_a_host_accepts_no_older_proposal_and_none_that_has_not_heard_of_what_it_accepted():
-    """What it accepted may be installed elsewhere. The orders of three hosts do not reach this, a fourth would."""
+    """The accepted view may be installed elsewhere. The orders of three hosts do not reach this, a fourth would."""
     a, b, c = map(key_of, "abc")
     machine = view_change.ViewChange(c, ranks_per_host=1, min_hosts=1, max_hosts=3)
     machine.run = "r"
@@ -212,7 +218,7 @@ def test_a_host_that_was_silent_and_then_closed_is_dead():
     machine.lose(a, "closed", "a closed a connection")
     machine.come(0, 3)
     assert machine.hosts == [b]
-    assert "isolated" not in [what for what, *_ in machine.out]
+    assert "isolated" not in [action for action, *_ in machine.out]
 
 
 @pytest.mark.parametrize("how", view_change.FOR_SURE)

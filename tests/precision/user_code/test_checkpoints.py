@@ -142,11 +142,12 @@ def test_a_run_continues_bit_for_bit_from_the_parameters_that_the_user_saved(
         folder = tmp_path / strategy
         folder.mkdir()
         setup = Setup(strategy=strategy, precision=its_precision, folder=str(folder))
-        for whole, continued, file, at_save in ranks.run(continue_from_a_file, user_code, setup):
-            assert same(whole, continued)
-            assert at_save
+        results = ranks.run(continue_from_a_file, user_code, setup)
+        for rank, (whole, continued, file, at_save) in enumerate(results):
+            assert same(whole, continued), f"rank {rank} under {strategy}"
+            assert at_save, f"rank {rank} under {strategy}"
             for name, value in file.items():
-                assert same(value.detach(), at_save[name]), name
+                assert same(value.detach(), at_save[name]), f"{name} on rank {rank}"
 
 
 # ---- copies made inside of a step ------------------------------------------------------------------------------------

@@ -445,7 +445,7 @@ def test_computed_weights_are_those_of_ddp(comparison, user_code, world_size, pr
 
 @in_half_precision()
 def test_pruning_cuts_the_elements_that_it_cuts_under_ddp(comparison, world_size, precision):
-    """Of those that training leaves near the limit, rounding may exchange a few."""
+    """Rounding may exchange a few of the elements near the limit."""
     user_code = partial(CutsWeights, 0.1)
     reference = comparison.reference(user_code, world_size)
     outcomes = comparison.run(user_code, "hybrid_allreduce", world_size, precision)
@@ -455,9 +455,8 @@ def test_pruning_cuts_the_elements_that_it_cuts_under_ddp(comparison, world_size
         num_different = 0
         num_elements = 0
         for name in ("net.0.weight", "net.2.weight"):
-            num_different += int(
-                ((outcome.weights[name] == 0) != (expected.weights[name] == 0)).sum()
-            )
+            is_different = (outcome.weights[name] == 0) != (expected.weights[name] == 0)
+            num_different += int(is_different.sum())
             num_elements += expected.weights[name].numel()
         assert num_different <= 0.02 * num_elements
 

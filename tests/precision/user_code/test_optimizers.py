@@ -616,7 +616,7 @@ class UpdatesWeightsInSmallSteps(UpdatesWeightsByHand):
 
 @in_half_precision()
 @code_of_users(UpdatesWeightsInSmallSteps)
-def test_an_update_written_in_a_manual_step_is_said_to_be_rounded(
+def test_an_update_written_in_a_manual_step_that_is_rounded_is_a_warning(
     comparison, user_code, world_size, precision
 ):
     comparison.reference(user_code, world_size)
@@ -713,12 +713,14 @@ def scales_of_a_fit(replace):
 
 
 @pytest.mark.parametrize("replace", [assign_new_optimizer, make_optimizers_again])
-def test_the_loss_scale_grows_on_after_an_optimizer_was_replaced(two_ranks, replace):
-    """The growth of two clean steps at most is lost."""
-    for never, again in zip(
-        two_ranks.run(scales_of_a_fit, None), two_ranks.run(scales_of_a_fit, replace), strict=True
-    ):
-        assert len(never) == len(again) == 12
-        assert never[-1] == 2.0 ** (4 + 5)
-        assert again[-1] >= never[-1] / 2
-        assert again[4] == pytest.approx(never[4], rel=0.5)
+def test_the_loss_scale_continues_to_grow_after_an_optimizer_was_replaced(two_ranks, replace):
+    """At most the growth of two clean steps is lost."""
+    without = two_ranks.run(scales_of_a_fit, None)
+    replaced = two_ranks.run(scales_of_a_fit, replace)
+    for rank, scales in enumerate(replaced):
+        expected = without[rank]
+        assert len(expected) == 12, f"rank {rank}"
+        assert len(scales) == 12, f"rank {rank}"
+        assert expected[-1] == 2.0 ** (4 + 5), f"rank {rank}"
+        assert scales[-1] >= expected[-1] / 2, f"rank {rank}"
+        assert scales[4] == pytest.approx(expected[4], rel=0.5), f"rank {rank}"

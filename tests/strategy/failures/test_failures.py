@@ -1,4 +1,4 @@
-"""A rank that fails or dies outside of its averaging, seen by the others through the strategy: they name it, soon."""
+"""Ranks that fail or die outside of averaging: the strategy of every other rank names them soon."""
 
 import os
 import re
@@ -27,13 +27,15 @@ def fail():
 
 
 def fit_that_ends(rank, end):
-    """The module has BatchNorm: at its next forward the other rank is in DDP's own broadcast of the buffers.
+    """Fit until one rank ends. The message of the other is raised as an error with its seconds.
 
-    No alarm ends that, until the process is gone.
+    The module has BatchNorm: in its next forward the other rank is in DDP's own broadcast of the buffers, which no
+    alarm ends until the process is gone.
     """
     start_s = time.monotonic()
     look = at(on_train_batch_start=partial(end_at, rank, end))
-    message = toy.error_of(toy.trainer(max_epochs=1, callbacks=[look]).fit, toy.Toy(), toy.loader())
+    trainer = toy.trainer(max_epochs=1, callbacks=[look])
+    message = toy.error_of(trainer.fit, toy.Toy(), toy.loader())
     if dist.get_rank() == rank:
         time.sleep(2)
         os._exit(7)
@@ -48,24 +50,21 @@ DEAD = "does not answer: its process is dead, stopped or unreachable."
     ("rank", "end", "words"),
     [
         (0, fail, "comm: rank 0 gave up: FloatingPointError: of the user"),
-        *[
-            pytest.param(rank, die, f"comm: rank {rank} {DEAD}", marks=pytest.mark.long)
-            for rank in (0, 1)
-        ],
+        pytest.param(0, die, f"comm: rank 0 {DEAD}", marks=pytest.mark.long),
+        pytest.param(1, die, f"comm: rank 1 {DEAD}", marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_ends_before_its_forward_is_named_by_the_other(two_ranks, rank, end, words):
     with pytest.raises(RankError) as error:
         two_ranks.run(fit_that_ends, rank, end, grace_s=30.0)
-    ((seconds, said),) = re.findall(
-        r"AssertionError: message after (\d+) s: (.*)", str(error.value)
-    )
-    assert said.count(words) == 1
-    assert int(seconds) < 20  # soon: the collective itself waits for 45
+    pattern = r"AssertionError: message after (\d+) s: (.*)"
+    ((seconds, message),) = re.findall(pattern, str(error.value))
+    assert message.count(words) == 1
+    assert int(seconds) < 20, "soon: the collective itself waits for 45 s"
 
 
 class Wraps(toy.Toy):
-    """Wrapper that hides the cause like torch's pipelining, whose error does not mention the failed average."""
+    """Module that hides the cause as torch's pipelining does, whose error does not mention the failed average."""
 
     error = FloatingPointError("of the user")
 
@@ -81,7 +80,7 @@ class Wraps(toy.Toy):
             raise RuntimeError("Failed to run stage backward") from error
 
 
-def test_an_error_that_was_raised_from_a_failed_average_says_which_rank_it_was(two_ranks):
+def test_an_error_that_was_raised_from_a_failed_average_names_the_rank_that_failed(two_ranks):
     seen, _ = fit(two_ranks, Wraps, max_epochs=1, raises=True)
     assert seen.error.startswith("RuntimeError: Failed to run stage backward")
     assert seen.error.count("comm: rank 1 gave up: FloatingPointError: of the user") == 1
@@ -92,7 +91,7 @@ class HasABrokenDatabase(Wraps):
     error = RuntimeError("the database's connection timed out")
 
 
-def test_a_users_error_that_sounds_like_a_networks_is_the_users(two_ranks):
-    other, own = fit(two_ranks, HasABrokenDatabase, max_epochs=1, raises=True)
-    assert own.error.startswith("RuntimeError: the database's connection timed out\n")
-    assert "comm: rank 1 gave up: RuntimeError: the database's connection timed out" in other.error
+def test_a_users_error_with_the_words_of_a_network_error_is_reported_as_the_users(two_ranks):
+    rank_0, rank_1 = fit(two_ranks, HasABrokenDatabase, max_epochs=1, raises=True)
+    assert rank_1.error.startswith("RuntimeError: the database's connection timed out\n")
+    assert "comm: rank 1 gave up: RuntimeError: the database's connection timed out" in rank_0.error

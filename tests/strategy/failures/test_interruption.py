@@ -1,4 +1,4 @@
-"""A run that is stopped ends on every rank, soon, and says where it stopped and how to go on."""
+"""Interrupted runs: every rank ends soon, and a message says where the run stopped and how to resume it."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ from tests.scenes import at
 
 
 class Module(toy.Toy):
-    """Without BatchNorm: DDP's wait for its buffers ends only with the process that is missed."""
+    """Module without BatchNorm: DDP's wait for its buffers ends only with the process that is missing."""
 
     def __init__(self):
         super().__init__()
@@ -40,9 +40,14 @@ def signalled(rank, number, folder, stops=False):
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(handler)
     callbacks = [at(on_after_backward=partial(signal_itself, rank, number))]
-    callbacks += [ModelCheckpoint(folder), *[StopOnSignal(folder)] * stops]
+    callbacks.append(ModelCheckpoint(folder))
+    if stops:
+        callbacks.append(StopOnSignal(folder))
     trainer = toy.trainer(max_epochs=5, callbacks=callbacks, enable_checkpointing=True)
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        signal_number: signal.getsignal(signal_number)
+        for signal_number in (signal.SIGINT, signal.SIGTERM)
+    }
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         trainer.fit(Module(), toy.loader())
@@ -52,28 +57,34 @@ def signalled(rank, number, folder, stops=False):
         end = f"{type(error).__name__}: {error} {' '.join(notes)} {getattr(error, 'code', '')}"
     finally:
         logger.removeHandler(handler)
-        for one, was in before.items():
-            signal.signal(one, was)
+        for signal_number, signal_handler in handlers.items():
+            signal.signal(signal_number, signal_handler)
     return end, messages
 
 
-def test_ctrl_c_without_a_callback_says_where_it_stopped_and_what_to_go_on_from(one_rank, tmp_path):
+def test_ctrl_c_without_a_callback_logs_where_the_run_stopped_and_the_checkpoint_to_resume_from(
+    one_rank, tmp_path
+):
     ((end, messages),) = one_rank.run(signalled, 0, signal.SIGINT, str(tmp_path))
     assert end.startswith("SystemExit: 1")
-    (said,) = [message for message in messages if message.startswith("The run stopped")]
+    (message,) = [message for message in messages if message.startswith("The run stopped")]
     assert (
         f"in epoch 1 after step 9; `fit(..., ckpt_path='{tmp_path}/epoch=0-step=8.ckpt')` resumes"
-        in said
+        in message
     )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_with_the_callback_a_checkpoint_of_that_step_is_named(two_ranks, tmp_path, number):
-    (first, messages), (second, _) = two_ranks.run(signalled, 1, number, str(tmp_path), True)
-    assert first.split()[-1] == str(128 + number), first
-    assert second.split()[-1] == "0", f"as a rank that Lightning started: {second}"
-    (said,) = [message for message in messages if message.startswith("stopped by ")]
-    assert f"`fit(..., ckpt_path='{tmp_path}/stopped.ckpt')` goes on from there" in said
+def test_with_the_callback_a_checkpoint_of_that_step_is_written_and_named(
+    two_ranks, tmp_path, number
+):
+    rank_0, rank_1 = two_ranks.run(signalled, 1, number, str(tmp_path), True)
+    end_0, messages = rank_0
+    end_1, _ = rank_1
+    assert end_0.split()[-1] == str(128 + number), end_0
+    assert end_1.split()[-1] == "0", f"as a rank that Lightning started: {end_1}"
+    (message,) = [message for message in messages if message.startswith("stopped by ")]
+    assert f"`fit(..., ckpt_path='{tmp_path}/stopped.ckpt')` goes on from there" in message
     assert (tmp_path / "stopped.ckpt").exists()
 
 
@@ -118,7 +129,7 @@ def is_alive(pid):
     not Path("/proc/self/stat").exists(), reason="reads the states of processes in /proc"
 )
 @pytest.mark.parametrize(
-    ("launcher", "callback", "number", "whom", "words"),
+    ("launcher", "callback", "number", "target", "words"),
     [
         ("lightning", "none", signal.SIGINT, "all", "no checkpoint was written to resume from"),
         (
@@ -133,30 +144,29 @@ def is_alive(pid):
         ("torchrun", "none", signal.SIGTERM, "rank 1", "rank 1 gave up: it received SIGTERM"),
     ],
 )
-def test_every_process_is_gone_within_seconds(tmp_path, launcher, callback, number, whom, words):
+def test_every_process_ends_within_seconds(tmp_path, launcher, callback, number, target, words):
     program = tmp_path / "program.py"
     log = tmp_path / "log"
     program.write_text(PROGRAM)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [
-        sys.executable,
-        *(torchrun if launcher == "torchrun" else []),
-        str(program),
-        str(tmp_path),
-        callback,
-    ]
+    command = [sys.executable]
+    if launcher == "torchrun":
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(program), str(tmp_path), callback]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[3]),
     }
     with log.open("w") as out:
-        # A shell's background job has SIGINT ignored, and so would the programs that it starts.
-        heeds = {
-            "start_new_session": True,
-            "preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-        }
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, **heeds)
+        # A shell's background job ignores SIGINT, and so would the programs that it starts.
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
     try:
         files = [tmp_path / "0.pid", tmp_path / "1.pid"]
         deadline = time.monotonic() + 120
@@ -167,7 +177,7 @@ def test_every_process_is_gone_within_seconds(tmp_path, launcher, callback, numb
         ):
             time.sleep(0.1)
         ranks = [int(file.read_text()) for file in files]
-        for pid in {"all": ranks, "rank 1": ranks[1:], "launcher": [process.pid]}[whom]:
+        for pid in {"all": ranks, "rank 1": ranks[1:], "launcher": [process.pid]}[target]:
             os.kill(pid, number)
         deadline = time.monotonic() + 45
         while (process.poll() is None or any(map(is_alive, ranks))) and time.monotonic() < deadline:

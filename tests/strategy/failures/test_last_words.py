@@ -103,11 +103,10 @@ EACH = pytest.mark.parametrize(
 def test_devices_that_are_neither_cpus_nor_of_cuda_are_refused_before_any_work(
     monkeypatch, kind, name, device
 ):
-    """An accelerator stands in that has two devices of that kind."""
-    for one in (PytorchAccelerator, FabricAccelerator):
-        monkeypatch.setattr(
-            one, "get_parallel_devices", lambda _: [torch.device(device, index) for index in (0, 1)]
-        )
+    """A patched accelerator has two devices of that kind."""
+    devices = [torch.device(device, index) for index in (0, 1)]
+    for accelerator in (PytorchAccelerator, FabricAccelerator):
+        monkeypatch.setattr(accelerator, "get_parallel_devices", lambda _: devices)
     with pytest.raises(
         MisconfigurationException, match=f"one of '{device}' devices. must be cpu or cuda"
     ):

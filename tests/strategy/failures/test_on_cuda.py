@@ -49,7 +49,7 @@ def strategy_on(device_type):
         (ERROR_HANDLING, "cpu", None, None),
     ],
 )
-def test_what_nccl_reads_is_set_before_any_group_is_made(
+def test_variables_of_nccl_are_set_before_any_group_is_created_and_restored_at_the_end(
     monkeypatch, name, device_type, of_the_user, expected
 ):
     seen = []

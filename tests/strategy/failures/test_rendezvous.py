@@ -1,4 +1,4 @@
-"""A rendezvous, and ones that fail: every rank names who is missing, and rank zero listens only where it should."""
+"""Rendezvous of ranks, also ones that fail: every rank names the missing ones, and rank zero listens on loopback."""
 
 import os
 import socket
@@ -25,21 +25,22 @@ def free_port():
 
 
 def listening(port=None):
-    """Addresses, as the kernel writes them, at which this process listens. At `port` alone if it is given."""
-    mine = set()
-    for each in Path("/proc/self/fd").iterdir():
+    """Return the addresses, as the kernel writes them, on which this process listens: on all ports, or on `port`."""
+    descriptors = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
         try:
-            mine.add(os.readlink(each))
+            descriptors.add(os.readlink(descriptor))
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
-    result = set()
+    addresses = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             local, _, state, *_, inode = line.split()[1:10]
-            address, _, at = local.partition(":")
-            if state == "0A" and f"socket:[{inode}]" in mine and port in (None, int(at, 16)):
-                result.add(address)
-    return result
+            address, _, hex_port = local.partition(":")
+            is_listening = state == "0A" and f"socket:[{inode}]" in descriptors
+            if is_listening and port in (None, int(hex_port, 16)):
+                addresses.add(address)
+    return addresses
 
 
 def meeting(port, *, rank, world_size, timeout_s=LONG_S, address="127.0.0.1"):
@@ -52,60 +53,61 @@ def meeting(port, *, rank, world_size, timeout_s=LONG_S, address="127.0.0.1"):
     )
 
 
-def meets(port, num_missing, numbers, timeout_s):
-    """`numbers`: the rank that each process takes."""
+def ranks_in_the_store(port):
+    """Meet, and return the ranks that have written to the store, and the addresses on which this process listens."""
     rank = dist.get_rank()
-    begun_s = time.monotonic()
-    try:
-        store = meeting(
-            port,
-            rank=numbers[rank],
-            world_size=len(set(numbers)) + num_missing,
-            timeout_s=timeout_s,
-        )
-    except RendezvousError as error:
-        return str(error), time.monotonic() - begun_s, set()
+    world_size = dist.get_world_size()
+    store = meeting(port, rank=rank, world_size=world_size)
     store.set(f"from {rank}", str(rank))
-    results = sorted(int(store.get(f"from {other}")) for other in range(len(numbers)))
-    time.sleep(0.2)  # the store goes with rank zero
-    return results, 0.0, listening(port)
+    ranks = sorted(int(store.get(f"from {member}")) for member in range(world_size))
+    time.sleep(0.2)  # the store ends with rank zero
+    return ranks, listening(port)
 
 
 def test_all_ranks_get_one_store_that_listens_on_the_address_alone(three_ranks):
-    results = three_ranks.run(meets, free_port(), 0, [0, 1, 2], LONG_S)
-    assert [result[0] for result in results] == [[0, 1, 2]] * 3
-    assert [result[2] <= LOOPBACK for result in results] == [True] * 3
-    assert [bool(result[2]) for result in results] == [True, False, False]
+    results = three_ranks.run(ranks_in_the_store, free_port())
+    for rank, (ranks, addresses) in enumerate(results):
+        assert ranks == [0, 1, 2], f"rank {rank}"
+        assert addresses <= LOOPBACK, f"rank {rank}"
+        assert bool(addresses) == (rank == 0), f"rank {rank}"
 
 
-def test_who_did_not_come_is_named_on_every_rank_that_did(two_ranks):
+def error_of_a_rendezvous(port, first_rank, world_size):
+    """Return the error of this process as rank `first_rank` + its number, and its seconds."""
+    start_s = time.monotonic()
+    rank = first_rank + dist.get_rank()
+    with pytest.raises(RendezvousError) as caught:
+        meeting(port, rank=rank, world_size=world_size, timeout_s=SHORT_S)
+    return str(caught.value), time.monotonic() - start_s
+
+
+def test_missing_ranks_are_named_on_every_other_rank(two_ranks):
     port = free_port()
-    results = two_ranks.run(meets, port, 2, [0, 1], SHORT_S)
-    for words, seconds, _ in results:
-        assert words.startswith(
-            f"`WORLD_SIZE` (=4) ranks must meet at 127.0.0.1:{port}, and within 1 s ranks 2, 3 did"
-        )
-        assert 0.9 * SHORT_S <= seconds < SHORT_S + rendezvous.GRACE_S
+    expected = (
+        f"`WORLD_SIZE` (=4) ranks must meet at 127.0.0.1:{port}, and within 1 s ranks 2, 3 did"
+    )
+    results = two_ranks.run(error_of_a_rendezvous, port, 0, 4)
+    for rank, (message, seconds) in enumerate(results):
+        assert message.startswith(expected), f"rank {rank}"
+        assert 0.9 * SHORT_S <= seconds < SHORT_S + rendezvous.GRACE_S, f"rank {rank}"
 
 
-def test_a_rank_zero_that_never_comes_is_named_by_the_others(two_ranks):
-    results = two_ranks.run(meets, free_port(), 1, [1, 2], SHORT_S)
-    for place, (words, _, _) in enumerate(results):
-        assert words.startswith("`MASTER_ADDR` and `MASTER_PORT` (=127.0.0.1:")
-        assert (
-            f"rank {place + 1} on host {socket.gethostname()} had no answer there within 1 s"
-            in words
-        )
+def test_a_missing_rank_zero_is_named_by_the_others(two_ranks):
+    results = two_ranks.run(error_of_a_rendezvous, free_port(), 1, 3)
+    host = socket.gethostname()
+    for rank, (message, _) in enumerate(results, start=1):
+        assert message.startswith("`MASTER_ADDR` and `MASTER_PORT` (=127.0.0.1:")
+        assert f"rank {rank} on host {host} had no answer there within 1 s" in message
 
 
-def test_the_second_process_of_a_rank_is_sent_away_and_the_others_meet(three_ranks):
-    results = three_ranks.run(meets_but_one, free_port())
+def test_the_second_process_of_a_rank_is_refused_and_the_others_meet(three_ranks):
+    results = three_ranks.run(meet_as_rank_one_twice, free_port())
     assert results[0] == "met"
     (refused,) = [result for result in results[1:] if result != "met"]
     assert refused.startswith("`RANK` (=1) must be different on each process: process ")
 
 
-def meets_but_one(port):
+def meet_as_rank_one_twice(port):
     rank = min(dist.get_rank(), 1)
     store = None
     result = "met"
@@ -113,7 +115,7 @@ def meets_but_one(port):
         store = meeting(port, rank=rank, world_size=2)
     except RendezvousError as error:
         result = str(error)
-    dist.barrier()  # the store goes with rank zero
+    dist.barrier()  # the store ends with rank zero
     del store
     return result
 
@@ -129,8 +131,8 @@ def test_a_port_that_is_taken_is_named():
             meeting(port, rank=0, world_size=1)
 
 
-def test_an_address_that_is_not_this_hosts_is_warned_of():
-    """192.0.2.1 is for documentation (RFC 5737): such as the outer address of a host behind a translator."""
+def test_an_address_of_another_host_is_a_warning():
+    """192.0.2.1 is for documentation (RFC 5737), here in place of the outer address of a host behind a translator."""
     with pytest.warns(
         UserWarning, match=r"MASTER_ADDR \(=192\.0\.2\.1\) is not an address of this host"
     ):
@@ -138,6 +140,7 @@ def test_an_address_that_is_not_this_hosts_is_warned_of():
 
 
 def listens(trainer, module):
+    """Return the addresses on which this process listens: on all ports, and on the store's."""
     return listening(), listening(int(os.environ["MASTER_PORT"]))
 
 
@@ -148,14 +151,12 @@ def fit_from_the_start():
     port = [free_port()]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
-    variables = {
-        "MASTER_PORT": port[0],
-        "NODE_RANK": 0,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-    }
     os.environ.update(
-        {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port[0]),
+        NODE_RANK="0",
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
     )
     seen = fit(None, max_epochs=1, devices=world_size, callbacks=[at(on_train_start=listens)])
     dist.destroy_process_group()
@@ -163,9 +164,9 @@ def fit_from_the_start():
 
 
 def test_nothing_listens_beyond_the_address_and_the_interface_that_were_named(two_ranks):
-    """The store at 127.0.0.1, Gloo on the pool's interface `lo`: no socket of any rank takes words from outside."""
+    """The store at 127.0.0.1, Gloo on the pool's interface `lo`: no socket of any rank is reachable from outside."""
     results = two_ranks.run(fit_from_the_start)
-    for everywhere, _, num_steps in results:
-        assert everywhere <= LOOPBACK
-        assert num_steps == 4
-    assert [bool(of_the_store) for _, of_the_store, _ in results] == [True, False]
+    for rank, (addresses, addresses_of_the_store, num_steps) in enumerate(results):
+        assert addresses <= LOOPBACK, f"rank {rank}"
+        assert bool(addresses_of_the_store) == (rank == 0), f"rank {rank}"
+        assert num_steps == 4, f"rank {rank}"

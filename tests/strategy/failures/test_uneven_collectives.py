@@ -1,4 +1,4 @@
-"""Collectives that every rank enters, whatever differs between ranks: one rank differs at each such place."""
+"""Collectives that every rank enters, whatever differs between ranks. In each test one rank differs."""
 
 import os
 
@@ -24,7 +24,7 @@ class FailsOnRankOne(toy.Toy):
 
 
 class StepsOfItsOwn(toy.Toy):
-    """Manual optimization, which need not return a loss: rank one returns none."""
+    """Module with manual optimization, which need not return a loss: rank one returns none."""
 
     automatic_optimization = False
 
@@ -40,7 +40,7 @@ class StepsOfItsOwn(toy.Toy):
 
 
 class SignalOnRankOne(toy.Toy):
-    """Rank one has heard of a signal, and something else ends it as a signal would."""
+    """Module in which rank one has received a signal, and another error ends it as a signal would."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and dist.get_rank() == 1:
@@ -50,59 +50,60 @@ class SignalOnRankOne(toy.Toy):
 
 
 def local_steps_with_nan():
-    """Nodes of one rank each: one skips its steps, and the other none."""
-    options = {
+    """Fit on nodes of one rank each, of which one skips its steps, and return the number of steps."""
+    scene = {
+        "module": Spoiled(steps=range(99), rank=1),
         "ranks_per_node": 1,
         "between_nodes": LocalSteps(every=4),
         "callbacks": [NumericsMonitor()],
+        "precision": "16-true",
+        "max_epochs": 3,
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numerics, "PROBE_AFTER", 2)
-        return fit(
-            None, Spoiled(steps=range(99), rank=1), precision="16-true", max_epochs=3, **options
-        ).global_step
+        return fit(None, **scene).global_step
 
 
-def test_a_node_that_skips_steps_of_its_own_asks_no_other(two_ranks):
+def test_a_node_that_skips_its_own_steps_waits_for_no_other_node(two_ranks):
     assert two_ranks.run(local_steps_with_nan, timeout_s=LIMIT_S) == [12, 12]
 
 
-def test_a_rank_that_saves_its_end_waits_for_no_other_and_a_new_fit_works(two_ranks, tmp_path):
+def test_a_rank_that_saves_on_its_own_error_waits_for_no_other_and_a_new_fit_works(
+    two_ranks, tmp_path
+):
     callbacks = [ModelCheckpoint(tmp_path, save_on_exception=True)]
     scene = {"max_epochs": 1, "callbacks": callbacks, "enable_checkpointing": True, "raises": True}
-    other, own = fit(two_ranks, FailsOnRankOne, timeout_s=LIMIT_S, **scene)
-    assert own.error.startswith("FloatingPointError: of the user")
-    assert "comm: rank 1 gave up: FloatingPointError: of the user" in other.error
-    one, other = fit(two_ranks, max_epochs=1)
-    assert same(one.parameters, other.parameters)
+    rank_0, rank_1 = fit(two_ranks, FailsOnRankOne, timeout_s=LIMIT_S, **scene)
+    assert rank_1.error.startswith("FloatingPointError: of the user")
+    assert "comm: rank 1 gave up: FloatingPointError: of the user" in rank_0.error
+    rank_0, rank_1 = fit(two_ranks, max_epochs=1)
+    assert same(rank_0.parameters, rank_1.parameters)
 
 
-def logged(trainer, module):
+def names_logged(trainer, module):
     return sorted(trainer.logged_metrics)
 
 
-def test_the_loss_of_a_step_is_that_of_the_ranks_that_return_one(two_ranks):
-    callbacks = [TrainingMetrics(skip_steps=0), at(on_train_end=logged)]
+def test_every_rank_logs_the_loss_of_the_ranks_that_return_one(two_ranks):
+    callbacks = [TrainingMetrics(skip_steps=0), at(on_train_end=names_logged)]
     scene = {"max_epochs": 1, "log_every_n_steps": 1, "callbacks": callbacks}
-    (one,), (other,) = (
-        seen.looks["on_train_end"]
-        for seen in fit(two_ranks, StepsOfItsOwn, timeout_s=LIMIT_S, **scene)
-    )
-    assert "train/loss" in one
-    assert one == other
+    rank_0, rank_1 = fit(two_ranks, StepsOfItsOwn, timeout_s=LIMIT_S, **scene)
+    (names,) = rank_0.looks["on_train_end"]
+    assert "train/loss" in names
+    assert rank_1.looks["on_train_end"] == [names]
 
 
 def signal_of_one_rank(folder):
-    fit = toy.trainer(max_epochs=1, callbacks=[StopOnSignal(dirpath=folder)]).fit
+    trainer = toy.trainer(max_epochs=1, callbacks=[StopOnSignal(dirpath=folder)])
     try:
-        fit(SignalOnRankOne(), toy.loader())
+        trainer.fit(SignalOnRankOne(), toy.loader())
     except (RuntimeError, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def test_a_signal_that_the_ranks_have_not_agreed_on_saves_nothing(two_ranks, tmp_path):
-    other, own = two_ranks.run(signal_of_one_rank, str(tmp_path), timeout_s=LIMIT_S)
-    assert "comm: rank 1 gave up: it received SIGTERM" in other
-    assert own.startswith("SIGTERMException")
+    error_0, error_1 = two_ranks.run(signal_of_one_rank, str(tmp_path), timeout_s=LIMIT_S)
+    assert "comm: rank 1 gave up: it received SIGTERM" in error_0
+    assert error_1.startswith("SIGTERMException")
     assert not os.listdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`LocalSteps`: what each node trains on its own, what is averaged and when, resumed runs, errors."""
+"""`LocalSteps`: independent training on each node, the averages between nodes, resumed runs, errors."""
 
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,7 @@ from tests.scenes import Saves, Spoiled, at, fit, same
 
 
 class Toy(Spoiled):
-    """With a rate that falls in each step. By LARS along the orthogonalised momentum where it is asked to."""
+    """Classifier whose learning rate falls in each step. Option: LARS along the orthogonalised momentum."""
 
     def __init__(self, lr=0.05, **options):
         super().__init__(lr=lr, **options)
@@ -69,7 +69,8 @@ def local(ranks, every, options=None, module=None, callbacks=(), **scene):
 
 
 def values(seen):
-    return [one for one, *_ in seen.looks["on_train_batch_end"]]
+    """Return the weights and running statistics after each batch."""
+    return [weights for weights, _, _ in seen.looks["on_train_batch_end"]]
 
 
 def final(seen):
@@ -84,14 +85,19 @@ def tensors_of_node(node):
         return torch.randint(-(2**13), 2**13 + 1, shape, generator=generator) / 2**10
 
     channels_last = draw(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    others = [
+    special = [
         draw(3).double(),
         draw(4).round().bfloat16(),
         draw(6, 4)[:, ::2],
         draw(2, 2) * 1j,
         draw(0),
     ]
-    return [draw(5, 7), *others, channels_last]
+    return [draw(5, 7), *special, channels_last]
+
+
+def mean_of_two_nodes():
+    pairs = zip(tensors_of_node(0), tensors_of_node(1), strict=True)
+    return [(first + second) / 2 for first, second in pairs]
 
 
 def averaged(algorithm, across=None, chunk_numel=16, is_narrow=False):
@@ -112,58 +118,51 @@ def averaged(algorithm, across=None, chunk_numel=16, is_narrow=False):
 
 @pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
 def test_an_average_counts_each_node_once_whatever_carries_it(four_ranks, algorithm):
-    expected = [
-        (first + second) / 2
-        for first, second in zip(tensors_of_node(0), tensors_of_node(1), strict=True)
-    ]
-    for result in four_ranks.run(averaged, algorithm):
-        assert all(map(torch.equal, result, expected))
+    expected = mean_of_two_nodes()
+    for rank, result in enumerate(four_ranks.run(averaged, algorithm)):
+        assert all(map(torch.equal, result, expected)), f"rank {rank}"
 
 
 @pytest.mark.parametrize("across", [Codec(bits=8), Codec(bits=4), torch.bfloat16], ids=str)
 def test_an_average_travels_narrower_only_where_it_is_asked_for(four_ranks, across):
     """14 bits are more than bfloat16 has, and codes of 8 / 127 and 8 / 7."""
-    expected = [
-        (first + second) / 2
-        for first, second in zip(tensors_of_node(0), tensors_of_node(1), strict=True)
-    ]
-    for result in four_ranks.run(averaged, "two_level", across, 1024):
-        assert all(map(torch.equal, result, expected))
+    expected = mean_of_two_nodes()
+    for rank, result in enumerate(four_ranks.run(averaged, "two_level", across, 1024)):
+        assert all(map(torch.equal, result, expected)), f"rank {rank}"
     narrow = four_ranks.run(averaged, "two_level", across, 1024, True)
-    for result in narrow:
-        assert all(map(torch.equal, result, narrow[0]))
-        assert torch.equal(result[1], expected[1])  # float64
-        assert 0 < (result[0] - expected[0]).abs().max() < 8
+    for rank, result in enumerate(narrow):
+        assert all(map(torch.equal, result, narrow[0])), f"rank {rank}"
+        assert torch.equal(result[1], expected[1]), f"float64 on rank {rank}"
+        assert 0 < (result[0] - expected[0]).abs().max() < 8, f"rank {rank}"
 
 
 def test_a_codec_rounds_what_weights_have_moved_and_momentum(two_ranks):
     """Weights that have not moved stay to the bit, where rounding the weights themselves would change them."""
     scene = {"module": {"lr": 0.0}, "max_epochs": 1}
-    (exact, _), (first, second) = (
-        local(two_ranks, 2, {"dtype": name}, **scene) for name in (None, "int8")
-    )
-    began = dict(Toy().named_parameters())
-    assert all(torch.equal(value, began[name]) for name, value in first.parameters.items())
-    apart = [
+    exact, _ = local(two_ranks, 2, {"dtype": None}, **scene)
+    rank_0, rank_1 = local(two_ranks, 2, {"dtype": "int8"}, **scene)
+    initial = dict(Toy().named_parameters())
+    assert all(torch.equal(value, initial[name]) for name, value in rank_0.parameters.items())
+    errors = [
         (state["momentum_buffer"] - exact.states[0][number]["momentum_buffer"]).abs().max()
-        for number, state in first.states[0].items()
+        for number, state in rank_0.states[0].items()
     ]
-    assert 0 < max(apart) < 0.1
-    assert same(final(first), final(second))
+    assert 0 < max(errors) < 0.1
+    assert same(final(rank_0), final(rank_1))
 
 
 def fit_and_reference(every):
+    """Return whether the weights after each batch are those of a plain loop, and the weights after step 4."""
     seen = local(None, every)
     module = Toy()
     expected = []
-    optimizer = (found := module.configure_optimizers())["optimizer"]
-    schedule = found["lr_scheduler"]["scheduler"]
-    statistics = [
-        one
-        for layer in module.modules()
-        if isinstance(layer, _BatchNorm)
-        for one in layer.buffers()
-    ]
+    optimizers = module.configure_optimizers()
+    optimizer = optimizers["optimizer"]
+    schedule = optimizers["lr_scheduler"]["scheduler"]
+    statistics = []
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            statistics += layer.buffers()
     for step, (_, _, batch) in enumerate(seen.looks["on_train_batch_end"]):
         optimizer.zero_grad()
         module.loss(batch).backward()
@@ -179,18 +178,21 @@ def fit_and_reference(every):
                 dist.all_reduce(state["momentum_buffer"])
                 state["momentum_buffer"] /= 2
         expected.append(values_of(module))
-    return [
-        torch.equal(one, other) for one, other in zip(values(seen), expected, strict=True)
-    ], values(seen)[3]
+    is_equal = [
+        torch.equal(result, reference)
+        for result, reference in zip(values(seen), expected, strict=True)
+    ]
+    return is_equal, values(seen)[3]
 
 
 def test_a_node_of_one_rank_trains_as_one_process_and_the_mean_is_taken_every_so_many_steps(
     two_ranks,
 ):
     """Bit for bit, against a loop in plain torch: eight steps, means after steps 3 and 6. After step 4 nodes differ."""
-    (first, one), (second, other) = two_ranks.run(fit_and_reference, 3)
-    assert first == second == [True] * 8
-    assert not torch.equal(one, other)
+    rank_0, rank_1 = two_ranks.run(fit_and_reference, 3)
+    for rank, (is_equal, _) in enumerate((rank_0, rank_1)):
+        assert is_equal == [True] * 8, f"rank {rank}"
+    assert not torch.equal(rank_0[1], rank_1[1])
 
 
 @pytest.mark.sampled(2)
@@ -204,11 +206,13 @@ def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(
     )
     trained = trained_of(toy.Toy())
     for step in range(4):
-        zero, one, two, three = of_ranks = [values(seen)[step] for seen in ranks]
+        weights = [values(seen)[step] for seen in ranks]
         # statistics follow in the next forward, as ddp's
-        assert torch.equal(zero[trained], one[trained])
-        assert torch.equal(two[trained], three[trained])
-        assert [torch.equal(zero, of_rank) for of_rank in of_ranks[1:]] == [step == 2] * 3
+        assert torch.equal(weights[0][trained], weights[1][trained]), f"node 0 in step {step}"
+        assert torch.equal(weights[2][trained], weights[3][trained]), f"node 1 in step {step}"
+        for rank in (1, 2, 3):
+            is_equal = torch.equal(weights[0], weights[rank])
+            assert is_equal == (step == 2), f"rank {rank} in step {step}"
     # with optimizer state, at the end
     assert all(same(final(ranks[0]), final(seen)) for seen in ranks)
 
@@ -223,8 +227,8 @@ def test_a_layerwise_optimizer_with_accumulation_agrees_after_a_mean(four_ranks)
     }
     ranks = local(four_ranks, 2, ranks_per_node=2, **scene)
     for seen in ranks:
-        assert same(final(seen), final(ranks[0]))
-        assert all(value.isfinite().all() for value in seen.weights.values())
+        assert same(final(seen), final(ranks[0])), f"rank {seen.rank}"
+        assert all(value.isfinite().all() for value in seen.weights.values()), f"rank {seen.rank}"
 
 
 def test_steps_before_the_local_ones_are_those_of_a_synchronous_run_bit_for_bit(four_ranks):
@@ -232,10 +236,10 @@ def test_steps_before_the_local_ones_are_those_of_a_synchronous_run_bit_for_bit(
     scene = {"ranks_per_node": 2, "precision": "16-true"}
     whole = local(four_ranks, 1, **scene)
     ranks = local(four_ranks, 2, {"from_step": 2}, **scene)
-    for pair in zip(whole, ranks, strict=True):
-        assert [torch.equal(*each) for each in zip(*map(values, pair), strict=True)] == [
-            True
-        ] * 2 + [False] * 2
+    for synchronous, seen in zip(whole, ranks, strict=True):
+        pairs = zip(values(synchronous), values(seen), strict=True)
+        is_equal = [torch.equal(expected, result) for expected, result in pairs]
+        assert is_equal == [True, True, False, False], f"rank {seen.rank}"
 
 
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -245,18 +249,21 @@ def test_the_outer_step_goes_on_along_what_past_periods_have_moved(two_ranks):
     """With rate 1 and no momentum it is the mean. With rate 2 the first common weights lie twice as far."""
     start = values_of(toy.Toy())
     trained = trained_of(toy.Toy())
-    options = [{}, {"outer_lr": 1.0}, {"outer_lr": 2.0}, {"outer_lr": 2.0, "outer_momentum": 0.5}]
-    mean, one, far, moved = (values(local(two_ranks, 4, outer)[0]) for outer in options)
-    assert torch.equal(mean[3], one[3])
-    way = far[3] - start
+    mean = values(local(two_ranks, 4, {})[0])
+    lr_1 = values(local(two_ranks, 4, {"outer_lr": 1.0})[0])
+    lr_2 = values(local(two_ranks, 4, {"outer_lr": 2.0})[0])
+    momentum = values(local(two_ranks, 4, {"outer_lr": 2.0, "outer_momentum": 0.5})[0])
+    assert torch.equal(mean[3], lr_1[3])
+    step = lr_2[3] - start
     expected = 2 * (mean[3] - start)
-    torch.testing.assert_close(way[trained], expected[trained], rtol=1e-3, atol=1e-6)  # roundings
-    assert torch.equal(far[3][~trained], mean[3][~trained])  # running statistics take no outer step
+    torch.testing.assert_close(step[trained], expected[trained], rtol=1e-3, atol=1e-6)  # roundings
+    # running statistics take no outer step
+    assert torch.equal(lr_2[3][~trained], mean[3][~trained])
     # d + m / 2
     torch.testing.assert_close(
-        (moved[3] - start)[trained], 1.5 * way[trained], rtol=1e-3, atol=1e-6
+        (momentum[3] - start)[trained], 1.5 * step[trained], rtol=1e-3, atol=1e-6
     )
-    assert not torch.equal(moved[7], far[7])
+    assert not torch.equal(momentum[7], lr_2[7])
 
 
 def test_the_mean_is_validated_and_so_is_a_moving_average_of_it(four_ranks):
@@ -270,11 +277,11 @@ def test_the_mean_is_validated_and_so_is_a_moving_average_of_it(four_ranks):
     }
     ranks = local(four_ranks, 100, **scene)
     for seen in ranks:
-        found = seen.looks["on_validation_batch_start"]
-        assert same(found, ranks[0].looks["on_validation_batch_start"])
-        assert same(final(seen), final(ranks[0]))
-        assert not torch.equal(found[0], values(seen)[1])
-        assert len(found) == 2
+        weights = seen.looks["on_validation_batch_start"]
+        assert len(weights) == 2, f"rank {seen.rank}"
+        assert same(weights, ranks[0].looks["on_validation_batch_start"]), f"rank {seen.rank}"
+        assert same(final(seen), final(ranks[0])), f"rank {seen.rank}"
+        assert not torch.equal(weights[0], values(seen)[1]), f"rank {seen.rank}"
 
 
 @pytest.mark.sampled(3)
@@ -293,13 +300,12 @@ def test_a_run_resumed_within_a_period_has_the_bits_of_one_that_saved_there_too(
     path = tmp_path / "four.ckpt"
     scene = {"precision": precision, "module": {"optimizer": optimizer}, "max_epochs": 3}
     saving = local(two_ranks, 3, options, callbacks=[Saves(path, epoch=0)], **scene)
-    resumed, without = (
-        local(two_ranks, 3, options, ckpt_path=each, **scene) for each in (path, None)
-    )
-    for first, again, second in zip(saving, resumed, without, strict=True):
-        assert same(final(first), final(again))
-        assert same(final(first), final(saving[0]))
-        assert not same(final(first), final(second))  # a save ends a period
+    resumed = local(two_ranks, 3, options, ckpt_path=path, **scene)
+    without = local(two_ranks, 3, options, ckpt_path=None, **scene)
+    for rank, seen in enumerate(saving):
+        assert same(final(seen), final(resumed[rank])), f"rank {rank}"
+        assert same(final(seen), final(saving[0])), f"rank {rank}"
+        assert not same(final(seen), final(without[rank])), "a save ends a period"
 
 
 def test_a_file_of_two_nodes_loads_under_ddp_and_on_another_number_of_nodes(
@@ -308,9 +314,10 @@ def test_a_file_of_two_nodes_loads_under_ddp_and_on_another_number_of_nodes(
     """Files hold what all nodes agree on, so nothing in them depends on nodes."""
     path = tmp_path / "last.ckpt"
     saved = local(four_ranks, 5, ranks_per_node=2, precision="16-true", save_to=path)[0]
-    of_other_nodes = local(two_ranks, 2, ckpt_path=path)
-    for seen in [*fit(two_ranks, Toy, strategy="ddp", ckpt_path=path), *of_other_nodes]:
-        assert same(final(seen), final(saved))
+    under_ddp = fit(two_ranks, Toy, strategy="ddp", ckpt_path=path)
+    on_two_nodes = local(two_ranks, 2, ckpt_path=path)
+    for seen in [*under_ddp, *on_two_nodes]:
+        assert same(final(seen), final(saved)), f"rank {seen.rank}"
 
 
 def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(two_ranks):
@@ -319,13 +326,14 @@ def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(
     module = {"optimizer": "Adam", "steps": steps}
     ranks = local(two_ranks, 3, precision="16-true", module=module, max_epochs=1)
     for seen in ranks:
-        assert same(final(seen), final(ranks[0]))
+        assert same(final(seen), final(ranks[0])), f"rank {seen.rank}"
         assert all(value.isfinite().all() for value in seen.weights.values())
         assert (seen.num_skipped, seen.loss_scale) == (len(steps), ranks[0].loss_scale)
         assert seen.loss_scale <= 2.0 ** (16 - len(steps))
         assert {float(state["step"]) for state in seen.states[0].values()} == {4.0}
         rates = [rate for _, rate, _ in seen.looks["on_train_batch_end"]]
-        assert rates == pytest.approx([0.05 * 0.9**step for step in range(1, 5)])
+        expected_rates = [0.05 * 0.9**step for step in range(1, 5)]
+        assert rates == pytest.approx(expected_rates), f"rank {seen.rank}"
 
 
 def die(trainer, module, *args):
@@ -340,14 +348,15 @@ def error_of_a_death():
 
 
 def test_an_error_on_one_node_within_a_period_ends_the_other_and_names_the_rank(two_ranks):
-    first, second = two_ranks.run(error_of_a_death)
-    assert second.startswith("ArithmeticError: the batch is odd")
-    assert "comm: rank 1 gave up: ArithmeticError: the batch is odd" in first
+    rank_0, rank_1 = two_ranks.run(error_of_a_death)
+    assert rank_1.startswith("ArithmeticError: the batch is odd")
+    assert "comm: rank 1 gave up: ArithmeticError: the batch is odd" in rank_0
 
 
 def test_on_one_node_a_warning_says_that_there_is_nothing_to_do(two_ranks):
-    plain, ranks = (local(two_ranks, every, ranks_per_node=2, warns=True) for every in (1, 2))
-    words = "`between_nodes` (=LocalSteps(every=2)) has no effect, because all ranks share one node"
+    plain = local(two_ranks, 1, ranks_per_node=2, warns=True)
+    ranks = local(two_ranks, 2, ranks_per_node=2, warns=True)
+    words = "`between_nodes` (=LocalSteps(every=2)) has nothing to do: all ranks share one node"
     for rank, seen in enumerate(ranks):
         assert any(text.startswith(words) for text in seen.warnings) == (rank == 0)
         assert same(final(seen), final(plain[rank]))

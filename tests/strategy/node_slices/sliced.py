@@ -1,4 +1,4 @@
-"""A network whose last layers may be cut over the ranks of a node, and its fits with and without."""
+"""Network whose last layers may be cut over the ranks of a node, and fits of it, cut and whole."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ NUM_CLASSES = 8
 
 
 class Net(nn.Module):
-    """A normalised trunk, a pair as fc6 and fc7, and a head."""
+    """Network of a normalised trunk, a pair fc6 and fc7, and a head."""
 
     def __init__(self, is_cut=True, dropout=0.0, width=10):
         super().__init__()
@@ -100,9 +100,8 @@ lars_joint = partial(lars, denominator="joint", trust_clip=1.0)
 def images_of(num, rank=None, size=NUM_IMAGES):
     generator = torch.Generator().manual_seed(this_rank() if rank is None else rank)
     images = torch.randn(num * size, NUM_INPUTS, generator=generator)
-    return list(
-        zip(images, torch.randint(NUM_CLASSES, (num * size,), generator=generator), strict=True)
-    )
+    targets = torch.randint(NUM_CLASSES, (num * size,), generator=generator)
+    return list(zip(images, targets, strict=True))
 
 
 def loader(num, size=NUM_IMAGES):
@@ -111,29 +110,37 @@ def loader(num, size=NUM_IMAGES):
 
 def fit(ranks, make_optimizer, precision="32-true", is_cut=True, *, num=5, special=None, **scene):
     """Fit one epoch and return the observations. `special`: arguments of the module."""
-    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
-    options |= {"loss_scale": 1024} if precision == "16-true" else {}
-    options |= {
+    options = {
+        "max_epochs": 1,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+        "precision": precision,
         "train": partial(loader, num),
         "module": partial(Module, make_optimizer, is_cut, **(special or {})),
     }
-    return scenes.fit(ranks, **options | {"precision": precision} | scene)
+    if precision == "16-true":
+        options["loss_scale"] = 1024
+    return scenes.fit(ranks, **options | scene)
 
 
 def whole_and_cut(ranks, *args, **scene):
-    return list(zip(*(fit(ranks, *args, is_cut, **scene) for is_cut in (False, True)), strict=True))
+    """Fit whole layers and cut ones. Return the two observations of each rank."""
+    whole = fit(ranks, *args, False, **scene)
+    cut = fit(ranks, *args, True, **scene)
+    return list(zip(whole, cut, strict=True))
 
 
-def difference(one, other, least=1e-30):
-    """The largest difference of tensors of one structure, of each relative to its norm, or to `least`."""
-    if isinstance(one, torch.Tensor):
-        assert one.shape == other.shape
-        scale = max(float(other.double().norm()), least)
-        return float((one.double() - other.double()).norm()) / scale
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        return max((difference(one[key], other[key], least) for key in one), default=0.0)
-    if isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        return max((difference(*pair, least) for pair in zip(one, other, strict=True)), default=0.0)
-    return abs(one - other)
+def difference(result, expected, least=1e-30):
+    """Return the largest difference of tensors of one structure, relative to the expected norm, or to `least`."""
+    if isinstance(result, torch.Tensor):
+        assert result.shape == expected.shape
+        scale = max(float(expected.double().norm()), least)
+        return float((result.double() - expected.double()).norm()) / scale
+    if isinstance(result, dict):
+        assert result.keys() == expected.keys()
+        pairs = [(result[key], expected[key]) for key in result]
+    elif isinstance(result, (list, tuple)):
+        pairs = list(zip(result, expected, strict=True))
+    else:
+        return abs(result - expected)
+    return max((difference(*pair, least) for pair in pairs), default=0.0)

@@ -20,7 +20,7 @@ HEAD_WIDTH = WIDTH // NUM_HEADS
 
 
 class SelfAttention(nn.Module):
-    """An attention as users write it. The number of heads, or their width, is what a `view` computes."""
+    """Attention as users write it. A `view` computes the number of heads, or their width."""
 
     def __init__(self, heads, width):
         super().__init__()
@@ -63,7 +63,7 @@ by_width_of_heads = partial(Attention, -1, HEAD_WIDTH)
 
 
 class Between(nn.Module):
-    """A pair with an operation of the user's between its layers, where the second layer may begin at zero."""
+    """Pair with an operation of the user's between its layers. The second layer may begin at zero."""
 
     def __init__(self, operation, starts_at_zero=False):
         super().__init__()
@@ -101,7 +101,7 @@ def dropped(x):
 
 
 class Gated(Between):
-    """A gate that the plan forgets, so that it stays whole."""
+    """Pair with a gate that the plan forgets, so that it stays whole."""
 
     def __init__(self):
         super().__init__(F.silu)
@@ -112,7 +112,7 @@ class Gated(Between):
 
 
 class TiedByHand(nn.Module):
-    """A head that multiplies by the weight of the embedding, without a layer of its own."""
+    """Head that multiplies by the weight of the embedding, without a layer of its own."""
 
     def __init__(self):
         super().__init__()
@@ -231,7 +231,12 @@ def test_an_error_between_two_layers_that_are_cut_names_the_pair(two_ranks):
         assert "`body.up` and `body.down`" in seen.error
 
 
-RIGHT = [by_width_of_heads, *(partial(Between, each) for each in (F.relu, dropped, noisy))]
+RIGHT = [
+    by_width_of_heads,
+    partial(Between, F.relu),
+    partial(Between, dropped),
+    partial(Between, noisy),
+]
 
 
 @pytest.mark.parametrize("make_body", RIGHT)
@@ -249,7 +254,8 @@ def test_the_comparison_changes_no_bit_of_a_run(two_ranks):
         compared = fit(two_ranks, make_body, raises=False)
         alone = two_ranks.run(without_comparison, make_body)
         for seen, expected in zip(compared, alone, strict=True):
-            assert same([seen.weights, seen.rows], [expected.weights, expected.rows])
+            assert same(seen.weights, expected.weights), f"rank {seen.rank}"
+            assert same(seen.rows, expected.rows), f"rank {seen.rank}"
 
 
 def without_comparison(make_body):

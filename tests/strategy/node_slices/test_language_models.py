@@ -28,16 +28,17 @@ WIDTH = 16
 NUM_HEADS = 4
 PADDING = 0
 NUM_MASKED = 2
-NUM_SEQUENCES, NUM_STEPS = 8, 20  # of all ranks; of a fit
+NUM_SEQUENCES = 8  # of all ranks
+NUM_STEPS = 20  # of a fit
 
 
 class Encoder(nn.Module):
-    """torch's layers, with places before and a tied head behind."""
+    """Encoder of torch's layers, with position embeddings before and a tied head behind."""
 
     def __init__(self, batch_first=True):
         super().__init__()
         self.word_embeddings = nn.Embedding(NUM_TOKENS, WIDTH, padding_idx=PADDING)
-        self.places = nn.Parameter(0.5 * torch.randn(LENGTH, WIDTH))
+        self.positions = nn.Parameter(0.5 * torch.randn(LENGTH, WIDTH))
         layer = partial(
             nn.TransformerEncoderLayer, WIDTH, NUM_HEADS, 2 * WIDTH, 0.0, "gelu", norm_first=True
         )
@@ -51,38 +52,40 @@ class Encoder(nn.Module):
         return (("word_embeddings",), ("encoder",), ("decoder",))
 
     def features(self, tokens):
-        x = self.word_embeddings(tokens) + self.places
+        x = self.word_embeddings(tokens) + self.positions
         padding = tokens == PADDING
-        causal = torch.ones(LENGTH, LENGTH)
-        if self.batch_first:
-            x = x
-        else:
+        causal = torch.ones(LENGTH, LENGTH).triu(LENGTH - 2).bool()
+        if not self.batch_first:
             x = x.transpose(0, 1)
         for layer in self.encoder:
-            x = layer(x, src_mask=causal.triu(LENGTH - 2).bool(), src_key_padding_mask=padding)
-        return self.norm(x if self.batch_first else x.transpose(0, 1))
+            x = layer(x, src_mask=causal, src_key_padding_mask=padding)
+        if not self.batch_first:
+            x = x.transpose(0, 1)
+        return self.norm(x)
 
 
 SEQUENCE_FIRST = partial(Encoder, batch_first=False)
 
 
 class Bert(nn.Module):
-    """The layers of `transformers`, with the head's own bias. Activations are computed again in backward."""
+    """BERT of `transformers`, with the head's own bias. Activations are computed again in backward."""
 
     def __init__(self):
         super().__init__()
         import transformers
 
-        options = {"vocab_size": NUM_TOKENS, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
-        options |= {
-            "num_attention_heads": NUM_HEADS,
-            "num_hidden_layers": 2,
-            "max_position_embeddings": LENGTH,
-        }
-        options |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        self.bert = transformers.BertForMaskedLM(
-            transformers.BertConfig(**options, initializer_range=0.1)
+        config = transformers.BertConfig(
+            vocab_size=NUM_TOKENS,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_attention_heads=NUM_HEADS,
+            num_hidden_layers=2,
+            max_position_embeddings=LENGTH,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            initializer_range=0.1,
         )
+        self.bert = transformers.BertForMaskedLM(config)
         self.bert.activation_checkpointing_enable()
 
     @property
@@ -90,9 +93,8 @@ class Bert(nn.Module):
         return self.bert.cls.predictions.decoder
 
     def features(self, tokens):
-        hidden = self.bert.bert(
-            tokens, attention_mask=(tokens != PADDING)[:, None, None]
-        ).last_hidden_state
+        mask = (tokens != PADDING)[:, None, None]
+        hidden = self.bert.bert(tokens, attention_mask=mask).last_hidden_state
         return self.bert.cls.predictions.transform(hidden)
 
 
@@ -108,9 +110,8 @@ class Module(pl.LightningModule):
 
     def loss(self, batch):
         tokens, targets = batch
-        return token_losses(self.net.decoder, self.net.features(tokens), targets).sum() / (
-            len(tokens) * NUM_MASKED
-        )
+        losses = token_losses(self.net.decoder, self.net.features(tokens), targets)
+        return losses.sum() / (len(tokens) * NUM_MASKED)
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -133,7 +134,7 @@ def lars(module):
 
 
 def loader(num_steps=NUM_STEPS):
-    """Each rank's share of batches that are the same for all numbers of ranks."""
+    """Return a loader of this rank's share of batches that are the same for all numbers of ranks."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(1, NUM_TOKENS, (num_steps, NUM_SEQUENCES, LENGTH), generator=generator)
     tokens[:, ::3, -1:] = PADDING
@@ -141,11 +142,10 @@ def loader(num_steps=NUM_STEPS):
     targets[..., :NUM_MASKED] = tokens[..., :NUM_MASKED]
     tokens[..., :NUM_MASKED] = NUM_TOKENS - 1  # in the last rank's slice
     num_ranks = torch.distributed.get_world_size()
-    own = slice(
-        this_rank() * NUM_SEQUENCES // num_ranks, (this_rank() + 1) * NUM_SEQUENCES // num_ranks
-    )
-    pairs = zip(tokens[:, own].flatten(0, 1), targets[:, own].flatten(0, 1), strict=True)
-    return torch.utils.data.DataLoader(list(pairs), batch_size=NUM_SEQUENCES // num_ranks)
+    tokens = tokens.chunk(num_ranks, dim=1)[this_rank()].flatten(0, 1)
+    targets = targets.chunk(num_ranks, dim=1)[this_rank()].flatten(0, 1)
+    pairs = list(zip(tokens, targets, strict=True))
+    return torch.utils.data.DataLoader(pairs, batch_size=NUM_SEQUENCES // num_ranks)
 
 
 def fit(ranks, make_optimizer, is_cut=True, *, make_net=Encoder, num_steps=NUM_STEPS, **scene):
@@ -156,9 +156,22 @@ def fit(ranks, make_optimizer, is_cut=True, *, make_net=Encoder, num_steps=NUM_S
     return scenes.fit(ranks, **options | scene)
 
 
-def mean_losses(seen):
-    """Return the mean losses of all ranks by step."""
-    return [sum(some) / len(some) for some in zip(*(one.losses for one in seen), strict=True)]
+def mean_losses(results):
+    """Return the mean loss of all ranks by step."""
+    losses_of_ranks = [seen.losses for seen in results]
+    return [sum(losses) / len(losses) for losses in zip(*losses_of_ranks, strict=True)]
+
+
+MORE_FITS = [
+    (lamb, "32-true", 2, {}),
+    (lamb, "32-true", 4, {"ranks_per_node": 2}),
+    (lamb, "16-true", 4, {"ranks_per_node": 2}),
+    (lamb, "64-true", 4, {}),
+    (sgd, "32-true", 4, {}),
+    (partial(lamb, fused=False), "32-true", 2, {}),
+    (adamw, "32-true", 2, {"gradient_clip_val": 0.1}),
+    (adamw, "32-true", 2, {"make_net": SEQUENCE_FIRST}),
+]
 
 
 @pytest.mark.parametrize(
@@ -173,36 +186,22 @@ def mean_losses(seen):
             {"ranks_per_node": 2, "make_net": Bert},
             marks=[LONG, OF_TRANSFORMERS],
         ),
-        *[
-            pytest.param(*values, marks=LONG)
-            for values in (
-                (lamb, "32-true", 2, {}),
-                *[
-                    (lamb, precision, 4, {"ranks_per_node": 2})
-                    for precision in ("32-true", "16-true")
-                ],
-                (lamb, "64-true", 4, {}),
-                (sgd, "32-true", 4, {}),
-                (partial(lamb, fused=False), "32-true", 2, {}),
-                (adamw, "32-true", 2, {"gradient_clip_val": 0.1}),
-                (adamw, "32-true", 2, {"make_net": SEQUENCE_FIRST}),
-            )
-        ],
+        *(pytest.param(*values, marks=LONG) for values in MORE_FITS),
     ],
 )
 def test_twenty_losses_are_those_of_the_whole_network_on_one_rank(
     one_rank, rank_pool, optimizer, precision, num_ranks, scene
 ):
-    scene = (
-        {"precision": precision} | scene | ({"loss_scale": 1024} if precision == "16-true" else {})
-    )
-    runs = (
-        fit(one_rank, optimizer, False, **scene | {"ranks_per_node": None}),
-        fit(rank_pool.ranks(num_ranks), optimizer, **scene),
-    )
-    whole, cut = ([*mean_losses(seen), seen[0].metrics["val"]] for seen in runs)
-    assert cut == pytest.approx(whole, rel=BOUNDS[precision])
-    assert whole[-2] < 0.99 * whole[0]
+    scene = {"precision": precision, **scene}
+    if precision == "16-true":
+        scene["loss_scale"] = 1024
+    on_one_rank = fit(one_rank, optimizer, False, **scene | {"ranks_per_node": None})
+    cut = fit(rank_pool.ranks(num_ranks), optimizer, **scene)
+    expected = mean_losses(on_one_rank)
+    assert mean_losses(cut) == pytest.approx(expected, rel=BOUNDS[precision])
+    val = on_one_rank[0].metrics["val"]
+    assert cut[0].metrics["val"] == pytest.approx(val, rel=BOUNDS[precision])
+    assert expected[-1] < 0.99 * expected[0]
 
 
 @pytest.mark.parametrize(
@@ -212,30 +211,31 @@ def test_twenty_losses_are_those_of_the_whole_network_on_one_rank(
         pytest.param(Bert, lamb, "32-true", marks=[LONG, OF_TRANSFORMERS]),
     ],
 )
-def test_a_checkpoint_goes_on_whole_and_cut_over_other_numbers_of_ranks(
+def test_a_checkpoint_resumes_whole_and_cut_over_other_numbers_of_ranks(
     two_ranks, four_ranks, tmp_path, make_net, optimizer, precision
 ):
     scene = {"make_net": make_net, "precision": precision, "num_steps": 6, "max_epochs": 2}
-    scene |= {"loss_scale": 1024} if precision == "16-true" else {}
-    paths = {is_cut: tmp_path / f"{is_cut}.ckpt" for is_cut in (False, True)}
-    straight = {
-        is_cut: fit(two_ranks, optimizer, is_cut, callbacks=[Saves(path, epoch=0)], **scene)
-        for is_cut, path in paths.items()
-    }
-    results = [torch.load(path, weights_only=True) for path in paths.values()]
-    shapes = [
-        tree_map_only(
-            torch.Tensor, torch.Tensor.size, (result["state_dict"], result["optimizer_states"])
-        )
-        for result in results
-    ]
-    assert shapes[0] == shapes[1]
-    again = fit(two_ranks, optimizer, ckpt_path=paths[True], **scene)
-    assert same(
-        [again[0].weights, again[0].states], [straight[True][0].weights, straight[True][0].states]
-    )
-    for ranks, is_cut in ((two_ranks, False), (four_ranks, True)):
-        seen = fit(ranks, optimizer, is_cut, ckpt_path=paths[not is_cut], **scene)
-        assert mean_losses(seen)[-6:] == pytest.approx(
-            mean_losses(straight[False])[-6:], rel=BOUNDS[precision]
-        )
+    if precision == "16-true":
+        scene["loss_scale"] = 1024
+    file_of_whole = tmp_path / "whole.ckpt"
+    file_of_cut = tmp_path / "cut.ckpt"
+    whole = fit(two_ranks, optimizer, False, callbacks=[Saves(file_of_whole, epoch=0)], **scene)
+    cut = fit(two_ranks, optimizer, True, callbacks=[Saves(file_of_cut, epoch=0)], **scene)
+    assert shapes_in(file_of_whole) == shapes_in(file_of_cut)
+
+    resumed = fit(two_ranks, optimizer, ckpt_path=file_of_cut, **scene)
+    assert same(resumed[0].weights, cut[0].weights)
+    assert same(resumed[0].states, cut[0].states)
+
+    expected = pytest.approx(mean_losses(whole)[-6:], rel=BOUNDS[precision])
+    cut_to_whole = fit(two_ranks, optimizer, False, ckpt_path=file_of_cut, **scene)
+    assert mean_losses(cut_to_whole)[-6:] == expected
+    whole_to_cut = fit(four_ranks, optimizer, True, ckpt_path=file_of_whole, **scene)
+    assert mean_losses(whole_to_cut)[-6:] == expected
+
+
+def shapes_in(path):
+    """Return weights and optimizer state of a file, with shapes in place of tensors."""
+    checkpoint = torch.load(path, weights_only=True)
+    tensors = [checkpoint["state_dict"], checkpoint["optimizer_states"]]
+    return tree_map_only(torch.Tensor, torch.Tensor.size, tensors)

@@ -1,4 +1,4 @@
-"""Layers cut over the ranks of a node in a fit: what whole layers would do, up to the order of additions."""
+"""Layers cut over the ranks of a node in a fit: the results of whole layers, up to the order of additions."""
 
 import time
 from contextlib import nullcontext
@@ -51,6 +51,27 @@ SCALES = OVERFLOWS | {
 }
 
 
+LONG_FITS = [
+    (adamw, "32-true", 2, TWO),
+    (sliced.lars_joint, "32-true", 2, TWO),
+    (sliced.lamb_lists, "32-true", 2, TWO),
+    (lars, "bf16-true", 4, {"ranks_per_node": 4}),
+    (sliced.lars_lists, "16-true", 4, OVERFLOWS),
+    (sgd, "32-true", 2, CLIPS_VALUES),
+    (sliced.lars_lists, "16-true", 4, SHARES),
+    (lars, "32-true", 4, TWO | {"shard_update": "node", "special": {"width": 6000}}),
+    (lars, "32-true", 4, TWO | {"shard_update": "world", "special": {"width": 6000}}),
+    (sgd, "32-true", 4, TWO | {"shard_update": "node", "special": {"width": 6000}}),
+    (sgd, "32-true", 4, TWO | {"shard_update": "world", "special": {"width": 6000}}),
+    (sliced.lars_lists, "16-true", 4, SHARES_WORLD),
+    (sgd, "16-true", 4, TWO | {"between_nodes": Adasum()}),
+    (lars, "bf16-mixed", 2, TWO),
+    (sgd, None, 2, SCALES | {"gradient_clip_val": 0.01}),
+    (sgd, "16-true", 2, ACCUMULATES),
+    (sgd, "16-true", 2, CLIPS),
+]
+
+
 @pytest.mark.parametrize(
     ("optimizer", "precision", "num_ranks", "scene"),
     [
@@ -64,60 +85,41 @@ SCALES = OVERFLOWS | {
         (sliced.lamb, "16-true", 4, SHARES_WORLD),
         (sgd, "32-true", 4, TWO | {"between_nodes": Adasum()}),
         (lars, None, 2, SCALES),
-        *[
-            pytest.param(*values, marks=LONG)
-            for values in (
-                *[
-                    (one, "32-true", 2, TWO)
-                    for one in (adamw, sliced.lars_joint, sliced.lamb_lists)
-                ],
-                (lars, "bf16-true", 4, {"ranks_per_node": 4}),
-                (sliced.lars_lists, "16-true", 4, OVERFLOWS),
-                (sgd, "32-true", 2, CLIPS_VALUES),
-                (sliced.lars_lists, "16-true", 4, SHARES),
-                *[
-                    (one, "32-true", 4, TWO | {"shard_update": scope, "special": {"width": 6000}})
-                    for one in (lars, sgd)
-                    for scope in ("node", "world")
-                ],
-                (sliced.lars_lists, "16-true", 4, SHARES_WORLD),
-                (sgd, "16-true", 4, TWO | {"between_nodes": Adasum()}),
-                (lars, "bf16-mixed", 2, TWO),
-                (sgd, None, 2, SCALES | {"gradient_clip_val": 0.01}),
-                *[(sgd, "16-true", 2, scene) for scene in (ACCUMULATES, CLIPS)],
-            )
-        ],
+        *(pytest.param(*values, marks=LONG) for values in LONG_FITS),
     ],
 )
-def test_steps_are_those_of_whole_layers_but_for_rounding(
+def test_steps_of_cut_layers_are_those_of_whole_layers_except_for_rounding(
     rank_pool, optimizer, precision, num_ranks, scene
 ):
+    num_skipped = 2 if scene in (OVERFLOWS, SHARES, SHARES_WORLD) else 0
     for whole, cut in whole_and_cut(rank_pool.ranks(num_ranks), optimizer, precision, **scene):
+        differences = {}
         if precision == "32-true":
-            # parts
-            if "shard_update" in scene:
-                shown = ("weights", "metrics")
-            else:
-                shown = ("weights", "metrics", "states")
-            results = [difference(getattr(cut, of), getattr(whole, of)) for of in shown]
-        else:  # what began at zero is mostly rounding, and small beside the others, whose norms are 0.2 to 4
-            results = [difference(cut.weights, whole.weights, least=1.0)]
-        assert max(results) < BOUNDS[precision], results
-        assert cut.num_skipped == (2 if scene in (OVERFLOWS, SHARES, SHARES_WORLD) else 0)
+            differences["weights"] = difference(cut.weights, whole.weights)
+            differences["metrics"] = difference(cut.metrics, whole.metrics)
+            if "shard_update" not in scene:  # else a rank has a part of the state
+                differences["states"] = difference(cut.states, whole.states)
+        else:
+            # weights that began at zero are mostly rounding, and small next to the others, whose norms are 0.2 to 4
+            differences["weights"] = difference(cut.weights, whole.weights, least=1.0)
+        assert max(differences.values()) < BOUNDS[precision], f"{differences} on rank {cut.rank}"
+        assert cut.num_skipped == num_skipped, f"rank {cut.rank}"
 
 
 @pytest.mark.long
 def test_gradients_travel_between_nodes_in_the_dtype_of_the_wire(four_ranks):
     for dtype in ({"comm": Comm(dtype="float16")}, {"between_nodes": Mean(dtype="int8")}):
         for whole, cut in whole_and_cut(four_ranks, sgd, "32-true", **TWO, **dtype):
-            assert BOUNDS["32-true"] < difference(cut.weights, whole.weights) < BOUNDS["16-true"]
+            error = difference(cut.weights, whole.weights)
+            assert BOUNDS["32-true"] < error < BOUNDS["16-true"], f"{dtype} on rank {cut.rank}"
 
 
 @pytest.mark.long
 def test_stochastic_weight_averaging_averages_slices(two_ranks):
     averages = [partial(StochasticWeightAveraging, 0.05, swa_epoch_start=1)]
     for whole, cut in whole_and_cut(two_ranks, sgd, "32-true", callbacks=averages, max_epochs=3):
-        assert difference(cut.weights, whole.weights) < BOUNDS["32-true"]
+        error = difference(cut.weights, whole.weights)
+        assert error < BOUNDS["32-true"], f"rank {cut.rank}"
 
 
 def compiled(is_cut):
@@ -128,10 +130,11 @@ def compiled(is_cut):
 
 @pytest.mark.long
 def test_a_compiled_network_trains_as_one_that_is_not(two_ranks):
-    for whole, cut in zip(
-        fit(two_ranks, sgd), fit(two_ranks, sgd, module=partial(compiled, True)), strict=True
-    ):
-        assert difference(cut.weights, whole.weights) < BOUNDS["32-true"]
+    plain = fit(two_ranks, sgd)
+    compiled_fit = fit(two_ranks, sgd, module=partial(compiled, True))
+    for rank, seen in enumerate(compiled_fit):
+        error = difference(seen.weights, plain[rank].weights)
+        assert error < BOUNDS["32-true"], f"rank {rank}"
 
 
 # ---- state and validation --------------------------------------------------------------------------------------------
@@ -142,48 +145,47 @@ def test_a_compiled_network_trains_as_one_that_is_not(two_ranks):
     [
         (lars, "16-true", 2, {}),
         pytest.param(sgd, "32-true", 2, {}, marks=LONG),
-        *[
-            pytest.param(sliced.lamb, "16-true", 4, {"shard_update": on} | TWO, marks=LONG)
-            for on in ("node", "world")
-        ],
+        pytest.param(sliced.lamb, "16-true", 4, {"shard_update": "node"} | TWO, marks=LONG),
+        pytest.param(sliced.lamb, "16-true", 4, {"shard_update": "world"} | TWO, marks=LONG),
     ],
 )
-def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(
+def test_a_checkpoint_is_whole_and_a_run_resumes_to_the_bit(
     rank_pool, tmp_path, optimizer, precision, num_ranks, shares
 ):
     ranks = rank_pool.ranks(num_ranks)
     path = tmp_path / "first.ckpt"
+    special = {}
+    momentum_name = "momentum_buffer"
     if shares:
         special = {"width": 6000}
-    else:
-        special = {}
+        momentum_name = "exp_avg"
     settings = {"num": 3, "max_epochs": 2, "special": special, **shares}
     straight = fit(ranks, optimizer, precision, callbacks=[Saves(path, epoch=0)], **settings)
-    resumed, whole = (
-        fit(ranks, optimizer, precision, is_cut, ckpt_path=path, **settings)
-        for is_cut in (True, False)
-    )
-    for one, again, other in zip(straight, resumed, whole, strict=True):
-        assert same([again.weights, again.states], [one.weights, one.states])
-        assert difference(other.weights, one.weights, least=1.0) < BOUNDS[precision]
-        assert shares or difference(other.states, one.states, least=1.0) < 4 * BOUNDS[precision]
+    resumed = fit(ranks, optimizer, precision, True, ckpt_path=path, **settings)
+    whole = fit(ranks, optimizer, precision, False, ckpt_path=path, **settings)
+    bound = BOUNDS[precision]
+    for rank, seen in enumerate(straight):
+        assert same(resumed[rank].weights, seen.weights), f"rank {rank}"
+        assert same(resumed[rank].states, seen.states), f"rank {rank}"
+        assert difference(whole[rank].weights, seen.weights, least=1.0) < bound, f"rank {rank}"
+        if not shares:
+            error = difference(whole[rank].states, seen.states, least=1.0)
+            assert error < 4 * bound, f"rank {rank}"
+
     saved = torch.load(path, weights_only=True)
     module = Module(optimizer, **special)
-    shapes = [
-        {name: value.shape for name, value in each.items()}
-        for each in (saved["state_dict"], module.state_dict())
-    ]
-    assert shapes[0] == shapes[1]
-    if shares:
-        key = "exp_avg"
-    else:
-        key = "momentum_buffer"
-    momentum = [one[key].shape for one in saved["optimizer_states"][0]["state"].values()]
-    assert sorted(momentum) == sorted(one.shape for one in module.parameters())
+    assert shapes_of(saved["state_dict"]) == shapes_of(module.state_dict())
+    states = saved["optimizer_states"][0]["state"].values()
+    momentum_shapes = sorted(state[momentum_name].shape for state in states)
+    assert momentum_shapes == sorted(parameter.shape for parameter in module.parameters())
+
+
+def shapes_of(tensors):
+    return {name: value.shape for name, value in tensors.items()}
 
 
 def uneven_loader():
-    """Other numbers of images, and of batches, on each rank."""
+    """Return a loader with another number of images and of batches on each rank."""
     images = sliced.images_of(2, rank=7 + this_rank())[: 11 - 7 * this_rank()]
     return torch.utils.data.DataLoader(images, batch_size=4)
 
@@ -195,7 +197,7 @@ def output(trainer, module, outputs, *args):
 AVERAGES = partial(MasterWeightAveraging, decay=0.5)
 
 
-def test_validation_takes_any_number_of_images_and_the_average(two_ranks):
+def test_validation_accepts_any_number_of_images_and_uses_the_average(two_ranks):
     scene = {
         "val": uneven_loader,
         "callbacks": [AVERAGES, at(on_validation_batch_end=output)],
@@ -203,82 +205,79 @@ def test_validation_takes_any_number_of_images_and_the_average(two_ranks):
     }
     counts = []
     for whole, cut in whole_and_cut(two_ranks, lars, "32-true", **scene):
-        for of in ("looks", "metrics", "weights"):
-            assert difference(getattr(cut, of), getattr(whole, of), least=1.0) < BOUNDS["32-true"]
+        for name in ("looks", "metrics", "weights"):
+            error = difference(getattr(cut, name), getattr(whole, name), least=1.0)
+            assert error < BOUNDS["32-true"], f"{name} on rank {cut.rank}"
         counts.append(len(cut.looks["on_validation_batch_end"]))
-    # two epochs: it was the layers that were whole, as ranks had other counts
-    assert counts == [
-        2 * 3,
-        2 * 1,
-    ]
+    # in two epochs. Ranks have different numbers of batches, so layers must have been whole
+    assert counts == [2 * 3, 2 * 1]
 
 
-class Draws(Module):
-    """Rank zero alone runs the module in its own hooks at the end of validation."""
+class RunsOnRankZero(Module):
+    """Module that rank zero alone runs in its own hooks at the end of validation."""
 
     def __init__(self, is_cut):
         super().__init__(sgd, is_cut)
-        self.said = []
+        self.outputs = []
 
     def on_validation_epoch_end(self):
         if self.trainer.is_global_zero:
-            self.said.append(self.net(torch.ones(1, sliced.NUM_INPUTS)).detach())
+            self.outputs.append(self.net(torch.ones(1, sliced.NUM_INPUTS)).detach())
 
     on_validation_end = on_validation_epoch_end
 
 
-def said(trainer, module):
-    return module.said
+def outputs(trainer, module):
+    return module.outputs
 
 
 def test_rank_zero_can_run_the_module_in_its_hooks_at_the_end_of_validation(two_ranks):
-    # With the sanity check: training goes on with slices after it.
+    # With the sanity check: training continues with slices after it.
     scene = {"num": 2, "val": partial(loader, 1), "num_sanity_val_steps": 1, "max_epochs": 2}
-    scene |= {"timeout": timedelta(seconds=10), "callbacks": [AVERAGES, at(on_train_end=said)]}
-    whole, cut = (
-        fit(two_ranks, sgd, module=partial(Draws, is_cut), **scene) for is_cut in (False, True)
-    )
-    for rank, (first, second) in enumerate(zip(whole, cut, strict=True)):
-        assert (
-            difference([second.looks, second.weights], [first.looks, first.weights], least=1.0)
-            < BOUNDS["32-true"]
-        )
-        assert len(second.looks["on_train_end"][0]) == (0 if rank else 3 * 2)
+    scene |= {"timeout": timedelta(seconds=10), "callbacks": [AVERAGES, at(on_train_end=outputs)]}
+    whole = fit(two_ranks, sgd, module=partial(RunsOnRankZero, False), **scene)
+    cut = fit(two_ranks, sgd, module=partial(RunsOnRankZero, True), **scene)
+    for rank, seen in enumerate(cut):
+        for name in ("looks", "weights"):
+            error = difference(getattr(seen, name), getattr(whole[rank], name), least=1.0)
+            assert error < BOUNDS["32-true"], f"{name} on rank {rank}"
+    assert len(cut[0].looks["on_train_end"][0]) == 3 * 2
+    assert len(cut[1].looks["on_train_end"][0]) == 0
 
 
-class NotesDtypes(Module):
-    """Notes dtype and shape of a weight in each validation step, and in a hook after it."""
+class RecordsDtypes(Module):
+    """Module that records dtype and shape of a weight in each validation step, and in a hook after it."""
 
     def __init__(self):
         super().__init__(lars)
-        self.noted = []
+        self.recorded = []
 
     def validation_step(self, batch, batch_idx):
-        self.note()
+        self.record()
         return super().validation_step(batch, batch_idx)
 
-    def note(self):
-        self.noted.append((self.net.fc6.weight.dtype, tuple(self.net.fc6.weight.shape)))
+    def record(self):
+        self.recorded.append((self.net.fc6.weight.dtype, tuple(self.net.fc6.weight.shape)))
 
-    on_validation_epoch_end = note
+    on_validation_epoch_end = record
 
 
-def noted(trainer, module):
-    return module.noted
+def recorded(trainer, module):
+    return module.recorded
 
 
 def test_validation_in_half_precision_computes_with_whole_half_weights_and_hooks_see_whole_fp32_ones(
     two_ranks,
 ):
-    scene = {"num": 2, "val": partial(loader, 1), "callbacks": [at(on_train_end=noted)]}
-    for seen in fit(two_ranks, lars, "16-true", module=NotesDtypes, **scene):
+    scene = {"num": 2, "val": partial(loader, 1), "callbacks": [at(on_train_end=recorded)]}
+    for seen in fit(two_ranks, lars, "16-true", module=RecordsDtypes, **scene):
         assert seen.looks["on_train_end"] == [
             [(torch.float16, (16, 10)), (torch.float32, (16, 10))]
         ]
 
 
 class Drops(Module):
-    """Callback that records the features of fc6 that dropout keeps, and a number drawn after the pair."""
+    """Module that records the features of fc6 that dropout keeps."""
 
     def __init__(self):
         super().__init__(sgd, dropout=0.5)
@@ -292,6 +291,7 @@ class Drops(Module):
 
 
 def mask_and_number(trainer, module, *args):
+    """Return the features of the last batch that dropout kept, and the next number of the global stream."""
     return module.masks[-1], float(torch.rand(()))
 
 
@@ -303,26 +303,21 @@ def masks():
         )
 
 
-def test_dropout_takes_other_features_out_of_each_slice(two_ranks):
-    (first, numbers), (second, others) = (
-        zip(*seen.looks["on_train_batch_end"], strict=True) for seen in two_ranks.run(masks)
-    )
-    first = torch.stack(first)
-    second = torch.stack(second)
-    assert first.shape == (2, 2 * NUM_IMAGES, 16 // 2)
-    # independent: both are there in a quarter of all places
-    assert abs(float((first * second).mean()) - 0.25) < 0.1
-    assert numbers == others  # outside the stream goes on as it was
-
-
-# ---- what is sent ----------------------------------------------------------------------------------------------------
+def test_dropout_is_independent_on_the_slices_and_leaves_the_global_stream_alike(two_ranks):
+    rank_0, rank_1 = (seen.looks["on_train_batch_end"] for seen in two_ranks.run(masks))
+    masks_0 = torch.stack([mask for mask, _ in rank_0])
+    masks_1 = torch.stack([mask for mask, _ in rank_1])
+    assert masks_0.shape == (2, 2 * NUM_IMAGES, 16 // 2)
+    # independent: both keep a feature in a quarter of all positions
+    assert abs(float((masks_0 * masks_1).mean()) - 0.25) < 0.1
+    assert [number for _, number in rank_0] == [number for _, number in rank_1]
 
 
 # ---- callbacks -------------------------------------------------------------------------------------------------------
 
 
 def spoil(trainer, module, outputs, batch, batch_idx):
-    """The trunk on one rank."""
+    """Change the trunk on one rank."""
     if batch_idx == 1 and this_rank() == 1:
         with torch.no_grad():
             module.net.trunk[0].weight[0, 0] += 1
@@ -335,26 +330,27 @@ def look_alone(trainer, module, *args):
             assert module.state_dict()["net.fc6.weight"].shape == (8, 10)
 
 
-def test_the_check_of_replicas_compares_what_all_ranks_have(two_ranks):
+def test_the_check_of_replicas_compares_only_parameters_that_all_ranks_share(two_ranks):
     check = partial(ReplicaCheck, 1)
     alone = at(on_train_batch_end=look_alone)
-    for spoils in ([], [at(on_train_batch_end=spoil)]):
-        for seen in fit(
-            two_ranks, sgd, "16-true", num=3, callbacks=[alone, *spoils, check], raises=True
-        ):
-            assert seen.error.startswith("ReplicaDriftError") == bool(spoils)
-            assert ("`net.trunk.0.weight`" in seen.error) == bool(spoils), seen.error
+    scene = {"num": 3, "raises": True}
+    for seen in fit(two_ranks, sgd, "16-true", callbacks=[alone, check], **scene):
+        assert seen.error == "", f"rank {seen.rank}"
+    spoils = at(on_train_batch_end=spoil)
+    for seen in fit(two_ranks, sgd, "16-true", callbacks=[alone, spoils, check], **scene):
+        assert seen.error.startswith("ReplicaDriftError"), f"rank {seen.rank}"
+        assert "`net.trunk.0.weight`" in seen.error, f"rank {seen.rank}"
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 class Doubled(nn.Linear):
-    """A layer that is no plain one."""
+    """Linear layer of a subclass."""
 
 
 class Gated(nn.Module):
-    """A normalisation among what is cut."""
+    """Module with a normalisation next to a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -399,7 +395,9 @@ class Gated(nn.Module):
 def test_a_layer_that_cannot_be_cut_is_refused_by_name(layers, text):
     net = sliced.Net()
     for name, layer in layers.items():
-        setattr(net, name, net.get_submodule(layer) if isinstance(layer, str) else layer)
+        if isinstance(layer, str):
+            layer = net.get_submodule(layer)
+        setattr(net, name, layer)
     with nullcontext() if text is None else pytest.raises(ValueError, match=text):
         refusals.refuse_layers(net, net.node_slices, num_slices=2)
 
@@ -427,7 +425,7 @@ def test_a_weight_that_a_whole_layer_shares_or_that_is_cut_in_two_ways_is_refuse
             refusals.refuse_layers(net, groups, num_slices=2)
 
 
-def test_names_that_there_are_not_and_groups_of_three_are_refused():
+def test_unknown_names_and_groups_of_three_are_refused():
     net = nn.ModuleDict({"fc8": nn.Linear(2, 2), "act": nn.ReLU()})
     texts = {
         "fc9": r"^`node_slices` \(=\('fc9',\)\) must be names .* has no attribute `fc9`. Its linear layers are fc8",
@@ -442,12 +440,14 @@ def test_names_that_there_are_not_and_groups_of_three_are_refused():
 
 
 def test_a_fit_is_refused_before_training(two_ranks):
-    for seen in fit(
-        two_ranks, sgd, num=1, raises=True, between_nodes=(value := LocalSteps(every=2))
-    ):
-        names = "[('net.fc6', 'net.fc7'), ('net.fc8',)]"
-        words = f"ValueError: `between_nodes` (={value!r}) and `node_slices` (={names}) cannot be combined"
-        assert seen.error.startswith(words)
+    local_steps = LocalSteps(every=2)
+    names = "[('net.fc6', 'net.fc7'), ('net.fc8',)]"
+    expected = (
+        f"ValueError: `between_nodes` (={local_steps!r}) and `node_slices` (={names}) "
+        "exclude each other"
+    )
+    for seen in fit(two_ranks, sgd, num=1, raises=True, between_nodes=local_steps):
+        assert seen.error.startswith(expected), f"rank {seen.rank}"
 
 
 def unfreeze(trainer, module):
@@ -467,15 +467,15 @@ def test_a_slice_that_is_unfrozen_in_the_fit_is_refused(two_ranks):
         "callbacks": [at(on_train_start=unfreeze)],
         "raises": True,
     }
+    expected = (
+        "RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged"
+    )
     for seen in fit(two_ranks, sgd, **scene):
-        words = (
-            "RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged"
-        )
-        assert seen.error.startswith(words)
+        assert seen.error.startswith(expected), f"rank {seen.rank}"
 
 
 def state_on_rank_zero(folder):
-    """The module's state on both ranks, the second a little later, and then on rank zero alone."""
+    """Return shapes of the module's state on both ranks, and the error of a call on rank zero alone."""
     ended = Path(folder, "ended")
     shapes = []
 
@@ -500,13 +500,16 @@ def state_on_rank_zero(folder):
     return shapes, error
 
 
-def test_a_state_dict_on_rank_zero_alone_is_told_by_its_name(two_ranks, tmp_path):
-    zero, one = two_ranks.run(state_on_rank_zero, str(tmp_path))
-    assert zero[0] == one[0] == [(16, 10)], "whole, where all ranks call it"
-    words = "RuntimeError: `state_dict()` must be called on all ranks, because layers of `node_slices` (=['net."
-    assert zero[1].startswith(words)
-    assert "rank 1 did not call it within 1 s" in zero[1]
-    assert one[1].startswith("FloatingPointError: rank zero has ended")
+def test_a_state_dict_on_rank_zero_alone_is_an_error_that_names_it(two_ranks, tmp_path):
+    (shapes_0, error_0), (shapes_1, error_1) = two_ranks.run(state_on_rank_zero, str(tmp_path))
+    assert shapes_0 == [(16, 10)], "whole if all ranks call it"
+    assert shapes_1 == [(16, 10)], "whole if all ranks call it"
+    expected = (
+        "RuntimeError: `state_dict()` must be called on all ranks: layers of `node_slices` (=['net."
+    )
+    assert error_0.startswith(expected)
+    assert "rank 1 did not call it within 1 s" in error_0
+    assert error_1.startswith("FloatingPointError: rank zero has ended")
 
 
 def shape_of_fc6(trainer, module):
@@ -515,11 +518,8 @@ def shape_of_fc6(trainer, module):
 
 @pytest.mark.long
 def test_a_node_of_one_rank_has_whole_layers_with_a_warning(two_ranks):
-    looks = at(on_train_start=shape_of_fc6)
-    for rank, seen in enumerate(
-        fit(two_ranks, sgd, num=1, callbacks=[looks], warns=True, ranks_per_node=1)
-    ):
-        assert seen.looks["on_train_start"] == [(16, 10)]
-        assert any(
-            "has no effect, because every node has one rank" in text for text in seen.warnings
-        ) == (rank == 0)
+    scene = {"num": 1, "callbacks": [at(on_train_start=shape_of_fc6)], "warns": True}
+    for rank, seen in enumerate(fit(two_ranks, sgd, ranks_per_node=1, **scene)):
+        assert seen.looks["on_train_start"] == [(16, 10)], f"rank {rank}"
+        is_warned = any("cuts nothing: every node has one rank" in text for text in seen.warnings)
+        assert is_warned == (rank == 0), f"rank {rank}"

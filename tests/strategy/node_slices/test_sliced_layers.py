@@ -1,4 +1,4 @@
-"""Heads and attention cut over the ranks of a node, held against whole ones. And what is refused in a step."""
+"""Heads, embeddings and attention cut over the ranks of a node, against whole ones. Refusals within a step."""
 
 import copy
 from functools import partial
@@ -16,14 +16,15 @@ from tests import toy
 
 
 def cut(whole, *names):
-    """A copy of which each rank has a slice. Copied once more, as a user may in a fit."""
-    layers = nn.ModuleDict({"one": copy.deepcopy(whole)})
-    cut_(layers, [tuple(f"one{name}" for name in names or [""])], NodeRanks(dist.group.WORLD))
-    return copy.deepcopy(layers["one"])
+    """Return a copy of which each rank has a slice. It is copied once more, as a user may in a fit."""
+    layers = nn.ModuleDict({"layer": copy.deepcopy(whole)})
+    group = tuple(f"layer{name}" for name in names or [""])
+    cut_(layers, [group], NodeRanks(dist.group.WORLD))
+    return copy.deepcopy(layers["layer"])
 
 
 def head_on_extremes(dtype):
-    """Losses and gradients of features for logits far apart, cut and whole. Targets on either rank, and one on none."""
+    """Return losses and gradients for logits far apart, cut and whole. Targets are on either rank, and one on none."""
     torch.manual_seed(0)
     whole = nn.Linear(5, 7).to(dtype)
     with torch.no_grad():
@@ -46,20 +47,18 @@ def head_on_extremes(dtype):
     ("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 2**-8)], ids=str
 )
 def test_the_heads_losses_are_those_of_cross_entropy(two_ranks, dtype, bound):
-    for (losses, gradients), (expected, expected_gradients) in two_ranks.run(
-        head_on_extremes, dtype
-    ):
-        assert losses.dtype is torch.float32
-        assert (
-            losses - expected
-        ).abs().max() <= 1e-5 * expected.abs().max()  # of the same logits, in fp32
-        assert (
-            gradients - expected_gradients
-        ).abs().max() <= bound * expected_gradients.abs().max()
+    for rank, (cut_head, whole_head) in enumerate(two_ranks.run(head_on_extremes, dtype)):
+        losses, gradients = cut_head
+        expected, expected_gradients = whole_head
+        assert losses.dtype is torch.float32, f"rank {rank}"
+        # of the same logits, in fp32
+        assert (losses - expected).abs().max() <= 1e-5 * expected.abs().max(), f"rank {rank}"
+        error = (gradients - expected_gradients).abs().max()
+        assert error <= bound * expected_gradients.abs().max(), f"rank {rank}"
 
 
 def head_over_tokens():
-    """Logits, losses and gradients of a head on `[b, t, n]`, cut and whole."""
+    """Return logits, gradients and losses of a head on `[b, t, n]`, cut and whole."""
     torch.manual_seed(0)
     whole = nn.Linear(5, 7)
     head = cut(whole)
@@ -69,46 +68,43 @@ def head_over_tokens():
     for layer in (head, whole):
         x = features.clone().requires_grad_()
         logits = layer(x)
-        F.cross_entropy(
-            logits.transpose(1, 2), targets
-        ).backward()  # a gradient with gaps in memory
+        # a gradient with gaps in memory
+        F.cross_entropy(logits.transpose(1, 2), targets).backward()
         results.append((logits.detach(), x.grad, token_losses(layer, features, targets).detach()))
     return results
 
 
-def test_a_head_over_tokens_gives_logits_and_losses_of_each(two_ranks):
-    for result, expected in two_ranks.run(head_over_tokens):
-        for got, wanted in zip(result, expected, strict=True):
-            assert got.shape == wanted.shape
-            assert (got - wanted).abs().max() < 1e-6
+def test_a_cut_head_over_tokens_has_the_logits_gradients_and_losses_of_a_whole_one(two_ranks):
+    for rank, (cut_head, whole_head) in enumerate(two_ranks.run(head_over_tokens)):
+        for result, expected in zip(cut_head, whole_head, strict=True):
+            assert result.shape == expected.shape, f"rank {rank}"
+            assert (result - expected).abs().max() < 1e-6, f"rank {rank}"
 
 
 def embeddings():
-    """Rows of an embedding, cut and whole, and the gradient of all its rows."""
+    """Return the rows of an embedding and the gradient of all its rows: cut, then whole."""
     torch.manual_seed(0)
     whole = nn.Embedding(7, 4, padding_idx=5)
     tokens = torch.tensor([[0, 5], [3, 6 - dist.get_rank()]])
     nn.init.ones_(whole.weight)
     layer = cut(whole)
-    results = []
-    for one in (layer, whole):
-        rows = one(tokens)
-        rows.sum().backward()
-        results.append((rows.detach(), one.weight.grad))
-    sums = results[1][1] / 2  # over both ranks, as DDP averages
-    dist.all_reduce(sums)
-    return (
-        results[0][0],
-        vars(layer)["sliced"].slices["weight"].gather_whole(results[0][1]),
-        results[1][0],
-        sums,
-    )
+    rows = layer(tokens)
+    rows.sum().backward()
+    gradient = vars(layer)["sliced"].slices["weight"].gather_whole(layer.weight.grad)
+
+    expected_rows = whole(tokens)
+    expected_rows.sum().backward()
+    expected_gradient = whole.weight.grad / 2  # over both ranks, as DDP averages
+    dist.all_reduce(expected_gradient)
+    return rows.detach(), gradient, expected_rows.detach(), expected_gradient
 
 
-def test_an_embedding_by_tokens_gives_padding_no_gradient(two_ranks):
-    for rows, gradient, *expected in two_ranks.run(embeddings):
-        assert torch.equal(rows, expected[0])
-        assert torch.equal(gradient, expected[1])
+def test_a_cut_embedding_has_the_rows_and_gradients_of_a_whole_one(two_ranks):
+    """Padding gets no gradient."""
+    for rank, result in enumerate(two_ranks.run(embeddings)):
+        rows, gradient, expected_rows, expected_gradient = result
+        assert torch.equal(rows, expected_rows), f"rank {rank}"
+        assert torch.equal(gradient, expected_gradient), f"rank {rank}"
 
 
 def sum_of_halves():
@@ -118,10 +114,9 @@ def sum_of_halves():
 
 def test_halves_are_summed_in_fp32_and_rounded_once(four_ranks):
     """In fp16 2048 + 1 is 2048 again."""
-    assert all(
-        torch.equal(result, torch.full((1, 7), 2050.0).half())
-        for result in four_ranks.run(sum_of_halves)
-    )
+    expected = torch.full((1, 7), 2050.0).half()
+    for rank, result in enumerate(four_ranks.run(sum_of_halves)):
+        assert torch.equal(result, expected), f"rank {rank}"
 
 
 MASKS = [
@@ -132,27 +127,32 @@ MASKS = [
 
 
 def attentions():
-    """Outputs and gradients of an attention, cut and whole, for each mask. The sequence is first, keys are apart."""
+    """Return output and gradient of an attention, cut and whole, for each mask. The sequence comes first."""
     torch.manual_seed(0)
     whole = nn.MultiheadAttention(8, 4)
-    results = []
     attention = cut(whole, "", ".out_proj")
     generator = torch.Generator().manual_seed(dist.get_rank())
-    query, memory = (torch.randn(3, 2, 8, generator=generator) for _ in range(2))
-    for masks in (*MASKS, MASKS[1] | MASKS[2], MASKS[1] | {"is_causal": True}):
-        for one in (attention, whole):
-            x = query.clone().requires_grad_()
-            out, _ = one(x, memory, memory, need_weights=False, **masks)
-            out.square().sum().backward()
-            results.append((out.detach(), x.grad))
-    return results
+    query = torch.randn(3, 2, 8, generator=generator)
+    memory = torch.randn(3, 2, 8, generator=generator)
+
+    def output_and_gradient(module, masks):
+        x = query.clone().requires_grad_()
+        out, _ = module(x, memory, memory, need_weights=False, **masks)
+        out.square().sum().backward()
+        return out.detach(), x.grad
+
+    return [
+        (output_and_gradient(attention, masks), output_and_gradient(whole, masks))
+        for masks in (*MASKS, MASKS[1] | MASKS[2], MASKS[1] | {"is_causal": True})
+    ]
 
 
-def test_attention_by_heads_is_that_of_all_heads(two_ranks):
-    for result in two_ranks.run(attentions):
-        for cut_one, whole_one in zip(result[::2], result[1::2], strict=True):
-            for got, wanted in zip(cut_one, whole_one, strict=True):
-                assert (got - wanted).abs().max() < 2e-6
+def test_a_cut_attention_has_the_outputs_and_gradients_of_a_whole_one(two_ranks):
+    for rank, pairs in enumerate(two_ranks.run(attentions)):
+        for mask, (cut_attention, whole_attention) in enumerate(pairs):
+            for result, expected in zip(cut_attention, whole_attention, strict=True):
+                error = (result - expected).abs().max()
+                assert error < 2e-6, f"mask {mask} on rank {rank}"
 
 
 def refusals():
@@ -175,8 +175,9 @@ def refusals():
     return [toy.error_of(*call) for call in calls]
 
 
-def test_what_ranks_cannot_compute_together_is_an_error_on_all_of_them(two_ranks):
-    for targets, tokens, batch, weights, heads, alone, part in two_ranks.run(refusals):
+def test_inputs_that_ranks_cannot_compute_together_are_an_error_on_every_rank(two_ranks):
+    for errors in two_ranks.run(refusals):
+        targets, tokens, batch, weights, heads, alone, part = errors
         assert "`targets` or tokens (=0 to 7) must be from 0 to 5, or -100" in targets
         assert "`targets` or tokens (=0 to 7) must be from 0 to 6. Check" in tokens
         assert "must have the same size on all ranks that share a layer (they have [2, 3])" in batch

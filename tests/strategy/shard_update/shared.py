@@ -1,4 +1,4 @@
-"""A module with parameters of many sizes, and its fits with and without the update shared within a node."""
+"""Module with parameters of many sizes, and fits of it with and without `shard_update`."""
 
 from functools import partial
 from unittest.mock import patch
@@ -25,7 +25,7 @@ SIZES = (
 
 
 class Sizes(pl.LightningModule):
-    """One parameter of each size and a convolution that is channels last. Gradients differ between ranks and steps."""
+    """Module of one parameter of each size and a channels-last convolution. Gradients differ by rank and step."""
 
     def __init__(self, optimizer, overflows=(), overflow_in=-1, reads=False):
         super().__init__()
@@ -77,7 +77,7 @@ def adamw(module):
 
 
 def weights_of(trainer, module, *args):
-    """The weights of forward. In half precision, a rank has fp32 values of its own parts only."""
+    """Return the weights of forward. In half precision a rank has fp32 values of its own parts only."""
     window = trainer.strategy.run_status.window
     dtype = torch.float32 if window is None else window.dtype
     return [weight.detach().to(dtype, copy=True) for weight in module.weights]
@@ -87,12 +87,14 @@ def fit(
     ranks, optimizer, precision="16-true", shard_update="node", *, num=4, special=None, **scene
 ):
     """Fit one epoch and return the observations. `special`: arguments of the module."""
-    options = {"max_epochs": 1, "use_distributed_sampler": False}
-    options |= {"loss_scale": 1024} if precision == "16-true" else {}
-    options |= {
+    options = {
+        "max_epochs": 1,
+        "use_distributed_sampler": False,
         "module": partial(Sizes, optimizer, **(special or {})),
         "train": partial(batches, num),
     }
+    if precision == "16-true":
+        options["loss_scale"] = 1024
     return scenes.fit(ranks, shard_update=shard_update, precision=precision, **options | scene)
 
 
@@ -112,20 +114,19 @@ def assert_same(
     callbacks=(),
     **scene,
 ):
-    """Assert that with the update shared all has the bits of a fit without. What was seen of the first."""
-    # Where a batch begins: a callback's hook at its end may read gradients, which then are not left to their owners.
-    scene["callbacks"] = [
-        *callbacks,
-        at(on_train_batch_start=weights_of, on_train_epoch_end=weights_of),
-    ]
-    whole, shared = (
-        ranks.run(fit_in_chunks, chunk_numel, optimizer, precision, setting, scene)
-        for setting in ("off", shard_update)
-    )
-    for rank, (first, second) in enumerate(zip(whole, shared, strict=True)):
-        assert same(first.weights, second.weights)
+    """Assert that a fit with the update shared has the bits of a fit without, and return the shared fit."""
+    # Look at the start of a batch: with a hook at its end, which may read gradients, none would be left to its owner.
+    looks = at(on_train_batch_start=weights_of, on_train_epoch_end=weights_of)
+    scene["callbacks"] = [*callbacks, looks]
+    whole = ranks.run(fit_in_chunks, chunk_numel, optimizer, precision, "off", scene)
+    shared = ranks.run(fit_in_chunks, chunk_numel, optimizer, precision, shard_update, scene)
+    for rank, seen in enumerate(shared):
+        expected = whole[rank]
+        assert same(seen.weights, expected.weights), f"rank {rank}"
         for hook in ("on_train_batch_start", "on_train_epoch_end"):
-            assert same(first.looks[hook], second.looks[hook])
-        assert rank or same(first.states, second.states)  # rank zero has it whole
-        assert first.num_skipped == second.num_skipped == num_skipped
+            assert same(seen.looks[hook], expected.looks[hook]), f"{hook} on rank {rank}"
+        assert seen.num_skipped == num_skipped, f"rank {rank}"
+        assert expected.num_skipped == num_skipped, f"rank {rank}"
+    # after a fit rank zero alone has the whole optimizer state
+    assert same(shared[0].states, whole[0].states)
     return shared

@@ -1,4 +1,4 @@
-"""Callbacks where the ranks of a node share the update: averages, the check of replicas, metrics, outside writes."""
+"""Callbacks with `shard_update`: averages, the check of replicas, metrics, writes from outside of a step."""
 
 import copy
 import pickle
@@ -37,64 +37,65 @@ def averages(ranks, shard_update, ema, path):
         "max_epochs": 2,
         "callbacks": callbacks,
     }
-    seen = fit(ranks, sgd, "16-true", shard_update, **scene)
+    observations = [
+        [seen.weights, seen.looks] for seen in fit(ranks, sgd, "16-true", shard_update, **scene)
+    ]
     file = torch.load(path, weights_only=True)
-    return (
-        [[one.weights, one.looks] for one in seen],
-        file["state_dict"],
-        file["current_model_state"],
-    )
+    return observations, file["state_dict"], file["current_model_state"]
 
 
 @pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers")
 @pytest.mark.parametrize(
     "ema", [MasterWeightAveraging, pytest.param(pl.callbacks.EMAWeightAveraging, marks=LONG)]
 )
-def test_averages_of_parts_are_those_of_whole_masters(two_ranks, ema, tmp_path):
-    whole, shared = (
-        averages(two_ranks, setting, ema, tmp_path / "ema.ckpt") for setting in ("off", "node")
-    )
+def test_averages_of_parts_are_those_of_whole_master_weights(two_ranks, ema, tmp_path):
+    whole = averages(two_ranks, "off", ema, tmp_path / "ema.ckpt")
+    shared = averages(two_ranks, "node", ema, tmp_path / "ema.ckpt")
     assert same(whole, shared)
 
 
 @torch.no_grad()
-def spoil(rank, what, trainer, module, outputs, batch, batch_idx):
+def spoil(rank, kind, trainer, module, outputs, batch, batch_idx):
     if batch_idx == 0 and this_rank() == rank:
         weight = module.weights[6]
-        if what == "master":
+        if kind == "master":
             trainer.strategy.run_status.master_parts[id(weight)][7] *= 1 + 2**-20
-        if what == "momentum":
+        if kind == "momentum":
             trainer.optimizers[0].state[weight]["momentum_buffer"][7] += 1.0
 
 
+def fit_with_check(ranks, precision, spoiled):
+    callbacks = [at(on_train_batch_end=partial(spoil, 3, spoiled)), partial(ReplicaCheck, 1)]
+    options = {"callbacks": callbacks, "ranks_per_node": 2, "num": 2, "raises": True}
+    return fit(ranks, sgd, precision, **options)
+
+
 @pytest.mark.parametrize(
-    ("what", "precision", "kind"),
+    ("spoiled", "precision", "named"),
     [
         ("master", "16-true", "the fp32 values of"),
         ("momentum", "32-true", "`momentum_buffer` of the optimizer for"),
-        ("", "16-true", ""),
     ],
 )
-def test_the_check_of_replicas_compares_parts_with_those_of_other_nodes(
-    four_ranks, what, precision, kind
+def test_the_check_of_replicas_names_a_part_that_differs_from_that_of_another_node(
+    four_ranks, spoiled, precision, named
 ):
-    callbacks = [at(on_train_batch_end=partial(spoil, 3, what)), partial(ReplicaCheck, 1)]
-    for seen in fit(
-        four_ranks, sgd, precision, callbacks=callbacks, ranks_per_node=2, num=2, raises=True
-    ):
+    for seen in fit_with_check(four_ranks, precision, spoiled):
         error = seen.error
-        if not what:
-            assert error == ""
-            continue
         assert error.startswith("ReplicaDriftError: The ranks no longer hold the same model")
         assert f": elements {0 if '0 to' in error else 49152} to" in error
-        assert kind in error
+        assert named in error
         assert "`weights.6` on rank 3 (host " in error
         assert "is not that of rank 1 (host " in error
 
 
+def test_the_check_of_replicas_accepts_parts_that_agree_between_nodes(four_ranks):
+    for seen in fit_with_check(four_ranks, "16-true", spoiled=""):
+        assert seen.error == "", f"rank {seen.rank}"
+
+
 def write_data(module):
-    # Values that half precision holds: elsewhere a rank has no fp32 values of others' parts that could be halved.
+    # Values that half precision holds: a rank has no fp32 values of other ranks' parts that it could halve.
     weight = module.weights[-2]
     weight.data.copy_(weight.detach().to(torch.float16) * 0.5)
 
@@ -140,16 +141,12 @@ def write_and_save(do, path, trainer, module, outputs, batch, batch_idx):
 def test_a_write_between_steps_is_in_the_next_checkpoint_and_in_the_next_step(
     two_ranks, do, precision, scope, tmp_path
 ):
-    paths = {setting: tmp_path / f"{setting}.ckpt" for setting in ("off", scope["shard_update"])}
     files = []
     weights = []
-    for setting, path in paths.items():
-        callbacks = [
-            at(
-                on_train_batch_end=partial(write_and_save, do, path),
-                on_train_batch_start=weights_of,
-            )
-        ]
+    for setting in ("off", scope["shard_update"]):
+        path = tmp_path / f"{setting}.ckpt"
+        write = partial(write_and_save, do, path)
+        callbacks = [at(on_train_batch_end=write, on_train_batch_start=weights_of)]
         options = {**scope, "shard_update": setting, "callbacks": callbacks, "num": 3}
         runs = fit(two_ranks, sgd, precision, **options)
         files.append(torch.load(path, weights_only=True)["state_dict"])
@@ -159,16 +156,15 @@ def test_a_write_between_steps_is_in_the_next_checkpoint_and_in_the_next_step(
 
 
 def load_momentum(trainer, module, outputs, batch, batch_idx):
-    """A callback's: the optimizer's own state, and whole tensors as a file has them."""
+    """Load optimizer state in a callback: the optimizer's own, then whole tensors as from a file."""
     optimizer = trainer.optimizers[0]
     if batch_idx == 0:
         optimizer.load_state_dict(optimizer.state_dict())
     if batch_idx == 1:
         state = optimizer.state_dict()
         for index, parameter in enumerate(module.parameters()):
-            state["state"][index]["momentum_buffer"] = torch.linspace(0, 1, parameter.numel()).view(
-                parameter.shape
-            )
+            momentum = torch.linspace(0, 1, parameter.numel()).view(parameter.shape)
+            state["state"][index]["momentum_buffer"] = momentum
         optimizer.load_state_dict(state)
 
 
@@ -187,16 +183,16 @@ def swa():
     "ignore:Found keys that are not in the model state dict but in the checkpoint"
 )
 @pytest.mark.long
-def test_stochastic_weight_averaging_averages_whole_masters(two_ranks):
+def test_stochastic_weight_averaging_averages_whole_master_weights(two_ranks):
     scene = {"num": 2, "max_epochs": 3, "callbacks": [swa]}
-    whole, shared = (
-        fit(two_ranks, sgd, "16-true", setting, **scene) for setting in ("off", "node")
-    )
-    assert same([seen.weights for seen in whole], [seen.weights for seen in shared])
+    whole = fit(two_ranks, sgd, "16-true", "off", **scene)
+    shared = fit(two_ranks, sgd, "16-true", "node", **scene)
+    for rank, seen in enumerate(shared):
+        assert same(seen.weights, whole[rank].weights), f"rank {rank}"
 
 
 def call_in_a_hook(trainer, module, outputs, batch, batch_idx):
-    """A callback's call of the module, in the context of a step."""
+    """Call the module from a callback, in the context of a step."""
     with torch.no_grad(), trainer.precision_plugin.forward_context():
         return module.training_step(batch, batch_idx).float()
 
@@ -205,23 +201,15 @@ def call_in_a_hook(trainer, module, outputs, batch, batch_idx):
     "scope", [{"shard_update": "node"}, {"shard_update": "world", "ranks_per_node": 1}]
 )
 def test_a_call_between_steps_in_the_context_of_one_gives_the_same(two_ranks, scope):
-    calls = []
-    for setting in ("off", scope["shard_update"]):
-        callbacks = [at(on_train_batch_end=call_in_a_hook)]
-        runs = fit(
-            two_ranks,
-            sgd,
-            "16-true",
-            **{**scope, "shard_update": setting},
-            num=2,
-            callbacks=callbacks,
-        )
-        calls.append([seen.looks for seen in runs])
-    assert same(*calls)
+    scene = {**scope, "num": 2, "callbacks": [at(on_train_batch_end=call_in_a_hook)]}
+    whole = fit(two_ranks, sgd, "16-true", **scene | {"shard_update": "off"})
+    shared = fit(two_ranks, sgd, "16-true", **scene)
+    for rank, seen in enumerate(shared):
+        assert same(seen.looks, whole[rank].looks), f"rank {rank}"
 
 
 class StepsBySelf(Sizes):
-    """A manual loop that steps torch's optimizer past Lightning, with a closure in every other step."""
+    """Module whose manual loop steps torch's optimizer past Lightning, with a closure in every other step."""
 
     def __init__(self, *args, has_closures=True, **options):
         super().__init__(*args, **options)
@@ -253,30 +241,26 @@ def test_a_step_past_lightning_runs_on_the_parts(two_ranks, scope):
 
 def test_a_step_past_lightning_runs_on_the_parts_of_fp32_parameters(two_ranks):
     assert_same(two_ranks, sgd, "32-true", module=partial(StepsBySelf, sgd, has_closures=False))
+    expected = "RuntimeError: `closure` of SGD.step must go through Lightning's optimizer"
     for seen in fit(two_ranks, sgd, "32-true", module=partial(StepsBySelf, sgd), raises=True):
-        assert seen.error.startswith(
-            "RuntimeError: `closure` of SGD.step must go through Lightning's optimizer"
-        )
+        assert seen.error.startswith(expected), f"rank {seen.rank}"
 
 
 def copies(trainer, module, *args):
-    """Record the values of copies and state dicts of the module during a fit."""
-    copied = copy.deepcopy(module.weights)
-    pickled = pickle.loads(pickle.dumps(module.weights))
-    state = list(module.weights.state_dict().values())
-    return [[value.detach().half() for value in values] for values in (copied, pickled, state)], {
-        value.dtype for values in (copied, pickled, state) for value in values
-    }
+    """Return the rounded values of copies and state dicts of the module, and their dtypes."""
+    values = [*copy.deepcopy(module.weights)]
+    values += [*pickle.loads(pickle.dumps(module.weights))]
+    values += [*module.weights.state_dict().values()]
+    return [value.detach().half() for value in values], {value.dtype for value in values}
 
 
 def test_copies_and_state_dicts_are_in_fp32(two_ranks):
-    off, node = (
-        fit(two_ranks, sgd, "16-true", setting, num=2, callbacks=[at(on_train_batch_end=copies)])
-        for setting in ("off", "node")
-    )
-    for whole, shared in zip(off, node, strict=True):
-        assert same(whole.looks, shared.looks)
-        assert all(dtypes == {torch.float32} for _, dtypes in shared.looks["on_train_batch_end"])
+    scene = {"num": 2, "callbacks": [at(on_train_batch_end=copies)]}
+    whole = fit(two_ranks, sgd, "16-true", "off", **scene)
+    for seen in fit(two_ranks, sgd, "16-true", "node", **scene):
+        assert same(seen.looks, whole[seen.rank].looks), f"rank {seen.rank}"
+        for _, dtypes in seen.looks["on_train_batch_end"]:
+            assert dtypes == {torch.float32}, f"rank {seen.rank}"
 
 
 def replace_data(trainer, module, outputs, batch, batch_idx):
@@ -285,43 +269,33 @@ def replace_data(trainer, module, outputs, batch, batch_idx):
 
 def test_memory_of_another_dtype_is_refused_by_name(two_ranks):
     callbacks = [at(on_train_batch_end=replace_data)]
+    expected = "RuntimeError: `weights.6.data` was replaced by a tensor of shape (64, 128, 3, 3)"
     for seen in fit(two_ranks, sgd, "16-true", num=2, callbacks=callbacks, raises=True):
-        assert seen.error.startswith(
-            "RuntimeError: `weights.6.data` was replaced by a tensor of shape (64, 128, 3, 3)"
-        )
+        assert seen.error.startswith(expected), f"rank {seen.rank}"
 
 
 def replace_optimizer(make, trainer, module):
-    """Go on with an optimizer of another kind from the second epoch on, as a schedule of one's own may."""
+    """Continue with an optimizer of another kind from the second epoch on, as a user's schedule may."""
     if trainer.current_epoch == 1:
         trainer.strategy.optimizers = [make(module)]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-true"])
 @pytest.mark.parametrize("make", [adamw, lars])
-def test_an_optimizer_that_takes_anothers_place_updates_parts_too(
-    two_ranks, make, precision, tmp_path
-):
-    whole_fit, sharded_fit = (
-        fit(
-            two_ranks,
-            sgd,
-            precision,
-            setting,
-            max_epochs=2,
-            num=2,
-            callbacks=[
-                at(on_train_epoch_start=partial(replace_optimizer, make)),
-                at(on_train_end=weights_of),
-                partial(Saves, tmp_path / f"{setting}.ckpt", epoch=1),
-            ],
-        )
-        for setting in ("off", "node")
-    )
-    for whole, sharded in zip(whole_fit, sharded_fit, strict=True):
-        assert same(whole.weights, sharded.weights)
-        assert same(whole.looks, sharded.looks)
-    files = [
-        torch.load(tmp_path / f"{setting}.ckpt", weights_only=True) for setting in ("off", "node")
-    ]
-    assert same(files[0]["optimizer_states"], files[1]["optimizer_states"])
+def test_an_optimizer_that_replaces_another_updates_parts_too(two_ranks, make, precision, tmp_path):
+    def fit_with(setting):
+        callbacks = [
+            at(on_train_epoch_start=partial(replace_optimizer, make)),
+            at(on_train_end=weights_of),
+            partial(Saves, tmp_path / f"{setting}.ckpt", epoch=1),
+        ]
+        scene = {"max_epochs": 2, "num": 2, "callbacks": callbacks}
+        return fit(two_ranks, sgd, precision, setting, **scene)
+
+    whole = fit_with("off")
+    for seen in fit_with("node"):
+        assert same(seen.weights, whole[seen.rank].weights), f"rank {seen.rank}"
+        assert same(seen.looks, whole[seen.rank].looks), f"rank {seen.rank}"
+    expected = torch.load(tmp_path / "off.ckpt", weights_only=True)
+    saved = torch.load(tmp_path / "node.ckpt", weights_only=True)
+    assert same(saved["optimizer_states"], expected["optimizer_states"])

@@ -11,35 +11,34 @@ from tests.strategy.shard_update.shared import adamw, fit, sgd
 
 
 def test_one_rank_on_each_node_is_a_warning_and_trains(two_ranks):
-    for rank, seen in enumerate(
-        fit(two_ranks, sgd, "32-true", num=2, ranks_per_node=1, warns=True)
-    ):
-        assert seen.global_step == 2
-        assert any("shares nothing: every node has one rank" in text for text in seen.warnings) == (
-            rank == 0
-        )
+    for seen in fit(two_ranks, sgd, "32-true", num=2, ranks_per_node=1, warns=True):
+        assert seen.global_step == 2, f"rank {seen.rank}"
+        is_warned = any("shares nothing: every node has one rank" in text for text in seen.warnings)
+        assert is_warned == (seen.rank == 0), f"rank {seen.rank}"
 
 
 def save_nowhere(trainer, *args):
     trainer.save_checkpoint("/dev/null/nowhere.ckpt")
 
 
-def fails_on_one_rank(exchange, at_call, precision, optimizer, callbacks):
-    before, *others = stages.EXCHANGES[exchange]
+def error_of_a_fault(exchange, at_call, precision, optimizer, callbacks):
+    """Return the error of a fit in which the first stage of an exchange fails on rank one."""
+    first, *following = stages.EXCHANGES[exchange]
     calls = []
 
     def run(job, group):
         calls.append(job)
         if len(calls) == at_call and dist.get_rank() == 1:
             raise OSError("no route to host")
-        before.run(job, group)
+        first.run(job, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        stage = stages.Stage(name=before.name, scope=before.scope, run=run)
-        patch.setitem(stages.EXCHANGES, exchange, (stage, *others))
+        stage = stages.Stage(name=first.name, scope=first.scope, run=run)
+        patch.setitem(stages.EXCHANGES, exchange, (stage, *following))
         scope = exchange.split("_")[0]
         options = {"num": 2, "callbacks": callbacks, "raises": True}
-        options |= {"ranks_per_node": 1} if scope == "world" else {}
+        if scope == "world":
+            options["ranks_per_node"] = 1
         return fit(None, optimizer, precision, scope, **options).error
 
 
@@ -73,13 +72,11 @@ def test_a_fault_is_the_same_named_error_on_all_ranks_soon(
     two_ranks, exchange, at_call, precision, optimizer, stage, callbacks
 ):
     # Soon: the time limit of a run here is a minute, that of the collectives half an hour.
-    for error in two_ranks.run(
-        fails_on_one_rank, exchange, at_call, precision, optimizer, callbacks, grace_s=30.0
-    ):
-        assert (
-            f"rank 1 failed on bucket 0 in stage `{stage}` of the {exchange} exchange: OSError"
-            in error
-        )
+    arguments = (exchange, at_call, precision, optimizer, callbacks)
+    errors = two_ranks.run(error_of_a_fault, *arguments, grace_s=30.0)
+    expected = f"rank 1 failed on bucket 0 in stage `{stage}` of the {exchange} exchange: OSError"
+    for rank, error in enumerate(errors):
+        assert expected in error, f"rank {rank}"
 
 
 def fail(trainer, *args):
@@ -90,10 +87,11 @@ def save_while_failing(trainer, module, exception):
     return toy.error_of(save_nowhere, trainer)
 
 
-def test_a_checkpoint_in_the_midst_of_an_error_is_refused(two_ranks):
+def test_a_checkpoint_while_an_error_ends_the_fit_is_refused(two_ranks):
     callbacks = [at(on_train_batch_end=fail, on_exception=save_while_failing)]
     for seen in fit(two_ranks, sgd, "32-true", num=2, callbacks=callbacks, raises=True):
         assert "of the user's" in seen.error
         (error,) = seen.looks["on_exception"]
-        words = "RuntimeError: `shard_update` (='node') cannot save while ZeroDivisionError ends this rank"
-        assert error.startswith(words)
+        assert error.startswith(
+            "RuntimeError: `shard_update` (='node') cannot save while ZeroDivisionError ends this rank"
+        )

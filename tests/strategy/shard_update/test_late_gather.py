@@ -1,4 +1,4 @@
-"""Weights that are still on their way when forward begins: whoever reads one finds what has arrived."""
+"""Weights that are still gathered when forward begins: every reader waits for the gathered values."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.strategy.shard_update.shared import fit, sgd
 
 
 class Brings:
-    """A future that writes a weight when it is waited for."""
+    """Future that writes a weight when it is waited for."""
 
     def __init__(self, weight):
         self.weight = weight
@@ -35,12 +35,12 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_who_reads_a_weight_waits_for_it(reader):
+def test_a_reader_of_a_weight_waits_for_it_alone(reader):
     module = nn.Linear(3, 3)
-    other = nn.Linear(3, 3)
+    unread = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     late = LateGather(CommTrace())
-    futures = [Brings(module.weight), Brings(module.weight), Brings(other.weight)]
+    futures = [Brings(module.weight), Brings(module.weight), Brings(unread.weight)]
     with late:
         for future in futures:
             late.add(future, [future.weight, future.weight])
@@ -50,7 +50,7 @@ def test_who_reads_a_weight_waits_for_it(reader):
         assert futures[2].is_done
 
 
-def test_who_asks_for_what_is_not_its_value_does_not_wait():
+def test_a_reader_of_shape_or_flags_does_not_wait():
     module = nn.Linear(3, 3)
     future = Brings(module.weight)
     with LateGather(CommTrace()) as late:
@@ -70,7 +70,7 @@ def num_under_way(trainer, module, *args):
 
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
-def test_no_part_of_a_step_waits_for_the_weights_that_it_asks_for(two_ranks, precision):
+def test_a_step_leaves_its_weights_to_be_gathered_during_the_next_one(two_ranks, precision):
     options = {"ranks_per_node": 1, "callbacks": [at(on_train_batch_end=num_under_way)]}
     for seen in fit(two_ranks, sgd, precision, "world", num=2, **options):
         # All that have several blocks, and the convolution.
@@ -78,7 +78,9 @@ def test_no_part_of_a_step_waits_for_the_weights_that_it_asks_for(two_ranks, pre
 
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
-def test_no_part_of_a_step_on_scaled_gradients_waits_for_the_weights(two_ranks, precision):
+def test_a_step_on_scaled_gradients_leaves_its_weights_to_be_gathered_during_the_next_one(
+    two_ranks, precision
+):
     """A callback at the end of a batch would let LARS step on gradients that are not scaled."""
     options = {"ranks_per_node": 1, "callbacks": [at(on_train_batch_start=num_under_way)]}
     for seen in fit(two_ranks, lars, precision, "world", num=2, **options):

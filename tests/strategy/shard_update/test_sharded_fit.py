@@ -1,4 +1,4 @@
-"""The update shared within a node: to the bit what every rank would do by itself, in a part of the memory."""
+"""`shard_update`: bit for bit the update that every rank would make by itself, in a part of the memory."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ CLIPS = {"gradient_clip_val": 0.01}
 CLIPS_VALUES = {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}
 CHUNKS = {"chunk_numel": 1 << 12}  # of which every third takes the memory of the first again
 WORLD = {"shard_update": "world", "ranks_per_node": 2}
-ONE_ON_EACH_NODE = {"shard_update": "world", "ranks_per_node": 1}
+ONE_RANK_PER_NODE = {"shard_update": "world", "ranks_per_node": 1}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ ONE_ON_EACH_NODE = {"shard_update": "world", "ranks_per_node": 1}
         (sgd, "16-true", 3, CHUNKS | {"ranks_per_node": 3}),
         (lamb, "32-true", 2, {}),
         (lars_lists, "bf16-true", 2, {}),
-        (sgd, "16-true", 2, ONE_ON_EACH_NODE | overflows_in(4)),
+        (sgd, "16-true", 2, ONE_RANK_PER_NODE | overflows_in(4)),
         *long(
             (adamw, "32-true", 4, WORLD | CHUNKS),
             (adamw, "16-true", 4, WORLD | {"between_nodes": Adasum()}),
@@ -93,18 +93,23 @@ def test_a_shared_update_has_the_bits_of_a_whole_one(
     assert_same(rank_pool.ranks(num_ranks), optimizer, precision, **scene)
 
 
-def held(trainer, module, *args):
-    # Without half precision all weights are fp32, on each rank.
+def num_master_weights(trainer):
+    """Return the number of master weights of this rank. In fp32 there are none besides the weights."""
     window = trainer.strategy.run_status.window
-    num_fp32 = 0
-    if window is not None:
-        num_fp32 += sum(pair.fp32.numel() for pair in window.pairs.values())
-        num_fp32 += sum(part.numel() for part in trainer.strategy.run_status.master_parts.values())
-        # the whole values are freed
-        num_fp32 += sum(shard._pair.fp32.numel() for shard in shards_of(trainer))
-    return num_fp32, sum(
-        state["momentum_buffer"].numel() for state in trainer.optimizers[0].state.values()
-    )
+    if window is None:
+        return 0
+    num = sum(pair.fp32.numel() for pair in window.pairs.values())
+    num += sum(part.numel() for part in trainer.strategy.run_status.master_parts.values())
+    # the whole values are freed
+    num += sum(shard._pair.fp32.numel() for shard in shards_of(trainer))
+    return num
+
+
+def numbers_on_rank(trainer, module, *args):
+    """Return the numbers of master weights and of momentum that this rank holds."""
+    states = trainer.optimizers[0].state.values()
+    num_momentum = sum(state["momentum_buffer"].numel() for state in states)
+    return num_master_weights(trainer), num_momentum
 
 
 def shards_of(trainer):
@@ -113,31 +118,39 @@ def shards_of(trainer):
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
 def test_each_rank_of_a_node_holds_a_part_of_the_large_tensors(two_ranks, precision):
-    small = sum(size for size in SIZES if size <= BLOCK)
-    ranks = fit(two_ranks, sgd, precision, num=2, callbacks=[at(on_train_batch_end=held)])
-    weights = sum(weight.numel() for weight in ranks[0].weights.values())
-    large = weights - small - 8  # the layer normalisation has 8
-    masters, momentum = zip(*(seen.looks["on_train_batch_end"][-1] for seen in ranks), strict=True)
-    for kind, others in (
-        ((masters, 0), (momentum, 8)) if precision == "16-true" else ((momentum, 8),)
-    ):
-        assert sum(kind) == large + 2 * (small + others)
-        assert max(kind) - min(kind) <= 2 * BLOCK
-    assert precision == "16-true" or masters == (0, 0)
+    num_small = sum(size for size in SIZES if size <= BLOCK)
+    num_norm = 8  # of the layer normalisation, which stays in fp32
+    looks = at(on_train_batch_end=numbers_on_rank)
+    ranks = fit(two_ranks, sgd, precision, num=2, callbacks=[looks])
+    num_weights = sum(weight.numel() for weight in ranks[0].weights.values())
+    num_large = num_weights - num_small - num_norm
+    numbers = [seen.looks["on_train_batch_end"][-1] for seen in ranks]
+
+    momentum = [num_momentum for _, num_momentum in numbers]
+    assert sum(momentum) == num_large + 2 * (num_small + num_norm)
+    assert max(momentum) - min(momentum) <= 2 * BLOCK
+    masters = [num_masters for num_masters, _ in numbers]
+    if precision == "16-true":
+        assert sum(masters) == num_large + 2 * num_small
+        assert max(masters) - min(masters) <= 2 * BLOCK
+    else:
+        assert masters == [0, 0]
     # Rank zero can still save whole state after the fit.
-    assert sum(state["momentum_buffer"].numel() for state in ranks[0].states[0].values()) == weights
+    states = ranks[0].states[0].values()
+    assert sum(state["momentum_buffer"].numel() for state in states) == num_weights
 
 
 def num_scattered(trainer, module, *args):
+    """Return the number of buckets that are averaged for their owners alone. Without `shard_update` None."""
     extensions = trainer.strategy._extensions
-    if extensions.members:
-        scatter = extensions.members[0]._sharded_fit.scatter
-    else:
-        scatter = None
+    if not extensions.members:
+        return None
+    scatter = extensions.members[0]._sharded_fit.scatter
     return scatter and sum(packing is not None for packing in scatter._packings.values())
 
 
 def assert_same_and_count(ranks, optimizer, precision, callbacks=(), **scene):
+    """Assert that the update has the bits of a whole one, and return the number of scattered buckets by rank."""
     scene |= {"comm": Comm(algorithm="two_level", bucket_bytes=64 * 1024)}
     callbacks = [*callbacks, at(on_train_end=num_scattered)]
     shared = assert_same(ranks, optimizer, precision, callbacks=callbacks, **scene)
@@ -149,27 +162,26 @@ def assert_same_and_count(ranks, optimizer, precision, callbacks=(), **scene):
     [
         (lars, "16-true", 4, {"ranks_per_node": 2}),
         (lamb_lists, "32-true", 2, {}),
-        # The verdict travels with the norms; where to go on after a first overflow, no rank knows alone.
+        # The overflow flag is sent with the norms. No rank alone knows the scale after a first overflow.
         (lars, "16-true", 2, overflows_in(5, first=0) | {"loss_scale": "dynamic"}),
         (lars, "16-true", 4, WORLD | overflows_in(5)),
         *long(
             (lars, "16-true", 3, {}),
             (lamb, "bf16-true", 2, ACCUMULATES),
-            (lamb, "16-true", 2, ONE_ON_EACH_NODE),
+            (lamb, "16-true", 2, ONE_RANK_PER_NODE),
             (adamw, "32-true", 4, WORLD | ACCUMULATES),
         ),
     ],
 )
-def test_gradients_of_parts_alone_give_the_same_bits(
+def test_gradients_that_are_averaged_for_their_owners_alone_give_the_same_bits(
     rank_pool, optimizer, precision, num_ranks, scene
 ):
-    assert (
-        min(assert_same_and_count(rank_pool.ranks(num_ranks), optimizer, precision, **scene)) >= 1
-    )
+    counts = assert_same_and_count(rank_pool.ranks(num_ranks), optimizer, precision, **scene)
+    assert min(counts) >= 1
 
 
 def read_nothing(*args):
-    """A callback that might look at gradients."""
+    """Do nothing, in a hook that might look at gradients."""
 
 
 @pytest.mark.parametrize(
@@ -182,12 +194,12 @@ def read_nothing(*args):
     ],
     ids=["clipping", "a hook", "the module's hook after the step", "SGD in halves"],
 )
-def test_who_looks_at_gradients_finds_all_of_them(two_ranks, optimizer, scene):
+def test_gradients_are_whole_on_every_rank_if_anybody_may_look_at_them(two_ranks, optimizer, scene):
     assert assert_same_and_count(two_ranks, optimizer, "16-true", **scene) == [0, 0]
 
 
 class LooksLate(Sizes):
-    """Adds a step hook to its optimizer while a step is under way."""
+    """Module that adds a step hook to its optimizer within a step."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 2:
@@ -195,8 +207,8 @@ class LooksLate(Sizes):
         return super().training_step(batch, batch_idx)
 
 
-def test_who_begins_to_look_at_gradients_within_a_step_is_refused(two_ranks):
-    """They are averaged for their owners alone by then, and others would see a rank's own."""
+def test_a_hook_that_is_added_within_a_step_and_may_look_at_gradients_is_refused(two_ranks):
+    """Gradients are averaged for their owners alone by then. Elsewhere they are a rank's own."""
     comm = Comm(algorithm="two_level", bucket_bytes=64 * 1024)
     scene = {"module": partial(LooksLate, lars), "comm": comm, "raises": True}
     for seen in fit(two_ranks, lars, **scene):
@@ -206,7 +218,10 @@ def test_who_begins_to_look_at_gradients_within_a_step_is_refused(two_ranks):
 
 
 def scattered_in_another_order(nodes, scope):
-    """A bucket of halves: a gradient in another order than its parameter, one in the same, and one of a small one."""
+    """Average an fp16 bucket of three gradients: in another order than its parameter, in the same order, a small one.
+
+    Return the buffer, and the index of this rank among those that share the update.
+    """
     engine = engine_over(nodes, CommPlan(algorithm="two_level"), shares_update=scope)
     rank = dist.get_rank()
     sharers = engine.topology.sharers(scope)
@@ -217,23 +232,26 @@ def scattered_in_another_order(nodes, scope):
     ]
     buffer = integers(rank, 1031, torch.float16)
     gradients = [
-        flat.view(one.shape)
-        for flat, one in zip(buffer.split([512, 512, 7]), parameters, strict=True)
+        flat.view(parameter.shape)
+        for flat, parameter in zip(buffer.split([512, 512, 7]), parameters, strict=True)
     ]
-    has = {
+    values = {
         "buffer": buffer,
         "parameters": parameters,
         "gradients": gradients,
         "index": 3,
         "is_last": False,
     }
-    bucket = SimpleNamespace(**{name: lambda value=value: value for name, value in has.items()})
-    cut = SimpleNamespace(
-        spans=[(begin, begin + 512 // len(sharers)) for begin in range(0, 512, 512 // len(sharers))]
-    )
-    scatter = GradientScatter(
-        engine, lambda one: cut if one.numel() > 7 else None, is_possible=True
-    )
+    bucket = SimpleNamespace(**{name: lambda value=value: value for name, value in values.items()})
+    numel = 512 // len(sharers)
+    cut = SimpleNamespace(spans=[(begin, begin + numel) for begin in range(0, 512, numel)])
+
+    def cut_of(parameter):
+        if parameter.numel() > 7:
+            return cut
+        return None
+
+    scatter = GradientScatter(engine, cut_of, is_possible=True)
     scatter.prepare_step(True)
     scatter(bucket).wait()
     engine.close()
@@ -255,32 +273,29 @@ def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_aver
     num_ranks = sum(map(len, nodes))
     mean = sum_of_integers(num_ranks, 1031, torch.float16) / num_ranks
     numel = 512 // num_ranks
-    for rank, (result, place) in enumerate(
-        rank_pool.ranks(num_ranks).run(scattered_in_another_order, nodes, scope)
-    ):
-        own = torch.ones(1031, dtype=torch.bool)
-        own[512:1024] = False
-        own[512 + numel * place :][:numel] = True
-        assert torch.equal(result[own], mean[own])
-        # and those of others are not
-        assert torch.equal(result[~own], integers(rank, 1031, torch.float16)[~own])
+    results = rank_pool.ranks(num_ranks).run(scattered_in_another_order, nodes, scope)
+    for rank, (result, index) in enumerate(results):
+        is_averaged = torch.ones(1031, dtype=torch.bool)
+        is_averaged[512:1024] = False
+        is_averaged[512 + numel * index :][:numel] = True
+        assert torch.equal(result[is_averaged], mean[is_averaged]), f"rank {rank}"
+        # the parts of other owners keep this rank's gradients
+        unchanged = integers(rank, 1031, torch.float16)[~is_averaged]
+        assert torch.equal(result[~is_averaged], unchanged), f"rank {rank}"
 
 
-def saved(ranks, path, precision, shard_update, *, resume=None, **options):
-    file = path / f"{shard_update}4.ckpt"
-    scene = {
-        "num": 2,
-        "max_epochs": 2,
-        "save_to": file,
-        "ckpt_path": resume,
-        "ranks_per_node": 2,
-    } | options
-    scene |= {"ranks_per_node": 1} if shard_update == "world" else {}
-    scene |= {"callbacks": [] if resume else [Saves(path / f"{shard_update}2.ckpt", epoch=0)]}
-    seen = fit(ranks, adamw, precision, shard_update, **scene)
-    result = torch.load(file, weights_only=True)
+def saved(ranks, folder, precision, shard_update, *, resume=None):
+    """Fit two epochs, or resume the second. Return the weights of all ranks, and the content of a file of the end."""
+    path = folder / f"{shard_update}4.ckpt"
+    scene = {"num": 2, "max_epochs": 2, "save_to": path, "ckpt_path": resume}
+    scene["ranks_per_node"] = 1 if shard_update == "world" else 2
+    if resume is None:
+        scene["callbacks"] = [Saves(folder / f"{shard_update}2.ckpt", epoch=0)]
+    seen_of_ranks = fit(ranks, adamw, precision, shard_update, **scene)
+    checkpoint = torch.load(path, weights_only=True)
     keys = ("state_dict", "optimizer_states", "MasterWeightPrecision", "global_step")
-    return [one.weights for one in seen], {key: result.get(key) for key in keys}
+    content = {key: checkpoint.get(key) for key in keys}
+    return [seen.weights for seen in seen_of_ranks], content
 
 
 @pytest.mark.parametrize(
@@ -296,17 +311,17 @@ def saved(ranks, path, precision, shard_update, *, resume=None, **options):
         ),
     ],
 )
-def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, then, tmp_path):
-    straight = saved(two_ranks, tmp_path, precision, "off")
-    begun = saved(two_ranks, tmp_path, precision, first)
-    assert same(straight, begun)
-    assert same(
-        straight, saved(two_ranks, tmp_path, precision, then, resume=tmp_path / f"{first}2.ckpt")
-    )
+def test_a_run_resumes_to_the_bit_with_or_without_a_shared_update(
+    two_ranks, precision, first, then, tmp_path
+):
+    expected = saved(two_ranks, tmp_path, precision, "off")
+    assert same(saved(two_ranks, tmp_path, precision, first), expected)
+    path = tmp_path / f"{first}2.ckpt"
+    assert same(saved(two_ranks, tmp_path, precision, then, resume=path), expected)
 
 
 def test_on_cuda_a_shared_update_sends_no_more_bytes_than_two_level():
-    """There `auto` is flat, which leaves no gather of gradients out: the weights' would come on top."""
+    """On CUDA `auto` is flat, which has no gather of gradients to omit: the gather of weights would be extra."""
     topology = Topology.from_ranks_per_node(rank=0, world_size=8, ranks_per_node=4)
     fit = SimpleNamespace(device=torch.device("cuda", 0), topology=topology)
     plan = ShardUpdateExtension("node").engine_options(fit, CommPlan())["plan"]
@@ -320,10 +335,11 @@ def test_on_cuda_a_shared_update_sends_no_more_bytes_than_two_level():
             on_cuda=True,
         )
         assert planned.num_chunks == (1 if numel == 2**12 else 2)
-        own, gather = (
-            traffic_of(each, topology, 2 * numel) for each in (planned.algorithm, "node_gather")
-        )
-        # The gather of gradients is left out of `two_level` alone: half of what stays in the node.
-        inside = own.inside / (2 if planned.algorithm == "two_level" else 1) + gather.inside
+        gradients = traffic_of(planned.algorithm, topology, 2 * numel)
+        inside = gradients.inside
+        if planned.algorithm == "two_level":
+            # without the gather of gradients, which is half of the bytes within a node
+            inside /= 2
+        inside += traffic_of("node_gather", topology, 2 * numel).inside
         two_level = traffic_of("two_level", topology, 2 * numel)
-        assert own.across + inside <= two_level.across + two_level.inside
+        assert gradients.across + inside <= two_level.across + two_level.inside

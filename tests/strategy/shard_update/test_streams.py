@@ -1,4 +1,4 @@
-"""Gradients averaged for their owners alone, as CUDA carries them: on streams and events that only record."""
+"""Gradients averaged for their owners alone, on CUDA's path: streams and events that only record."""
 
 from types import SimpleNamespace
 
@@ -13,18 +13,16 @@ from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world  # n
 
 
 def bucket_of(parameters, buffer):
-    gradients = [
-        row.view_as(p)
-        for row, p in zip(buffer.split([p.numel() for p in parameters]), parameters, strict=True)
-    ]
-    parts = {
+    rows = buffer.split([parameter.numel() for parameter in parameters])
+    gradients = [row.view_as(parameter) for row, parameter in zip(rows, parameters, strict=True)]
+    values = {
         "parameters": parameters,
         "gradients": gradients,
         "buffer": buffer,
         "index": 0,
         "is_last": False,
     }
-    return SimpleNamespace(**{name: lambda value=value: value for name, value in parts.items()})
+    return SimpleNamespace(**{name: lambda value=value: value for name, value in values.items()})
 
 
 class OfTheCpu:
@@ -38,7 +36,7 @@ class OfTheCpu:
         return SimpleNamespace(wait=lambda: value)
 
 
-def test_who_waits_for_a_bucket_waits_for_its_own_part_and_for_what_all_ranks_have(
+def test_a_wait_for_a_bucket_orders_the_reads_of_the_rank_s_part_and_of_shared_gradients(
     fake_world,  # noqa: F811
     cuda,  # noqa: F811
     monkeypatch,
@@ -55,7 +53,7 @@ def test_who_waits_for_a_bucket_waits_for_its_own_part_and_for_what_all_ranks_ha
         future = scatter(bucket_of([large, small], buffer))
         future.wait().mul_(0.1)
     del buffer, future
-    torch.zeros(1)  # an operation more: what was given back is seen
+    torch.zeros(1)  # one more operation, in which returned memory would be found
     assert cuda.found == []
     assert cuda.host_waits == []
     engine.close()
