@@ -100,7 +100,7 @@ def hyper_parameters():
 
 @pytest.mark.parametrize("weights_only", [None, True, False])
 @pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
-@pytest.mark.filterwarnings("ignore:The checkpoint .* holds objects")
+@pytest.mark.filterwarnings("ignore:The checkpoint .* contains objects")
 def test_saved_values_load_as_from_lightnings_own_plugin(tmp_path, in_background, weights_only):
     """With the same type and value, or the same refusal."""
     durable = DurableCheckpointIO(in_background=in_background)

@@ -1,4 +1,4 @@
-"""Table of options that exclude each other: every row raises its error, and the page of options shows it."""
+"""Table of options that cannot be combined: every row raises its error, and the page of options shows it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,13 +132,13 @@ def use_both(pair):
     "pair", table.EXCLUDED, ids=lambda pair: f"{pair.feature}, {pair.conflict}"
 )
 def test_every_row_raises_its_error_with_both_names_the_reason_and_both_cures(pair):
-    with pytest.raises(Exception, match="exclude each other: ") as caught:
+    with pytest.raises(Exception, match="cannot be combined: ") as caught:
         use_both(pair)
     kind = "ValueError"
     if pair.conflict == "pipeline" and pair.feature in OF_A_PIPELINE:
         kind = "MisconfigurationException"
     assert type(caught.value).__name__ == kind
-    names, _, explanation = str(caught.value).partition(" exclude each other: ")
+    names, _, explanation = str(caught.value).partition(" cannot be combined: ")
     assert " and " in names
     cures = f"{table.CURES[pair.feature]}, or {table.CURES[pair.conflict]}."
     assert explanation.lower().startswith(f"{pair.reason}. {cures}".lower())
@@ -167,7 +167,9 @@ def test_a_run_without_excluded_features_is_accepted():
 
 def test_the_page_shows_every_row_of_the_table():
     """One line for each option, with everything that it excludes."""
-    text = README.read_text().partition("## What excludes what")[2].partition("\n## ")[0]
+    text = (
+        README.read_text().partition("## Options that cannot be combined")[2].partition("\n## ")[0]
+    )
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     shown = set()
     for conflict, *cells in rows[2:]:

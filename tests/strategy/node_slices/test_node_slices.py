@@ -444,7 +444,7 @@ def test_a_fit_is_refused_before_training(two_ranks):
     names = "[('net.fc6', 'net.fc7'), ('net.fc8',)]"
     expected = (
         f"ValueError: `between_nodes` (={local_steps!r}) and `node_slices` (={names}) "
-        "exclude each other"
+        "cannot be combined"
     )
     for seen in fit(two_ranks, sgd, num=1, raises=True, between_nodes=local_steps):
         assert seen.error.startswith(expected), f"rank {seen.rank}"
@@ -504,9 +504,7 @@ def test_a_state_dict_on_rank_zero_alone_is_an_error_that_names_it(two_ranks, tm
     (shapes_0, error_0), (shapes_1, error_1) = two_ranks.run(state_on_rank_zero, str(tmp_path))
     assert shapes_0 == [(16, 10)], "whole if all ranks call it"
     assert shapes_1 == [(16, 10)], "whole if all ranks call it"
-    expected = (
-        "RuntimeError: `state_dict()` must be called on all ranks: layers of `node_slices` (=['net."
-    )
+    expected = "RuntimeError: `state_dict()` must be called on all ranks, because layers of `node_slices` (=['net."
     assert error_0.startswith(expected)
     assert "rank 1 did not call it within 1 s" in error_0
     assert error_1.startswith("FloatingPointError: rank zero has ended")
@@ -521,5 +519,7 @@ def test_a_node_of_one_rank_has_whole_layers_with_a_warning(two_ranks):
     scene = {"num": 1, "callbacks": [at(on_train_start=shape_of_fc6)], "warns": True}
     for rank, seen in enumerate(fit(two_ranks, sgd, ranks_per_node=1, **scene)):
         assert seen.looks["on_train_start"] == [(16, 10)], f"rank {rank}"
-        is_warned = any("cuts nothing: every node has one rank" in text for text in seen.warnings)
+        is_warned = any(
+            "has no effect, because every node has one rank" in text for text in seen.warnings
+        )
         assert is_warned == (rank == 0), f"rank {rank}"
