@@ -3,8 +3,8 @@
     python -m tests.netlab.bench --hosts 2 --ranks 2 --mbit 100 --delay-us 200 allreduce.max_bytes=8388608
     python -m tests.netlab.bench --recipe tune --hosts 2 --ranks 2 --mbit 100 --delay-us 200 measure.limit_s=40
 
-What follows the options goes to the recipe, as on a real cluster; so does, for the byte bound of ``bench``, the links'
-rate. ``tune`` is not told it.
+What follows the options goes to the recipe, as on a real cluster; so do, for the byte bound and the predictions of
+``bench``, the links' rate and delay. ``tune`` is not told them.
 """
 
 import argparse
@@ -45,7 +45,16 @@ def main() -> None:
     rates = [float(rate) for rate in asked.mbit.split(",")]
     known = [f"about='{about}'"]
     if asked.recipe == "bench":
-        known.append(f"link_bytes_per_s={min(rates) * 1e6 / 8:g}")
+        bytes_per_s = min(rates) * 1e6 / 8
+        known += [
+            f"link_bytes_per_s={bytes_per_s:g}",
+            "cluster=netlab",
+            f"cluster.links.ranks_per_node={asked.ranks}",
+            f"cluster.links.across.bytes_per_s={bytes_per_s:g}",
+            f"cluster.links.across.latency_s={asked.delay_us / 1e6:g}",
+        ]
+        if asked.interleave:
+            known.append("+cluster.links.is_interleaved=true")
     with Cluster(
         num_hosts=asked.hosts,
         ranks_per_host=asked.ranks,
