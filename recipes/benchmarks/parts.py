@@ -209,12 +209,11 @@ class PartsBench:
     def _chosen_plan(self, fabric: Fabric, numels: tuple[int, ...], itemsize: int) -> CommPlan:
         """Choose the plan on rank zero, for all: ranks that share few cores would each search for it. Collective."""
         assert self.cluster is not None
-        plan = None
+        plan = CommPlan()
         if fabric.is_global_zero:
             on_cuda = fabric.device.type == "cuda"
             plan = choose_plan(numels, self.cluster, itemsize=itemsize, on_cuda=on_cuda)
-        chosen: CommPlan = fabric.broadcast(plan)
-        return chosen
+        return fabric.broadcast(plan)
 
     def _engine(self, fabric: Fabric, topology: Topology, plan: CommPlan) -> CommEngine:
         timeout = timedelta(seconds=self.timeout_s)
