@@ -1,4 +1,4 @@
-"""Benchmark of all-reduces and training steps: `python recipes/bench.py devices=4`, or under torchrun."""
+"""Benchmark of all-reduces, their parts and training steps: `python recipes/bench.py devices=4`, or under torchrun."""
 
 import logging
 from itertools import chain
@@ -11,8 +11,10 @@ from lightning.fabric import Fabric
 from omegaconf import DictConfig
 
 from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.planning.model.cluster import Cluster
 from recipes.benchmarks import report as bench_report
 from recipes.benchmarks.allreduce import AllReduceBench
+from recipes.benchmarks.parts import PartsBench
 from recipes.benchmarks.steps import StepBench
 from recipes.cli import config_check, launch
 from recipes.cli.ranges import Positive, Ranks
@@ -26,10 +28,16 @@ KEYS: dict[str, Any] = {
     "world.num_nodes": Ranks,
     "link_bytes_per_s": Positive | None,
     "about": str | None,
+    "num_nodes": Ranks,
+    "cluster.links": Cluster | None,
     "allreduce": AllReduceBench | None,
+    "parts": PartsBench | None,
     "steps": StepBench | None,
     "run_dir": str,
 }
+
+SECTIONS = ("allreduce", "parts", "steps")
+"""Keys of the benchmarks, in the order in which they run."""
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
@@ -40,9 +48,7 @@ def main(cfg: DictConfig) -> None:
             logging.getLogger(name).setLevel(logging.WARNING)
         with launch.short_errors(cfg):
             config_check.check(cfg, KEYS)
-            benches = [
-                instantiate(cfg[name]) for name in ("allreduce", "steps") if cfg[name] is not None
-            ]
+            benches = [instantiate(cfg[name]) for name in SECTIONS if cfg[name] is not None]
             fabric = Fabric(strategy="ddp", **cfg.world)
             launched.append(fabric)
             fabric.launch()
@@ -50,10 +56,14 @@ def main(cfg: DictConfig) -> None:
         world = CommPlan().describe(topology).partition(";")[0]
         fabric.print(world)
         fabric.print("Every row is printed when it is measured.")
-        fabric.print(bench_report.aligned(bench_report.HEADER), flush=True)
         rows = list[bench_report.Timing]()
+        printed_header: tuple[str, ...] = ()
         for row in chain.from_iterable(bench.run(fabric, topology) for bench in benches):
             rows.append(row)
+            header = bench_report.header(rows)
+            if header != printed_header:  # of another section
+                fabric.print(bench_report.aligned(header), flush=True)
+                printed_header = header
             fabric.print(
                 bench_report.aligned(bench_report.cells(rows, cfg.link_bytes_per_s)[-1]), flush=True
             )

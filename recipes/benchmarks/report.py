@@ -31,9 +31,10 @@ PEERS = ("ddp", "fp16_compress", "torch")  # arms that are not ours
 class Timing:
     """Times of one arm in one case.
 
-    `section`: `allreduce`, `step` or `overlap`. `case`: dtype or gradient set. `num_bytes`: size of the
+    `section`: `allreduce`, `parts`, `step` or `overlap`. `case`: dtype or gradient set. `num_bytes`: size of the
     buffer, or of all gradients of a step, as they travel. `times_s`: every sample, on the slowest rank. `backward_s`:
-    how long backward waited on purpose.
+    how long backward waited on purpose. `cpu_s`: processor time of all ranks together, for each sample. `predicted_s`:
+    the planner's prediction. `load_average`: of the last minute, on rank zero's machine when the row was done.
 
     >>> row = Timing(section="step", case="x", arm="auto", num_bytes=100, num_nodes=2, times_s=(1.0, 9.0, 2.0))
     >>> row.median_s, row.bound_s(link_bytes_per_s=100.0)
@@ -47,6 +48,9 @@ class Timing:
     num_nodes: int
     times_s: tuple[float, ...]
     backward_s: float = 0.0
+    cpu_s: tuple[float, ...] = ()
+    predicted_s: float | None = None
+    load_average: float | None = None
 
     @property
     def median_s(self) -> float:
@@ -93,10 +97,20 @@ HEADER = (
     "x reference",
     "x byte bound",
 )
+PARTS_HEADER = (*HEADER, "predicted ms", "x predicted", "CPU s")
+"""Columns of a table with rows of the section `parts`. `CPU s`: of all ranks together."""
+
+
+def header(rows: Sequence[Timing]) -> tuple[str, ...]:
+    """Return the names of the columns that `cells` has for these rows."""
+    if any(row.section == "parts" for row in rows):
+        return PARTS_HEADER
+    return HEADER
 
 
 def cells(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[list[str]]:
     """Format each row. The reference of a case is its first row: torch's own all-reduce, or the first strategy."""
+    num_columns = len(header(rows))
     references: dict[tuple[str, str, int], float] = {}
     table = []
     for row in rows:
@@ -114,12 +128,25 @@ def cells(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[list[s
                 str(len(row.times_s)),
                 f"{reference_s / row.median_s:.2f}",
                 "" if bound_s is None else f"{row.median_s / bound_s:.3f}",
-            ]
+                *_predicted_cells(row),
+            ][:num_columns]
         )
     return table
 
 
-WIDTHS = (32, 9, 22, 10, 10, 10, 8, 12, 13)
+def _predicted_cells(row: Timing) -> list[str]:
+    predicted_ms = ""
+    ratio = ""
+    cpu_s = ""
+    if row.predicted_s is not None:
+        predicted_ms = f"{1e3 * row.predicted_s:.4g}"
+        ratio = f"{row.median_s / row.predicted_s:.2f}"
+    if row.cpu_s:
+        cpu_s = f"{statistics.median(row.cpu_s):.3g}"
+    return [predicted_ms, ratio, cpu_s]
+
+
+WIDTHS = (32, 9, 24, 10, 10, 10, 8, 12, 13, 13, 12, 8)
 """Characters of each column of the table that is printed while the benchmark runs."""
 
 
@@ -138,7 +165,7 @@ def aligned(texts: Sequence[str]) -> str:
 
 def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
     """Format the table as Markdown, columns aligned, and the share of hidden communication."""
-    text = [markdown_table(HEADER, cells(rows, link_bytes_per_s))]
+    text = [markdown_table(header(rows), cells(rows, link_bytes_per_s))]
     overlap = [row for row in rows if row.section == "overlap"]
     for of_case in (overlap[first : first + 4] for first in range(0, len(overlap), 4)):
         hidden = hidden_share(of_case)
@@ -256,6 +283,6 @@ def write_bench(
     lines = [head, *(asdict(row) | {"median_s": row.median_s} for row in rows)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with open(folder / "table.csv", "w", newline="") as file:
-        csv.writer(file).writerows([HEADER, *cells(rows, link_bytes_per_s)])
+        csv.writer(file).writerows([header(rows), *cells(rows, link_bytes_per_s)])
     (folder / "table.md").write_text(markdown(rows, link_bytes_per_s) + "\n")
     write_svg(folder / "bench.svg", panels_of(rows, link_bytes_per_s))

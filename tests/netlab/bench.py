@@ -3,8 +3,9 @@
     python -m tests.netlab.bench --hosts 2 --ranks 2 --mbit 100 --delay-us 200 allreduce.max_bytes=8388608
     python -m tests.netlab.bench --recipe tune --hosts 2 --ranks 2 --mbit 100 --delay-us 200 measure.limit_s=40
 
-What follows the options goes to the recipe, as on a real cluster; so does, for the byte bound of ``bench``, the links'
-rate. ``tune`` is not told it.
+What follows the options goes to the recipe, as on a real cluster; so do, for the byte bound and the predictions of
+``bench``, the links' rate and delay, unless the command has a ``cluster=`` of its own. ``tune`` is not told them. A
+``--config-dir`` with what ``tune`` wrote goes behind ``--``.
 """
 
 import argparse
@@ -45,7 +46,10 @@ def main() -> None:
     rates = [float(rate) for rate in asked.mbit.split(",")]
     known = [f"about='{about}'"]
     if asked.recipe == "bench":
-        known.append(f"link_bytes_per_s={min(rates) * 1e6 / 8:g}")
+        bytes_per_s = min(rates) * 1e6 / 8
+        known.append(f"link_bytes_per_s={bytes_per_s:g}")
+        if not any(override.startswith("cluster=") for override in asked.overrides):
+            known += description_of(asked, bytes_per_s)
     with Cluster(
         num_hosts=asked.hosts,
         ranks_per_host=asked.ranks,
@@ -65,6 +69,19 @@ def main() -> None:
             sys.exit(f"error: {error}")
         sent = ", ".join(f"{num_bytes / 1e6:.1f}" for num_bytes in cluster.traffic().sent_bytes)
         print(f"sent by each host: {sent} MB")
+
+
+def description_of(asked: argparse.Namespace, bytes_per_s: float) -> list[str]:
+    """Return the overrides that describe these hosts and links: ``conf/cluster/netlab.yaml`` with their numbers."""
+    overrides = [
+        "cluster=netlab",
+        f"cluster.links.ranks_per_node={asked.ranks}",
+        f"cluster.links.across.bytes_per_s={bytes_per_s:g}",
+        f"cluster.links.across.latency_s={asked.delay_us / 1e6:g}",
+    ]
+    if asked.interleave:
+        overrides.append("+cluster.links.is_interleaved=true")
+    return overrides
 
 
 if __name__ == "__main__":

@@ -175,37 +175,42 @@ def _across(
     nodes = cluster.num_nodes
     rate = cluster.node_bytes_per_s * gloo.wire_share
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
-    wait_s = 0.0
     form = between_nodes_form(nodes, size)
     if codec_s is not None:
         form = "exchange" if nodes == 2 else "scatter_gather"
         delay_s = delay_s + codec_s
+    if form == "ring":
+        return _rings_across(cluster, gloo, name, size, num_groups=num_groups)
     if form == "exchange":
         rounds = 1
         sent = (nodes - 1) * size
         ends = 2 * (nodes - 1)
-        end_s = gloo.message_s
-        share = 1.0
-    elif form == "scatter_gather":
+    else:
         rounds = 2
         sent = 2 * (nodes - 1) / nodes * size
         ends = 4 * (nodes - 1)
-        end_s = gloo.message_s
-        share = 1.0
-    else:
-        rounds = 0
-        sent = 2 * (nodes - 1) / nodes * size
-        ends = 2 * segments_of_ring(size, nodes)
-        end_s = gloo.segment_s
-        share = min(1.0, num_groups * gloo.ring_share)
-        flow = replace(
-            cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups
-        )  # next to the other rings
-        wait_s = gloo.wait_of_ring_s(size, nodes, flow)
-    if rounds:
-        delay_s += rounds * (cluster.across.latency_s + gloo.latency_s(cluster.across, size))
-    delay_s += gloo.work_s(end_s, of_busiest=ends, of_all=num_groups * nodes * ends)
-    return _ring_stage(name, delay_s, wait_s, num_groups * sent / rate, share)
+    delay_s += rounds * (cluster.across.latency_s + gloo.latency_s(cluster.across, size))
+    delay_s += gloo.work_s(gloo.message_s, of_busiest=ends, of_all=num_groups * nodes * ends)
+    return StageCost(name=name, place="across", delay_s=delay_s, work_s=num_groups * sent / rate)
+
+
+def _rings_across(
+    cluster: Any, gloo: Gloo, name: str, size: float, *, num_groups: int
+) -> StageCost:
+    # Each ring has threads of its own: while one waits, for a consent or for processors, the others send.
+    nodes = cluster.num_nodes
+    link = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s)
+    ends = 2 * segments_of_ring(size, nodes)
+    ends_s = gloo.work_s(gloo.segment_s, of_busiest=ends, of_all=num_groups * nodes * ends)
+    delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
+    delay_s += ends_s / num_groups
+    wait_s = gloo.wait_of_ring_s(size, nodes, link)
+    sent_s = 2 * (nodes - 1) / nodes * size / (link.bytes_per_s * gloo.wire_share)
+    work_s = max(num_groups * sent_s, ends_s - ends_s / num_groups)
+    if not work_s:
+        return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
+    share = min(1.0, work_s / (wait_s + sent_s / gloo.ring_share))
+    return StageCost(name=name, place="across", delay_s=delay_s, work_s=work_s, share=share)
 
 
 def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: float) -> StageCost:

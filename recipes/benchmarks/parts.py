@@ -1,0 +1,311 @@
+"""Seconds until all gradients of a network are summed: what fusion and hierarchy bring, each alone and both together.
+
+    per_tensor_ring            one flat ring for each tensor, one after another
+    fused_ring                 the same ring, for buckets
+    per_tensor_hierarchical    reduce in the node, ring of the leaders, broadcast, for each tensor
+    hybrid                     buckets, each with the algorithm of the library's own rule
+    planned                    buckets and algorithms that the planner chooses for this cluster
+
+All gradients are ready at once, so nothing hides the communication. Next to each measured time stands the planner's
+prediction, where the cluster is described.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+from lightning_hybrid.planning.model.cluster import Cluster
+from lightning_hybrid.planning.model.plan_search import choose_plan
+from lightning_hybrid.planning.model.simulate import simulate
+from lightning_hybrid.planning.model.workload import StepWorkload
+from recipes.benchmarks.allreduce import DTYPES, slowest, synchronize
+from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
+from recipes.benchmarks.report import Timing
+from recipes.cli.ranges import CountOrZero, NotNegative
+
+PLANNED = "planned"
+"""Name of the arm whose plan the planner chooses."""
+
+ALGORITHMS = {
+    "per_tensor_ring": "flat",
+    "fused_ring": "flat",
+    "per_tensor_hierarchical": "hierarchical",
+    "hybrid": "auto",
+}
+"""Algorithm of each arm with a fixed plan."""
+
+PER_TENSOR = ("per_tensor_ring", "per_tensor_hierarchical")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsArm:
+    """Plan of communication, and the buckets in which it sums the gradients of one network.
+
+    Args:
+        name: Name of the arm.
+        plan: Algorithm, chunks and sizes of buckets.
+        numels: Elements of each gradient, in the order in which they get ready.
+        is_fused: Whether small gradients share a bucket.
+
+    >>> plan = CommPlan(bucket_bytes=2**22, num_buckets=1)
+    >>> PartsArm(name="hybrid", plan=plan, numels=(2**20, 2**19, 10, 20), is_fused=True).bucket_numels(4, 2)
+    [1048576, 524288, 30]
+    >>> PartsArm(name="per_tensor_ring", plan=plan, numels=(2**20, 10, 20), is_fused=False).bucket_numels(4, 2)
+    [1048576, 10, 20]
+    """
+
+    name: str
+    plan: CommPlan
+    numels: tuple[int, ...]
+    is_fused: bool
+
+    @property
+    def cuts(self) -> list[int] | None:
+        """Ends of the buckets as the simulator takes them. None: as the plan fuses."""
+        if self.is_fused:
+            return None
+        return list(range(1, len(self.numels)))
+
+    def bucket_numels(self, itemsize: int, num_nodes: int, on_cuda: bool = False) -> list[int]:
+        """Return the elements of each bucket."""
+        if not self.is_fused:
+            return list(self.numels)
+        tensor_bytes = [size * itemsize for size in self.numels]
+        sizes = self.plan.bucket_caps(tensor_bytes, num_nodes=num_nodes, on_cuda=on_cuda)
+        return [size // itemsize for size in sizes]
+
+    def predicted_s(self, cluster: Cluster, itemsize: int, on_cuda: bool = False) -> float:
+        """Predict the seconds until all gradients are summed."""
+        gradients = tuple((size, 0.0) for size in self.numels)
+        work = StepWorkload(forward_s=0.0, gradients=gradients)
+        steps = simulate(
+            work, cluster, self.plan, itemsize=itemsize, on_cuda=on_cuda, cuts=self.cuts
+        )
+        return steps.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Times of one sum of all gradients. `wall_s`: of the slowest rank. `cpu_s`: of the processors of all ranks."""
+
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsBench:
+    """Benchmark of the parts of the hybrid all-reduce. The arms take turns.
+
+    A sample is one sum of all gradients, from a barrier until the slowest rank has all sums. Each round takes one
+    sample of every arm, and every round begins with another arm. Every sum is checked.
+
+    Args:
+        gradients: Names of `recipes.benchmarks.gradient_sets`. None of them: nothing is measured.
+        arms: Names; see the module. The first is what the others are compared with.
+        dtypes: Names of torch's, such as `float16`.
+        num_rounds: Samples of each arm, for each network and dtype.
+        num_warmup_rounds: Rounds before these. The engine compares new buckets over ranks, which takes a message each.
+        cluster: Description of these nodes and links, for the predictions. None: no predictions.
+        timeout_s: Limit of every collective.
+    """
+
+    gradients: Sequence[str]
+    arms: Sequence[str]
+    dtypes: Sequence[str]
+    num_rounds: CountOrZero
+    num_warmup_rounds: CountOrZero = 1
+    cluster: Cluster | None = None
+    timeout_s: NotNegative = 300.0
+
+    def __post_init__(self) -> None:
+        _require_names("gradients", self.gradients, tuple(GRADIENT_SETS))
+        _require_names("arms", self.arms, (*ALGORITHMS, PLANNED))
+        _require_names("dtypes", self.dtypes, DTYPES)
+        if PLANNED in self.arms and self.gradients and self.cluster is None:
+            raise ValueError(
+                f"`arms` (={PLANNED}) must have a `cluster`, for which the planner chooses the plan. Give "
+                "cluster=<name>, or leave the arm out."
+            )
+
+    def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
+        """Yield rows of all networks and dtypes as they are measured. Collective.
+
+        Raises:
+            ValueError: `cluster` describes other nodes than those of the job.
+        """
+        if self.gradients:
+            self._check_nodes(topology)
+        for gradients in self.gradients:
+            shapes = reversed(GRADIENT_SETS[gradients]())
+            numels = tuple(numel([shape]) for shape in shapes)
+            for dtype in self.dtypes:
+                case = f"{gradients} {dtype}"
+                yield from self._case(fabric, topology, case, numels, getattr(torch, dtype))
+
+    def _check_nodes(self, topology: Topology) -> None:
+        cluster = self.cluster
+        if cluster is None:
+            return
+        described = (cluster.num_nodes, cluster.ranks_per_node)
+        if described != (topology.num_nodes, topology.ranks_per_node):
+            raise ValueError(
+                f"`cluster` (={described[0]} nodes x {described[1]} ranks) must be that of the job, which has "
+                f"{topology.num_nodes} nodes with {topology.ranks_per_node or 'unequal numbers of'} ranks. Give "
+                "world.num_nodes and cluster.links.ranks_per_node, or leave `cluster` out."
+            )
+
+    def _case(
+        self,
+        fabric: Fabric,
+        topology: Topology,
+        case: str,
+        numels: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> Iterator[Timing]:
+        on_cuda = fabric.device.type == "cuda"
+        arms = [self._arm(fabric, name, numels, dtype.itemsize) for name in self.arms]
+        with ExitStack() as stack:
+            sums = list[ArmSums]()
+            for arm in arms:
+                engine = self._engine(fabric, topology, arm.plan)
+                stack.callback(engine.close)
+                bucket_numels = arm.bucket_numels(dtype.itemsize, topology.num_nodes, on_cuda)
+                sums.append(ArmSums(engine, bucket_numels))
+            samples = self._samples(fabric, arms, sums, torch.empty(sum(numels), dtype=dtype))
+        for arm in arms:
+            predicted_s = None
+            if self.cluster is not None and fabric.is_global_zero:
+                predicted_s = arm.predicted_s(self.cluster, dtype.itemsize, on_cuda)
+            yield Timing(
+                section="parts",
+                case=case,
+                arm=arm.name,
+                num_bytes=sum(numels) * dtype.itemsize,
+                num_nodes=topology.num_nodes,
+                times_s=tuple(sample.wall_s for sample in samples[arm.name]),
+                cpu_s=tuple(sample.cpu_s for sample in samples[arm.name]),
+                predicted_s=predicted_s,
+                load_average=os.getloadavg()[0],
+            )
+
+    def _arm(self, fabric: Fabric, name: str, numels: tuple[int, ...], itemsize: int) -> PartsArm:
+        if name in ALGORITHMS:
+            plan = CommPlan(algorithm=ALGORITHMS[name])  # type: ignore[arg-type]
+        else:
+            plan = self._chosen_plan(fabric, numels, itemsize)
+        return PartsArm(name=name, plan=plan, numels=numels, is_fused=name not in PER_TENSOR)
+
+    def _chosen_plan(self, fabric: Fabric, numels: tuple[int, ...], itemsize: int) -> CommPlan:
+        """Choose the plan on rank zero, for all: ranks that share few cores would each search for it. Collective."""
+        assert self.cluster is not None
+        plan = CommPlan()
+        if fabric.is_global_zero:
+            on_cuda = fabric.device.type == "cuda"
+            plan = choose_plan(numels, self.cluster, itemsize=itemsize, on_cuda=on_cuda)
+        return fabric.broadcast(plan)
+
+    def _engine(self, fabric: Fabric, topology: Topology, plan: CommPlan) -> CommEngine:
+        timeout = timedelta(seconds=self.timeout_s)
+        return CommEngine(topology=topology, plan=plan, timeout=timeout, device=fabric.device)
+
+    def _samples(
+        self, fabric: Fabric, arms: Sequence[PartsArm], sums: Sequence[ArmSums], flat: Tensor
+    ) -> Mapping[str, Sequence[Sample]]:
+        """Take all samples. The same numbers on every rank."""
+        flat = flat.to(fabric.device)
+        samples = {arm.name: list[Sample]() for arm in arms}
+        for turn in range(-self.num_warmup_rounds, self.num_rounds):
+            for position in range(len(arms)):
+                index = (turn + position) % len(arms)
+                sample = sums[index].sample(fabric, flat)
+                if turn >= 0:
+                    samples[arms[index].name].append(sample)
+        return samples
+
+
+class ArmSums:
+    """Sums of all gradients through one engine, bucket by bucket.
+
+    Args:
+        engine: What carries the buckets.
+        bucket_numels: Elements of each bucket, in the order in which they are submitted.
+    """
+
+    def __init__(self, engine: CommEngine, bucket_numels: Sequence[int]) -> None:
+        self.engine: CommEngine = engine
+        self.bucket_numels: list[int] = list(bucket_numels)
+
+    def buckets(self, flat: Tensor) -> list[Tensor]:
+        """Return the part of `flat` that is each bucket."""
+        return list(flat.split(self.bucket_numels))
+
+    def sum_all(self, buckets: Sequence[Tensor]) -> None:
+        """Sum every bucket over all ranks, in place. Collective."""
+        last = len(buckets) - 1
+        futures = []
+        for index, bucket in enumerate(buckets):
+            is_last = index == last
+            futures.append(self.engine.submit(bucket, bucket_index=index, is_last=is_last))
+        for future in futures:
+            future.wait()
+
+    def sample(self, fabric: Fabric, flat: Tensor) -> Sample:
+        """Time one sum of all gradients, and check it. Collective.
+
+        Raises:
+            RuntimeError: A sum is wrong on this rank.
+        """
+        buckets = self.buckets(flat)
+        fill(buckets, fabric.global_rank)
+        fabric.barrier()
+        synchronize(fabric.device)
+        began_s = time.perf_counter()
+        cpu_began_s = time.process_time()
+        self.sum_all(buckets)
+        synchronize(fabric.device)
+        wall_s = time.perf_counter() - began_s
+        cpu = torch.tensor(time.process_time() - cpu_began_s, dtype=torch.float64)
+        check(buckets, fabric.world_size, self.engine.plan.algorithm)
+        cpu = cpu.to(fabric.device)
+        if dist.is_initialized():
+            dist.all_reduce(cpu)
+        return Sample(wall_s=slowest([wall_s], fabric.device)[0], cpu_s=float(cpu))
+
+
+def fill(buckets: Sequence[Tensor], rank: int) -> None:
+    """Set each bucket to zeros or ones: neighbouring ranks and neighbouring buckets differ."""
+    for index, bucket in enumerate(buckets):
+        bucket.fill_((rank + index) % 2)
+
+
+def check(buckets: Sequence[Tensor], world_size: int, name: str) -> None:
+    """Compare each bucket with the number of ranks that had ones.
+
+    Raises:
+        RuntimeError: A sum is wrong.
+    """
+    for index, bucket in enumerate(buckets):
+        num_ones = (world_size + index % 2) // 2
+        low, high = bucket.aminmax()
+        if float(low) != num_ones or float(high) != num_ones:
+            raise RuntimeError(
+                f"`{name}` gave a wrong sum of bucket {index}: values from {float(low)} to {float(high)}, where "
+                f"{num_ones} is right"
+            )
+
+
+def _require_names(key: str, names: Sequence[str], choices: Sequence[str]) -> None:
+    for name in names:
+        if name not in choices:
+            raise ValueError(f"`{key}` (={name}) must be one of {', '.join(choices)}.")
