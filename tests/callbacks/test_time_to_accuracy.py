@@ -29,11 +29,11 @@ def reached(options, path=None, resumed_at=None, everywhere=True):
     module = Rises()
     module.everywhere = everywhere
     if resumed_at is not None:
-        fit(more=[TimeToAccuracy(**options)], module=Rises(), max_epochs=resumed_at)[
+        fit(callbacks=[TimeToAccuracy(**options)], module=Rises(), max_epochs=resumed_at)[
             2
         ].save_checkpoint(path)
     event = TimeToAccuracy(**options)
-    logger, _, trainer = fit(more=[event], module=module, max_epochs=3, ckpt_path=path)
+    logger, _, trainer = fit(callbacks=[event], module=module, max_epochs=3, ckpt_path=path)
     names = (m.TIME_TO_ACCURACY_TRAIN_S, m.TIME_TO_ACCURACY_TOTAL_S, m.TIME_TO_ACCURACY_STEP)
     return (
         [logger.column(name) for name in names],
