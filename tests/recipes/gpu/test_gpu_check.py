@@ -158,7 +158,7 @@ def test_a_wrong_result_of_a_check_that_was_cut_is_a_failure(tmp_path):
     assert outcomes["of_a_rank"].status == "FAIL"
 
 
-def test_it_writes_at_once_counts_failures_and_goes_on_where_it_ended(
+def test_a_report_is_written_after_each_check_and_a_second_run_continues_from_it(
     tmp_path, monkeypatch, capsys
 ):
     environment = {"commit": "abc", "has_changes": False}
@@ -236,7 +236,7 @@ def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_it_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
+def test_the_gpu_check_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
     """All its modules are imported at once. Of the checks some that start processes, train, save and draw no page."""
     names = (
         "resumes",

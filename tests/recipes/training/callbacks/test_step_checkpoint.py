@@ -37,7 +37,7 @@ OF_CALLBACK = ("every_n_train_steps", "save_on_train_epoch_end", "save_last")
     ids=str,
 )
 def test_a_checkpoint_gives_way_to_validation_and_end_of_epoch(one_rank, tmp_path, settings, steps):
-    """Of 2 epochs of 8 steps."""
+    """The fit has 2 epochs of 8 steps."""
     callback_options = {}
     scene = {"val": toy.loader, "enable_checkpointing": True, "num_sanity_val_steps": 0}
     for name, value in settings.items():
