@@ -61,12 +61,7 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
         "validation",
         "between epochs",
     ):
-        names: dict[str, Any] = {"names": GAVE_UP, "own_names": OUT_OF_MEMORY}
-        if phase in OF_A_SUM:
-            names = {"names": FAILED_IN_STAGE}
-        results.append(
-            FaultCase(fault="out of memory", kind="raises", phase=phase, **names, **common)
-        )
+        results.append(_out_of_memory(last, phase))
     results += [
         FaultCase(
             fault="another plan from the start",
@@ -85,6 +80,14 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
         ),
     ]
     return results
+
+
+def _out_of_memory(rank: int, phase: str) -> FaultCase:
+    """Make the case of a rank that raises an error of memory."""
+    names: dict[str, Any] = {"names": GAVE_UP, "own_names": OUT_OF_MEMORY}
+    if phase in OF_A_SUM:
+        names = {"names": FAILED_IN_STAGE}
+    return FaultCase(fault="out of memory", kind="raises", rank=rank, phase=phase, **names)
 
 
 def _gone(fault: str, kind: str, rank: int, phase: str) -> FaultCase:

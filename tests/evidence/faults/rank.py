@@ -88,38 +88,7 @@ def train_rank(spec: dict[str, Any]) -> None:
     rank = int(os.environ["RANK"])
     folder = Path(spec["folder"])
     meet(folder, rank, int(os.environ["WORLD_SIZE"]))
-    between = {}
-    if dtype := spec["dtype_between_nodes"]:
-        between = {"between_nodes": Mean(dtype=dtype)}
-    chunk_bytes = 2**18
-    if rank == spec["rank"] and spec["kind"] == "has_another_plan":
-        chunk_bytes = 2**19
-    plan = CommPlan(
-        bucket_bytes=BUCKET_BYTES,
-        num_buckets=1,
-        last_bucket_bytes=BUCKET_BYTES,
-        chunk_bytes=chunk_bytes,
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
-        strategy=HybridAllReduceStrategy(
-            comm=Comm(plan=plan), timeout=timedelta(seconds=spec["timeout_s"]), **between
-        ),
-        precision="16-true",
-        max_steps=spec["num_steps"],
-        max_epochs=-1,
-        limit_train_batches=BATCHES_PER_EPOCH,
-        limit_val_batches=1,
-        num_sanity_val_steps=0,
-        log_every_n_steps=5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[NumericsMonitor(), Inject(spec)],
-    )
+    trainer = trainer_of(spec, rank)
     images = SyntheticImages(NUM_SAMPLES)
     sampler: DistributedSampler = DistributedSampler(
         images, num_replicas=int(os.environ["WORLD_SIZE"]), rank=rank
@@ -141,3 +110,39 @@ def train_rank(spec: dict[str, Any]) -> None:
     fingerprints = [fingerprint.of(weight) for weight in module.parameters()]
     answer["weights"] = int(fingerprint.combine(fingerprints))
     write_answer(folder / f"rank{rank}.json", answer)
+
+
+def trainer_of(spec: dict[str, Any], rank: int) -> pl.Trainer:
+    """Make the trainer of a rank, with the callback that injects the fault."""
+    between = {}
+    if dtype := spec["dtype_between_nodes"]:
+        between = {"between_nodes": Mean(dtype=dtype)}
+    chunk_bytes = 2**18
+    if rank == spec["rank"] and spec["kind"] == "has_another_plan":
+        chunk_bytes = 2**19
+    plan = CommPlan(
+        bucket_bytes=BUCKET_BYTES,
+        num_buckets=1,
+        last_bucket_bytes=BUCKET_BYTES,
+        chunk_bytes=chunk_bytes,
+    )
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+        strategy=HybridAllReduceStrategy(
+            comm=Comm(plan=plan), timeout=timedelta(seconds=spec["timeout_s"]), **between
+        ),
+        precision="16-true",
+        max_steps=spec["num_steps"],
+        max_epochs=-1,
+        limit_train_batches=BATCHES_PER_EPOCH,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        log_every_n_steps=5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[NumericsMonitor(), Inject(spec)],
+    )
