@@ -64,7 +64,7 @@ def test_the_average_is_that_of_the_fp32_weights_to_the_bit(two_ranks, precision
         assert same(validated[-1], expected), f"rank {rank}"
 
 
-def test_training_is_not_moved_by_it(two_ranks):
+def test_losses_are_the_same_with_and_without_the_average(two_ranks):
     averaged_runs = seen(two_ranks, callbacks=[partial(MasterWeightAveraging, decay=DECAY)])
     plain_runs = seen(two_ranks)
     for rank in range(2):

@@ -181,7 +181,7 @@ def test_errors_of_communication_are_left_alone(tmp_path):
 
 
 def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
-    """As on CUDA, where the host would wait. On a CPU the monitor reads at each step."""
+    """The host would wait for it on CUDA. On a CPU the monitor reads at each step."""
     counted = []
     for is_free in (False, True):
         monkeypatch.setattr(

@@ -128,7 +128,7 @@ def test_an_average_of_weights_gets_statistics_of_its_own(one_rank):
     assert same(end, seen[-1])
 
 
-def test_they_are_the_same_on_any_number_of_ranks(one_rank, two_ranks):
+def test_recalibrated_statistics_are_the_same_on_any_number_of_ranks(one_rank, two_ranks):
     """Ghost batches of 16 images each. Weights differ by the order of the ranks' sums, so before the first step."""
     (alone,) = one_rank.run(untrained, 4)
     for rank, state in enumerate(two_ranks.run(untrained, 2)):

@@ -157,7 +157,7 @@ def test_a_job_that_cannot_be_queued_again_says_why(tmp_path, monkeypatch, then,
     ],
 )
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
-def test_the_signal_is_lightnings(environment, expected):
+def test_the_requeue_signal_is_the_one_of_lightnings_environment(environment, expected):
     trainer = SimpleNamespace(strategy=SimpleNamespace(cluster_environment=environment()))
     assert stop_on_signal.requeue_signal_of(trainer) is expected
 

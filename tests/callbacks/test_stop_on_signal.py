@@ -136,7 +136,7 @@ def fitted_again(folder):
     return steps
 
 
-def test_another_fit_begins_anew(two_ranks, tmp_path):
+def test_a_second_fit_with_the_same_callback_is_not_stopped(two_ranks, tmp_path):
     assert two_ranks.run(fitted_again, str(tmp_path)) == [[5, 12]] * 2
 
 
@@ -189,7 +189,7 @@ def test_a_run_that_stops_between_two_epochs_goes_on_to_the_bit_and_misses_no_ba
 
 
 def test_a_step_of_several_batches_is_made_to_its_end(two_ranks, tmp_path):
-    """Of 3 batches. The signal comes in the first of them."""
+    """The signal comes in the first of 3 batches."""
     results = two_ranks.run(stopped, str(tmp_path), 0, {"step": 0}, "SIGTERM", 1, 3)
     for rank, (_, global_step, _, num_batches) in enumerate(results):
         assert global_step == 1, f"rank {rank}"

@@ -86,7 +86,7 @@ def assert_same_end(first_pair, second_pair, num_steps=2, first_step=3):
 
 @pytest.mark.sampled(3)
 @every_case
-def test_it_moves_what_has_a_gradient_and_nothing_else_and_no_gradient_is_written(rule, flags):
+def test_a_step_moves_parameters_with_a_gradient_alone_and_writes_no_gradient(rule, flags):
     (optimizer, params), _ = pair(rule, flags)
     before = copies_of(params)
     optimizer.step()  # no gradient at all
@@ -119,7 +119,7 @@ ORTHOGONAL = [
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rule", "flags"), [*cases(), *ORTHOGONAL])
 def test_what_was_saved_goes_on_bit_for_bit(rule, flags):
-    """Of half-precision parameters too, whose state torch's own `load_state_dict` would round."""
+    """Half-precision parameters too, whose state torch's own `load_state_dict` would round."""
     for dtype, medium in (
         (torch.bfloat16, "file"),
         (torch.bfloat16, "deepcopy"),
@@ -147,7 +147,7 @@ def test_what_was_saved_goes_on_bit_for_bit(rule, flags):
 
 @every_rule
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(PATHS, 2)))
-def test_state_goes_from_path_to_path(rule, source, target):
+def test_state_saved_by_one_path_is_continued_by_another(rule, source, target):
     """Bit for bit among lists and loop. To or from the fused step within five roundings of a step."""
     (optimizer, params), whole = pair(rule, PATHS[source])
     run(optimizer, params, 3)
@@ -237,7 +237,7 @@ def test_the_stock_grad_scaler_unscales_skips_and_steps(rule, flags):
 @pytest.mark.sampled(3)
 @every_case
 def test_capturable_reads_nothing_on_the_host_with_rates_as_tensors(rule, flags):
-    """What a CUDA graph needs. Without the flag rates and counts on a CPU are read, where that costs nothing."""
+    """A CUDA graph needs this. Without the flag rates and counts on a CPU are read, where that costs nothing."""
     (optimizer, params), _ = pair(rule, flags)
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(group["lr"])

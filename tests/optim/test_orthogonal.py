@@ -128,7 +128,7 @@ def test_a_channels_last_kernel_and_one_in_a_batch_give_the_same():
 
 
 def test_a_step_inside_of_autocast_has_the_same_bits():
-    """As in `training_step` of a manual loop with 16-mixed and bf16-mixed."""
+    """A manual loop steps so in its `training_step` with 16-mixed and bf16-mixed."""
     moment = normals(16, 24, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         inside = orthogonalized(moment)[0]

@@ -104,11 +104,10 @@ def test_twenty_steps_are_the_same_in_stages(rank_pool, text, num_stages, precis
         f"strategy.num_stages={num_stages}",
         f"precision={precision}",
     )
-    for losses, stage_weights in rank_pool.ranks(num_stages).run(
-        fitted, text, *words, timeout_s=300
-    ):
+    results = rank_pool.ranks(num_stages).run(fitted, text, *words, timeout_s=300)
+    for rank, (losses, stage_weights) in enumerate(results):
         torch.testing.assert_close(losses, whole, rtol=bound, atol=0)
-        assert list(stage_weights) == list(weights)
+        assert list(stage_weights) == list(weights), f"rank {rank}"
 
 
 TWO_BY_TWO = (*STAGES, "trainer.devices=4")

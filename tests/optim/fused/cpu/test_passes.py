@@ -141,7 +141,7 @@ def built(monkeypatch):
     return commands
 
 
-def test_it_is_built_once_then_loaded_and_built_anew_where_the_file_is_no_library(tmp_path, built):
+def test_the_library_is_built_once_then_loaded_and_rebuilt_if_its_file_is_damaged(tmp_path, built):
     folder = tmp_path / "new"
     compiler = cpp_library.find_compiler()
     path = folder / f"{build.PASSES.fingerprint(compiler, QUICK)}.so"

@@ -101,7 +101,7 @@ def pair_on(device, **options):
 @on_devices
 @pytest.mark.parametrize("denominator", get_args(Denominator))
 @pytest.mark.parametrize("momentum_form", get_args(MomentumForm))
-def test_the_kernels_are_the_rule(device, momentum_form, denominator):
+def test_kernels_make_the_steps_of_the_loop_in_every_form(device, momentum_form, denominator):
     """Other rounding only: some five times a step. Float64 shows the rule, float32 next to it the rounding."""
     forms = {"momentum_form": momentum_form, "denominator": denominator}
     bounds = {torch.float64: 1e-14}
