@@ -58,7 +58,7 @@ barrier = dist.barrier
 
 
 def leave() -> None:
-    """After an error: others may wait for this rank in a collective, and learn of it by the connection that ends."""
+    """Leave the world after an error, so that ranks that wait in a collective get an error too."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -72,12 +72,12 @@ def on_ranks(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
 
 
 def samples() -> toy.Blobs:
-    """32 samples for each rank: as many steps on one as on two."""
+    """Return 32 samples for each rank: as many steps on one as on two."""
     return toy.Blobs(32 * num_ranks())
 
 
 class Row(pl.LightningModule):
-    """A small classifier of blobs. Rows say what is theirs."""
+    """Small classifier of blobs, from which rows differ in a few attributes or methods."""
 
     epochs = 3
     lr = 0.1
@@ -85,9 +85,8 @@ class Row(pl.LightningModule):
     find_unused = False  # DDP's `find_unused_parameters`
     ignored_warnings: tuple[str, ...] = ()  # that `ddp` gives as well
     worlds: tuple[int, ...] = (1, 2)
-    falls_to = (
-        0.7  # the loss under `ddp`, from the mean of its first three to that of its last three
-    )
+    # the loss under `ddp`, from the mean of its first three to that of its last three
+    falls_to = 0.7
     roundings = ROUNDINGS
     refused: dict[str, str] = {}  # precision -> words of the error with which it is refused
     different: dict[str, str] = {}  # precision -> words of what is, on purpose, not as under `ddp`
@@ -101,15 +100,17 @@ class Row(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[float] = []
-        self.facts: dict[
-            str, Any
-        ] = {}  # what must be as under `ddp` in every precision, to the bit
+        # must be as under `ddp` in every precision, to the bit
+        self.facts: dict[str, Any] = {}
         self.build()
 
     def build(self) -> None:
         for name, make in (self.parts | self.adds).items():
-            made = make()
-            self.register_buffer(name, made) if type(made) is Tensor else setattr(self, name, made)
+            value = make()
+            if type(value) is Tensor:
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -148,39 +149,33 @@ class Manual(Row):
 
 
 def row(base: type[Row] = Row, **special: Any) -> type[Row]:
-    """A row by what is special about it: attributes, and methods as functions of `self`."""
+    """Make a row from its special attributes, and methods as functions of `self`."""
     return type("Special", (base,), special)
 
 
 @functools.cache
 def rows() -> dict[str, type[Row]]:
     """All rows by name, such as `models.Plain`."""
-    found = {}
+    all_rows = {}
     for table in ORDINARY:
         module = importlib.import_module(f"tests.battery.ordinary.{table}")
-        own = {
-            n: kind
-            for n, kind in vars(module).items()
-            if getattr(kind, "__module__", "") == module.__name__
-        }
-        classes = {
-            n: kind for n, kind in own.items() if isinstance(kind, type) and issubclass(kind, Row)
-        }
-        of_table = module.ROWS | {
-            name: kind for name, kind in classes.items() if not name.startswith("_")
-        }
-        found |= {f"{table}.{name}": kind for name, kind in of_table.items()}
-    return found
+        rows_of_table = dict(module.ROWS)
+        for name, kind in vars(module).items():
+            is_row = isinstance(kind, type) and issubclass(kind, Row)
+            if is_row and kind.__module__ == module.__name__ and not name.startswith("_"):
+                rows_of_table[name] = kind
+        for name, kind in rows_of_table.items():
+            all_rows[f"{table}.{name}"] = kind
+    return all_rows
 
 
 def train(name: str, strategy: str, precision: str) -> judge.Result:
-    """Train a row. On every rank. An error is part of the result: the ranks of the pool live on."""
+    """Train a row on this rank. An error is part of the result, so that the ranks of the pool survive."""
     kind = rows()[name]
     result = judge.Result()
-    ignored = (
-        *kind.ignored_warnings,
-        *["find_unused_parameters=True was specified"] * kind.find_unused,
-    )
+    ignored = list(kind.ignored_warnings)
+    if kind.find_unused:
+        ignored.append("find_unused_parameters=True was specified")
     with warnings.catch_warnings():
         for message in ignored:
             warnings.filterwarnings("ignore", message)
@@ -190,9 +185,8 @@ def train(name: str, strategy: str, precision: str) -> judge.Result:
             result.start = toy.weights(module)
             result.trained = [n for n, p in module.named_parameters() if p.requires_grad]
             settings = {"max_epochs": kind.epochs, "precision": precision, **kind.settings}
-            trainer = toy.trainer(
-                strategy=strategy_of(strategy, precision, kind.find_unused), **settings
-            )
+            settings["strategy"] = strategy_of(strategy, precision, kind.find_unused)
+            trainer = toy.trainer(**settings)
             torch.manual_seed(1 + dist.get_rank())
             trainer.fit(module)
             module.after_fit()
@@ -200,31 +194,26 @@ def train(name: str, strategy: str, precision: str) -> judge.Result:
             result.facts = module.facts
             result.state = toy.weights(module)
         except Exception as error:
-            own = [
-                f
-                for f in traceback.extract_tb(error.__traceback__)
-                if "site-packages" not in f.filename
-            ]
-            place = f"{own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno}"
-            result.error = f"{type(error).__name__}: {error} [{place}] {' '.join(getattr(error, '__notes__', []))}"
+            for frame in traceback.extract_tb(error.__traceback__):
+                if "site-packages" not in frame.filename:
+                    raised_at = f"{Path(frame.filename).name}:{frame.lineno}"
+            notes = " ".join(getattr(error, "__notes__", []))
+            result.error = f"{type(error).__name__}: {error} [{raised_at}] {notes}"
             leave()
     return result
 
 
 def strategy_of(name: str, precision: str, find_unused: bool) -> Strategy:
-    """Lightning's or ours, with nothing but defaults, and the first loss scale of `FIRST_SCALE`."""
+    """Make Lightning's strategy or ours, with defaults and the first loss scale of `FIRST_SCALE`."""
     if name == "ddp":
         return DDPStrategy(find_unused_parameters=find_unused)
-    if precision == "16-true":
-        scale = DynamicLossScale(FIRST_SCALE)
-    else:
-        scale = None
+    scale = DynamicLossScale(FIRST_SCALE) if precision == "16-true" else None
     return HybridAllReduceStrategy(loss_scale=scale, find_unused_parameters=find_unused)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Under what a behaviour is observed."""
+    """Conditions under which a behaviour is observed."""
 
     strategy: str
     precision: str
@@ -232,13 +221,15 @@ class Run:
 
     def trainer(self, **settings: Any) -> pl.Trainer:
         """Make a trainer as `toy.trainer`, which writes below `folder`."""
-        known = {
+        defaults = {
             "strategy": self.strategy,
             "precision": self.precision,
             "default_root_dir": self.folder,
+            "max_epochs": 2,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
         }
-        known |= {"max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
-        return toy.trainer(**{**known, **settings})
+        return toy.trainer(**{**defaults, **settings})
 
     def fit(
         self,
@@ -247,26 +238,24 @@ class Run:
         start: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Any:
-        """A trainer that has fitted `module`, and the module. `start`: arguments of `Trainer.fit`."""
+        """Fit `module` and return trainer and module. `start`: arguments of `Trainer.fit`."""
         trainer = self.trainer(**settings)
         module = module or Plain()
         trainer.fit(module, *(loaders or (loader(),)), **(start or {}))
         return trainer, module
 
     def saved(self, module: Any = None, **settings: Any) -> tuple[Any, Any, Path]:
-        """The same for one epoch, and a checkpoint of it."""
+        """Fit one epoch, save a checkpoint, and return trainer, module and path."""
         trainer, module = self.fit(module, **{"max_epochs": 1, **settings})
-        trainer.save_checkpoint(path := self.folder / "a.ckpt")
+        path = self.folder / "a.ckpt"
+        trainer.save_checkpoint(path)
         return trainer, module, path
 
     def files(self) -> list[str]:
-        """Names of all files under `folder`, once every rank is done."""
+        """Return the names of all files under `folder`, once every rank is done."""
         barrier()
-        return sorted(
-            str(path.relative_to(self.folder))
-            for path in self.folder.rglob("*")
-            if not path.is_dir()
-        )
+        paths = [path for path in self.folder.rglob("*") if not path.is_dir()]
+        return sorted(str(path.relative_to(self.folder)) for path in paths)
 
 
 class Plain(pl.LightningModule):
@@ -321,7 +310,7 @@ ON_ONE_RANK: set[str] = set()
 
 
 def behaviour(function: Any = None, *, name: str = "", on_one_rank: bool = False) -> Any:
-    """Take a function of a `Run` into the battery, by its name."""
+    """Register a function of a `Run` as a behaviour, by its name."""
     if function is None:
         return functools.partial(behaviour, name=name, on_one_rank=on_one_rank)
     name = name or function.__name__
@@ -332,7 +321,7 @@ def behaviour(function: Any = None, *, name: str = "", on_one_rank: bool = False
 
 
 def behaviours() -> dict[str, Callable[[Run], Any]]:
-    """All of them by name, in the order of the tables."""
+    """Return all behaviours by name, in the order of the tables."""
     for table in AS_DDP:
         importlib.import_module(f"tests.battery.as_ddp.{table}")
     return BEHAVIOURS
@@ -343,8 +332,9 @@ def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
     run = Run(strategy=strategy, precision=precision, folder=Path(folder) / strategy)
     os.makedirs(run.folder, exist_ok=True)
     barrier()
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(3)
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
     loud = logging.getLogger("lightning.pytorch").level
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     # of what Lightning said before
@@ -359,11 +349,9 @@ def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
         finally:
             logging.getLogger("lightning.pytorch").setLevel(loud)
     comparable = functools.partial(judge.plain, folder=run.folder, is_exact=precision == "32-true")
-    # Those of torch and Python come once in a process, or when the collector runs.
-    caught = [
-        warning
-        for warning in caught
-        if issubclass(warning.category, UserWarning) and "lightning" in warning.filename
-    ]
-    known = {comparable(f"{warning.category.__name__}: {warning.message}") for warning in caught}
-    return {"seen": comparable(seen), "warnings": sorted(known)}
+    messages = set()
+    for warning in caught:
+        # Those of torch and Python come once in a process, or when the collector runs.
+        if issubclass(warning.category, UserWarning) and "lightning" in warning.filename:
+            messages.add(comparable(f"{warning.category.__name__}: {warning.message}"))
+    return {"seen": comparable(seen), "warnings": sorted(messages)}

@@ -44,25 +44,22 @@ def judge(
     refused = kind.refused.get(precision)
     different = kind.different.get(precision)
     if refused is not None:
-        is_said = any(refused in result.error for result in ours) and all(
-            result.error for result in ours
-        )
-        said = errors_of(ours) or ["nothing: it trains"]
-        if is_said:
+        all_fail = all(result.error for result in ours)
+        if all_fail and any(refused in result.error for result in ours):
             return ("refused in words", [])
-        return ("fails", [f"must be refused with {refused!r}, not {said}"])
+        errors = errors_of(ours) or ["nothing: it trains"]
+        return ("fails", [f"must be refused with {refused!r}, not {errors}"])
     bits = bits_that_differ(reference, ours)
     if precision == "32-true" or not bits:
         faults = bits
     else:
         faults = what_is_not_close(kind, precision, reference, ours)
     if different is not None:
-        if faults:
-            others = [fault for fault in faults if different not in fault]
-        else:
-            others = [f"nothing has {different!r}"]
-        if others:
-            return ("fails", others)
+        if not faults:
+            return ("fails", [f"nothing has {different!r}"])
+        unexpected = [fault for fault in faults if different not in fault]
+        if unexpected:
+            return ("fails", unexpected)
         return ("deliberately different", [])
     if faults:
         return ("fails", faults)
@@ -70,7 +67,7 @@ def judge(
 
 
 def fault_of_reference(kind: Any, reference: list[Result]) -> str:
-    """Why nothing can be said with this reference. Empty if all is well."""
+    """Return the reason why this reference cannot be used, or an empty string."""
     for rank, result in enumerate(reference):
         if result.error:
             return f"ddp does not train it: {result.error}"
@@ -80,8 +77,7 @@ def fault_of_reference(kind: Any, reference: list[Result]) -> str:
             return (
                 f"ddp learns nothing on rank {rank}: the loss goes from {first:.4g} to {last:.4g}"
             )
-    is_one = len(reference) > 1 and reference[0].losses == reference[1].losses
-    if is_one:
+    if len(reference) > 1 and reference[0].losses == reference[1].losses:
         return "ranks must see different data"
     return ""
 
@@ -94,15 +90,13 @@ def bits_that_differ(reference: list[Result], ours: list[Result]) -> list[str]:
             return errors_of(ours)
         if first.losses != second.losses:
             results.append(f"rank {rank}: losses {shown(second.losses)} for {shown(first.losses)}")
-        names = [
-            n
-            for n in first.state
-            if n not in second.state or not same(first.state[n], second.state[n])
-        ]
-        if names or first.state.keys() != second.state.keys():
-            results.append(
-                f"rank {rank}: state of {names or first.state.keys() ^ second.state.keys()}"
-            )
+        names = []
+        for name, tensor in first.state.items():
+            if name not in second.state or not same(second.state[name], tensor):
+                names.append(name)
+        only_in_one = first.state.keys() ^ second.state.keys()
+        if names or only_in_one:
+            results.append(f"rank {rank}: state of {names or only_in_one}")
         results += facts_that_differ(rank, first, second)
     return results
 
@@ -124,19 +118,19 @@ def what_is_not_close(
         if first.state.keys() != second.state.keys():
             results.append(f"rank {rank}: state of {first.state.keys() ^ second.state.keys()}")
             continue
-        dtypes = {
-            n: second.state[n].dtype
-            for n in first.state
-            if first.state[n].dtype is not second.state[n].dtype
-        }
+        dtypes = {}
+        for name, tensor in second.state.items():
+            if tensor.dtype is not first.state[name].dtype:
+                dtypes[name] = tensor.dtype
         if dtypes:
             results.append(f"rank {rank}: {dtypes}")
-        others = [
-            [n]
-            for n in first.start.keys() & first.state.keys() - set(first.trained)
-            if has_digits(first.state[n])
-        ]
-        for names in [[n for n in first.trained if n in first.start and n in first.state], *others]:
+        comparable = first.start.keys() & first.state.keys()
+        # all trained tensors together, and each other one alone
+        tensor_groups = [[name for name in first.trained if name in comparable]]
+        for name in comparable - set(first.trained):
+            if has_digits(first.state[name]):
+                tensor_groups.append([name])
+        for names in tensor_groups:
             way = way_between(first.start, first.state, names)
             gap = way_between(first.state, second.state, names)
             if not gap <= WAY * allowed * way + 1e-6:
@@ -145,53 +139,64 @@ def what_is_not_close(
                 )
         results += facts_that_differ(rank, first, second)
     if not results and len(ours) > 1:
-        names = [n for n in ours[0].trained if parts(ours, n) and not parts(reference, n)]
-        results += [f"ranks differ in {names}"] if names else []
+        names = []
+        for name in ours[0].trained:
+            if ranks_differ(ours, name) and not ranks_differ(reference, name):
+                names.append(name)
+        if names:
+            results.append(f"ranks differ in {names}")
     return results
 
 
 def errors_of(results: list[Result]) -> list[str]:
-    """Each once. Those of ranks that only lost the others come last."""
-    errors = {
-        result.error: "onnection closed" in result.error for result in results if result.error
-    }
-    return sorted(errors, key=lambda error: errors[error])
+    """Return each error once. Those of ranks that only lost the connection come last."""
+    errors = dict.fromkeys(result.error for result in results if result.error)
+    return sorted(errors, key=lambda error: "onnection closed" in error)
 
 
-def parts(results: list[Result], name: str) -> bool:
+def ranks_differ(results: list[Result], name: str) -> bool:
     """Return whether two ranks end with different values of this parameter."""
-    one, other = (result.state.get(name) for result in results)
-    return one is None or other is None or not same(one, other)
+    on_rank_0, on_rank_1 = (result.state.get(name) for result in results)
+    if on_rank_0 is None or on_rank_1 is None:
+        return True
+    return not same(on_rank_0, on_rank_1)
 
 
-def gap_of(one: Result, other: Result) -> float:
-    """The largest distance of two loss curves. Inf if they have different lengths or one is not finite."""
-    if len(one.losses) != len(other.losses) or not all(map(math.isfinite, other.losses)):
+def gap_of(expected: Result, result: Result) -> float:
+    """Return the largest distance of two loss curves. Inf if their lengths differ or a loss is not finite."""
+    if len(expected.losses) != len(result.losses) or not all(map(math.isfinite, result.losses)):
         return math.inf
-    return max((abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)), default=0.0)
+    pairs = zip(expected.losses, result.losses, strict=True)
+    return max((abs(loss - expected_loss) for expected_loss, loss in pairs), default=0.0)
 
 
-def facts_that_differ(rank: int, one: Result, other: Result) -> list[str]:
-    keys = sorted(one.facts.keys() | other.facts.keys())
-    pairs = [(key, other.facts.get(key), one.facts.get(key)) for key in keys]
-    return [
-        f"rank {rank}: {key} is {ours!r}, not {theirs!r}"
-        for key, ours, theirs in pairs
-        if ours != theirs
-    ]
+def facts_that_differ(rank: int, reference: Result, result: Result) -> list[str]:
+    """Return a line for each fact that is not that of the reference."""
+    lines = []
+    for key in sorted(reference.facts.keys() | result.facts.keys()):
+        ours = result.facts.get(key)
+        theirs = reference.facts.get(key)
+        if ours != theirs:
+            lines.append(f"rank {rank}: {key} is {ours!r}, not {theirs!r}")
+    return lines
 
 
 def way_between(start: dict[str, Tensor], end: dict[str, Tensor], names: list[str]) -> float:
-    pairs = [(start[n], end[n]) for n in names if start[n].shape == end[n].shape]
-    return math.sqrt(sum(float((a.cdouble() - b.cdouble()).abs().square().sum()) for a, b in pairs))
+    """Return the distance between two states, over these tensors."""
+    squares = 0.0
+    for name in names:
+        if start[name].shape == end[name].shape:
+            difference = start[name].cdouble() - end[name].cdouble()
+            squares += float(difference.abs().square().sum())
+    return math.sqrt(squares)
 
 
 def has_digits(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    return one.dtype is other.dtype and torch.equal(one, other)
+def same(tensor: Tensor, expected: Tensor) -> bool:
+    return tensor.dtype is expected.dtype and torch.equal(tensor, expected)
 
 
 def mean(values: list[float]) -> float:
@@ -202,24 +207,23 @@ def mean(values: list[float]) -> float:
 
 def shown(losses: list[float]) -> str:
     text = [f"{loss:.4g}" for loss in losses]
-    return " ".join(text if len(text) < 9 else [*text[:4], "..", *text[-4:]])
+    if len(text) >= 9:
+        text = [*text[:4], "..", *text[-4:]]
+    return " ".join(text)
 
 
 def plain(value: Any, *, folder: Path, is_exact: bool) -> Any:
-    """Make what was seen comparable between processes and strategies: objects by type, tensors by dtype and value.
+    """Make an observation comparable between processes and strategies: objects by type, tensors by dtype and value.
 
     Without `is_exact` numbers that are computed in the precision are left out, and the width of floating dtypes.
     """
     again = functools.partial(plain, folder=folder, is_exact=is_exact)
     if isinstance(value, Tensor):
+        width = "floating"
+        content = None
         if is_exact or not value.is_floating_point():
             width = str(value.dtype)
-        else:
-            width = "floating"
-        if is_exact or not value.is_floating_point():
             content = value.tolist()
-        else:
-            content = None
         return "tensor", width, str(value.device), tuple(value.shape), value.requires_grad, content
     if value is None or type(value) in (bool, int):
         return value
@@ -238,32 +242,32 @@ def plain(value: Any, *, folder: Path, is_exact: bool) -> Any:
             return str(value)
         return "floating"
     if isinstance(value, Mapping):
-        return type(value).__name__, [(again(key), again(each)) for key, each in value.items()]
+        return type(value).__name__, [(again(key), again(item)) for key, item in value.items()]
     if isinstance(value, list | tuple | set | frozenset):
+        items = list(map(again, value))
         if isinstance(value, set | frozenset):
-            each = sorted(map(again, value), key=repr)
-        else:
-            each = map(again, value)
-        return type(value).__name__, list(each)
+            items.sort(key=repr)
+        return type(value).__name__, items
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return again(value.__qualname__)
     return again(f"<{type(value).__name__}>")
 
 
-def differences(one: Any, other: Any, place: str = "") -> list[str]:
+def differences(theirs: Any, ours: Any, path: str = "") -> list[str]:
     """Describe the differences of two observations."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        parts = [(name, one[name], other[name]) for name in one]
-    elif type(one) is type(other) and isinstance(one, list | tuple) and len(one) == len(other):
-        parts = [
-            (_name_of(a, number), a, b)
-            for number, (a, b) in enumerate(zip(one, other, strict=True))
-        ]
-    else:
-        if one == other:
-            return []
-        return [f"{place}: ddp {_shortened(one)}, ours {_shortened(other)}"]
-    return [result for name, a, b in parts for result in differences(a, b, f"{place}.{name}")]
+    lines = []
+    if isinstance(theirs, dict) and isinstance(ours, dict) and theirs.keys() == ours.keys():
+        for name, their_value in theirs.items():
+            lines += differences(their_value, ours[name], f"{path}.{name}")
+        return lines
+    are_sequences = type(theirs) is type(ours) and isinstance(theirs, list | tuple)
+    if are_sequences and len(theirs) == len(ours):
+        for number, (their_item, our_item) in enumerate(zip(theirs, ours, strict=True)):
+            lines += differences(their_item, our_item, f"{path}.{_name_of(their_item, number)}")
+        return lines
+    if theirs == ours:
+        return []
+    return [f"{path}: ddp {_shortened(theirs)}, ours {_shortened(ours)}"]
 
 
 def _name_of(item: Any, number: int) -> Any:

@@ -1,5 +1,6 @@
 """User code that trains under `ddp` trains the same here, with the same guarantees."""
 
+import functools
 import itertools
 import re
 
@@ -18,29 +19,26 @@ QUICK = (
 
 
 def rows():
-    for world, (place, (name, kind)) in itertools.product((1, 2), enumerate(case.rows().items())):
-        for precision in PRECISIONS if world in kind.worlds else ():
-            is_first = precision == "16-true" and world == min(kind.worlds) and place % 2 == 0
-            if is_first or (name in QUICK and world == 2):
+    named_kinds = list(enumerate(case.rows().items()))
+    for world, (index, (name, kind)) in itertools.product((1, 2), named_kinds):
+        if world not in kind.worlds:
+            continue
+        for precision in PRECISIONS:
+            is_sampled = precision == "16-true" and world == min(kind.worlds) and index % 2 == 0
+            marks = [pytest.mark.long, pytest.mark.battery]
+            if is_sampled or (name in QUICK and world == 2):
                 marks = []
-            else:
-                marks = [pytest.mark.long, pytest.mark.battery]
-            yield pytest.param(
-                name, world, precision, id=f"{name}-{world}-{precision}", marks=marks
-            )
+            case_id = f"{name}-{world}-{precision}"
+            yield pytest.param(name, world, precision, id=case_id, marks=marks)
 
 
 @pytest.fixture(scope="session")
 def references(rank_pool):
-    """Return the result of a row under `ddp` in fp32, trained once per session."""
-    known = {}
+    """Return a function that trains a row under `ddp` in fp32, once per session."""
 
+    @functools.cache
     def reference(name, world):
-        if (name, world) not in known:
-            known[name, world] = case.on_ranks(
-                rank_pool.ranks(world), case.train, name, "ddp", "32-true"
-            )
-        return known[name, world]
+        return case.on_ranks(rank_pool.ranks(world), case.train, name, "ddp", "32-true")
 
     return reference
 
@@ -57,14 +55,15 @@ def test_what_trains_under_ddp_trains_the_same_here(rank_pool, references, name,
 
 
 def deliberate():
-    table = [
-        line.split(" | ") for line in README.read_text().splitlines() if line.startswith("| `")
-    ]
-    found = {}
+    """Return the number of rows of the page's table, and the precisions of each behaviour in it."""
+    lines = README.read_text().splitlines()
+    table = [line.split(" | ") for line in lines if line.startswith("| `")]
+    precisions_by_behaviour = {}
     for names, where, *_ in table:
         precisions = tuple(re.findall(r"`([\w-]+)`", where)) or PRECISIONS
-        found |= dict.fromkeys(re.findall(r"`(\w+)`", names), precisions)
-    return len(table), found
+        for name in re.findall(r"`(\w+)`", names):
+            precisions_by_behaviour[name] = precisions
+    return len(table), precisions_by_behaviour
 
 
 NUM_ROWS, DELIBERATE = deliberate()
@@ -72,30 +71,30 @@ BEHAVIOURS = list(case.behaviours())
 
 
 def observations():
-    """In bf16 on one rank: what two add is what it adds in fp16."""
+    """Yield each behaviour on one and two ranks. In bf16 on one: what two add is what it adds in fp16."""
     for world, precision, name in itertools.product((1, 2), PRECISIONS, BEHAVIOURS):
-        if (world, precision) != (2, "bf16-true") and not (world == 2 and name in case.ON_ONE_RANK):
-            yield pytest.param(name, world, precision, id=f"{name}-{world}-{precision}")
+        if world == 2 and (precision == "bf16-true" or name in case.ON_ONE_RANK):
+            continue
+        yield pytest.param(name, world, precision, id=f"{name}-{world}-{precision}")
 
 
-def differs(rank_pool, folder, name, world, precision):
-    rank_0, rank_1 = (
-        rank_pool.ranks(world).run(case.observe, name, strategy, precision, str(folder))
-        for strategy in case.STRATEGIES
-    )
-    fails = [
-        seen["seen"]
-        for seen in rank_0
-        if isinstance(seen["seen"], str) and seen["seen"].startswith("raises ")
-    ]
-    if fails and precision != "32-true" and rank_0 != rank_1:
-        return None  # `ddp` cannot do it in this precision
-    assert not fails or "not supported with distributed" in fails[0], fails
-    return [
-        result
-        for theirs, ours in zip(rank_0, rank_1, strict=True)
-        for result in judge.differences(theirs, ours)
-    ]
+def differences_from_ddp(rank_pool, folder, name, world, precision):
+    """Return what differs in a behaviour, or None if `ddp` cannot do it in this precision."""
+    ranks = rank_pool.ranks(world)
+    under_ddp = ranks.run(case.observe, name, "ddp", precision, str(folder))
+    under_ours = ranks.run(case.observe, name, "hybrid_allreduce", precision, str(folder))
+    errors = []
+    for observation in under_ddp:
+        seen = observation["seen"]
+        if isinstance(seen, str) and seen.startswith("raises "):
+            errors.append(seen)
+    if errors and precision != "32-true" and under_ddp != under_ours:
+        return None
+    assert not errors or "not supported with distributed" in errors[0], errors
+    lines = []
+    for theirs, ours in zip(under_ddp, under_ours, strict=True):
+        lines += judge.differences(theirs, ours)
+    return lines
 
 
 @pytest.mark.sampled(72)
@@ -103,15 +102,16 @@ def differs(rank_pool, folder, name, world, precision):
 def test_what_differs_from_ddp_is_what_the_readme_names(
     rank_pool, tmp_path, name, world, precision
 ):
-    result = differs(rank_pool, tmp_path, name, world, precision)
-    assert result is None or bool(result) == (precision in DELIBERATE.get(name, ())), "\n".join(
-        result
-    )
+    lines = differences_from_ddp(rank_pool, tmp_path, name, world, precision)
+    if lines is not None:
+        is_deliberate = precision in DELIBERATE.get(name, ())
+        assert bool(lines) == is_deliberate, "\n".join(lines)
 
 
 @pytest.mark.parametrize("name", DELIBERATE)
 def test_each_row_of_the_readme_is_true(rank_pool, tmp_path, name):
-    assert differs(rank_pool, tmp_path, name, 1, DELIBERATE[name][0])
+    precision = DELIBERATE[name][0]
+    assert differences_from_ddp(rank_pool, tmp_path, name, 1, precision)
 
 
 def test_the_batteries_are_whole():

@@ -1,4 +1,4 @@
-"""A short fit on a clock of its own, a logger that saves what it is given, a strategy with given counters."""
+"""Short fit on a simulated clock, with a logger that keeps its rows, and a strategy with fixed counters."""
 
 import dataclasses
 import time
@@ -15,7 +15,7 @@ from tests.scenes import Columns, Keeps, build
 
 
 class Module(toy.Toy):
-    """With validation that is logged, a schedule, and steps that take half a second of a clock of its own."""
+    """`Toy` with logged validation, a schedule, and steps that take half a second of a simulated clock."""
 
     now_s = 0.0
 
@@ -40,29 +40,33 @@ class Module(toy.Toy):
 def fit(
     validate=True,
     skip_steps=4,
-    more=(),
+    callbacks=(),
     ckpt_path=None,
     module=Module,
     train=None,
     metrics=None,
     **settings,
 ):
-    """Two epochs. With two ranks each has four steps of 2 * 8 images. `metrics`: more arguments of the callback."""
+    """Fit two epochs with `TrainingMetrics`. With two ranks each has four steps of 2 * 8 images.
+
+    `callbacks`: further callbacks, or functions that make them. `metrics`: options of `TrainingMetrics`.
+    """
     logger = Keeps()
-    module = build(module)
-    settings = {"log_every_n_steps": 2, "precision": "16-true", "logger": logger} | settings
-    trainer = toy.trainer(
-        callbacks=[TrainingMetrics(skip_steps, **(metrics or {})), *map(build, more)], **settings
-    )
-    train = toy.loader() if train is None else train
-    clocked = (training_metrics, callback, time_to_accuracy)
-    for each in clocked:
-        each.perf_counter = lambda: Module.now_s
+    module = made(module)
+    settings = {"log_every_n_steps": 2, "precision": "16-true", "logger": logger, **settings}
+    callbacks = [TrainingMetrics(skip_steps, **(metrics or {})), *map(made, callbacks)]
+    trainer = toy.trainer(callbacks=callbacks, **settings)
+    if train is None:
+        train = toy.loader()
+    val = toy.loader() if validate else None
+    modules_with_clock = (training_metrics, callback, time_to_accuracy)
+    for module_with_clock in modules_with_clock:
+        module_with_clock.perf_counter = lambda: Module.now_s
     try:
-        trainer.fit(module, train, toy.loader() if validate else None, ckpt_path=ckpt_path)
+        trainer.fit(module, train, val, ckpt_path=ckpt_path)
     finally:  # the process serves other tests after this one
-        for each in clocked:
-            each.perf_counter = time.perf_counter
+        for module_with_clock in modules_with_clock:
+            module_with_clock.perf_counter = time.perf_counter
     return logger, module, trainer
 
 
@@ -123,7 +127,7 @@ WINDOWS = {
 
 
 class Counted:
-    """Stands for `CommTrace`: each drain returns the same two steps."""
+    """Substitute for `CommTrace`. Each drain returns the same two steps."""
 
     def __init__(self, window):
         self.window = window

@@ -10,7 +10,7 @@ import torch
 from lightning_hybrid.callbacks import MasterWeightAveraging
 from tests import toy
 from tests.callbacks.support import Module, fit, seen
-from tests.scenes import Saves
+from tests.scenes import Saves, same
 
 DECAY = 0.75  # exact in binary, and far from 0 and 1
 NUM_PARAMETERS = len(list(toy.Toy().parameters()))
@@ -21,7 +21,7 @@ def tensors_of(module):
 
 
 class ByHand(pl.Callback):
-    """The average of the weights after every step, in fp32 and in torch's own order of operations."""
+    """Average of the weights after every step, in fp32 and in torch's own order of operations."""
 
     def __init__(self):
         self.average = None
@@ -42,52 +42,52 @@ class ByHand(pl.Callback):
 
 def averaged(precision):
     by_hand = ByHand()
-    module = fit(more=[by_hand, MasterWeightAveraging(decay=DECAY)], precision=precision)[1]
-    return (
-        by_hand.average,
-        by_hand.validated,
-        [tensor.detach().clone() for tensor in tensors_of(module)],
-    )
+    callbacks = [by_hand, MasterWeightAveraging(decay=DECAY)]
+    _, module, _ = fit(callbacks=callbacks, precision=precision)
+    end = [tensor.detach().clone() for tensor in tensors_of(module)]
+    return by_hand.average, by_hand.validated, end
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
 def test_the_average_is_that_of_the_fp32_weights_to_the_bit(two_ranks, precision):
     """Statistics are those of rank zero on every rank: DDP sends them while the module holds the average."""
-    ranks = two_ranks.run(averaged, precision)
-    statistics = ranks[0][0][NUM_PARAMETERS:]
-    for average, validated, left in ranks:
+    results = two_ranks.run(averaged, precision)
+    average_of_rank_0, _, _ = results[0]
+    statistics = average_of_rank_0[NUM_PARAMETERS:]
+    for rank, (average, validated, end) in enumerate(results):
         expected = average[:NUM_PARAMETERS] + statistics
-        assert any(
-            not torch.equal(tensor, tensor.half().float())
-            for tensor in average
-            if tensor.is_floating_point()
-        )
-        for tensor, validation, end in zip(expected, validated[-1], left, strict=True):
-            assert torch.equal(end, tensor)
-            assert torch.equal(validation, tensor)
+        weights = [tensor for tensor in average if tensor.is_floating_point()]
+        rounded = [weight.half().float() for weight in weights]
+        assert not same(weights, rounded), "half precision could not hold the average"
+        assert same(end, expected), f"rank {rank}"
+        assert same(validated[-1], expected), f"rank {rank}"
 
 
-def test_training_is_not_moved_by_it(two_ranks):
-    with_average = seen(two_ranks, more=[partial(MasterWeightAveraging, decay=DECAY)])[0]
-    without = seen(two_ranks)[0]
-    assert with_average.losses == without.losses
+def test_losses_are_the_same_with_and_without_the_average(two_ranks):
+    averaged_runs = seen(two_ranks, callbacks=[partial(MasterWeightAveraging, decay=DECAY)])
+    plain_runs = seen(two_ranks)
+    for rank in range(2):
+        assert averaged_runs[rank].losses == plain_runs[rank].losses, f"rank {rank}"
 
 
 def test_a_resumed_run_averages_on_to_the_bit(two_ranks, tmp_path):
     """Saved after four of eight steps. The checkpoint's weights are the average, in fp32, and rank zero's."""
-    whole, resumed, saved, by_hand = two_ranks.run(whole_and_resumed, str(tmp_path))[0]
+    rank_0, _ = two_ranks.run(whole_and_resumed, str(tmp_path))
+    whole, resumed, saved, by_hand = rank_0
     assert toy.same_bits(whole, resumed)
-    assert all(torch.equal(value, average) for value, average in zip(saved, by_hand, strict=True))
+    assert same(saved, by_hand)
 
 
 def whole_and_resumed(run_dir):
-    def run(*more, ckpt_path=None):
-        return fit(more=[MasterWeightAveraging(decay=DECAY), *more], ckpt_path=ckpt_path)[1]
+    def run(*callbacks, ckpt_path=None):
+        callbacks = [MasterWeightAveraging(decay=DECAY), *callbacks]
+        _, module, _ = fit(callbacks=callbacks, ckpt_path=ckpt_path)
+        return module
 
     path = f"{run_dir}/some.ckpt"
     by_hand = ByHand()
-    fit(more=[by_hand, MasterWeightAveraging(decay=DECAY)], max_epochs=1)
+    fit(callbacks=[by_hand, MasterWeightAveraging(decay=DECAY)], max_epochs=1)
     whole = run(Saves(path, epoch=0))
     resumed = run(ckpt_path=path)
     checkpoint = torch.load(path, weights_only=True)["state_dict"]
@@ -116,13 +116,10 @@ def test_nothing_of_the_average_is_on_another_device_than_the_module(precision):
     ema.setup(SimpleNamespace(strategy=SimpleNamespace(root_device=meta)), module, "fit")
     for _ in range(2):
         ema._average_model.update_parameters(module)
-    assert int(ema._average_model.n_averaged) == 2, (
-        "the count is on the host, where nobody waits for it"
-    )
+    assert int(ema._average_model.n_averaged) == 2  # on the host, where nobody waits for it
     ema._swap_models(module)
     assert {tensor.device for tensor in tensors_of(module)} == {meta}
     ema._swap_models(module)
     ema._copy_average_to_current(module)
-    assert {
-        tensor.device for tensor in (*module.parameters(), *ema._average_model.parameters())
-    } == {meta}
+    parameters = (*module.parameters(), *ema._average_model.parameters())
+    assert {parameter.device for parameter in parameters} == {meta}

@@ -37,38 +37,39 @@ def batches():
     return torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0))
 
 
-def found_in(module):
+def report_on(module):
     report = half_precision_report(module, batches())
     return report, {(tensor.kind, tensor.name): tensor for tensor in report.tensors}
 
 
 def test_each_tensor_out_of_range_is_named_with_its_share_and_its_remedy():
-    report, found = found_in(Known())
-    small = found["weight", "small.weight"]
-    large = found["activation", "large (Linear)"]
+    report, tensors = report_on(Known())
+    small = tensors["weight", "small.weight"]
+    large = tensors["activation", "large (Linear)"]
     assert (small.below_subnormal, small.above) == (1, 0)
     assert "the fp32 weights hold them" in small.remedy
     assert "weight_norm_bounds" in small.remedy
     assert (large.below_subnormal, large.above) == (0, 1)
     assert "normalisation" in large.remedy
     assert "bf16-true" in large.remedy
-    assert found["weight", "large.bias"].above == 1
-    assert ("weight", "norm.weight") not in found  # it stays fp32
+    assert tensors["weight", "large.bias"].above == 1
+    assert ("weight", "norm.weight") not in tensors  # it stays fp32
     shares = "weight small.weight: 100.0% below 6e-8, 100.0% below 6e-5, 0.0% above 65,504"
     assert f"{shares}: the fp32 weights hold them" in str(report)
 
 
 def test_small_gradients_get_the_loss_scale_that_holds_them_and_large_ones_none():
-    report, found = found_in(Known(factor=1e-7))
-    gradient = found["gradient", "dropout (Dropout)"]
+    name = ("gradient", "dropout (Dropout)")
+    report, tensors = report_on(Known(factor=1e-7))
+    gradient = tensors[name]
     assert (gradient.below_subnormal, gradient.below_normal) == (0, 1)  # 1e-7, below 6e-5
     assert gradient.remedy == f"a loss scale: loss_scale='dynamic', or {report.loss_scale:g}"
     assert report.loss_scale == 2**24
-    report, found = found_in(Known(factor=2.0**15))
+    report, tensors = report_on(Known(factor=2.0**15))
     assert report.loss_scale == 1
-    assert found["gradient", "dropout (Dropout)"].remedy == ""
-    _, found = found_in(Known(factor=1e5))
-    assert "bf16-true" in found["gradient", "dropout (Dropout)"].remedy
+    assert tensors[name].remedy == ""
+    _, tensors = report_on(Known(factor=1e5))
+    assert "bf16-true" in tensors[name].remedy
 
 
 def test_edges_are_those_of_fp16():
@@ -79,10 +80,11 @@ def test_edges_are_those_of_fp16():
     module = Edges()
     edges = [2.0**-25, 2.0**-24, 2.0**-15, 2.0**-14, 65504.0, 65536.0, float("inf"), 0.0]
     module.small.weight = nn.Parameter(torch.tensor(edges)[:, None].expand(8, 4).contiguous())
-    weight = found_in(module)[1]["weight", "small.weight"]
-    assert (weight.below_subnormal, weight.below_normal, weight.above) == pytest.approx(
-        (1 / 7, 3 / 7, 2 / 7)
-    )
+    _, tensors = report_on(module)
+    weight = tensors["weight", "small.weight"]
+    assert weight.below_subnormal == pytest.approx(1 / 7)
+    assert weight.below_normal == pytest.approx(3 / 7)
+    assert weight.above == pytest.approx(2 / 7)
     half = torch.tensor(edges).half()  # what fp16 makes of them
     assert (half == 0).sum() == 2
     assert half.isinf().sum() == 2
@@ -91,7 +93,7 @@ def test_edges_are_those_of_fp16():
 def test_module_buffers_gradients_random_numbers_and_metrics_stay():
     module = Known()
     module.large.weight.grad = torch.ones(4, 4)
-    before = {name: one.clone() for name, one in module.state_dict().items()}
+    before = toy.weights(module)
     state = torch.get_rng_state()
     half_precision_report(module, batches())
     assert same(dict(module.state_dict()), before)
@@ -99,18 +101,18 @@ def test_module_buffers_gradients_random_numbers_and_metrics_stay():
     assert module.small.weight.grad is None
     assert torch.equal(torch.get_rng_state(), state)
     assert module.num_calls == 0
-    assert not any(one._forward_hooks or one._backward_hooks for one in module.modules())
+    for layer in module.modules():
+        assert not layer._forward_hooks
+        assert not layer._backward_hooks
 
 
 def test_a_fit_with_the_callback_is_the_fit_without_on_every_rank(two_ranks):
     """Rank by rank: shuffled batches, dropout and BatchNorm as they were, in half precision too."""
-    plain, reported = (
-        scenes.fit(two_ranks, Drops, precision="16-true", callbacks=callbacks)
-        for callbacks in ([], [HalfPrecisionReport])
-    )
-    for first, second in zip(plain, reported, strict=True):
-        assert same(first.weights, second.weights)
-        assert first.losses == second.losses
+    plain = scenes.fit(two_ranks, Drops, precision="16-true")
+    reported = scenes.fit(two_ranks, Drops, precision="16-true", callbacks=[HalfPrecisionReport])
+    for rank in range(2):
+        assert same(plain[rank].weights, reported[rank].weights), f"rank {rank}"
+        assert plain[rank].losses == reported[rank].losses, f"rank {rank}"
 
 
 class Drops(toy.Toy):

@@ -4,6 +4,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -34,50 +35,59 @@ def fit(
     every=10,
     **scene,
 ):
-    scene = {"log_every_n_steps": every, "max_epochs": max_epochs, "precision": precision, **scene}
-    scene |= {
+    """Fit with the monitor. Return its error and its warnings, of each rank if `ranks` are given."""
+    scene = {
+        "log_every_n_steps": every,
+        "max_epochs": max_epochs,
+        "precision": precision,
+        **scene,
         "callbacks": [NumericsMonitor(folder, patience=patience)],
         "raises": True,
         "warns": True,
     }
-    found = scenes.fit(ranks, module, **scene)
-    found = [
-        (one.error, [w for w in one.warnings if OWN.search(w)])
-        for one in ([found] if ranks is None else found)
-    ]
+    result = scenes.fit(ranks, module, **scene)
     if ranks is None:
-        return found[0]
-    return found
+        return error_and_warnings(result)
+    return [error_and_warnings(seen) for seen in result]
 
 
-OWN = re.compile("was inf|zero, at|do not learn|at its floor")
+def error_and_warnings(seen):
+    return seen.error, [message for message in seen.warnings if OF_MONITOR.search(message)]
+
+
+OF_MONITOR = re.compile("was inf|zero, at|do not learn|at its floor")
 
 
 def test_overflow_without_end_names_rank_host_batch_and_scale_on_every_rank(two_ranks, tmp_path):
     for rank, (error, _) in enumerate(fit(ENDLESS, two_ranks, str(tmp_path))):
-        assert error.startswith(
+        expected_begin = (
             "EndlessOverflowError: Gradients were inf or nan for 40 steps in a row, up to global"
         )
-        assert f" The loss was inf or nan on 1 of 2 ranks: rank 1 (host {HOST}) in batch " in error
-        assert (
-            "The outputs of all 9 layers were finite: it is in the loss, or in backward." in error
-        )
-        assert "The scale: " in error
-        assert "1 at step " in error
-        assert f"On rank {rank} (host {HOST}), in batch " in error
-        assert f"Saved for a look: {tmp_path}/numbers/step" in error
-    zero, one = (
-        torch.load(next(Path(tmp_path, "numbers").glob(f"*rank{r}.pt")), weights_only=True)
-        for r in (0, 1)
-    )
-    assert zero["state_dict"].keys() == toy.Toy().state_dict().keys()
-    assert zero["state_dict"]["net.8.weight"].dtype is torch.float32
-    assert "state_dict" not in one  # the same as on rank zero
-    assert one["batch"][0].shape == (8, toy.NUM_FEATURES)
-    assert not torch.equal(zero["batch"][0], one["batch"][0])
-    assert one["global_step"] == 41
-    assert one["scale_history"][-1][1] == 1.0
-    assert "rng_state" in one
+        assert error.startswith(expected_begin), f"on rank {rank}: {error}"
+        for words in (
+            f" The loss was inf or nan on 1 of 2 ranks: rank 1 (host {HOST}) in batch ",
+            "The outputs of all 9 layers were finite: it is in the loss, or in backward.",
+            "The scale: ",
+            "1 at step ",
+            f"On rank {rank} (host {HOST}), in batch ",
+            f"Saved for a look: {tmp_path}/numbers/step",
+        ):
+            assert words in error, f"on rank {rank}"
+    saved_by_rank_0 = saved_by(0, tmp_path)
+    saved_by_rank_1 = saved_by(1, tmp_path)
+    assert saved_by_rank_0["state_dict"].keys() == toy.Toy().state_dict().keys()
+    assert saved_by_rank_0["state_dict"]["net.8.weight"].dtype is torch.float32
+    assert "state_dict" not in saved_by_rank_1  # the same as on rank zero
+    assert saved_by_rank_1["batch"][0].shape == (8, toy.NUM_FEATURES)
+    assert not torch.equal(saved_by_rank_0["batch"][0], saved_by_rank_1["batch"][0])
+    assert saved_by_rank_1["global_step"] == 41
+    assert saved_by_rank_1["scale_history"][-1][1] == 1.0
+    assert "rng_state" in saved_by_rank_1
+
+
+def saved_by(rank, folder):
+    (path,) = Path(folder, "numbers").glob(f"*rank{rank}.pt")
+    return torch.load(path, weights_only=True)
 
 
 class Inverts(nn.Module):
@@ -94,18 +104,20 @@ def test_the_first_layer_that_puts_out_inf_is_named():
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_where_no_step_is_skipped_the_first_rank_and_step_are_told(two_ranks, precision):
-    for error, _ in fit(partial(Spoiled, steps=[3], **NAN), two_ranks, precision=precision):
-        assert error.startswith(
-            "NonFiniteLossError: The loss is not finite since step 4, on rank 1 first, and precis"
-        )
-        assert f"rank 1 (host {HOST}) in batch " in error
-        assert "resume from a checkpoint written before step 4." in error
+    results = fit(partial(Spoiled, steps=[3], **NAN), two_ranks, precision=precision)
+    expected_begin = (
+        "NonFiniteLossError: The loss is not finite since step 4, on rank 1 first, and precis"
+    )
+    for rank, (error, _) in enumerate(results):
+        assert error.startswith(expected_begin), f"on rank {rank}: {error}"
+        assert f"rank 1 (host {HOST}) in batch " in error, f"on rank {rank}"
+        assert "resume from a checkpoint written before step 4." in error, f"on rank {rank}"
 
 
 def test_a_single_bad_batch_is_a_warning_on_its_rank_and_the_run_goes_on(two_ranks):
-    zero, one = fit(partial(Spoiled, steps=[5], **NAN), two_ranks, max_epochs=3)
-    assert zero == ("", [])
-    error, (warning,) = one
+    rank_0, rank_1 = fit(partial(Spoiled, steps=[5], **NAN), two_ranks, max_epochs=3)
+    assert rank_0 == ("", [])
+    error, (warning,) = rank_1
     assert error == ""
     assert warning.startswith(
         f"The loss of 1 batches on rank 1 (host {HOST}) was inf or nan, the last: batch 1 (step 6"
@@ -128,9 +140,8 @@ def test_a_layer_that_died_is_a_warning_after_three_logged_steps_and_once():
 
 
 def test_gradients_that_are_all_zero_are_told_apart_and_those_now_and_then_are_nothing_to_speak_of():
-    error, (warning,) = fit(
-        Spoiled(steps=range(99), factor=0.0, rank=None), max_epochs=3, patience=2
-    )
+    all_zero = Spoiled(steps=range(99), factor=0.0, rank=None)
+    error, (warning,) = fit(all_zero, max_epochs=3, patience=2)
     assert error == ""
     assert warning.startswith(
         "All gradients are zero, at 2 logged steps in a row up to step 20: nothing is learned"
@@ -144,7 +155,7 @@ def test_a_scale_that_stays_at_its_floor_is_a_warning(monkeypatch):
     scale = DynamicLossScale(init_scale=4.0, min_scale=2.0, growth_interval=1000)
     module = Spoiled(steps=[2], rank=0)
     _, warned = fit(module, max_epochs=4, every=5, loss_scale=scale)
-    (warning,) = (each for each in warned if "floor" in each)
+    (warning,) = [message for message in warned if "floor" in message]
     assert warning.startswith("`loss_scale` (=2) has been at its floor for 10 steps")
 
 
@@ -163,28 +174,20 @@ def gives_up(*_):
 
 def test_errors_of_communication_are_left_alone(tmp_path):
     callbacks = [NumericsMonitor(str(tmp_path)), at(on_train_batch_start=gives_up)]
-    error = scenes.fit(callbacks=callbacks, raises=True).error
-    assert error.splitlines()[0] == "RuntimeError: comm: rank 1 does not answer", (
-        "what follows says where, not what"
-    )
+    first_line, *_ = scenes.fit(callbacks=callbacks, raises=True).error.splitlines()
+    # the following lines say where it was raised
+    assert first_line == "RuntimeError: comm: rank 1 does not answer"
     assert not list(tmp_path.iterdir())
 
 
 def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
-    """As on CUDA, where the host would wait. On a CPU the monitor reads at each step."""
+    """The host would wait for it on CUDA. On a CPU the monitor reads at each step."""
     counted = []
-    for free in (False, True):
-        monkeypatch.setattr(numbers_module, "_reads_are_free", lambda device, free=free: free)
-        # by file, from the second step to the ninth, the last before one that is logged
-        mode = HostReads()
-        reads = at(
-            on_train_batch_start=lambda trainer, *_, mode=mode: (
-                trainer.global_step == 1 and mode.__enter__()
-            ),
-            on_train_batch_end=lambda trainer, *_, mode=mode: (
-                trainer.global_step == 9 and mode.__exit__(*[None] * 3)
-            ),
+    for is_free in (False, True):
+        monkeypatch.setattr(
+            numbers_module, "_reads_are_free", lambda device, is_free=is_free: is_free
         )
+        reads = ReadsFromStep1To9()
         callbacks = [reads, ReplicaCheck(every_n_steps=10), NumericsMonitor()]
         scene = {
             "train": toy.loader(128),
@@ -193,12 +196,27 @@ def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
             "log_every_n_steps": 10,
         }
         scenes.fit(None, Quiet, callbacks=callbacks, **scene)
-        counted.append(dict(mode.by_file))
-    of_the_monitor = {name for name in counted[1] if name.startswith("callbacks/")}
-    assert of_the_monitor == {"callbacks/numerics.py"}
-    assert counted[0] == {
-        name: num for name, num in counted[1].items() if name not in of_the_monitor
-    }
+        counted.append(dict(reads.host_reads.by_file))
+    when_costly, when_free = counted
+    of_callbacks = [name for name in when_free if name.startswith("callbacks/")]
+    assert of_callbacks == ["callbacks/numerics.py"]
+    del when_free["callbacks/numerics.py"]
+    assert when_costly == when_free
+
+
+class ReadsFromStep1To9(pl.Callback):
+    """Count of reads on the host, by file, from the second step to the ninth, the last before a logged one."""
+
+    def __init__(self):
+        self.host_reads = HostReads()
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == 1:
+            self.host_reads.__enter__()
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 9:
+            self.host_reads.__exit__(None, None, None)
 
 
 class Quiet(toy.Toy):

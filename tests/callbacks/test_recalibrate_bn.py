@@ -23,18 +23,20 @@ class Digits(pl.LightningModule):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            layers = [
+            self.net = nn.Sequential(
                 nn.Conv2d(1, 4, 3),
                 nn.BatchNorm2d(4),
                 nn.ReLU(),
                 nn.Dropout(dropout),
                 nn.Conv2d(4, 8, 3),
-            ]
-            self.net = nn.Sequential(
-                *layers, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10)
+                nn.BatchNorm2d(8),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.LazyLinear(10),
             )
             self.net(torch.zeros(2, 1, 16, 16))
-            self.net[1].reset_running_stats(), self.net[5].reset_running_stats()
+            self.net[1].reset_running_stats()
+            self.net[5].reset_running_stats()
         self.seen = []
 
     def forward(self, images):
@@ -45,7 +47,7 @@ class Digits(pl.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         if batch_idx == 0:
-            self.seen.append({name: value.clone() for name, value in self.net.state_dict().items()})
+            self.seen.append(toy.weights(self.net))
 
     test_step = validation_step
 
@@ -61,26 +63,27 @@ def run(callbacks, accumulate=1, epochs=2, ckpt_path=None, dropout=0.5):
         "use_distributed_sampler": False,
         "num_sanity_val_steps": 1,
         "limit_train_batches": 4,
+        "max_epochs": epochs,
+        "accumulate_grad_batches": accumulate,
     }
-    settings |= {"max_epochs": epochs, "accumulate_grad_batches": accumulate}
     trainer = toy.trainer(callbacks=callbacks, **settings)
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return trainer, module, data
 
 
 def seen_by_validation(accumulate, averages=False):
-    callbacks = [*[MasterWeightAveraging(decay=0.5)] * averages, RecalibrateBatchNorm(NUM_IMAGES)]
-    trainer, module, _ = run(callbacks, accumulate=accumulate, epochs=1 if averages else 2)
-    end = {name: value.clone() for name, value in module.net.state_dict().items()}
-    return (
-        module.seen,
-        end,
-        {name: float(value) for name, value in trainer.callback_metrics.items()},
-    )
+    callbacks = [RecalibrateBatchNorm(NUM_IMAGES)]
+    epochs = 2
+    if averages:
+        callbacks.insert(0, MasterWeightAveraging(decay=0.5))
+        epochs = 1
+    trainer, module, _ = run(callbacks, accumulate=accumulate, epochs=epochs)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return module.seen, toy.weights(module.net), metrics
 
 
 def assert_statistics_are_of_ghost_batches(seen, ghost):
-    """Mean and variance of both layers, over ghost batches taken one by one, float64."""
+    """Compare mean and variance of both layers with float64, over ghost batches taken one by one."""
     data = DigitsDataModule(global_batch_size=64, seed=3)
     data.setup("fit")
     data.trainer = toy.trainer(devices=1, accumulate_grad_batches=64 // ghost)
@@ -99,13 +102,12 @@ def assert_statistics_are_of_ghost_batches(seen, ghost):
             images = next(loader)[0]
             assert len(images) == ghost
             net(images.double())
-    for index, own in inputs.items():
-        for name, value in zip(
-            ("var", "mean"), torch.var_mean(torch.cat(own), dim=(0, 2, 3)), strict=True
-        ):
-            torch.testing.assert_close(
-                seen[f"{index}.running_{name}"].double(), value, rtol=1e-4, atol=1e-5
-            )
+    for index, inputs_of_layer in inputs.items():
+        var, mean = torch.var_mean(torch.cat(inputs_of_layer), dim=(0, 2, 3))
+        running_var = seen[f"{index}.running_var"].double()
+        running_mean = seen[f"{index}.running_mean"].double()
+        torch.testing.assert_close(running_var, var, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(running_mean, mean, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("accumulate", "ghost"), [(1, 64), (4, 16)])
@@ -114,8 +116,8 @@ def test_validation_sees_the_statistics_of_one_pass_over_the_images_in_ghost_bat
 ):
     ((seen, _, measured),) = one_rank.run(seen_by_validation, accumulate)
     assert len(seen) == 3
-    for one in seen[1:]:  # the first is Lightning's look before training, which costs no pass
-        assert_statistics_are_of_ghost_batches(one, ghost)
+    for state in seen[1:]:  # the first is of Lightning's sanity check, which costs no pass
+        assert_statistics_are_of_ghost_batches(state, ghost)
     assert measured["time/recalibration_s"] > 0
 
 
@@ -123,13 +125,14 @@ def test_an_average_of_weights_gets_statistics_of_its_own(one_rank):
     ((seen, end, _),) = one_rank.run(seen_by_validation, 1, True)
     assert_statistics_are_of_ghost_batches(seen[-1], 64)
     # in the end the module has both
-    assert all(torch.equal(end[name], value) for name, value in seen[-1].items())
+    assert same(end, seen[-1])
 
 
-def test_they_are_the_same_on_any_number_of_ranks(one_rank, two_ranks):
+def test_recalibrated_statistics_are_the_same_on_any_number_of_ranks(one_rank, two_ranks):
     """Ghost batches of 16 images each. Weights differ by the order of the ranks' sums, so before the first step."""
     (alone,) = one_rank.run(untrained, 4)
-    assert all(same(alone, state) for state in two_ranks.run(untrained, 2))
+    for rank, state in enumerate(two_ranks.run(untrained, 2)):
+        assert same(alone, state), f"rank {rank}"
 
 
 def untrained(accumulate):
@@ -177,50 +180,47 @@ def frozen():
         trainer.fit(module, toy.loader(), toy.loader())
     norms = [module.net[1], module.net[3]]
     means = [layer.running_mean.tolist() for layer in norms]
-    text = [
-        str(warning.message) for warning in caught if "RecalibrateBatchNorm" in str(warning.message)
-    ]
-    return means, [layer.training for layer in norms], text
+    modes = [layer.training for layer in norms]
+    messages = [str(warning.message) for warning in caught]
+    return means, modes, [text for text in messages if "RecalibrateBatchNorm" in text]
 
 
 def test_layers_in_evaluation_mode_while_the_module_trains_keep_their_statistics(two_ranks):
     results = two_ranks.run(frozen)
-    for means, modes, _ in results:
-        assert means[0] == [3.0] * 8
-        assert means[1] != [0.0] * 8
-        assert means == results[0][0]
-        assert modes == [False, True]
-    assert [len(text) for *_, text in results] == [1, 0]
-    assert results[0][2][0].startswith("`RecalibrateBatchNorm`: `net.1` keep their statistics")
+    means_of_rank_0, _, messages_of_rank_0 = results[0]
+    for rank, (means, modes, _) in enumerate(results):
+        assert means[0] == [3.0] * 8, f"rank {rank}"
+        assert means[1] != [0.0] * 8, f"rank {rank}"
+        assert means == means_of_rank_0, f"rank {rank}"
+        assert modes == [False, True], f"rank {rank}"
+    assert [len(messages) for *_, messages in results] == [1, 0]
+    assert messages_of_rank_0[0].startswith("`RecalibrateBatchNorm`: `net.1` keep their statistics")
 
 
 def with_and_without(num_workers, precision, has_generator=True):
+    options = {}
     if num_workers:
-        more = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-    else:
-        more = {}
-    ends = []
+        options = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    settings = {
+        "precision": precision,
+        "use_distributed_sampler": False,
+        "val_check_interval": 3,
+        "num_sanity_val_steps": 0,
+    }
+    results = []
     for callbacks in ([RecalibrateBatchNorm(32)], []):
         module = FineTuned(False)
-        if has_generator:
-            own = torch.Generator().manual_seed(7)
-        else:
-            own = None
-        loader = DataLoader(toy.Blobs(64), 8, shuffle=True, generator=own, **more)
+        generator = torch.Generator().manual_seed(7) if has_generator else None
+        loader = DataLoader(toy.Blobs(64), 8, shuffle=True, generator=generator, **options)
         torch.manual_seed(1)
-        settings = {
-            "use_distributed_sampler": False,
-            "val_check_interval": 3,
-            "num_sanity_val_steps": 0,
-        }
-        toy.trainer(callbacks=callbacks, precision=precision, **settings).fit(
-            module, loader, toy.loader()
-        )
-        state = {
-            name: value for name, value in toy.weights(module).items() if "running" not in name
-        }
-        ends.append([state, module.losses])
-    return same(*ends)
+        trainer = toy.trainer(callbacks=callbacks, **settings)
+        trainer.fit(module, loader, toy.loader())
+        weights = toy.weights(module)
+        for name in list(weights):
+            if "running" in name:
+                del weights[name]
+        results.append([weights, module.losses])
+    return same(*results)
 
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
@@ -255,5 +255,5 @@ def test_a_module_without_forward_is_told_what_to_give():
     }
     with pytest.raises(Exception, match=words):
         toy.trainer(callbacks=RecalibrateBatchNorm(64), **short).fit(WithoutForward(), data)
-    given = RecalibrateBatchNorm(64, forward=lambda module, batch: module.net(batch[0]))
-    toy.trainer(callbacks=given, **short).fit(WithoutForward(), data)
+    with_forward = RecalibrateBatchNorm(64, forward=lambda module, batch: module.net(batch[0]))
+    toy.trainer(callbacks=with_forward, **short).fit(WithoutForward(), data)

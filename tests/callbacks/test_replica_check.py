@@ -20,15 +20,15 @@ LAST = "net.8.weight"
 
 
 class Spoils(pl.Callback):
-    def __init__(self, rank, step, what):
+    def __init__(self, rank, step, target):
         self.rank = rank
         self.step = step
-        self.what = what
+        self.spoil = getattr(self, target)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == self.step and dist.get_rank() == self.rank:
             with torch.no_grad():
-                getattr(self, self.what)(trainer, dict(module.named_parameters())[LAST])
+                self.spoil(trainer, dict(module.named_parameters())[LAST])
 
     def weight(self, trainer, weight):
         weight.view(-1)[3] += 0.5
@@ -46,21 +46,18 @@ class Spoils(pl.Callback):
         run_status(trainer).optimizer_steps[0].num_skipped.add_(1)
 
 
-def spoiled(ranks, what, precision, every_n_steps, rank=1, step=2):
-    callbacks = [Spoils(rank, step, what), ReplicaCheck(every_n_steps)]
+def spoiled(ranks, target, precision, every_n_steps, rank=1, step=2):
+    """Return error and step of each rank after `target` was changed on one."""
+    callbacks = [Spoils(rank, step, target), ReplicaCheck(every_n_steps)]
     results = fit(ranks, max_epochs=1, precision=precision, callbacks=callbacks, raises=True)
     return [(seen.error, seen.global_step) for seen in results]
 
 
 @pytest.mark.parametrize(
-    ("what", "precision", "named"),
+    ("target", "precision", "named"),
     [
         # there alone: the gradients of all others are averages
-        (
-            "weight",
-            "16-true",
-            f": `{LAST}`",
-        ),
+        ("weight", "16-true", f": `{LAST}`"),
         ("below_half", "16-true", f": `{LAST}`"),
         ("momentum", "bf16-true", f": `{LAST}`"),
         ("skipped", "16-true", ": number of skipped steps 0"),
@@ -68,25 +65,28 @@ def spoiled(ranks, what, precision, every_n_steps, rank=1, step=2):
     ],
 )
 def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(
-    two_ranks, what, precision, named
+    two_ranks, target, precision, named
 ):
-    for error, last_step in spoiled(two_ranks, what, precision, 4):
-        assert error.startswith(
-            "ReplicaDriftError: The ranks no longer hold the same model; they parted between steps"
-        )
-        assert "between steps 0 and 4 (`every_n_steps` (=4)): " in error
-        assert f"{named} on rank 1 (host " in error
-        assert "is not that of rank 0 (host " in error
-        assert last_step == 4
+    expected_begin = (
+        "ReplicaDriftError: The ranks no longer hold the same model; they parted between steps"
+    )
+    for rank, (error, last_step) in enumerate(spoiled(two_ranks, target, precision, 4)):
+        assert error.startswith(expected_begin), f"on rank {rank}: {error}"
+        assert "between steps 0 and 4 (`every_n_steps` (=4)): " in error, f"on rank {rank}"
+        assert f"{named} on rank 1 (host " in error, f"on rank {rank}"
+        assert "is not that of rank 0 (host " in error, f"on rank {rank}"
+        assert last_step == 4, f"on rank {rank}"
 
 
 def test_the_first_difference_is_named_right_after_the_change(three_ranks):
     """The momentum that was written, and the weight that it moved. The third rank is in the minority."""
-    for error, last_step in spoiled(three_ranks, "momentum", "32-true", 1, rank=2, step=1):
-        assert f"`{LAST}` on rank 2 (host " in error
-        assert "is not that of ranks 0, 1 (host " in error
-        assert "2 of 20 tensors differ, the last is `momentum_buffer` of the optimizer" in error
-        assert last_step == 2
+    results = spoiled(three_ranks, "momentum", "32-true", 1, rank=2, step=1)
+    summary = "2 of 20 tensors differ, the last is `momentum_buffer` of the optimizer"
+    for rank, (error, last_step) in enumerate(results):
+        assert f"`{LAST}` on rank 2 (host " in error, f"on rank {rank}"
+        assert "is not that of ranks 0, 1 (host " in error, f"on rank {rank}"
+        assert summary in error, f"on rank {rank}"
+        assert last_step == 2, f"on rank {rank}"
 
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
@@ -94,24 +94,25 @@ def test_a_sound_run_is_bit_for_bit_what_it_is_without_this_check_and_that_of_nu
     two_ranks, precision
 ):
     scene = {"max_epochs": 1, "precision": precision, "log_every_n_steps": 2}
-    ends = [
-        fit(two_ranks, callbacks=each, **scene)
-        for each in ([ReplicaCheck(3), NumericsMonitor()], [])
-    ]
-    assert all(same(first.weights, second.weights) for first, second in zip(*ends, strict=True))
+    checked = fit(two_ranks, callbacks=[ReplicaCheck(3), NumericsMonitor()], **scene)
+    plain = fit(two_ranks, **scene)
+    for rank in range(2):
+        assert same(checked[rank].weights, plain[rank].weights), f"rank {rank}"
 
 
 class Differs(toy.Toy):
-    def __init__(self, what):
+    """Module that changes the checkpoint that it loads, on rank 0 alone."""
+
+    def __init__(self, changed):
         super().__init__()
-        self.what = what
+        self.changed = changed
 
     def on_load_checkpoint(self, checkpoint):
-        if dist.get_rank() == 0 and self.what == "weights":
+        if dist.get_rank() == 0 and self.changed == "weights":
             checkpoint["state_dict"][LAST] *= 1 + 2**-20
         elif dist.get_rank() == 0:
-            for of_one in checkpoint["optimizer_states"][0]["state"].values():
-                of_one["momentum_buffer"] *= 1 + 2**-20
+            for state in checkpoint["optimizer_states"][0]["state"].values():
+                state["momentum_buffer"] *= 1 + 2**-20
 
 
 def test_what_differs_between_checkpoints_is_found_before_the_first_step_and_of_weights_all_take_rank_zeros(
@@ -122,16 +123,18 @@ def test_what_differs_between_checkpoints_is_found_before_the_first_step_and_of_
     scene = {"precision": "16-true"}
     fit(two_ranks, max_epochs=1, save_to=path, **scene)
     scene |= {"ckpt_path": path, "callbacks": [ReplicaCheck(100)], "raises": True}
-    assert [seen.error for seen in fit(two_ranks, partial(Differs, "weights"), **scene)] == ["", ""]
-    for seen in fit(two_ranks, partial(Differs, "momentum"), **scene):
-        assert (
-            "they parted when training started (`every_n_steps` (=100)): `momentum_buffer` of the op"
-            in seen.error
-        )
-        assert "Give every rank the same checkpoint" in seen.error
+    for rank, seen in enumerate(fit(two_ranks, partial(Differs, "weights"), **scene)):
+        assert seen.error == "", f"on rank {rank}"
+    words = (
+        "they parted when training started (`every_n_steps` (=100)): `momentum_buffer` of the op"
+    )
+    for rank, seen in enumerate(fit(two_ranks, partial(Differs, "momentum"), **scene)):
+        assert words in seen.error, f"on rank {rank}"
+        assert "Give every rank the same checkpoint" in seen.error, f"on rank {rank}"
 
 
-def num_collectives(every_n_steps):
+def sizes_of_checks(every_n_steps):
+    """Return the bytes of each collective of a check in one epoch."""
     calls = []
     original = dist.all_reduce
 
@@ -144,14 +147,14 @@ def num_collectives(every_n_steps):
         fit(max_epochs=1, callbacks=[ReplicaCheck(every_n_steps)])
     finally:
         dist.all_reduce = original
-    # Lightning's are of 8
+    # Lightning's own have 8 bytes
     return [num_bytes for num_bytes, dtype in calls if dtype is torch.int64 and num_bytes > 8]
 
 
 def test_a_sound_check_sends_16_bytes_and_there_is_none_between(two_ranks):
     """32 images of each rank in batches of 8: four steps. A check before them, after every third, and at the end."""
-    for sizes in two_ranks.run(num_collectives, 3):
-        assert sizes == [16, 16, 16]
+    for rank, sizes in enumerate(two_ranks.run(sizes_of_checks, 3)):
+        assert sizes == [16, 16, 16], f"rank {rank}"
 
 
 def test_a_tensor_that_one_rank_lacks_is_named():
@@ -177,18 +180,21 @@ def test_of_our_loaders_the_order_and_the_epoch_are_told():
 
 
 def with_a_seed_of_its_own():
-    sampler = DistributedSampler(
-        toy.Blobs(), num_replicas=2, rank=dist.get_rank(), seed=2 + 7 * dist.get_rank()
-    )
+    rank = dist.get_rank()
+    sampler = DistributedSampler(toy.Blobs(), num_replicas=2, rank=rank, seed=2 + 7 * rank)
     return DataLoader(toy.Blobs(), batch_size=8, sampler=sampler)
 
 
 def test_another_seed_of_the_data_on_one_rank_is_an_error_on_both_before_the_first_step(two_ranks):
-    for seen in fit(
+    results = fit(
         two_ranks, train=with_a_seed_of_its_own, callbacks=[ReplicaCheck(100)], raises=True
-    ):
-        words = "DataOrderError: The ranks read the data in different orders; seen when training started"
-        assert seen.error.startswith(words)
-        assert "`seed` is 2 on rank 0 and 9 on rank 1. Samples are read twice" in seen.error
-        assert "ranks 0, 1 are on host " in seen.error.lower()
-        assert seen.global_step == 0
+    )
+    expected_begin = (
+        "DataOrderError: The ranks read the data in different orders; seen when training started"
+    )
+    seeds = "`seed` is 2 on rank 0 and 9 on rank 1. Samples are read twice"
+    for rank, seen in enumerate(results):
+        assert seen.error.startswith(expected_begin), f"on rank {rank}: {seen.error}"
+        assert seeds in seen.error, f"on rank {rank}"
+        assert "ranks 0, 1 are on host " in seen.error.lower(), f"on rank {rank}"
+        assert seen.global_step == 0, f"on rank {rank}"

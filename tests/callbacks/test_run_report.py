@@ -14,11 +14,39 @@ from lightning_hybrid.callbacks import metrics as m
 from tests import toy
 from tests.callbacks.support import counting, fit
 
+COMMUNICATION = {
+    "num_steps": 8,
+    "num_buckets": 16,
+    "num_bytes": 16000,
+    "node_bytes": 32000.0,
+    "quantisation_nmse": None,
+    "link_bytes": 24000.0,
+    "least_link_bytes": 16000.0,
+    "link_bytes_per_s": 32000.0,
+    "busy_s": 1.0,
+    "exposed_s": 0.4,
+    "exposed_s_per_step": 0.05,
+    "achieved_bytes_per_s": 16000.0,
+    "achieved_share": 0.5,
+}
+BUCKET = {
+    "numel": 500,
+    "dtype": "float16",
+    "num_bytes": 1000,
+    "algorithm": "flat",
+    "num_chunks": 2,
+    "num_times": 8,
+    "link_bytes": 1500.0,
+    "least_link_bytes": 1000.0,
+    "node_bytes": 2000.0,
+}
+
 
 @pytest.fixture(scope="module")
 def written(two_ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    return folder, two_ranks.run(report_after_a_test, str(folder))[0]
+    table, _ = two_ranks.run(report_after_a_test, str(folder))
+    return folder, table
 
 
 def test_a_report_has_a_picture_a_summary_and_a_table(written):
@@ -28,39 +56,18 @@ def test_a_report_has_a_picture_a_summary_and_a_table(written):
     assert summary["metrics"][m.TEST_ACC] == 0.75
     assert summary["metrics"][m.VAL_ACC] == 0.5
     assert summary["images_per_s"] == 32.0
-    assert (summary["num_steps"], summary["world_size"], summary["precision"]) == (8, 2, "16-true")
-    communication = summary["communication"]
-    buckets = communication.pop("per_bucket")
-    of_all = {
-        "num_steps": 8,
-        "num_buckets": 16,
-        "num_bytes": 16000,
-        "node_bytes": 32000.0,
-        "quantisation_nmse": None,
-    }
-    of_all |= {"link_bytes": 24000.0, "least_link_bytes": 16000.0, "link_bytes_per_s": 32000.0}
-    of_all |= {"busy_s": 1.0, "exposed_s": 0.4, "exposed_s_per_step": 0.05}
-    assert communication == pytest.approx(
-        of_all | {"achieved_bytes_per_s": 16000.0, "achieved_share": 0.5}
-    )
-    of_one = {
-        "numel": 500,
-        "dtype": "float16",
-        "num_bytes": 1000,
-        "algorithm": "flat",
-        "num_chunks": 2,
-        "num_times": 8,
-    }
-    of_one |= {"link_bytes": 1500.0, "least_link_bytes": 1000.0, "node_bytes": 2000.0}
-    for index, (bucket, exposed_s, in_flight_s) in enumerate(
-        zip(buckets, (0.0, 0.05), (0.1, 0.2), strict=True)
-    ):
-        times = {"mean_exposed_s": exposed_s, "mean_in_flight_s": in_flight_s}
-        rate = {
-            "achieved_bytes_per_s": 1000 / in_flight_s,
-            "achieved_share": 1000 / in_flight_s / 32000,
-        }
-        assert bucket == pytest.approx({"index": index, **of_one, **times, **rate})
+    assert summary["num_steps"] == 8
+    assert summary["world_size"] == 2
+    assert summary["precision"] == "16-true"
+    buckets = summary["communication"].pop("per_bucket")
+    assert summary["communication"] == pytest.approx(COMMUNICATION)
+    first, second = buckets
+    times_of_first = {"mean_exposed_s": 0.0, "mean_in_flight_s": 0.1}
+    rates_of_first = {"achieved_bytes_per_s": 1000 / 0.1, "achieved_share": 1000 / 0.1 / 32000}
+    assert first == pytest.approx({"index": 0, **BUCKET, **times_of_first, **rates_of_first})
+    times_of_second = {"mean_exposed_s": 0.05, "mean_in_flight_s": 0.2}
+    rates_of_second = {"achieved_bytes_per_s": 1000 / 0.2, "achieved_share": 1000 / 0.2 / 32000}
+    assert second == pytest.approx({"index": 1, **BUCKET, **times_of_second, **rates_of_second})
     assert table.splitlines() == [
         "test accuracy  75.00% of the last weights",
         "validation     50.00% of the last weights, best 50.00% after step 4",
@@ -77,9 +84,8 @@ def report_after_a_test(run_dir):
     report = RunReport(run_dir)
     report.config = {"optim": {"lr": 0.1, "note": "<b>"}}
     report.overrides = ["optim.lr=0.1"]
-    _, module, trainer = fit(
-        more=[report], strategy=counting(loss_scale=1024.0, report=Report(link_bytes_per_s=32000.0))
-    )
+    strategy = counting(loss_scale=1024.0, report=Report(link_bytes_per_s=32000.0))
+    _, module, trainer = fit(callbacks=[report], strategy=strategy)
     trainer.test(module, toy.loader(), verbose=False)
     return report.table(trainer)
 
@@ -94,22 +100,23 @@ def test_the_table_says_which_weights_were_tested_and_where_the_best_are(two_ran
 
 
 def table_of_the_best(run_dir):
-    place = {"dirpath": f"{run_dir}/checkpoints", "enable_version_counter": False}
-    best = ModelCheckpoint(filename="best", monitor=m.VAL_ACC, mode="max", **place)
-    other = ModelCheckpoint(filename="other", monitor=m.VAL_LOSS, **place)
-    _, module, trainer = fit(
-        more=[report := RunReport(run_dir), other, best], enable_checkpointing=True
-    )
+    options = {"dirpath": f"{run_dir}/checkpoints", "enable_version_counter": False}
+    report = RunReport(run_dir)
+    best = ModelCheckpoint(filename="best", monitor=m.VAL_ACC, mode="max", **options)
+    by_loss = ModelCheckpoint(filename="other", monitor=m.VAL_LOSS, **options)
+    _, module, trainer = fit(callbacks=[report, by_loss, best], enable_checkpointing=True)
     trainer.test(module, toy.loader(), ckpt_path=best.best_model_path, verbose=False)
     return report.table(trainer)
 
 
 def rows_of(content):
-    rows = [
-        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL)
-        for row in re.split("<tr[^>]*>", content)
-    ]
-    return {row[0]: [html.unescape(cell) for cell in row[1:]] for row in rows if row}
+    """Return the cells of all table rows of a page, by the first cell."""
+    rows = {}
+    for row in re.split("<tr[^>]*>", content):
+        cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL)
+        if cells:
+            rows[cells[0]] = [html.unescape(cell) for cell in cells[1:]]
+    return rows
 
 
 def test_the_page_of_a_run_needs_no_other_file(written):
@@ -117,10 +124,8 @@ def test_the_page_of_a_run_needs_no_other_file(written):
     content = (run_dir / "run.html").read_text()
     assert re.findall(r' (?:src|href)="([^"]*)"', content) == []
     rows = rows_of(content)
-    assert (
-        '<td>✓</td><td>test accuracy</td><td class="good">75.00% of the last weights</td>'
-        in content
-    )
+    verdict = '<td>✓</td><td>test accuracy</td><td class="good">75.00% of the last weights</td>'
+    assert verdict in content
     assert "Accuracy: 50.00% at best" in content
     assert rows[m.VAL_ACC][:2] == ["0.5", "0.5"]
     assert rows[m.COMM_LINK_BYTES][0] == "3 kB"
@@ -169,40 +174,54 @@ def test_a_report_is_written_whatever_was_not_measured_and_not_of_a_dry_run(
 
 def report_of(run_dir, settings):
     report = RunReport(run_dir)
-    return report.table(fit(more=[report], **settings)[2])
+    _, _, trainer = fit(callbacks=[report], **settings)
+    return report.table(trainer)
 
 
 def test_the_report_of_a_resumed_run_shows_all_of_it_and_the_communication_of_all_steps(
     two_ranks, tmp_path
 ):
-    (curves, communication), (again, resumed) = two_ranks.run(
-        whole_and_resumed, f"{tmp_path}/some.ckpt"
-    )[0]
+    (whole, resumed), _ = two_ranks.run(whole_and_resumed, f"{tmp_path}/some.ckpt")
+    curves, communication = whole
+    resumed_curves, resumed_communication = resumed
     assert [step for step, _ in curves[m.TRAIN_LOSS]] == [3, 6]
     assert [step for step, _ in curves[m.VAL_LOSS]] == [4, 8]
-    without_clocks = [
-        {n: each[n] for n in each if not m.metric_of(n).from_clock} for each in (curves, again)
-    ]
-    assert without_clocks[0] == without_clocks[1]
-    assert communication.num_steps == resumed.num_steps == 8
-    assert communication.num_bytes == resumed.num_bytes > 0
+    assert without_clocks(curves) == without_clocks(resumed_curves)
+    assert communication.num_steps == 8
+    assert communication.num_bytes > 0
     # two nodes of one
-    assert communication.bytes_across == communication.least_bytes_across == communication.num_bytes
-    assert sum(bucket.num_times for bucket in resumed.buckets) == resumed.num_buckets
-    assert 0 < resumed.exposed_s <= resumed.busy_s
-    assert sum(resumed.exposed_by_bucket_s.values()) == pytest.approx(resumed.exposed_s)
+    assert communication.bytes_across == communication.num_bytes
+    assert communication.least_bytes_across == communication.num_bytes
+    assert resumed_communication.num_steps == 8
+    assert resumed_communication.num_bytes == communication.num_bytes
+    num_times = sum(bucket.num_times for bucket in resumed_communication.buckets)
+    assert num_times == resumed_communication.num_buckets
+    exposed_s = resumed_communication.exposed_s
+    assert 0 < exposed_s <= resumed_communication.busy_s
+    by_bucket_s = resumed_communication.exposed_by_bucket_s
+    assert sum(by_bucket_s.values()) == pytest.approx(exposed_s)
+
+
+def without_clocks(curves):
+    return {name: curve for name, curve in curves.items() if not m.metric_of(name).from_clock}
 
 
 def whole_and_resumed(path):
-    """Return rows of a whole and of a resumed run. Steps 4, 7 and 8 drain no window for the logger."""
+    """Return curves and communication of a whole and of a resumed run.
+
+    Steps 4, 7 and 8 drain no window for the logger.
+    """
 
     def run(**settings):
         report = RunReport()
         report._write = lambda trainer: None
         strategy = HybridAllReduceStrategy(ranks_per_node=1)
-        trainer = fit(more=[report], strategy=strategy, log_every_n_steps=3, **settings)[2]
+        settings |= {"strategy": strategy, "log_every_n_steps": 3}
+        _, _, trainer = fit(callbacks=[report], **settings)
         return trainer, (report.curves, report.communication())
 
     _, whole = run()
-    run(max_epochs=1)[0].save_checkpoint(path)
-    return whole, run(ckpt_path=path)[1]
+    trainer, _ = run(max_epochs=1)
+    trainer.save_checkpoint(path)
+    _, resumed = run(ckpt_path=path)
+    return whole, resumed

@@ -49,40 +49,49 @@ def signals(trainer, module, batch, batch_idx, dataloader_idx=0):
         signal.raise_signal(signal.SIGUSR1)
 
 
-def in_a_job(folder, rank, number=signal.SIGUSR1, in_test=False):
+def environment_of_a_job():
+    """Return the variables that SLURM sets for this rank, and those that Lightning would leave behind."""
+    rank = dist.get_rank()
     world_size = dist.get_world_size()
-    own = dist.get_rank()
-    variables = {
-        "NTASKS": world_size,
-        "NTASKS_PER_NODE": world_size,
-        "NNODES": 1,
-        "NODEID": 0,
-        "JOB_ID": 17,
+    return {
+        "SLURM_NTASKS": world_size,
+        "SLURM_NTASKS_PER_NODE": world_size,
+        "SLURM_NNODES": 1,
+        "SLURM_NODEID": 0,
+        "SLURM_JOB_ID": 17,
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NODELIST": "localhost",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
     }
-    variables |= {"PROCID": own, "LOCALID": own, "JOB_NAME": "train", "NODELIST": "localhost"}
+
+
+def in_a_job(folder, rank, number=signal.SIGUSR1, in_test=False):
+    write = checkpoint_io.write_checkpoint
+
+    def write_slowly(*args, **kwargs):
+        time.sleep(0.5)
+        write(*args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(f"SLURM_{name}", str(value))
-        for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning would leave its own
-            patch.setenv(name, "localhost" if name.endswith("ADDR") else "1")
+        for name, value in environment_of_a_job().items():
+            patch.setenv(name, str(value))
         patch.setenv("PATH", f"{folder}/bin", prepend=":")
+        patch.setattr(checkpoint_io, "write_checkpoint", write_slowly)
         strategy = HybridAllReduceStrategy(checkpoint_io=DurableCheckpointIO(in_background=True))
-        write = checkpoint_io.write_checkpoint  # to a slow disk
-        patch.setattr(
-            checkpoint_io,
-            "write_checkpoint",
-            lambda *args, **kw: (time.sleep(0.5), write(*args, **kw)),
-        )
+        if in_test:
+            signalling = at(on_test_batch_start=signals)
+            max_epochs = 0
+        else:
+            signalling = Signals(rank, step=5, number=number)
+            max_epochs = 3
         trainer = toy.trainer(
-            callbacks=[
-                StopOnSignal(folder),
-                at(on_test_batch_start=signals)
-                if in_test
-                else Signals(rank, step=5, number=number),
-            ],
+            callbacks=[StopOnSignal(folder), signalling],
             default_root_dir=folder,
             strategy=strategy,
-            max_epochs=0 if in_test else 3,
+            max_epochs=max_epochs,
         )
         assert isinstance(trainer.strategy.cluster_environment, SLURMEnvironment)
         try:
@@ -127,7 +136,8 @@ def test_in_testing_a_job_is_queued_again_with_nothing_saved(two_ranks, folder):
 )
 def test_a_job_that_cannot_be_queued_again_says_why(tmp_path, monkeypatch, then, reason):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(stop_on_signal, "REQUEUE_LIMIT_S", 0.2 if then == "sleep 9" else 30.0)
+    limit_s = 0.2 if then == "sleep 9" else 30.0
+    monkeypatch.setattr(stop_on_signal, "REQUEUE_LIMIT_S", limit_s)
     if then is None:
         monkeypatch.setenv("PATH", str(tmp_path))
     else:
@@ -147,7 +157,7 @@ def test_a_job_that_cannot_be_queued_again_says_why(tmp_path, monkeypatch, then,
     ],
 )
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
-def test_the_signal_is_lightnings(environment, expected):
+def test_the_requeue_signal_is_the_one_of_lightnings_environment(environment, expected):
     trainer = SimpleNamespace(strategy=SimpleNamespace(cluster_environment=environment()))
     assert stop_on_signal.requeue_signal_of(trainer) is expected
 

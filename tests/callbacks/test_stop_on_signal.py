@@ -31,11 +31,8 @@ class Signals(pl.Callback):
             os.kill(os.getpid(), self.number)
 
     def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
-        if (
-            self.in_validation == trainer.global_step
-            and dist.get_rank() == self.rank
-            and batch_idx == 0
-        ):
+        is_now = self.in_validation == trainer.global_step and batch_idx == 0
+        if is_now and dist.get_rank() == self.rank:
             os.kill(os.getpid(), self.number)
 
 
@@ -109,22 +106,19 @@ def test_a_step_that_fails_leaves_no_checkpoint(one_rank, tmp_path, error, signa
     assert os.listdir(tmp_path) == []
 
 
-def folder_of(given, own):
-    if own:
-        saves = ModelCheckpoint(own)
-    else:
-        saves = None
+def folder_of(stop_folder, checkpoint_folder):
+    callbacks = []
+    if checkpoint_folder is not None:
+        callbacks = [ModelCheckpoint(checkpoint_folder)]
     trainer = toy.trainer(
-        callbacks=[saves] if saves else [], default_root_dir="root", enable_checkpointing=bool(own)
+        callbacks=callbacks, default_root_dir="root", enable_checkpointing=bool(callbacks)
     )
-    return str(StopOnSignal(given)._folder(trainer))
+    return str(StopOnSignal(stop_folder)._folder(trainer))
 
 
-def test_the_checkpoint_goes_where_it_is_told_or_to_the_others():
-    assert [folder_of("given", "own"), folder_of(None, "own")] == [
-        "given",
-        str(Path("own").absolute()),
-    ]
+def test_the_checkpoint_goes_to_the_folder_of_the_callback_or_to_that_of_other_checkpoints():
+    assert folder_of("stops", "checkpoints") == "stops"
+    assert folder_of(None, "checkpoints") == str(Path("checkpoints").absolute())
     assert folder_of(None, None) == "root"
 
 
@@ -142,21 +136,22 @@ def fitted_again(folder):
     return steps
 
 
-def test_another_fit_begins_anew(two_ranks, tmp_path):
+def test_a_second_fit_with_the_same_callback_is_not_stopped(two_ranks, tmp_path):
     assert two_ranks.run(fitted_again, str(tmp_path)) == [[5, 12]] * 2
 
 
-def place(trainer, module, outputs, batch, batch_idx):
+def epoch_batch_and_step(trainer, module, outputs, batch, batch_idx):
     return trainer.current_epoch, batch_idx, trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def run(folder, where, validates, limits, ckpt_path=None):
-    places = at(on_train_batch_end=place)
+    looks = at(on_train_batch_end=epoch_batch_and_step)
     module = toy.Toy()
-    trainer = toy.trainer(callbacks=[StopOnSignal(folder), Signals(0, **where), places], **limits)
+    trainer = toy.trainer(callbacks=[StopOnSignal(folder), Signals(0, **where), looks], **limits)
+    val = toy.loader() if validates else None
     with contextlib.suppress(SIGTERMException):
-        trainer.fit(module, toy.loader(), toy.loader() if validates else None, ckpt_path=ckpt_path)
-    return places.kept["on_train_batch_end"], toy.weights(module)
+        trainer.fit(module, toy.loader(), val, ckpt_path=ckpt_path)
+    return looks.kept["on_train_batch_end"], toy.weights(module)
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
@@ -177,26 +172,28 @@ def test_a_run_that_stops_between_two_epochs_goes_on_to_the_bit_and_misses_no_ba
     """
     ranks = request.getfixturevalue(world)
     path = str(tmp_path / "stopped.ckpt")
-    runs = [({}, None), (where, None), ({}, path)]
-    results = [
-        ranks.run(run, str(tmp_path), each, validates, limits, ckpt_path)
-        for each, ckpt_path in runs
-    ]
+    whole = ranks.run(run, str(tmp_path), {}, validates, limits)
+    interrupted = ranks.run(run, str(tmp_path), where, validates, limits)
+    resumed = ranks.run(run, str(tmp_path), {}, validates, limits, path)
+
     length = 8 // ranks.world_size
-    for (whole, weights), (before, _), (after, resumed) in zip(*results, strict=True):
-        assert (
-            before + after
-            == whole
-            == [(step // length, step % length, step) for step in range(3 * length)]
-        )
-        assert len(before) == length
-        assert toy.same_bits(weights, resumed)
+    all_batches = [(step // length, step % length, step) for step in range(3 * length)]
+    for rank in range(ranks.world_size):
+        batches, weights = whole[rank]
+        batches_before, _ = interrupted[rank]
+        batches_after, resumed_weights = resumed[rank]
+        assert batches == all_batches, f"rank {rank}"
+        assert batches_before + batches_after == all_batches, f"rank {rank}"
+        assert len(batches_before) == length, f"rank {rank}"
+        assert toy.same_bits(weights, resumed_weights), f"rank {rank}"
 
 
 def test_a_step_of_several_batches_is_made_to_its_end(two_ranks, tmp_path):
-    """Of 3 batches. The signal comes in the first of them."""
+    """The signal comes in the first of 3 batches."""
     results = two_ranks.run(stopped, str(tmp_path), 0, {"step": 0}, "SIGTERM", 1, 3)
-    assert [(at, num) for _, at, _, num in results] == [(1, 3)] * 2
+    for rank, (_, global_step, _, num_batches) in enumerate(results):
+        assert global_step == 1, f"rank {rank}"
+        assert num_batches == 3, f"rank {rank}"
 
 
 def test_a_signal_that_is_none_is_refused():

@@ -21,7 +21,8 @@ class Rises(Module):
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch, batch_idx)
         rises = self.everywhere or dist.get_rank() == dist.get_world_size() - 1
-        self.log("rises", (self.current_epoch + 1) / 4 if rises else 0.0)
+        value = (self.current_epoch + 1) / 4 if rises else 0.0
+        self.log("rises", value)
 
 
 def reached(options, path=None, resumed_at=None, everywhere=True):
@@ -29,39 +30,39 @@ def reached(options, path=None, resumed_at=None, everywhere=True):
     module = Rises()
     module.everywhere = everywhere
     if resumed_at is not None:
-        fit(more=[TimeToAccuracy(**options)], module=Rises(), max_epochs=resumed_at)[
-            2
-        ].save_checkpoint(path)
+        first = TimeToAccuracy(**options)
+        _, _, trainer = fit(callbacks=[first], module=Rises(), max_epochs=resumed_at)
+        trainer.save_checkpoint(path)
     event = TimeToAccuracy(**options)
-    logger, _, trainer = fit(more=[event], module=module, max_epochs=3, ckpt_path=path)
+    logger, _, trainer = fit(callbacks=[event], module=module, max_epochs=3, ckpt_path=path)
     names = (m.TIME_TO_ACCURACY_TRAIN_S, m.TIME_TO_ACCURACY_TOTAL_S, m.TIME_TO_ACCURACY_STEP)
-    return (
-        [logger.column(name) for name in names],
-        trainer.global_step,
-        event.describe(),
-        event.reached,
-    )
+    columns = [logger.column(name) for name in names]
+    return columns, trainer.global_step, event.describe(), event.reached
 
 
 def test_both_times_are_logged_once_when_the_target_is_reached(two_ranks):
     """In the second epoch of three, after eight steps and two validations."""
-    for columns, num_steps, line, _ in two_ranks.run(reached, {}):
-        assert columns == [{9: 8 * STEP_S}, {9: 8 * STEP_S + 2 * VALIDATION_S}, {9: 8.0}]
-        assert num_steps == 12
-        assert (
-            line == "rises reached 0.5 after 8 steps: 4.0 s of training, 8004.0 s with validation"
-        )
+    words = "rises reached 0.5 after 8 steps: 4.0 s of training, 8004.0 s with validation"
+    for rank, (columns, num_steps, line, _) in enumerate(two_ranks.run(reached, {})):
+        train_s, total_s, step = columns
+        assert train_s == {9: 8 * STEP_S}, f"rank {rank}"
+        assert total_s == {9: 8 * STEP_S + 2 * VALIDATION_S}, f"rank {rank}"
+        assert step == {9: 8.0}, f"rank {rank}"
+        assert num_steps == 12, f"rank {rank}"
+        assert line == words, f"rank {rank}"
 
 
 def test_a_loss_reaches_its_target_from_above_and_training_ends_there_if_asked(two_ranks):
     """Ten is above the loss of any three classes guessed at random (log 3): the first validation sees it."""
     options = {"target": 10.0, "monitor": m.VAL_LOSS, "mode": "min", "stop": True}
-    for _, num_steps, _, event in two_ranks.run(reached, options):
-        assert num_steps == event[m.TIME_TO_ACCURACY_STEP] == 4
+    for rank, (_, num_steps, _, event) in enumerate(two_ranks.run(reached, options)):
+        assert num_steps == 4, f"rank {rank}"
+        assert event[m.TIME_TO_ACCURACY_STEP] == 4, f"rank {rank}"
 
 
 def test_a_resumed_run_goes_on_with_the_clock(two_ranks, tmp_path):
-    columns, _, _, event = two_ranks.run(reached, {}, f"{tmp_path}/some.ckpt", 1)[0]
+    rank_0, _ = two_ranks.run(reached, {}, f"{tmp_path}/some.ckpt", 1)
+    columns, _, _, event = rank_0
     assert event == {
         m.TIME_TO_ACCURACY_TRAIN_S: 8 * STEP_S,
         m.TIME_TO_ACCURACY_TOTAL_S: 8 * STEP_S + 2 * VALIDATION_S,
@@ -71,7 +72,7 @@ def test_a_resumed_run_goes_on_with_the_clock(two_ranks, tmp_path):
 
 
 def test_one_rank_alone_does_not_stop(two_ranks):
-    """Each rank has a value of its own. With `stop` on one rank only the others would wait for it for ever."""
+    """Each rank has its own value. With `stop` on one rank only, the others would wait for it for ever."""
     results = two_ranks.run(reached, {"stop": True}, None, None, False)
     assert [(step, event) for _, step, _, event in results] == [(12, None)] * 2
 

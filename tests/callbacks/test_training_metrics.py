@@ -1,5 +1,6 @@
 """Metrics that training logs: their steps and their values."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -29,14 +30,11 @@ def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
     assert list(rank_0.column(m.TRAIN_LOSS)) == [2, 4, 6, 8]
     assert rank_0.losses != rank_1.losses
     for step, loss in rank_0.column(m.TRAIN_LOSS).items():
-        # fp32 mean
-        assert loss == pytest.approx(
-            (rank_0.losses[step - 1] + rank_1.losses[step - 1]) / 2, rel=1e-6
-        )
+        mean = (rank_0.losses[step - 1] + rank_1.losses[step - 1]) / 2
+        assert loss == pytest.approx(mean, rel=1e-6)  # the mean is taken in fp32
     # the schedule is 0.1 / (1 + steps before this one); float32 on the way to the logger
-    assert rank_0.column(m.TRAIN_LR) == pytest.approx(
-        {2: 0.1 / 2, 4: 0.1 / 4, 6: 0.1 / 6, 8: 0.1 / 8}, rel=1e-6
-    )
+    rates = {2: 0.1 / 2, 4: 0.1 / 4, 6: 0.1 / 6, 8: 0.1 / 8}
+    assert rank_0.column(m.TRAIN_LR) == pytest.approx(rates, rel=1e-6)
     assert rank_0.column(m.TRAIN_LOSS_SCALE) == dict.fromkeys((2, 4, 6, 8), 1024.0)
     assert rank_0.column(m.TRAIN_SKIPPED_STEPS) == dict.fromkeys((2, 4, 6, 8), 0.0)
     assert rank_0.column(m.IMAGES_PER_S) == {6: 32.0, 8: 32.0}
@@ -45,7 +43,8 @@ def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
 
 
 def test_communication_is_logged_per_step_per_bucket_and_against_its_bound(two_ranks):
-    one = two_ranks.run(with_window, TWO_STEPS, {"report": Report(link_bytes_per_s=32000)})[0]
+    options = {"report": Report(link_bytes_per_s=32000)}
+    rank_0, _ = two_ranks.run(with_window, TWO_STEPS, options)
     of_bytes = {
         m.COMM_BYTES: 2000,
         m.COMM_LINK_BYTES: 3000,
@@ -61,13 +60,12 @@ def test_communication_is_logged_per_step_per_bucket_and_against_its_bound(two_r
         m.COMM_ACHIEVED_BYTES_PER_S: 16000,
         m.COMM_ACHIEVED_SHARE: 0.5,
     }
-    assert {
-        name for name in one.names() if name.startswith("comm/")
-    } == of_bytes.keys() | of_clock.keys()
+    names = {name for name in rank_0.names() if name.startswith("comm/")}
+    assert names == of_bytes.keys() | of_clock.keys()
     for name, value in of_bytes.items():
-        assert one.column(name) == dict.fromkeys((2, 4, 6, 8), value), name
+        assert rank_0.column(name) == dict.fromkeys((2, 4, 6, 8), value), name
     for name, value in of_clock.items():
-        assert one.column(name) == pytest.approx(dict.fromkeys((6, 8), value)), name
+        assert rank_0.column(name) == pytest.approx(dict.fromkeys((6, 8), value)), name
 
 
 def with_window(window, options):
@@ -105,13 +103,15 @@ def test_between_logged_steps_nothing_is_read(two_ranks):
 def reads_of_the_scale():
     reads = []
 
+    def read(scale):
+        reads.append(scale)
+        return 1.0
+
     def watch(trainer, module):
         scale = trainer.precision_plugin.loss_scale
-        scale.__class__ = type(
-            "Watched", (type(scale),), {"value": property(lambda s: reads.append(0) or 1.0)}
-        )
+        scale.__class__ = type("Watched", (type(scale),), {"value": property(read)})
 
-    fit(more=[at(on_train_start=watch)])
+    fit(callbacks=[at(on_train_start=watch)])
     return len(reads)
 
 
@@ -129,11 +129,11 @@ def test_momentum_is_that_of_the_step(two_ranks, optimizer, expected):
     """A schedule of the momentum: 0.9 * 0.5 ** steps before this one. Float32 on the way to the logger."""
     scene = {
         "module": partial(Module, optimizer=optimizer),
-        "more": [at(on_train_batch_end=halve_momentum)],
+        "callbacks": [at(on_train_batch_end=halve_momentum)],
+        "precision": "32-true",
     }
-    assert seen(two_ranks, **scene, precision="32-true")[0].column(
-        m.TRAIN_MOMENTUM
-    ) == pytest.approx(expected)
+    rank_0, _ = seen(two_ranks, **scene)
+    assert rank_0.column(m.TRAIN_MOMENTUM) == pytest.approx(expected)
 
 
 def test_waiting_for_data_is_per_step_and_of_its_window(two_ranks):
@@ -160,16 +160,15 @@ def waits_logged(accumulate):
         def process_dataloader(self, dataloader):  # a prefetcher is a batch ahead
             return dataloader
 
-    if accumulate:
-        counts = Waits
-    else:
-        counts = DataLoader
-    settings = {"accumulate_grad_batches": max(1, accumulate), "use_distributed_sampler": False}
-    train = counts(toy.Blobs(32), batch_size=8)
-    skip_steps = 4 // max(1, accumulate)
-    logger = fit(
-        train=train, strategy=Exact(), skip_steps=skip_steps, precision="32-true", **settings
-    )[0]
+    loader_class = Waits if accumulate else DataLoader
+    settings = {
+        "accumulate_grad_batches": max(1, accumulate),
+        "use_distributed_sampler": False,
+        "precision": "32-true",
+        "skip_steps": 4 // max(1, accumulate),
+    }
+    train = loader_class(toy.Blobs(32), batch_size=8)
+    logger, _, _ = fit(train=train, strategy=Exact(), **settings)
     return logger.column(m.DATA_WAIT_S)
 
 
@@ -188,9 +187,10 @@ def test_peak_memory_is_what_the_system_says(two_ranks):
 
 
 def memory_logged_and_counted():
-    logged = fit(max_epochs=1)[0].column(m.PEAK_MEMORY_BYTES)[4]
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return logged, int(status["VmHWM"].split()[0]) * 1024
+    logger, _, _ = fit(max_epochs=1)
+    logged = logger.column(m.PEAK_MEMORY_BYTES)[4]
+    (kib,) = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return logged, int(kib) * 1024
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,12 @@ def memory_logged_and_counted():
 )
 def test_trust_ratios_are_those_of_the_gradients_just_used(two_ranks, precision, looked_at):
     """Against float64 from what the optimizer saw. lr is 0, so weights are those of the step."""
-    logged, expected, unseen = two_ranks.run(ratios_logged_and_expected, precision, looked_at)[0]
-    assert unseen == ([1, 3, 5, 7] if precision == "16-true" and not looked_at else [])
+    rank_0, _ = two_ranks.run(ratios_logged_and_expected, precision, looked_at)
+    logged, expected, unseen = rank_0
+    if precision == "16-true" and not looked_at:
+        assert unseen == [1, 3, 5, 7]
+    else:
+        assert unseen == []
     assert list(logged) == [2, 4, 6, 8]
     for step, result in logged.items():
         assert result == pytest.approx(expected[step], rel=1e-5)
@@ -215,8 +219,16 @@ class Lars(Module):
         return LARS(param_groups(self, weight_decay=0.01, rules=()), lr=0.0, fused=self.fused)
 
 
+def trust_ratio(parameter):
+    grad_norm = parameter.grad.double().norm()
+    weight_norm = parameter.double().norm()
+    if weight_norm == 0 or grad_norm == 0:
+        return 1.0
+    return (0.001 * weight_norm / (grad_norm + 0.01 * weight_norm)).item()
+
+
 def ratios_logged_and_expected(precision, looked_at):
-    """And the steps after which there are no gradients, as the optimizer took them unseen."""
+    """Return logged and expected ratios, and the steps whose gradients the optimizer took unseen."""
     expected = {}
     unseen = []
     module = Lars()
@@ -224,26 +236,19 @@ def ratios_logged_and_expected(precision, looked_at):
 
     def look(trainer, module, *_):
         if any(parameter.grad is None for parameter in module.parameters()):
-            unseen.extend([trainer.global_step] if trainer.global_step else [])
+            if trainer.global_step:
+                unseen.append(trainer.global_step)
             return
-        ratios = []
-        for parameter in module.parameters():
-            grad = parameter.grad.double().norm()
-            weight = parameter.double().norm()
-            ratios.append(
-                (0.001 * weight / (grad + 0.01 * weight)).item() if weight * grad else 1.0
-            )
-        ratios.sort()
+        ratios = sorted(trust_ratio(parameter) for parameter in module.parameters())
         expected[trainer.global_step] = [ratios[0], ratios[(len(ratios) - 1) // 2], ratios[-1]]
 
     # Hooks after a step would have all gradients shown: those of the next batch find what the step has left.
-    more = [at(on_train_batch_start=look, on_train_end=look)]
+    callbacks = [at(on_train_batch_start=look, on_train_end=look)]
     if looked_at:
-        more.append(at(on_before_optimizer_step=lambda *_: None))
+        callbacks.append(at(on_before_optimizer_step=lambda *_: None))
     strategy = HybridAllReduceStrategy(loss_scale=1024.0)
-    logger = fit(module=module, more=more, strategy=strategy, precision=precision, validate=False)[
-        0
-    ]
+    settings = {"strategy": strategy, "precision": precision, "validate": False}
+    logger, _, _ = fit(module=module, callbacks=callbacks, **settings)
     columns = [logger.column(name) for name in m.TRUST_RATIOS]
     logged = {step: [column[step] for column in columns] for step in columns[0]}
     return logged, expected, unseen

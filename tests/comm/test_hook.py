@@ -68,14 +68,14 @@ def train_both(algorithm, comm_dtype, check_order):
 
 
 def assert_like_plain(per_rank, *, roundings, unit_roundoff):
-    """Same bits on all ranks, and close: the largest gradient of a tensor sets the scale."""
-    for steps, _ in per_rank:
-        for step, first in zip(steps, per_rank[0][0], strict=True):
-            for (name, plain, ours), (_, _, ours_on_first) in zip(step, first, strict=True):
-                assert torch.equal(ours, ours_on_first), name
-                assert (
-                    ours - plain
-                ).abs().max() <= roundings * unit_roundoff * plain.abs().max(), name
+    """Assert the same bits on all ranks, and small errors. The largest gradient of a tensor sets the scale."""
+    steps_of_rank_0, _ = per_rank[0]
+    for rank, (steps, _) in enumerate(per_rank):
+        for step, step_of_rank_0 in zip(steps, steps_of_rank_0, strict=True):
+            for (name, plain, ours), (_, _, on_rank_0) in zip(step, step_of_rank_0, strict=True):
+                assert torch.equal(ours, on_rank_0), f"{name} on rank {rank}"
+                bound = roundings * unit_roundoff * plain.abs().max()
+                assert (ours - plain).abs().max() <= bound, f"{name} on rank {rank}"
 
 
 # Rounding: 4 addends and a division, in another order and split otherwise; gradients of different ranks cancel, so the
@@ -102,9 +102,11 @@ def test_gradients_are_those_of_plain_ddp(rank_pool, world_size, algorithm):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_flat_is_plain_ddp_bit_for_bit_where_dividing_is_exact(rank_pool, world_size):
-    for steps, _ in rank_pool.ranks(world_size).run(train_both, "flat", None, False):
-        for name, plain, ours in (each for step in steps for each in step):
-            assert torch.equal(plain, ours), name
+    results = rank_pool.ranks(world_size).run(train_both, "flat", None, False)
+    for rank, (steps, _) in enumerate(results):
+        for step in steps:
+            for name, plain, ours in step:
+                assert torch.equal(plain, ours), f"{name} on rank {rank}"
 
 
 @pytest.mark.parametrize("comm_dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -126,8 +128,8 @@ def average_large_singles():
 
 def test_a_sum_that_is_in_halves_between_nodes_alone_does_not_overflow_either(four_ranks):
     """Four of 30,000 are more than fp16 holds, halves of them are not. All are multiples of what it can tell apart."""
-    for grad in four_ranks.run(average_large_singles):
-        assert torch.equal(grad, torch.full((5, 1), 30112.0))
+    for rank, grad in enumerate(four_ranks.run(average_large_singles)):
+        assert torch.equal(grad, torch.full((5, 1), 30112.0)), f"rank {rank}"
 
 
 def test_the_divisor_is_split_near_its_root_and_its_first_part_is_a_power_of_two():
@@ -200,8 +202,8 @@ def average_complex():
 
 
 def test_complex_gradients_are_averaged_as_pairs_of_reals(two_ranks):
-    for grad in two_ranks.run(average_complex):
-        assert torch.equal(grad, torch.full((2, 4), 1.5 - 3j))
+    for rank, grad in enumerate(two_ranks.run(average_complex)):
+        assert torch.equal(grad, torch.full((2, 4), 1.5 - 3j)), f"rank {rank}"
 
 
 def backward_with_an_absent_rank():
@@ -221,7 +223,8 @@ def backward_with_an_absent_rank():
 
 
 def test_a_failed_sum_fails_backward_with_the_engines_words_after_the_users_time_limit(two_ranks):
-    error, waited_s = two_ranks.run(backward_with_an_absent_rank)[0]
+    rank_0, _ = two_ranks.run(backward_with_an_absent_rank)
+    error, waited_s = rank_0
     assert "comm: rank 1 stands behind: 0 buckets handed over where others have 1" in error
     assert "rank 0 failed on bucket 0 in stage `all_reduce` of the flat all-reduce: " in error
     assert 0.9 < waited_s < 20  # of the default group it is 45 s

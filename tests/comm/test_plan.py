@@ -41,7 +41,7 @@ plans = st.builds(
         ((2, 1), "hierarchical", "hierarchical"),
     ],
 )
-def test_auto_follows_its_rule(sizes, small, large):
+def test_auto_chooses_the_algorithm_of_its_rule(sizes, small, large):
     plan = CommPlan()
     topology = spread(*sizes)
     assert plan.algorithm_for(MIB - 1, topology) == small
@@ -57,9 +57,9 @@ def test_auto_follows_its_rule(sizes, small, large):
     plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41), st.booleans()
 )
 def test_the_algorithm_for_any_bucket_is_among_those_announced(plan, sizes, num_bytes, is_half):
-    assert plan.algorithm_for(num_bytes, spread(*sizes), is_half=is_half) in plan.algorithms(
-        spread(*sizes)
-    )
+    topology = spread(*sizes)
+    algorithm = plan.algorithm_for(num_bytes, topology, is_half=is_half)
+    assert algorithm in plan.algorithms(topology)
 
 
 @given(plans)
@@ -69,9 +69,9 @@ def test_json_and_back_is_the_same_plan(plan):
 
 
 @given(plans, plans)
-def test_the_hash_tells_plans_apart(one, other):
-    assert (one.plan_hash == other.plan_hash) == (one == other)
-    assert len(one.plan_hash) == 16
+def test_the_hash_tells_plans_apart(first, second):
+    assert (first.plan_hash == second.plan_hash) == (first == second)
+    assert len(first.plan_hash) == 16
 
 
 @pytest.mark.parametrize(
@@ -112,16 +112,13 @@ def test_values_outside_the_rules_are_refused(name, value):
 @given(plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41))
 def test_chunks_are_never_smaller_than_the_least_nor_made_for_nothing(plan, sizes, num_bytes):
     topology = spread(*sizes)
-    bucket = plan.bucket(
-        index=0, numel=num_bytes, dtype="uint8", num_bytes=num_bytes, topology=topology
-    )
+    sizes_of_bucket = {"index": 0, "numel": num_bytes, "dtype": "uint8", "num_bytes": num_bytes}
+    bucket = plan.bucket(**sizes_of_bucket, topology=topology)
     assert bucket.num_chunks >= 1
     assert bucket.num_chunks == 1 or num_bytes // bucket.num_chunks >= LEAST_CHUNK_BYTES
     if bucket.algorithm == "flat" or topology.world_size == 1:
         assert bucket.num_chunks == 1
-    assert bucket == plan.bucket(
-        index=0, numel=num_bytes, dtype="uint8", num_bytes=num_bytes, topology=topology
-    )
+    assert bucket == plan.bucket(**sizes_of_bucket, topology=topology)
 
 
 def test_one_host_cuts_nothing_and_on_cuda_is_the_backends_own():
@@ -161,15 +158,15 @@ def test_small_tensors_are_fused_and_large_ones_travel_alone(
     plan = dataclasses.replace(
         plan, bucket_bytes=bucket_bytes, last_bucket_bytes=last_bucket_bytes, num_buckets=1
     )
-    rest = iter(sizes)
+    remaining = iter(sizes)
     buckets = []
     # every bucket ends where a tensor does
     for cap in plan.bucket_caps(sizes, num_nodes=num_nodes):
         buckets.append([])
         while sum(buckets[-1]) < cap:
-            buckets[-1].append(next(rest))
+            buckets[-1].append(next(remaining))
         assert sum(buckets[-1]) == cap
-    assert not list(rest)
+    assert not list(remaining)
     for index, bucket in enumerate(buckets):
         assert len(bucket) == 1 or sum(bucket) <= bucket_bytes
         if index < len(buckets) - 2:  # full: the next tensor would not have fitted

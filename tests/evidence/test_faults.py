@@ -53,22 +53,25 @@ JUDGED = [
 @pytest.mark.parametrize(("case", "ranks", "seen", "problem"), JUDGED)
 def test_a_promise_is_judged_by_what_the_ranks_wrote(case, ranks, seen, problem):
     ended = RunOutcome(**{"injected_s": 100.0, "ranks": ranks, **seen})
-    if case.no_answer:
-        no_answer = (case.rank,)
-    else:
-        no_answer = ()
+    no_answer = (case.rank,) if case.no_answer else ()
     outcome = fault_outcome(case, ended, host="b", no_answer=no_answer, weights=7)
     assert outcome.is_held == (problem is None)
     assert problem is None or problem in outcome.detected_by
-    errors = [one["time_s"] for one in ranks if one and one["error"]]
-    assert outcome.seconds == (max(errors) - 100.0 if errors and "injected_s" not in seen else None)
+    error_times_s = [word["time_s"] for word in ranks if word and word["error"]]
+    if error_times_s and "injected_s" not in seen:
+        assert outcome.seconds == max(error_times_s) - 100.0
+    else:
+        assert outcome.seconds is None
 
 
 def test_a_night_runs_a_part_and_all_nights_run_all():
     faults = cases(2, 2)
-    parts = [chosen_of(faults, None, f"{k}/8") for k in range(8)]
-    assert {id(case) for part in parts for case in part} == {id(case) for case in faults}
-    assert all(part[0].kind == "nothing" for part in parts)
+    ids = set()
+    for number in range(8):
+        part = chosen_of(faults, None, f"{number}/8")
+        assert part[0].kind == "nothing", f"part {number}"
+        ids.update(map(id, part))
+    assert ids == {id(case) for case in faults}
     for only, part, words in (
         (None, "8/8", r"`part` \(=8/8\) must be k/n"),
         (["x"], None, r"`only` \(=x\)"),

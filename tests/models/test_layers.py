@@ -1,6 +1,7 @@
 """Layers between batches and micro-batches: BatchNorm's averages, activation checkpointing, channels-last."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -14,9 +15,8 @@ from recipes.networks.resnet import ResNet
 
 
 def norms_of(module):
-    return [
-        layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)
-    ]
+    norm_base = nn.modules.batchnorm._NormBase
+    return [layer for layer in module.modules() if isinstance(layer, norm_base)]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 64])
@@ -48,7 +48,8 @@ def test_every_normalisation_of_a_network_is_corrected_once_and_those_without_ru
     assert [layer.momentum for layer in norms_of(network)] == [pytest.approx(0.1, abs=1e-15)] * 21
     layers = nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.InstanceNorm2d(3), nn.LayerNorm(3))
     assert correct_momentum_(layers, accumulate_grad_batches=4) == 0
-    assert (layers[0].momentum, layers[1].momentum) == (None, 0.1)
+    assert layers[0].momentum is None
+    assert layers[1].momentum == 0.1
 
 
 NETWORKS = {
@@ -68,32 +69,35 @@ def is_channels_last_only(tensor):
 @pytest.mark.parametrize("checkpoint_activations", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_layer_keeps_channels_last_forward_and_backward(name, checkpoint_activations):
-    network = NETWORKS[name](checkpoint_activations=checkpoint_activations).to(
-        memory_format=torch.channels_last
-    )
-    seen = 0
+    network = NETWORKS[name](checkpoint_activations=checkpoint_activations)
+    network.to(memory_format=torch.channels_last)
+    num_outputs = 0
     wrong = []
 
+    def check(tensor, layer):
+        if not is_channels_last_only(tensor):
+            wrong.append(layer)
+
     def look(layer, inputs, output):
-        nonlocal seen
+        nonlocal num_outputs
         # a copy in between would not show in the output: channels-last weights bring it back
         before = inputs[0]
-        if before.dim() == 4 and before.shape[2] > 1 and not is_channels_last_only(before):
-            wrong.append(layer)
+        if before.dim() == 4 and before.shape[2] > 1:
+            check(before, layer)
         if output.dim() == 4 and output.shape[2] > 1:
-            seen += 1
-            wrong.extend([layer] * (not is_channels_last_only(output)))
+            num_outputs += 1
+            check(output, layer)
             # the head hands the last layer a gradient in a layout of its own
             if isinstance(layer, nn.Conv2d):
-                output.register_hook(
-                    lambda grad: wrong.extend([layer] * (not is_channels_last_only(grad)))
-                )
+                output.register_hook(partial(check, layer=layer))
 
     for layer in network.modules():
         layer.register_forward_hook(look)
     images = torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
     network(images).sum().backward()
-    assert seen >= 12  # as many as AlexNet has before its last pooling, which leaves one pixel
+    assert (
+        num_outputs >= 12
+    )  # as many as AlexNet has before its last pooling, which leaves one pixel
     assert not wrong
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d) and layer.kernel_size != (1, 1):
@@ -118,7 +122,7 @@ def pair(name):
 
 
 def two_steps(network):
-    """Gradients of two batches, added up. The second forward sees the running statistics that the first has left."""
+    """Add up the gradients of two batches. The second forward sees the running statistics of the first."""
     for seed in (1, 2):
         torch.manual_seed(seed)
         cross_entropy(network(torch.randn(4, 1, 16, 16)), torch.arange(4)).backward()
@@ -159,12 +163,14 @@ def test_the_second_pass_runs_in_the_arithmetic_of_the_first(name):
 
 def runs_per_convolution(network, images):
     runs = {}
+
+    def count(name, *args):
+        runs[name] += 1
+
     for name, layer in network.named_modules():
         if isinstance(layer, nn.Conv2d):
             runs[name] = 0
-            layer.register_forward_hook(
-                lambda *_, name=name: runs.__setitem__(name, runs[name] + 1)
-            )
+            layer.register_forward_hook(partial(count, name))
     network(images).sum().backward()
     return runs
 

@@ -34,7 +34,7 @@ def rank_main(
 
 
 class LinkedHosts(recovery.Hosts):
-    """Hosts in namespaces."""
+    """Hosts that are network namespaces."""
 
     main = staticmethod(rank_main)
 
@@ -42,18 +42,14 @@ class LinkedHosts(recovery.Hosts):
 def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Cut off the last host. Return when the others made a step, and when and how hosts ended."""
     names = KINDS[kind]
-    with Cluster(
-        num_hosts=len(names) + (kind == "neither"), ranks_per_host=options["ranks"], mbit_per_s=1000
-    ) as net:
+    num_hosts = len(names)
+    if kind == "neither":
+        num_hosts += 1  # whose address comes first
+    with Cluster(num_hosts=num_hosts, ranks_per_host=options["ranks"], mbit_per_s=1000) as net:
+        addresses = [f"{net.address(host)}:29400" for host in range(len(names))]
         if kind == "neither":
-            first = len(names)
-        else:
-            first = 0
-        meet = ",".join(f"{net.address(host)}:29400" for host in [first, *range(len(names))])
-        if kind == "neither":
-            meet = meet
-        else:
-            meet = meet.partition(",")[2]
+            addresses.insert(0, f"{net.address(len(names))}:29400")
+        meet = ",".join(addresses)
         part = {"end": 10**6, "meet": meet}
         part["namespaces"] = {name: net.namespace(host) for host, name in enumerate(names)}
         run = LinkedHosts(options | {"hosts": len(names)}, folder, part)
@@ -75,11 +71,9 @@ def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
         def is_over() -> bool:
             run.look()
             ended = {r["host"]: r for r in run.rows if r["event"] == "error"}
-            after = [
-                rows
-                for n in go_on
-                for rows in run.steps(n, since_s=began_s, hosts=len(go_on)).values()
-            ]
+            after = []
+            for name in go_on:
+                after += run.steps(name, since_s=began_s, hosts=len(go_on)).values()
             if not (all(after) and ended.keys() == set(names) - set(go_on)):
                 return False
             if after:
@@ -91,11 +85,8 @@ def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
         ends_s = time.monotonic() + 60
         while not is_over() and time.monotonic() < ends_s:
             time.sleep(0.01)
-        made = [r for r in run.rows if r["event"] == "step"]
-        row["with_two_digests"] = sum(
-            len({r["digest"] for r in made if r["step"] == step}) > 1
-            for step in {r["step"] for r in made}
-        )
+        step_rows = [r for r in run.rows if r["event"] == "step"]
+        row["with_two_digests"] = recovery.num_with_two_digests(step_rows)
         for name in names:
             run.end(name)
         return row
@@ -109,21 +100,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--each", type=int, default=3)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     multiprocessing.set_forkserver_preload(
         ["lightning.pytorch", "lightning_hybrid", "recipes.datasets.digits", "tests.preloaded"]
     )
     options = {
-        "ranks": given.ranks,
+        "ranks": arguments.ranks,
         "with": [],
         "precision": "16-true",
         "width": 256,
         "silent_s": 2.0,
         "val_s": 0.02,
     }
-    for number in range(given.each):
+    for number in range(arguments.each):
         for kind in KINDS:
-            print(json.dumps(cut(kind, options, given.out / f"{kind}_{number}")), flush=True)
+            print(json.dumps(cut(kind, options, arguments.out / f"{kind}_{number}")), flush=True)
 
 
 if __name__ == "__main__":

@@ -44,13 +44,16 @@ def rank_main(
 
     import torch
 
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(
-            os.open(f"{folder}/{name}_{host}_{local}", os.O_CREAT | os.O_WRONLY | os.O_APPEND),
-            number,
-        )
-    num_hosts = options["hosts"] if part.get("is_plain") else 1  # of one launch
-    node, port = (ord(host) - ord("a"), part["port"]) if part.get("is_plain") else (0, port)
+    for descriptor, name in ((1, "out"), (2, "err")):
+        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+        os.dup2(os.open(f"{folder}/{name}_{host}_{local}", flags), descriptor)
+    # of one launch
+    num_hosts = 1
+    node = 0
+    if part.get("is_plain"):
+        num_hosts = options["hosts"]
+        node = ord(host) - ord("a")
+        port = part["port"]
     rank = node * options["ranks"] + local
     world_size = num_hosts * options["ranks"]
     os.environ |= {
@@ -92,8 +95,10 @@ def _train(
     views.Membership = partial(views.Membership, wait_s=part.get("wait_s", 10.0))  # type: ignore[assignment, misc]
     log = open(folder / f"log_{host}_{local}_{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 
-    def note(**what: Any) -> None:
-        log.write(json.dumps({"t": time.monotonic(), "host": host, "local": local, **what}) + "\n")
+    def note(**values: Any) -> None:
+        log.write(
+            json.dumps({"t": time.monotonic(), "host": host, "local": local, **values}) + "\n"
+        )
 
     class Net(pl.LightningModule):
         def __init__(self) -> None:
@@ -148,15 +153,10 @@ def _train(
                         time.sleep(0.01)
                     note(event="go", step=trainer.global_step, processor_s=time.process_time())
                 return
+            tensors = list(module.state_dict().values())
             if averages:
-                of_ema = averages._average_model.module.state_dict()
-            else:
-                of_ema = {}
-            tensors = {
-                **module.state_dict(),
-                **{f"average of {name}": one for name, one in of_ema.items()},
-            }
-            values = [one.detach().numpy().tobytes() for one in tensors.values()]
+                tensors += averages._average_model.module.state_dict().values()
+            values = [tensor.detach().numpy().tobytes() for tensor in tensors]
             rate = trainer.optimizers[0].param_groups[0]["lr"]
             loss = float(trainer.callback_metrics["loss_step"])
             values.append(repr((rate, loss)).encode())
@@ -178,11 +178,10 @@ def _train(
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             logged = trainer.callback_metrics
-            counts = {
-                name: float(logged[name])
-                for name in ("images", "all_images", "seen")
-                if name in logged
-            }
+            counts = {}
+            for name in ("images", "all_images", "seen"):
+                if name in logged:
+                    counts[name] = float(logged[name])
             note(event="epoch", epoch=trainer.current_epoch, **counts)
 
     class Rows(Logger):
@@ -336,37 +335,35 @@ class Hosts:
         return new
 
     def wait(
-        self, what: str, is_there: Any, *, limit_s: float = 120.0, restarts: bool = False
+        self, description: str, is_there: Any, *, limit_s: float = 120.0, restarts: bool = False
     ) -> None:
         """Wait until something is in the rows. `restarts` a host that has ended itself, as its launcher does."""
         ends_s = time.monotonic() + limit_s
         while not is_there():
-            for name in [
-                name for name in self.running if restarts and self._has_ended_itself(name)
-            ]:
-                self.num_restarts += 1
-                self.end(name)
-                self.start(name)
+            for name in list(self.running):
+                if restarts and self._has_ended_itself(name):
+                    self.num_restarts += 1
+                    self.end(name)
+                    self.start(name)
             if any(row["event"] == "error" for row in self.look()):
-                raise RuntimeError(
-                    f"{what}: {[row for row in self.rows if row['event'] == 'error']}"
-                )
+                errors = [row for row in self.rows if row["event"] == "error"]
+                raise RuntimeError(f"{description}: {errors}")
             if time.monotonic() > ends_s:
-                raise TimeoutError(f"{what}: not in {limit_s:g} s; {self.folder}")
+                raise TimeoutError(f"{description}: not in {limit_s:g} s; {self.folder}")
             time.sleep(0.005)
 
     def steps(
         self, host: str, *, since_s: float = 0.0, hosts: int | None = None
     ) -> dict[int, list[dict[str, Any]]]:
         """Return the rows of steps of a host's ranks, by local rank."""
-        found: dict[int, list[dict[str, Any]]] = {
+        rows_by_rank: dict[int, list[dict[str, Any]]] = {
             local: [] for local in range(self._options["ranks"])
         }
         for row in self.rows:
-            is_one = row["event"] == "step" and row["host"] == host and row["t"] > since_s
-            if is_one and hosts in (None, row["hosts"]):
-                found[row["local"]].append(row)
-        return found
+            is_step = row["event"] == "step" and row["host"] == host and row["t"] > since_s
+            if is_step and hosts in (None, row["hosts"]):
+                rows_by_rank[row["local"]].append(row)
+        return rows_by_rank
 
 
 def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[str, Any]]]:
@@ -463,15 +460,15 @@ def _lose_a_joiner(run: Hosts, lost: list[str], left: list[str]) -> None:
 
 def parts_of(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
     """Return (first step, end, hosts) of each view of a run."""
-    made: dict[int, tuple[int, int]] = {}  # view and hosts by step
+    view_of_step: dict[int, tuple[int, int]] = {}  # view and hosts by step
     for row in sorted(rows, key=lambda row: row["t"]):
         # who has it first has made it, and who takes it from that one is in another view
         if row["event"] == "step":
-            made.setdefault(row["step"], (row["view"], row["hosts"]))
+            view_of_step.setdefault(row["step"], (row["view"], row["hosts"]))
     parts = []
-    for (_, hosts), steps in groupby(sorted(made), key=made.__getitem__):
-        first, *others = steps
-        parts.append((first, (others or [first])[-1] + 1, hosts))
+    for (_, hosts), steps in groupby(sorted(view_of_step), key=view_of_step.__getitem__):
+        first, *later_steps = steps
+        parts.append((first, (later_steps or [first])[-1] + 1, hosts))
     return parts
 
 
@@ -488,7 +485,7 @@ def reference(
             folder / f"part_{number}",
             {"end": end, "from": checkpoint, "to": to, "min_hosts": hosts, "wait_s": 0.3},
         )
-        names = [chr(ord("a") + place) for place in range(hosts)]
+        names = [chr(ord("a") + index) for index in range(hosts)]
         for name in names:
             run.start(name)
         run.wait(
@@ -509,53 +506,57 @@ def reference(
 def report(
     run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | None
 ) -> dict[str, Any]:
-    """Return what was measured, and what of the steps is wrong."""
+    """Return the measurements, and counts of wrong steps and rows."""
     steps = [row for row in run.rows if row["event"] == "step"]
     per_process: dict[str, list[int]] = {}
     for row in steps:
         per_process.setdefault(row["process"], []).append(row["step"])
     epochs = [row for row in run.rows if row["event"] == "epoch" and row["local"] == 0]
     logged = [(row["step"], row["loss"]) for row in run.rows if row["event"] == "row"]
-    found = {
+    logged_steps = {step for step, _ in logged}
+    result = {
         "losses": len(losses),
         "ended_themselves": run.num_restarts,
         "steps": len({row["step"] for row in steps}),
-        "twice_or_missing": sum(
-            made != list(range(made[0], made[0] + len(made))) for made in per_process.values()
-        ),
-        "with_two_digests": sum(
-            len({r["digest"] for r in steps if r["step"] == step}) > 1
-            for step in {r["step"] for r in steps}
-        ),
-        **{
-            f"{name}_per_epoch": sorted({row[name] for row in epochs})
-            for name in ("images", "all_images", "seen")
-        },
+        "twice_or_missing": sum(map(_are_twice_or_missing, per_process.values())),
+        "with_two_digests": num_with_two_digests(steps),
+        "images_per_epoch": sorted({row["images"] for row in epochs}),
+        "all_images_per_epoch": sorted({row["all_images"] for row in epochs}),
+        "seen_per_epoch": sorted({row["seen"] for row in epochs}),
         "rows": len(logged),
-        "rows_lost": len(
-            {row["step"] for row in steps} - {steps[-1]["step"]} - {step for step, _ in logged}
-        ),
+        "rows_lost": len({row["step"] for row in steps} - {steps[-1]["step"]} - logged_steps),
         "rows_twice": len(logged) - len(set(logged)),
-        "rows_of_two_values": len(set(logged)) - len({step for step, _ in logged}),
+        "rows_of_two_values": len(set(logged)) - len(logged_steps),
     }
     if wanted is not None:
-        found["differ_from_reference"] = sum(
+        result["differ_from_reference"] = sum(
             wanted.get(row["step"]) != row["digest"] for row in steps
         )
     for kind in KINDS:
         if times := [loss["seconds"] for loss in losses if loss["kind"] == kind]:
-            found[kind] = {
-                "median_s": round(statistics.median(times), 3),
-                "worst_s": round(max(times), 3),
-                "of": len(times),
-            }
-    waits = [loss["join_wait_s"] for loss in losses]
-    found["join_wait"] = {
-        "median_s": round(statistics.median(waits), 3),
-        "worst_s": round(max(waits), 3),
-        "of": len(waits),
+            result[kind] = _median_and_worst(times)
+    result["join_wait"] = _median_and_worst([loss["join_wait_s"] for loss in losses])
+    return result
+
+
+def _are_twice_or_missing(steps: list[int]) -> bool:
+    return steps != list(range(steps[0], steps[0] + len(steps)))
+
+
+def num_with_two_digests(rows: list[dict[str, Any]]) -> int:
+    """Return the number of steps after which two ranks have different weights."""
+    digests: dict[int, set[str]] = {}
+    for row in rows:
+        digests.setdefault(row["step"], set()).add(row["digest"])
+    return sum(len(digests_of_step) > 1 for digests_of_step in digests.values())
+
+
+def _median_and_worst(times_s: list[float]) -> dict[str, float]:
+    return {
+        "median_s": round(statistics.median(times_s), 3),
+        "worst_s": round(max(times_s), 3),
+        "of": len(times_s),
     }
-    return found
 
 
 def healthy(
@@ -563,7 +564,7 @@ def healthy(
 ) -> dict[str, Any]:
     """Compare processor time of steps with `elastic` and without: two runs that stop and go in turns, as one waits."""
     num = options["hosts"] * options["ranks"]
-    names = [chr(ord("a") + place) for place in range(options["hosts"])]
+    names = [chr(ord("a") + index) for index in range(options["hosts"])]
     runs: dict[bool, Hosts] = {}
     for is_plain in (False, True):
         part = {
@@ -577,11 +578,8 @@ def healthy(
             runs[is_plain].start(name)
 
     def at(run: Hosts, event: str, step: int) -> list[float]:
-        return [
-            row["processor_s"]
-            for row in run.rows
-            if (row["event"], row.get("step")) == (event, step)
-        ]
+        rows = [row for row in run.rows if row["event"] == event and row.get("step") == step]
+        return [row["processor_s"] for row in rows]
 
     def go(run: Hosts, step: int) -> float:
         (run.folder / f"go_{step}").touch()
@@ -595,28 +593,27 @@ def healthy(
     sums = {False: 0.0, True: 0.0}
     for pair in range(num_pairs):
         step = (pair + 2) * window
-        seconds = {
-            is_plain: go(runs[is_plain], step)
-            for is_plain in ((False, True) if pair % 2 else (True, False))
-        }
+        order = (False, True) if pair % 2 else (True, False)
+        seconds = {}
+        for is_plain in order:
+            seconds[is_plain] = go(runs[is_plain], step)
+            sums[is_plain] += seconds[is_plain]
         pairs.append(seconds[False] / seconds[True])
-        sums = {is_plain: sums[is_plain] + second for is_plain, second in seconds.items()}
+        elastic_ms = seconds[False] * 1e3
+        plain_ms = seconds[True] * 1e3
         print(
-            f"pair {pair + 1}: {seconds[False] * 1e3:.2f} ms of {seconds[True] * 1e3:.2f}: {pairs[-1]:.3f}",
-            flush=True,
+            f"pair {pair + 1}: {elastic_ms:.2f} ms of {plain_ms:.2f}: {pairs[-1]:.3f}", flush=True
         )
     for run in runs.values():
         for name in names:
             run.end(name)
     low, middle, high = statistics.quantiles(pairs, n=4)
-    found = {
+    return {
         "ratio": middle,
         "quartiles": [low, high],
         "least": min(pairs),
         "most": max(pairs),
         "pairs": num_pairs,
-    }
-    return found | {
         "ratio_of_sums": sums[False] / sums[True],
         "plain_ms": sums[True] / num_pairs * 1e3,
     }
@@ -626,9 +623,9 @@ def _free_port() -> int:
     while True:  # below 32768: the kernel gives others to connections, before it is used
         with (
             suppress(OSError),
-            socket.create_server(("127.0.0.1", random.randrange(20000, 32768))) as one,
+            socket.create_server(("127.0.0.1", random.randrange(20000, 32768))) as server,
         ):
-            return int(one.getsockname()[1])
+            return int(server.getsockname()[1])
 
 
 def _free_addresses(number: int) -> str:
@@ -654,22 +651,25 @@ def main() -> None:
     parser.add_argument(
         "--healthy", type=int, default=0, help="pairs of runs without losses, in place of losses"
     )
-    given = parser.parse_args()
-    options = vars(given) | {"with": given.with_.split(","), "kinds": given.kinds.split(",")}
-    options |= {"out": str(given.out), "silent_s": 2.0, "val_s": 0.02}
+    arguments = parser.parse_args()
+    options = vars(arguments) | {
+        "with": arguments.with_.split(","),
+        "kinds": arguments.kinds.split(","),
+    }
+    options |= {"out": str(arguments.out), "silent_s": 2.0, "val_s": 0.02}
     multiprocessing.set_forkserver_preload(
         ["lightning.pytorch", "lightning_hybrid", "recipes.datasets.digits", "tests.preloaded"]
     )
-    if given.healthy:
-        print(json.dumps(healthy(options, given.out, num_pairs=given.healthy)))
+    if arguments.healthy:
+        print(json.dumps(healthy(options, arguments.out, num_pairs=arguments.healthy)))
         return
-    run, losses = disturbed(options, given.out / "run")
-    if given.no_reference:
+    run, losses = disturbed(options, arguments.out / "run")
+    if arguments.no_reference:
         wanted = None
     else:
-        wanted = reference(options, given.out / "reference", parts_of(run.rows))
+        wanted = reference(options, arguments.out / "reference", parts_of(run.rows))
     result = report(run, losses, wanted)
-    (given.out / "recovery.json").write_text(
+    (arguments.out / "recovery.json").write_text(
         json.dumps({"options": options, "found": result, "losses": losses}, indent=1)
     )
     print(json.dumps(result, indent=1))

@@ -44,16 +44,16 @@ def topology_of(num_hosts, ranks_per_host, interleave):
 
 
 def sent():
-    """Bytes that this host has sent since it exists, by its kernel: between hosts (eth0), and inside (lo)."""
-    dist.barrier()  # everybody has sent
+    """Return the bytes that this host has sent so far, by its kernel: between hosts (eth0), and inside (lo)."""
+    dist.barrier()  # all ranks have sent
+    sent_bytes = {}
     with open("/proc/self/net/dev") as file:
-        found = {
-            words[0]: int(words[9])
-            for words in map(str.split, file)
-            if words[0] in ("eth0:", "lo:")
-        }
-    dist.barrier()  # nobody goes on before everybody has read
-    return found["eth0:"], found["lo:"]
+        for line in file:
+            interface, *counters = line.split()
+            if interface in ("eth0:", "lo:"):
+                sent_bytes[interface] = int(counters[8])
+    dist.barrier()  # no rank continues before all have read
+    return sent_bytes["eth0:"], sent_bytes["lo:"]
 
 
 def counted(send):

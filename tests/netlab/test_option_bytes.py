@@ -40,7 +40,8 @@ def counted_again(step):
 def sent_for_updates(scope):
     """Count a host's bytes for gradients by `two_level`, and for gradients and weights of a shared update."""
     engine = engine_of(CommPlan(algorithm="two_level"), shares_update=scope)
-    gradients, weights = (torch.ones(NUM_BYTES // 2, dtype=torch.float16) for _ in range(2))
+    gradients = torch.ones(NUM_BYTES // 2, dtype=torch.float16)
+    weights = torch.ones(NUM_BYTES // 2, dtype=torch.float16)
 
     def whole():
         engine.submit(gradients, bucket_index=0).wait()
@@ -49,10 +50,13 @@ def sent_for_updates(scope):
         engine.submit(gradients, bucket_index=1, keeps_shard=True).wait()
         engine.submit(weights, bucket_index=0, exchange=f"{scope}_gather").wait()
 
-    whole(), shared()  # the first time ranks compare what they submit
-    found = counted(whole), counted(shared)
+    # the first time ranks compare what they submit
+    whole()
+    shared()
+    bytes_whole = counted(whole)
+    bytes_shared = counted(shared)
     engine.close()
-    return found
+    return bytes_whole, bytes_shared
 
 
 @pytest.mark.parametrize("scope", ["node", "world"])
@@ -69,15 +73,15 @@ NUM_BATCHES = 24
 
 
 class Deep(pl.LightningModule):
-    """The last bucket, which all ranks get whole, has the small first layer alone."""
+    """Network whose last bucket, which all ranks get whole, has the small first layer alone."""
 
     kind = nn.Linear
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(8, WIDTH), *(self.kind(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
-        )
+        self.net = nn.Sequential(nn.Linear(8, WIDTH))
+        for _ in range(NUM_LAYERS):
+            self.net.append(self.kind(WIDTH, WIDTH))
 
     def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()
@@ -90,37 +94,41 @@ class Deep(pl.LightningModule):
 def fit_of_deep(module, looks, **options):
     images = DataLoader(torch.randn(NUM_BATCHES, 8), batch_size=1)
     comm = Comm(plan=CommPlan(algorithm="two_level", bucket_bytes=2 * WIDTH**2))
-    options |= {"precision": "16-true", "loss_scale": 1, "comm": comm}
-    return fit(
-        None,
-        module,
-        train=images,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        callbacks=looks,
-        **options,
-    )
+    options |= {
+        "precision": "16-true",
+        "loss_scale": 1,
+        "comm": comm,
+        "train": images,
+        "max_epochs": 1,
+        "use_distributed_sampler": False,
+    }
+    return fit(None, module, callbacks=looks, **options)
+
+
+def sent_before_third_and_last_step(trainer, module, batch, batch_idx):
+    if batch_idx in (2, NUM_BATCHES - 1):
+        across, _ = sent()
+        return across
+    return None
 
 
 def sent_by_steps():
-    """Between hosts, from the third step to the last, of each value of the option."""
-    found = {}
+    """Return the bytes of a step between hosts, from the third step to the last, by value of the option."""
+    bytes_of_step = {}
     for scope in ("off", "world"):
-        looks = at(
-            on_train_batch_start=lambda t, m, b, i: sent()[0] if i in (2, NUM_BATCHES - 1) else None
-        )
-        begin, end = filter(
-            None, fit_of_deep(Deep, looks, shard_update=scope).looks["on_train_batch_start"]
-        )
-        found[scope] = (end - begin) / (NUM_BATCHES - 3)
-    return found
+        looks = at(on_train_batch_start=sent_before_third_and_last_step)
+        seen = fit_of_deep(Deep, looks, shard_update=scope)
+        begin, end = seen.looks["on_train_batch_start"]
+        bytes_of_step[scope] = (end - begin) / (NUM_BATCHES - 3)
+    return bytes_of_step
 
 
 def test_a_step_shared_by_all_sends_the_two_halves_of_an_all_reduce(cluster_or_skip):
     """2 (n - 1) / n of all weights in halves: gradients are scattered, weights gathered."""
     with Cluster(num_hosts=4, ranks_per_host=1, mbit_per_s=2000) as cluster:
         results = cluster.call(sent_by_steps, timeout_s=180)
-    whole, shared = (max(of_rank[scope] for of_rank in results) for scope in ("off", "world"))
+    whole = max(of_rank["off"] for of_rank in results)
+    shared = max(of_rank["world"] for of_rank in results)
     claim = 2 * 3 / 4 * 2 * sum(parameter.numel() for parameter in Deep().parameters())
     print(
         f"a step sends {shared:,.0f} bytes, {shared / claim:.4f} of the formula; not shared {whole / claim:.4f}"
@@ -170,15 +178,18 @@ def seconds_of_steps():
     times_s, (gathers_s, *_) = zip(*seen.looks["on_train_batch_start"], strict=True)
     steps_s = [after - before for before, after in itertools.pairwise(times_s)]
     # The gather before the first of three was of the other kind, and the first three compare what they submit.
-    at_once, late = (
-        [i for i in range(3, NUM_BATCHES - 1) if i % 3 and i // 3 % 2 == turn] for turn in (0, 1)
-    )
-    some = (
-        [steps_s[i] for i in at_once],
-        [gathers_s[i] for i in at_once],
-        [steps_s[i] for i in late],
-    )
-    return [statistics.median(each) for each in some]
+    at_once_s = []
+    gather_s = []
+    late_s = []
+    for index in range(3, NUM_BATCHES - 1):
+        if index % 3 == 0:
+            continue
+        if index // 3 % 2 == 0:
+            at_once_s.append(steps_s[index])
+            gather_s.append(gathers_s[index])
+        else:
+            late_s.append(steps_s[index])
+    return [statistics.median(times_s) for times_s in (at_once_s, gather_s, late_s)]
 
 
 @pytest.mark.clock
@@ -205,7 +216,7 @@ NUM_CLASSES = 256
 
 
 def sent_by_slices():
-    """By the pair. By pair and head. And by the sum of the gradients of whole layers."""
+    """Return the bytes of the pair, of pair and head, and of the sum of the gradients of whole layers."""
     torch.manual_seed(0)
     layers = [(NUM_INPUTS, NUM_FEATURES), (NUM_FEATURES, NUM_FEATURES), (NUM_FEATURES, NUM_CLASSES)]
     net = nn.Sequential(*(nn.Linear(*sizes) for sizes in layers)).half()
@@ -226,13 +237,11 @@ def test_slices_send_their_images_and_no_gradients(cluster_or_skip):
         result = cluster.call(sent_by_slices, timeout_s=300)
     pair, cut, whole = (max(of_ranks) for of_ranks in zip(*result, strict=True))
     rows = NUM_SLICES * 2 * (NUM_SLICES - 1) * NUM_IMAGES * 2
-    claims = (
-        rows * (NUM_INPUTS + NUM_FEATURES),
-        rows * (NUM_INPUTS + 2 * NUM_FEATURES + NUM_CLASSES // NUM_SLICES),
-    )
-    for one, claim in zip((pair, cut), claims, strict=True):
-        # barriers and counts of images of eight ranks
-        assert claim <= one <= claim * (1 + TOLERANCE) + 2**19
+    claim_of_pair = rows * (NUM_INPUTS + NUM_FEATURES)
+    claim_of_cut = rows * (NUM_INPUTS + 2 * NUM_FEATURES + NUM_CLASSES // NUM_SLICES)
+    # barriers and counts of images of eight ranks
+    assert claim_of_pair <= pair <= claim_of_pair * (1 + TOLERANCE) + 2**19
+    assert claim_of_cut <= cut <= claim_of_cut * (1 + TOLERANCE) + 2**19
     whole_fc8 = NUM_SLICES * 2 * (NUM_SLICES - 1) / NUM_SLICES * NUM_FEATURES * NUM_CLASSES * 2
     assert whole / (pair + whole_fc8) == pytest.approx(5.4, rel=0.05)
     assert whole / cut == pytest.approx(6.5, rel=0.05)
@@ -246,7 +255,7 @@ NUM_SHARING = 4
 
 
 def sent_by_transformers():
-    """By attention, by feed-forward. By a head's input, and by losses over its logits, which are then gathered."""
+    """Return the bytes of attention, feed-forward, a head's input, losses over its logits, and gathered logits."""
     layer = nn.TransformerEncoderLayer(HIDDEN, 12, 4 * HIDDEN, batch_first=True)
     ends = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY))
     net = nn.Sequential(layer, ends)
@@ -307,17 +316,17 @@ class Scales(nn.Module):
 
 
 def sent_by_schedules():
-    given = boundary_of(torch.empty(SHAPE).half().to(memory_format=torch.channels_last))
-    found = {}
+    boundary = boundary_of(torch.empty(SHAPE).half().to(memory_format=torch.channels_last))
+    bytes_by_schedule = {}
     for schedule, parts in STAGES_PER_RANK.items():
         ranks = PipelineRanks(
             rank=dist.get_rank(), world_size=NUM_RANKS, num_ranks=NUM_RANKS, stages_per_rank=parts
         )
         blocks = {stage: Scales() for stage in ranks.stages}
-        cut = {"num_stages": ranks.num_stages}
-        with step_over(schedule, blocks, given, **cut, num_microbatches=NUM_MICROBATCHES) as step:
-            found[schedule] = counted_again(step)
-    return found
+        cut = {"num_stages": ranks.num_stages, "num_microbatches": NUM_MICROBATCHES}
+        with step_over(schedule, blocks, boundary, **cut) as step:
+            bytes_by_schedule[schedule] = counted_again(step)
+    return bytes_by_schedule
 
 
 def test_a_step_sends_each_cuts_tensor_and_its_gradient_once_for_each_micro_batch(cluster_or_skip):
@@ -336,18 +345,15 @@ def test_a_step_sends_each_cuts_tensor_and_its_gradient_once_for_each_micro_batc
 PAIRS = 4096
 FEATURES = 128
 # times N (W - 1) / W, by each rank
-FORMULAS = {
-    "InfoNCE": 16 * FEATURES + 8,
-    "SigLIP": 12 * FEATURES,
-}
+FORMULAS = {"InfoNCE": 16 * FEATURES + 8, "SigLIP": 12 * FEATURES}
 
 
 def sent_by_losses():
-    found = {}
+    bytes_by_loss = {}
     for name, loss in (("InfoNCE", InfoNCE()), ("SigLIP", SigLIP())):
         views = [torch.randn(PAIRS // NUM_RANKS, FEATURES, requires_grad=True) for _ in range(2)]
-        found[name] = counted_again(lambda loss=loss, views=views: loss(*views).backward())
-    return found
+        bytes_by_loss[name] = counted_again(lambda loss=loss, views=views: loss(*views).backward())
+    return bytes_by_loss
 
 
 def test_losses_send_what_their_formulas_say(cluster_or_skip):
@@ -355,9 +361,8 @@ def test_losses_send_what_their_formulas_say(cluster_or_skip):
         of_ranks = cluster.call(sent_by_losses, timeout_s=300)
     for name, formula in FORMULAS.items():
         claim = (NUM_RANKS - 1) * PAIRS * formula  # of all ranks: they share a host
-        assert (
-            claim <= max(of_rank[name] for of_rank in of_ranks) <= claim * (1 + TOLERANCE) + 2**16
-        )
+        most = max(of_rank[name] for of_rank in of_ranks)
+        assert claim <= most <= claim * (1 + TOLERANCE) + 2**16
 
 
 # ---- steps between averages: two sums of weights in H steps, in fp32 or through a codec ------------------------------
@@ -385,22 +390,30 @@ class OneLayer(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+def sent_across(*args):
+    across, _ = sent()
+    return across
+
+
+def sent_across_after_last_step(trainer, *args):
+    if trainer.global_step == NUM_STEPS:
+        return sent_across()
+    return None
+
+
 def sent_by_fits():
-    """Between hosts, from the first step to the last."""
+    """Return the bytes between hosts from the first step to the last, of gradients and of three averages."""
     results = []
     train = DataLoader(torch.randn(NUM_STEPS * HOSTS * RANKS_PER_HOST, LAYER_WIDTH), batch_size=1)
     # In small chunks messages of 4 bits are of a few KiB, of which headers are some percent.
     comm = Comm(plan=CommPlan(algorithm="two_level", chunk_bytes=2**22))
-    looks = at(
-        on_train_start=lambda *_: sent()[0],
-        on_train_batch_end=lambda trainer, *_: (
-            sent()[0] if trainer.global_step == NUM_STEPS else None
-        ),
-    )
+    looks = at(on_train_start=sent_across, on_train_batch_end=sent_across_after_last_step)
     options = {"comm": comm, "precision": "16-true", "max_steps": NUM_STEPS, "callbacks": looks}
     for between_nodes in (
         Mean(),
-        *(LocalSteps(every=8, dtype=dtype) for dtype in (None, "int8", "int4")),
+        LocalSteps(every=8, dtype=None),
+        LocalSteps(every=8, dtype="int8"),
+        LocalSteps(every=8, dtype="int4"),
     ):
         seen = fit(None, OneLayer, train=train, between_nodes=between_nodes, **options)
         results.append(seen.looks["on_train_batch_end"][0] - seen.looks["on_train_start"][0])
@@ -409,14 +422,17 @@ def sent_by_fits():
 
 def test_nodes_send_weights_and_momentum_once_in_eight_steps(cluster_or_skip):
     """In 8 bits an eighth of what fp16 gradients are in every step."""
+    num_averages = NUM_STEPS / 8
+    # of an element: gradients in fp16, then weights and momentum in fp32, in 8 and in 4 bits
+    bytes_of_element = [
+        2 * NUM_STEPS,
+        2 * 4 * num_averages,
+        2 * 258 / 256 * num_averages,
+        2 * 130 / 256 * num_averages,
+    ]
+    expected = [WORDS + SENT * LAYER_WIDTH**2 * num_bytes for num_bytes in bytes_of_element]
     with Cluster(num_hosts=HOSTS, ranks_per_host=RANKS_PER_HOST, mbit_per_s=2000) as cluster:
-        for of_host in cluster.call(sent_by_fits, timeout_s=300):
-            # an element
-            expected = [
-                2 * NUM_STEPS,
-                *(2 * one * NUM_STEPS / 8 for one in (4, 258 / 256, 130 / 256)),
-            ]
-            assert of_host == pytest.approx(
-                [WORDS + SENT * LAYER_WIDTH**2 * one for one in expected], rel=TOLERANCE
-            )
-            assert of_host[2] / of_host[0] == pytest.approx(1 / 8, rel=TOLERANCE)
+        results = cluster.call(sent_by_fits, timeout_s=300)
+    for rank, of_rank in enumerate(results):
+        assert of_rank == pytest.approx(expected, rel=TOLERANCE), f"rank {rank}"
+        assert of_rank[2] / of_rank[0] == pytest.approx(1 / 8, rel=TOLERANCE), f"rank {rank}"

@@ -17,6 +17,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from lightning_hybrid.optim import LARS
 from lightning_hybrid.placement import BLOCK, Part, is_split, spans
+from tests.scenes import same
 
 LOOP = {"foreach": False}
 LISTS = {"foreach": True}
@@ -57,15 +58,12 @@ class Parts:
         return tensor.flatten()[span].clone()
 
     def lend(self, optimizer, params, wholes):
-        places = [
-            (param, whole.numel(), self.span(whole.numel()))
-            for param, whole in zip(params, wholes, strict=True)
-        ]
-        optimizer.parts = {
-            p: Part(numel=numel, begin=span.start, end=span.stop)
-            for p, numel, span in places
-            if span
-        }
+        optimizer.parts = {}
+        for param, whole in zip(params, wholes, strict=True):
+            span = self.span(whole.numel())
+            if span is not None:
+                part = Part(numel=whole.numel(), begin=span.start, end=span.stop)
+                optimizer.parts[param] = part
         optimizer.add_up_ = self.add_up_
 
 
@@ -77,16 +75,17 @@ class Shards(Whole):
     placements: tuple = (Shard(0),)
 
     def cut(self, tensor):
-        num = tensor.dim()
-        placements = [
-            Replicate() if isinstance(placement, Shard) and placement.dim >= num else placement
-            for placement in self.placements
-        ]
+        placements = []
+        for placement in self.placements:
+            if isinstance(placement, Shard) and placement.dim >= tensor.dim():
+                placements.append(Replicate())
+            else:
+                placements.append(placement)
         return distribute_tensor(tensor, self.mesh, placements)
 
 
 def mesh_of(*shape, names=None):
-    """A mesh, without what torch remembers of one in an earlier world of the pool.
+    """Make a mesh, without what torch remembers of one in an earlier world of the pool.
 
     torch 2.11 holds meshes of equal shape for equal, and gives out one whose process groups have ended.
     """
@@ -94,7 +93,7 @@ def mesh_of(*shape, names=None):
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def place_of(kind):
+def layout_of(kind):
     if kind == "shards":
         return Shards(mesh_of(dist.get_world_size()))
     if kind == "parts":
@@ -109,38 +108,47 @@ def local(tensor):
 
 
 def groups_of(params):
-    """The second half is excluded."""
+    """Return two groups of alternating parameters. The second is excluded from trust ratios and decay."""
     return [
         {"params": params[::2]},
         {"params": params[1::2], "trust_ratio": False, "weight_decay": 0.0},
     ]
 
 
-def distance(params, others):
-    """The largest relative distance of a tensor of `params` from that of `others`. Shards are made whole."""
+def distance(params, expected):
+    """Return the largest relative distance of a tensor of `params` from that of `expected`."""
     largest = 0.0
-    for param, other in zip(params, others, strict=True):
-        whole = [
-            one.detach().full_tensor() if isinstance(one, DTensor) else one.detach()
-            for one in (param, other)
-        ]
-        one, other = (tensor.cpu().double() for tensor in whole)
-        assert one.isfinite().all()
-        if one.numel() and not torch.equal(one, other):
-            largest = max(largest, ((one - other).norm() / other.norm()).item())
+    for param, expected_param in zip(params, expected, strict=True):
+        values = whole_in_float64(param)
+        expected_values = whole_in_float64(expected_param)
+        assert values.isfinite().all()
+        if values.numel() and not torch.equal(values, expected_values):
+            difference = (values - expected_values).norm() / expected_values.norm()
+            largest = max(largest, difference.item())
     return largest
 
 
-class Beside:
-    """An optimizer of whole tensors by the path of `whole_path`, and one of `place.cut` of them by `path`.
+def whole_in_float64(tensor):
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.cpu().double()
 
-    `half`: the dtype of the latter's gradients, which are scaled. The optimizer of whole tensors gets the same ones if
-    it takes the same path, and else unscales them before its step.
+
+class OptimizerPair:
+    """A reference optimizer of whole tensors, and one of the same tensors as `layout` cuts them.
+
+    Args:
+        layout: `Whole`, `Parts` or `Shards`.
+        path: Flags of the optimizer under test.
+        whole_path: Flags of the reference.
+        half: dtype of the gradients of the optimizer under test, which are scaled. The reference gets the same
+            gradients if it takes the same path. Otherwise they are unscaled before its step.
     """
 
     def __init__(
         self,
-        place,
+        layout,
         path,
         rule=LARS,
         *,
@@ -148,38 +156,47 @@ class Beside:
         whole_path=LOOP,
         half=None,
         device="cpu",
-        **more,
+        **options,
     ):
-        self.place = place
+        self.layout = layout
         self.half = half
         self.scale = 64.0 if half else 1.0
         self.device = device
-        self.wholes = parameters(*shapes, dtype=more.pop("dtype", torch.float32))
-        self.own = [
-            nn.Parameter(place.cut(whole.detach().clone()).to(device)) for whole in self.wholes
-        ]
-        options = {"lr": LR[rule.__name__], "weight_decay": 0.01, **more}
+        self.wholes = parameters(*shapes, dtype=options.pop("dtype", torch.float32))
+        self.params = []
+        for whole in self.wholes:
+            self.params.append(nn.Parameter(layout.cut(whole.detach().clone()).to(device)))
+        options = {"lr": LR[rule.__name__], "weight_decay": 0.01, **options}
         self.reference = rule(groups_of(self.wholes), **options, **whole_path)
-        self.optimizer = rule(groups_of(self.own), **options, **path)
-        place.lend(self.optimizer, self.own, self.wholes)
-        self.scaled = [(self.optimizer, self.own)] if half else []
-        self.scaled += [(self.reference, self.wholes)] if half and whole_path == path else []
+        self.optimizer = rule(groups_of(self.params), **options, **path)
+        layout.lend(self.optimizer, self.params, self.wholes)
+        self.scaled = []
+        if half:
+            self.scaled.append((self.optimizer, self.params))
+        if half and whole_path == path:
+            self.scaled.append((self.reference, self.wholes))
         for _, params in self.scaled:
             for param in params:
                 param.grad_dtype = None
 
     def give_grads(self, seed, spoilt=None, bad=torch.inf):
-        """`spoilt`: (tensor, element) of the gradient that is `bad`, in the rank's own alone."""
+        """Give both optimizers the gradients of a seed.
+
+        `spoilt`: (tensor, element) of the gradient that is `bad`, for the optimizer under test alone.
+        """
         set_grads(self.wholes, seed)
-        for index, (whole, own) in enumerate(zip(self.wholes, self.own, strict=True)):
+        for index, (whole, param) in enumerate(zip(self.wholes, self.params, strict=True)):
             grad = (self.scale * whole.grad).to(self.half or whole.dtype)
             whole.grad = None
-            whole.grad = grad if len(self.scaled) == 2 else grad.to(whole.dtype) / self.scale
+            if len(self.scaled) == 2:
+                whole.grad = grad
+            else:
+                whole.grad = grad.to(whole.dtype) / self.scale
             if spoilt is not None and spoilt[0] == index:
                 grad = grad.clone()
                 grad.view(-1)[spoilt[1]] = bad
-            own.grad = None
-            own.grad = self.place.cut(grad).to(self.device)
+            param.grad = None
+            param.grad = self.layout.cut(grad).to(self.device)
         for optimizer, _ in self.scaled:
             optimizer.grad_scale = torch.tensor(self.scale, device=self.device)
 
@@ -193,7 +210,7 @@ class Beside:
         return self.optimizer.last_found_inf.item()
 
     def steps(self, num, first=1):
-        """Each rate is half of the one before."""
+        """Make `num` steps. Each learning rate is half of the one before."""
         for seed in range(first, first + num):
             self.step(seed)
             for group in (*self.optimizer.param_groups, *self.reference.param_groups):
@@ -201,28 +218,26 @@ class Beside:
         return self
 
     def bits(self):
-        """All that a step writes, as bytes, so that -0.0 differs from 0.0."""
-        tensors = list(self.own)
-        for param in self.own:
+        """Return all that a step writes, as bytes, so that -0.0 differs from 0.0."""
+        tensors = list(self.params)
+        for param in self.params:
             tensors += self.optimizer.state[param].values()
-        return [
-            local(tensor.detach()).clone().view(-1).view(torch.uint8)
-            for tensor in tensors
-            if local(tensor).numel()
-        ]
+        values = [local(tensor.detach()).clone().view(-1) for tensor in tensors]
+        return [value.view(torch.uint8) for value in values if value.numel()]
 
     def distance(self):
-        """The largest relative distance of this rank's elements from the whole tensors, state included."""
-        results = [distance(self.own, [self.place.cut(one.detach()) for one in self.wholes])]
-        for own, whole in zip(self.own, self.wholes, strict=True):
-            state = self.optimizer.state[own]
+        """Return the largest relative distance from the whole tensors on this rank, state included."""
+        cuts = [self.layout.cut(whole.detach()) for whole in self.wholes]
+        distances = [distance(self.params, cuts)]
+        for param, whole in zip(self.params, self.wholes, strict=True):
+            state = self.optimizer.state[param]
             expected = self.reference.state[whole]
             assert state.keys() == expected.keys()
             for key, tensor in expected.items():
-                results.append(
-                    distance([state[key]], [tensor if key == "step" else self.place.cut(tensor)])
-                )
-        return max(results)
+                if key != "step":
+                    tensor = self.layout.cut(tensor)
+                distances.append(distance([state[key]], [tensor]))
+        return max(distances)
 
 
 def on_threads(num_ranks, work):
@@ -259,54 +274,66 @@ def on_threads(num_ranks, work):
         return list(threads.map(guarded, range(num_ranks)))
 
 
-def overflow(both, spoilt, given=False, bad=torch.inf):
-    """Verdicts of three steps, whether the second left every bit, and the distance after the third.
+def overflow(both, spoilt, is_verdict_given=False, bad=torch.inf):
+    """Return the verdicts of three steps, whether the second left every bit, and the distance after the third.
 
-    `spoilt`: (tensor, element) of the gradient that is `bad`; `given`: the verdict is, on the last rank of parts alone.
+    Args:
+        both: Optimizers to step.
+        spoilt: (tensor, element) of the gradient that is `bad`.
+        is_verdict_given: The user sets `found_inf` instead, on the last rank of parts alone.
+        bad: Value of the spoilt element.
     """
-    results = [both.step(1)]
-    sign = torch.ones_like(both.wholes[0])
-    # makes it -0.0,
-    sign.view(-1)[0] = torch.copysign(torch.zeros(()), -both.wholes[0].detach().view(-1)[0])
-    with torch.no_grad():  # which must not become 0.0
-        both.wholes[0].mul_(sign)
-        both.own[0].mul_(both.place.cut(sign).to(both.device))
+    verdicts = [both.step(1)]
+    make_first_element_negative_zero(both)  # which must not become 0.0
     before = both.bits()
-    if given:
-        is_here = not isinstance(both.place, Parts) or both.place.rank == both.place.num_ranks - 1
+    if is_verdict_given:
+        layout = both.layout
+        is_here = not isinstance(layout, Parts) or layout.rank == layout.num_ranks - 1
         both.optimizer.found_inf = torch.tensor(float(is_here), device=both.device)
-    both.give_grads(2, None if given else spoilt, bad)
+        spoilt = None
+    both.give_grads(2, spoilt, bad)
     both.optimizer.step()
-    results.append(both.optimizer.last_found_inf.item())
+    verdicts.append(both.optimizer.last_found_inf.item())
     both.optimizer.found_inf = None
-    is_untouched = all(
-        torch.equal(first, second) for first, second in zip(before, both.bits(), strict=True)
-    )
-    return [*results, both.step(3)], is_untouched, both.distance()
+    is_untouched = same(before, both.bits())
+    verdicts.append(both.step(3))
+    return verdicts, is_untouched, both.distance()
+
+
+def make_first_element_negative_zero(both):
+    whole = both.wholes[0]
+    sign = torch.ones_like(whole)
+    sign.view(-1)[0] = torch.copysign(torch.zeros(()), -whole.detach().view(-1)[0])
+    with torch.no_grad():
+        whole.mul_(sign)
+        both.params[0].mul_(both.layout.cut(sign).to(both.device))
 
 
 def written(both):
-    """The distance after three steps, between which user code writes all weights. Torch sees only the first write."""
+    """Return the distance after three steps. User code writes all weights in between.
+
+    Torch sees only the first write.
+    """
     both.steps(1)
     with torch.no_grad():
-        for param in (*both.own, *both.wholes):
+        for param in (*both.params, *both.wholes):
             param.mul_(1.5)
     both.steps(1, first=2)
-    for param in (*both.own, *both.wholes):
+    for param in (*both.params, *both.wholes):
         param.data.mul_(1.5)
     return both.steps(1, first=3).distance()
 
 
 def normals(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def parameters(*shapes, dtype=torch.float32):
-    return [
-        nn.Parameter(normals(*shape, seed=index, dtype=dtype)) for index, shape in enumerate(shapes)
-    ]
+    params = []
+    for index, shape in enumerate(shapes):
+        params.append(nn.Parameter(normals(*shape, seed=index, dtype=dtype)))
+    return params
 
 
 def set_grads(params, seed, scale=1.0):
@@ -324,6 +351,6 @@ def copies_of(params):
     return [nn.Parameter(param.detach().clone()) for param in params]
 
 
-def assert_same_bits(params, others):
-    for param, other in zip(params, others, strict=True):
-        assert torch.equal(param, other)
+def assert_same_bits(params, expected):
+    for param, expected_param in zip(params, expected, strict=True):
+        assert torch.equal(param, expected_param)

@@ -21,15 +21,17 @@ from tests.optim import makers
 from tests.optim.makers import (
     LOOP,
     PATHS,
-    Beside,
+    OptimizerPair,
     assert_same_bits,
     copies_of,
+    layout_of,
     parameters,
-    place_of,
     run,
     set_grads,
 )
 from tests.precision.test_optimizer_protocol import HostReads
+from tests.scenes import same
+from tests.toy import error_of
 
 # ---- of a step on whole tensors, whatever its flags ------------------------------------------------------------------
 
@@ -47,21 +49,17 @@ LAST_SWITCH = {LARS_: ("nesterov", False), LAMB_: ("bias_correction", True)}
 
 
 def cases():
-    for rule, (path, flags), switches in itertools.product(
-        LAST_SWITCH, {"default": {}, **PATHS}.items(), SWITCHES
-    ):
+    paths = {"default": {}, **PATHS}
+    for rule, path, switches in itertools.product(LAST_SWITCH, paths, SWITCHES):
         name, default = LAST_SWITCH[rule]
         flags = {
-            **flags,
+            **paths[path],
             "maximize": switches[0],
             "capturable": switches[1],
             name: switches[2] != default,
         }
-        yield pytest.param(
-            rule,
-            flags,
-            id="-".join([rule.func.__name__, path, *("01"[switch] for switch in switches)]),
-        )
+        bits = [str(int(switch)) for switch in switches]
+        yield pytest.param(rule, flags, id="-".join([rule.func.__name__, path, *bits]))
 
 
 every_case = pytest.mark.parametrize(("rule", "flags"), list(cases()))
@@ -74,41 +72,35 @@ def two_groups(params):
 
 def pair(rule, flags, dtype=torch.float32):
     params = parameters(*SHAPES, dtype=dtype)
-    others = copies_of(params)
-    return (rule(two_groups(params), **flags), params), (rule(two_groups(others), **flags), others)
+    second_params = copies_of(params)
+    first = rule(two_groups(params), **flags)
+    second = rule(two_groups(second_params), **flags)
+    return (first, params), (second, second_params)
 
 
-def assert_same_end(one, other, num_steps=2, first=3):
-    for optimizer, params in (one, other):
-        run(optimizer, params, num_steps, first=first)
-    assert_same_bits(one[1], other[1])
+def assert_same_end(first_pair, second_pair, num_steps=2, first_step=3):
+    for optimizer, params in (first_pair, second_pair):
+        run(optimizer, params, num_steps, first=first_step)
+    assert_same_bits(first_pair[1], second_pair[1])
 
 
 @pytest.mark.sampled(3)
 @every_case
-def test_it_moves_what_has_a_gradient_and_nothing_else_and_no_gradient_is_written(rule, flags):
+def test_a_step_moves_parameters_with_a_gradient_alone_and_writes_no_gradient(rule, flags):
     (optimizer, params), _ = pair(rule, flags)
     before = copies_of(params)
     optimizer.step()  # no gradient at all
     assert_same_bits(params, before)
     set_grads(params, 1)
     params[1].grad = None
-    grads = [
-        (param, param.grad.clone(), param.grad._version)
-        for param in params
-        if param.grad is not None
-    ]
+    with_grad = [param for param in params if param.grad is not None]
+    grads = [param.grad.clone() for param in with_grad]
+    versions = [param.grad._version for param in with_grad]
     optimizer.step()
-    assert all(
-        torch.equal(param.grad, old) and param.grad._version == version
-        for param, old, version in grads
-    )
-    assert [torch.equal(param, old) for param, old in zip(params, before, strict=True)] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+    assert same([param.grad for param in with_grad], grads)
+    assert [param.grad._version for param in with_grad] == versions
+    is_unchanged = list(map(torch.equal, params, before))
+    assert is_unchanged == [False, True, True, False]
     assert params[1] not in optimizer.state
     optimizer.zero_grad()
     assert all(param.grad is None for param in params)
@@ -127,52 +119,54 @@ ORTHOGONAL = [
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rule", "flags"), [*cases(), *ORTHOGONAL])
 def test_what_was_saved_goes_on_bit_for_bit(rule, flags):
-    """Of half-precision parameters too, whose state torch's own `load_state_dict` would round."""
-    for dtype, medium in zip(
-        [torch.bfloat16] * 2 + [torch.float32], ["file", "deepcopy", "pickle"], strict=True
+    """Half-precision parameters too, whose state torch's own `load_state_dict` would round."""
+    for dtype, medium in (
+        (torch.bfloat16, "file"),
+        (torch.bfloat16, "deepcopy"),
+        (torch.float32, "pickle"),
     ):
         (optimizer, params), second = pair(rule, flags, dtype)
         run(optimizer, params, 3)
         run(*second, 3)
         if medium == "file":
-            torch.save(optimizer.state_dict(), file := io.BytesIO())
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
             file.seek(0)
             resumed = rule(two_groups(copies_of(params)), **flags)
             resumed.load_state_dict(torch.load(file, weights_only=True))
+        elif medium == "deepcopy":
+            resumed = copy.deepcopy(optimizer)
         else:
-            if medium == "deepcopy":
-                resumed = copy.deepcopy(optimizer)
-            else:
-                resumed = pickle.loads(pickle.dumps(optimizer))
-        own = [param for group in resumed.param_groups for param in group["params"]]
+            resumed = pickle.loads(pickle.dumps(optimizer))
+        resumed_params = resumed.param_groups[0]["params"] + resumed.param_groups[1]["params"]
         assert resumed.param_groups[1]["lr"] == 0.25
-        assert_same_end(second, (resumed, own))
-        assert all(
-            value.dtype is torch.float32 for param in own for value in resumed.state[param].values()
-        )
+        assert_same_end(second, (resumed, resumed_params))
+        for param in resumed_params:
+            assert {value.dtype for value in resumed.state[param].values()} == {torch.float32}
 
 
 @every_rule
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(PATHS, 2)))
-def test_state_goes_from_path_to_path(rule, source, target):
+def test_state_saved_by_one_path_is_continued_by_another(rule, source, target):
     """Bit for bit among lists and loop. To or from the fused step within five roundings of a step."""
     (optimizer, params), whole = pair(rule, PATHS[source])
     run(optimizer, params, 3)
     run(*whole, 5)
-    own = copies_of(params)
-    moved = rule(two_groups(own), **PATHS[target])
+    moved_params = copies_of(params)
+    moved = rule(two_groups(moved_params), **PATHS[target])
     saved = optimizer.state_dict()
     for group in saved["param_groups"]:
         group.update({key: PATHS[target].get(key) for key in ("foreach", "fused") if key in group})
     moved.load_state_dict(saved)
-    run(moved, own, 2, first=3)
-    assert makers.distance(own, whole[1]) <= (2e-6 if "fused" in (source, target) else 0)
+    run(moved, moved_params, 2, first=3)
+    bound = 2e-6 if "fused" in (source, target) else 0.0
+    assert makers.distance(moved_params, whole[1]) <= bound
 
 
 @pytest.mark.sampled(3)
 @every_case
 def test_a_closure_runs_with_autograd_before_the_step(rule, flags):
-    (optimizer, params), (plain, others) = pair(rule, flags)
+    (optimizer, params), (plain, plain_params) = pair(rule, flags)
 
     def closure(optimizer, params):
         loss = sum(param.square().sum() for param in params)
@@ -181,23 +175,23 @@ def test_a_closure_runs_with_autograd_before_the_step(rule, flags):
 
     expected = sum(param.detach().square().sum() for param in params)
     assert torch.equal(optimizer.step(partial(closure, optimizer, params)), expected)
-    closure(plain, others)
+    closure(plain, plain_params)
     assert plain.step() is None
-    assert_same_bits(params, others)
+    assert_same_bits(params, plain_params)
 
 
 @pytest.mark.sampled(3)
 @every_case
 def test_a_rate_may_be_a_tensor_and_change_in_place(rule, flags):
-    (number, params), (tensor, others) = pair(rule, flags)
+    (number, number_params), (tensor, tensor_params) = pair(rule, flags)
     for group in tensor.param_groups:
         group["lr"] = torch.tensor(group["lr"])
     for step in range(3):
-        for optimizer, own in ((number, params), (tensor, others)):
-            run(optimizer, own, 1, first=step)
+        for optimizer, params in ((number, number_params), (tensor, tensor_params)):
+            run(optimizer, params, 1, first=step)
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
-    assert makers.distance(params, others) <= 1e-6
+    assert makers.distance(number_params, tensor_params) <= 1e-6
     assert isinstance(tensor.param_groups[0]["lr"], torch.Tensor)
 
 
@@ -219,38 +213,41 @@ def test_a_sparse_gradient_is_refused_by_name_before_anything_moves(rule, flags)
 @every_case
 def test_the_stock_grad_scaler_unscales_skips_and_steps(rule, flags):
     """The protocol of fused optimizers is declared where the step is fused, and nowhere else."""
-    (ours, params), (theirs, others) = pair(rule, flags)
+    (ours, our_params), (theirs, their_params) = pair(rule, flags)
     assert getattr(ours, "_step_supports_amp_scaling", False) is bool(flags.get("fused"))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
     scaler.scale(torch.ones(()))
     for step in range(3):
-        set_grads(others, step)
-        for first, second in zip(params, others, strict=True):
-            first.grad = second.grad * scaler.get_scale()
-        before = copies_of(params)
+        set_grads(their_params, step)
+        for our_param, their_param in zip(our_params, their_params, strict=True):
+            our_param.grad = their_param.grad * scaler.get_scale()
+        before = copies_of(our_params)
         if step == 1:
-            params[0].grad[3, 3] = torch.inf
+            our_params[0].grad[3, 3] = torch.inf
         scaler.step(ours)
         scaler.update()
         if step == 1:
-            assert_same_bits(params, before)
+            assert_same_bits(our_params, before)
         else:
             theirs.step()
     assert scaler.get_scale() == 2.0**9
-    assert makers.distance(params, others) <= 2e-6
+    assert makers.distance(our_params, their_params) <= 2e-6
 
 
 @pytest.mark.sampled(3)
 @every_case
 def test_capturable_reads_nothing_on_the_host_with_rates_as_tensors(rule, flags):
-    """What a CUDA graph needs. Without the flag rates and counts on a CPU are read, where that costs nothing."""
+    """A CUDA graph needs this. Without the flag rates and counts on a CPU are read, where that costs nothing."""
     (optimizer, params), _ = pair(rule, flags)
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(group["lr"])
     run(optimizer, params, 1)
     with HostReads() as reads:
         run(optimizer, params, 2, first=1)
-    assert not reads.by_file if flags["capturable"] else reads.by_file or "fused" in flags
+    if flags["capturable"]:
+        assert not reads.by_file
+    else:
+        assert reads.by_file or "fused" in flags
 
 
 COMPILED_OPTIONS = [
@@ -271,21 +268,18 @@ COMPILED_OPTIONS = [
 
 def compiled_cases():
     for (rule, options), is_scaled in itertools.product(COMPILED_OPTIONS, (False, True)):
-        words = [f"{key}={value}" for key, value in options.items()]
+        words = [rule.func.__name__]
+        words += [f"{key}={value}" for key, value in options.items()]
+        words.append("scaled" if is_scaled else "plain")
         is_quick = rule is LAMB_ and options == {"foreach": True} and not is_scaled
-        yield pytest.param(
-            rule,
-            options,
-            is_scaled,
-            id="-".join([rule.func.__name__, *words, "scaled" if is_scaled else "plain"]),
-            marks=[] if is_quick else [pytest.mark.long],
-        )
+        marks = [] if is_quick else [pytest.mark.long]
+        yield pytest.param(rule, options, is_scaled, id="-".join(words), marks=marks)
 
 
 @pytest.mark.parametrize(("rule", "options", "is_scaled"), list(compiled_cases()))
 def test_a_compiled_step_is_one_graph_and_the_same_step(rule, options, is_scaled):
     """The rates change, so that a value frozen into the graph would show. Other rounding: some five times a step."""
-    (plain, params), (compiled, others) = pair(rule, {"maximize": True, **options})
+    (plain, params), (compiled, compiled_params) = pair(rule, {"maximize": True, **options})
     for group in compiled.param_groups:
         group["lr"] = torch.tensor(group["lr"])
     graphs = []
@@ -298,7 +292,7 @@ def test_a_compiled_step_is_one_graph_and_the_same_step(rule, options, is_scaled
     step = torch.compile(compiled.step, backend=keep_graph, fullgraph=True)
     for seed in range(3):
         set_grads(params, seed)
-        set_grads(others, seed)
+        set_grads(compiled_params, seed)
         for optimizer in (plain, compiled):
             if is_scaled:
                 optimizer.grad_scale = torch.tensor(4.0)
@@ -309,7 +303,7 @@ def test_a_compiled_step_is_one_graph_and_the_same_step(rule, options, is_scaled
             group["lr"] *= 0.5
     # The first step makes the state, and the second one finds it: no rate and no count is compiled into a graph.
     assert 1 <= len(graphs) <= 2
-    assert makers.distance(others, params) <= 5e-6
+    assert makers.distance(compiled_params, params) <= 5e-6
 
 
 # ---- of every maker, next to an optimizer of whole tensors -----------------------------------------------------------
@@ -327,14 +321,19 @@ BOUND = {
 }
 every_maker = pytest.mark.parametrize(("kind", "path"), BOUND)
 both_rules = pytest.mark.parametrize("rule", RULE)
-MORE = [{}, {"nesterov": True}, {"trust_clip": 1.0, "lr": 0.01}]
-MORE += [{"momentum": 0.0, "maximize": True, "excluded_lr_mult": 0.01}]
+OPTIONS_OF_EVERY_FORM = [
+    {},
+    {"nesterov": True},
+    {"trust_clip": 1.0, "lr": 0.01},
+    {"momentum": 0.0, "maximize": True, "excluded_lr_mult": 0.01},
+]
+FORMS_OF_LARS = itertools.product(
+    get_args(MomentumForm), get_args(Denominator), OPTIONS_OF_EVERY_FORM
+)
 OPTIONS = {
     "LARS": [
-        {"momentum_form": form, "denominator": one, **more}
-        for form, one, more in itertools.product(
-            get_args(MomentumForm), get_args(Denominator), MORE
-        )
+        {"momentum_form": form, "denominator": denominator, **options}
+        for form, denominator, options in FORMS_OF_LARS
     ],
     "LAMB": [
         {},
@@ -345,124 +344,129 @@ OPTIONS = {
     ],
 }
 # every value of each
-SOME = {rule: options[:: 5 if rule == "LARS" else 2] for rule, options in OPTIONS.items()}
+SOME = {"LARS": OPTIONS["LARS"][::5], "LAMB": OPTIONS["LAMB"][::2]}
 
 
-def held(request, kind, promise, *args):
+def results_by_rank(request, kind, measure, *args):
+    """Return rank and result of `measure(kind, *args)`: of this process for whole tensors, else of two ranks."""
     if kind == "whole":
-        return [promise(kind, *args)]
-    return request.getfixturevalue("two_ranks").run(promise, kind, *args)
+        results = [measure(kind, *args)]
+    else:
+        results = request.getfixturevalue("two_ranks").run(measure, kind, *args)
+    return enumerate(results)
 
 
 # Rows that ranks share evenly, unevenly, and of which only one rank has any; a chunk of the fused passes and a rest.
 SHARDED = [(8, 5), (5, 7), (1, 6), (3,), (4, 5000), (2, 3, 2, 2)]
 
 
-def beside(kind, path, rule, **more):
-    more |= {"shapes": SHARDED} if kind == "shards" else {}
-    return Beside(
-        place_of(kind),
-        PATHS[path],
-        RULE[rule],
-        whole_path=LOOP if kind == "whole" else PATHS[path],
-        **more,
-    )
+def pair_of(kind, path, rule, **options):
+    whole_path = PATHS[path]
+    if kind == "whole":
+        whole_path = LOOP
+    if kind == "shards":
+        options["shapes"] = SHARDED
+    return OptimizerPair(layout_of(kind), PATHS[path], RULE[rule], whole_path=whole_path, **options)
 
 
-def distances(kind, path, rule, kinds):
-    return [beside(kind, path, rule, **more).steps(3).distance() for more in kinds]
+def distances(kind, path, rule, list_of_options):
+    return [pair_of(kind, path, rule, **options).steps(3).distance() for options in list_of_options]
 
 
 @every_maker
 @both_rules
 def test_the_step_is_that_of_whole_tensors_in_every_form(request, kind, path, rule):
-    for result in held(
-        request, kind, distances, path, rule, (OPTIONS if kind == "whole" else SOME)[rule]
-    ):
-        assert max(result) <= BOUND[kind, path], result
+    options = OPTIONS[rule] if kind == "whole" else SOME[rule]
+    for rank, result in results_by_rank(request, kind, distances, path, rule, options):
+        assert max(result) <= BOUND[kind, path], f"rank {rank}: {result}"
 
 
 @pytest.mark.sampled(5)
 @every_maker
 @both_rules
-@pytest.mark.parametrize("more", [{"half": torch.float16}, {"dtype": torch.float64}], ids=str)
-def test_the_step_is_that_of_whole_tensors_of_any_dtype(request, kind, path, rule, more):
+@pytest.mark.parametrize("dtypes", [{"half": torch.float16}, {"dtype": torch.float64}], ids=str)
+def test_the_step_is_that_of_whole_tensors_of_any_dtype(request, kind, path, rule, dtypes):
     options = {"LARS": {"denominator": "joint"}, "LAMB": {"max_grad_norm": 0.5}}[rule]
-    bound = (
-        1e-13
-        if "dtype" in more
-        else max(2e-6, BOUND[kind, path])
-        if kind == "whole"
-        else BOUND[kind, path]
-    )
-    for result in held(request, kind, distances, path, rule, [more, {**more, **options}]):
-        assert max(result) <= bound
+    bound = BOUND[kind, path]
+    if kind == "whole":
+        bound = max(2e-6, bound)
+    if "dtype" in dtypes:
+        bound = 1e-13
+    both_options = [dtypes, {**dtypes, **options}]
+    for rank, result in results_by_rank(request, kind, distances, path, rule, both_options):
+        assert max(result) <= bound, f"rank {rank}: {result}"
 
 
-def overflow(kind, path, rule, spoilt, half, given, **options):
-    options = options or ({"denominator": "joint"} if rule == "LARS" else {"max_grad_norm": 0.5})
-    return makers.overflow(beside(kind, path, rule, half=half, **options), spoilt, given)
+def overflow(kind, path, rule, spoilt, half, is_verdict_given, **options):
+    if not options:
+        options = {"LARS": {"denominator": "joint"}, "LAMB": {"max_grad_norm": 0.5}}[rule]
+    both = pair_of(kind, path, rule, half=half, **options)
+    return makers.overflow(both, spoilt, is_verdict_given)
 
 
 @pytest.mark.sampled(5)
 @every_maker
 @both_rules
 @pytest.mark.parametrize(
-    ("spoilt", "half", "given"),
+    ("spoilt", "half", "is_verdict_given"),
     [
         pytest.param((4, 7), torch.float16, False, id="in the first part"),
         pytest.param((4, -1), torch.bfloat16, False, id="in the last part"),
         pytest.param((5, 2), torch.float16, False, id="where all have it"),
-        pytest.param(None, torch.float16, True, id="given"),
+        pytest.param(None, torch.float16, True, id="verdict given"),
     ],
 )
 def test_an_overflow_leaves_every_bit_and_the_next_step_is_as_if_nothing_had_been(
-    request, kind, path, rule, spoilt, half, given
+    request, kind, path, rule, spoilt, half, is_verdict_given
 ):
-    for result, is_untouched, far in held(request, kind, overflow, path, rule, spoilt, half, given):
-        assert result == [0.0, 1.0, 0.0]
-        assert is_untouched
-        assert far <= max(2e-6, BOUND[kind, path])
+    args = (path, rule, spoilt, half, is_verdict_given)
+    for rank, result in results_by_rank(request, kind, overflow, *args):
+        verdicts, is_untouched, distance = result
+        assert verdicts == [0.0, 1.0, 0.0], f"rank {rank}"
+        assert is_untouched, f"rank {rank}"
+        assert distance <= max(2e-6, BOUND[kind, path]), f"rank {rank}"
 
 
 @pytest.mark.parametrize("path", ["loop", "lists"])
 def test_an_overflow_of_an_orthogonal_step_leaves_every_bit_too(path):
-    found, is_untouched, far = overflow(
+    verdicts, is_untouched, distance = overflow(
         "whole", path, "LARS", (4, 7), torch.float16, False, direction="orthogonal"
     )
-    assert (found, is_untouched) == ([0.0, 1.0, 0.0], True)
-    assert far <= (0 if path == "loop" else 1e-4)  # five iterations in lists round otherwise
+    assert verdicts == [0.0, 1.0, 0.0]
+    assert is_untouched
+    bound = 0.0 if path == "loop" else 1e-4  # five iterations in lists round otherwise
+    assert distance <= bound
 
 
 @pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
 @pytest.mark.parametrize("path", PATHS)
 @both_rules
 def test_minus_infinity_and_nan_are_overflow_too(rule, path, bad):
-    both = beside("whole", path, rule, half=torch.float16)
-    found, is_untouched, _ = makers.overflow(both, (0, -1), bad=bad)
-    assert (found, is_untouched) == ([0.0, 1.0, 0.0], True)
+    both = pair_of("whole", path, rule, half=torch.float16)
+    verdicts, is_untouched, _ = makers.overflow(both, (0, -1), bad=bad)
+    assert verdicts == [0.0, 1.0, 0.0]
+    assert is_untouched
     if rule == "LAMB":
         assert {state["step"].item() for state in both.optimizer.state.values()} == {2}
 
 
 def written(kind, path, rule):
-    return makers.written(beside(kind, path, rule, half=torch.float16))
+    return makers.written(pair_of(kind, path, rule, half=torch.float16))
 
 
 @every_maker
 @both_rules
 def test_a_write_to_weights_between_steps_counts_in_their_norm(request, kind, path, rule):
     """Parameters belong to the user, who may write them by `.data` too: no step may carry a norm to the next."""
-    for result in held(request, kind, written, path, rule):
-        assert result <= max(2e-6, BOUND[kind, path])
+    for rank, distance in results_by_rank(request, kind, written, path, rule):
+        assert distance <= max(2e-6, BOUND[kind, path]), f"rank {rank}"
 
 
 def of_half_parameters(kind, path, rule, dtype):
-    both = beside(kind, path, rule, dtype=dtype).steps(1)
+    both = pair_of(kind, path, rule, dtype=dtype).steps(1)
     dtypes = {value.dtype for state in both.optimizer.state.values() for value in state.values()}
-    return makers.distance(
-        both.own, [both.place.cut(whole.detach()) for whole in both.wholes]
-    ), dtypes
+    cuts = [both.layout.cut(whole.detach()) for whole in both.wholes]
+    return makers.distance(both.params, cuts), dtypes
 
 
 @pytest.mark.sampled(5)
@@ -471,42 +475,48 @@ def of_half_parameters(kind, path, rule, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_parameters_have_float32_state(request, kind, path, rule, dtype):
     """One step: arithmetic is float32, so that only the last rounding of a weight can fall either way, if fused."""
-    for result, dtypes in held(request, kind, of_half_parameters, path, rule, dtype):
-        assert result <= (torch.finfo(dtype).eps / 5 if path == "fused" else 0)
-        assert dtypes == {torch.float32}
+    bound = torch.finfo(dtype).eps / 5 if path == "fused" else 0.0
+    for rank, result in results_by_rank(request, kind, of_half_parameters, path, rule, dtype):
+        distance, dtypes = result
+        assert distance <= bound, f"rank {rank}"
+        assert dtypes == {torch.float32}, f"rank {rank}"
 
 
-def ratios_beside(kind, path, rule):
-    both = beside(kind, path, rule).steps(2)
-    return [[one.item() for group in trust_ratios(each) for one in group.values()]
-            for each in (both.optimizer, both.reference)]  # fmt: skip
+def ratios_of_both(kind, path, rule):
+    both = pair_of(kind, path, rule).steps(2)
+    return ratios_of(both.optimizer), ratios_of(both.reference)
+
+
+def ratios_of(optimizer):
+    ratios = []
+    for group in trust_ratios(optimizer):
+        ratios += [ratio.item() for ratio in group.values()]
+    return ratios
 
 
 @pytest.mark.sampled(5)
 @every_maker
 @both_rules
 def test_the_trust_ratios_that_are_logged_are_those_of_whole_tensors(request, kind, path, rule):
-    for result, expected in held(request, kind, ratios_beside, path, rule):
-        assert result == pytest.approx(
-            expected, rel=1e-5 if kind == "whole" or path == "fused" else 1e-9
-        )
-        assert len(result) == 3
+    bound = 1e-5 if kind == "whole" or path == "fused" else 1e-9
+    for rank, result in results_by_rank(request, kind, ratios_of_both, path, rule):
+        ratios, expected = result
+        assert ratios == pytest.approx(expected, rel=bound), f"rank {rank}"
+        assert len(ratios) == 3, f"rank {rank}"
 
 
 def backward_after_a_step(kind, path, rule):
-    both = beside(kind, path, rule)
-    out = (both.own[0] * both.own[0]).sum()
+    both = pair_of(kind, path, rule)
+    out = (both.params[0] * both.params[0]).sum()
+    if kind == "shards":
+        out = out.full_tensor()
     both.step(1)
-    try:
-        (out.full_tensor() if kind == "shards" else out).backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_of(out.backward)
 
 
 @pytest.mark.sampled(5)
 @every_maker
 @both_rules
 def test_autograd_sees_that_the_step_wrote(request, kind, path, rule):
-    for message in held(request, kind, backward_after_a_step, path, rule):
-        assert "modified by an inplace operation" in message
+    for rank, message in results_by_rank(request, kind, backward_after_a_step, path, rule):
+        assert "modified by an inplace operation" in message, f"rank {rank}"

@@ -20,7 +20,7 @@ from lightning_hybrid.optim import LAMB, LARS, param_groups
 from tests.optim.makers import (
     FUSED,
     LR,
-    Beside,
+    OptimizerPair,
     Shards,
     Whole,
     distance,
@@ -34,21 +34,22 @@ from tests.toy import error_of
 
 @dataclass(frozen=True)
 class Mixed(Whole):
-    """Each tensor has one of the placements, by its shape. None leaves it plain."""
+    """Layout that gives each tensor one of the placements, by its shape. None leaves it plain."""
 
     mesh: object
     placements: list
 
     def cut(self, tensor):
-        own = self.placements[sum(tensor.shape) % len(self.placements)]
-        if own is None:
+        placements = self.placements[sum(tensor.shape) % len(self.placements)]
+        if placements is None:
             return tensor
-        return Shards(self.mesh, own).cut(tensor)
+        return Shards(self.mesh, placements).cut(tensor)
 
 
 def distance_on_rank(placements, rule, options, path):
-    place = Mixed(mesh_of(2, 2), placements)
-    return Beside(place, path, rule, shapes=SHARDED, whole_path=path, **options).steps(3).distance()
+    layout = Mixed(mesh_of(2, 2), placements)
+    both = OptimizerPair(layout, path, rule, shapes=SHARDED, whole_path=path, **options)
+    return both.steps(3).distance()
 
 
 # The sums of squares of small tensors are float64: in another order they give the same float32 ratio, and so the same
@@ -66,8 +67,10 @@ def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four
     ]
     # In a quotient of two norms a factor of both would not be seen.
     options = {LARS: {"eps": 0.5}, LAMB: {"max_grad_norm": 0.5}}[rule]
-    for result in four_ranks.run(distance_on_rank, placements, rule, options, path):
-        assert result <= (2e-6 if path == FUSED else 0)
+    bound = 2e-6 if path == FUSED else 0.0
+    distances = four_ranks.run(distance_on_rank, placements, rule, options, path)
+    for rank, distance_of_rank in enumerate(distances):
+        assert distance_of_rank <= bound, f"rank {rank}"
 
 
 class Block(nn.Module):
@@ -88,36 +91,53 @@ def block_net():
 
 
 def engines_on_rank(rule, path):
-    """The distance from one process on the whole batch, the kinds of placements and the collectives of a step."""
+    """Return the distance from one process on the whole batch, and facts about the last step."""
     mesh = mesh_of(2, 2, names=("data", "tensor"))
-    ours = block_net()
-    theirs = block_net()
-    for block in list(theirs)[:2]:
-        parallelize_module(
-            block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        )
-    for block in (*theirs, theirs):
+    reference = block_net()
+    sharded = block_net()
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in list(sharded)[:2]:
+        parallelize_module(block, mesh["tensor"], plan)
+    for block in (*sharded, sharded):
         fully_shard(block, mesh=mesh["data"])
-    whole, optimizer = (
-        rule(param_groups(net, 0.01), lr=LR[rule.__name__], **path) for net in (ours, theirs)
-    )
-    own = mesh.get_local_rank("data")
+    lr = LR[rule.__name__]
+    reference_optimizer = rule(param_groups(reference, 0.01), lr=lr, **path)
+    optimizer = rule(param_groups(sharded, 0.01), lr=lr, **path)
+    rank = mesh.get_local_rank("data")
     for step in range(5):
         x = normals(8, 12, seed=step, dtype=torch.float32)
-        ours(x).square().mean().backward()
-        theirs(x[4 * own : 4 * own + 4]).square().mean().backward()
+        reference(x).square().mean().backward()
+        sharded(x[4 * rank : 4 * rank + 4]).square().mean().backward()
         with Collectives() as collectives:
             optimizer.step()
-        whole.step()
-        for one in (whole, optimizer):
-            one.zero_grad()
-    sharded = [param for param in theirs.parameters() if isinstance(param, DTensor)]
-    kinds = {type(one).__name__ for param in sharded for one in param.placements}
-    states = [
-        value for param in sharded for key, value in optimizer.state[param].items() if key != "step"
-    ]
-    result = distance(list(ours.parameters()), list(theirs.parameters()))
-    return result, kinds, collectives.count, {isinstance(value, DTensor) for value in states}
+        reference_optimizer.step()
+        optimizer.zero_grad()
+        reference_optimizer.zero_grad()
+
+    kinds = set()
+    are_states_sharded = set()
+    for param in sharded.parameters():
+        if isinstance(param, DTensor):
+            kinds.update(type(placement).__name__ for placement in param.placements)
+            for key, value in optimizer.state[param].items():
+                if key != "step":
+                    are_states_sharded.add(isinstance(value, DTensor))
+    return Engines(
+        distance=distance(list(reference.parameters()), list(sharded.parameters())),
+        kinds=kinds,
+        num_collectives=collectives.count,
+        are_states_sharded=are_states_sharded,
+    )
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Distance from the reference, kinds of placements, collectives of a step, and whether states are sharded."""
+
+    distance: float
+    kinds: set[str]
+    num_collectives: int
+    are_states_sharded: set[bool]
 
 
 class Collectives:
@@ -137,10 +157,9 @@ class Collectives:
     def __exit__(self, *error):
         dist.all_reduce = self._real
         self._debug.__exit__(*error)
-        by_dtensors = {
-            op: n for op, n in self._debug.get_comm_counts().items() if "c10d_functional" in str(op)
-        }
-        self.count += sum(by_dtensors.values())
+        for operation, number in self._debug.get_comm_counts().items():
+            if "c10d_functional" in str(operation):  # of DTensors
+                self.count += number
 
 
 # Float32 gradients are added in another order than those of the whole batch; LAMB divides by roots of their squares,
@@ -150,18 +169,19 @@ def test_fully_shard_with_tensor_parallelism_trains_as_one_process_on_the_whole_
     rule, path, bound, four_ranks
 ):
     """Each alone: `tests/strategy/test_model_parallel.py`."""
-    for result, kinds, num_collectives, state in four_ranks.run(engines_on_rank, rule, path):
-        assert result <= bound
-        assert kinds >= {"Shard", "_StridedShard"}
-        assert state == {True}  # so that checkpoints can gather it
-        assert num_collectives <= 5
+    for rank, result in enumerate(four_ranks.run(engines_on_rank, rule, path)):
+        assert result.distance <= bound, f"rank {rank}"
+        assert result.kinds >= {"Shard", "_StridedShard"}, f"rank {rank}"
+        assert result.are_states_sharded == {True}, f"rank {rank}: checkpoints cannot gather them"
+        assert result.num_collectives <= 5, f"rank {rank}"
 
 
 def sequence_on_rank():
-    """Each rank normalises a half of the rows. The distance, and whether such gradients were there."""
+    """Normalise a half of the rows on each rank. Return the distance, and which gradients were partial."""
     mesh = mesh_of(2)
     rank = dist.get_rank()
-    ours, theirs = (nn.Sequential(*block_net()[0].children()) for _ in range(2))
+    ours = nn.Sequential(*block_net()[0].children())
+    theirs = nn.Sequential(*block_net()[0].children())
     plan = {
         "0": SequenceParallel(sequence_dim=0),
         "1": ColwiseParallel(input_layouts=Shard(0)),
@@ -174,9 +194,8 @@ def sequence_on_rank():
         for net, rows in ((ours, x), (theirs, x[4 * rank : 4 * rank + 4])):
             net.zero_grad()
             net(rows).square().mean().backward()
-        are_partial = [
-            parameter.grad.placements[0].is_partial() for parameter in theirs[0].parameters()
-        ]
+        norm_grads = [parameter.grad for parameter in theirs[0].parameters()]
+        are_partial = [grad.placements[0].is_partial() for grad in norm_grads]
         for optimizer in optimizers:
             optimizer.step()
     return distance(list(ours.parameters()), list(theirs.parameters())), are_partial
@@ -184,14 +203,14 @@ def sequence_on_rank():
 
 def test_gradients_that_are_sums_yet_to_be_made_are_added_up(two_ranks):
     """Sequence parallelism. Without it the weights of the normalisation would see half of the batch."""
-    for result, are_partial in two_ranks.run(sequence_on_rank):
-        assert are_partial == [True, True]
-        assert result <= 5e-6
+    for rank, (distance_of_rank, are_partial) in enumerate(two_ranks.run(sequence_on_rank)):
+        assert are_partial == [True, True], f"rank {rank}"
+        assert distance_of_rank <= 5e-6, f"rank {rank}"
 
 
 def collectives_on_rank(mesh_shape, rule, options):
-    place = Shards(mesh_of(*mesh_shape), (Shard(0),) * len(mesh_shape))
-    both = Beside(place, options, rule, shapes=[(4, 3)] * 40).steps(1)
+    layout = Shards(mesh_of(*mesh_shape), (Shard(0),) * len(mesh_shape))
+    both = OptimizerPair(layout, options, rule, shapes=[(4, 3)] * 40).steps(1)
     both.give_grads(2)
     with Collectives() as collectives:
         both.optimizer.step()
@@ -219,27 +238,25 @@ def refusals_on_rank():
     mesh = mesh_of(2)
     ones = torch.ones(4, 3)
     partial = nn.Parameter(DTensor.from_local(ones, mesh, [Partial()]))
-    sharded, replicated = (
-        nn.Parameter(distribute_tensor(ones, mesh, [one])) for one in (Shard(0), Replicate())
-    )
+    sharded = nn.Parameter(distribute_tensor(ones, mesh, [Shard(0)]))
+    replicated = nn.Parameter(distribute_tensor(ones, mesh, [Replicate()]))
     messages = [
         error_of(LARS, [partial], lr=1.0),
         error_of(LARS, [sharded], lr=1.0, direction="orthogonal"),
     ]
     whole = nn.Parameter(ones.clone())
-    optimizers = [LARS([one], lr=1.0, direction="orthogonal") for one in (whole, replicated)]
     set_grads([whole], 1)
     replicated.grad = distribute_tensor(whole.grad, mesh, [Replicate()])
-    for optimizer in optimizers:
-        optimizer.step()
+    LARS([whole], lr=1.0, direction="orthogonal").step()
+    LARS([replicated], lr=1.0, direction="orthogonal").step()
     return messages, distance([whole], [replicated])
 
 
 def test_partial_parameters_and_singular_values_of_shards_are_refused(two_ranks):
     """A replicated matrix is whole on every rank, so its singular values are known."""
-    for (partial, orthogonal), result in two_ranks.run(refusals_on_rank):
-        assert partial.startswith(
-            "ValueError: `params[0].placements` (=(Partial(sum),)) must be Shard or Replicate"
-        )
-        assert 'and `direction` (="orthogonal") cannot be combined' in orthogonal
-        assert result == 0
+    rule = "ValueError: `params[0].placements` (=(Partial(sum),)) must be Shard or Replicate"
+    for rank, (messages, distance_of_rank) in enumerate(two_ranks.run(refusals_on_rank)):
+        of_partial, of_sharded = messages
+        assert of_partial.startswith(rule), f"rank {rank}"
+        assert 'and `direction` (="orthogonal") exclude each other' in of_sharded, f"rank {rank}"
+        assert distance_of_rank == 0, f"rank {rank}"

@@ -1,6 +1,7 @@
 """Tests that LARS and LAMB share."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,22 +15,13 @@ from tests.optim.makers import assert_same_bits, copies_of, parameters, run, set
 from tests.scenes import same
 
 RULES = {
-    "lars-inside": lambda params, **more: LARS(params, lr=2.0, weight_decay=0.01, **more),
-    "lars-outside": lambda params, **more: LARS(
-        params, lr=2.0, momentum_form="lr_outside", nesterov=True, **more
+    "lars-inside": partial(LARS, lr=2.0, weight_decay=0.01),
+    "lars-outside": partial(LARS, lr=2.0, momentum_form="lr_outside", nesterov=True),
+    "lars-joint": partial(
+        LARS, lr=2.0, weight_decay=0.01, momentum_form="ratio_outside", denominator="joint"
     ),
-    "lars-joint": lambda params, **more: LARS(
-        params,
-        lr=2.0,
-        weight_decay=0.01,
-        momentum_form="ratio_outside",
-        denominator="joint",
-        **more,
-    ),
-    "lamb": lambda params, **more: LAMB(params, lr=0.1, weight_decay=0.01, **more),
-    "lamb-early": lambda params, **more: LAMB(
-        params, lr=0.1, weight_decay=0.01, bias_correction=False, **more
-    ),
+    "lamb": partial(LAMB, lr=0.1, weight_decay=0.01),
+    "lamb-early": partial(LAMB, lr=0.1, weight_decay=0.01, bias_correction=False),
 }
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 
@@ -44,35 +36,37 @@ def test_parameters_of_mixed_dtypes_step_as_each_alone(rule, foreach):
     ]
     alone = copies_of(mixed)
     together = rule(mixed, foreach=foreach)
-    each = [rule([param]) for param in alone]
+    optimizers_of_one = [rule([param]) for param in alone]
     for step in range(3):
-        for params, optimizers in ((mixed, [together]), (alone, each)):
-            set_grads(params, step)
-            for optimizer in optimizers:
-                optimizer.step()
+        set_grads(mixed, step)
+        together.step()
+        set_grads(alone, step)
+        for optimizer in optimizers_of_one:
+            optimizer.step()
     assert_same_bits(mixed, alone)
 
 
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_is_float32_but_for_one_rounding_at_the_end(rule, dtype):
-    """Beside it runs a float32 parameter that is rounded to `dtype` after each step: same bits."""
+    """A float32 parameter that is rounded to `dtype` after each step ends with the same bits."""
     halves = parameters((40, 30), (7,), (600_011,), dtype=dtype)
     floats = [nn.Parameter(param.detach().float()) for param in halves]
-    optimizers = rule(halves), rule(floats)
+    optimizer_of_halves = rule(halves)
+    optimizer_of_floats = rule(floats)
     for step in range(4):
         set_grads(halves, step)
         for half, single in zip(halves, floats, strict=True):
             single.grad = half.grad.float()
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizer_of_halves.step()
+        optimizer_of_floats.step()
         for single in floats:
             single.data.copy_(single.to(dtype))
     for half, single in zip(halves, floats, strict=True):
         torch.testing.assert_close(half.float(), single.detach(), rtol=2e-2, atol=1e-4)
         if half.numel() < 2**15:  # above, the norm of half precision is summed in other units
             assert_same_bits([half], [single.to(dtype)])
-            assert same(optimizers[0].state[half], optimizers[1].state[single])
+            assert same(optimizer_of_halves.state[half], optimizer_of_floats.state[single])
 
 
 def test_a_checkpoint_from_before_an_option_existed_gets_its_default():
@@ -86,29 +80,36 @@ def test_a_checkpoint_from_before_an_option_existed_gets_its_default():
 
 def test_named_parameters_and_the_keys_of_schedulers_are_welcome():
     model = nn.Linear(3, 2)
-    assert LARS(model.named_parameters(), lr=1.0).param_groups[0]["param_names"] == [
-        "weight",
-        "bias",
-    ]
-    LARS(
-        [{"params": list(model.parameters()), "name": "all", "initial_lr": 1.0, "swa_lr": 0.1}],
-        lr=1.0,
-    )
+    optimizer = LARS(model.named_parameters(), lr=1.0)
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+    params = list(model.parameters())
+    LARS([{"params": params, "name": "all", "initial_lr": 1.0, "swa_lr": 0.1}], lr=1.0)
 
 
 COMMON = {
     "lr": [-1.0, math.nan, math.inf, "fast", True, *map(torch.tensor, ([0.1], -0.1, 1, 1j))],
-    **{"weight_decay": [-1e-4], "eps": [-1e-8], "excluded_lr_mult": [-1.0], "trust_clip": [0.0]},
-    **{"foreach": [1], "fused": [1], "maximize": [None]},
+    "weight_decay": [-1e-4],
+    "eps": [-1e-8],
+    "excluded_lr_mult": [-1.0],
+    "trust_clip": [0.0],
+    "foreach": [1],
+    "fused": [1],
+    "maximize": [None],
 }
-OF_LARS = {"momentum": [1.0], "trust_coefficient": [0.0], "nesterov": [1], "momentum_form": ["B"]}
-OF_LARS |= {"denominator": ["both"], "direction": ["muon"]}
+OF_LARS = {
+    "momentum": [1.0],
+    "trust_coefficient": [0.0],
+    "nesterov": [1],
+    "momentum_form": ["B"],
+    "denominator": ["both"],
+    "direction": ["muon"],
+}
 OF_LAMB = {
     "betas": [(1.0, 0.999), (0.9, -0.1), 0.9],
     "bias_correction": ["no"],
     "max_grad_norm": [0.0],
+    "weight_norm_bounds": [(2.0, 1.0), (-1.0, 1.0), (0.0, 0.0)],
 }
-OF_LAMB |= {"weight_norm_bounds": [(2.0, 1.0), (-1.0, 1.0), (0.0, 0.0)]}
 BAD = {LARS: COMMON | OF_LARS, LAMB: COMMON | OF_LAMB}
 
 
@@ -181,10 +182,7 @@ def test_what_does_not_go_together_is_refused(rule, group, options, words):
         {"lr_scale": 0.5},  # layer decay of BEiT and ConvNeXt
         {"layer_id": 3},
         # a group that another optimizer of torch's has filled in
-        {
-            "dampening": 0.0,
-            "amsgrad": False,
-        },
+        {"dampening": 0.0, "amsgrad": False},
         {"weight_decay_scale": 0.1, "lr_mult": 2.0, "no_weight_decay": True},
     ],
 )
@@ -214,15 +212,14 @@ def test_a_misspelt_option_of_a_group_is_refused_with_the_option_that_was_meant(
 @every_rule
 def test_complex_parameters_and_what_is_no_group_are_refused_and_leave_no_group_behind(rule):
     optimizer = rule(parameters((2,)))
-    given = {"params": parameters((3,))}
-    optimizer.add_param_group(given)
-    assert given.keys() == {"params"}, "the caller's dict"
+    group = {"params": parameters((3,))}
+    optimizer.add_param_group(group)
+    assert group.keys() == {"params"}, "the caller's dict"
+    complex_param = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(
         ValueError, match=r"`params\[1\].dtype` \(=torch.complex64\) must be float16"
     ):
-        optimizer.add_param_group(
-            {"params": [*parameters((2,)), nn.Parameter(torch.zeros(2, dtype=torch.complex64))]}
-        )
+        optimizer.add_param_group({"params": [*parameters((2,)), complex_param]})
     with pytest.raises(TypeError, match="`param_group` "):
         LARS(parameters((2,)), lr=0.1).add_param_group(parameters((2,)))
     assert len(optimizer.param_groups) == 2
@@ -242,9 +239,8 @@ FC6 = 4096 * 9216  # elements of AlexNet's largest layer
 
 
 def exact_norm(tensor: Tensor) -> float:
-    return math.sqrt(
-        math.fsum(part.double().square().sum().item() for part in tensor.split(1 << 16))
-    )
+    sums = [part.double().square().sum().item() for part in tensor.split(1 << 16)]
+    return math.sqrt(math.fsum(sums))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -271,9 +267,8 @@ def test_norm_does_not_depend_on_the_layout():
     x = torch.randn(51_200, generator=torch.Generator().manual_seed(1))
     channels_last = x.view(64, 32, 5, 5).to(memory_format=torch.channels_last)
     for tensor in (channels_last, x.view(640, 80).T, x[::2], x[:1].expand(40_000)):
-        assert tensor_norms([tensor]).item() == pytest.approx(
-            exact_norm(tensor.flatten()), rel=1e-6
-        )
+        expected = exact_norm(tensor.flatten())
+        assert tensor_norms([tensor]).item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("grad_format", [torch.channels_last, torch.contiguous_format], ids=str)

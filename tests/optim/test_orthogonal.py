@@ -28,18 +28,20 @@ every_path = pytest.mark.parametrize("path", [LOOP, LISTS, {}], ids=str)
 
 
 def iterate(matrix):
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.T if tall else matrix) / matrix.norm()
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix / matrix.norm()
+    if is_tall:
+        x = x.T
     for _ in range(5):
         gram = x @ x.T
         x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
-    if tall:
+    if is_tall:
         return x.T
     return x
 
 
 def reference(start, gradients, lrs, *, momentum, weight_decay, nesterov, coefficient):
-    """The weights of one layer after the steps, one tensor in float64. `coefficient` None: Muon's size."""
+    """Return the weights of one layer after the steps, in float64. `coefficient` None: Muon's size."""
     w = start.clone()
     v = torch.zeros_like(start)
     for g, lr in zip(gradients, lrs, strict=True):
@@ -54,8 +56,10 @@ def reference(start, gradients, lrs, *, momentum, weight_decay, nesterov, coeffi
             o = iterate(u.flatten(1)).reshape(u.shape)
         else:
             o = u
-        if coefficient is None:
-            w = w - lr * (max(1, w.shape[0] / w[0].numel()) ** 0.5 if is_matrix else 1) * o
+        if coefficient is None and is_matrix:
+            w = w - lr * max(1, w.shape[0] / w[0].numel()) ** 0.5 * o
+        elif coefficient is None:
+            w = w - lr * o
         elif w.norm() == 0 or u.norm() == 0:
             w = w - lr * u
         else:
@@ -73,30 +77,27 @@ def test_twenty_steps_are_the_rule_in_float64(path, nesterov, excluded):
         layers[2].zero_()  # its first step is that of momentum
     starts = [layer.detach().clone() for layer in layers]
     rule = {"momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
-    group = {
-        "params": layers,
-        **({"trust_ratio": False, "direction": "orthogonal"} if excluded else {}),
-    }
-    optimizer = LARS(
-        [group], lr=1.0, trust_coefficient=0.05, direction="orthogonal", **rule, **path
-    )
+    group = {"params": layers}
+    if excluded:
+        group |= {"trust_ratio": False, "direction": "orthogonal"}
+    options = {"lr": 1.0, "trust_coefficient": 0.05, "direction": "orthogonal", **rule, **path}
+    optimizer = LARS([group], **options)
     history = [[] for _ in layers]
     lrs = [0.2 * step for step in range(20)]
     for step, lr in enumerate(lrs):
         optimizer.param_groups[0]["lr"] = lr
         set_grads(layers, step)
-        for own, layer in zip(history, layers, strict=True):
-            own.append(layer.grad.clone())
+        for gradients, layer in zip(history, layers, strict=True):
+            gradients.append(layer.grad.clone())
         optimizer.step()
     if excluded:
         size = None
     else:
         size = 0.05
-    ends = [
-        reference(start, own, lrs, coefficient=size, **rule)
-        for start, own in zip(starts, history, strict=True)
-    ]
-    assert distance(layers, ends) < 1e-9
+    expected = []
+    for start, gradients in zip(starts, history, strict=True):
+        expected.append(reference(start, gradients, lrs, coefficient=size, **rule))
+    assert distance(layers, expected) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -106,11 +107,11 @@ def test_twenty_steps_are_the_rule_in_float64(path, nesterov, excluded):
 )
 def test_the_result_has_the_singular_vectors_and_singular_values_near_one(shape, scale):
     matrix = normals(*shape, dtype=torch.float32)
-    (found,) = orthogonalized(matrix * scale)
-    assert found.dtype == torch.float16
-    assert found.shape == matrix.shape
+    (result,) = orthogonalized(matrix * scale)
+    assert result.dtype == torch.float16
+    assert result.shape == matrix.shape
     left, _, right = torch.linalg.svd(matrix.flatten(1).double(), full_matrices=False)
-    inner = left.T @ found.flatten(1).double() @ right.T
+    inner = left.T @ result.flatten(1).double() @ right.T
     values = inner.diag()
     assert values.min() > 0.6
     assert values.max() < 1.25
@@ -127,7 +128,7 @@ def test_a_channels_last_kernel_and_one_in_a_batch_give_the_same():
 
 
 def test_a_step_inside_of_autocast_has_the_same_bits():
-    """As in `training_step` of a manual loop with 16-mixed and bf16-mixed."""
+    """A manual loop steps so in its `training_step` with 16-mixed and bf16-mixed."""
     moment = normals(16, 24, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         inside = orthogonalized(moment)[0]
@@ -156,7 +157,7 @@ def _share():
     assert_same_bits(*ends)
     matrices = [param.detach() for param in ends[0][:4]]
     asked = []
-    shapes = [matrice.shape for matrice in matrices]
+    shapes = [matrix.shape for matrix in matrices]
 
     def tensor_of(index):
         asked.append(index)
@@ -172,7 +173,7 @@ def _share():
     owners = owners_by_flops(shapes, dist.get_world_size())
     assert asked == [index for index, owner in enumerate(owners) if owner == dist.get_rank()]
     assert len(asked) < len(shapes)
-    assert_same_bits(results, [orthogonalized(matrice)[0] for matrice in matrices])
+    assert_same_bits(results, [orthogonalized(matrix)[0] for matrix in matrices])
     return [param.detach().clone() for param in ends[1]]
 
 
@@ -193,8 +194,8 @@ def test_a_group_that_is_set_is_in_no_pickle():
 class Shares(toy.Toy):
     def configure_optimizers(self):
         groups = param_groups(self, weight_decay=1e-3)
-        self.made = LARS(groups, lr=2.0, direction="orthogonal", excluded_lr_mult=0.01)
-        return self.made
+        self.optimizer = LARS(groups, lr=2.0, direction="orthogonal", excluded_lr_mult=0.01)
+        return self.optimizer
 
 
 def take_away(trainer, *_):
@@ -212,15 +213,17 @@ def test_in_a_fit_the_ranks_of_a_node_share_the_work_and_the_group_is_taken_back
     """The first step of the second fit is shared, too: all bits are the same either way."""
     scene = {"precision": precision, "max_steps": 5}
     looks = at(on_train_batch_end=has_group)
-    shared, other = two_ranks.run(group_left, {"callbacks": [looks], **scene})
-    alone, _ = fit(two_ranks, Shares, callbacks=[at(on_train_batch_end=take_away), looks], **scene)
-    assert shared.looks["on_train_batch_end"] == [True] * 5
+    rank_0, rank_1 = two_ranks.run(group_left, {"callbacks": [looks], **scene})
+    callbacks = [at(on_train_batch_end=take_away), looks]
+    alone, _ = fit(two_ranks, Shares, callbacks=callbacks, **scene)
+    assert rank_0.looks["on_train_batch_end"] == [True] * 5
     assert alone.looks["on_train_batch_end"] == [False] * 5
-    assert same(shared.parameters, other.parameters)
-    assert same(shared.parameters, alone.parameters)
+    assert same(rank_0.parameters, rank_1.parameters)
+    assert same(rank_0.parameters, alone.parameters)
 
 
 def group_left(scene):
-    seen = fit(None, module := Shares(), **scene)
-    assert module.made.work_group is None
+    module = Shares()
+    seen = fit(None, module, **scene)
+    assert module.optimizer.work_group is None
     return seen

@@ -18,7 +18,7 @@ from lightning_hybrid.optim.trust_ratio import (
     tensor_norms,
 )
 from lightning_hybrid.placement import BLOCK, Part, is_split, spans
-from tests.optim.makers import FUSED, PATHS, Beside, Parts, Whole, normals, on_threads
+from tests.optim.makers import FUSED, PATHS, OptimizerPair, Parts, Whole, normals, on_threads
 from tests.reference.families import FAMILIES
 
 RULES = {name: (LARS, options) for name, (_, options) in FAMILIES.items()}
@@ -28,7 +28,9 @@ RULES |= {
     "lamb, bounded": (LAMB, {"max_grad_norm": 1.0}),
 }
 numels = st.builds(
-    lambda blocks, more: max(1, blocks * BLOCK + more), st.integers(0, 5), st.integers(-300, 300)
+    lambda num_blocks, extra: max(1, num_blocks * BLOCK + extra),
+    st.integers(0, 5),
+    st.integers(-300, 300),
 )
 
 
@@ -58,15 +60,17 @@ def test_tensors_of_any_size_over_any_number_of_ranks_in_one_sum_a_step(
             num_sums.append(rank)
             add_up_(table)
 
-        place = Parts(rank, num_ranks, counted)
+        layout = Parts(rank, num_ranks, counted)
         shapes = [(size,) for size in sizes]
-        both = Beside(place, PATHS[path], rule, shapes=shapes, whole_path=PATHS[path], **options)
+        both = OptimizerPair(
+            layout, PATHS[path], rule, shapes=shapes, whole_path=PATHS[path], **options
+        )
         return both.steps(2).distance()
 
     assert on_threads(num_ranks, on_rank) == [0.0] * num_ranks
-    num_in_a_step = (
-        (1 if rule is LARS else 2) if any(is_split(size, num_ranks) for size in sizes) else 0
-    )
+    num_in_a_step = 0
+    if any(is_split(size, num_ranks) for size in sizes):
+        num_in_a_step = 1 if rule is LARS else 2
     assert len(num_sums) == 2 * num_in_a_step * num_ranks
 
 
@@ -87,21 +91,21 @@ def test_the_norm_of_a_lists_parts_is_that_of_the_whole_but_for_the_order_of_sum
         def norm(rank, add_up_, whole=whole):
             begin, end = spans(whole.numel(), 3)[rank]
             part = Part(numel=whole.numel(), begin=begin, end=end)
-            own = whole[begin:end]
-            vector = ShardedVector(
-                part=part, pieces=own.split(5 * BLOCK), is_in_blocks=is_in_blocks
-            )
-            return norms_over_ranks({own: [vector]}, torch.zeros(()), add_up_)[0][own][0]
+            span = whole[begin:end]
+            pieces = span.split(5 * BLOCK)
+            vector = ShardedVector(part=part, pieces=pieces, is_in_blocks=is_in_blocks)
+            norms, _ = norms_over_ranks({span: [vector]}, torch.zeros(()), add_up_)
+            return norms[span][0]
 
-        result = on_threads(3, norm)
-        assert result[0] == result[1] == result[2]
-        torch.testing.assert_close(result[0], expected[0], rtol=1e-13, atol=0)
+        norms = on_threads(3, norm)
+        assert norms[0] == norms[1] == norms[2]
+        torch.testing.assert_close(norms[0], expected[0], rtol=1e-13, atol=0)
 
 
 def test_parts_that_come_after_a_first_step_are_seen():
     tables = []
-    both = Beside(Whole(), FUSED, shapes=[(2 * BLOCK,), (3,)]).steps(1)
-    both.optimizer.parts = {both.own[0]: Part(numel=5 * BLOCK, begin=0, end=2 * BLOCK)}
+    both = OptimizerPair(Whole(), FUSED, shapes=[(2 * BLOCK,), (3,)]).steps(1)
+    both.optimizer.parts = {both.params[0]: Part(numel=5 * BLOCK, begin=0, end=2 * BLOCK)}
     both.optimizer.add_up_ = tables.append
     both.step(2)
     (table,) = tables
@@ -109,9 +113,8 @@ def test_parts_that_come_after_a_first_step_are_seen():
 
 
 def test_a_part_has_no_direction_of_its_own():
-    both = Beside(
-        Parts(0, 2, lambda table: None), {}, shapes=[(2 * BLOCK,), (3,)], direction="orthogonal"
-    )
+    parts = Parts(0, 2, lambda table: None)
+    both = OptimizerPair(parts, {}, shapes=[(2 * BLOCK,), (3,)], direction="orthogonal")
     with pytest.raises(
         ValueError, match=r"`direction` .*needs whole tensors.*0 to 16384 of 32768.*`work_group`"
     ):
@@ -128,10 +131,11 @@ blocks = st.integers(1, 20)
 def test_spans_are_cut_at_blocks_and_cover_each_element_once(numel, num_parts, block):
     results = spans(numel, num_parts, block)
     assert len(results) == num_parts
-    assert [element for begin, end in results for element in range(begin, end)] == list(
-        range(numel)
-    )
-    assert all(cut % block == 0 or cut == numel for span in results for cut in span)
+    elements = [element for begin, end in results for element in range(begin, end)]
+    assert elements == list(range(numel))
+    for begin, end in results:
+        assert begin % block == 0 or begin == numel
+        assert end % block == 0 or end == numel
     counts = [-(-(end - begin) // block) for begin, end in results]
     assert max(counts) - min(counts) <= 1
 

@@ -118,24 +118,22 @@ def test_an_end_above_the_rate_of_any_group_and_what_is_no_optimizer_are_refused
 
 
 def test_a_starting_rate_of_lars_goes_through_mlperfs_points_and_grows_between_them():
-    assert [starting_rate("lars", batch_size=batch) for batch in MLPERF_LARS] == pytest.approx(
-        [*MLPERF_LARS.values()]
-    )
+    for batch_size, rate in MLPERF_LARS.items():
+        assert starting_rate("lars", batch_size=batch_size) == pytest.approx(rate)
     rates = [starting_rate("lars", batch_size=batch) for batch in range(256, 65537, 256)]
     assert rates == sorted(rates)
-    assert starting_rate("lars", batch_size=8192, sgd_lr=0.4, sgd_batch_size=512) == pytest.approx(
-        34
-    )
+    rate = starting_rate("lars", batch_size=8192, sgd_lr=0.4, sgd_batch_size=512)
+    assert rate == pytest.approx(34)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"optimizer": "adam", "batch_size": 1}, "`optimizer`"),
         ({"optimizer": "lars", "batch_size": 131072}, "at most 65536"),
         ({"optimizer": "sgd", "batch_size": 1, "sgd_lr": float("nan")}, "`sgd_lr`"),
     ],
 )
-def test_a_starting_rate_that_has_no_point_is_refused(given, said):
-    with pytest.raises(ValueError, match=said):
-        starting_rate(**given)
+def test_a_starting_rate_that_has_no_point_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        starting_rate(**arguments)

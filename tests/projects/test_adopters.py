@@ -56,8 +56,8 @@ class Weather(pl.LightningModule):
         self.weight = nn.Parameter(torch.ones(8))
 
     def training_step(self, x, batch_idx):
-        own = slice(4 * self.part, 4 * self.part + 4)
-        partial = (x[:, own] * self.weight[own]).sum(1)
+        part = slice(4 * self.part, 4 * self.part + 4)
+        partial = (x[:, part] * self.weight[part]).sum(1)
         whole = partial.detach().clone()
         dist.all_reduce(whole, group=self.group)
         return (partial * (whole - 1).sign()).float().mean()
@@ -73,13 +73,15 @@ def samples():
 def test_a_subclass_with_groups_of_its_own_has_the_bits_of_ddps(four_ranks):
     """In fp16 too: gradients are multiples of 1/8, weights of 1/128, all of them below 2 and exact."""
     scene = {"train": samples, "use_distributed_sampler": False}
-    theirs, ours = (
-        fit(four_ranks, Weather, kind=kind, **scene) for kind in (GroupDDP, GroupHybrid)
-    )
+    theirs = fit(four_ranks, Weather, kind=GroupDDP, **scene)
+    ours = fit(four_ranks, Weather, kind=GroupHybrid, **scene)
     half = fit(four_ranks, Weather, kind=GroupHybrid, precision="16-true", loss_scale=1.0, **scene)
-    end = theirs[0].weights["weight"]
-    assert not torch.equal(end, torch.ones(8))
-    assert all(torch.equal(one.weights["weight"].float(), end) for one in [*theirs, *ours, *half])
+    expected = theirs[0].weights["weight"]
+    assert not torch.equal(expected, torch.ones(8))
+    for name, results in {"ddp": theirs, "fp32": ours, "fp16": half}.items():
+        for rank, seen in enumerate(results):
+            weight = seen.weights["weight"].float()
+            assert torch.equal(weight, expected), f"{name}, rank {rank}"
 
 
 class Pictures(toy.Blobs):
@@ -87,9 +89,8 @@ class Pictures(toy.Blobs):
 
     def __getitem__(self, index):
         v2 = pytest.importorskip("torchvision.transforms.v2")
-        change = v2.Compose(
-            [v2.RandomCrop((3, 4), padding=1), v2.RandomHorizontalFlip(), v2.GaussianNoise()]
-        )
+        crop = v2.RandomCrop((3, 4), padding=1)
+        change = v2.Compose([crop, v2.RandomHorizontalFlip(), v2.GaussianNoise()])
         image, target = super().__getitem__(index)
         return change(image.view(1, 3, 4)).flatten(), target
 
@@ -116,12 +117,12 @@ def test_random_transforms_in_workers_and_metrics_are_those_of_ddp(two_ranks):
     """In fp16 an image whose two best logits are nearer than a rounding may change its class."""
     pytest.importorskip("torchvision")
     # else random numbers follow from the batch, and not from what went before
-    off = {"exact_resume": False}
-    runs = {"theirs": {"strategy": "ddp"}, "ours": off, "half": {"precision": "16-true", **off}}
-    theirs, ours, half = (
-        fit(two_ranks, Reader, train=seeded, timeout_s=600.0, **each) for each in runs.values()
-    )
-    assert same([each.weights for each in ours], [each.weights for each in theirs])
+    scene = {"train": seeded, "timeout_s": 600.0}
+    theirs = fit(two_ranks, Reader, strategy="ddp", **scene)
+    ours = fit(two_ranks, Reader, exact_resume=False, **scene)
+    half = fit(two_ranks, Reader, exact_resume=False, precision="16-true", **scene)
+    for rank in range(2):
+        assert same(ours[rank].weights, theirs[rank].weights), f"rank {rank}"
     assert ours[0].metrics == theirs[0].metrics
     assert half[0].metrics["accuracy"] == pytest.approx(theirs[0].metrics["accuracy"], abs=0.05)
     assert half[0].metrics["accuracy"] > 0.4

@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)
 def test_lightlys_lars_and_ours_by_its_arguments_end_at_the_same_weights(nesterov):
-    """As bolts' and lightly-train's, which are the same. Its second group is excluded by a decay of zero."""
+    """LARS of bolts and lightly-train are the same. The second group is excluded by a decay of zero."""
     theirs = pytest.importorskip("lightly.utils.lars").LARS
     generator = torch.Generator().manual_seed(0)
     ends = []
@@ -29,19 +29,23 @@ def test_lightlys_lars_and_ours_by_its_arguments_end_at_the_same_weights(nestero
         "eps": 1e-8,
         "nesterov": nesterov,
     }
-    gradients = [
-        [torch.randn(shape, generator=generator) for shape in ((40, 30), (30,))] for _ in range(50)
-    ]
-    for kind, own in ((theirs, {}), (LARS, {"momentum_form": "lr_outside"})):
-        weights = [
-            torch.nn.Parameter(torch.linspace(-1, 1, g.numel()).view_as(g)) for g in gradients[0]
-        ]
-        excluded = {"weight_decay": 0.0, **({"trust_ratio": False} if own else {})}
-        groups = [
-            {"params": weights[:1], "weight_decay": 1e-3},
-            {"params": weights[1:], **excluded},
-        ]
-        optimizer = kind(groups, **common, **own)
+    gradients = []
+    for _ in range(50):
+        matrix = torch.randn((40, 30), generator=generator)
+        bias = torch.randn((30,), generator=generator)
+        gradients.append([matrix, bias])
+    for kind in (theirs, LARS):
+        weights = []
+        for gradient in gradients[0]:
+            start = torch.linspace(-1, 1, gradient.numel()).view_as(gradient)
+            weights.append(torch.nn.Parameter(start))
+        adapted = {"params": weights[:1], "weight_decay": 1e-3}
+        excluded = {"params": weights[1:], "weight_decay": 0.0}
+        options = {}
+        if kind is LARS:
+            excluded["trust_ratio"] = False
+            options["momentum_form"] = "lr_outside"
+        optimizer = kind([adapted, excluded], **common, **options)
         # the form shows where the rate changes
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
         for step in gradients:
@@ -55,7 +59,7 @@ def test_lightlys_lars_and_ours_by_its_arguments_end_at_the_same_weights(nestero
 
 
 def losses_under_fabric(strategy, precision, network, optimizer, options):
-    """Six steps on images of noise, other ones on each rank, and the first weights of the end."""
+    """Make six steps on images of noise, different on each rank. Return the losses and the final weights."""
     timm = pytest.importorskip("timm")
     optim = pytest.importorskip("timm.optim")
     fabric = Fabric(
@@ -64,7 +68,8 @@ def losses_under_fabric(strategy, precision, network, optimizer, options):
     fabric.launch()
     torch.manual_seed(0)
     net = timm.create_model(network, num_classes=4, pretrained=False)
-    net, made = fabric.setup(net, optim.create_optimizer_v2(net, opt=optimizer, **options))
+    raw_optimizer = optim.create_optimizer_v2(net, opt=optimizer, **options)
+    net, wrapped_optimizer = fabric.setup(net, raw_optimizer)
     generator = torch.Generator().manual_seed(dist.get_rank())
     images = torch.randn(8, 3, 96, 96, generator=generator)
     labels = torch.arange(8) % 4
@@ -72,8 +77,8 @@ def losses_under_fabric(strategy, precision, network, optimizer, options):
     for _ in range(6):
         loss = F.cross_entropy(net(images).float(), labels)
         fabric.backward(loss)
-        made.step()
-        made.zero_grad()
+        wrapped_optimizer.step()
+        wrapped_optimizer.zero_grad()
         losses.append(loss.item())
     weights = torch.cat([parameter.detach().float().flatten() for parameter in net.parameters()])
     fabric.strategy.teardown()
@@ -90,16 +95,14 @@ def losses_under_fabric(strategy, precision, network, optimizer, options):
 )
 def test_timms_networks_and_optimizers_train_under_fabric(two_ranks, network, optimizer, options):
     """The bits of `ddp` in fp32. In fp16 its losses, to 2^-5: six steps of rounding by 2^-11, each some five times."""
-    run = (network, optimizer, options)
     runs = {}
     for strategy, precision in (
         ("ddp", "32-true"),
         ("hybrid_allreduce", "32-true"),
         ("hybrid_allreduce", "16-true"),
     ):
-        rank_0, rank_1 = two_ranks.run(
-            losses_under_fabric, strategy, precision, *run, timeout_s=300.0
-        )
+        args = (strategy, precision, network, optimizer, options)
+        rank_0, rank_1 = two_ranks.run(losses_under_fabric, *args, timeout_s=300.0)
         assert torch.equal(rank_0[1], rank_1[1])
         runs[strategy, precision] = rank_0
     plain, ours, half = runs.values()

@@ -38,46 +38,45 @@ def commands(text: str) -> list[tuple[str, str]]:
     """
     for placeholder, value in PLACEHOLDERS.items():
         text = re.sub(placeholder, value, text)
-    results = COMMAND.findall(text.replace("\\\n", " "))
-    return [
-        (path.replace("/", ".") or module or f"recipes.{name.replace('-', '_')}", arguments)
-        for path, module, name, arguments in results
-    ]
+    programs_and_arguments = []
+    for path, module, name, arguments in COMMAND.findall(text.replace("\\\n", " ")):
+        of_package = f"recipes.{name.replace('-', '_')}"
+        program = path.replace("/", ".") or module or of_package
+        programs_and_arguments.append((program, arguments))
+    return programs_and_arguments
 
 
 def overrides_of(arguments: str) -> list[str]:
     """Return the overrides that Hydra composes: no options, the first job of a sweep, nothing for `...`."""
     words = shlex.split(arguments, comments=True)
-    given = [word for word in words if "=" in word and not word.startswith("--")]
-    return [
-        word.partition(",")[0] if "--multirun" in words and "[" not in word else word
-        for word in given
-    ]
+    overrides = [word for word in words if "=" in word and not word.startswith("--")]
+    if "--multirun" in words:
+        return [word if "[" in word else word.partition(",")[0] for word in overrides]
+    return overrides
 
 
 def cases() -> dict[tuple[str, str], str]:
-    """Return the page and line of each command, once per command."""
-    result = dict[tuple[str, str], str]()
+    """Return the page of each command, the first one that has it."""
+    page_of = dict[tuple[str, str], str]()
     for path in [ROOT / "README.md", *tracked_files("*/*.md")]:
         text = path.read_text()
-        left = tuple(place.replace("/", ".") for place in LEFT.findall(text))
-        of_page = [
-            command for command in commands(text) if not (left and command[0].startswith(left))
-        ]
-        result |= {
-            command: str(path.relative_to(ROOT)) for command in of_page if command not in result
-        }
-    return result
+        removed = tuple(folder.replace("/", ".") for folder in LEFT.findall(text))
+        for program, arguments in commands(text):
+            if not program.startswith(removed):
+                page_of.setdefault((program, arguments), str(path.relative_to(ROOT)))
+    return page_of
+
+
+CASES = [pytest.param(command, id=f"{page}: {command[0]}") for command, page in cases().items()]
 
 
 @pytest.mark.sampled(16)
-@pytest.mark.parametrize(
-    "command", [pytest.param(each, id=f"{where}: {each[0]}") for each, where in cases().items()]
-)
+@pytest.mark.parametrize("command", CASES)
 def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
     program, arguments = command
     assert find_spec(program) is not None, f"there is no {program}"
-    program += ".__main__" if find_spec(program).submodule_search_locations else ""
+    if find_spec(program).submodule_search_locations:
+        program += ".__main__"
     if "hydra.main" not in inspect.getsource(import_module(program)):
         return  # its own options
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
@@ -85,15 +84,14 @@ def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
     check = config_check.check
     accepted = []
 
-    def check_and_stop(*given):
-        accepted.append(check(*given))
+    def check_and_stop(*args):
+        accepted.append(check(*args))
         raise fuzzed.WorkStartsError
 
     monkeypatch.setattr(config_check, "check", check_and_stop)
     overrides = overrides_of(arguments)
-    kind, text = fuzzed.outcome_of(
-        program, fuzzed.composed(program, *overrides, folder=str(tmp_path))
-    )
+    config = fuzzed.composed(program, *overrides, folder=str(tmp_path))
+    kind, text = fuzzed.outcome_of(program, config)
     # a sentence that names the program
     is_mention = not overrides and "(=???) must have a value" in text
     assert is_mention or (kind, text, len(accepted)) == ("built", "", 1)

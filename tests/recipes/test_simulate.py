@@ -29,9 +29,9 @@ from tests.recipes.composed import composed
 NAMES = sorted(path.stem for path in tracked_in(CLUSTERS, "*.yaml"))
 
 
-def scenario(num_nodes=16, **more):
-    """ResNet-50 at a P40's pace on H100 nodes: communication is nothing against it, unless asked for."""
-    known = {
+def scenario(num_nodes=16, **options):
+    """ResNet-50 at a P40's pace on H100 nodes: communication is negligible unless `options` change that."""
+    defaults = {
         "layers": network("resnet50"),
         "images_per_s": 218.0,
         "batch_size_per_rank": 64,
@@ -40,18 +40,18 @@ def scenario(num_nodes=16, **more):
         "itemsize": 2,
         "on_cuda": True,
     }
-    return Scenario(**(known | more))
+    return Scenario(**(defaults | options))
 
 
 def measured_once(measure):
-    """The measurement of a network, which takes a second, of each network and question once."""
-    known = {}
+    """Cache a measurement, which takes a second, by network and options."""
+    results = {}
 
     def of(model, image_shape, **ask):
         key = (repr(model), model.checkpoint_activations, *image_shape, *ask.items())
-        if key in known:
-            return known[key]
-        return known.setdefault(key, measure(model, image_shape, **ask))
+        if key not in results:
+            results[key] = measure(model, image_shape, **ask)
+        return results[key]
 
     return of
 
@@ -85,19 +85,20 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
         "90 epochs",
         "A failure every",
         "What limits is",
-        "",
+        "Equal, as far as is known: ",
         "Fewer bits",
         "A GPU needs",
-        "Data",
+        "Data parallelism pays",
         "How sure: ",
-        "Not",
+        "Not measured, but assumed",
+        "  images_per_s=",
     ]
-    assert all(
-        line.startswith(start) for line, start in zip(answer.splitlines(), starts, strict=False)
-    )
+    for line, start in zip(answer.splitlines(), starts, strict=True):
+        assert line.startswith(start)
     assert len(result.printed().splitlines()) <= 23  # and two lines of where it is written
     shown = [row.split(" | ")[0] for row in tables[0].splitlines()[2:]]
-    assert (shown[-3:], len(shown)) == (["| 12", "| 24", "| 48"], len(set(shown)))
+    assert shown[-3:] == ["| 12", "| 24", "| 48"]
+    assert len(shown) == len(set(shown)), "each number of ranks stands there once"
     whole = result.markdown()
     assert "| 16384 | " in whole
     assert "run_hours, 90 epochs | " in whole
@@ -119,10 +120,10 @@ def test_what_the_answer_assumes_can_be_given_back_to_it(monkeypatch):
     again = reported(monkeypatch, *ask, *words)
     assert again.numbers() == result.numbers()
     assert again.preset == {}
-    other = reported(
+    slower = reported(
         monkeypatch, *ask, "cluster.links.across.bytes_per_s=3.125e8", "images_per_s=600"
     )
-    assert other.outcome.efficiency < result.outcome.efficiency
+    assert slower.outcome.efficiency < result.outcome.efficiency
 
 
 TWO_NODES = (
@@ -161,13 +162,16 @@ def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
     coded = replace(fast, comm_dtype_across_nodes="int8")
     local = replace(fast, sync_across_nodes_every=8)
     both = replace(local, comm_dtype_across_nodes="int8")
-    points = [scaling_point(each) for each in (fast, coded, local, both)]
-    assert points[0].step_s > points[1].step_s
+    fast_point = scaling_point(fast)
+    coded_point = scaling_point(coded)
+    local_point = scaling_point(local)
+    both_point = scaling_point(both)
+    assert fast_point.step_s > coded_point.step_s
     # blocks are whole
-    assert points[0].least_s / points[1].least_s == pytest.approx(2 * 256 / 258, rel=0.01)
-    assert points[0].least_s / points[2].least_s == pytest.approx(2.0)
-    assert points[2].step_s == pytest.approx(fast.at(8).run().step_s + local.average_s / 8)
-    assert points[0].least_s / points[3].least_s == pytest.approx(8 * 256 / 258, rel=0.01)
+    assert fast_point.least_s / coded_point.least_s == pytest.approx(2 * 256 / 258, rel=0.01)
+    assert fast_point.least_s / local_point.least_s == pytest.approx(2.0)
+    assert local_point.step_s == pytest.approx(fast.at(8).run().step_s + local.average_s / 8)
+    assert fast_point.least_s / both_point.least_s == pytest.approx(8 * 256 / 258, rel=0.01)
     assert both.average_s < 0.6 * local.average_s
 
 
@@ -223,18 +227,16 @@ def test_a_step_takes_what_the_device_takes_and_begins_with_the_last_layer():
     layers = network("resnet50")
     with torch.device("meta"):
         model = ResNet(depth=50, num_classes=1000)
-    assert sum(sum(layer.numels) for layer in layers) == sum(p.numel() for p in model.parameters())
-    assert sum(layer.forward_flops for layer in layers) == forward_flops_per_image(
-        model, (3, 224, 224)
-    )
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(sum(layer.numels) for layer in layers) == num_weights
+    forward_flops = sum(layer.forward_flops for layer in layers)
+    assert forward_flops == forward_flops_per_image(model, (3, 224, 224))
     assert (layers[0].name, layers[-1].name) == ("conv1", "fc")
     work = work_of(layers, batch_size=64, images_per_s=128.0)
     assert work.alone_s == pytest.approx(0.5)
     assert work.backward_s == pytest.approx(1 / 3)
-    assert work.gradients[0] == (
-        1000,
-        pytest.approx(1 / 3 * layers[-1].forward_flops / sum(x.forward_flops for x in layers)),
-    )
+    share_of_last = layers[-1].forward_flops / sum(layer.forward_flops for layer in layers)
+    assert work.gradients[0] == (1000, pytest.approx(1 / 3 * share_of_last))
     assert work.gradients[1] == (2048 * 1000, 0.0)
     with pytest.raises(ValueError, match=r"`images_per_s` \(=0.0\)"):
         work_of(layers, batch_size=64, images_per_s=0.0)
@@ -251,9 +253,8 @@ def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
     """4,096 P40 whose NCCL has rings only: one over all ranks is slow at any size."""
     slow = scenario(cluster=cluster_of("p40_roce", 512), images_per_s=2180.0)
     results = Search(algorithms=["flat", "two_level"], bucket_bytes=[4 * MIB, 1024 * MIB]).run(slow)
-    assert [candidate.step_s for candidate in results] == sorted(
-        candidate.step_s for candidate in results
-    )
+    steps_s = [candidate.step_s for candidate in results]
+    assert steps_s == sorted(steps_s)
     assert results[0].plan.algorithm == "two_level"
     assert results[-1].step_s > 1.01 * results[0].step_s
     again = replace(slow, plan=results[0].plan)
@@ -263,23 +264,22 @@ def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
 @pytest.mark.long
 def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another():
     """Median within 10 %, all but one named step within 20, of records nothing was fitted to. Errors as recorded."""
-    content, found, unequal = emulated.checked_again()
-    assert content["fitted_to"] not in {one.record for one in found}
-    assert len({one.setting for one in found}) >= 6
-    now = emulated.error_summary(found)
-    assert now["step"]["median"] < 0.10
-    missed = {
-        (one.record, one.row["arm"])
-        for one in found
-        if one.row["section"] == "step" and abs(one.ratio - 1) >= 0.2
-    }
-    # the one miss that is known, and said
+    content, predictions, unequal = emulated.checked_again()
+    assert content["fitted_to"] not in {prediction.record for prediction in predictions}
+    assert len({prediction.setting for prediction in predictions}) >= 6
+    errors_now = emulated.error_summary(predictions)
+    assert errors_now["step"]["median"] < 0.10
+    missed = set()
+    for prediction in predictions:
+        if prediction.row["section"] == "step" and abs(prediction.ratio - 1) >= 0.2:
+            missed.add((prediction.record, prediction.row["arm"]))
+    # the only miss, which the record's README names
     assert missed == {("2026-11-22_codecs_2x4_2-core-cpu", "auto_int4")}
     for section, errors in content["predictions"]["error"].items():
-        assert now[section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
-    assert len({one.setting for one in unequal}) == 8
+        assert errors_now[section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
+    assert len({prediction.setting for prediction in unequal}) == 8
     assert emulated.error_summary(unequal)["step"]["median"] <= 0.08
-    assert 0.7 <= sum(one.is_held for one in unequal) / len(unequal) <= 0.9
+    assert 0.7 <= sum(prediction.is_held for prediction in unequal) / len(unequal) <= 0.9
 
 
 def test_the_emulated_cluster_is_described_with_what_was_fitted():
@@ -296,15 +296,15 @@ def test_the_emulated_cluster_is_described_with_what_was_fitted():
 @pytest.mark.long
 def test_published_rows_are_as_recorded_the_bad_ones_too():
     """And the paper's cluster is as published."""
-    lines = (
-        (ROOT / "recipes/records/simulate/2026-11-26_check_published/rows.jsonl")
-        .read_text()
-        .splitlines()[1:]
-    )
-    rows = {row["what"]: row for row in map(json.loads, lines)}
+    record = ROOT / "recipes/records/simulate/2026-11-26_check_published/rows.jsonl"
+    rows = {}
+    for line in record.read_text().splitlines()[1:]:
+        row = json.loads(line)
+        rows[row["what"]] = row
     now = dict(predictions())
-    assert [*now] == [*rows]
-    assert [*now.values()] == pytest.approx([row["predicted"] for row in rows.values()], rel=1e-6)
+    assert list(now) == list(rows)
+    recorded = [row["predicted"] for row in rows.values()]
+    assert list(now.values()) == pytest.approx(recorded, rel=1e-6)
     assert now["ResNet-50, 1,024 P40, all on: efficiency"] == pytest.approx(99.2, abs=1.0)
     assert now["ResNet-50, 2,048 P40: efficiency, the other"] == pytest.approx(97, abs=2.0)
     account = "ResNet-50, 2,048 P40: efficiency, one account"

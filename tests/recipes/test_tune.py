@@ -32,12 +32,12 @@ def configured(*overrides):
     return composed("tune", "run_dir=/nowhere", *overrides)
 
 
-def report(cluster, *overrides, **more):
-    world = world_of(cluster, **more)
-    samples = planted(cluster, world, backend="nccl" if world.on_cuda else "gloo_ring")
-    return TuneReport.of(
-        samples, world, WORK, CommPlan(), words_of(configured(*overrides), "a net")
-    )
+def report(cluster, *overrides, **settings):
+    world = world_of(cluster, **settings)
+    backend = "nccl" if world.on_cuda else "gloo_ring"
+    samples = planted(cluster, world, backend=backend)
+    words = words_of(configured(*overrides), "a net")
+    return TuneReport.of(samples, world, WORK, CommPlan(), words)
 
 
 def on_gpus():
@@ -51,78 +51,79 @@ def on_gpus():
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["gloo", "nccl"])
 def test_the_simulator_reads_the_description_by_its_name(tmp_path, kind):
-    cluster, more = (gloo_cluster(2, 2), {}) if kind == "gloo" else (on_gpus(), {"on_cuda": True})
-    result = report(cluster, "name=ours", **more)
+    if kind == "gloo":
+        result = report(gloo_cluster(2, 2), "name=ours")
+    else:
+        result = report(on_gpus(), "name=ours", on_cuda=True)
     result.write(tmp_path, {}, {})
     searched = f"hydra.searchpath=[file://{tmp_path}]"
     cfg = composed("simulate", searched, "cluster=ours", "num_nodes=16", "run_dir=/nowhere")
     read = instantiate(cfg.cluster.links)
     expected = replace(result.found.cluster, num_nodes=16)
-    # equal but for the six digits that a description has
-    for name in (
-        "across",
-        "inside",
-        "transport",
-    ):
-        one, other = (
-            json.loads(json.dumps(asdict(getattr(each, name)))) for each in (read, expected)
-        )
-        for key, value in one.items():
-            assert value == (
-                pytest.approx(other[key], rel=1e-5) if isinstance(value, float) else other[key]
-            ), key
-    assert (read.num_nodes, read.ranks_per_node, read.measured_nodes) == (
-        16,
-        expected.ranks_per_node,
-        2,
-    )
+    # equal except for the six digits that a description has
+    for name in ("across", "inside", "transport"):
+        expected_values = as_json(getattr(expected, name))
+        for key, value in as_json(getattr(read, name)).items():
+            if isinstance(value, float):
+                assert value == pytest.approx(expected_values[key], rel=1e-5), f"{name}.{key}"
+            else:
+                assert value == expected_values[key], f"{name}.{key}"
+    assert read.num_nodes == 16
+    assert read.ranks_per_node == expected.ranks_per_node
+    assert read.measured_nodes == 2
     assert read.curves == expected.curves
     assert cfg.cluster.on_cuda == (kind == "nccl")
-    shipped = OmegaConf.load(
-        ROOT / "conf" / "cluster" / f"{'netlab' if kind == 'gloo' else 'p40_roce'}.yaml"
-    )
+    shipped_name = "netlab" if kind == "gloo" else "p40_roce"
+    shipped = OmegaConf.load(ROOT / "conf" / "cluster" / f"{shipped_name}.yaml")
     assert set(cfg.cluster) >= set(shipped)
 
 
+def as_json(link):
+    return json.loads(json.dumps(asdict(link)))
+
+
 @pytest.fixture(scope="module")
-def found():
-    """At 100 Mbit/s and 5 ms, of a step of which little is hidden."""
+def tuned():
+    """Report on two nodes at 100 Mbit/s and 5 ms, with a step that hides little communication."""
     return report(gloo_cluster(2, 2, mbit_per_s=100.0, latency_s=5e-3))
 
 
-def test_the_strategy_takes_the_plan_and_the_summary_says_why(found, tmp_path):
-    found.write(tmp_path, {"asked": 1}, {"torch": "2"})
+def test_the_strategy_takes_the_plan_and_the_summary_says_why(tuned, tmp_path):
+    tuned.write(tmp_path, {"asked": 1}, {"torch": "2"})
     plan = Comm(plan=str(tmp_path / "plan.json")).made_plan()
-    assert plan == found.plans[0].plan
+    assert plan == tuned.plans[0].plan
     assert plan != CommPlan()
     content = json.loads((tmp_path / "summary.json").read_text())
     assert content["plan"] == asdict(plan)
     assert content["config"] == {"asked": 1}
     assert content["environment"] == {"torch": "2"}
-    assert [one["step_s"] for one in content["plans"]] == [one.step_s for one in found.plans]
+    written_steps_s = [plan["step_s"] for plan in content["plans"]]
+    assert written_steps_s == [candidate.step_s for candidate in tuned.plans]
     assert content["calibration"]["links"]["across"]["latency_interval_s"][0] > 0
-    draw_links(found, tmp_path)
+    draw_links(tuned, tmp_path)
     assert "Sums: predicted " in (tmp_path / "tune.svg").read_text()
     table = (tmp_path / "table.md").read_text()
     assert "| between nodes |" in table
     assert "(the library's own)" in table
-    assert content["cluster"] == json.loads(json.dumps(asdict(found.found.cluster)))
+    assert content["cluster"] == json.loads(json.dumps(asdict(tuned.found.cluster)))
 
 
-def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(found, tmp_path):
+def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tuned, tmp_path):
     """The plan is the one without, and knows no codec. From the file that is written the same is fitted again."""
-    found.write(tmp_path, {}, {})
+    tuned.write(tmp_path, {}, {})
     content = json.loads((tmp_path / "summary.json").read_text())["compression"]
-    assert (content["proposal"], content["codec_is_measured"]) == ("int4", True)
+    assert content["proposal"] == "int4"
+    assert content["codec_is_measured"] is True
     assert [step["name"] for step in content["steps"]] == [None, "int8", "int4"]
-    assert content["steps"][0]["step_s"] == pytest.approx(found.plans[0].step_s)
+    assert content["steps"][0]["step_s"] == pytest.approx(tuned.plans[0].step_s)
     table = (tmp_path / "table.md").read_text()
     assert "so they are never on by themselves: strategy.between_nodes.dtype=int4." in table
     assert "GB/s of float32 that a core encodes and decodes: int8 3.8" in table
     assert "int" not in (tmp_path / "plan.json").read_text()
-    assert "dtype" not in usage_lines(tmp_path, found.name)
+    assert "dtype" not in usage_lines(tmp_path, tuned.name)
     samples, world = read_measurements(str(tmp_path / "summary.json"))
-    assert (samples, world) == (found.samples, found.world)
+    assert samples == tuned.samples
+    assert world == tuned.world
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match=r"`samples` \(=.*other.json\) must be the summary.json"):
         read_measurements(str(tmp_path / "other.json"))
@@ -172,13 +173,13 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(tmp_path):
 
 
 def test_the_step_to_plan_for_is_the_models_from_its_end_and_at_the_rate_that_is_given():
-    bare = configured_work(configured("model=alexnet_bn", "image_shape=[1,16,16]"))
-    paced = configured_work(
-        configured("model=alexnet_bn", "image_shape=[1,16,16]", "images_per_s=64")
-    )
+    keys = ("model=alexnet_bn", "image_shape=[1,16,16]")
+    bare = configured_work(configured(*keys))
+    paced = configured_work(configured(*keys, "images_per_s=64"))
     assert [numel for numel, _ in bare.gradients] == [numel for numel, _ in paced.gradients]
     assert bare.alone_s == 0.0
     assert paced.alone_s == pytest.approx(1.0)
     model = instantiate(configured("model=alexnet_bn").model)
     assert bare.gradients[0][0] == list(model.parameters())[-1].numel()
-    assert sum(numel for numel, _ in bare.gradients) == sum(p.numel() for p in model.parameters())
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(numel for numel, _ in bare.gradients) == num_weights

@@ -31,7 +31,10 @@ def mlperf_tensorflow(
         scaled_lr = lr * ratio
         decayed = g + weight_decay * w
         accumulator = momentum * accumulator - scaled_lr * decayed
-        w = w + (momentum * accumulator - scaled_lr * decayed if nesterov else accumulator)
+        if nesterov:
+            w = w + (momentum * accumulator - scaled_lr * decayed)
+        else:
+            w = w + accumulator
     return w
 
 
@@ -41,10 +44,14 @@ def optax(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient, eps, 
     for g, lr in zip(gradients, lrs, strict=True):
         update = g + weight_decay * w
         ratio = trust_coefficient * norm(w) / (norm(update) + eps)
-        update = update * (1.0 if norm(w) == 0 or norm(update) == 0 else ratio)
+        if norm(w) > 0 and norm(update) > 0:
+            update = update * ratio
         update = -lr * update
         trace = update + momentum * trace
-        w = w + (update + momentum * trace if nesterov else trace)
+        if nesterov:
+            w = w + (update + momentum * trace)
+        else:
+            w = w + trace
     return w
 
 
@@ -62,7 +69,10 @@ def timm(
             buffer = d.clone()
         else:
             buffer = momentum * buffer + d
-        w = w - lr * (d + momentum * buffer if nesterov else buffer)
+        if nesterov:
+            w = w - lr * (d + momentum * buffer)
+        else:
+            w = w - lr * buffer
     return w
 
 
@@ -83,10 +93,9 @@ def barlow_twins(w, gradients, lrs, *, momentum, weight_decay, trust_coefficient
     mu = torch.zeros_like(w)
     for g, lr in zip(gradients, lrs, strict=True):
         dp = g + weight_decay * w
-        one = torch.ones((), dtype=w.dtype)
-        q = torch.where(
-            norm(w) > 0, torch.where(norm(dp) > 0, trust_coefficient * norm(w) / norm(dp), one), one
-        )
+        q = 1.0
+        if norm(w) > 0 and norm(dp) > 0:
+            q = trust_coefficient * norm(w) / norm(dp)
         mu = mu * momentum + dp * q
         w = w - lr * mu
     return w
@@ -109,7 +118,10 @@ def joint_outside(w, gradients, lrs, *, momentum, weight_decay, trust_coefficien
         d = g + weight_decay * w
         buffer = momentum * buffer + d
         ratio = trust_coefficient * norm(w) / (norm(d) + eps)
-        w = w - lr * ratio * (momentum * buffer + d if nesterov else buffer)
+        if nesterov:
+            w = w - lr * ratio * (momentum * buffer + d)
+        else:
+            w = w - lr * ratio * buffer
     return w
 
 
@@ -162,13 +174,14 @@ def lamb(
     trust_clip=None,
     max_grad_norm=None,
 ):
-    """The layers after len(lrs) steps. `gradients[t][i]` is the gradient of layer i at step t."""
-    ws, ms, vs = list(ws), [torch.zeros_like(w) for w in ws], [torch.zeros_like(w) for w in ws]
+    """Return the layers after len(lrs) steps. `gradients[t][i]` is the gradient of layer i at step t."""
+    ws = list(ws)
+    ms = [torch.zeros_like(w) for w in ws]
+    vs = [torch.zeros_like(w) for w in ws]
     for t, (grads, lr) in enumerate(zip(gradients, lrs, strict=True), start=1):
         total = sum(norm(g) ** 2 for g in grads) ** 0.5
-        if max_grad_norm is None:
-            clip = 1.0
-        else:
+        clip = 1.0
+        if max_grad_norm is not None:
             clip = min(1.0, max_grad_norm / total)
         for i, g in enumerate(grads):
             ms[i] = betas[0] * ms[i] + (1 - betas[0]) * clip * g
@@ -180,9 +193,10 @@ def lamb(
                 v = v / (1 - betas[1] ** t)
             u = m / (v.sqrt() + eps) + weight_decay * ws[i]
             phi = norm(ws[i]).clamp(*weight_norm_bounds)
+            q = 1.0
             if phi > 0:
                 q = phi / norm(u)
-            else:
-                q = 1.0
-            ws[i] = ws[i] - lr * (q if trust_clip is None else min(q, trust_clip)) * u
+            if trust_clip is not None:
+                q = min(q, trust_clip)
+            ws[i] = ws[i] - lr * q * u
     return ws

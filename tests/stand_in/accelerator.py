@@ -37,7 +37,7 @@ OPTIMIZERS = {
 
 
 class Stream:
-    """Also an event."""
+    """Stream of the device, which is also an event."""
 
     stream_id = device_index = device_type = 0
     wait_event = wait_stream = wait = synchronize = lambda self, *_: None
@@ -75,7 +75,10 @@ class StandIn(CPUAccelerator):
 
 
 class Memories(TorchDispatchMode):
-    """Counts the device's bytes, refuses its numbers beside the host's tensors, and answers 0 where the host reads."""
+    """Mode that counts the device's bytes and refuses operations on tensors of host and device.
+
+    A read by the host gets 0.
+    """
 
     def __init__(self):
         super().__init__()
@@ -85,27 +88,32 @@ class Memories(TorchDispatchMode):
         self.after = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = _fakes((args, kwargs))
-        if func is torch.ops.aten._local_scalar_dense.default and given:
+        inputs = _fakes((args, kwargs))
+        if func is torch.ops.aten._local_scalar_dense.default and inputs:
             return 0
         is_copy = func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._to_copy)
-        kinds = {each.device.type for each in given if each.dim() > 0 or each.device == DEVICE}
+        kinds = set()
+        for tensor in inputs:
+            if tensor.dim() > 0 or tensor.device == DEVICE:
+                kinds.add(tensor.device.type)
         assert is_copy or len(kinds) < 2, f"two memories in {func}"
-        made = func(*args, **(kwargs or {}))
-        for storage in (each.untyped_storage() for each in _fakes(made) if each.device == DEVICE):
-            self.live[storage._cdata] = weakref.ref(storage)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _fakes(result):
+            if tensor.device == DEVICE:
+                storage = tensor.untyped_storage()
+                self.live[storage._cdata] = weakref.ref(storage)
         self.live = {key: storage for key, storage in self.live.items() if storage() is not None}
         self.now = sum(storage().nbytes() for storage in self.live.values())
         self.peak = max(self.peak, self.now)
-        return made
+        return result
 
 
 def _fakes(tree):
-    return [tree_leave for tree_leave in tree_leaves(tree) if isinstance(tree_leave, FakeTensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, FakeTensor)]
 
 
 class Numbers(TorchFunctionMode):
-    """Makes `torch.tensor` forget its values, which the device could not take."""
+    """Mode in which `torch.tensor` forgets its values, which the device could not take."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -152,13 +160,10 @@ class Blocks(pl.LightningModule):
         self.memories = memories
         self.optimizer_name = optimizer
         self.policy = policy
+        self.net = nn.Sequential()
         with DEVICE:
-            self.net = nn.Sequential(
-                *(
-                    nn.Sequential(nn.BatchNorm1d(WIDTH), Cast(WIDTH, WIDTH))
-                    for _ in range(NUM_BLOCKS)
-                )
-            )
+            for _ in range(NUM_BLOCKS):
+                self.net.append(nn.Sequential(nn.BatchNorm1d(WIDTH), Cast(WIDTH, WIDTH)))
 
     def configure_model(self):
         if self.policy is None:
@@ -197,41 +202,58 @@ def fit(
     **settings,
 ):
     """Return the devices after the fit, and the device's bytes per parameter: the peak of a step, and after it."""
-    saved = InMemory()
-    for path in (None, "a file")[: 1 + is_resumed]:
+    checkpoint_io = InMemory()
+    paths = [None, "a file"] if is_resumed else [None]
+    for path in paths:
         with FakeTensorMode(allow_non_fake_inputs=True), Memories() as memories, Numbers():
-            strategy = Sharded(offload=offload, checkpoint_io=saved)
+            strategy = Sharded(offload=offload, checkpoint_io=checkpoint_io)
             trainer = pl.Trainer(
-                accelerator=StandIn(), strategy=strategy, devices=1, num_nodes=NUM_RANKS, precision=precision,
-                max_epochs=1 if path is None else 2, logger=False, enable_checkpointing=False,
-                enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **settings
-            )  # fmt: skip
+                accelerator=StandIn(),
+                strategy=strategy,
+                devices=1,
+                num_nodes=NUM_RANKS,
+                precision=precision,
+                max_epochs=1 if path is None else 2,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                use_distributed_sampler=False,
+                **settings,
+            )
             module = Blocks(memories, optimizer, policy)
             try:
                 trainer.fit(module, ckpt_path=path)
             except pl.utilities.exceptions.MisconfigurationException as error:
                 return {"error": str(error)}
             trainer.save_checkpoint("a file")
-            scale = getattr(trainer.precision_plugin, "loss_scale", None)
-            state = trainer.optimizers[0].state
-            parts = {
-                "masters": module.parameters(),
-                "state": [
-                    value
-                    for of_one in state.values()
-                    for value in of_one.values()
-                    if value.dim() > 0
-                ],
-                "scale": [] if scale is None else [scale.scale],
-                "buffers": module.buffers(),
-                "file": saved.file["state_dict"].values(),
-            }
-    num_bytes = {name: getattr(memories, name) for name in ("peak", "after")}
-    found = {name: sorted({each.device.type for each in some}) for name, some in parts.items()}
-    found |= {
-        name: each / sum(map(torch.numel, module.parameters())) for name, each in num_bytes.items()
+            devices = devices_after_fit(trainer, module, checkpoint_io)
+    num_parameters = sum(map(torch.numel, module.parameters()))
+    return devices | {
+        "peak": memories.peak / num_parameters,
+        "after": memories.after / num_parameters,
+        "module": module.device.type,
+        "backend": strategy.process_group_backend,
     }
-    return found | {"module": module.device.type, "backend": strategy.process_group_backend}
+
+
+def devices_after_fit(trainer, module, checkpoint_io):
+    """Return the types of device of weights, optimizer state, loss scale, buffers and checkpoint."""
+    state = []
+    for values in trainer.optimizers[0].state.values():
+        state += [value for value in values.values() if value.dim() > 0]
+    loss_scale = getattr(trainer.precision_plugin, "loss_scale", None)
+    tensors = {
+        "masters": module.parameters(),
+        "state": state,
+        "scale": [] if loss_scale is None else [loss_scale.scale],
+        "buffers": module.buffers(),
+        "file": checkpoint_io.file["state_dict"].values(),
+    }
+    devices = {}
+    for name, tensors_of_kind in tensors.items():
+        devices[name] = sorted({tensor.device.type for tensor in tensors_of_kind})
+    return devices
 
 
 if __name__ == "__main__":

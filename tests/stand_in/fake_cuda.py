@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -26,22 +27,21 @@ class Launches(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        touched = [one for one in tree_leaves((args, kwargs, made)) if isinstance(one, Tensor)]
+        result = func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs, result))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
         name = str(func)
         is_no_work = name.startswith(("aten.empty", "aten.new_empty", "prim.device"))
-        if (
-            not is_no_work
-            and not _is_view(func)
-            and any(one.device.type == "cuda" for one in touched)
-        ):
+        if "cuda" in devices and not is_no_work and not _is_view(func):
             self.names.append(name)
-        return made
+        return result
 
 
 def _is_view(func: Any) -> bool:
-    returned = [one.alias_info for one in func._schema.returns]
-    return any(one is not None and not one.is_write for one in returned)
+    for returned in func._schema.returns:
+        if returned.alias_info is not None and not returned.alias_info.is_write:
+            return True
+    return False
 
 
 class FakeCuda:
@@ -66,12 +66,9 @@ class FakeCuda:
         """Mock of a Triton kernel, which accepts tensors of the current device only, as a GPU does."""
 
         def launch(*args: Any, **kwargs: Any) -> None:
-            for one in args:
-                assert not isinstance(one, Tensor) or one.device == self.current, (
-                    name,
-                    one.device,
-                    self.current,
-                )
+            for arg in args:
+                if isinstance(arg, Tensor):
+                    assert arg.device == self.current, f"an argument of {name}"
             self.launched.append((name, self.current))
 
         return type("Kernel", (), {"__getitem__": lambda self, grid: launch})()
@@ -94,7 +91,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     fake = FakeCuda()
 
     def data_ptrs(*lists: Any) -> list[int]:
-        return [id(tensor) // 16 * 16 for one in lists for tensor in one]
+        return [id(tensor) // 16 * 16 for tensor in chain(*lists)]
 
     def count(step: Tensor, device: torch.device) -> float:
         """Read a count on the CPU, which waits for nothing. Fake ones have no value."""
@@ -117,7 +114,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 def parameter(
     *shape: int, device: torch.device = ZERO, grad_dtype: torch.dtype = torch.float32
 ) -> nn.Parameter:
-    one = nn.Parameter(torch.empty(shape, device=device))
-    one.grad_dtype = None
-    one.grad = torch.empty(shape, device=device, dtype=grad_dtype)
-    return one
+    result = nn.Parameter(torch.empty(shape, device=device))
+    result.grad_dtype = None
+    result.grad = torch.empty(shape, device=device, dtype=grad_dtype)
+    return result

@@ -35,7 +35,7 @@ class AcrossMemoriesError(RuntimeError):
 
 
 class TwoMemories(TorchDispatchMode):
-    """Knows which memory has been moved. The rest is where it was."""
+    """Mode that knows which memory has been moved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class TwoMemories(TorchDispatchMode):
         self._moves.__exit__(*error)
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """A copy in the other memory. Itself, if it is there."""
+        """Return a copy in the other memory, or the tensor itself if it is there."""
         if self.has(tensor):
             return tensor
         with torch._C._DisableTorchDispatch():
@@ -65,26 +65,25 @@ class TwoMemories(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._moved
 
     def _note(self, tensors: Iterable[Any]) -> None:
-        strided = (
-            each for each in tensors if isinstance(each, Tensor) and each.layout is torch.strided
-        )
-        self._moved |= {each.untyped_storage()._cdata: each for each in strided}
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                self._moved[tensor.untyped_storage()._cdata] = tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        are_moved = {self.has(each) for each in given if each.dim() > 0}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        are_moved = {self.has(tensor) for tensor in inputs if tensor.dim() > 0}
         if len(are_moved) > 1 and func.overloadpacket not in _COPIES:
             raise AcrossMemoriesError(
                 f"Expected all tensors to be on the same device, but found two, in {func}"
             )
         result = func(*args, **(kwargs or {}))
-        if are_moved == {True} or not given:
+        if are_moved == {True} or not inputs:
             self._note(tree_leaves(result))
         return result
 
 
 class _Moves(TorchFunctionMode):
-    """`tensor.to(device)` and `tensor.cpu()` move what has not been moved."""
+    """Mode in which `tensor.to(device)` and `tensor.cpu()` move what has not been moved."""
 
     def __init__(self, memories: TwoMemories) -> None:
         super().__init__()
@@ -92,22 +91,26 @@ class _Moves(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        targets = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.device)]
-        like = [each for each in args[1:2] if isinstance(each, Tensor) and self.memories.has(each)]
-        if func is Tensor.cpu or (func is Tensor.to and (targets or like)):
+        if func is Tensor.cpu or (func is Tensor.to and self._is_move(args, kwargs)):
             args = (self.memories.moved(args[0]), *args[1:])
         return func(*args, **kwargs)
 
+    def _is_move(self, args: Any, kwargs: Any) -> bool:
+        """Return whether the arguments of `to` name a device, or a tensor that has been moved."""
+        if any(isinstance(value, torch.device) for value in (*args[1:], *kwargs.values())):
+            return True
+        return len(args) > 1 and isinstance(args[1], Tensor) and self.memories.has(args[1])
+
 
 def model_to_device(self: HybridAllReduceStrategy) -> None:
-    """The module moves where Lightning moves it: before the strategy's own work on what was moved."""
+    """Move the module where Lightning does: before the strategy's own work on what was moved."""
     assert isinstance(self.model, nn.Module)
     with TwoMemories() as memories, _instead_of(self.model, "to", memories):
         _ORIGINAL["model_to_device"](self)
 
 
 def teardown(self: HybridAllReduceStrategy) -> None:
-    """The module moves back where Lightning moves it, and ends there."""
+    """Move the module back where Lightning does, and check that it ended there."""
     module = self.lightning_module
     if module is None:
         _ORIGINAL["teardown"](self)
@@ -139,7 +142,7 @@ def _instead_of(module: nn.Module, name: str, memories: TwoMemories) -> Iterator
 
 
 def optimizers_to_device(optimizers: Any, device: torch.device) -> None:
-    """New tensors of state, of the same values."""
+    """Put new tensors with the same values into the state."""
     _optimizers_to_device(optimizers, device)
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
@@ -147,7 +150,7 @@ def optimizers_to_device(optimizers: Any, device: torch.device) -> None:
 
 
 def install() -> None:
-    """From now on, in this process."""
+    """Install the device in this process, for good."""
     HybridAllReduceStrategy.model_to_device = model_to_device
     HybridAllReduceStrategy.teardown = teardown
     ddp._optimizers_to_device = strategy._optimizers_to_device = optimizers_to_device

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -68,8 +69,8 @@ class Stream:
         _merge(self.clock, event.clock)
         self.now_s = max(self.now_s, event.at_s)
 
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
 
     def record_event(self) -> Event:
         event = Event(self.cuda)
@@ -94,7 +95,9 @@ class Event:
         stream = stream or self.cuda.current
         self.cuda.is_told_by_host(stream)
         self.cuda.number += 1
-        self.clock, self.at_s, self.number = dict(stream.clock), stream.now_s, self.cuda.number
+        self.clock = dict(stream.clock)
+        self.at_s = stream.now_s
+        self.number = self.cuda.number
 
     def query(self) -> bool:
         self.cuda.num_queries += 1
@@ -141,12 +144,12 @@ class Future:
         return self._value
 
     def then(self, callback: Callable[[Future], object]) -> Future:
-        """On a stream of its own, which waits for this one and is recorded of its value."""
+        """Run the callback on a new stream, which waits for this one and is recorded on its value."""
         cuda = Cuda.instance()
         after = Future([])
         with cuda.on(cuda.stream(CUDA)):
-            for each in filter(_is_tensor, tree_leaves(self.wait())):
-                cuda.memory_of(each).recorded.add(cuda.current.name)
+            for tensor in _tensors_in(self.wait()):
+                cuda.memory_of(tensor).recorded.add(cuda.current.name)
             try:
                 after.set_result(callback(self))
             except Exception as error:
@@ -154,19 +157,34 @@ class Future:
         return after
 
 
+@dataclass(frozen=True)
+class _Use:
+    """Bytes that an operation used, with its stream, the stream's count then, and whether it wrote."""
+
+    begin: int
+    end: int
+    stream: str
+    count: int
+    is_write: bool
+
+    def overlaps(self, other_use: _Use) -> bool:
+        return max(self.begin, other_use.begin) < min(self.end, other_use.end)
+
+    def covers(self, other_use: _Use) -> bool:
+        return self.begin <= other_use.begin and other_use.end <= self.end
+
+
 class _Memory:
     def __init__(self, storage: torch.UntypedStorage, owner: str) -> None:
         self.ref = StorageWeakRef(storage)
         self.owner = owner
-        self.uses: list[
-            tuple[int, int, str, int, bool]
-        ] = []  # bytes from and to, stream, its count, whether written
-        self.last: dict[str, int] = {}  # use, by stream
+        self.uses: list[_Use] = []
+        self.last: dict[str, int] = {}  # count of the last use, by stream
         self.recorded: set[str] = set()
 
 
 class Cuda(TorchDispatchMode):
-    """The device. `num_through`: how many operations and records are done. All, unless `hang` is called."""
+    """Mock of the device. `num_through`: number of operations and records that are done, all unless it hangs."""
 
     current_instance: Cuda | None = None
 
@@ -178,11 +196,12 @@ class Cuda(TorchDispatchMode):
         self.compute = self.current = self.stream(CUDA)
         self.compute.name = "compute"
         self.compute.clock = {"compute": 0}
-        self.nccl, self.host = Stream(self, "nccl"), Stream(self, HOST)
+        self.nccl = Stream(self, "nccl")
+        self.host = Stream(self, HOST)
         self.is_fake = False
         self.memory: dict[int, _Memory] = {}
         self._was_entered = False
-        self._found: list[str] = []
+        self._violations: list[str] = []
         self.host_waits: list[str] = []
         self.operations: list[tuple[str, str]] = []
         self.num_queries = 0
@@ -198,12 +217,12 @@ class Cuda(TorchDispatchMode):
         return super().__enter__()
 
     @property
-    def found(self) -> list[str]:
+    def violations(self) -> list[str]:
         """Races, reuses and early reads so far."""
         assert self._was_entered, (
             "operations are recorded within `with Cuda().installed(patch):` alone"
         )
-        return self._found
+        return self._violations
 
     # ---- torch.cuda --------------------------------------------------------------------------------------------------
 
@@ -223,10 +242,14 @@ class Cuda(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on_device(self, device: torch.device) -> Iterator[None]:
-        """In a thread of ours the current device is the first GPU, until this is entered."""
+        """Set the current device. In a new thread it is the first GPU until this is entered."""
         self.device = device
         yield
         self.device = None
+
+    def synchronize(self, device: object = None) -> None:
+        for stream in self.streams:
+            stream.synchronize()
 
     def installed(self, patch: pytest.MonkeyPatch) -> Cuda:
         Cuda.current_instance = self
@@ -236,11 +259,7 @@ class Cuda(TorchDispatchMode):
         patch.setattr(torch.cuda, "device", self.on_device)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         patch.setattr(torch.cuda, "default_stream", lambda device=None: self.compute)
-        patch.setattr(
-            torch.cuda,
-            "synchronize",
-            lambda device=None: [one.synchronize() for one in self.streams],
-        )
+        patch.setattr(torch.cuda, "synchronize", self.synchronize)
         patch.setattr(cuda_streams, "Future", Future)
         patch.setattr(cuda_all_reduce, "Future", Future)
         # what is run over Gloo plays NCCL
@@ -253,7 +272,7 @@ class Cuda(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on_fake_tensors(self) -> Iterator[Cuda]:
-        """Nothing is done before somebody waits for it."""
+        """Install on fake tensors. No operation is done before somebody waits for it."""
         with (
             pytest.MonkeyPatch.context() as patch,
             FakeTensorMode(allow_non_fake_inputs=True),
@@ -264,8 +283,8 @@ class Cuda(TorchDispatchMode):
             yield self
             self._find_reuse()
 
-    def host_waits_for(self, what: str, clock: dict[str, int]) -> None:
-        self.host_waits.append(what)
+    def host_waits_for(self, reason: str, clock: dict[str, int]) -> None:
+        self.host_waits.append(reason)
         assert self.is_fake or self.num_through == sys.maxsize, "the host would wait"
         _merge(self.host.clock, clock)
 
@@ -274,7 +293,7 @@ class Cuda(TorchDispatchMode):
             _merge(stream.clock, self.host.clock)
 
     def host_reads(self, tensor: torch.Tensor) -> None:
-        """By other means than torch's operations, such as a file that is written."""
+        """Note a read by other means than torch's operations, such as a file that is written."""
         self._use("a read", tensor, self.host, is_write=False)
 
     def all_reduce(
@@ -297,7 +316,7 @@ class Cuda(TorchDispatchMode):
         self.memory_of(tensor).recorded.add(stream.name)
 
     def hang(self) -> None:
-        """From here on nothing gets done, until `go_on`."""
+        """Let no further operation end until `go_on`."""
         self.num_through = self.number
 
     def go_on(self) -> None:
@@ -312,36 +331,17 @@ class Cuda(TorchDispatchMode):
         name = func._schema.name
         if func.is_view or name == "aten::detach":
             return result
-        given = [
-            (index, each)
-            for index, arg in enumerate(args)
-            for each in tree_leaves(arg)
-            if _is_tensor(each)
-        ]
-        given += [
-            ("out", each)
-            for key, arg in kwargs.items()
-            for each in tree_leaves(arg)
-            if _is_tensor(each)
-        ]
+        inputs = _inputs_of(args, kwargs)
         if name == "aten::_local_scalar_dense":
-            self._host_reads(given[0][1])
+            _, tensor = inputs[0]
+            self._host_reads(tensor)
             return result
-        made = [
-            each
-            for each in tree_leaves(result)
-            if _is_tensor(each) and _key(each) not in self.memory
-        ]
-        for each in made:
-            if not any(_key(each) == _key(other) for _, other in given):
-                if self.is_fake and each.device.type == "cpu":
-                    owner = HOST
-                else:
-                    owner = self.current.name
-                self.memory[_key(each)] = _Memory(each.untyped_storage(), owner)
+        input_tensors = [tensor for _, tensor in inputs]
+        new_tensors = [tensor for tensor in _tensors_in(result) if _key(tensor) not in self.memory]
+        self._own_new_memory(new_tensors, input_tensors)
         if name in NO_ACCESS:
             return result
-        devices = {each.device.type for each in (*made, *(each for _, each in given))}
+        devices = {tensor.device.type for tensor in (*new_tensors, *input_tensors)}
         if self.is_fake and "cuda" not in devices:
             stream = self.host
         else:
@@ -352,17 +352,26 @@ class Cuda(TorchDispatchMode):
         stream.clock[stream.name] += 1
         if name.startswith("c10d::"):
             stream.now_s += COLLECTIVE_S
-        for place, each in given:
-            self._use(name, each, stream, is_write=_is_written(func, name, place))
-        for each in made:
-            self._use(name, each, stream, is_write=True)
-        if (
-            len(devices) > 1
-            and func.overloadpacket in BLOCKING
-            and not _is_non_blocking(func, args, kwargs)
-        ):
+        for argument_key, tensor in inputs:
+            self._use(name, tensor, stream, is_write=_is_written(func, name, argument_key))
+        for tensor in new_tensors:
+            self._use(name, tensor, stream, is_write=True)
+        is_copy_across = len(devices) > 1 and func.overloadpacket in BLOCKING
+        if is_copy_across and not _is_non_blocking(func, args, kwargs):
             _merge(self.host.clock, stream.clock)
         return result
+
+    def _own_new_memory(
+        self, new_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor]
+    ) -> None:
+        input_keys = {_key(tensor) for tensor in input_tensors}
+        for tensor in new_tensors:
+            if _key(tensor) in input_keys:
+                continue
+            owner = self.current.name
+            if self.is_fake and tensor.device.type == "cpu":
+                owner = HOST
+            self.memory[_key(tensor)] = _Memory(tensor.untyped_storage(), owner)
 
     def memory_of(self, tensor: torch.Tensor) -> _Memory:
         if _key(tensor) not in self.memory:  # not made by an operation: the host's, as numpy's
@@ -375,24 +384,25 @@ class Cuda(TorchDispatchMode):
             return
         begin = tensor.storage_offset() * tensor.element_size()
         end = begin + tensor.numel() * tensor.element_size()
-        kept = []
+        count = stream.clock[stream.name]
+        new_use = _Use(begin, end, stream.name, count, is_write)
+        uses = []
         for use in memory.uses:
-            other_begin, other_end, other, count, was_write = use
-            if max(begin, other_begin) < min(end, other_end) and (is_write or was_write):
-                if stream.clock.get(other, 0) < count:
-                    self.found.append(
-                        f"race: {name} on {stream} is not ordered after a use on {other}"
+            if new_use.overlaps(use) and (is_write or use.is_write):
+                if stream.clock.get(use.stream, 0) < use.count:
+                    self.violations.append(
+                        f"race: {name} on {stream} is not ordered after a use on {use.stream}"
                     )
-                elif is_write and begin <= other_begin and other_end <= end:
+                elif is_write and new_use.covers(use):
                     continue  # what is ordered after this write is ordered after that use
-            kept.append(use)
-        memory.uses = [*kept, (begin, end, stream.name, stream.clock[stream.name], is_write)]
-        memory.last[stream.name] = stream.clock[stream.name]
+            uses.append(use)
+        memory.uses = [*uses, new_use]
+        memory.last[stream.name] = count
 
     def _host_reads(self, tensor: torch.Tensor) -> None:
-        for _, _, stream, count, was_write in self.memory_of(tensor).uses:
-            if was_write and self.host.clock.get(stream, 0) < count:
-                self.found.append("early: the host reads what was not seen to be done")
+        for use in self.memory_of(tensor).uses:
+            if use.is_write and self.host.clock.get(use.stream, 0) < use.count:
+                self.violations.append("early: the host reads what was not seen to be done")
 
     def _find_reuse(self) -> None:
         for key, memory in list(self.memory.items()):
@@ -401,14 +411,13 @@ class Cuda(TorchDispatchMode):
             del self.memory[key]
             if memory.owner == HOST:
                 continue
-            waited = [
-                stream.clock
-                for stream in self.streams
-                if stream.name in {memory.owner, *memory.recorded}
-            ]
-            for other, count in memory.last.items():
-                if not any(clock.get(other, 0) >= count for clock in waited):
-                    self.found.append(f"reuse: {memory.owner} may write what {other} still uses")
+            streams_that_wait = {memory.owner, *memory.recorded}
+            clocks = [stream.clock for stream in self.streams if stream.name in streams_that_wait]
+            for user, count in memory.last.items():
+                if not any(clock.get(user, 0) >= count for clock in clocks):
+                    self.violations.append(
+                        f"reuse: {memory.owner} may write what {user} still uses"
+                    )
 
 
 def _is_non_blocking(func, args, kwargs) -> bool:
@@ -416,8 +425,8 @@ def _is_non_blocking(func, args, kwargs) -> bool:
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("non_blocking", False))
 
 
-def _merge(clock: dict[str, int], other: dict[str, int]) -> None:
-    for name, count in other.items():
+def _merge(clock: dict[str, int], later: dict[str, int]) -> None:
+    for name, count in later.items():
         clock[name] = max(clock.get(name, 0), count)
 
 
@@ -425,14 +434,24 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+def _tensors_in(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _is_written(func, name: str, place: int | str) -> bool:
+def _inputs_of(args: tuple, kwargs: dict) -> list[tuple[int | str, torch.Tensor]]:
+    """Return the tensors among the arguments, each with the index of its argument, or "out" for a keyword."""
+    inputs: list[tuple[int | str, torch.Tensor]] = []
+    for index, arg in enumerate(args):
+        inputs += [(index, tensor) for tensor in _tensors_in(arg)]
+    for arg in kwargs.values():
+        inputs += [("out", tensor) for tensor in _tensors_in(arg)]
+    return inputs
+
+
+def _is_written(func, name: str, argument_key: int | str) -> bool:
     if name.startswith("c10d::"):
-        return place in WRITTEN.get(name, (place,))
-    if place == "out":
+        return argument_key in WRITTEN.get(name, (argument_key,))
+    if argument_key == "out":
         return True
-    argument = func._schema.arguments[place]
+    argument = func._schema.arguments[argument_key]
     return argument.alias_info is not None and argument.alias_info.is_write

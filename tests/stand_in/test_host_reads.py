@@ -22,7 +22,7 @@ from tests.stand_in.fake_cuda import ZERO, parameter
 
 
 class Copies(TorchDispatchMode):
-    """Notes copies from the CPU to CUDA that make the host wait."""
+    """Mode that notes copies from the CPU to CUDA that make the host wait."""
 
     def __init__(self):
         super().__init__()
@@ -30,12 +30,10 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if (
-            func is torch.ops.aten._to_copy.default
-            and args[0].device.type == "cpu"
-            and result.device.type == "cuda"
-        ):
-            self.waits.append(str(func))
+        if func is torch.ops.aten._to_copy.default:
+            source = args[0].device.type
+            if (source, result.device.type) == ("cpu", "cuda"):
+                self.waits.append(str(func))
         return result
 
 
@@ -61,9 +59,8 @@ class Count(int):
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_an_average_of_weights_makes_the_host_wait_for_nothing(use_buffers):
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    average = HostCountedAverage(
-        AveragedModel(module, avg_fn=get_ema_avg_fn(0.9), use_buffers=use_buffers)
-    )
+    model = AveragedModel(module, avg_fn=get_ema_avg_fn(0.9), use_buffers=use_buffers)
+    average = HostCountedAverage(model)
     del average.n_averaged
     average.n_averaged = Count(0)
     with on_fake_cuda() as copies:
@@ -77,12 +74,14 @@ def test_an_average_of_weights_makes_the_host_wait_for_nothing(use_buffers):
 
 def test_statistics_of_layers_that_no_batch_reached_are_where_the_layers_are(monkeypatch):
     devices = []
+
+    def all_gather(outputs, tensor):
+        devices.extend(output.device for output in outputs)
+
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *args: devices.append(tensor.device))
-    monkeypatch.setattr(
-        dist, "all_gather", lambda tensors, tensor: devices.extend(each.device for each in tensors)
-    )
+    monkeypatch.setattr(dist, "all_gather", all_gather)
     layer = nn.BatchNorm1d(3)
     with on_fake_cuda():
         statistics = _Statistics([on_cuda(layer)])
@@ -103,8 +102,11 @@ def test_clipping_over_ranks_makes_the_host_wait_for_nothing(monkeypatch, cut_in
         params = [parameter(3, 2), parameter(4), parameter(2)]
         params[2].grad = None
         optimizer = torch.optim.SGD(params, lr=0.1)
-        groups = {"slice_group": None if cut_into == "stages" else object()}
-        groups["stage_group"] = None if cut_into == "slices" else object()
+        groups = {"slice_group": object(), "stage_group": object()}
+        if cut_into == "stages":
+            groups["slice_group"] = None
+        if cut_into == "slices":
+            groups["stage_group"] = None
         ids = {"slices": {id(params[0])}, "counted_elsewhere": {id(params[1])}}
         clip_by_norm_over_ranks(optimizer, 1.0, device=ZERO, **groups, **ids)
     assert set(devices) == {ZERO}

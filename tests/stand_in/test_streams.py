@@ -43,7 +43,7 @@ def train_on(loader):
             seen += 1
         assert seen == 4
         del weight
-    return gpu.found
+    return gpu.violations
 
 
 @pytest.mark.parametrize("reads_ahead", [False, True])
@@ -102,7 +102,7 @@ def races_of_a_checkpoint(monkeypatch, *, waits=True, on_side=False):
             host.wait()
         for copy in copies.values():
             gpu.host_reads(copy)
-    return gpu.found
+    return gpu.violations
 
 
 @pytest.mark.parametrize("on_side", [False, True])

@@ -25,18 +25,13 @@ OPTIMIZERS = {  # LAMB counts its steps on the host; SGD(fused=True) takes no fa
 
 
 class OneDevice(TorchDispatchMode):
-    """Refuses what torch allows in arithmetic, and not everywhere: a number of the CPU's beside tensors of CUDA's."""
+    """Mode that refuses a number on the CPU next to tensors on CUDA, which torch allows in arithmetic."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {
-            tree_leave.device
-            for tree_leave in tree_leaves((args, kwargs))
-            if isinstance(tree_leave, torch.Tensor)
-        }
-        if len(given) > 1 and func.overloadpacket not in (
-            torch.ops.aten.copy_,
-            torch.ops.aten._to_copy,
-        ):
+        leaves = tree_leaves((args, kwargs))
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        is_copy = func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._to_copy)
+        if len(devices) > 1 and not is_copy:
             raise RuntimeError(f"a number of another device in {func}")
         return func(*args, **(kwargs or {}))
 
@@ -65,8 +60,10 @@ class Deep(toy.Toy):
 
 
 def set_up(optimizer, precision="16-true", *, module=None, **settings):
-    """Module, trainer and precision, as the strategy has them when training starts."""
-    module = on_cuda(toy.Toy() if module is None else module)
+    """Return module, precision and optimizer as they are when training starts."""
+    if module is None:
+        module = toy.Toy()
+    module = on_cuda(module)
     trainer = toy.trainer(precision=precision, **settings)
     module.trainer = trainer
     trainer.strategy._lightning_module = module
@@ -82,12 +79,14 @@ def set_up(optimizer, precision="16-true", *, module=None, **settings):
 
 
 def backward(module):
-    """The window is open in the backward, and each parameter has a gradient in its own dtype."""
+    """Run a backward in the open window, which gives each parameter a gradient in its own dtype."""
     plugin = module.trainer.precision_plugin
     loss = plugin.pre_backward(torch.ones((), device=CUDA), module)
     for parameter in module.parameters():
         gradient = torch.ones_like(parameter)
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        if parameter.grad is not None:
+            gradient = parameter.grad + gradient
+        parameter.grad = gradient
     return plugin.post_backward(loss, module)
 
 
@@ -101,22 +100,27 @@ def test_a_step_mixes_no_devices_and_reads_nothing(name, precision, clip):
     is_scaled = clip is not None or name != "lars"
     for _ in range(3):
         with plugin.window.opened():
-            assert {p.dtype for p in module.parameters()} == {plugin.dtype, torch.float32}
+            dtypes = {parameter.dtype for parameter in module.parameters()}
+            assert dtypes == {plugin.dtype, torch.float32}
         plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module))
-    assert {p.dtype for p in module.parameters()} == {torch.float32}
-    state = [value for entry in optimizer.state.values() for value in entry.values()]
-    assert {
-        value.device for value in state if isinstance(value, torch.Tensor) and value.dim() > 0
-    } == {CUDA}
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    state_devices = set()
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state_devices.add(value.device)
+    assert state_devices == {CUDA}
+
+    # tensors without dimensions, which torch lets an operation mix with other devices
     record = plugin.optimizer_steps[0]
-    kept = [
-        *vars(record).values(),
-        *(vars(record.loss_scale).values() if precision == "16-true" else ()),
-    ]
-    # of no dimensions: these may be mixed
-    kept = [value for value in kept if isinstance(value, torch.Tensor)]
-    assert len(kept) == (2 if precision == "bf16-true" else 7 + is_scaled)
-    assert {tensor.device for tensor in kept} == {CUDA}
+    values = list(vars(record).values())
+    expected_number = 2
+    if precision == "16-true":
+        values += vars(record.loss_scale).values()
+        expected_number = 7 + is_scaled
+    scalars = [value for value in values if isinstance(value, torch.Tensor)]
+    assert len(scalars) == expected_number
+    assert {scalar.device for scalar in scalars} == {CUDA}
 
 
 def test_launches_of_sums_and_of_the_cast_do_not_grow_with_the_number_of_tensors():
@@ -135,7 +139,7 @@ def test_launches_of_sums_and_of_the_cast_do_not_grow_with_the_number_of_tensors
             plugin.pre_backward(torch.ones((), device=CUDA), module)
             for parameter in module.parameters():
                 parameter.grad = torch.ones_like(parameter)
-        counts = [len(counted.names) - 1 * len(list(module.parameters()))]
+        counts = [len(counted.names) - len(list(module.parameters()))]
         with Launches() as counted:
             groups = plugin.optimizer_steps.parameters_by_optimizer(module.parameters())
             plugin.gradients.finish(groups, plugin._scale, lambda _: False)

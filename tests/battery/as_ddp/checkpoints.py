@@ -47,10 +47,7 @@ def kept(options: dict[str, Any], run: Run) -> Any:
     _, _, saves = fit_with_files(run, loader(), loader(), **options)
     files = run.files()
     links = [file for file in files if os.path.islink(run.folder / file)]
-    if files:
-        content = content_of(run.folder / files[-1])
-    else:
-        content = None
+    content = content_of(run.folder / files[-1]) if files else None
     chosen = saves.best_model_path, saves.last_model_path, saves.best_model_score
     return files, links, saves.state_dict(), chosen, content
 
@@ -61,13 +58,10 @@ for _name, _options in OPTIONS.items():
 
 def content_of(path: Path) -> Any:
     saved = torch.load(path, weights_only=True)
-    return kinds_of(
-        {
-            key: value
-            for key, value in saved.items()
-            if "Precision" not in key and key != "exact_resume"
-        }
-    )
+    for key in list(saved):
+        if "Precision" in key or key == "exact_resume":
+            del saved[key]
+    return kinds_of(saved)
 
 
 @behaviour
@@ -78,9 +72,9 @@ def precision_in_a_file(run: Run) -> Any:
 
 def kinds_of(value: Any) -> Any:
     if isinstance(value, dict):
-        return type(value), {str(key): kinds_of(each) for key, each in value.items()}
+        return type(value), {str(key): kinds_of(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value), [kinds_of(each) for each in value]
+        return type(value), [kinds_of(item) for item in value]
     if isinstance(value, torch.Tensor | int | str | None):
         return value
     return type(value)
@@ -88,10 +82,9 @@ def kinds_of(value: Any) -> Any:
 
 @behaviour
 def found_by_name(run: Run) -> Any:
-    """`ckpt_path` of "best", "last" and a path, by each method that takes one."""
-    trainer, module, saves = fit_with_files(
-        run, loader(), loader(), monitor="score", save_last=True
-    )
+    """Use `ckpt_path` of "best", "last" and a path, in each method that takes one."""
+    options = {"monitor": "score", "save_last": True}
+    trainer, module, saves = fit_with_files(run, loader(), loader(), **options)
     seen: list[Any] = []
     for which in ("best", "last", saves.last_model_path):
         seen.append(trainer.validate(module, loader(), ckpt_path=which, verbose=False))
@@ -130,7 +123,7 @@ class Sizes:
 
 
 class Stateful(Plain):
-    def __init__(self, more: Any = None) -> None:
+    def __init__(self, extra: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.seen: list[Any] = []
@@ -144,14 +137,8 @@ class Stateful(Plain):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.seen.append(
-            (
-                "load",
-                keys_of(checkpoint),
-                kinds_of(checkpoint["own"]),
-                checkpoint["hyper_parameters"],
-            )
-        )
+        kinds = kinds_of(checkpoint["own"])
+        self.seen.append(("load", keys_of(checkpoint), kinds, checkpoint["hyper_parameters"]))
 
 
 def keys_of(checkpoint: dict[str, Any]) -> list[str]:
@@ -161,15 +148,18 @@ def keys_of(checkpoint: dict[str, Any]) -> list[str]:
 
 @behaviour
 def state_of_the_user(run: Run) -> Any:
-    _, _, path = run.saved(Stateful(more={"a": [1]}))
-    _, module = run.fit(Stateful(more={"a": [1]}), start={"ckpt_path": path})
+    _, _, path = run.saved(Stateful(extra={"a": [1]}))
+    _, module = run.fit(Stateful(extra={"a": [1]}), start={"ckpt_path": path})
     again = Stateful.load_from_checkpoint(path)
-    return [*(module.seen if run.precision == "32-true" else []), again.hparams, content_of(path)]
+    seen = [again.hparams, content_of(path)]
+    if run.precision == "32-true":
+        seen += module.seen
+    return seen
 
 
 @behaviour
 def objects_in_a_checkpoint(run: Run) -> Any:
-    _, module, path = run.saved(Stateful(more=Sizes(2)))
+    _, module, path = run.saved(Stateful(extra=Sizes(2)))
     try:
         run.fit(module, start={"ckpt_path": path})
     except Exception as error:

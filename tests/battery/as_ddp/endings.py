@@ -21,10 +21,13 @@ from tests.battery.case import Plain, Run, behaviour, loader, plain_with
 
 
 def step_and(change: Any) -> Any:
-    """A training step after which `change(module, loss, batch_idx)` gives what is returned."""
-    return lambda self, batch, batch_idx: change(
-        self, Plain.training_step(self, batch, batch_idx), batch_idx
-    )
+    """Return a training step that returns `change(module, loss, batch_idx)`."""
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        loss = Plain.training_step(self, batch, batch_idx)
+        return change(self, loss, batch_idx)
+
+    return training_step
 
 
 def raises(*_: Any, **__: Any) -> Any:
@@ -37,7 +40,8 @@ def stopped_by_should_stop(run: Run) -> Any:
         self.trainer.should_stop = batch_idx == 1
         return loss
 
-    return state_of(run.fit(plain_with(training_step=step_and(stop)), max_epochs=5)[0])
+    trainer, _ = run.fit(plain_with(training_step=step_and(stop)), max_epochs=5)
+    return state_of(trainer)
 
 
 def error_in(hook: str, run: Run) -> Any:
@@ -119,9 +123,9 @@ def step_of_the_user(run: Run) -> Any:
         def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
             optimizer.zero_grad(set_to_none=False)
 
-        def backward(self, loss: Any, *given: Any, **more: Any) -> None:
+        def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
             returned.append((loss.dtype, loss.dim()))
-            loss.backward(*given, **more)
+            loss.backward(*args, **kwargs)
 
     _, module = run.fit(Steps())
     return returned if run.precision == "32-true" else len(returned), left_of(module)
@@ -135,7 +139,6 @@ def pickled_after_a_fit(run: Run) -> Any:
         torch.save(module, file)
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     copied = copy.deepcopy(module)
-    again = pickle.loads(pickle.dumps(module))
-    return [left_of(each) for each in (loaded, copied, again)], type(
-        pickle.loads(pickle.dumps(trainer))
-    )
+    unpickled = pickle.loads(pickle.dumps(module))
+    trainer_again = pickle.loads(pickle.dumps(trainer))
+    return [left_of(copy_) for copy_ in (loaded, copied, unpickled)], type(trainer_again)

@@ -115,10 +115,10 @@ def left_of(module: pl.LightningModule) -> Any:
     }
 
 
-def called(run: Run, what: str, **settings: Any) -> Any:
+def called(run: Run, method: str, **settings: Any) -> Any:
     module = Noting()
     trainer = run.trainer(callbacks=[NotingCallback(module.notes)], **settings)
-    returned = getattr(trainer, what)(module, datamodule=NotingData(module.notes))
+    returned = getattr(trainer, method)(module, datamodule=NotingData(module.notes))
     seen = {"returned": returned, "hooks": module.notes, "module": left_of(module)}
     return {**state_of(trainer), **seen, "files": run.files()}
 
@@ -128,14 +128,9 @@ def every_phase_in_turn(run: Run) -> Any:
     module = Noting()
     seen = []
     trainer = run.trainer()
-    for what in ("validate", "fit", "test", "fit", "predict", "validate"):
-        seen.append(
-            (
-                what,
-                getattr(trainer, what)(module, datamodule=NotingData(module.notes)),
-                left_of(module),
-            )
-        )
+    for method in ("validate", "fit", "test", "fit", "predict", "validate"):
+        returned = getattr(trainer, method)(module, datamodule=NotingData(module.notes))
+        seen.append((method, returned, left_of(module)))
         trainer.fit_loop.epoch_progress.reset()
     return {**state_of(trainer), "seen": seen, "hooks": module.notes}
 
@@ -177,16 +172,14 @@ def fit_with(settings: dict[str, Any], run: Run) -> Any:
 
 for _name, _settings in SETTINGS.items():
     behaviour(functools.partial(fit_with, _settings), name=f"fit_{_name}")
-for _what, _short in (("validate", "val"), ("test", "test"), ("predict", "predict")):
-    behaviour(functools.partial(called, what=_what), name=_what)
+for _method, _short in (("validate", "val"), ("test", "test"), ("predict", "predict")):
+    _call = functools.partial(called, method=_method)
+    _limits = {f"limit_{_short}_batches": 1}
+    behaviour(_call, name=_method)
     behaviour(
-        functools.partial(called, what=_what, inference_mode=False),
-        name=f"{_what}_without_inference_mode",
+        functools.partial(_call, inference_mode=False), name=f"{_method}_without_inference_mode"
     )
-    behaviour(
-        functools.partial(called, what=_what, **{f"limit_{_short}_batches": 1}),
-        name=f"{_what}_limited",
-    )
+    behaviour(functools.partial(_call, **_limits), name=f"{_method}_limited")
 
 
 @behaviour
@@ -197,7 +190,7 @@ def random_numbers_of_transforms(run: Run) -> Any:
 
     class Draws(Plain):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            numbers.append([f"{one:.6f}" for one in batch[2].flatten().tolist()])
+            numbers.append([f"{number:.6f}" for number in batch[2].flatten().tolist()])
             return super().training_step(batch[:2], batch_idx)
 
     numbers: list[Any] = []

@@ -1,7 +1,6 @@
 """Methods of the strategy, as module, callbacks and user code call them within a fit."""
 
 import functools
-import inspect
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +11,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.battery.as_ddp.trainers import property_of, state_of
+from tests.battery.as_ddp.trainers import properties, property_of, state_of
 from tests.battery.case import Plain, Run, behaviour, loader, plain_with
 
 
@@ -82,10 +81,11 @@ def loading_within_a_fit(trainer: pl.Trainer, module: Plain) -> Any:
 
 @within_a_fit
 def properties_of_the_strategy(trainer: pl.Trainer, module: Plain) -> Any:
-    names = [
-        name for name, _ in inspect.getmembers(DDPStrategy, lambda one: isinstance(one, property))
-    ]
-    return {name: property_of(trainer.strategy, name) for name in names if name != "model"}
+    values = {}
+    for name in properties(DDPStrategy):
+        if name != "model":
+            values[name] = property_of(trainer.strategy, name)
+    return values
 
 
 HOOKS = {

@@ -14,11 +14,17 @@ from tests.battery.case import Plain, Run, behaviour, loader
 
 
 def state_of(trainer: pl.Trainer) -> dict[str, Any]:
-    names = [
-        name for name, _ in inspect.getmembers(pl.Trainer, lambda one: isinstance(one, property))
-    ]
-    # `wrapped_model`
-    return {"trainer": {name: property_of(trainer, name) for name in names if name != "model"}}
+    values = {}
+    for name in properties(pl.Trainer):
+        if name != "model":  # see `model_of_the_trainer`
+            values[name] = property_of(trainer, name)
+    return {"trainer": values}
+
+
+def properties(kind: type) -> list[str]:
+    """Return the names of the properties of a class."""
+    members = inspect.getmembers(kind, lambda member: isinstance(member, property))
+    return [name for name, _ in members]
 
 
 def property_of(owner: Any, name: str) -> Any:
@@ -27,13 +33,14 @@ def property_of(owner: Any, name: str) -> Any:
     except Exception as error:
         return f"raises {type(error).__name__}"
     if name.endswith(("dataloader", "dataloaders")):  # its class: `class_of_a_loader`
-        return tree_map(
-            lambda one: (
-                one if one is None else (type(one.dataset), type(one.sampler), one.batch_size)
-            ),
-            value,
-        )
+        return tree_map(loader_in_short, value)
     return value
+
+
+def loader_in_short(loader: Any) -> Any:
+    if loader is None:
+        return None
+    return type(loader.dataset), type(loader.sampler), loader.batch_size
 
 
 @behaviour
@@ -82,9 +89,10 @@ def state_during_a_fit(run: Run) -> Any:
                 self.trainer.logged_metrics,
                 self.trainer.progress_bar_metrics,
             ]
-            seen.append(
-                ("batch", metrics, [type(each) for every in metrics for each in every.values()])
-            )
+            types = []
+            for values in metrics:
+                types += [type(value) for value in values.values()]
+            seen.append(("batch", metrics, types))
 
         def on_validation_epoch_end(self) -> None:
             seen.append(("validation", state_of(self.trainer)))
@@ -127,7 +135,7 @@ def floating_dtypes_seen(run: Run) -> Any:
     seen: dict[str, Any] = {}
 
     def note(name: str, *tensors: Any) -> None:
-        seen[name] = {str(each.dtype)[6:] for each in tensors}
+        seen[name] = {str(tensor.dtype)[6:] for tensor in tensors}
 
     class Looks(Plain):
         def configure_model(self) -> None:
@@ -143,7 +151,7 @@ def floating_dtypes_seen(run: Run) -> Any:
             return super().training_step(batch, batch_idx)
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            note("gradient", *(each.grad for each in self.parameters()))
+            note("gradient", *(parameter.grad for parameter in self.parameters()))
 
         def on_save_checkpoint(self, checkpoint: Any) -> None:
             note("file", *checkpoint["state_dict"].values())
@@ -156,7 +164,7 @@ def floating_dtypes_seen(run: Run) -> Any:
     return seen
 
 
-def tuned(what: str, run: Run) -> Any:
+def tuned(mode: str, run: Run) -> Any:
     class Sized(Plain):
         def __init__(self) -> None:
             super().__init__()
@@ -169,24 +177,22 @@ def tuned(what: str, run: Run) -> Any:
     module = Sized()
     trainer = run.trainer(max_epochs=1)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    if what == "lr":
+    if mode == "lr":
         result: Any = Tuner(trainer).lr_find(module, num_training=6, min_lr=1e-4, max_lr=1e-1)
         seen: Any = result.results, result.suggestion(skip_begin=1, skip_end=1), module.lr
     else:
-        seen = (
-            Tuner(trainer).scale_batch_size(module, mode=what, max_trials=3, init_val=2),
-            module.batch_size,
-        )
-    now = module.state_dict()
-    same = all(
-        torch.allclose(value.float(), before[name], atol=1e-2) for name, value in now.items()
-    )
+        size = Tuner(trainer).scale_batch_size(module, mode=mode, max_trials=3, init_val=2)
+        seen = size, module.batch_size
+    are_close = [
+        torch.allclose(value.float(), before[name], atol=1e-2)
+        for name, value in module.state_dict().items()
+    ]
     trainer.fit(module)
-    return seen, same, trainer.global_step, run.files(), module.state_dict()
+    return seen, all(are_close), trainer.global_step, run.files(), module.state_dict()
 
 
-for _what in ("lr", "power", "binsearch"):
-    behaviour(functools.partial(tuned, _what), name=f"tuned_{_what}")
+for _mode in ("lr", "power", "binsearch"):
+    behaviour(functools.partial(tuned, _mode), name=f"tuned_{_mode}")
 
 
 @behaviour
@@ -194,14 +200,9 @@ def resumed(run: Run) -> Any:
     _, _, path = run.saved()
     seen = []
     for epochs in (1, 3):
-        trainer, module = run.fit(
-            None, loader(), loader(), start={"ckpt_path": path}, max_epochs=epochs
-        )
-        seen.append(
-            (
-                state_of(trainer),
-                module.state_dict(),
-                trainer.validate(module, loader(), verbose=False),
-            )
-        )
+        options = {"start": {"ckpt_path": path}, "max_epochs": epochs}
+        trainer, module = run.fit(None, loader(), loader(), **options)
+        state = state_of(trainer)
+        metrics = trainer.validate(module, loader(), verbose=False)
+        seen.append((state, module.state_dict(), metrics))
     return seen

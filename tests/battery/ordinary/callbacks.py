@@ -21,8 +21,8 @@ def called(base=Row, *, attributes=None, **hooks):
     )
 
 
-def shipped(make, **more):
-    return row(configure_callbacks=lambda self: make(), **more)
+def shipped(make, **special):
+    return row(configure_callbacks=lambda self: make(), **special)
 
 
 def digits(state):

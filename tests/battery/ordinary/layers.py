@@ -18,10 +18,10 @@ def steps_of(x):
     return x.view(-1, 3, 4)
 
 
-def recurrent(core, forward=None, **more):
+def recurrent(core, forward=None, **special):
     parts = {"layer": lambda: core(4, 16, batch_first=True), "head": head(16)}
     forward = forward or (lambda self, x: self.head(self.layer(steps_of(x))[0][:, -1]))
-    return row(parts=parts, lr=0.5, epochs=4, forward=forward, **more)
+    return row(parts=parts, lr=0.5, epochs=4, forward=forward, **special)
 
 
 def from_first_state(self, x):
@@ -37,15 +37,15 @@ def encoder():
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-def embedded(make, **more):
+def embedded(make, **special):
     return row(
         parts={"embedding": make, "head": head(96)},
         forward=lambda self, x: self.head(self.embedding(tokens_of(x)).flatten(1)),
-        **more,
+        **special,
     )
 
 
-def changed(change, *, is_square=False, **more):
+def changed(change, *, is_square=False, **special):
     if is_square:
         width = NUM_FEATURES
     else:
@@ -57,7 +57,7 @@ def changed(change, *, is_square=False, **more):
         )
         change(self.net[0])
 
-    return row(build=build, **more)
+    return row(build=build, **special)
 
 
 class Symmetric(nn.Module):

@@ -11,7 +11,7 @@ from tests.battery.case import Row, row, samples
 
 
 def mine(tensor):
-    """This rank's part: what Lightning does for a dataset with a length and a sampler."""
+    """Return this rank's part, as Lightning does for a dataset with a length and a sampler."""
     return tensor[dist.get_rank() :: dist.get_world_size()]
 
 
@@ -52,14 +52,19 @@ class Batch:
         self.x, self.y = default_collate(samples)
 
     def to(self, device, non_blocking=False):
-        self.x, self.y = self.x.to(device), self.y.to(device)
+        self.x = self.x.to(device)
+        self.y = self.y.to(device)
         return self
 
 
 class _Dicts(toy.Blobs):
     def __getitem__(self, i):
-        one = {"x": {"image": self.images[i]}, "y": [self.targets[i]]}
-        return one | {"name": f"sample {i}", "weight": 1.0 + 2.0**-20}
+        return {
+            "x": {"image": self.images[i]},
+            "y": [self.targets[i]],
+            "name": f"sample {i}",
+            "weight": 1.0 + 2.0**-20,
+        }
 
 
 def loss_of_dicts(self, batch):
@@ -76,12 +81,12 @@ def loss_of_fields(self, batch):
     return F.cross_entropy(self(batch.x), batch.y)
 
 
-def fed(make, base=Row, **more):
-    return row(base, train_dataloader=lambda self: make(), **more)
+def fed(make, base=Row, **special):
+    return row(base, train_dataloader=lambda self: make(), **special)
 
 
-def collated(collate, data=samples, **more):
-    return fed(lambda: DataLoader(data(), batch_size=8, collate_fn=collate), **more)
+def collated(collate, data=samples, **special):
+    return fed(lambda: DataLoader(data(), batch_size=8, collate_fn=collate), **special)
 
 
 def of_samples(data=samples, **options):

@@ -105,8 +105,8 @@ class _InTurns(Manual):
         self.facts["dtypes"] = {p.grad.dtype for p in self.parameters()}
 
 
-def in_turns(before_step=_InTurns.before_step, **more):
-    return row(_InTurns, before_step=before_step, **more)
+def in_turns(before_step=_InTurns.before_step, **special):
+    return row(_InTurns, before_step=before_step, **special)
 
 
 def clips(how):

@@ -12,12 +12,12 @@ Value = nn.Parameter
 
 
 def tokens_of(x):
-    """`"batch 12"` numbers -> as many tokens of 8."""
+    """Turn `"batch 12"` numbers into as many tokens of 8."""
     return (x * 2).round().long().clamp(-4, 3) + 4
 
 
-def values(**made):
-    return {name: lambda make=make: Value(make()) for name, make in made.items()}
+def values(**makers):
+    return {name: lambda make=make: Value(make()) for name, make in makers.items()}
 
 
 def clip_logits(self, x):
@@ -229,8 +229,8 @@ class Contrast(Row):
 
     def loss(self, batch):
         x, _ = batch
-        one, other = (F.normalize(self.net(t).float(), dim=-1) for t in (x, x * 1.1 + 0.05))
-        others = self.all_gather(other, sync_grads=True).flatten(0, 1)
-        return F.cross_entropy(
-            one @ others.t() * 5, torch.arange(len(x)) + len(x) * self.global_rank
-        )
+        first_view = F.normalize(self.net(x).float(), dim=-1)
+        second_view = F.normalize(self.net(x * 1.1 + 0.05).float(), dim=-1)
+        of_all_ranks = self.all_gather(second_view, sync_grads=True).flatten(0, 1)
+        targets = torch.arange(len(x)) + len(x) * self.global_rank
+        return F.cross_entropy(first_view @ of_all_ranks.t() * 5, targets)

@@ -99,12 +99,12 @@ class _Teacher(Row):
         self.facts["dtypes"] = {t.dtype for t, _ in self.pairs()}
 
 
-def teacher(follow_one, **more):
+def teacher(follow_one, **special):
     def follow(self):
         for t, s in self.pairs():
             follow_one(t, s, self.momentum)
 
-    return row(_Teacher, follow=follow, **more)
+    return row(_Teacher, follow=follow, **special)
 
 
 def by_new_data(t, s, m):

@@ -21,7 +21,8 @@ KEY = (2**32 - 1, 9, 3, 1)
 
 
 def passes_of(bits, kind=TorchPasses):
-    return kind(bits, random_signs(BLOCK, 5) / 16 if bits == 4 else None)
+    signs = random_signs(BLOCK, 5) / 16 if bits == 4 else None
+    return kind(bits, signs)
 
 
 def encoded(passes, flat, bits, key=KEY, *, first_id=0):
@@ -32,16 +33,17 @@ def encoded(passes, flat, bits, key=KEY, *, first_id=0):
 
 
 def rounded(flat, bits, key=KEY, *, passes=None, first_id=0):
-    passes = passes_of(bits) if passes is None else passes
+    if passes is None:
+        passes = passes_of(bits)
     out = torch.empty_like(flat)
     passes.add(encoded(passes, flat, bits, key, first_id=first_id)[None], out)
     return out
 
 
-def same(one, other):
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(
-        one.nan_to_num(0.0), other.nan_to_num(0.0)
-    )
+def same(values, expected):
+    """Return whether two tensors are equal, with nan in the same elements."""
+    is_nan = expected.isnan()
+    return torch.equal(values.isnan(), is_nan) and torch.equal(values[~is_nan], expected[~is_nan])
 
 
 def gradients(numel, seed, *, is_wild=True):
@@ -68,37 +70,32 @@ def gradients(numel, seed, *, is_wild=True):
 )
 def test_cpp_and_torch_write_and_read_the_same_bits(bits, key, numel, seed, first_id):
     flat = gradients(numel, seed)
-    messages = [
-        encoded(passes_of(bits, kind), flat, bits, key, first_id=first_id)
-        for kind in (TorchPasses, CppPasses)
-    ]
-    assert torch.equal(*messages)
-    rows = torch.stack([messages[0], encoded(passes_of(bits), -2 * flat, bits), messages[0]])
-    sums = [torch.empty(numel), torch.empty(numel)]
-    for kind, out in zip((TorchPasses, CppPasses), sums, strict=True):
-        passes_of(bits, kind).add(rows, out)
-    assert same(*sums)
+    torch_passes = passes_of(bits, TorchPasses)
+    cpp_passes = passes_of(bits, CppPasses)
+    message = encoded(torch_passes, flat, bits, key, first_id=first_id)
+    assert torch.equal(message, encoded(cpp_passes, flat, bits, key, first_id=first_id))
+    rows = torch.stack([message, encoded(torch_passes, -2 * flat, bits), message])
+    torch_sum = torch.empty(numel)
+    cpp_sum = torch.empty(numel)
+    torch_passes.add(rows, torch_sum)
+    cpp_passes.add(rows, cpp_sum)
+    assert same(cpp_sum, torch_sum)
 
 
 @BITS
 def test_no_flag_of_the_compiler_changes_a_bit(bits, tmp_path):
     """Nor does the processor: these know neither its vectors nor its fused multiply-adds."""
-    library = SOURCE.load(
-        cpp_library.find_compiler(), ("-std=c++17", "-fPIC", "-shared", "-O1"), tmp_path
-    )
-    other = passes_of(bits, CppPasses)
-    other._library = library
+    flags = ("-std=c++17", "-fPIC", "-shared", "-O1")
+    passes = passes_of(bits, CppPasses)
+    passes._library = SOURCE.load(cpp_library.find_compiler(), flags, tmp_path)
     flat = gradients(7000, 1)
-    assert torch.equal(encoded(other, flat, bits), encoded(passes_of(bits, CppPasses), flat, bits))
-    assert same(rounded(flat, bits, passes=other), rounded(flat, bits))
+    assert torch.equal(encoded(passes, flat, bits), encoded(passes_of(bits, CppPasses), flat, bits))
+    assert same(rounded(flat, bits, passes=passes), rounded(flat, bits))
 
 
 def scales_of(flat, bits):
-    return (
-        encoded(passes_of(bits), flat, bits)[: 2 * num_blocks_of(flat.numel())]
-        .view(torch.bfloat16)
-        .double()
-    )
+    message = encoded(passes_of(bits), flat, bits)
+    return message[: 2 * num_blocks_of(flat.numel())].view(torch.bfloat16).double()
 
 
 @BITS
@@ -106,20 +103,15 @@ def scales_of(flat, bits):
 @given(numel=st.integers(1, 3000), seed=st.integers(0, 1000), is_nearest=st.booleans())
 def test_an_error_is_below_one_scale_and_half_of_one_to_the_nearest(bits, numel, seed, is_nearest):
     flat = gradients(numel, seed, is_wild=False)
-    error = torch.nn.functional.pad(
-        rounded(flat, bits, None if is_nearest else KEY) - flat, (0, -numel % BLOCK)
-    )
+    key = None if is_nearest else KEY
+    share = 0.5 if is_nearest else 1.0
+    error = rounded(flat, bits, key) - flat
+    error = torch.nn.functional.pad(error, (0, -numel % BLOCK)).view(-1, BLOCK).double()
     scales = scales_of(flat, bits)
-    error = error.view(-1, BLOCK).double()
-    if is_nearest:
-        share = 0.5
-    else:
-        share = 1.0
     if bits == 8:
         assert (error.abs() <= share * scales[:, None] * (1 + 2**-20)).all()
-    elif (
-        numel % BLOCK == 0
-    ):  # a rotated error is as long as the error; the padding has its part of it
+    elif numel % BLOCK == 0:
+        # a rotated error is as long as the error; the padding has its part of it
         assert (error.norm(dim=1) <= 16 * share * scales * (1 + 2**-15)).all()
     largest = flat.abs().max().double()
     assert bits == 4 or scales.max() <= largest / most_code(bits) * (1 + 2**-7)
@@ -207,7 +199,7 @@ def test_without_a_compiler_torch_does_it_and_says_so_once(monkeypatch):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_where_triton_is_there_and_cannot_build_torch_does_it_and_says_so(monkeypatch, bits):
-    """As in a container without a C compiler: triton imports, and fails with its first launch."""
+    """Triton imports and fails with its first launch, as in a container without a C compiler."""
     triton_passes = pytest.importorskip(
         "lightning_hybrid.comm.codec.triton_passes", reason="needs triton"
     )

@@ -25,8 +25,12 @@ class OneNode:
 
     def send(self, gradients, *, scale=None, is_skipped=False, cut=()):
         """Return the values that other nodes decode of `gradients` scaled by `scale`, without the scale."""
-        factor = 1.0 if scale is None else scale
-        self.feedback.begin_step(None if scale is None else torch.tensor(scale))
+        if scale is None:
+            factor = 1.0
+            self.feedback.begin_step(None)
+        else:
+            factor = scale
+            self.feedback.begin_step(torch.tensor(scale))
         wire = self.padded.load(gradients * factor, before=1)
         bucket = self.feedback.bucket(0, self.padded, cut=cut, divisor=1, is_last=True)
         message = torch.empty(self.coder.codec.message_bytes(wire.numel()), dtype=torch.uint8)
@@ -48,14 +52,17 @@ def gradients(seed):
 @pytest.mark.parametrize("may_skip", [False, True])
 def test_all_that_was_sent_is_all_gradients_but_for_one_residual(bits, may_skip):
     node = OneNode(bits, may_skip=may_skip)
-    steps = [gradients(seed) for seed in range(20)]
-    sent = sum(node.send(one).double() for one in steps)
-    owed = node.residual.split([2 * BLOCK, 4 * BLOCK])
-    owed = torch.cat([row[:numel] for row, numel in zip(owed, NUMELS, strict=True)])
-    total = sum(one.double() for one in steps)
+    sent = torch.zeros(sum(NUMELS), dtype=torch.float64)
+    total = torch.zeros(sum(NUMELS), dtype=torch.float64)
+    for seed in range(20):
+        sent += node.send(gradients(seed))
+        total += gradients(seed)
+    first, second = node.residual.split([2 * BLOCK, 4 * BLOCK])
+    owed = torch.cat([first[: NUMELS[0]], second[: NUMELS[1]]])
     # Each step rounds e, Q(e) and their difference to float32: 3 times 2^-24 of numbers below 16.
     assert float((total - sent - owed).abs().max()) < 20 * 3 * 16 * 2**-24
-    step = gradients(0).abs().max() / (127 if bits == 8 else 7)
+    largest_code = 127 if bits == 8 else 7
+    step = gradients(0).abs().max() / largest_code
     assert 0 < float(owed.abs().max()) < 4 * step  # and it does not grow
 
 
@@ -73,12 +80,12 @@ def test_a_sum_whose_outcome_nobody_has_said_counts_for_nothing():
 def test_residuals_follow_the_loss_scale(bits):
     """Scales are powers of two: all bits are those of a constant one."""
     node = OneNode(bits)
-    other = OneNode(bits)
+    at_constant_scale = OneNode(bits)
     for seed, scale in enumerate((1024.0, 2048.0, 1.0, 2.0**20)):
-        assert torch.equal(
-            node.send(gradients(seed), scale=scale), other.send(gradients(seed), scale=16.0)
-        )
-        assert torch.equal(node.residual, other.residual)
+        sent = node.send(gradients(seed), scale=scale)
+        expected = at_constant_scale.send(gradients(seed), scale=16.0)
+        assert torch.equal(sent, expected), f"scale {scale}"
+        assert torch.equal(node.residual, at_constant_scale.residual), f"scale {scale}"
 
 
 @BITS
@@ -106,7 +113,7 @@ def test_what_fills_a_block_up_keeps_no_residual():
 
 @pytest.mark.parametrize("wire", [torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_it_divides_and_rounds_as_the_hook_does_without_a_codec(dtype, wire):
+def test_a_padded_bucket_divides_and_rounds_as_the_hook_does_without_a_codec(dtype, wire):
     values = torch.randn(3 + 256 + 300, generator=torch.Generator().manual_seed(0)).to(dtype)
     bucket = PaddedBucket([3, 256, 300], [0, 1, 2], dtype=wire, device=CPU)
     buffer = values.clone()

@@ -82,7 +82,7 @@ def test_the_kernels_write_and_read_the_bits_of_torch(device, bits, key):
 @pytest.mark.long
 @BITS
 def test_the_kernels_compile_for_a_gpu(bits):
-    """For an H100, by Triton's own assembler. The quotient is rounded as IEEE says, and no subnormal is flushed."""
+    """Triton's assembler compiles for an H100. The quotient is rounded as IEEE says, and no subnormal is flushed."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -19,15 +19,7 @@ TWO_NODES = [((0,), (1,)), ((0, 1), (2, 3)), ((0, 2), (1, 3))]
 FOUR_NODES = ((0,), (1,), (2,), (3,))
 NODES = [*TWO_NODES, FOUR_NODES]
 # cut by halves and quarters, left whole by them, and empty
-NUMELS = (
-    3,
-    0,
-    1000,
-    1,
-    517,
-    70_000,
-    5,
-)
+NUMELS = (3, 0, 1000, 1, 517, 70_000, 5)
 
 
 def world_of(nodes):
@@ -35,7 +27,7 @@ def world_of(nodes):
 
 
 def combine(nodes, buckets, *, like_cuda=False):
-    """Each bucket's (flat, numels), all in flight at once. What this rank holds afterwards."""
+    """Combine buckets of (flat, numels), all in flight at once. Return what this rank holds afterwards."""
     if not like_cuda:
         return combined_by(engine_over(nodes, PLAN), nodes, buckets)
     with pytest.MonkeyPatch.context() as patch:
@@ -44,21 +36,20 @@ def combine(nodes, buckets, *, like_cuda=False):
         engine = engine_over(nodes, PLAN, device=CUDA)  # which compares plans on the host
         with cuda:
             sums = combined_by(engine, nodes, buckets)
-        assert cuda.found == []
+        assert cuda.violations == []
     return sums
 
 
 def combined_by(engine, nodes, buckets):
     # with the checksum, which shifts where a bucket is halved
-    buckets = [
-        *buckets,
-        (torch.ones(8), (8,)),
-    ]
+    buckets = [*buckets, (torch.ones(8), (8,))]
     last = len(buckets) - 1
-    futures = [
-        engine.submit(flat, bucket_index=i, is_last=i == last, adasum_numels=numels)
-        for i, (flat, numels) in enumerate(buckets)
-    ]
+    futures = []
+    for index, (flat, numels) in enumerate(buckets):
+        future = engine.submit(
+            flat, bucket_index=index, is_last=index == last, adasum_numels=numels
+        )
+        futures.append(future)
     *sums, ones = [future.wait().clone() for future in futures]
     assert torch.equal(ones, torch.full((8,), float(len(nodes[0]))))
     engine.close()
@@ -67,14 +58,21 @@ def combined_by(engine, nodes, buckets):
 
 def combine_reals(nodes, dtype, like_cuda=False):
     rank = dist.get_rank()
-    return combine(
-        nodes, [(reals(rank, sum(NUMELS), dtype), NUMELS) for _ in range(2)], like_cuda=like_cuda
-    )
+    buckets = [(reals(rank, sum(NUMELS), dtype), NUMELS) for _ in range(2)]
+    return combine(nodes, buckets, like_cuda=like_cuda)
 
 
-def relative_errors(found, expected):
-    parts = zip(found.double().split(NUMELS), expected, strict=True)
-    return [float((part - right).norm() / right.norm()) for part, right in parts if part.numel()]
+def largest_relative_error(bucket, expected):
+    errors = []
+    for part, expected_part in zip(bucket.double().split(NUMELS), expected, strict=True):
+        if part.numel():
+            errors.append(float((part - expected_part).norm() / expected_part.norm()))
+    return max(errors)
+
+
+def formula_in_float64(nodes, dtype):
+    inputs = [reals(rank, sum(NUMELS), dtype) for rank in range(world_of(nodes))]
+    return of_buckets(inputs, NUMELS, nodes)
 
 
 # One rounding to the wire for what a node has summed, and one a level: at most 4 u, of which parts are random.
@@ -84,13 +82,12 @@ def relative_errors(found, expected):
 @pytest.mark.parametrize("nodes", NODES, ids=name)
 def test_every_rank_holds_the_tree_of_the_formula_in_float64(rank_pool, nodes, dtype, bound):
     per_rank = rank_pool.ranks(world_of(nodes)).run(combine_reals, nodes, dtype)
-    expected = of_buckets(
-        [reals(rank, sum(NUMELS), dtype) for rank in range(world_of(nodes))], NUMELS, nodes
-    )
-    for result in per_rank:
-        for bucket in result:
-            assert torch.equal(bucket, per_rank[0][0])
-            assert max(relative_errors(bucket, expected)) < bound
+    expected = formula_in_float64(nodes, dtype)
+    first_bucket_of_rank_0 = per_rank[0][0]
+    for rank, buckets in enumerate(per_rank):
+        for bucket in buckets:
+            assert torch.equal(bucket, first_bucket_of_rank_0), f"rank {rank}"
+            assert largest_relative_error(bucket, expected) < bound, f"rank {rank}"
 
 
 @pytest.mark.skipif(
@@ -114,12 +111,11 @@ def test_on_cuda_the_launches_of_a_level_do_not_grow_with_tensors(monkeypatch):
 
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), FOUR_NODES], ids=name)
 def test_by_collectives_of_the_backend_as_on_cuda_it_is_the_same(four_ranks, nodes):
-    expected = of_buckets(
-        [reals(rank, sum(NUMELS), torch.float32) for rank in range(4)], NUMELS, nodes
-    )
-    for result in four_ranks.run(combine_reals, nodes, torch.float32, True):
-        for bucket in result:
-            assert max(relative_errors(bucket, expected)) < 1e-6
+    expected = formula_in_float64(nodes, torch.float32)
+    per_rank = four_ranks.run(combine_reals, nodes, torch.float32, True)
+    for rank, buckets in enumerate(per_rank):
+        for bucket in buckets:
+            assert largest_relative_error(bucket, expected) < 1e-6, f"rank {rank}"
 
 
 def combine_rows(nodes, rows, numels):
@@ -127,17 +123,17 @@ def combine_rows(nodes, rows, numels):
 
 
 def rows_of(dtype):
-    """(name, what each of four nodes has, what it becomes), for one parameter of 80 elements. All exact."""
+    """Return (name, gradients of four nodes, combined gradient) of one parameter of 80 elements. All exact."""
     apart = torch.stack(
         [integers(rank, 80, dtype) * (torch.arange(80) % 4 == rank) for rank in range(4)]
     )
-    one = integers(7, 80, dtype)
-    parallel = torch.stack([one, 3 * one, 3 * one, one])
+    grad = integers(7, 80, dtype)
+    parallel = torch.stack([grad, 3 * grad, 3 * grad, grad])
     return [
         ("orthogonal: the sum", apart, apart.sum(0)),
-        ("equal: the mean", one.expand(4, -1).clone(), one),
-        ("parallel: the mean", parallel, 2 * one),
-        ("one alone: itself", torch.stack([0 * one, 0 * one, one, 0 * one]), one),
+        ("equal: the mean", grad.expand(4, -1).clone(), grad),
+        ("parallel: the mean", parallel, 2 * grad),
+        ("one alone: itself", torch.stack([0 * grad, 0 * grad, grad, 0 * grad]), grad),
         ("zero: zero", torch.zeros(4, 80, dtype=dtype), torch.zeros(80, dtype=dtype)),
     ]
 
@@ -145,27 +141,29 @@ def rows_of(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_orthogonal_gives_the_sum_and_parallel_the_mean_to_the_bit(four_ranks, dtype):
     cases = rows_of(dtype)
-    for result in four_ranks.run(combine_rows, FOUR_NODES, [given for _, given, _ in cases], (80,)):
+    inputs = [grads for _, grads, _ in cases]
+    for rank, result in enumerate(four_ranks.run(combine_rows, FOUR_NODES, inputs, (80,))):
         for (case, _, expected), bucket in zip(cases, result, strict=True):
-            assert torch.equal(bucket, expected), case
+            assert torch.equal(bucket, expected), f"{case}, on rank {rank}"
 
 
 def test_what_follows_the_parameters_is_summed(four_ranks):
     """The checksum of a step's order, which must be the sum over ranks."""
     rows = torch.stack([integers(rank, 128, torch.float16) for rank in range(4)])
     for nodes in (((0, 1), (2, 3)), FOUR_NODES):
-        for (result,) in four_ranks.run(combine_rows, nodes, [rows], (50,)):
-            assert torch.equal(result[50:], rows.sum(0)[50:])
+        for rank, (bucket,) in enumerate(four_ranks.run(combine_rows, nodes, [rows], (50,))):
+            assert torch.equal(bucket[50:], rows.sum(0)[50:]), f"rank {rank}"
 
 
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(torch.float16, 64.0), (torch.float32, 2.0**83)], ids=str
 )
 def test_a_scale_passes_through_to_the_bit(four_ranks, dtype, scale):
-    """That of the loss, and one at which squares of gradients leave the range of float32."""
+    """The scale of the loss, and one at which squares of gradients leave the range of float32."""
     rows = torch.stack([reals(rank, 300, dtype) for rank in range(4)])
-    for plain, scaled in four_ranks.run(combine_rows, FOUR_NODES, [rows, rows * scale], (100, 200)):
-        assert torch.equal(scale * plain, scaled)
+    results = four_ranks.run(combine_rows, FOUR_NODES, [rows, rows * scale], (100, 200))
+    for rank, (plain, scaled) in enumerate(results):
+        assert torch.equal(scale * plain, scaled), f"rank {rank}"
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])
@@ -174,10 +172,11 @@ def test_what_overflowed_on_one_rank_is_not_finite_on_any(four_ranks, nodes, val
     rows = torch.stack([integers(rank, 96, torch.float16) for rank in range(4)])
     bad = rows.clone()
     bad[3, 40] = value
-    for result, plain in four_ranks.run(combine_rows, nodes, [bad, rows], (32, 32, 32)):
-        assert not result[32:64].isfinite().any()
-        assert torch.equal(result[:32], plain[:32])
-        assert torch.equal(result[64:], plain[64:])
+    results = four_ranks.run(combine_rows, nodes, [bad, rows], (32, 32, 32))
+    for rank, (result, plain) in enumerate(results):
+        assert not result[32:64].isfinite().any(), f"rank {rank}"
+        assert torch.equal(result[:32], plain[:32]), f"rank {rank}"
+        assert torch.equal(result[64:], plain[64:]), f"rank {rank}"
 
 
 def large_last_bucket():
@@ -189,34 +188,30 @@ def large_last_bucket():
 
 
 def test_a_large_last_bucket_is_not_cut_for_its_checksum(two_ranks):
-    """As one that is summed would be: what is cut off would be combined by itself, or added."""
-    for result in two_ranks.run(large_last_bucket):
-        assert result.tolist() == [1.0]
+    """A bucket that is summed would be cut, and Adasum would combine the cut-off part by itself, or add it."""
+    for rank, values in enumerate(two_ranks.run(large_last_bucket)):
+        assert values.tolist() == [1.0], f"rank {rank}"
 
 
-def with_other_steps(is_other):
-    """Rank 3 submits as if gradients were to be averaged. Or a bucket of two parameters for one."""
+def with_other_steps(numels_of_rank_3):
+    """Submit a bucket of two parameters, and with other `adasum_numels` on rank 3."""
     engine = engine_over(FOUR_NODES, PLAN)
-    numels = (40, 40)
-    if dist.get_rank() == 3:
-        if is_other == "mean":
-            numels = ()
-        else:
-            numels = (80,)
-    text = error_of(
-        lambda: engine.submit(
-            torch.ones(80), bucket_index=0, is_last=True, adasum_numels=numels
-        ).wait()
-    )
+    numels = numels_of_rank_3 if dist.get_rank() == 3 else (40, 40)
+
+    def submit_and_wait():
+        future = engine.submit(torch.ones(80), bucket_index=0, is_last=True, adasum_numels=numels)
+        future.wait()
+
+    text = error_of(submit_and_wait)
     engine.close()
     return text
 
 
-@pytest.mark.parametrize("is_other", ["mean", "other parameters"])
-def test_a_rank_that_combines_otherwise_is_an_error_on_all(four_ranks, is_other):
-    for text in four_ranks.run(with_other_steps, is_other):
-        assert "rank 3" in text
-        assert "Adasum of 2 tensors" in text
+@pytest.mark.parametrize("numels_of_rank_3", [(), (80,)], ids=["mean", "other parameters"])
+def test_a_rank_that_combines_otherwise_is_an_error_on_all(four_ranks, numels_of_rank_3):
+    for rank, text in enumerate(four_ranks.run(with_other_steps, numels_of_rank_3)):
+        assert "rank 3" in text, f"on rank {rank}: {text}"
+        assert "Adasum of 2 tensors" in text, f"on rank {rank}: {text}"
 
 
 @pytest.mark.parametrize("nodes", [((0,), (1,), (2,)), ((0, 1), (2,)), ((0, 1, 2), (3,))], ids=name)

@@ -39,28 +39,29 @@ NUM_NODES = (1, 2, 16, 256)
 
 @cache
 def gradients():
-    """Elements of ResNet-50's gradients in the order in which they get ready."""
-    return tuple(
-        numel for layer in reversed(network("resnet50")) for numel in reversed(layer.numels)
-    )
+    """Return the elements of ResNet-50's gradients in the order in which they get ready."""
+    numels = []
+    for layer in reversed(network("resnet50")):
+        numels += reversed(layer.numels)
+    return tuple(numels)
 
 
-def step_of(numels, cluster, plan=None, **more):
-    """A step whose gradients, of fp16, are all ready at once."""
+def step_of(numels, cluster, plan=None, **options):
+    """Simulate a step whose fp16 gradients are all ready at once."""
     work = StepWorkload(forward_s=0.0, gradients=tuple((numel, 0.0) for numel in numels))
-    return simulate(work, cluster, plan or CommPlan(), itemsize=2, **more)
+    return simulate(work, cluster, plan or CommPlan(), itemsize=2, **options)
 
 
 @pytest.mark.parametrize("name", ["hgx_h200", "dgx_h100", "dgx_a100", "cloud_100gbe", "p40_roce"])
 def test_auto_costs_no_more_than_the_backends_own_sum_in_ddps_buckets(name):
-    """Those that torch itself makes of ResNet-50's gradients."""
+    """DDP's buckets are those that torch itself makes of ResNet-50's gradients."""
     tensors = [torch.empty(numel, dtype=torch.float16, device="meta") for numel in gradients()]
     buckets, _ = _compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])
     of_ddp = {"algorithm": "nccl", "cuts": [max(bucket) + 1 for bucket in buckets]}
-    for cluster in (cluster_of(name, num_nodes) for num_nodes in NUM_NODES):
-        assert (
-            step_of(gradients(), cluster).step_s <= step_of(gradients(), cluster, **of_ddp).step_s
-        )
+    for num_nodes in NUM_NODES:
+        cluster = cluster_of(name, num_nodes)
+        ddp_s = step_of(gradients(), cluster, **of_ddp).step_s
+        assert step_of(gradients(), cluster).step_s <= ddp_s, f"{num_nodes} nodes"
 
 
 @pytest.mark.long
@@ -68,24 +69,23 @@ def test_a_hierarchy_is_chosen_where_it_clearly_wins():
     def best_of(cluster):
         work = StepWorkload(forward_s=0.0, gradients=tuple((numel, 0.0) for numel in gradients()))
         results = candidates(work, cluster, itemsize=2)
-        return results[0], min(
-            result.step_s for result in results if result.plan.algorithm in FLAT_ON_CUDA
-        )
+        flat = [result for result in results if result.plan.algorithm in FLAT_ON_CUDA]
+        return results[0], min(result.step_s for result in flat)
 
     best, flat_s = best_of(cluster_of("cloud_100gbe", 4))
     assert best.plan.algorithm == "two_level"
     assert best.step_s <= (1 - CLEARLY_LESS_BY_HIERARCHY) * flat_s
-    for cluster in (cluster_of("dgx_h100", num_nodes) for num_nodes in NUM_NODES):
+    for num_nodes in NUM_NODES:
+        cluster = cluster_of("dgx_h100", num_nodes)
         best, _ = best_of(cluster)
         assert best.plan.algorithm in FLAT_ON_CUDA
         assert best.step_s <= step_of(gradients(), cluster).step_s
 
 
 def pieces_of(plan, numels, cluster):
-    """The bytes of each piece that the engine puts on the streams, with its algorithm."""
-    caps = plan.bucket_caps(
-        [2 * numel for numel in numels], num_nodes=cluster.num_nodes, on_cuda=True
-    )
+    """Return algorithm and bytes of each piece that the engine puts on the streams."""
+    sizes = [2 * numel for numel in numels]
+    caps = plan.bucket_caps(sizes, num_nodes=cluster.num_nodes, on_cuda=True)
     world_size = cluster.num_nodes * cluster.ranks_per_node
     topology = Topology.from_ranks_per_node(
         rank=0, world_size=world_size, ranks_per_node=cluster.ranks_per_node
@@ -108,26 +108,33 @@ def pieces_of(plan, numels, cluster):
     return results
 
 
-IN_PIECES = [CommPlan(algorithm=name) for name in ("two_level", "hierarchical", "parallel_flat")]
-IN_PIECES += [
-    CommPlan(algorithm="two_level", bucket_bytes=size * MIB, num_buckets=1) for size in (64, 1024)
+IN_PIECES = [
+    CommPlan(algorithm="two_level"),
+    CommPlan(algorithm="hierarchical"),
+    CommPlan(algorithm="parallel_flat"),
+    CommPlan(algorithm="two_level", bucket_bytes=64 * MIB, num_buckets=1),
+    CommPlan(algorithm="two_level", bucket_bytes=1024 * MIB, num_buckets=1),
 ]
 
 
 @pytest.mark.parametrize(
-    "num_nodes", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (4, 16, 256))]
+    "num_nodes",
+    [
+        2,
+        pytest.param(4, marks=pytest.mark.long),
+        pytest.param(16, marks=pytest.mark.long),
+        pytest.param(256, marks=pytest.mark.long),
+    ],
 )
 def test_what_the_planner_prices_is_what_the_engine_puts_on_the_streams(num_nodes):
     """On clusters of conf/ with GPUs. And no plan that it chooses is slower in these pieces than flat."""
     numels = gradients()
-    names = [path.stem for path in tracked_in(CLUSTERS, "*.yaml")]
-    clusters = [
-        cluster
-        for name in names
-        if isinstance((cluster := cluster_of(name, num_nodes)).transport, Nccl)
-    ]
+    described = [cluster_of(path.stem, num_nodes) for path in tracked_in(CLUSTERS, "*.yaml")]
+    clusters = [cluster for cluster in described if isinstance(cluster.transport, Nccl)]
     assert len(clusters) > 6
-    for cluster in clusters[:: 3 if num_nodes == 2 else 1]:
+    if num_nodes == 2:
+        clusters = clusters[::3]
+    for cluster in clusters:
         flat = CommPlan(algorithm="flat")
         chosen = choose_plan(numels, cluster)
         for plan in [flat, chosen, *IN_PIECES]:
@@ -136,20 +143,20 @@ def test_what_the_planner_prices_is_what_the_engine_puts_on_the_streams(num_node
             num_stages = sum(len(cluster.stages(*piece)) for piece in pieces)
             assert len(priced) == num_stages, (cluster, plan)
             assert len(pieces) <= 4 * len({span.chunk.bucket for span in priced})
-        in_turn_s = [
-            sum(cluster.alone_s(*piece) for piece in pieces_of(plan, numels, cluster))
-            for plan in (chosen, flat)
-        ]
-        assert in_turn_s[0] <= 1.001 * in_turn_s[1], cluster
+        chosen_s = time_in_turn_s(cluster, pieces_of(chosen, numels, cluster))
+        flat_s = time_in_turn_s(cluster, pieces_of(flat, numels, cluster))
+        assert chosen_s <= 1.001 * flat_s, cluster
+
+
+def time_in_turn_s(cluster, pieces):
+    return sum(cluster.alone_s(algorithm, num_bytes) for algorithm, num_bytes in pieces)
 
 
 def test_on_cuda_only_large_buckets_of_hierarchies_are_cut_and_into_four_at_most():
     topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
-    cuts = [
-        CommPlan().num_chunks_for(n * MIB, "two_level", topology, on_cuda=True)
-        for n in (0, 25, 32, 63, 64, 1024)
-    ]
-    assert cuts == [1, 1, 2, 3, 4, 4]
+    for mib, num_chunks in ((0, 1), (25, 1), (32, 2), (63, 3), (64, 4), (1024, 4)):
+        cut = CommPlan().num_chunks_for(mib * MIB, "two_level", topology, on_cuda=True)
+        assert cut == num_chunks, f"{mib} MiB"
     coarse = CommPlan(chunk_bytes=512 * MIB)
     assert coarse.num_chunks_for(1024 * MIB, "two_level", topology, on_cuda=True) == 1
     assert CommPlan().num_chunks_for(1024 * MIB, "parallel_flat", topology, on_cuda=True) == 1
@@ -161,9 +168,9 @@ def test_ddps_buckets_are_those_that_torch_makes(kib, cap_kib):
     tensors = [torch.empty(512 * size, dtype=torch.float16, device="meta") for size in kib]
     limits = [min(MIB, 1024 * cap_kib), 1024 * cap_kib]
     buckets, _ = _compute_bucket_assignment_by_size(tensors, limits)
-    assert ddp_buckets([1024 * size for size in kib], 1024 * cap_kib) == [
-        sum(1024 * kib[place] for place in bucket) for bucket in buckets
-    ]
+    sizes = [1024 * size for size in kib]
+    sizes_of_torch = [sum(sizes[index] for index in bucket) for bucket in buckets]
+    assert ddp_buckets(sizes, 1024 * cap_kib) == sizes_of_torch
 
 
 @pytest.mark.parametrize(
@@ -197,22 +204,24 @@ def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_
     [
         (CommPlan(), [1.0, 25.0]),
         (CommPlan(bucket_bytes=MIB // 2), [0.5, 0.5]),
-        # what a user or a planner asked for
-        (
-            CommPlan(bucket_bytes=8 * MIB, num_buckets=1),
-            [8.0, 8.0, 1.0],
-        ),
+        # requested by a user or a planner
+        (CommPlan(bucket_bytes=8 * MIB, num_buckets=1), [8.0, 8.0, 1.0]),
     ],
 )
 def test_on_cuda_ddp_gets_its_own_sizes_unless_others_are_asked_for(plan, limits):
     """DDP gets the sizes of 17 parameters of 1 MiB. On the CPU one for each bucket."""
-    given_sizes = []
-    for is_cuda in (True, False):
-        one = SimpleNamespace(
-            requires_grad=True, is_cuda=is_cuda, dtype=torch.float16, numel=lambda: MIB // 2
-        )
-        one.element_size = lambda: 2
-        module = SimpleNamespace(parameters=lambda one=one: [one] * 17)
-        given_sizes.append(bucket_caps_for_ddp(module, plan, {}, num_nodes=2)["bucket_cap_mb_list"])
-    assert given_sizes[0] == limits
-    assert given_sizes[0] == given_sizes[1] or plan.num_buckets is None
+    assert sizes_for_ddp(plan, is_cuda=True) == limits
+    if plan.num_buckets is not None:
+        assert sizes_for_ddp(plan, is_cuda=False) == limits
+
+
+def sizes_for_ddp(plan, *, is_cuda):
+    parameter = SimpleNamespace(
+        requires_grad=True,
+        is_cuda=is_cuda,
+        dtype=torch.float16,
+        numel=lambda: MIB // 2,
+        element_size=lambda: 2,
+    )
+    module = SimpleNamespace(parameters=lambda: [parameter] * 17)
+    return bucket_caps_for_ddp(module, plan, {}, num_nodes=2)["bucket_cap_mb_list"]

@@ -37,7 +37,7 @@ NUMELS = (300_000, 70_001, 5)  # in several chunks, with a tail that does not di
 
 
 class FakeWatchdog(Watchdog):
-    """The watchdog of a world in which all goes well, or as a test says. Records requests, and the locks held."""
+    """Watchdog of a world without failures, which records requests and whether the engine's lock was held."""
 
     def __init__(self, **arguments):
         super().__init__(**arguments)
@@ -48,9 +48,13 @@ class FakeWatchdog(Watchdog):
     def start(self):
         """Without a thread."""
 
-    def _note(self, what, answer):
-        self.asked.append((what, self.engine is not None and self.engine._latch.lock.locked()))
+    def _note(self, request, answer):
+        is_locked = self.engine is not None and self.engine._latch.lock.locked()
+        self.asked.append((request, is_locked))
         return answer
+
+    def requests(self):
+        return [request for request, _ in self.asked]
 
     def compare(self, key, value):
         return self._note("compare", value)
@@ -72,7 +76,7 @@ def in_small_pieces(patch):
 
 @pytest.fixture
 def fake_world(monkeypatch):
-    """Rank 0 of four whose collectives do nothing. What `torch` notes of groups is real."""
+    """Become rank 0 of four whose collectives do nothing. torch's bookkeeping of groups is real."""
     if dist.is_initialized():  # of an earlier test's fit in this process
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
@@ -109,11 +113,12 @@ def engine_of(
     **plan,
 ):
     plan = CommPlan(algorithm=algorithm, chunk_bytes=2**17, **plan)
+    rank = dist.get_rank() if dist.is_initialized() else 0
     trace = CommTrace(keep_events=keep_events)
     if is_timed:
         trace.measure_devices()
     engine = CommEngine(
-        topology=Topology(rank=dist.get_rank() if dist.is_initialized() else 0, nodes=nodes),
+        topology=Topology(rank=rank, nodes=nodes),
         plan=plan,
         timeout=timedelta(seconds=timeout_s),
         device=CUDA,
@@ -156,9 +161,8 @@ def test_every_tensor_that_crosses_streams_is_ordered_and_kept(cuda, algorithm, 
     across = None if comm_dtype is None else torch.float16
     is_flat = "flat" in algorithm
     keep_events = asked == "timeline"
-    engine = engine_of(
-        algorithm, keep_events=keep_events, is_timed=asked == "times", dtype_across=across
-    )
+    is_timed = asked == "times"
+    engine = engine_of(algorithm, keep_events=keep_events, is_timed=is_timed, dtype_across=across)
     steps(engine, comm_dtype=comm_dtype)
     summary = engine.trace.drain()
     for index in range(2):
@@ -168,22 +172,29 @@ def test_every_tensor_that_crosses_streams_is_ordered_and_kept(cuda, algorithm, 
         engine.submit(wire, bucket_index=index, is_last=bool(index), finish=finish)
         del wire, buffer, finish
         torch.zeros(1)
-    assert cuda.found == []
+    assert cuda.violations == []
     used = {stream for name, stream in cuda.operations if name.startswith("c10d::")}
     is_torchs = algorithm == "flat" and across is None
-    assert len(used - {"nccl"}) == (2 if not is_flat else 0 if is_torchs else 1)
+    if is_torchs:
+        num_own_streams = 0
+    elif is_flat:
+        num_own_streams = 1
+    else:
+        num_own_streams = 2
+    assert len(used - {"nccl"}) == num_own_streams
     assert "compute" not in used
     assert cuda.host_waits == []
     assert summary.num_steps == 2
     if is_torchs and asked == "nothing":
-        assert (summary.exposed_s, summary.busy_s, summary.buckets) == (0.0, 0.0, ())
+        assert summary.exposed_s == 0.0
+        assert summary.busy_s == 0.0
+        assert summary.buckets == ()
     else:
         assert 0 < summary.exposed_s < summary.busy_s
-    of_stages = [
-        event["dur"] for event in engine.trace._events if event["row"].startswith(algorithm)
-    ]
-    assert is_flat or bool(of_stages) is keep_events
-    assert min(of_stages, default=1e6) > 0.99e6  # a collective takes a second
+    stage_events = [e for e in engine.trace._events if e["row"].startswith(algorithm)]
+    assert is_flat or bool(stage_events) is keep_events
+    for event in stage_events:
+        assert event["dur"] > 0.99e6, "a collective takes a second"
 
 
 def test_flat_is_one_call_and_a_hierarchy_overlaps_its_chunks(cuda):
@@ -222,10 +233,8 @@ def test_a_hierarchy_alone_imports_and_makes_streams_of_our_own_and_they_have_hi
             monkeypatch.setitem(sys.modules, cuda_streams.__name__, cuda_streams)
         step(engine, [torch.zeros(8)])
         assert (cuda_streams.__name__ in sys.modules) is is_named
-        assert [stream.priority for stream in cuda.streams if stream.priority] == [
-            -1,
-            -1,
-        ] * is_named
+        priorities = [stream.priority for stream in cuda.streams if stream.priority]
+        assert priorities == [-1, -1] * is_named
         engine.close()
 
 
@@ -243,12 +252,12 @@ def test_only_the_last_chunk_of_a_bucket_is_padded_and_shards_are_aligned(cuda, 
     for numel, num_pads in ((300_001, 3), (4 * 256 * 30, 0)):  # into the padded copy, and back
         del cuda.operations[:]
         engine.submit(torch.zeros(numel), bucket_index=0)
-        assert (
-            len([name for name, _ in cuda.operations if "pad" in name or name == "aten::copy_"])
-            <= num_pads
-        )
+        pads = [name for name, _ in cuda.operations if "pad" in name or name == "aten::copy_"]
+        assert len(pads) <= num_pads
     assert len(numels) > 6
-    assert all(shard % 128 == 0 and 2 * shard == whole for shard, whole in numels)
+    for shard, whole in numels:
+        assert shard % 128 == 0
+        assert whole == 2 * shard
 
 
 def test_what_is_on_the_streams_is_held_by_them_alone(cuda):
@@ -276,10 +285,8 @@ def test_times_are_the_devices_and_a_step_counts_once_it_is_through(cuda):
     summary = engine.trace.drain()
     assert (summary.num_steps, summary.num_buckets, summary.num_bytes) == (1, 2, 64)
     # ready after 0.5 and 1 s, done after 1.5 and 2.5
-    assert (summary.busy_s, summary.exposed_s) == (
-        2.0,
-        1.5,
-    )
+    assert summary.busy_s == 2.0
+    assert summary.exposed_s == 1.5
     assert [bucket.exposed_s for bucket in summary.buckets] == [0.5, 1.0]
     assert [bucket.in_flight_s for bucket in summary.buckets] == [1.0, 1.5]
 
@@ -290,15 +297,19 @@ def test_a_bucket_has_no_event_and_counts_at_once_unless_somebody_reads_its_time
     engine = engine_of("flat")
     events = []
     event_of_cuda = torch.cuda.Event
-    monkeypatch.setattr(
-        torch.cuda, "Event", lambda **kwargs: events.append(kwargs) or event_of_cuda(**kwargs)
-    )
+
+    def noted_event(**kwargs):
+        events.append(kwargs)
+        return event_of_cuda(**kwargs)
+
+    monkeypatch.setattr(torch.cuda, "Event", noted_event)
     cuda.hang()
     step(engine, [torch.zeros(8), torch.zeros(8)])
     assert events == []
     summary = engine.trace.drain()
     assert (summary.num_steps, summary.num_buckets, summary.num_bytes) == (1, 2, 64)
-    assert (summary.busy_s, summary.buckets) == (0.0, ())
+    assert summary.busy_s == 0.0
+    assert summary.buckets == ()
     engine.trace.measure_devices()
     step(engine, [torch.zeros(8), torch.zeros(8)])
     assert events == [{"enable_timing": True}] * 4  # the begin and the end of each
@@ -331,7 +342,8 @@ def test_a_rank_that_only_noticed_asks_for_status_and_one_that_failed_raises_the
     ) as raised:
         engine.submit(torch.zeros(8), bucket_index=0, finish=finish)
     assert ("rank 3 does not answer" in str(raised.value)) == (word == "status")
-    assert [what for what, _ in engine._watchdog.asked if what != "compare"] == [word]
+    requests = [request for request in engine._watchdog.requests() if request != "compare"]
+    assert requests == [word]
     with pytest.raises(RuntimeError, match=failed):
         engine.submit(torch.zeros(8), bucket_index=1)
     assert len(fake_world) == 1
@@ -340,15 +352,16 @@ def test_a_rank_that_only_noticed_asks_for_status_and_one_that_failed_raises_the
 def test_nothing_that_waits_is_done_under_the_engines_lock(cuda, monkeypatch):
     engine = engine_of("two_level")
     locked = []
-    monkeypatch.setattr(
-        process_groups,
-        "abort_all",
-        lambda limit_s: locked.append(engine._latch.lock.locked()) or [],
-    )
+
+    def abort_all(limit_s):
+        locked.append(engine._latch.lock.locked())
+        return []
+
+    monkeypatch.setattr(process_groups, "abort_all", abort_all)
     step(engine, [torch.zeros(8)])
     engine.abort("a test")
-    assert {what for what, _ in engine._watchdog.asked} >= {"compare", "alarm"}
-    assert not any(is_held for _, is_held in engine._watchdog.asked)
+    assert set(engine._watchdog.requests()) >= {"compare", "alarm"}
+    assert not any(is_locked for _, is_locked in engine._watchdog.asked)
     assert locked == [False]
 
 
@@ -356,12 +369,12 @@ def test_a_bucket_on_its_way_to_the_streams_as_another_rank_fails_is_an_error_at
     fake_world, cuda
 ):
     engine = engine_of("flat")
+
+    def finish(flat):
+        engine._latch.trip("comm: rank 2 gave up.")
+
     with pytest.raises(RuntimeError, match="rank 2 gave up"):
-        engine.submit(
-            torch.zeros(8),
-            bucket_index=0,
-            finish=lambda flat: engine._latch.trip("comm: rank 2 gave up."),
-        )
+        engine.submit(torch.zeros(8), bucket_index=0, finish=finish)
     assert len(fake_world) == 1
 
 
@@ -376,15 +389,15 @@ def test_a_bucket_that_hangs_is_seen_by_its_events_with_the_stage_in_which_it_is
     cuda.hang()
     step(engine, buffers)
     issued = engine._carrier._issued._issued[0]
-    for through, place in (
+    for through, expected in (
         (cuda.num_through, "waiting for its gradients"),
         (issued.ready.number, "in stage `reduce`"),
         (issued.stages[0].end.number, "in stage `ring`"),
     ):
         cuda.num_through = through
         assert engine._latch.stalled_s() > 0.0
-        assert engine._latch.status().place == f"bucket 0 {place} of the hierarchical all-reduce"
-        assert engine._latch.status().is_inside == ("stage" in place)
+        assert engine._latch.status().place == f"bucket 0 {expected} of the hierarchical all-reduce"
+        assert engine._latch.status().is_inside == ("stage" in expected)
     cuda.go_on()
     assert engine._latch.stalled_s() == 0.0
     assert cuda.host_waits == []
@@ -497,7 +510,7 @@ class LateFuture:
 def test_a_bucket_whose_future_comes_late_is_in_flight_until_then_and_its_times_are_reported_once(
     cuda, monkeypatch
 ):
-    """CUDA says of an event that was never recorded that it is through, and raises where its time is asked for."""
+    """CUDA reports an event that was never recorded as complete, and raises when its time is read."""
     late = []
 
     def all_reduce(tensor, *args, **kwargs):
@@ -577,22 +590,25 @@ def sums_by_streams(algorithm, nodes, numels, dtype):
         Cuda().installed(patch)
         engine = engine_of(algorithm, nodes)
         for _ in range(2):
-            flats = [
-                integers(dist.get_rank(), numel, dtype, seed=index)
-                for index, numel in enumerate(numels)
-            ]
-            last = len(flats) - 1
-            futures = [
-                engine.submit(flat, bucket_index=i, is_last=i == last)
-                for i, flat in enumerate(flats)
-            ]
-            sums = [future.wait() for future in futures]
+            are_right = are_sums_right(engine, numels, dtype)
         summary = engine.trace.drain()
         engine.close()
-        expected = [
-            sum_of_integers(4, numel, dtype, seed=index) for index, numel in enumerate(numels)
-        ]
-        return list(map(torch.equal, sums, expected)), summary.num_steps
+        return are_right, summary.num_steps
+
+
+def are_sums_right(engine, numels, dtype):
+    """Sum a bucket of each size, all in flight at once. Return whether each sum is that of four ranks."""
+    rank = dist.get_rank()
+    futures = []
+    for index, numel in enumerate(numels):
+        flat = integers(rank, numel, dtype, seed=index)
+        is_last = index == len(numels) - 1
+        futures.append(engine.submit(flat, bucket_index=index, is_last=is_last))
+    are_right = []
+    for index, (future, numel) in enumerate(zip(futures, numels, strict=True)):
+        expected = sum_of_integers(4, numel, dtype, seed=index)
+        are_right.append(torch.equal(future.wait(), expected))
+    return are_right
 
 
 @pytest.mark.sampled(3)
@@ -604,47 +620,39 @@ def test_the_stages_of_cuda_sum_up_right(four_ranks, algorithm, nodes):
     numels = [0, 3, 100_000, 70_001, 300_001]
     if algorithm == "two_level" and len(nodes[0]) == 3:
         algorithm = "auto"
-    for last in (numels, numels[::-1]):
-        for are_right, num_steps in four_ranks.run(
-            sums_by_streams, algorithm, nodes, last, torch.float32
-        ):
-            assert num_steps == 2
-            assert are_right == [True] * len(last)
+    for order in (numels, numels[::-1]):
+        results = four_ranks.run(sums_by_streams, algorithm, nodes, order, torch.float32)
+        for rank, (are_right, num_steps) in enumerate(results):
+            assert num_steps == 2, f"rank {rank}"
+            assert are_right == [True] * len(order), f"rank {rank}"
 
 
 def sums_over_gloo():
-    """All sums of a GPU over Gloo. Which futures of `dist.all_reduce` were asked for. The engine's own groups."""
+    """Sum a GPU's buckets over Gloo. Return whether they are right, which calls were asynchronous, and the steps."""
     asynchronous = []
+    all_reduce = dist.all_reduce
+
+    def noted_all_reduce(*args, **kwargs):
+        asynchronous.append(kwargs.get("async_op", False))
+        return all_reduce(*args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
         Cuda().installed(patch)
         patch.setattr(cuda_carrier, "is_on_hosts", abort.is_on_hosts)
-        all_reduce = dist.all_reduce
-        patch.setattr(
-            dist,
-            "all_reduce",
-            lambda *args, **kwargs: (
-                asynchronous.append(kwargs.get("async_op", False)) or all_reduce(*args, **kwargs)
-            ),
-        )
+        patch.setattr(dist, "all_reduce", noted_all_reduce)
         engine = engine_of("flat")
-        flats = [
-            integers(dist.get_rank(), numel, torch.float32, seed=numel) for numel in (3, 70_001)
-        ]
-        futures = [
-            engine.submit(flat, bucket_index=i, is_last=i == 1) for i, flat in enumerate(flats)
-        ]
-        sums = [future.wait() for future in futures]
+        are_right = are_sums_right(engine, (3, 70_001), torch.float32)
         num_steps = engine.trace.drain().num_steps
         engine.close()
-    expected = [sum_of_integers(4, numel, torch.float32, seed=numel) for numel in (3, 70_001)]
-    return list(map(torch.equal, sums, expected)), asynchronous, num_steps
+    return are_right, asynchronous, num_steps
 
 
 def test_over_gloo_sums_of_a_gpu_go_stage_by_stage_through_synchronous_calls(four_ranks):
-    for are_right, asynchronous, num_steps in four_ranks.run(sums_over_gloo):
-        assert are_right == [True, True]
-        assert asynchronous == [False, False]
-        assert num_steps == 1
+    for rank, result in enumerate(four_ranks.run(sums_over_gloo)):
+        are_right, asynchronous, num_steps = result
+        assert are_right == [True, True], f"rank {rank}"
+        assert asynchronous == [False, False], f"rank {rank}"
+        assert num_steps == 1, f"rank {rank}"
 
 
 def groups_beside_a_bound_default_group():
@@ -677,14 +685,17 @@ def test_a_default_group_of_gloo_is_never_split_although_gloo_says_that_it_can(t
     ],
 )
 def test_only_nccl_is_bound_to_its_device(monkeypatch, backend, device, is_bound):
-    """Where Gloo is, torch splits what cannot be split: ranks wait for each other, or miss a method of Gloo's."""
-    seen = {}
+    """Bound to a device, Gloo's groups would be split, which they cannot: ranks wait for each other, or raise."""
+    arguments = {}
+
+    def connect(*args, **kwargs):
+        arguments.update(kwargs)
+
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # the store is the launcher's
-    monkeypatch.setattr(
-        rendezvous, "lightning_function", lambda name: lambda *args, **kwargs: seen.update(kwargs)
-    )
+    monkeypatch.setattr(rendezvous, "lightning_function", lambda name: connect)
     rendezvous.connect_ranks(None, backend, device, timedelta(seconds=5))
-    assert seen["device_id"] == (device if is_bound else None)
+    expected = device if is_bound else None
+    assert arguments["device_id"] == expected
 
 
 def another_order(algorithm):
@@ -693,16 +704,16 @@ def another_order(algorithm):
         engine = engine_of(algorithm)  # which compares plans on the host
         with cuda:
             text = error_of_another_order(engine)
-        return text, cuda.host_waits, cuda.found
+        return text, cuda.host_waits, cuda.violations
 
 
 def test_the_order_of_buckets_is_compared_in_the_first_steps_and_then_rarely(cuda):
     engine = engine_of("flat")
     compared = []
     for number in range(1, 41):
-        before = len(engine._watchdog.asked)
+        num_before = len(engine._watchdog.asked)
         step(engine, [torch.zeros(8), torch.zeros(8)])
-        if "compare" in [what for what, _ in engine._watchdog.asked[before:]]:
+        if "compare" in engine._watchdog.requests()[num_before:]:
             compared.append(number)
     assert compared == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32]
     collectives = [name for name, _ in cuda.operations if name.startswith("c10d::")]
@@ -711,14 +722,16 @@ def test_the_order_of_buckets_is_compared_in_the_first_steps_and_then_rarely(cud
     for _ in range(4):
         step(unchecked, [torch.zeros(8)])
     # of the bucket, when it was new
-    assert [what for what, _ in unchecked._watchdog.asked] == ["compare"]
+    assert unchecked._watchdog.requests() == ["compare"]
 
 
 @pytest.mark.parametrize("algorithm", ["flat", "two_level"])
 def test_buckets_in_another_order_are_an_error_on_every_rank_and_no_host_waits_for_a_device(
     four_ranks, algorithm
 ):
-    for text, host_waits, result in four_ranks.run(another_order, algorithm):
-        assert (host_waits, result) == ([], [])
-        assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text
-        assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text
+    for rank, result in enumerate(four_ranks.run(another_order, algorithm)):
+        text, host_waits, violations = result
+        assert host_waits == [], f"rank {rank}"
+        assert violations == [], f"rank {rank}"
+        assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, f"rank {rank}: {text}"
+        assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text, f"rank {rank}"

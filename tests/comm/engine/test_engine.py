@@ -4,6 +4,7 @@ import threading
 import time
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -16,31 +17,41 @@ from tests.toy import error_of
 
 TWO_BY_TWO = ((0, 1), (2, 3))
 MIXED = CommPlan(hierarchical_below_bytes=1000)  # auto: both algorithms in one run
-EVERY_STAGE = [
-    (algorithm, stage.name) for algorithm, stages in stages.STAGES.items() for stage in stages
-]
-# On another rank each; of `ring` others are no leaders.
-EVERY_STAGE = [
-    (2 if stage[1] == "ring" else place % 4, *stage) for place, stage in enumerate(EVERY_STAGE)
-]
 
 
-def replace_stage(algorithm, name, run):
-    """Put ``run(job, group, original)`` in the place of a stage, for engines built from now on. Returns the undoing."""
+def ranks_and_stages():
+    """Yield (failing rank, algorithm, stage) for every stage, on one rank after the other."""
+    index = 0
+    for algorithm, stages_of_algorithm in stages.STAGES.items():
+        for stage in stages_of_algorithm:
+            rank = index % 4
+            if stage.name == "ring":
+                rank = 2  # a leader: other ranks have no ring
+            yield rank, algorithm, stage.name
+            index += 1
+
+
+EVERY_STAGE = list(ranks_and_stages())
+
+
+@contextlib.contextmanager
+def replaced_stage(algorithm, name, run):
+    """Run ``run(job, group, original)`` instead of a stage, in engines built inside this context."""
     before = stages.STAGES[algorithm]
-    stages.STAGES[algorithm] = tuple(
-        dataclasses.replace(
-            stage, run=lambda job, group, original=stage.run: run(job, group, original)
-        )
-        if stage.name == name
-        else stage
-        for stage in before
-    )
-    return lambda: stages.STAGES.update({algorithm: before})
+    after = []
+    for stage in before:
+        if stage.name == name:
+            stage = dataclasses.replace(stage, run=partial(run, original=stage.run))
+        after.append(stage)
+    stages.STAGES[algorithm] = tuple(after)
+    try:
+        yield
+    finally:
+        stages.STAGES[algorithm] = before
 
 
 def broadcast_waits_for_the_next_reduce():
-    """The broadcast of tensor 0 only goes on once the reduce of tensor 1 is over: needs both stages at work at once."""
+    """Sum two tensors. The broadcast of tensor 0 waits until the reduce of tensor 1 is over."""
     num_reduced = [0]
     second_is_reduced = threading.Event()
 
@@ -55,26 +66,24 @@ def broadcast_waits_for_the_next_reduce():
             raise TimeoutError("no overlap")
         original(job, group)
 
-    undo = (
-        replace_stage("hierarchical", "reduce", reduce),
-        replace_stage("hierarchical", "broadcast", broadcast),
-    )
-    try:
+    with (
+        replaced_stage("hierarchical", "reduce", reduce),
+        replaced_stage("hierarchical", "broadcast", broadcast),
+    ):
         engine = engine_over(((0, 1),), CommPlan(algorithm="hierarchical"))
-        futures = [
-            engine.submit(torch.full((3,), float(index)), bucket_index=index) for index in range(2)
-        ]
-        return [future.wait() for future in futures]
+    try:
+        first = engine.submit(torch.full((3,), 0.0), bucket_index=0)
+        second = engine.submit(torch.full((3,), 1.0), bucket_index=1)
+        return first.wait(), second.wait()
     finally:
-        for each in reversed(undo):
-            each()
         engine.close()
 
 
 def test_stages_of_successive_tensors_overlap(two_ranks):
-    for first, second in two_ranks.run(broadcast_waits_for_the_next_reduce):
-        assert first.tolist() == [0.0, 0.0, 0.0]
-        assert second.tolist() == [2.0, 2.0, 2.0]
+    results = two_ranks.run(broadcast_waits_for_the_next_reduce)
+    for rank, (first, second) in enumerate(results):
+        assert first.tolist() == [0.0, 0.0, 0.0], f"rank {rank}"
+        assert second.tolist() == [2.0, 2.0, 2.0], f"rank {rank}"
 
 
 def outcomes_with_a_failure(algorithm, stage, failing_rank):
@@ -88,15 +97,16 @@ def outcomes_with_a_failure(algorithm, stage, failing_rank):
         original(job, group)
 
     plan = CommPlan(algorithm=algorithm, num_parallel_groups=1)
-    with contextlib.ExitStack() as replaced:
-        if dist.get_rank() == failing_rank:
-            replaced.callback(replace_stage(algorithm, stage, fail_at_second))
+    replaced = contextlib.nullcontext()
+    if dist.get_rank() == failing_rank:
+        replaced = replaced_stage(algorithm, stage, fail_at_second)
+    with replaced:
         engine = engine_over(TWO_BY_TWO, plan, timeout_s=30.0)
     start = time.monotonic()
     futures = []
     errors = [error_of(submit_and_wait, engine, futures)]
-    # the rest was done before it was known here
-    errors += filter(None, (error_of(future.wait) for future in futures))
+    # sums that were done before the failure was known here have none
+    errors += [error for error in map(error_of_waiting, futures) if error]
     waited_s = time.monotonic() - start
     errors.append(error_of(engine.submit, torch.ones(5), bucket_index=99))
     num_in_flight = engine.trace._num_in_flight
@@ -104,6 +114,10 @@ def outcomes_with_a_failure(algorithm, stage, failing_rank):
     closed_s = time.monotonic() - start - waited_s
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("comm-")]
     return errors, waited_s, closed_s, threads, num_in_flight
+
+
+def error_of_waiting(future):
+    return error_of(future.wait)
 
 
 def submit_and_wait(engine, futures):
@@ -122,14 +136,17 @@ def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(
 ):
     results = four_ranks.run(outcomes_with_a_failure, algorithm, stage, failing_rank)
     expected = f"comm: rank {failing_rank} failed on bucket 1 in stage `{stage}` of the {algorithm} all-reduce: OSError"
-    for errors, waited_s, closed_s, threads, num_in_flight in results:
+    for rank, result in enumerate(results):
+        errors, waited_s, closed_s, threads, num_in_flight = result
         last = errors[-1].removeprefix("RuntimeError: ")
-        assert last.startswith(expected)
-        # a future's carries the callback's words before it
-        assert all(last in error for error in errors)
+        assert last.startswith(expected), f"rank {rank}"
+        for error in errors:  # that of a future has the callback's words before it
+            assert last in error, f"rank {rank}"
         # the groups' timeout is 30 s; the watchdog looks within 0.75 s
-        assert max(waited_s, closed_s) < 12
-        assert (threads, num_in_flight) == ([], 0)
+        assert waited_s < 12, f"rank {rank}"
+        assert closed_s < 12, f"rank {rank}"
+        assert threads == [], f"rank {rank}"
+        assert num_in_flight == 0, f"rank {rank}"
 
 
 def close_with_work_in_flight():
@@ -144,14 +161,23 @@ def test_closing_waits_for_what_is_in_flight(four_ranks):
 
 
 def failures_while_finishing():
-    """The sum is there and cannot be finished. Or the caller gives up meanwhile."""
+    """Submit a sum that cannot be finished, and one during which the caller gives up."""
     texts = []
     counted = []
-    for finish in (lambda flat: {}["no place"], lambda flat: engine.abort("no place") or flat):
+
+    def fail(flat):
+        raise KeyError("no place")
+
+    def give_up(flat):
+        engine.abort("no place")
+        return flat
+
+    def submit_and_wait(finish):
+        engine.submit(torch.ones(1), bucket_index=4, finish=finish).wait()
+
+    for finish in (fail, give_up):
         engine = engine_over(((0,),), MIXED)
-        texts.append(
-            error_of(lambda: engine.submit(torch.ones(1), bucket_index=4, finish=finish).wait())
-        )
+        texts.append(error_of(submit_and_wait, finish))
         counted.append((engine.trace._num_in_flight, engine.trace.drain().buckets))
         engine.close()
     return texts, counted
@@ -160,7 +186,8 @@ def failures_while_finishing():
 def test_a_failure_after_the_sum_is_the_same_error_and_the_bucket_is_not_counted_as_averaged(
     one_rank,
 ):
-    ((failed, gave_up), counted), *_ = one_rank.run(failures_while_finishing)
+    ((texts, counted),) = one_rank.run(failures_while_finishing)
+    failed, gave_up = texts
     assert "rank 0 failed on bucket 4 in stage `finish` of the flat all-reduce: KeyError" in failed
     assert "rank 0 gave up: no place" in gave_up
     assert counted == [(0, ())] * 2

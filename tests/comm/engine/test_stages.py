@@ -65,9 +65,9 @@ def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, a
     per_rank = rank_pool.ranks(world_size).run(sums_on_rank, nodes, algorithm, integers, cases)
     for index, (numel, dtype) in enumerate(cases):
         expected = sum_of_integers(world_size, numel, dtype)
-        for results in per_rank:
-            assert results[index].dtype == dtype
-            assert torch.equal(results[index], expected)
+        for rank, results in enumerate(per_rank):
+            assert results[index].dtype == dtype, f"rank {rank}"
+            assert torch.equal(results[index], expected), f"{numel} of {dtype}, rank {rank}"
 
 
 def num_roundings(algorithm, nodes, num_bytes):
@@ -104,14 +104,14 @@ def test_the_error_against_float64_is_that_of_the_roundings_stated(
             count = 3
         else:
             count = num_roundings(algorithm, nodes, numel * dtype.itemsize)
-        bound = gamma(count, torch.finfo(dtype).eps / 2) * addends.abs().sum(0) + 2 * gamma(
-            3, 2**-24
-        ) * addends.abs().sum(0)
-        for results in per_rank:
-            assert torch.equal(results[index], per_rank[0][index])
-            assert ((results[index].double() - addends.sum(0)).abs() <= bound).all()
+        unit_roundoff = torch.finfo(dtype).eps / 2
+        bound = (gamma(count, unit_roundoff) + 2 * gamma(3, 2**-24)) * addends.abs().sum(0)
+        sum_on_rank_0 = per_rank[0][index]
+        for rank, results in enumerate(per_rank):
+            assert torch.equal(results[index], sum_on_rank_0), f"{dtype}, rank {rank}"
+        assert ((sum_on_rank_0.double() - addends.sum(0)).abs() <= bound).all(), dtype
         if count == 1:
-            assert torch.equal(per_rank[0][index], addends.float().sum(0).to(dtype))
+            assert torch.equal(sum_on_rank_0, addends.float().sum(0).to(dtype)), dtype
 
 
 @pytest.mark.parametrize("flat", [torch.zeros(2, 2), torch.zeros(4)[::2]])
@@ -123,17 +123,18 @@ def test_a_tensor_that_is_not_flat_is_refused(flat):
 
 
 def test_stage_names_are_unique():
-    names = [stage.name for stages in STAGES.values() for stage in stages]
+    names = []
+    for stages in STAGES.values():
+        names += [stage.name for stage in stages]
     assert len(set(names)) == len(names)
 
 
 def sum_in_halves_across(nodes, algorithm, numel):
     engine = engine_over(nodes, CommPlan(algorithm=algorithm), dtype_across_nodes=torch.float16)
-    flat = engine.submit(
-        reals(dist.get_rank(), numel, torch.float32), bucket_index=0, is_last=True
-    ).wait()
+    flat = reals(dist.get_rank(), numel, torch.float32)
+    total = engine.submit(flat, bucket_index=0, is_last=True).wait()
     engine.close()
-    return flat
+    return total
 
 
 @pytest.mark.sampled(2)
@@ -155,12 +156,12 @@ def test_halves_across_nodes_cost_the_roundings_between_nodes_and_no_more(
         num_addends = 4
     if len(nodes) == 1:
         num_addends = 0
-    bound = (gamma(num_addends, 2**-11) + 2 * gamma(4, 2**-24)) * addends.abs().sum(
-        0
-    ) + num_addends * 2**-25
+    relative = gamma(num_addends, 2**-11) + 2 * gamma(4, 2**-24)
+    bound = relative * addends.abs().sum(0) + num_addends * 2**-25
     results = four_ranks.run(sum_in_halves_across, nodes, algorithm, 5003)
     error = (results[0].double() - addends.sum(0)).abs()
-    assert all(torch.equal(result, results[0]) for result in results)
+    for rank, result in enumerate(results):
+        assert torch.equal(result, results[0]), f"rank {rank}"
     assert (error <= bound).all()
     assert error.max() > 1e-4 or len(nodes) == 1  # the narrow wire was used
 
@@ -180,25 +181,26 @@ COLLECTIVES = (
 
 
 def sent_as_it_was(name):
-    """Return whether each sent tensor is unchanged when its send is waited for; None if it never is."""
+    """Return whether each sent tensor is unchanged when its send is waited for (None: it never is)."""
     results = []
 
     class Send:
         def __init__(self, tensor, rank, group):
             self.tensor = tensor
             self.before = tensor.clone()
-            self.place = len(results)
+            self.index = len(results)
             self.work = group.send([self.before], rank, 0)
             results.append(None)
 
         def wait(self):
-            results[self.place] = torch.equal(self.tensor, self.before)
+            results[self.index] = torch.equal(self.tensor, self.before)
             self.work.wait()
 
     with patch.object(gloo_p2p, "_send", Send):
         flat = integers(dist.get_rank(), 100, torch.float32)
-        parts = flat.tensor_split(dist.get_world_size())
-        getattr(gloo_p2p, name)(parts if name == "collect_parts_" else flat, dist.group.WORLD)
+        if name == "collect_parts_":
+            flat = flat.tensor_split(dist.get_world_size())
+        getattr(gloo_p2p, name)(flat, dist.group.WORLD)
     return results
 
 
@@ -209,43 +211,43 @@ def test_every_send_is_through_before_its_memory_changes_or_goes_back_to_the_cal
 ):
     results = rank_pool.ranks(world_size).run(sent_as_it_was, name)
     assert any(results)
-    assert all(all(of_rank) for of_rank in results)
+    for rank, are_unchanged in enumerate(results):
+        assert all(are_unchanged), f"rank {rank}"
 
 
 def facts_of_groups():
-    """Members, timeouts and number of the groups of stages over nodes (0, 1) and (2, 3). How many are left behind."""
+    """Return members, timeouts and number of the groups of stages over nodes (0, 1) and (2, 3), and of groups left."""
     before = len(dist.distributed_c10d._world.pg_map)
     topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=4, ranks_per_node=2)
     results = []
     for share in (False, True):
         groups = CommGroups(topology=topology, timeout=timedelta(seconds=3), share=share)
         groups.add({"a": "node", "b": "node", "c": "leaders", "d": "world"})
-        own = {name: group for name, group in groups.by_stage.items() if group is not None}
-        members = {name: dist.get_process_group_ranks(group) for name, group in own.items()}
-        timeouts = {
-            group._get_backend(torch.device("cpu")).options._timeout for group in own.values()
-        }
-        results.append((members, timeouts, len({id(group) for group in own.values()})))
+        members = {}
+        timeouts = set()
+        ids = set()
+        for stage, group in groups.by_stage.items():
+            if group is not None:
+                members[stage] = dist.get_process_group_ranks(group)
+                timeouts.add(group._get_backend(torch.device("cpu")).options._timeout)
+                ids.add(id(group))
+        results.append((members, timeouts, len(ids)))
         groups.destroy()
         groups.destroy()
     return *results, len(dist.distributed_c10d._world.pg_map) - before
 
 
 def test_every_stage_has_its_own_group_with_the_users_timeout(four_ranks):
-    for rank, (own, shared, num_left) in enumerate(four_ranks.run(facts_of_groups)):
-        if rank < 2:
-            node = [0, 1]
-        else:
-            node = [2, 3]
+    for rank, (separate, shared, num_left) in enumerate(four_ranks.run(facts_of_groups)):
+        node = [0, 1] if rank < 2 else [2, 3]
+        expected = {"a": node, "b": node, "d": [0, 1, 2, 3]}
         if rank in (0, 2):
-            leaders = {"c": [0, 2]}
-        else:
-            leaders = {}
-        members = {"a": node, "b": node, **leaders, "d": [0, 1, 2, 3]}
-        assert own == (members, {timedelta(seconds=3)}, len(members))
-        assert shared[0] == members
-        assert shared[2] == len(members) - 1  # of one node's stages
-        assert num_left == 0
+            expected["c"] = [0, 2]  # the leaders
+        assert separate == (expected, {timedelta(seconds=3)}, len(expected)), f"rank {rank}"
+        members, _, num_groups = shared
+        assert members == expected, f"rank {rank}"
+        assert num_groups == len(expected) - 1, f"rank {rank}: `a` and `b` share one"
+        assert num_left == 0, f"rank {rank}"
 
 
 def destroy_after_the_default_group():

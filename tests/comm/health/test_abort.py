@@ -66,11 +66,11 @@ ON_HOSTS = {"gloo", "mpi", "fake"}
 
 
 def names_in_torch():
-    by_device = dist.Backend.backend_capability.items()
-    registered = {
-        entry_point.name for entry_point in entry_points(group="torch.distributed.backends")
-    }
-    return registered | {name for name, devices in by_device if "cuda" in devices}
+    names = {entry.name for entry in entry_points(group="torch.distributed.backends")}
+    for name, devices in dist.Backend.backend_capability.items():
+        if "cuda" in devices:
+            names.add(name)
+    return names
 
 
 def test_every_backend_that_this_torch_registers_is_known_here():
@@ -79,7 +79,7 @@ def test_every_backend_that_this_torch_registers_is_known_here():
 
 
 class Group:
-    """A group of a backend of this name. None: one in Python, which has none."""
+    """Group of a backend of this name. None: one in Python, which has no name."""
 
     def __init__(self, name):
         self.is_aborted = False
@@ -95,7 +95,7 @@ class Group:
 
 
 def groups_that_would_be_aborted():
-    other = dist.new_group([0, 1])
+    gloo_group = dist.new_group([0, 1])
     groups = {name: Group(name) for name in [*sorted(ON_DEVICES | ON_HOSTS), None]}
     names = dist.distributed_c10d._world.pg_names
     names.update({group: str(name) for name, group in groups.items()})
@@ -104,8 +104,8 @@ def groups_that_would_be_aborted():
     finally:
         for group in groups.values():
             del names[group]
-    dist.all_reduce(torch.ones(1), group=other)  # Gloo's is left alone
-    dist.destroy_process_group(other)
+    dist.all_reduce(torch.ones(1), group=gloo_group)  # Gloo's is left alone
+    dist.destroy_process_group(gloo_group)
     return {name for name, group in groups.items() if group.is_aborted}
 
 
@@ -115,16 +115,16 @@ def test_only_groups_with_communicators_on_a_device_are_aborted(two_ranks):
 
 def forgotten():
     group = dist.new_group([0, 1])
-    others = []
+    aborted = []
     dist.barrier()  # both are connected: forgotten before, it would end the other's handshake
     num_groups = len(dist.distributed_c10d._world.pg_map)
     abort.forget(group)
     abort.forget(group)
     with pytest.MonkeyPatch.context() as patch:  # after the default group
         patch.setattr(dist, "is_initialized", lambda: False)
-        patch.setattr(dist.distributed_c10d, "_abort_process_group", others.append)
+        patch.setattr(dist.distributed_c10d, "_abort_process_group", aborted.append)
         abort.forget(dist.group.WORLD)
-    return num_groups - len(dist.distributed_c10d._world.pg_map), others
+    return num_groups - len(dist.distributed_c10d._world.pg_map), aborted
 
 
 def test_a_group_that_was_aborted_is_taken_out_of_torchs_book_without_waiting(two_ranks):

@@ -41,13 +41,14 @@ class Watched:
 
 
 class World:
-    """Watchdogs of some of three ranks on one store. All have waited for ``stalled_s`` and wait on."""
+    """Watchdogs of some of three ranks on one store. All have waited for ``stalled_s`` and still wait."""
 
     def __init__(self, statuses, *, stalled_s=10.0, give_up_after_s=1000.0):
         self.store = dist.HashStore()
         self.errors = {}
-        self.watchdogs = {
-            rank: Watchdog(
+        self.watchdogs = []
+        for rank, status in statuses.items():
+            rank_watchdog = Watchdog(
                 store=dist.PrefixStore("a", self.store),
                 rank=rank,
                 world_size=3,
@@ -55,17 +56,15 @@ class World:
                 give_up_after_s=give_up_after_s,
                 hosts=["x", "y", "z"],
             )
-            for rank, status in statuses.items()
-        }
-        for one in self.watchdogs.values():
-            one.start()
+            rank_watchdog.start()
+            self.watchdogs.append(rank_watchdog)
 
     def outcome(self, *, num_errors, limit_s=30.0):
         end_s = time.monotonic() + limit_s
         while len(self.errors) < num_errors and time.monotonic() < end_s:
             time.sleep(0.05)
-        for one in self.watchdogs.values():
-            one.leave()
+        for rank_watchdog in self.watchdogs:
+            rank_watchdog.leave()
         return self.errors
 
     def has(self, key):
@@ -93,13 +92,10 @@ def test_a_rank_that_is_slow_answers_and_is_waited_for(monkeypatch):
     monkeypatch.setattr(presence, "ASK_AFTER_S", 0.2)
     world = World({0: WAITING, 1: WAITING, 2: BEHIND})
     end_s = time.monotonic() + 30
-    while (
-        not (are_there := world.has("question/2") and world.has("answer/1/2"))
-        and time.monotonic() < end_s
-    ):
-        # ranks 0 and 1 ask in turn, so a question may be put before the last one has its answers
+    # ranks 0 and 1 ask in turn, so a question may be put before the last one has its answers
+    while not (world.has("question/2") and world.has("answer/1/2")):
+        assert time.monotonic() < end_s, "rank 2 did not answer"
         time.sleep(0.05)
-    assert are_there
     assert world.outcome(num_errors=1, limit_s=0) == {}
 
 
@@ -111,12 +107,17 @@ def test_a_rank_that_is_slow_answers_and_is_waited_for(monkeypatch):
     ],
 )
 def test_what_can_come_to_no_end_is_an_error_at_once(soon, third, words):
-    world = World({0: WAITING, 1: WAITING, **({} if third is None else {2: third})})
+    statuses = {0: WAITING, 1: WAITING}
+    if third is not None:
+        statuses[2] = third
+    world = World(statuses)
     if third is None:
         left = RankStatus(num_submitted=1, order="a", place="gone", has_left=True)
         dist.PrefixStore("a", world.store).set("status/2", left.to_json())
     errors = world.outcome(num_errors=2)
-    assert {error[: len(words)] for error in errors.values()} == {words}
+    assert len(errors) >= 2
+    for rank, error in errors.items():
+        assert error.startswith(words), f"rank {rank}"
 
 
 def test_after_the_time_limit_the_rank_behind_is_named_on_all(monkeypatch):
@@ -136,7 +137,7 @@ def test_where_collectives_raise_by_themselves_no_rank_asks(soon):
 
 
 class Unanswering:
-    """A store that leaves requests unanswered where `is_busy` says so, of how many there were."""
+    """Store that leaves a request unanswered if `is_busy` says so of its number."""
 
     def __init__(self, is_busy):
         self.is_busy = is_busy
@@ -158,9 +159,10 @@ class Unanswering:
 
 
 def watchdog_of(store, errors):
-    one = Watchdog(store=store, rank=1, world_size=2, watched=Watched(WAITING, 10.0, errors, 1))
-    one._poll_s = 0.01
-    return one
+    watched = Watched(WAITING, 10.0, errors, 1)
+    rank_watchdog = Watchdog(store=store, rank=1, world_size=2, watched=watched)
+    rank_watchdog._poll_s = 0.01
+    return rank_watchdog
 
 
 @pytest.mark.parametrize(
@@ -172,12 +174,12 @@ def test_only_requests_left_unanswered_in_a_row_mean_that_the_store_is_gone(
     monkeypatch.setattr(watchdog, "store_port", lambda: None)  # there is no process group
     store = Unanswering(is_busy)
     errors = {}
-    one = watchdog_of(store, errors)
-    one.start()
+    rank_watchdog = watchdog_of(store, errors)
+    rank_watchdog.start()
     end_s = time.monotonic() + 20
     while not errors and store.num_requests < 6 * watchdog.PATIENCE and time.monotonic() < end_s:
         time.sleep(0.01)
-    one.leave()
+    rank_watchdog.leave()
     assert bool(errors) == is_error
     assert store.num_requests >= 2 * watchdog.PATIENCE
 
@@ -185,11 +187,11 @@ def test_only_requests_left_unanswered_in_a_row_mean_that_the_store_is_gone(
 def test_a_comparison_has_a_limit_of_its_own_and_waits_for_a_busy_store_longer_than_a_question(
     monkeypatch,
 ):
-    one = watchdog_of(Unanswering(bool), {})
-    assert one.compare("bucket", "contents") == "contents"
+    rank_watchdog = watchdog_of(Unanswering(bool), {})
+    assert rank_watchdog.compare("bucket", "contents") == "contents"
     monkeypatch.setattr(watchdog, "COMPARE_LIMIT_S", 0.1)
     with pytest.raises(TimeoutError, match=r"within 0\.1 s"):
-        one.compare("bucket", "contents")
+        rank_watchdog.compare("bucket", "contents")
     monkeypatch.undo()
     assert watchdog.COMPARE_LIMIT_S >= watchdog.PATIENCE * watchdog.STORE_LIMIT_S
 
@@ -213,11 +215,19 @@ def test_with_many_ranks_those_of_low_rank_ask_and_less_and_less_often():
 
 
 def host_in_a_sync():
-    """Ranks 0 and 1 hand over a bucket and wait for their device, which waits for rank 2. An abort sets them free."""
+    """Submit a bucket and wait for the device on ranks 0 and 1, whose device waits for rank 2 until an abort."""
+    freed = threading.Event()
+
+    def abort_all(limit_s):
+        freed.set()
+        return []
+
+    def finish(flat):
+        return flat.view(3)
+
     with pytest.MonkeyPatch.context() as patch:
         cuda = Cuda().installed(patch)
-        freed = threading.Event()
-        patch.setattr(process_groups, "abort_all", lambda limit_s: freed.set() or [])
+        patch.setattr(process_groups, "abort_all", abort_all)
         patch.setattr(presence, "ASK_AFTER_S", 0.2)
         patch.setattr(presence, "PATIENCE_S", 3.0)
         engine = engine_of("flat", ((0,), (1,), (2,)), timeout_s=60.0)
@@ -227,17 +237,14 @@ def host_in_a_sync():
         began_s = time.monotonic()
         try:
             # As NCCL's, which return at once.
-            patch.setattr(
-                dist, "all_reduce", partial(cuda.all_reduce, lambda *args, **kwargs: None)
-            )
+            all_reduce = partial(cuda.all_reduce, lambda *args, **kwargs: None)
+            patch.setattr(dist, "all_reduce", all_reduce)
             if dist.get_rank() < 2:
                 cuda.hang()
                 engine.submit(torch.ones(8), bucket_index=0, is_last=True)
                 assert freed.wait(40), "the host still waits for its device"
             else:
-                engine.submit(
-                    torch.ones(8), bucket_index=0, is_last=True, finish=lambda flat: flat.view(3)
-                )
+                engine.submit(torch.ones(8), bucket_index=0, is_last=True, finish=finish)
             engine.submit(torch.ones(8), bucket_index=0)
         except RuntimeError as error:
             text = str(error)
@@ -247,9 +254,7 @@ def host_in_a_sync():
 
 
 def test_hosts_that_wait_for_their_device_are_freed_with_the_error_of_the_cause(three_ranks):
-    for text, waited_s in three_ranks.run(host_in_a_sync):
-        assert waited_s < 20  # the time limit is 60 s
-        assert (
-            "comm: rank 2 failed on bucket 0 in stage `finish` of the flat all-reduce: RuntimeError"
-            in text
-        )
+    cause = "comm: rank 2 failed on bucket 0 in stage `finish` of the flat all-reduce: RuntimeError"
+    for rank, (text, waited_s) in enumerate(three_ranks.run(host_in_a_sync)):
+        assert waited_s < 20, f"rank {rank}; the time limit is 60 s"
+        assert cause in text, f"rank {rank}"

@@ -30,7 +30,7 @@ ALGORITHMS = ["flat", "parallel_flat", "hierarchical", "two_level"]
 
 
 def error_and_time_of(wait):
-    """Words, without torch's own around them, and seconds of what `wait` raises."""
+    """Return the error that `wait` raises, without torch's own words around it, and the seconds until then."""
     start = time.monotonic()
     words = error_of(wait)
     return words[max(0, words.find("comm: ")) :].split("\n")[0], time.monotonic() - start
@@ -41,14 +41,17 @@ def error_and_time_of(wait):
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
 )
 def test_a_checksum_is_wrong_on_every_rank_where_any_two_differ_and_nowhere_else(values, dtype):
-    total, own = (ChecksummedCopy(2, dtype) for _ in range(2))
-    for given_values in (values, values[:1] * len(values)):
+    total = ChecksummedCopy(2, dtype)
+    copy_of_rank = ChecksummedCopy(2, dtype)
+    equal_values = values[:1] * len(values)
+    for values_of_ranks in (values, equal_values):
         total.whole.zero_()
-        for value in given_values:
-            own.fill(torch.ones(2, dtype=dtype), value)
-            total.whole.add_(own.whole)
-        wrong = [total.is_wrong(value) for value in given_values]
-        assert wrong == [len(set(given_values)) > 1] * len(given_values)
+        for value in values_of_ranks:
+            copy_of_rank.fill(torch.ones(2, dtype=dtype), value)
+            total.whole.add_(copy_of_rank.whole)
+        any_differ = len(set(values_of_ranks)) > 1
+        for rank, value in enumerate(values_of_ranks):
+            assert total.is_wrong(value) is any_differ, f"rank {rank}"
 
 
 def another_order(algorithm, is_known):
@@ -61,29 +64,32 @@ def another_order(algorithm, is_known):
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_buckets_in_another_order_are_an_error_on_every_rank(four_ranks, algorithm, is_known):
-    for text in four_ranks.run(another_order, algorithm, is_known):
-        assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text
-        assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text
+    for rank, text in enumerate(four_ranks.run(another_order, algorithm, is_known)):
+        assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, f"rank {rank}: {text}"
+        assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text, f"rank {rank}"
 
 
 def with_another_plan_and_other_software():
-    plan = CommPlan(chunk_bytes=2**19)
-    result = consensus.software()
-    is_odd = dist.get_rank() == 1
-    text = error_of(engine_over, TWO_BY_TWO, plan if is_odd else CommPlan(chunk_bytes=2**20))
+    """Return the errors of an engine with another plan, and of one with another torch, on rank 1."""
+    plan = CommPlan(chunk_bytes=2**20)
+    software = consensus.software()
+    plan_of_rank = plan
+    if dist.get_rank() == 1:
+        plan_of_rank = CommPlan(chunk_bytes=2**19)
+        software["torch"] = "2.5.0"
+    error_of_plan = error_of(engine_over, TWO_BY_TWO, plan_of_rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            consensus, "software", lambda: result | ({"torch": "2.5.0"} if is_odd else {})
-        )
-        return text, error_of(engine_over, TWO_BY_TWO, plan)
+        patch.setattr(consensus, "software", lambda: software)
+        return error_of_plan, error_of(engine_over, TWO_BY_TWO, plan)
 
 
 def test_plans_and_software_that_differ_are_refused_on_every_rank(four_ranks):
     of_plan = "the plan of communication must be the same on all ranks: `chunk_bytes` is 1048576 on ranks 0, 2, 3 and "
     of_torch = f"the software must be the same on all ranks: `torch` is '{torch.__version__}' on ranks 0, 2, 3 and "
-    for texts in four_ranks.run(with_another_plan_and_other_software):
-        assert texts[0].startswith(f"ValueError: {of_plan}524288 on rank 1. ")
-        assert texts[1].startswith(f"ValueError: {of_torch}'2.5.0' on rank 1")
+    for rank, errors in enumerate(four_ranks.run(with_another_plan_and_other_software)):
+        error_of_plan, error_of_torch = errors
+        assert error_of_plan.startswith(f"ValueError: {of_plan}524288 on rank 1. "), f"rank {rank}"
+        assert error_of_torch.startswith(f"ValueError: {of_torch}'2.5.0' on rank 1"), f"rank {rank}"
 
 
 def of_another_size(odd_rank):
@@ -101,9 +107,9 @@ def of_another_size(odd_rank):
 
 def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks):
     """Sent, it would end the process: Gloo calls abort()."""
-    for text, waited_s in four_ranks.run(of_another_size, 3):
-        assert "comm: rank 3 handed over bucket 0 (41 x float32" in text
-        assert waited_s < 15  # the time limit is 30 s
+    for rank, (text, waited_s) in enumerate(four_ranks.run(of_another_size, 3)):
+        assert "comm: rank 3 handed over bucket 0 (41 x float32" in text, f"rank {rank}"
+        assert waited_s < 15, f"rank {rank}; the time limit is 30 s"
 
 
 def one_rank_ends(number, ended_rank, algorithm):
@@ -112,21 +118,22 @@ def one_rank_ends(number, ended_rank, algorithm):
     else:
         nodes = ((0,), (1,))
     if algorithm == "adasum":
-        more = {"adasum_numels": (1500, 2500)}
-    else:
-        more = {}
-    if more:
+        numels = (1500, 2500)
         plan = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
     else:
+        numels = ()
         plan = CommPlan(algorithm=algorithm)
     engine = engine_over(nodes, plan, timeout_s=2.0)
-    engine.submit(torch.ones(4000), bucket_index=0, is_last=True, **more).wait()
+
+    def submit_and_wait():
+        flat = torch.ones(4000)
+        engine.submit(flat, bucket_index=0, is_last=True, adasum_numels=numels).wait()
+
+    submit_and_wait()
     dist.barrier()
     if dist.get_rank() == ended_rank:
         os.kill(os.getpid(), number)
-    text, _ = error_and_time_of(
-        lambda: engine.submit(torch.ones(4000), bucket_index=0, is_last=True, **more).wait()
-    )
+    text, _ = error_and_time_of(submit_and_wait)
     raise AssertionError(f"error: {text}")  # this way the pool prints it next to the dead rank's
 
 
@@ -152,23 +159,19 @@ def test_a_rank_that_dies_or_was_stopped_is_named_on_all_others(
 
 
 def chunked_sums(algorithm, nodes, numels, dtype):
-    engine = engine_over(
-        nodes, CommPlan(algorithm=algorithm, chunk_bytes=2**16, num_parallel_groups=3)
-    )
-    flats = [
-        integers(dist.get_rank(), numel, dtype, seed=index) for index, numel in enumerate(numels)
-    ]
-    last = len(flats) - 1
-    futures = [
-        engine.submit(flat, bucket_index=i, is_last=i == last) for i, flat in enumerate(flats)
-    ]
-    expected = [
-        sum_of_integers(dist.get_world_size(), n, dtype, seed=index)
-        for index, n in enumerate(numels)
-    ]
-    are_right = [
-        torch.equal(future.wait(), one) for future, one in zip(futures, expected, strict=True)
-    ]
+    plan = CommPlan(algorithm=algorithm, chunk_bytes=2**16, num_parallel_groups=3)
+    engine = engine_over(nodes, plan)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    futures = []
+    for index, numel in enumerate(numels):
+        flat = integers(rank, numel, dtype, seed=index)
+        is_last = index == len(numels) - 1
+        futures.append(engine.submit(flat, bucket_index=index, is_last=is_last))
+    are_right = []
+    for index, (future, numel) in enumerate(zip(futures, numels, strict=True)):
+        expected = sum_of_integers(world_size, numel, dtype, seed=index)
+        are_right.append(torch.equal(future.wait(), expected))
     chunks = [bucket.num_chunks for bucket in engine.buckets]
     engine.close()
     return are_right, chunks
@@ -179,21 +182,17 @@ def chunked_sums(algorithm, nodes, numels, dtype):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_chunks_of_large_buckets_round_several_groups_sum_up_right(four_ranks, algorithm, nodes):
     numels = [0, 3, 100_000, 70_001, 16_385, 300_001, 5]
-    for last in (numels, numels[::-1], [1_200_017]):
-        for are_right, chunks in four_ranks.run(
-            chunked_sums, algorithm, nodes, last, torch.float32
-        ):
-            assert (
-                max(chunks) > 1
-                or algorithm == "flat"
-                or (len(nodes) == 4 and algorithm != "parallel_flat")
-            )
-            assert are_right == [True] * len(last)
+    is_cut = algorithm == "parallel_flat" or (algorithm != "flat" and len(nodes) < 4)
+    for sizes in (numels, numels[::-1], [1_200_017]):
+        results = four_ranks.run(chunked_sums, algorithm, nodes, sizes, torch.float32)
+        for rank, (are_right, chunks) in enumerate(results):
+            assert not is_cut or max(chunks) > 1, f"rank {rank}"
+            assert are_right == [True] * len(sizes), f"rank {rank}"
 
 
-def at(place, num=2, order="b", recent="xy", *, is_inside=False):
+def at(position, num=2, order="b", recent="xy", *, is_inside=False):
     return RankStatus(
-        num_submitted=num, order=order, place=place, recent=tuple(recent), is_inside=is_inside
+        num_submitted=num, order=order, place=position, recent=tuple(recent), is_inside=is_inside
     )
 
 
@@ -257,11 +256,12 @@ ABSENT = "does not come to the collective in which others wait; now"
     ],
 )
 def test_the_diagnosis_names_the_cause(statuses, words):
-    assert diagnose("Rank 0 saw it", statuses).startswith(f"comm: {words}")
-    assert diagnose("Rank 0 saw it", statuses).endswith("Rank 0 saw it.")
-    assert [
-        None if statuse is None else RankStatus.from_json(statuse.to_json()) for statuse in statuses
-    ] == statuses
+    diagnosis = diagnose("Rank 0 saw it", statuses)
+    assert diagnosis.startswith(f"comm: {words}")
+    assert diagnosis.endswith("Rank 0 saw it.")
+    for status in statuses:
+        if status is not None:
+            assert RankStatus.from_json(status.to_json()) == status
 
 
 def test_many_ranks_are_named_in_short():
@@ -291,6 +291,7 @@ def gives_up(odd_rank):
 
 
 def test_a_rank_that_gives_up_is_told_with_its_host_on_every_rank(four_ranks):
-    for text, waited_s in four_ranks.run(gives_up, 1):
-        assert "comm: rank 1 gave up: OutOfMemoryError: no room. Rank 1 is on host host1." in text
-        assert waited_s < 15  # the time limit is 30 s
+    cause = "comm: rank 1 gave up: OutOfMemoryError: no room. Rank 1 is on host host1."
+    for rank, (text, waited_s) in enumerate(four_ranks.run(gives_up, 1)):
+        assert cause in text, f"rank {rank}"
+        assert waited_s < 15, f"rank {rank}; the time limit is 30 s"

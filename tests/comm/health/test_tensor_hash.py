@@ -29,15 +29,14 @@ def of(tensor):
 
 def some(numel, dtype=torch.float32, device="cpu", seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2 if dtype is torch.bool else 100, (numel,), generator=generator).to(
-        device, dtype
-    )
+    end = 2 if dtype is torch.bool else 100
+    return torch.randint(0, end, (numel,), generator=generator).to(device, dtype)
 
 
 def flipped(tensor, element, bit):
-    other = tensor.clone()
-    other.view(torch.uint8)[element * tensor.element_size() + bit // 8] ^= 1 << (bit % 8)
-    return other
+    result = tensor.clone()
+    result.view(torch.uint8)[element * tensor.element_size() + bit // 8] ^= 1 << (bit % 8)
+    return result
 
 
 @given(st.sampled_from(DTYPES[:6]), st.sampled_from(SIZES[1:]), st.data())
@@ -51,22 +50,24 @@ def test_any_one_flipped_bit_shows(dtype, numel, data):
 
 @given(st.lists(st.integers(0, 3 * _ROW), min_size=2, max_size=6, unique=True), st.integers(0, 31))
 @settings(max_examples=60, deadline=None)
-def test_the_same_bit_flipped_in_several_places_shows(places, bit):
+def test_the_same_bit_flipped_in_several_elements_shows(elements, bit):
     """The sign bit of an even number of elements is what sums with odd weights modulo 2**32 or in 64-bit words miss."""
-    tensor = other = some(3 * _ROW + 1)
-    for place in places:
-        other = flipped(other, place, bit)
-    assert of(other) != of(tensor)
+    tensor = some(3 * _ROW + 1)
+    changed = tensor
+    for element in elements:
+        changed = flipped(changed, element, bit)
+    assert of(changed) != of(tensor)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_equal_bits_give_equal_fingerprints(device):
     """Whatever memory they are in. And the two devices agree, so a GPU is held to what is proved on the CPU."""
     for dtype, numel in itertools.product(DTYPES, SIZES):
-        one = some(numel, dtype, device)
-        other = torch.empty(numel + 1, dtype=dtype, device=device)[1:]
-        other.copy_(one)
-        assert of(one) == of(other) == of(some(numel, dtype)), (dtype, numel)
+        tensor = some(numel, dtype, device)
+        off_alignment = torch.empty(numel + 1, dtype=dtype, device=device)[1:]
+        off_alignment.copy_(tensor)
+        on_cpu = some(numel, dtype)
+        assert of(tensor) == of(off_alignment) == of(on_cpu), (dtype, numel)
 
 
 def test_every_element_of_a_channels_last_tensor_counts():
@@ -85,21 +86,16 @@ def test_a_slice_counts_its_own_elements_only():
     assert of(tensor[:, 1:3]) != before
 
 
-def test_a_combined_fingerprint_hangs_on_each_and_on_their_order():
+def test_a_combined_fingerprint_depends_on_each_tensor_and_on_their_order():
     fingerprint = Fingerprint(torch.device("cpu"))
-    one, two, three = (fingerprint.of(some(9, seed=seed)) for seed in range(3))
-    combined = {
-        int(fingerprint.combine(each))
-        for each in ([one, two], [two, one], [one, three], [one, two, three])
-    }
+    a, b, c = (fingerprint.of(some(9, seed=seed)) for seed in range(3))
+    combined = {int(fingerprint.combine(parts)) for parts in ([a, b], [b, a], [a, c], [a, b, c])}
     assert len(combined) == 4
 
 
-def test_it_is_the_same_number_on_every_machine():
+def test_a_fingerprint_is_the_same_number_on_every_machine():
     """Computed once by hand from the formula, in Python's whole numbers."""
     weights = np.random.default_rng([1202, 4961, 0]).integers(0, 2**64, _ROW, dtype=np.uint64)
-    total = (
-        sum((int(weight) | 1) * value for weight, value in zip(weights, (5, -7, 11), strict=False))
-        % 2**64
-    )
+    a, b, c = (int(weight) | 1 for weight in weights[:3])
+    total = (5 * a - 7 * b + 11 * c) % 2**64
     assert of(torch.tensor([5, -7, 11], dtype=torch.int32)) % 2**64 == total

@@ -38,12 +38,13 @@ def main(cfg: DictConfig) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with launch.short_errors():
         config_check.check(cfg, KEYS)
-        made: list[OneHost] = [instantiate(cfg.world) for _ in range(cfg.at_once)]
+        instances: list[OneHost] = [instantiate(cfg.world) for _ in range(cfg.at_once)]
     with ExitStack() as entered:
-        worlds = [entered.enter_context(one) for one in made]
+        worlds = [entered.enter_context(world) for world in instances]
         num_ranks = worlds[0].num_ranks
         cases = comm_cases.cases(num_ranks, worlds[0].ranks_per_host)
-        cases += comm_cases.cases_of_links(num_ranks) if worlds[0].has_links else []
+        if worlds[0].has_links:
+            cases += comm_cases.cases_of_links(num_ranks)
         with launch.short_errors():
             chosen = fault_table.chosen_of(cases, cfg.only, cfg.part)
         config, folder = config_and_folder(cfg)

@@ -60,9 +60,9 @@ class FaultCase:
         """Promise, in the words of the table."""
         if not self.is_survived:
             return "named on every rank"
-        return (
-            f"{'the others end' if self.no_answer else 'survived'}, same bits"  # as in the records
-        )
+        if self.no_answer:
+            return "the others end, same bits"
+        return "survived, same bits"
 
 
 def run_cases(
@@ -79,7 +79,7 @@ def run_cases(
     free: SimpleQueue[OneHost] = SimpleQueue()
     for world in worlds:
         free.put(world)
-    undisturbed, *others = cases
+    undisturbed, *faults = cases
     dtype = comm_dtype_across_nodes
     outcome, weights = run_case(undisturbed, worlds[0], dtype_between_nodes=dtype)
     yield outcome
@@ -93,7 +93,7 @@ def run_cases(
 
     pool = ThreadPoolExecutor(len(worlds))
     try:
-        for future in [pool.submit(run, case) for case in others]:
+        for future in [pool.submit(run, case) for case in faults]:
             yield future.result()
     finally:
         # interrupted, it waits for the cases under way: no rank is left behind
@@ -111,15 +111,17 @@ def run_case(
 
     `weights`: hash of an undisturbed run, to be compared with. `dtype_between_nodes`: of the strategy.
     """
-    if case.no_answer:
-        no_answer = (case.rank,)
-    else:
-        no_answer = ()
+    no_answer = (case.rank,) if case.no_answer else ()
     spec = {
-        name: getattr(case, name)
-        for name in ("kind", "rank", "phase", "step", "pause_s", "timeout_s")
+        "kind": case.kind,
+        "rank": case.rank,
+        "phase": case.phase,
+        "step": case.step,
+        "pause_s": case.pause_s,
+        "timeout_s": case.timeout_s,
+        "num_steps": case.num_steps,
+        "dtype_between_nodes": dtype_between_nodes,
     }
-    spec |= {"num_steps": case.num_steps, "dtype_between_nodes": dtype_between_nodes}
     # Beyond this a rank hangs: that itself breaks the promise.
     limit_s = START_S + case.timeout_s + ALLOWED_S
     for _ in range(MOST_TRIES):
@@ -152,28 +154,41 @@ def fault_outcome(
     weights: int | None = None,
 ) -> FaultOutcome:
     """Judge whether the promise was held, by what the ranks wrote."""
-    living = {rank: one for rank, one in enumerate(run.ranks) if rank not in no_answer}
     problems = [f"rank {rank} still ran" for rank in run.still_ran]
-    problems += [f"rank {rank} left no word" for rank, one in living.items() if one is None]
-    words = {rank: one for rank, one in living.items() if one is not None}
-    errors = {rank: one["error"] for rank, one in words.items() if one["error"]}
+    words = {}
+    for rank, word in enumerate(run.ranks):
+        if word is not None and rank not in no_answer:
+            words[rank] = word
+        elif rank not in no_answer:
+            problems.append(f"rank {rank} left no word")
+    errors = [word["error"] for word in words.values() if word["error"]]
     seconds = None
     if run.injected_s is None:
         problems.append("the fault was never injected")
     elif errors:
-        seconds = max(one["time_s"] for one in words.values()) - run.injected_s
-    problems += (
-        _not_survived(case, words, weights) if case.is_survived else _not_named(case, words, host)
-    )
-    if not case.is_survived and seconds is not None and seconds > case.timeout_s + ALLOWED_S:
-        problems.append(f"after {seconds:.0f} s, beyond {case.timeout_s + ALLOWED_S:g}")
-    seen = [*errors.values(), "all ranks end with the same weights"]
+        seconds = max(word["time_s"] for word in words.values()) - run.injected_s
+
+    if case.is_survived:
+        problems += _not_survived(case, words, weights)
+    else:
+        problems += _not_named(case, words, host)
+        if seconds is not None and seconds > case.timeout_s + ALLOWED_S:
+            problems.append(f"after {seconds:.0f} s, beyond {case.timeout_s + ALLOWED_S:g}")
+
+    where = f"rank {case.rank} of {len(run.ranks)}"
+    if case.host_link:
+        where = f"host {host}"
+    detected_by = "all ranks end with the same weights"
+    if problems:
+        detected_by = "; ".join(problems)[:LINE]
+    elif errors:
+        detected_by = shorten(errors[0])
     return FaultOutcome(
         promise=case.promise,
         fault=case.fault,
         phase=case.phase,
-        where=f"host {host}" if case.host_link else f"rank {case.rank} of {len(run.ranks)}",
-        detected_by="; ".join(problems)[:LINE] if problems else shorten(seen[0]),
+        where=where,
+        detected_by=detected_by,
         seconds=seconds,
         lost=case.lost,
         is_held=not problems,
@@ -190,10 +205,10 @@ def _not_survived(
         for rank, word in words.items()
         if not word["error"] and word["num_steps"] != case.num_steps
     ]
-    found = {word["weights"] for word in words.values()}
-    if len(found) > 1:
+    end_weights = {word["weights"] for word in words.values()}
+    if len(end_weights) > 1:
         problems.append("ranks end with different weights")
-    elif weights is not None and found != {weights}:
+    elif weights is not None and end_weights != {weights}:
         problems.append("the weights are not those of an undisturbed run")
     return problems
 
@@ -210,15 +225,14 @@ def _not_named(case: FaultCase, words: dict[int, dict[str, Any]], host: str) -> 
             names = case.names
         else:
             names = case.own_names
-        asked = [_filled(name, case, host) for name in names]
-        missing = [name for name in asked if name not in error]
-        problems += [f"rank {rank} does not say {name!r}: {error}" for name in missing]
-        wrong = [_filled(name, case, host) for name in case.never_says]
-        problems += [
-            f"rank {rank} says {name!r}, which is not so: {error}"
-            for name in wrong
-            if name in error
-        ]
+        for name in names:
+            filled = _filled(name, case, host)
+            if filled not in error:
+                problems.append(f"rank {rank} does not say {filled!r}: {error}")
+        for name in case.never_says:
+            filled = _filled(name, case, host)
+            if filled in error:
+                problems.append(f"rank {rank} says {filled!r}, which is not so: {error}")
     return problems
 
 

@@ -11,6 +11,7 @@ STORE = (
     "on host HOST",
 )
 GAVE_UP = ("comm: rank RANK gave up: OutOfMemoryError", "on host HOST")
+FAILED_IN_STAGE = ("rank RANK failed on bucket 0 in stage `", "OutOfMemoryError", "on host HOST")
 OUT_OF_MEMORY = ("OutOfMemoryError", "rank RANK (host HOST)")
 HUNG = ("rank RANK stands behind", "on host HOST")
 HUNG_ELSEWHERE = ("rank RANK ", "Look there for a hang", "ank RANK is on host HOST")
@@ -19,13 +20,13 @@ OVER = ("end of fit", "teardown")
 
 
 def kinds_of_rank(num_ranks: int, ranks_per_host: int) -> list[int]:
-    """Return a rank of each kind: 0, which hosts the store. Another of its host. Another host's leader. The last.
+    """Return a rank of each kind: 0, which hosts the store, another of its host, another host's leader, the last.
 
     >>> kinds_of_rank(4, 2), kinds_of_rank(2, 2), kinds_of_rank(16, 8)
     ([0, 1, 2, 3], [0, 1], [0, 1, 8, 15])
     """
-    found = {0, 1, ranks_per_host, num_ranks - 1}
-    return sorted(rank for rank in found if rank < num_ranks)
+    ranks = {0, 1, ranks_per_host, num_ranks - 1}
+    return sorted(rank for rank in ranks if rank < num_ranks)
 
 
 def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
@@ -60,18 +61,7 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
         "validation",
         "between epochs",
     ):
-        own: dict[str, Any] = {"names": GAVE_UP, "own_names": OUT_OF_MEMORY}
-        if phase in OF_A_SUM:
-            own = {
-                "names": (
-                    "rank RANK failed on bucket 0 in stage `",
-                    "OutOfMemoryError",
-                    "on host HOST",
-                )
-            }
-        results.append(
-            FaultCase(fault="out of memory", kind="raises", phase=phase, **own, **common)
-        )
+        results.append(_out_of_memory(last, phase))
     results += [
         FaultCase(
             fault="another plan from the start",
@@ -92,6 +82,14 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
     return results
 
 
+def _out_of_memory(rank: int, phase: str) -> FaultCase:
+    """Make the case of a rank that raises an error of memory."""
+    names: dict[str, Any] = {"names": GAVE_UP, "own_names": OUT_OF_MEMORY}
+    if phase in OF_A_SUM:
+        names = {"names": FAILED_IN_STAGE}
+    return FaultCase(fault="out of memory", kind="raises", rank=rank, phase=phase, **names)
+
+
 def _gone(fault: str, kind: str, rank: int, phase: str) -> FaultCase:
     """Make the case of a rank that no longer answers."""
     common: dict[str, Any] = {
@@ -104,8 +102,10 @@ def _gone(fault: str, kind: str, rank: int, phase: str) -> FaultCase:
     if phase in OVER:
         return FaultCase(is_survived=True, lost="nothing", **common)
     if kind == "hangs":
-        return FaultCase(names=HUNG_ELSEWHERE if phase in ("setup", *OF_A_SUM) else HUNG, **common)
-    return FaultCase(names=DEAD if rank else STORE, **common)
+        names = HUNG_ELSEWHERE if phase in ("setup", *OF_A_SUM) else HUNG
+    else:
+        names = DEAD if rank else STORE
+    return FaultCase(names=names, **common)
 
 
 def cases_of_links(num_ranks: int) -> list[FaultCase]:

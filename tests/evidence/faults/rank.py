@@ -52,8 +52,11 @@ class Network(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         widths = [NUM_FEATURES, *[WIDTH] * DEPTH]
-        layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
-        self.net = nn.Sequential(*layers, nn.Linear(WIDTH, NUM_CLASSES))
+        self.net = nn.Sequential()
+        for num_inputs, num_outputs in pairwise(widths):
+            self.net.append(nn.Linear(num_inputs, num_outputs))
+            self.net.append(nn.ReLU())
+        self.net.append(nn.Linear(WIDTH, NUM_CLASSES))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the cross entropy."""
@@ -70,10 +73,11 @@ class Network(pl.LightningModule):
 
 
 def meet(folder: Path, rank: int, num_ranks: int) -> None:
-    """Wait until all ranks are as far: a busy machine starts them apart, and their time limit is that of a fault."""
+    """Wait for all ranks. A busy machine starts them apart, and their time limit is that of a fault."""
     (folder / f"ready{rank}").touch()
-    while not all((folder / f"ready{each}").exists() for each in range(num_ranks)):
-        time.sleep(0.02)
+    for peer in range(num_ranks):
+        while not (folder / f"ready{peer}").exists():
+            time.sleep(0.02)
 
 
 def train_rank(spec: dict[str, Any]) -> None:
@@ -83,22 +87,46 @@ def train_rank(spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     folder = Path(spec["folder"])
-    if rank == spec["rank"]:
-        other = spec["kind"]
-    else:
-        other = ""
     meet(folder, rank, int(os.environ["WORLD_SIZE"]))
+    trainer = trainer_of(spec, rank)
+    images = SyntheticImages(NUM_SAMPLES)
+    sampler: DistributedSampler = DistributedSampler(
+        images, num_replicas=int(os.environ["WORLD_SIZE"]), rank=rank
+    )
+    loader = DataLoader(images, batch_size=8, sampler=sampler)
+    module = Network()
+    if spec["kind"] in AT_CONSTRUCTION:
+        write_answer(folder / "injected.json", {"time_s": time.monotonic()})
+    answer = {"error": None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            trainer.fit(module, loader, DataLoader(SyntheticImages(32), batch_size=8))
+        except BaseException as error:
+            notes = getattr(error, "__notes__", [])
+            answer["error"] = "\n".join([f"{type(error).__name__}: {error}", *notes])
+    answer |= {"time_s": time.monotonic(), "num_steps": trainer.global_step}
+    fingerprint = Fingerprint(torch.device("cpu"))
+    fingerprints = [fingerprint.of(weight) for weight in module.parameters()]
+    answer["weights"] = int(fingerprint.combine(fingerprints))
+    write_answer(folder / f"rank{rank}.json", answer)
+
+
+def trainer_of(spec: dict[str, Any], rank: int) -> pl.Trainer:
+    """Make the trainer of a rank, with the callback that injects the fault."""
+    between = {}
     if dtype := spec["dtype_between_nodes"]:
         between = {"between_nodes": Mean(dtype=dtype)}
-    else:
-        between = {}
+    chunk_bytes = 2**18
+    if rank == spec["rank"] and spec["kind"] == "has_another_plan":
+        chunk_bytes = 2**19
     plan = CommPlan(
         bucket_bytes=BUCKET_BYTES,
         num_buckets=1,
         last_bucket_bytes=BUCKET_BYTES,
-        chunk_bytes=2**19 if other == "has_another_plan" else 2**18,
+        chunk_bytes=chunk_bytes,
     )
-    trainer = pl.Trainer(
+    return pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
@@ -118,26 +146,3 @@ def train_rank(spec: dict[str, Any]) -> None:
         enable_model_summary=False,
         callbacks=[NumericsMonitor(), Inject(spec)],
     )
-    images = SyntheticImages(NUM_SAMPLES)
-    sampler: DistributedSampler = DistributedSampler(
-        images, num_replicas=int(os.environ["WORLD_SIZE"]), rank=rank
-    )
-    loader = DataLoader(images, batch_size=8, sampler=sampler)
-    module = Network()
-    if spec["kind"] in AT_CONSTRUCTION:
-        write_answer(folder / "injected.json", {"time_s": time.monotonic()})
-    answer = {"error": None}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            trainer.fit(module, loader, DataLoader(SyntheticImages(32), batch_size=8))
-        except BaseException as error:
-            answer["error"] = "\n".join(
-                [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
-            )
-    answer |= {"time_s": time.monotonic(), "num_steps": trainer.global_step}
-    fingerprint = Fingerprint(torch.device("cpu"))
-    answer["weights"] = int(
-        fingerprint.combine([fingerprint.of(weight) for weight in module.parameters()])
-    )
-    write_answer(folder / f"rank{rank}.json", answer)

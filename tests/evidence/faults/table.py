@@ -84,11 +84,11 @@ def write_table(
 
 
 def record(
-    found: Iterable[FaultOutcome], folder: Path, *, config: dict[str, Any], title: str
+    outcomes_to_come: Iterable[FaultOutcome], folder: Path, *, config: dict[str, Any], title: str
 ) -> None:
     """Print each outcome and write the table as they come. Exit with status 1 where a promise was broken."""
     outcomes = list[FaultOutcome]()
-    for outcome in found:
+    for outcome in outcomes_to_come:
         outcomes.append(outcome)
         print("  ".join(outcome.cells()), flush=True)
         write_table(folder, outcomes, config=config, title=title)
@@ -100,18 +100,18 @@ def record(
 def chosen_of(
     cases: Sequence[Any], only: Sequence[str] | None, part: str | None = None
 ) -> list[Any]:
-    """Return the cases whose fault is in `only`, and the run without a fault. All of them where it is None.
+    """Return the cases whose fault is in `only` (None: all), and the run without a fault.
 
     `part`, as in "2/16": of these every 16th, from number 2 on, and the run without a fault.
 
     Raises:
         ValueError: There is no such fault, or no such part.
     """
-    known = dict.fromkeys(case.fault for case in cases)
+    faults = dict.fromkeys(case.fault for case in cases)
     for fault in only or ():
-        if fault not in known:
+        if fault not in faults:
             raise ValueError(
-                f"`only` (={fault}) must be faults of {', '.join(known)}. Leave `only` out for all of them."
+                f"`only` (={fault}) must be faults of {', '.join(faults)}. Leave `only` out for all of them."
             )
     chosen = [case for case in cases if only is None or case.fault in ("none", *only)]
     if part is None:

@@ -119,8 +119,8 @@ class OneHost:
         # The server has imported torch once: a rank then starts in tenths of a second.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["lightning_hybrid", "tests.evidence.faults.rank"])
-        known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *known]))
+        paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             network = self.network()
             processes = list[BaseProcess]()

@@ -45,26 +45,28 @@ class MeasuredRow:
 
     @cached_property
     def now_s(self) -> float:
-        """The prediction of today."""
+        """Time that the model predicts today."""
         return cluster_of(self).alone_s("nccl", self.num_bytes)
 
 
 @cache
 def rows() -> list[MeasuredRow]:
     """Read the file."""
+    measured_rows = []
     with ROWS.open() as file:
-        return [
-            MeasuredRow(
+        for row in csv.DictReader(file):
+            num_bytes = float(row["bytes"])
+            measured = MeasuredRow(
                 values=row,
                 source=row["source"],
                 fabric=row["fabric"],
-                num_bytes=float(row["bytes"]),
+                num_bytes=num_bytes,
                 time_s=float(row["time_us"]) / 1e6,
-                size=SIZES[(float(row["bytes"]) >= MIB) + (float(row["bytes"]) > 64 * MIB)],
+                size=SIZES[(num_bytes >= MIB) + (num_bytes > 64 * MIB)],
                 is_unread=hashlib.sha256(row["source"].encode()).digest()[0] % 2 == 1,
             )
-            for row in csv.DictReader(file)
-        ]
+            measured_rows.append(measured)
+    return measured_rows
 
 
 GENERATIONS = {"A100": "ampere", "H100": "hopper"}
@@ -76,10 +78,14 @@ ALGORITHMS = {"ring": "ring", "nvlstree": "nvls_tree"}
 
 
 def cluster_of(row: MeasuredRow) -> Cluster:
-    """Describe where a row was measured. What was forced, or is known to have run, is given."""
+    """Describe the cluster of a row, with the algorithm and protocol that were forced or are known to have run."""
     values = row.values
-    forced, _, protocol = values["algo"].lower().replace("?", "").partition("/")
-    more: dict[str, Any] = {"protocols": (protocol,)} if protocol else {}
+    algorithm, _, protocol = values["algo"].lower().replace("?", "").partition("/")
+    choices: dict[str, Any] = {}
+    if protocol:
+        choices["protocols"] = (protocol,)
+    if algorithm:
+        choices["algorithms"] = (ALGORITHMS[algorithm],)
     nccl = Nccl(
         inside=values["inside"],  # type: ignore[arg-type]
         generation=GENERATIONS[values["gpu"]],  # type: ignore[arg-type]
@@ -87,8 +93,7 @@ def cluster_of(row: MeasuredRow) -> Cluster:
         plugin="aws_p5" if values["system"].endswith("with-tuner") else None,
         version=values["nccl"] or "2.23",
         cpu=values["cpu"],  # type: ignore[arg-type]
-        algorithms=(ALGORITHMS[forced],) if forced else None,  # type: ignore[arg-type]
-        **more,
+        **choices,
     )
     return Cluster(
         num_nodes=int(values["nodes"]),
@@ -107,38 +112,44 @@ def log_error(row: MeasuredRow) -> float:
 
 def class_of(row: MeasuredRow) -> tuple[str, str]:
     """Return the class of `model.cluster`: the fabrics that NCCL drives by verbs or the cloud's own are one."""
-    return ("ib, roce, efa" if row.fabric in ("ib", "roce", "efa") else row.fabric), row.size
+    if row.fabric in ("ib", "roce", "efa"):
+        return "ib, roce, efa", row.size
+    return row.fabric, row.size
 
 
 def interval(errors: dict[str, list[float]]) -> tuple[float, float]:
     """Return the 10 and 90 % quantiles of the errors by source, each source of equal weight, widened."""
-    weighted = sorted(
-        (error, 1 / len(each) / len(errors)) for each in errors.values() for error in each
-    )
-    middles = list(accumulate(weight for _, weight in weighted))
-    places = [end - weight / 2 for end, (_, weight) in zip(middles, weighted, strict=True)]
-    low, high = np.interp([0.1, 0.9], places, [error for error, _ in weighted])
-    more = (WIDENED - 1) * (high - low) / 2
-    return low - more, high + more
+    weighted = []
+    for errors_of_source in errors.values():
+        weight = 1 / len(errors_of_source) / len(errors)
+        weighted += [(error, weight) for error in errors_of_source]
+    weighted.sort()
+    ends = accumulate(weight for _, weight in weighted)
+    middles = [end - weight / 2 for end, (_, weight) in zip(ends, weighted, strict=True)]
+    low, high = np.interp([0.1, 0.9], middles, [error for error, _ in weighted])
+    margin = (WIDENED - 1) * (high - low) / 2
+    return low - margin, high + margin
 
 
 Errors = dict[tuple[str, str], dict[str, list[float]]]
 
 
-def errors_of(found: Iterable[MeasuredRow]) -> Errors:
+def errors_of(measured_rows: Iterable[MeasuredRow]) -> Errors:
     """Return the errors of each class by source."""
     groups: Errors = defaultdict(lambda: defaultdict(list))
-    for row in found:
+    for row in measured_rows:
         groups[class_of(row)][row.source].append(log_error(row))
     return groups
 
 
-def coverage(known: Errors) -> float:
+def coverage(errors_by_class: Errors) -> float:
     """Return the share of rows within the intervals of the other sources of their class, of sources of equal weight."""
     held = defaultdict[str, list[bool]](list)
-    for by_source in known.values():
+    for by_source in errors_by_class.values():
         for source, errors in by_source.items():
-            if others := {name: each for name, each in by_source.items() if name != source}:
-                low, high = interval(others)
+            other_sources = dict(by_source)
+            del other_sources[source]
+            if other_sources:
+                low, high = interval(other_sources)
                 held[source] += [low <= error <= high for error in errors]
     return statistics.fmean(statistics.fmean(inside) for inside in held.values())

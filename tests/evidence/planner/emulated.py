@@ -31,9 +31,8 @@ RECORD = ROOT / "recipes/records/simulate/2026-11-26_check_emulated"
 STOCK = "ddp"
 COMPRESSED = "fp16_compress"
 BACKEND = "torch"
-BYTES_PER_ELEMENT = (
-    40  # by count: what backward, bucket, unscaling, SGD and the half copy read and write
-)
+# by count: what backward, bucket, unscaling, SGD and the half copy read and write
+BYTES_PER_ELEMENT = 40
 BACKWARD_SHARE = 0.2  # of these, before the bucket is handed over
 GLOO_THREADS = 2  # torch's default: collectives of one group that run side by side
 
@@ -42,27 +41,28 @@ def cluster_of(machine: Mapping[str, float], title: str) -> Cluster:
     """Describe the cluster in the title of a record: ranks on two cores, with the fitted times and rates of a core."""
     layout, rates, delay = title.partition("emulated: ")[2].split(", ")
     words = layout.split()
-    known = known_clusters.cluster_of("netlab", int(words[0]))
-    assert isinstance(known.transport, Gloo)
+    described = known_clusters.cluster_of("netlab", int(words[0]))
+    assert isinstance(described.transport, Gloo)
     fitted = {name: machine[name] for name in ("stage_s", "message_s", "segment_s", "ring_share")}
-    links = [
-        Link(latency_s=float(delay.split()[0]) / 1e6, bytes_per_s=float(each) * 1e6 / 8)
-        for each in rates.split()[0].split(",")  # of the hosts; one: of all
-    ]
+    latency_s = float(delay.split()[0]) / 1e6
+    links = []
+    for mbit_per_s in rates.split()[0].split(","):  # of each host; a single one: of all
+        bytes_per_s = float(mbit_per_s) * 1e6 / 8
+        links.append(Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
     return replace(
-        known,
+        described,
         ranks_per_node=int(words[3]),
-        inside=replace(known.inside, bytes_per_s=machine["bytes_per_s"]),
+        inside=replace(described.inside, bytes_per_s=machine["bytes_per_s"]),
         across=max(links, key=lambda link: link.bytes_per_s),
         groups=tuple(NodeGroup(across=link) for link in links),
-        transport=replace(known.transport, **fitted),
+        transport=replace(described.transport, **fitted),
         is_interleaved="interleaved" in layout,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Row of a record of what was measured between hosts, in a setting as its title says. And its prediction.
+    """Row of a record of measurements between hosts, in the setting of its title, with its prediction.
 
     The networks' steps are of an earlier commit, whose buckets were of up to 25 MiB whatever their number.
     """
@@ -74,37 +74,32 @@ class Checked:
 
     @cached_property
     def ratio(self) -> float:
-        """Predicted over measured time."""
+        """Ratio of predicted to measured time."""
         return self.seconds(cluster_of(self.machine, self.setting)) / float(self.row["median_s"])
 
     @property
     def is_held(self) -> bool:
         """Return whether the interval holds the measurement."""
         ends = bounds(cluster_of(self.machine, self.setting))
-        return ends is not None and self.seconds(ends[0]) <= self.row["median_s"] <= self.seconds(
-            ends[1]
-        )
+        if ends is None:
+            return False
+        fastest, slowest = ends
+        return self.seconds(fastest) <= self.row["median_s"] <= self.seconds(slowest)
 
     def seconds(self, cluster: Cluster) -> float:
         """Predict the seconds on a cluster."""
-        is_network = "step_resnet50" in self.record or "step_alexnet" in self.record
-        if is_network:
+        plan = CommPlan()
+        if "step_resnet50" in self.record or "step_alexnet" in self.record:
             plan = CommPlan(num_buckets=1)
-        else:
-            plan = CommPlan()
         run = partial(simulate, cluster=cluster, on_cuda=False)
         if self.row["section"] != "allreduce":
             return self._step_s(cluster, plan, run)
-        if self.row["case"] == "float32":
-            itemsize = 4
-        else:
-            itemsize = 2
+        itemsize = 4 if self.row["case"] == "float32" else 2
         work = StepWorkload(forward_s=0.0, gradients=((self.row["num_bytes"] // itemsize, 0.0),))
         if self.row["arm"] == BACKEND:
             return run(work, plan=plan, itemsize=itemsize, algorithm="gloo_ring", cuts=[]).step_s
-        return run(
-            work, plan=replace(plan, algorithm=self.row["arm"]), itemsize=itemsize, cuts=[]
-        ).step_s
+        plan = replace(plan, algorithm=self.row["arm"])
+        return run(work, plan=plan, itemsize=itemsize, cuts=[]).step_s
 
     def _step_s(
         self, cluster: Cluster, plan: CommPlan, run: Callable[..., SimulatedSteps]
@@ -115,40 +110,35 @@ class Checked:
         assert isinstance(gloo, Gloo)
         loop_s = gloo.work_s(self.machine["step_s"], of_busiest=1, of_all=ranks)
         pass_s = BYTES_PER_ELEMENT / self.machine["memory_bytes_per_s"]
-        passes_s = gloo.work_s(pass_s, of_busiest=numel(shapes), of_all=ranks * numel(shapes))
+        total = numel(shapes)
+        passes_s = gloo.work_s(pass_s, of_busiest=total, of_all=ranks * total)
         in_backward_s = BACKWARD_SHARE * passes_s + self.row["backward_s"]
+        numels = [numel([shape]) for shape in shapes]
         work = StepWorkload(
             forward_s=loop_s / 2,
-            gradients=tuple(
-                (numel([shape]), in_backward_s * numel([shape]) / numel(shapes)) for shape in shapes
-            ),
+            gradients=tuple((number, in_backward_s * number / total) for number in numels),
             update_s=loop_s / 2 + (1 - BACKWARD_SHARE) * passes_s,
         )
         arm = self.row["arm"].partition(",")[0]
         if "silent" in self.row["arm"]:
             return work.alone_s
-        if arm == STOCK or arm.endswith("_fp32"):
-            itemsize = 4
-        else:
-            itemsize = 2
+        itemsize = 4 if arm == STOCK or arm.endswith("_fp32") else 2
         if arm in (STOCK, COMPRESSED):
             tensors = [torch.empty(shape, device="meta") for shape in shapes]
-            cuts = [
-                max(bucket) + 1
-                for bucket in _compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])[0]
-            ]
-            own: dict[str, Any] = {
+            buckets, _ = _compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])
+            ring_of_ddp: dict[str, Any] = {
                 "algorithm": "gloo_ring",
-                "cuts": cuts,
+                "cuts": [max(bucket) + 1 for bucket in buckets],
                 "num_columns": GLOO_THREADS,
             }
-            return run(work, plan=plan, itemsize=itemsize, **own).step_s
-        algorithm, _, codec = arm.removesuffix("_fp32").rpartition("_")
+            return run(work, plan=plan, itemsize=itemsize, **ring_of_ddp).step_s
+        algorithm = arm.removesuffix("_fp32")
+        wire = None
+        before, _, codec = algorithm.rpartition("_")
         if codec in ("int8", "int4"):
+            algorithm = before
             wire = NodeWire(name=codec, itemsize=itemsize)
-        else:
-            wire = None
-        plan = replace(plan, algorithm=algorithm if wire else arm.removesuffix("_fp32"))
+        plan = replace(plan, algorithm=algorithm)
         return run(work, plan=plan, itemsize=itemsize, wire=wire).step_s
 
 
@@ -159,44 +149,51 @@ def checked_of(name: str, lines: Sequence[str], machine: Mapping[str, float]) ->
     return [Checked(record=name, setting=setting, row=row, machine=machine) for row in rows]
 
 
-def error_summary(found: Sequence[Checked]) -> dict[str, dict[str, float]]:
+def error_summary(checked_rows: Sequence[Checked]) -> dict[str, dict[str, float]]:
     """Return median and worst relative error by section."""
     content = {}
     for section in ("step", "overlap", "allreduce"):
-        if errors := [abs(one.ratio - 1) for one in found if one.row["section"] == section]:
+        errors = []
+        for checked in checked_rows:
+            if checked.row["section"] == section:
+                errors.append(abs(checked.ratio - 1))
+        if errors:
+            share_within = sum(error <= 0.2 for error in errors) / len(errors)
             content[section] = {
                 "num": len(errors),
                 "median": round(statistics.median(errors), 4),
                 "worst": round(max(errors), 4),
-                "share_within_20_percent": round(
-                    sum(error <= 0.2 for error in errors) / len(errors), 4
-                ),
+                "share_within_20_percent": round(share_within, 4),
             }
     return content
 
 
 def lines_of(folder: Path) -> list[str]:
     """Return the lines of a record, from its own file or from the one of all records of its topic."""
-    own = folder / "rows.jsonl"
-    if own.exists():
-        return own.read_text().splitlines()
+    path = folder / "rows.jsonl"
+    if path.exists():
+        return path.read_text().splitlines()
     lines = (folder.parent / "emulated.jsonl").read_text().splitlines()
     return [line for line in lines if json.loads(line)["record"] == folder.name]
 
 
 def checked_again() -> tuple[dict[str, Any], list[Checked], list[Checked]]:
-    """Return what the record of the check says, and what is predicted today: on equal links, and on unequal ones."""
-    first, *others = (RECORD / "rows.jsonl").read_text().splitlines()
+    """Return the record of the check, and the predictions of today: on equal links, and on unequal ones."""
+    first, *lines = (RECORD / "rows.jsonl").read_text().splitlines()
     content = json.loads(first)
-    unequal = list[list[str]]()
-    for line in others:
-        unequal += [[]] if "title" in json.loads(line) else []
-        unequal[-1].append(line)
-    ask = {"machine": content["machine"]}
-    folders = [RECORD.parents[2] / path for path in content["records"]]
-    equal = [one for at in folders for one in checked_of(at.name, lines_of(at), **ask)]
-    return (
-        content,
-        equal,
-        [one for lines in unequal for one in checked_of(RECORD.name, lines, **ask)],
-    )
+    machine = content["machine"]
+
+    equal = list[Checked]()
+    for path in content["records"]:
+        folder = RECORD.parents[2] / path
+        equal += checked_of(folder.name, lines_of(folder), machine)
+
+    sections = list[list[str]]()
+    for line in lines:
+        if "title" in json.loads(line):
+            sections.append([])
+        sections[-1].append(line)
+    unequal = list[Checked]()
+    for section in sections:
+        unequal += checked_of(RECORD.name, section, machine)
+    return content, equal, unequal

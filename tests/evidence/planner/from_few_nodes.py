@@ -9,6 +9,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 from lightning_hybrid.planning.model.cluster import HOLDS_TO, MEASURED_FROM, Cluster
 from tests.evidence.planner.between_nodes import (
@@ -27,18 +28,16 @@ def runs() -> Runs:
     """Return the rows of each system by its number of nodes."""
     result: Runs = defaultdict(lambda: defaultdict(list))
     for row in rows():
-        v = row.values
-        result[row.fabric, row.source, v["system"], v["gpus_per_node"], v["algo"]][
-            int(v["nodes"])
-        ].append(row)
+        values = row.values
+        system = (row.fabric, row.source, values["system"], values["gpus_per_node"], values["algo"])
+        result[system][int(values["nodes"])].append(row)
     return result
 
 
 def calibrated(row: MeasuredRow, few: list[MeasuredRow]) -> Cluster:
-    """Describe where a row was measured, with the curve of those on fewer nodes."""
-    return replace(
-        cluster_of(row), curves={"nccl": {each.num_bytes: each.time_s / each.now_s for each in few}}
-    )
+    """Describe the cluster of a row, with the curve that rows on fewer nodes give."""
+    curve = {small.num_bytes: small.time_s / small.now_s for small in few}
+    return replace(cluster_of(row), curves={"nccl": curve})
 
 
 @cache
@@ -46,12 +45,14 @@ def pairs() -> dict[tuple[str, int, int], list[tuple[MeasuredRow, float]]]:
     """Return rows and logarithms of measured over calibrated time, by class, few and many nodes."""
     result = defaultdict[tuple[str, int, int], list[tuple[MeasuredRow, float]]](list)
     for by_nodes in runs().values():
-        for few, many in ((a, b) for a in by_nodes for b in by_nodes if 1 < a < b):
+        for few, many in product(by_nodes, by_nodes):
+            if not 1 < few < many:
+                continue
             for row in by_nodes[many]:
-                error = math.log(
-                    row.time_s / calibrated(row, by_nodes[few]).alone_s("nccl", row.num_bytes)
-                )
-                result[class_of(row)[0], few, many].append((row, error))
+                predicted_s = calibrated(row, by_nodes[few]).alone_s("nccl", row.num_bytes)
+                error = math.log(row.time_s / predicted_s)
+                kind, _ = class_of(row)
+                result[kind, few, many].append((row, error))
     return result
 
 
@@ -59,13 +60,16 @@ def errors_of_measured() -> Errors:
     """Return errors by class of the sums that 4 nodes or more say, as far as their curve is to hold."""
     result: Errors = defaultdict(lambda: defaultdict(list))
     for (kind, few, many), errors in pairs().items():
-        for row, error in errors if few >= MEASURED_FROM and many <= HOLDS_TO * few else ():
-            result[kind, row.size][row.source].append(error)
+        if few >= MEASURED_FROM and many <= HOLDS_TO * few:
+            for row, error in errors:
+                result[kind, row.size][row.source].append(error)
     return result
 
 
 def median(kind: str, few: int, many: int) -> float:
     """Return the median error of calibrated sums from 1 MiB on."""
-    return math.expm1(
-        statistics.median(abs(e) for row, e in pairs()[kind, few, many] if row.num_bytes >= MIB)
-    )
+    errors = []
+    for row, error in pairs()[kind, few, many]:
+        if row.num_bytes >= MIB:
+            errors.append(abs(error))
+    return math.expm1(statistics.median(errors))

@@ -125,10 +125,8 @@ def nccl_rows() -> Iterator[Prediction]:
     tcp = cluster_of("cloud_100gbe", 4)
     gib = 2**30
     for algorithm in ("ring", "tree"):
-        yield (
-            f"5 x 8 H100, 4 x 400G, {algorithm}, 1 GiB",
-            bus_gb_per_s(h100, f"nccl_{algorithm}", gib),
-        )
+        gb_per_s = bus_gb_per_s(h100, f"nccl_{algorithm}", gib)
+        yield f"5 x 8 H100, 4 x 400G, {algorithm}, 1 GiB", gb_per_s
     yield "5 x 8 H100, 4 x 400G, ring, 1 MiB", 1e6 * h100.alone_s("nccl_ring", MIB)
     yield "2 x DGX A100, ring, 8 B", 1e6 * a100.alone_s("nccl_ring", 8)
     yield "DGX A100, 8 x 200G, all-reduce, large", bus_gb_per_s(a100, "nccl_ring", 8 * gib)
@@ -142,12 +140,10 @@ def nccl_rows() -> Iterator[Prediction]:
     ):
         result = cluster_of(f"dgx_{name}", num_nodes).alone_s("nccl", 16 * MIB)
         yield f"{num_nodes} x 8 {name.upper()}, 8 x {cards}G, 16 MiB", 1e6 * result
-    for name, what in (("dgx_a100", "8 A100"), ("hgx_h200", "8 H200"), ("hgx_b200", "8 B200")):
+    for name, gpus in (("dgx_a100", "8 A100"), ("hgx_h200", "8 H200"), ("hgx_b200", "8 B200")):
         for kib in (32, 1024, 131072, 2097152):
-            yield (
-                f"{what}, one node, {kib} KiB",
-                1e6 * cluster_of(name, 1).alone_s("nccl", kib * 1024),
-            )
+            time_s = cluster_of(name, 1).alone_s("nccl", kib * 1024)
+            yield f"{gpus}, one node, {kib} KiB", 1e6 * time_s
 
 
 def predictions() -> list[Prediction]:

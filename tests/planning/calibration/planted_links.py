@@ -33,14 +33,25 @@ def gloo_cluster(num_nodes, ranks_per_node, *, mbit_per_s=1000.0, latency_s=2e-4
     )
 
 
-def world_of(cluster, **more):
-    known = {"on_cuda": False, "itemsize": 2, "num_shared_cores": 2}
-    return MeasuredSetup(
-        num_nodes=cluster.num_nodes, ranks_per_node=cluster.ranks_per_node, **(known | more)
-    )
+def world_of(cluster, **options):
+    defaults = {"on_cuda": False, "itemsize": 2, "num_shared_cores": 2}
+    nodes = {"num_nodes": cluster.num_nodes, "ranks_per_node": cluster.ranks_per_node}
+    return MeasuredSetup(**nodes, **(defaults | options))
 
 
 FLOW_BYTES = 1 << 26  # the largest message of the real probes
+
+
+def _links_of_messages(cluster, world):
+    """Return the links that a message sees, by name, with what software adds to their latency."""
+    links = {}
+    if cluster.ranks_per_node > 1:
+        bytes_per_s = cluster.inside.bytes_per_s if world.on_cuda else MEMORY_BYTES_PER_S
+        links["inside"] = Link(latency_s=SOFTWARE_S, bytes_per_s=bytes_per_s)
+    if cluster.num_nodes > 1:
+        latency_s = SOFTWARE_S + cluster.across.latency_s
+        links["across"] = Link(latency_s=latency_s, bytes_per_s=cluster.across.bytes_per_s)
+    return links
 
 
 def planted(
@@ -54,54 +65,41 @@ def planted(
     backend="gloo_ring",
     sums_s=None,
 ):
-    """``sums_s``: measured instead of what the model says, by algorithm and bytes."""
+    """Return measurements of a known cluster.
+
+    `sums_s`: seconds of sums instead of what the model says, by algorithm and bytes.
+    """
     generator = np.random.default_rng(seed)
     times_s = {}
 
-    def add(kind, what, size, time_s):
+    def add(kind, target, size, time_s):
         drawn = time_s * (1 + noise * generator.standard_normal(num_samples))
-        times_s[Microbenchmark(kind=kind, what=what, num_bytes=size)] = [float(t) for t in drawn]
+        times_s[Microbenchmark(kind=kind, what=target, num_bytes=size)] = drawn.tolist()
 
-    memory = Link(
-        latency_s=SOFTWARE_S,
-        bytes_per_s=cluster.inside.bytes_per_s if world.on_cuda else MEMORY_BYTES_PER_S,
-    )
-    far = Link(
-        latency_s=SOFTWARE_S + cluster.across.latency_s, bytes_per_s=cluster.across.bytes_per_s
-    )
-    if cluster.ranks_per_node > 1:
-        places = {"inside": memory}
-    else:
-        places = {}
-    places |= {"across": far} if cluster.num_nodes > 1 else {}
-    for place, link in places.items():
+    links = _links_of_messages(cluster, world)
+    for name, link in links.items():
         for size in MESSAGES:
-            add("ping", place, size, link.seconds(size))
-        add("exchange", place, 4, link.seconds(4) + link.latency_s)
-    if "across" in places:
+            add("ping", name, size, link.seconds(size))
+        add("exchange", name, 4, link.seconds(4) + link.latency_s)
+    if "across" in links:
+        far = links["across"]
         for flows, gain in (("1", 1.0), (str(cluster.ranks_per_node), flow_gain)):
             add("flows", flows, FLOW_BYTES, 2 * far.latency_s + FLOW_BYTES / far.bytes_per_s / gain)
     add("add", "float16", ADD_BYTES, ADD_BYTES / MEMORY_BYTES_PER_S)
-    if "across" in places:
+    sums = []
+    if "across" in links:
+        turns = 1.0
+        if not world.on_cuda:
+            turns = GLOO.work_s(1.0, of_busiest=1, of_all=cluster.world_size)
         for name in CODECS:
-            if world.on_cuda:
-                turns = 1.0
-            else:
-                turns = GLOO.work_s(1.0, of_busiest=1, of_all=cluster.world_size)
-            add(
-                "codec",
-                name,
-                ADD_BYTES,
-                turns * ADD_BYTES / getattr(cluster.codec, f"{name}_bytes_per_s"),
-            )
-    sums = [*(CODED_SUMS if "across" in places else ())]
-    # others take long
-    sums += [
-        (name, size) for name in (backend, *ALGORITHMS) for size in SUM_BYTES if size <= 8 << 20
-    ]
+            bytes_per_s = getattr(cluster.codec, f"{name}_bytes_per_s")
+            add("codec", name, ADD_BYTES, turns * ADD_BYTES / bytes_per_s)
+        sums += CODED_SUMS
+    for name in (backend, *ALGORITHMS):
+        sums += [(name, size) for size in SUM_BYTES if size <= 8 << 20]  # larger ones take long
     for name, size in sums:
-        time_s = (sums_s or {}).get((name, size)) or predicted_all_reduce_s(
-            cluster, name, size, world
-        )
+        time_s = (sums_s or {}).get((name, size))
+        if time_s is None:
+            time_s = predicted_all_reduce_s(cluster, name, size, world)
         add("sum", name, size, time_s)
     return Measurements(times_s=times_s, took_s=1.0)

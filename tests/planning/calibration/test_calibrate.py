@@ -34,17 +34,15 @@ from tests.planning.calibration.planted_links import (
 
 def drawn(latency_s, bytes_per_s, *, seed, sizes=MESSAGES, burst=0, noise=0.05, num_samples=9):
     generator = np.random.default_rng(seed)
-    return {
-        size: list(
-            (latency_s + (size + min(size, burst)) / bytes_per_s)
-            * (1 + noise * generator.standard_normal(num_samples))
-        )
-        for size in sizes
-    }
+    times_s = {}
+    for size in sizes:
+        mean_s = latency_s + (size + min(size, burst)) / bytes_per_s
+        times_s[size] = list(mean_s * (1 + noise * generator.standard_normal(num_samples)))
+    return times_s
 
 
 def test_intervals_hold_the_planted_values_as_often_as_they_say():
-    """Of 120 links, 90 % intervals: a true coverage of 0.9 gives 108 +- 3.3, and fewer than 96 once in 10,000 times.
+    """A true coverage of 0.9 gives 108 +- 3.3 hits of 120 links, and fewer than 96 once in 10,000 times.
 
     A bootstrap of medians is known to be wide for few samples, so nothing is asked from above but that some miss.
     """
@@ -72,11 +70,10 @@ def test_a_size_that_is_off_is_told_and_does_not_bend_the_line():
 
 def test_single_late_samples_do_not_matter():
     times_s = drawn(1e-4, 1e8, seed=3, noise=0.0)
-    late = {
-        size: [*samples_s[:-2], 50 * samples_s[0], 9 * samples_s[0]]
-        for size, samples_s in times_s.items()
-    }
-    assert fit_line(late).latency_s == pytest.approx(1e-4)
+    for samples_s in times_s.values():
+        samples_s[-2] = 50 * samples_s[0]
+        samples_s[-1] = 9 * samples_s[0]
+    assert fit_line(times_s).latency_s == pytest.approx(1e-4)
 
 
 def test_a_burst_that_switches_store_is_found_and_noise_finds_none():
@@ -90,15 +87,13 @@ def test_a_burst_that_switches_store_is_found_and_noise_finds_none():
 
 
 def test_neither_latency_nor_rate_is_negative():
-    falling = {size: [1e-3 / (place + 1)] * 3 for place, size in enumerate(MESSAGES)}
+    falling = {size: [1e-3 / number] * 3 for number, size in enumerate(MESSAGES, 1)}
     steep = {size: [1e-9 * size**2] * 3 for size in MESSAGES}
     # By lines alone: a rate below zero, and a latency below zero.
     for times_s, latency_s, bytes_per_s in ((falling, 1e-3 / 6, math.inf), (steep, 0.0, 2.5e8)):
         fit = fit_line(times_s)
-        assert (fit.latency_s, fit.bytes_per_s) == (
-            pytest.approx(latency_s),
-            pytest.approx(bytes_per_s),
-        )
+        assert fit.latency_s == pytest.approx(latency_s)
+        assert fit.bytes_per_s == pytest.approx(bytes_per_s)
         for size, error in fit.errors:
             assert times_s[size][0] / fit.seconds(size) - 1 == pytest.approx(error)
 
@@ -139,9 +134,9 @@ def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(
     assert not result.notes
     for name in ("flat", "hierarchical", "two_level"):
         for size in (32 * KIB, MIB, 8 * MIB):
-            assert predicted_all_reduce_s(result.cluster, name, size, world) == pytest.approx(
-                predicted_all_reduce_s(truth, name, size, world), rel=0.15
-            )
+            predicted_s = predicted_all_reduce_s(result.cluster, name, size, world)
+            true_s = predicted_all_reduce_s(truth, name, size, world)
+            assert predicted_s == pytest.approx(true_s, rel=0.15), f"{name} of {size} bytes"
 
 
 def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_whose_rate_is_found():
@@ -157,16 +152,14 @@ def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_
         return {(name, size): factor * predicted_all_reduce_s(truth, name, size, world)}
 
     slow = slow_s("two_level", 2 * MIB, 1.5) | slow_s("two_level", 4 * MIB, 1.5)
-    plain, coded = (
-        calibrate(planted(truth, world, sums_s=slow | more), world).cluster
-        for more in ({}, slow_s("two_level_int8", 4 * MIB, 1.4))
-    )
+    slow_coded = slow | slow_s("two_level_int8", 4 * MIB, 1.4)
+    plain = calibrate(planted(truth, world, sums_s=slow), world).cluster
+    coded = calibrate(planted(truth, world, sums_s=slow_coded), world).cluster
     assert plain.measured_nodes == 2
     for size, factor in ((2 * MIB, 1.5), (4 * MIB, 1.5), (8 * MIB, 1.0)):
-        expected = slow_s("two_level", size, factor)["two_level", size]
-        assert predicted_all_reduce_s(plain, "two_level", size, world) == pytest.approx(
-            expected, rel=0.03
-        )
+        expected_s = slow_s("two_level", size, factor)["two_level", size]
+        predicted_s = predicted_all_reduce_s(plain, "two_level", size, world)
+        assert predicted_s == pytest.approx(expected_s, rel=0.03), f"{size} bytes"
     assert plain.codec.is_measured
     # medians of nine with 2 % of noise
     assert plain.codec.int8_bytes_per_s == pytest.approx(2e9, rel=0.03)
@@ -218,8 +211,10 @@ def measured_on_rank(limit_s, ranks_per_node):
 
 @pytest.mark.long
 def test_every_kind_is_timed_and_all_ranks_know_the_same(four_ranks):
-    first, *others = four_ranks.run(measured_on_rank, 60.0, 2)
-    assert all(other == first for other in others)
+    results = four_ranks.run(measured_on_rank, 60.0, 2)
+    first = results[0]
+    for rank, result in enumerate(results):
+        assert result == first, f"rank {rank}"
     assert {case.kind for case in first.times_s} == {
         "ping",
         "exchange",
@@ -232,7 +227,9 @@ def test_every_kind_is_timed_and_all_ranks_know_the_same(four_ranks):
     assert set(first.whats("ping")) == {"inside", "across"}
     assert set(first.whats("flows")) == {"1", "2"}
     assert set(first.whats("sum")) == {"gloo_ring", "flat", "two_level"}
-    assert all(len(times_s) == 3 and min(times_s) > 0 for times_s in first.times_s.values())
+    for case, times_s in first.times_s.items():
+        assert len(times_s) == 3, case
+        assert min(times_s) > 0, case
     assert first.took_s < 60.0
     assert first.of("ping", "across").keys() == {4, 256, 4 * KIB, 16 * KIB}
 
@@ -240,9 +237,9 @@ def test_every_kind_is_timed_and_all_ranks_know_the_same(four_ranks):
 @pytest.mark.clock
 def test_one_node_has_no_link_between_nodes_and_the_time_limit_holds(two_ranks):
     """A tenth of a second is over before the warm-up is: hardly anything is left, and nothing waits for more."""
-    found = two_ranks.run(measured_on_rank, 0.1, 2)[0]
-    assert "across" not in found.whats("ping")
-    assert found.took_s < 5.0  # the call that was under way at the end, on a busy machine
+    measurements, _ = two_ranks.run(measured_on_rank, 0.1, 2)
+    assert "across" not in measurements.whats("ping")
+    assert measurements.took_s < 5.0  # the call that was under way at the end, on a busy machine
 
 
 def test_one_rank_and_uneven_nodes_are_refused_before_anything_is_measured():

@@ -51,7 +51,8 @@ def world_on_rank():
 
 def test_ranks_of_one_machine_share_its_cores(four_ranks):
     results = four_ranks.run(world_on_rank, timeout_s=180.0)
-    assert all(world == results[0] for world in results)
+    for rank, world in enumerate(results):
+        assert world == results[0], f"rank {rank}"
     assert results[0].num_shared_cores == len(os.sched_getaffinity(0))
     assert results[0].is_interleaved
     assert (results[0].num_nodes, results[0].ranks_per_node, results[0].itemsize) == (2, 2, 4)

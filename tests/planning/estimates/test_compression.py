@@ -22,17 +22,17 @@ from lightning_hybrid.planning.model.workload import StepWorkload
 from tests.planning.model.clusters import FREE_GLOO, NCCL, cluster
 from tests.planning.model.test_cluster import topology_of
 
-INT8, INT4 = (NodeWire(name=name, itemsize=2) for name in ("int8", "int4"))
+INT8 = NodeWire(name="int8", itemsize=2)
+INT4 = NodeWire(name="int4", itemsize=2)
 SIZE = 64.0 * MIB
 SIXTEEN = StepWorkload(forward_s=0.1, gradients=((MIB, 0.025),) * 16, update_s=0.01)
 BARE = StepWorkload(forward_s=0.0, gradients=((MIB, 0.0),) * 16)
 
 
-def across_bytes(found, algorithm, wire):
-    return (
-        sum(s.work_s for s in found.stages(algorithm, SIZE, wire) if s.place == "across")
-        * found.node_bytes_per_s
-    )
+def across_bytes(coded_cluster, algorithm, wire):
+    stages = coded_cluster.stages(algorithm, SIZE, wire)
+    work_s = sum(stage.work_s for stage in stages if stage.place == "across")
+    return work_s * coded_cluster.node_bytes_per_s
 
 
 @pytest.mark.parametrize("wire", [INT8, INT4], ids=str)
@@ -59,56 +59,45 @@ def test_with_one_rank_per_node_every_algorithm_sends_the_same_coded_bytes(
     across = Link(latency_s=0.0, bytes_per_s=1e9)
     result = cluster(num_nodes, 1, transport=transport, across=across)
     (stage,) = result.stages(algorithm, SIZE, INT4)
-    assert stage.work_s * 1e9 == pytest.approx(
-        2 * (num_nodes - 1) / num_nodes * INT4.num_bytes(SIZE), rel=1e-9
-    )
+    expected_bytes = 2 * (num_nodes - 1) / num_nodes * INT4.num_bytes(SIZE)
+    assert stage.work_s * 1e9 == pytest.approx(expected_bytes, rel=1e-9)
 
 
 def test_small_gradients_are_sent_as_whole_blocks():
     """Sixteen gradients of one element become sixteen blocks of 256."""
     work = StepWorkload(forward_s=0.0, gradients=((1, 0.0),) * 16)
-    results = [
-        simulate(work, cluster(2, 2), CommPlan(), itemsize=2, on_cuda=False, wire=w)
-        for w in (None, INT8)
-    ]
-    assert [sum(bucket.numel for bucket in outcome.buckets) for outcome in results] == [
-        16,
-        16 * 256,
-    ]
+    for wire, num_elements in ((None, 16), (INT8, 16 * 256)):
+        options = {"itemsize": 2, "on_cuda": False, "wire": wire}
+        outcome = simulate(work, cluster(2, 2), CommPlan(), **options)
+        assert sum(bucket.numel for bucket in outcome.buckets) == num_elements
 
 
 def test_ranks_that_share_cores_encode_one_after_another():
     emulated = Gloo(stage_s=0.0, message_s=0.0, segment_s=0.0, num_shared_cores=2)
-    alone, shared = (
-        cluster(4, 2, transport=each).codec_s("two_level", SIZE, INT8)
-        for each in (FREE_GLOO, emulated)
-    )
-    assert shared == pytest.approx(4 * alone)  # eight ranks on two cores
+    alone_s = cluster(4, 2, transport=FREE_GLOO).codec_s("two_level", SIZE, INT8)
+    shared_s = cluster(4, 2, transport=emulated).codec_s("two_level", SIZE, INT8)
+    assert shared_s == pytest.approx(4 * alone_s)  # eight ranks on two cores
 
 
 def test_on_accelerators_every_part_of_every_node_is_a_kernel():
     rates = CodecRates.of_accelerator(4.8e12)
-    two, many = (rates.seconds(INT8, 0, num_nodes) for num_nodes in (2, 64))
-    assert two == pytest.approx(5 * rates.kernel_s)
-    assert many == pytest.approx(133 * rates.kernel_s)
+    assert rates.seconds(INT8, 0, 2) == pytest.approx(5 * rates.kernel_s)
+    assert rates.seconds(INT8, 0, 64) == pytest.approx(133 * rates.kernel_s)
     # fewer codes are read and written
     assert rates.int4_bytes_per_s > rates.int8_bytes_per_s > 4.8e12 / 6
 
 
 def test_a_measured_curve_of_sums_through_a_codec_is_theirs_alone():
-    plain, scaled = (
-        cluster(2, 2, curves=curves) for curves in ({}, {"two_level_int8": {SIZE: 1.5}})
-    )
-    assert scaled.alone_s("two_level", SIZE, INT8) == pytest.approx(
-        1.5 * plain.alone_s("two_level", SIZE, INT8)
-    )
+    plain = cluster(2, 2, curves={})
+    scaled = cluster(2, 2, curves={"two_level_int8": {SIZE: 1.5}})
+    plain_int8_s = plain.alone_s("two_level", SIZE, INT8)
+    assert scaled.alone_s("two_level", SIZE, INT8) == pytest.approx(1.5 * plain_int8_s)
     assert scaled.alone_s("two_level", SIZE, INT4) == plain.alone_s("two_level", SIZE, INT4)
     assert scaled.alone_s("two_level", SIZE) == plain.alone_s("two_level", SIZE)
-    known = cluster(2, 2, curves={"two_level": {SIZE: 1.2}, "two_level_int8": {SIZE: 1.5}})
-    assert known.alone_s("two_level", SIZE, INT8) == scaled.alone_s("two_level", SIZE, INT8)
-    assert known.alone_s("two_level", SIZE, INT4) == pytest.approx(
-        1.2 * plain.alone_s("two_level", SIZE, INT4)
-    )
+    both = cluster(2, 2, curves={"two_level": {SIZE: 1.2}, "two_level_int8": {SIZE: 1.5}})
+    assert both.alone_s("two_level", SIZE, INT8) == scaled.alone_s("two_level", SIZE, INT8)
+    plain_int4_s = plain.alone_s("two_level", SIZE, INT4)
+    assert both.alone_s("two_level", SIZE, INT4) == pytest.approx(1.2 * plain_int4_s)
 
 
 @pytest.mark.parametrize(
@@ -122,15 +111,19 @@ def test_plans_for_a_codec_add_up_in_nodes_first(transport, on_cuda):
     ask = {"itemsize": 2, "on_cuda": on_cuda}
     assert on_cuda or choose_plan([MIB] * 16, result, **ask).algorithm == "flat"
     kinds = {candidate.plan.algorithm for candidate in candidates(BARE, result, wire=INT8, **ask)}
-    assert kinds <= {"hierarchical", "two_level"} | (set() if on_cuda else {"auto"})
+    allowed = {"hierarchical", "two_level"}
+    if not on_cuda:
+        allowed.add("auto")
+    assert kinds <= allowed
     with pytest.raises(
         ValueError, match=r"`algorithm` \(='flat'\) has no stage between nodes, .* \(='int8'\)"
     ):
         simulate(BARE, result, CommPlan(algorithm="flat"), wire=INT8, **ask)
 
 
-def steps_on(mbit_per_s, work, **more):
-    result = cluster(2, 2, across=Link(latency_s=1e-4, bytes_per_s=mbit_per_s * 1e6 / 8), **more)
+def steps_on(mbit_per_s, work, **options):
+    across = Link(latency_s=1e-4, bytes_per_s=mbit_per_s * 1e6 / 8)
+    result = cluster(2, 2, across=across, **options)
     plain = simulate(work, result, CommPlan(), itemsize=2, on_cuda=False)
     coded = compressed_steps(work, result, [CommPlan()], itemsize=2, on_cuda=False)
     return wire_step(plain, result, itemsize=2, name=None), coded
@@ -151,14 +144,11 @@ def test_a_slow_link_pays_by_the_ratio_of_bytes_and_a_fast_one_or_a_slow_codec_d
 
 
 def test_where_gradients_are_fp32_float16_comes_first():
-    work = BARE
     result = cluster(2, 2, across=Link(latency_s=0.0, bytes_per_s=1e7))
-    plain = wire_step(
-        simulate(work, result, CommPlan(), itemsize=4, on_cuda=False), result, itemsize=4, name=None
-    )
-    steps = compressed_steps(
-        work, result, [CommPlan(), CommPlan(algorithm="flat")], itemsize=4, on_cuda=False
-    )
+    outcome = simulate(BARE, result, CommPlan(), itemsize=4, on_cuda=False)
+    plain = wire_step(outcome, result, itemsize=4, name=None)
+    plans = [CommPlan(), CommPlan(algorithm="flat")]
+    steps = compressed_steps(BARE, result, plans, itemsize=4, on_cuda=False)
     assert [step.name for step in steps] == ["float16", "int8", "int4"]
     assert plain.step_s / steps[0].step_s == pytest.approx(2, rel=0.05)
 

@@ -31,14 +31,18 @@ def test_the_expected_time_is_the_mean_of_simulated_runs(
     gpus, checkpoint_s, restart_s, days, elastic
 ):
     failures = Failures(checkpoint_s=checkpoint_s, restart_s=restart_s, detection_s=30.0)
-    found_s = failures.simulated_s(days * DAY_S, gpus, elastic=elastic)
-    expected_s = (failures.elastic_s if elastic else failures.restarted_s)(days * DAY_S, gpus)
-    assert statistics.fmean(found_s) == pytest.approx(expected_s, rel=0.005)
-    assert found_s == sorted(found_s)
+    work_s = days * DAY_S
+    if elastic:
+        expected_s = failures.elastic_s(work_s, gpus)
+    else:
+        expected_s = failures.restarted_s(work_s, gpus)
+    simulated_s = failures.simulated_s(work_s, gpus, elastic=elastic)
+    assert statistics.fmean(simulated_s) == pytest.approx(expected_s, rel=0.005)
+    assert simulated_s == sorted(simulated_s)
 
 
 def test_a_run_without_failures_takes_its_work_and_its_checkpoints():
-    """Of 1,000 s with checkpoints of 1 s: as many as there are intervals."""
+    """1,000 s of work have a checkpoint of 1 s for each interval."""
     never = Failures(gpu_hours=1e12, checkpoint_s=1.0)
     assert never.restarted_s(1000.0, 1, every_s=100.0) == pytest.approx(1010.0)
     assert never.elastic_s(1000.0, 1) == pytest.approx(1000.0)

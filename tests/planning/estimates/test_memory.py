@@ -30,11 +30,10 @@ def resnet_50():
 def test_bytes_per_parameter_are_those_measured_on_two_ranks(precision):
     """Nothing is fitted but the engine's buffers, 0.1. The measured rows are in the record."""
     rows = [json.loads(line) for line in (RECORD / "rows.jsonl").read_text().splitlines()[1:]]
-    measured = {
-        row["optimizer"]: row["bytes_per_parameter"]["total"]
-        for row in rows
-        if row["precision"] == precision
-    }
+    measured = {}
+    for row in rows:
+        if row["precision"] == precision:
+            measured[row["optimizer"]] = row["bytes_per_parameter"]["total"]
     assert set(measured) == {"sgd", "lars", "lars_fused", "adamw", "lamb", "lamb_fused"}
     for name, total in measured.items():
         optimizer, _, fused = name.partition("_")
@@ -46,18 +45,13 @@ def test_zeros_table_follows_from_dtypes():
     """7.5 billion parameters on 64 ranks, K = 12: Rajbhandari et al. 2019, in GB."""
     adam = StateBytes(weights=2, gradients=2, masters=4, optimizer=8, rest=0)
     part = 1 / 64
-    stages = [
-        {},
-        {"state_share": part},
-        {"state_share": part, "gradient_share": part},
-        {"state_share": part, "gradient_share": part, "weight_share": part},
-    ]
-    assert [round(7.5 * adam.per_parameter(**shares), 1) for shares in stages] == [
-        120.0,
-        31.4,
-        16.6,
-        1.9,
-    ]
+    for shares, expected_gb in (
+        ({}, 120.0),
+        ({"state_share": part}, 31.4),
+        ({"state_share": part, "gradient_share": part}, 16.6),
+        ({"state_share": part, "gradient_share": part, "weight_share": part}, 1.9),
+    ):
+        assert round(7.5 * adam.per_parameter(**shares), 1) == expected_gb, shares
 
 
 @pytest.mark.parametrize(
@@ -68,30 +62,26 @@ def test_a_shared_update_leaves_small_tensors_whole(optimizer, bytes_each):
     """ResNet-50 on 1, 2, 4 and 8 ranks per node. 3 % of it is in tensors of fewer than 8 parts."""
     state = StateBytes.of(precision="16-true", optimizer=optimizer, copies_gradients=False)
     numels = resnet_50()
-    results = [
-        state.per_parameter(state_share=shared_share(numels, ranks)) for ranks in (1, 2, 4, 8)
-    ]
+    shares = [shared_share(numels, ranks) for ranks in (1, 2, 4, 8)]
+    results = [state.per_parameter(state_share=share) for share in shares]
     assert results == pytest.approx(bytes_each, abs=0.006)
     # as many parts as ranks
-    assert (shared_share([3 * BLOCK + 1], 4), shared_share([3 * BLOCK], 4)) == (
-        1 / 4,
-        1.0,
-    )
+    assert shared_share([3 * BLOCK + 1], 4) == 1 / 4
+    assert shared_share([3 * BLOCK], 4) == 1.0
     assert results[-1] > state.per_parameter(state_share=1 / 8) + 0.1
     # Of the world it is tensors of one block that stay.
-    assert (
-        shared_share([BLOCK + 1], 64, is_world=True),
-        shared_share([BLOCK], 64, is_world=True),
-    ) == (1 / 64, 1.0)
+    assert shared_share([BLOCK + 1], 64, is_world=True) == 1 / 64
+    assert shared_share([BLOCK], 64, is_world=True) == 1.0
 
 
-def choices(**more):
-    """A hundred blocks of parameters. 1 GB of activations for 8 images, of which 0.2 GB are no image's."""
-    known = {
-        "states": {
-            name: StateBytes.of(precision=name, optimizer="lars", copies_gradients=False)
-            for name in ("32-true", "16-true")
-        },
+def state_of_lars(precision):
+    return StateBytes.of(precision=precision, optimizer="lars", copies_gradients=False)
+
+
+def choices(**changes):
+    """Make choices of a hundred blocks of parameters. 8 images have 1 GB of activations, 0.2 GB of it shared."""
+    defaults = {
+        "states": {"32-true": state_of_lars("32-true"), "16-true": state_of_lars("16-true")},
         "activations": {
             ("32-true", False): (3e8, 1e9),
             ("32-true", True): (2e8, 3.4e8),
@@ -107,14 +97,14 @@ def choices(**more):
         "gather_s": 0.1,
         "gather_all_s": 0.3,
     }
-    return MemoryChoices(**{**known, **more})
+    return MemoryChoices(**{**defaults, **changes})
 
 
 def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
     total = 100 * BLOCK
-    found = {need.settings: need for need in choices().needs()}
+    needs = {need.settings: need for need in choices().needs()}
     # precision, batches of 8, 4, 2, 1, sharing, re-materialisation
-    assert len(found) == 2 * 4 * 5 * 2
+    assert len(needs) == 2 * 4 * 5 * 2
     node = "strategy.shard_update=node"
     again = "model.checkpoint_activations=true"
     all_ranks = "strategy=fsdp2"
@@ -136,8 +126,8 @@ def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
         ),
     }
     for settings, (num_bytes, extra_s) in expected.items():
-        assert found[settings].total_bytes == pytest.approx(num_bytes)
-        assert found[settings].extra_s == pytest.approx(extra_s)
+        assert needs[settings].total_bytes == pytest.approx(num_bytes)
+        assert needs[settings].extra_s == pytest.approx(extra_s)
     short = choices(forward_s=0.1, activations={("16-true", False): (total, total)})
     need = short.need("16-true", 8, sharing="world")
     assert need.extra_s == pytest.approx(0.2)
@@ -163,19 +153,17 @@ def test_what_to_try_alone_comes_by_its_time_for_what_it_saves_and_the_fewest_se
         ("precision=16-true",),
         ("batch_size_per_rank=4",),
     ]
-    assert [len(need.settings) for need in fitting] == sorted(
-        len(need.settings) for need in fitting
-    )
-    assert all(need.settings for need in fitting)
+    num_settings = [len(need.settings) for need in fitting]
+    assert num_settings == sorted(num_settings)
+    assert num_settings[0] > 0
 
 
 def test_what_there_is_nothing_to_share_with_is_not_tried_and_a_tenth_of_the_device_stays_free():
     of_all = [("strategy.shard_update=world",), ("strategy=fsdp2",)]
     host = ("strategy=fsdp2 strategy.offload=true",)
     for world_size, expected in ((1, [(), host]), (2, [(), *of_all, host])):
-        alone = choices(
-            activations={("32-true", False): (1.0, 1.0)}, ranks_per_node=1, batch_size=1
-        )
+        activations = {("32-true", False): (1.0, 1.0)}
+        alone = choices(activations=activations, ranks_per_node=1, batch_size=1)
         needs = replace(alone, world_size=world_size).needs()
         assert [need.settings for need in needs] == expected
     need = MemoryNeed(settings=(), state_bytes=60.0, activation_bytes=30.0)

@@ -21,8 +21,8 @@ RANKS = st.integers(1, 5)
 ROUNDS = st.integers(1, 4)
 
 
-def even(num_stages, **more):
-    return [StageLoad(forward_s=1.0, backward_s=2.0, kept_bytes=1.0, **more)] * num_stages
+def even(num_stages, **options):
+    return [StageLoad(forward_s=1.0, backward_s=2.0, kept_bytes=1.0, **options)] * num_stages
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -32,14 +32,11 @@ def test_an_even_pipeline_takes_what_the_formula_says(schedule, num_ranks, round
     per_rank = PER_RANK[schedule]
     num_micro = num_ranks * rounds
     loads = even(num_ranks * per_rank)
-    tasks = simulate_pipeline(
-        schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads
-    )
-    expected_s = 3 * (num_micro * per_rank + num_ranks - 1)
-    assert pipeline_step_s(tasks, loads) == pytest.approx(expected_s)
-    assert waiting_share(tasks) == pytest.approx(
-        (num_ranks - 1) / (per_rank * num_micro + num_ranks - 1)
-    )
+    order = schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank)
+    tasks = simulate_pipeline(order, loads)
+    num_slots = num_micro * per_rank + num_ranks - 1
+    assert pipeline_step_s(tasks, loads) == pytest.approx(3 * num_slots)
+    assert waiting_share(tasks) == pytest.approx((num_ranks - 1) / num_slots)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -52,35 +49,37 @@ def test_every_stage_does_every_micro_batch_once_after_what_it_needs(
     per_rank = PER_RANK[schedule]
     num_micro = num_ranks * rounds
     times = st.floats(0.1, 10)
-    loads = [
-        StageLoad(
+    send_times = st.floats(0, 1)
+    loads = []
+    for _ in range(num_ranks * per_rank):
+        load = StageLoad(
             forward_s=data.draw(times),
             backward_s=data.draw(times),
-            send_s=data.draw(st.floats(0, 1)),
+            send_s=data.draw(send_times),
         )
-        for _ in range(num_ranks * per_rank)
-    ]
-    tasks = simulate_pipeline(
-        schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads
-    )
-    spans = {
-        (task.stage, task.microbatch, task.is_forward): task
-        for of_rank in tasks
-        for task in of_rank
-    }
-    assert len(spans) == 2 * num_micro * len(loads) == sum(map(len, tasks))
-    for of_rank in tasks:
-        assert all(one.end_s <= other.begin_s for one, other in pairwise(of_rank))
+        loads.append(load)
+    order = schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank)
+    tasks = simulate_pipeline(order, loads)
+    spans = {}
+    for tasks_of_rank in tasks:
+        for task in tasks_of_rank:
+            spans[task.stage, task.microbatch, task.is_forward] = task
+        for task, next_task in pairwise(tasks_of_rank):
+            assert task.end_s <= next_task.begin_s
+    assert len(spans) == 2 * num_micro * len(loads)
+    assert sum(map(len, tasks)) == len(spans)
+
+    last = len(loads) - 1
     for (stage, micro, is_forward), task in spans.items():
-        last = len(loads) - 1
-        if is_forward and stage:
-            assert task.begin_s >= spans[stage - 1, micro, True].end_s + loads[stage - 1].send_s
-        elif not is_forward:
-            if stage == last:
-                needed = spans[stage, micro, True]
-            else:
-                needed = spans[stage + 1, micro, False]
-            assert task.begin_s >= needed.end_s + (0 if stage == last else loads[stage].send_s)
+        if is_forward and stage == 0:
+            continue
+        if is_forward:
+            arrives_s = spans[stage - 1, micro, True].end_s + loads[stage - 1].send_s
+        elif stage == last:
+            arrives_s = spans[stage, micro, True].end_s
+        else:
+            arrives_s = spans[stage + 1, micro, False].end_s + loads[stage].send_s
+        assert task.begin_s >= arrives_s
 
 
 def test_micro_batches_alive_are_those_that_torch_keeps():
@@ -93,10 +92,8 @@ def test_micro_batches_alive_are_those_that_torch_keeps():
     ):
         per_rank = PER_RANK[schedule]
         order = schedule_tasks(schedule, 4, num_micro, stages_per_rank=per_rank)
-        assert [most_kept_bytes(tasks, even(4 * per_rank)) for tasks in order] == alive, (
-            schedule,
-            num_micro,
-        )
+        kept = [most_kept_bytes(tasks, even(4 * per_rank)) for tasks in order]
+        assert kept == alive, f"{schedule} of {num_micro}"
 
 
 def test_gradients_are_hidden_by_the_last_backward_and_by_earlier_stages():

@@ -18,10 +18,10 @@ RANKS = st.integers(1, 16)
 LINKS = st.builds(Link, latency_s=st.floats(0, 1e-2), bytes_per_s=st.floats(1e6, 1e12))
 
 
-def cluster(num_nodes=2, ranks_per_node=2, transport=FREE_GLOO, **more):
+def cluster(num_nodes=2, ranks_per_node=2, transport=FREE_GLOO, **options):
     return Cluster(
         num_nodes=num_nodes,
         ranks_per_node=ranks_per_node,
         transport=transport,
-        **{"inside": FAST, "across": SLOW, **more},
+        **{"inside": FAST, "across": SLOW, **options},
     )

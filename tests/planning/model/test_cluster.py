@@ -37,15 +37,14 @@ from tests.planning.model.clusters import (
 MIB = 2**20
 
 
-def topology_of(found):
-    ranks = found.world_size
-    nodes = found.num_nodes
-    if found.is_interleaved:
-        return Topology(
-            rank=0, nodes=tuple(tuple(range(node, ranks, nodes)) for node in range(nodes))
-        )
+def topology_of(cluster):
+    num_ranks = cluster.world_size
+    num_nodes = cluster.num_nodes
+    if cluster.is_interleaved:
+        nodes = [tuple(range(node, num_ranks, num_nodes)) for node in range(num_nodes)]
+        return Topology(rank=0, nodes=tuple(nodes))
     return Topology.from_ranks_per_node(
-        rank=0, world_size=ranks, ranks_per_node=found.ranks_per_node
+        rank=0, world_size=num_ranks, ranks_per_node=cluster.ranks_per_node
     )
 
 
@@ -59,9 +58,8 @@ def test_links_carry_the_bytes_that_an_emulated_cluster_counts(
     """traffic.py is held to the kernels' counters by tests/netlab. Here the model is held to traffic.py."""
     result = cluster(num_nodes, ranks, is_interleaved=is_interleaved)
     size = 64.0 * MIB
-    across = sum(
-        stage.work_s for stage in result.stages(algorithm, size) if stage.place == "across"
-    )
+    stages = result.stages(algorithm, size)
+    across = sum(stage.work_s for stage in stages if stage.place == "across")
     counted = traffic_of(algorithm, topology_of(result), size).across
     assert across * result.node_bytes_per_s == pytest.approx(counted, rel=1e-12)
 
@@ -78,7 +76,7 @@ OVER += [(NCCL, name) for name in (*OURS, *PEERS) if not name.startswith("gloo")
 def test_nothing_beats_the_bytes_that_must_leave_a_node(
     transport, algorithm, num_bytes, num_nodes, ranks, across
 ):
-    """Of NCCL the rate alone: it has latencies of its own."""
+    """For NCCL only the rate is compared, as it has latencies of its own."""
     if transport is NCCL:
         across = Link(latency_s=0.0, bytes_per_s=max(across.bytes_per_s, 1e8))
     result = cluster(num_nodes, ranks, transport=transport, across=across)
@@ -90,22 +88,19 @@ def test_nothing_beats_the_bytes_that_must_leave_a_node(
 @given(num_bytes=BYTES, num_nodes=st.integers(2, 300))
 def test_with_one_rank_per_node_all_hierarchies_are_one(transport, num_bytes, num_nodes):
     result = cluster(num_nodes, 1, transport=transport)
-    times_s = {
-        result.alone_s(name, num_bytes) for name in ("parallel_flat", "hierarchical", "two_level")
-    }
+    hierarchies = ("parallel_flat", "hierarchical", "two_level")
+    times_s = {result.alone_s(name, num_bytes) for name in hierarchies}
     assert len(times_s) == 1
 
 
 def test_chunks_are_those_of_the_engine():
     for numel in (1, 17, 1000, 12345, 10**6):
+        flat = torch.empty(numel, dtype=torch.half)
         for num_chunks in (1, 2, 3, 4, 7, 30):
-            bucket = InFlightBucket(
-                flat=torch.empty(numel, dtype=torch.half), plan=None, finish=None
-            )
+            bucket = InFlightBucket(flat=flat, plan=None, finish=None)
             bucket.split(lambda part: None, num_chunks, checksum=None)
-            assert workload.chunk_sizes_bytes(2 * numel, num_chunks, 2) == [
-                chunk.num_bytes for chunk in bucket.chunks
-            ]
+            of_engine = [chunk.num_bytes for chunk in bucket.chunks]
+            assert workload.chunk_sizes_bytes(2 * numel, num_chunks, 2) == of_engine
 
 
 def test_before_its_model_nccl_took_ll_up_to_a_size():
@@ -117,13 +112,12 @@ def test_before_its_model_nccl_took_ll_up_to_a_size():
 
 
 def test_a_link_slower_than_nccl_thinks_counts():
-    fast, slow = (Link(latency_s=latency_s, bytes_per_s=1e9) for latency_s in (0.0, 1e-3))
+    fast = Link(latency_s=0.0, bytes_per_s=1e9)
+    slow = Link(latency_s=1e-3, bytes_per_s=1e9)
     ask = {"num_nodes": 3, "ranks_per_node": 1, "inside": fast, "algorithm": "ring"}
-    more = (
-        NCCL.all_reduce(4, across=slow, **ask).latency_s
-        - NCCL.all_reduce(4, across=fast, **ask).latency_s
-    )
-    assert more == pytest.approx(4 * (1e-3 - 2.7e-6), rel=1e-6)
+    fast_s = NCCL.all_reduce(4, across=fast, **ask).latency_s
+    slow_s = NCCL.all_reduce(4, across=slow, **ask).latency_s
+    assert slow_s - fast_s == pytest.approx(4 * (1e-3 - 2.7e-6), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +147,7 @@ def test_a_link_slower_than_nccl_thinks_counts():
         (lambda: ring(1.0, 0, FAST), r"`num_ranks` \(=0\) must be a whole number"),
     ],
 )
-def test_what_cannot_be_is_refused(call, message):
+def test_impossible_clusters_links_and_algorithms_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -164,14 +158,16 @@ A_LITTLE_LESS = 1 - 1e-9  # the sums are of floats, in different orders
 
 @pytest.mark.parametrize("name", FLAT)
 @settings(max_examples=25)
-@given(few=BYTES, more=BYTES, num_ranks=NODES, link=LINKS)
+@given(sizes=st.tuples(BYTES, BYTES), num_ranks=NODES, link=LINKS)
 def test_more_bytes_never_take_less_time_and_nothing_beats_the_bound_between_nodes(
-    name, few, more, num_ranks, link
+    name, sizes, num_ranks, link
 ):
-    times_s = [FLAT[name](num_bytes, num_ranks, link).total_s for num_bytes in sorted((few, more))]
-    assert times_s[0] <= times_s[1]
-    assert times_s[1] >= least_s(max(few, more), num_nodes=num_ranks, across=link) * A_LITTLE_LESS
-    assert FLAT[name](more, 1, link) == Cost(), "one rank has nothing to do"
+    few, many = sorted(sizes)
+    few_s = FLAT[name](few, num_ranks, link).total_s
+    many_s = FLAT[name](many, num_ranks, link).total_s
+    assert few_s <= many_s
+    assert many_s >= least_s(many, num_nodes=num_ranks, across=link) * A_LITTLE_LESS
+    assert FLAT[name](many, 1, link) == Cost(), "one rank has nothing to do"
 
 
 @settings(max_examples=25)

@@ -33,21 +33,23 @@ def latency_us(nccl, algorithm, num_bytes=0.0, num_nodes=NODES):
     return 1e6 * nccl.all_reduce(num_bytes, algorithm=algorithm, **ask).latency_s
 
 
-@pytest.mark.parametrize("place", range(3), ids=PROTOCOLS.__getitem__)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("algorithm", ["tree", "ring"])
 @pytest.mark.parametrize("inside", ["nvlink", "pci"])
-def test_hops_take_what_the_tables_say(inside, algorithm, place):
+def test_hops_take_what_the_tables_say(inside, algorithm, protocol):
     """Rings: 2 (P - 1) hops, 2 (N - 1) of them between nodes. Trees: up and down k - 1 ranks and log2 N nodes."""
-    intra, inter = (HARDWARE_LATENCIES[where][algorithm][place] for where in (inside, "net"))
+    column = PROTOCOLS.index(protocol)
+    inside_us = HARDWARE_LATENCIES[inside][algorithm][column]
+    across_us = HARDWARE_LATENCIES["net"][algorithm][column]
     if algorithm == "tree":
-        hops = 2 * ((RANKS - 1) * intra + math.log2(NODES) * inter)
+        hops_us = 2 * ((RANKS - 1) * inside_us + math.log2(NODES) * across_us)
     else:
-        overhead = 1.0 * (3 if PROTOCOLS[place] == "simple" else 1)  # of a host by Intel
-        hops = (2 * (NODES * RANKS - 1) - 2 * (NODES - 1)) * max(intra, overhead) + 2 * (
-            NODES - 1
-        ) * inter
-    result = latency_us(Nccl(inside=inside, protocols=(PROTOCOLS[place],)), algorithm)
-    assert result == pytest.approx(BASE_LATENCIES[algorithm][place] + hops)
+        overhead_us = 3.0 if protocol == "simple" else 1.0  # of a host by Intel
+        num_across = 2 * (NODES - 1)
+        num_inside = 2 * (NODES * RANKS - 1) - num_across
+        hops_us = num_inside * max(inside_us, overhead_us) + num_across * across_us
+    result = latency_us(Nccl(inside=inside, protocols=(protocol,)), algorithm)
+    assert result == pytest.approx(BASE_LATENCIES[algorithm][column] + hops_us)
 
 
 FAST = Link(latency_s=0.0, bytes_per_s=1e15)
@@ -64,9 +66,9 @@ def test_a_channel_of_an_nvls_tree_has_a_limit_that_two_nodes_share_less(num_nod
         "across": FAST,
         "num_nics": 8,
     }
-    found_s = nccl.all_reduce(2**33, algorithm="nvls_tree", **ask).transfer_s
+    transfer_s = nccl.all_reduce(2**33, algorithm="nvls_tree", **ask).transfer_s
     ranks = 8 * num_nodes
-    assert found_s == pytest.approx(2 * (ranks - 1) / ranks * 2**33 / (8 * limit))
+    assert transfer_s == pytest.approx(2 * (ranks - 1) / ranks * 2**33 / (8 * limit))
 
 
 def test_a_tree_fills_by_rounds_of_channels_and_chunks():
@@ -84,11 +86,11 @@ def test_the_plug_in_chooses_in_place_of_nccl():
     """On p5 sums up to 31.4 MB of 16 ranks go by trees with LL128, where NCCL itself would take another."""
     ask = {"num_nodes": 2, "ranks_per_node": 8, "inside": FREE, "across": FAST, "num_nics": 8}
     of_plugin = Nccl(inside="nvlink", generation="hopper", fabric="efa", plugin="aws_p5")
-    own = replace(of_plugin, plugin=None)
-    only = replace(of_plugin, protocols=("ll128",))
-    assert of_plugin.all_reduce(31e6, **ask) == only.all_reduce(31e6, algorithm="tree", **ask)
-    assert own.all_reduce(31e6, **ask) != of_plugin.all_reduce(31e6, **ask)
-    assert own.all_reduce(32e6, **ask) == of_plugin.all_reduce(32e6, **ask)
+    of_nccl = replace(of_plugin, plugin=None)
+    ll128 = replace(of_plugin, protocols=("ll128",))
+    assert of_plugin.all_reduce(31e6, **ask) == ll128.all_reduce(31e6, algorithm="tree", **ask)
+    assert of_nccl.all_reduce(31e6, **ask) != of_plugin.all_reduce(31e6, **ask)
+    assert of_nccl.all_reduce(32e6, **ask) == of_plugin.all_reduce(32e6, **ask)
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,13 @@ SIXTEEN = StepWorkload(forward_s=0.1, gradients=((MIB, 0.025),) * 16, update_s=0
 RDMA = Link(latency_s=0.0, bytes_per_s=1e10)
 
 
-def on_gpus(num_nodes=4, ranks_per_node=8, across=RDMA, **more):
-    return cluster(
-        num_nodes,
-        ranks_per_node,
-        transport=NCCL,
-        inside=Link(latency_s=0.0, bytes_per_s=1e11),
-        across=across,
-    )
+def on_gpus(num_nodes=4, ranks_per_node=8, across=RDMA):
+    inside = Link(latency_s=0.0, bytes_per_s=1e11)
+    return cluster(num_nodes, ranks_per_node, transport=NCCL, inside=inside, across=across)
+
+
+def simulated(work, cluster, plan=PLAN, **options):
+    return simulate(work, cluster, plan, itemsize=2, **options)
 
 
 @settings(max_examples=25)
@@ -39,16 +38,16 @@ def test_a_step_is_never_shorter_than_its_arithmetic_nor_than_its_bytes(
 ):
     work = StepWorkload(forward_s=0.0, gradients=((4 * MIB, backward_s),) * 4)
     result = on_gpus(num_nodes, ranks, across=Link(latency_s=0.0, bytes_per_s=rate))
-    outcome = simulate(work, result, PLAN, itemsize=2)
+    outcome = simulated(work, result)
     assert outcome.step_s >= work.alone_s
     assert outcome.step_s >= result.least_s(16 * MIB * 2)
     assert 0 < outcome.efficiency <= 1
 
 
 def test_one_rank_alone_has_nothing_to_wait_for():
-    outcome = simulate(SIXTEEN, on_gpus(1, 1), PLAN, itemsize=2)
+    outcome = simulated(SIXTEEN, on_gpus(1, 1))
     slow = StepWorkload(forward_s=0.1, gradients=((MIB, 0.1),), input_s=2.0)
-    assert simulate(slow, on_gpus(1, 1), PLAN, itemsize=2).step_s == 2.0, "but for its input"
+    assert simulated(slow, on_gpus(1, 1)).step_s == 2.0, "but for its input"
     assert outcome.step_s == pytest.approx(0.1 + 16 * 0.025 + 0.01)
     assert outcome.exposed_s.tolist() == [0.0]
 
@@ -58,19 +57,16 @@ def test_everything_waits_for_the_slowest_nodes():
     few = SIXTEEN.scaled(1e-6)
     many = SIXTEEN
     slow = Link(latency_s=1e-5, bytes_per_s=RDMA.bytes_per_s / 4)
-    for work, group, same in (
+    for work, group, all_slow in (
         (few, NodeGroup(across=slow), replace(on_gpus(), across=slow)),
         (many, NodeGroup(slowdown=1.5), on_gpus()),
     ):
-        result = simulate(work, replace(on_gpus(), groups=[group]), PLAN, itemsize=2)
-        assert result.step_s == pytest.approx(
-            simulate(work.scaled(group.slowdown), same, PLAN, itemsize=2).step_s
-        )
-        assert result.step_s > 1.4 * simulate(work, on_gpus(), PLAN, itemsize=2).step_s
-        assert (
-            simulate(work, replace(on_gpus(1), groups=[group]), PLAN, itemsize=2).alone_s
-            == work.alone_s
-        )
+        step_s = simulated(work, replace(on_gpus(), groups=[group])).step_s
+        expected_s = simulated(work.scaled(group.slowdown), all_slow).step_s
+        assert step_s == pytest.approx(expected_s)
+        assert step_s > 1.4 * simulated(work, on_gpus()).step_s
+        one_node = replace(on_gpus(1), groups=[group])
+        assert simulated(work, one_node).alone_s == work.alone_s
 
 
 def test_sums_slow_the_arithmetic_beside_them_down():
@@ -78,9 +74,9 @@ def test_sums_slow_the_arithmetic_beside_them_down():
 
     Mutation: what is taken is not given back to backward.
     """
-    result = replace(on_gpus(), taken_share=0.125)
     plan = CommPlan(num_buckets=16)
-    plain, slowed = (simulate(SIXTEEN, each, plan, itemsize=2) for each in (on_gpus(), result))
+    plain = simulated(SIXTEEN, on_gpus(), plan)
+    slowed = simulated(SIXTEEN, replace(on_gpus(), taken_share=0.125), plan)
     beside_s = plain.first.busy_s - plain.first.exposed_s
     assert slowed.step_s - plain.step_s == pytest.approx(0.125 * beside_s, rel=0.02)
     assert slowed.exposed_s[0] == pytest.approx(plain.exposed_s[0])
@@ -101,10 +97,9 @@ def test_segments_end_where_they_are_cut():
     numels = [5, 7, 11, 13]
     results = buckets_of(numels, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[3])
     assert [bucket.numel for bucket in results] == [23, 13]
-    each = buckets_of(numels, on_gpus(), PLAN, itemsize=4, on_cuda=True, cuts=range(1, 4))
-    assert [(bucket.numel, bucket.dtype) for bucket in each] == [
-        (numel, "float32") for numel in numels
-    ]
+    singles = buckets_of(numels, on_gpus(), PLAN, itemsize=4, on_cuda=True, cuts=range(1, 4))
+    assert [bucket.numel for bucket in singles] == numels
+    assert {bucket.dtype for bucket in singles} == {"float32"}
     with pytest.raises(
         ValueError, match=r"`cuts` \(=\[5\]\) must be places from 0 to the number of tensors \(4\)"
     ):
@@ -127,29 +122,31 @@ def test_a_spread_that_is_none_and_work_without_gradients_are_refused(relative_s
 
 def test_the_step_is_the_slowest_ranks():
     jitter = Jitter(slow_share=1.0, slow_factor=3.0)
-    found, slow = (
-        simulate(SIXTEEN, on_gpus(), PLAN, itemsize=2, jitter=j) for j in (Jitter(), jitter)
-    )
-    assert slow.step_s - slow.exposed_s[0] == pytest.approx(3 * (found.step_s - found.exposed_s[0]))
+    plain = simulated(SIXTEEN, on_gpus(), jitter=Jitter())
+    slow = simulated(SIXTEEN, on_gpus(), jitter=jitter)
+    plain_arithmetic_s = plain.step_s - plain.exposed_s[0]
+    assert slow.step_s - slow.exposed_s[0] == pytest.approx(3 * plain_arithmetic_s)
 
 
 def test_more_ranks_wait_longer_for_the_slowest():
     """The largest of n normal samples is about sqrt(2 ln n) standard deviations above the mean, from below."""
     jitter = Jitter(relative_std=0.01)
-    of_16, of_4096 = (jitter.slowest(num_ranks, 200).mean() for num_ranks in (16, 4096))
+    of_16 = jitter.slowest(16, 200).mean()
+    of_4096 = jitter.slowest(4096, 200).mean()
     assert 1 < of_16 < of_4096 < 1 + 0.01 * np.sqrt(2 * np.log(4096))
     assert of_16 < 1 + 0.01 * np.sqrt(2 * np.log(16))
 
 
 def test_quantiles_are_of_the_steps_and_the_seed_repeats_them():
-    ask = {"itemsize": 2, "jitter": Jitter(relative_std=0.05, seed=3), "num_steps": 50}
-    one, same = (simulate(SIXTEEN, on_gpus(), PLAN, **ask) for _ in range(2))
-    assert one.steps_s.tolist() == same.steps_s.tolist()
-    assert one.steps_s.min() < one.quantile_s(0.5) < one.quantile_s(0.99) <= one.steps_s.max()
-    other = simulate(
-        SIXTEEN, on_gpus(), PLAN, itemsize=2, jitter=Jitter(relative_std=0.05, seed=4), num_steps=50
-    )
-    assert other.steps_s.tolist() != one.steps_s.tolist()
+    jitter = Jitter(relative_std=0.05, seed=3)
+    outcome = simulated(SIXTEEN, on_gpus(), jitter=jitter, num_steps=50)
+    again = simulated(SIXTEEN, on_gpus(), jitter=jitter, num_steps=50)
+    assert outcome.steps_s.tolist() == again.steps_s.tolist()
+    fastest_s = outcome.steps_s.min()
+    slowest_s = outcome.steps_s.max()
+    assert fastest_s < outcome.quantile_s(0.5) < outcome.quantile_s(0.99) <= slowest_s
+    of_seed_4 = simulated(SIXTEEN, on_gpus(), jitter=replace(jitter, seed=4), num_steps=50)
+    assert of_seed_4.steps_s.tolist() != outcome.steps_s.tolist()
 
 
 @pytest.mark.clock
@@ -164,7 +161,7 @@ def test_2048_ranks_and_100_steps_take_seconds():
 def test_the_timeline_is_in_the_format_of_the_real_one_and_its_counters_see_what_the_simulator_says(
     tmp_path,
 ):
-    outcome = simulate(SIXTEEN, cluster(2, 2), PLAN, itemsize=2, on_cuda=False)
+    outcome = simulated(SIXTEEN, cluster(2, 2), on_cuda=False)
     counted = to_trace(outcome).total()
     assert (counted.num_buckets, counted.num_bytes) == (len(outcome.buckets), 16 * MIB * 2)
     assert counted.exposed_s == pytest.approx(outcome.first.exposed_s)
@@ -176,14 +173,16 @@ def test_the_timeline_is_in_the_format_of_the_real_one_and_its_counters_see_what
     real.stage(outcome.buckets[0], "ring", 0, began_s, 8)
     real.end(outcome.buckets[0], began_s)
     real.write(tmp_path / "real.json", rank=0)
-    ours, theirs = (
-        json.loads((tmp_path / name).read_text()) for name in ("ours.json", "real.json")
-    )
+    ours = json.loads((tmp_path / "ours.json").read_text())
+    theirs = json.loads((tmp_path / "real.json").read_text())
     assert ours.keys() == theirs.keys()
-    assert {tuple(sorted(event)) for event in ours["traceEvents"]} == {
-        tuple(sorted(event)) for event in theirs["traceEvents"]
-    }
-    rows = {
-        event["args"]["name"] for event in ours["traceEvents"] if event["name"] == "thread_name"
-    }
+    assert keys_of_events(ours) == keys_of_events(theirs)
+    rows = set()
+    for event in ours["traceEvents"]:
+        if event["name"] == "thread_name":
+            rows.add(event["args"]["name"])
     assert {"backward", "buckets", "two_level.0 scatter_reduce", "two_level.1 gather"} <= rows
+
+
+def keys_of_events(timeline):
+    return {tuple(sorted(event)) for event in timeline["traceEvents"]}

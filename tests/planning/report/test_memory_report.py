@@ -62,9 +62,9 @@ def test_what_is_alive_on_the_meta_device_is_what_is_alive_on_the_cpu():
     assert on_cpu == peak(on_meta(ResNet, **small), torch.empty(shape, device="meta"))
     assert on_cpu > 2 * 3 * 32 * 32 * 4
     with LiveBytes() as live:
-        one = torch.empty(100, device="meta")
-        view = one[:50].view(5, 10)  # is not counted
-        del one
+        tensor = torch.empty(100, device="meta")
+        view = tensor[:50].view(5, 10)  # is not counted
+        del tensor
         assert live.now == 400
         del view
         assert live.now == 0
@@ -86,16 +86,14 @@ def test_normalisation_without_weights_is_counted(affine):
 def test_activations_of_resnet_50_are_those_that_its_docstring_says():
     """82 MiB per image in fp32, 30 with re-materialisation."""
     network = on_meta(ResNet)
-    plain = step_bytes(network, IMAGE, batch_size=8, precision="32-true") / 8 / 2**20
-    again = (
-        step_bytes(
-            with_checkpointing(network, is_on=True), IMAGE, batch_size=8, precision="32-true"
-        )
-        / 8
-        / 2**20
-    )
+
+    def mib_per_image(network):
+        return step_bytes(network, IMAGE, batch_size=8, precision="32-true") / 8 / 2**20
+
+    plain = mib_per_image(network)
+    checkpointed = mib_per_image(with_checkpointing(network, is_on=True))
     assert 82 <= plain <= 1.06 * 82
-    assert 30 <= again <= 1.25 * 30  # and one block at a time, which is computed again
+    assert 30 <= checkpointed <= 1.25 * 30  # and one block at a time, which is computed again
     assert network.checkpoint_activations is False
     assert has_checkpointing(network)
     assert not has_checkpointing(nn.Linear(1, 1))
@@ -110,11 +108,8 @@ def test_blocks_have_all_parameters_all_flops_and_all_that_is_kept(name):
     assert sum(block.forward_flops for block in blocks) == forward_flops_per_image(network, IMAGE)
     # The peak of a step has the largest gradient of a parameter too, before it is in its bucket.
     kept = 8 * sum(block.kept_bytes for block in blocks)
-    assert (
-        kept
-        < step_bytes(network, IMAGE, batch_size=8, precision="16-true")
-        < 1.05 * kept + 2 * max(numels)
-    )
+    peak = step_bytes(network, IMAGE, batch_size=8, precision="16-true")
+    assert kept < peak < 1.05 * kept + 2 * max(numels)
 
 
 class Shortcut(nn.Module):
@@ -138,19 +133,18 @@ def test_no_cut_separates_two_uses_of_a_parameter_which_is_counted_once():
     network = on_meta(
         lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.ReLU())
     )
-    assert [block.numels for block in traced_blocks(network, (4, 1, 1))] == [
-        (16, 4),
-        (),
-        (16, 4),
-        (),
-    ]
+
+    def numels_of_blocks():
+        return [block.numels for block in traced_blocks(network, (4, 1, 1))]
+
+    assert numels_of_blocks() == [(16, 4), (), (16, 4), ()]
     network[2].weight = network[0].weight
-    assert [block.numels for block in traced_blocks(network, (4, 1, 1))] == [(16, 4, 4), ()]
+    assert numels_of_blocks() == [(16, 4, 4), ()]
 
 
-def need_of(settings, state_bytes, activation_bytes, **more):
+def need_of(settings, state_bytes, activation_bytes, **fields):
     return MemoryNeed(
-        settings=settings, state_bytes=state_bytes, activation_bytes=activation_bytes, **more
+        settings=settings, state_bytes=state_bytes, activation_bytes=activation_bytes, **fields
     )
 
 
@@ -206,10 +200,9 @@ def test_what_fits_is_said_or_what_each_setting_saves_and_the_smallest_list(
     assert result.largest_batch == largest_batch
 
 
-def choices_of(found: Scenario, usable_bytes=None, **more):
-    return pipeline_choices(
-        found, blocks_of_known("resnet50"), STATE, usable_bytes=usable_bytes, **more
-    )
+def choices_of(asked: Scenario, usable_bytes=None, **options):
+    blocks = blocks_of_known("resnet50")
+    return pipeline_choices(asked, blocks, STATE, usable_bytes=usable_bytes, **options)
 
 
 @pytest.mark.parametrize(("cluster", "num_nodes"), [("p40_roce", 1), ("dgx_h100", 16)])
@@ -217,29 +210,27 @@ def test_for_resnet_50_data_parallelism_pays_as_pipedreams_planner_said(cluster,
     result = scenario(cluster=cluster_of(cluster, num_nodes))
     choices = choices_of(result)
     assert len(choices) > 4
-    assert [choice.step_s for choice in choices] == sorted(choice.step_s for choice in choices)
-    assert what_pays(choices, result.run().step_s).startswith(
-        "Data parallelism pays: the best pipeline, of 2 ranks in"
-    )
+    steps_s = [choice.step_s for choice in choices]
+    assert steps_s == sorted(steps_s)
+    sentence = what_pays(choices, result.run().step_s)
+    assert sentence.startswith("Data parallelism pays: the best pipeline, of 2 ranks in")
 
 
 def test_a_pipeline_pays_where_weights_are_many_and_links_slow():
     """Eight layers of 4096 x 4096 on one node at 1 GB/s: 268 MB of gradients, 16 kB an image between layers."""
+    shape = (1, 64, 64)
     network = on_meta(
         lambda: nn.Sequential(nn.Flatten(), *[nn.Linear(4096, 4096) for _ in range(8)])
     )
     slow = replace(cluster_of("p40_roce", 1), inside=Link(latency_s=0.0, bytes_per_s=1e9))
-    result = scenario(
-        cluster=slow, layers=tuple(layers_of(network, (1, 64, 64))), images_per_s=2000.0
-    )
-    choices = pipeline_choices(
-        result, traced_blocks(network, (1, 64, 64)), STATE, usable_bytes=None
-    )
-    said = what_pays(choices, result.run().step_s)
-    assert said.startswith("A pipeline pays: of 8 ranks in a node (")
+    layers = tuple(layers_of(network, shape))
+    result = scenario(cluster=slow, layers=layers, images_per_s=2000.0)
+    choices = pipeline_choices(result, traced_blocks(network, shape), STATE, usable_bytes=None)
+    sentence = what_pays(choices, result.run().step_s)
+    assert sentence.startswith("A pipeline pays: of 8 ranks in a node (")
     best = choices[0]
     words = f"strategy=pipeline strategy.num_stages=8 {' '.join(best.settings[2:])}, in batches of 512 images."
-    assert said.endswith(f"To train with it: {words}")
+    assert sentence.endswith(f"To train with it: {words}")
     images = 8 * 64
     assert best.step_s >= images / 2000 / 8  # no faster than its arithmetic
     assert best.sent_bytes == (4096 * 2 * images,) * 7
@@ -249,19 +240,17 @@ def test_recomputing_blocks_needs_less_memory_and_a_third_more_time_and_what_nee
     result = scenario(cluster=cluster_of("p40_roce", 1))
     free = choices_of(result)
 
-    def best(choices):
-        asked = ("1f1b", 2, 16)
-        return next(
-            each
-            for each in choices
-            if (each.schedule, each.num_ranks, each.num_microbatches) == asked
-        )
+    def of_two_ranks(choices):
+        for choice in choices:
+            if (choice.schedule, choice.num_ranks, choice.num_microbatches) == ("1f1b", 2, 16):
+                return choice
+        raise AssertionError("there is no such choice")
 
-    plain = best(free)
-    again = best(choices_of(result, recomputes=True))
-    assert again.most_bytes < plain.most_bytes
-    assert again.step_s == pytest.approx(4 / 3 * plain.step_s, rel=0.05)
-    assert again.settings[-1] == "strategy.checkpoint_activations=true"
+    plain = of_two_ranks(free)
+    recomputed = of_two_ranks(choices_of(result, recomputes=True))
+    assert recomputed.most_bytes < plain.most_bytes
+    assert recomputed.step_s == pytest.approx(4 / 3 * plain.step_s, rel=0.05)
+    assert recomputed.settings[-1] == "strategy.checkpoint_activations=true"
     room = 0.5 * max(choice.most_bytes for choice in free)
     fitting = choices_of(result, usable_bytes=room)
     assert 0 < len(fitting) < len(free)
@@ -273,31 +262,26 @@ def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
 
     A stage's million half gradients take 2 s between two nodes at 1 MB/s, and both stages share the card.
     """
-    two = replace(
-        cluster_of("p40_roce", 1), ranks_per_node=2, across=Link(latency_s=0.0, bytes_per_s=1e6)
-    )
-    blocks = traced_blocks(
-        on_meta(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))), (1000,)
-    )
-    result = scenario(cluster=two, batch_size_per_rank=1)
-    alone, *_ = pipeline_choices(result, blocks, STATE, usable_bytes=None)
-    shared, *_ = pipeline_choices(
-        replace(result, cluster=two.of(2)), blocks, STATE, usable_bytes=None
-    )
+    slow = Link(latency_s=0.0, bytes_per_s=1e6)
+    two = replace(cluster_of("p40_roce", 1), ranks_per_node=2, across=slow)
+    network = on_meta(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000)))
+    blocks = traced_blocks(network, (1000,))
+    one_node = scenario(cluster=two, batch_size_per_rank=1)
+    two_nodes = replace(one_node, cluster=two.of(2))
+    alone, *_ = pipeline_choices(one_node, blocks, STATE, usable_bytes=None)
+    shared, *_ = pipeline_choices(two_nodes, blocks, STATE, usable_bytes=None)
     assert alone.step_s < 0.1
     # of line rate, 0.94 is payload
     assert shared.step_s == pytest.approx(2 * 2.002 / 0.94, rel=0.05)
 
 
 def peaks(**options):
-    """Bytes at the peak of a step of 16 texts of 64 tokens between two: predicted, and those of torch's tracker."""
+    """Return the bytes at the peak of a step of 16 texts of 64 tokens: predicted, and by torch's tracker."""
     torch.manual_seed(0)
     with WithoutValues():
         on_meta = Bert(**options)
-    state = StateBytes.of(
-        precision="32-true", optimizer="lamb", copies_gradients=False
-    ).per_parameter()
-    predicted = state * sum(map(torch.numel, on_meta.parameters()))
+    state = StateBytes.of(precision="32-true", optimizer="lamb", copies_gradients=False)
+    predicted = state.per_parameter() * sum(map(torch.numel, on_meta.parameters()))
     predicted += step_bytes(on_meta, [64], batch_size=16, precision="32-true")
     model = Bert(**options)
     for parameter in model.parameters():
@@ -323,17 +307,16 @@ def test_the_peak_of_a_step_of_bert_is_that_of_torch_s_tracker_within_5_percent(
         "num_hidden_layers": 3,
         "num_attention_heads": 2,
     }
-    results = [
-        peaks(intermediate_size=256, checkpoint_activations=is_on, **small)
-        for is_on in (False, True)
-    ]
-    assert all(0.95 < predicted / tracked < 1.05 for predicted, tracked in results), results
-    assert results[1][1] < 0.6 * results[0][1]
+    options = {"intermediate_size": 256, **small}
+    predicted, tracked = peaks(checkpoint_activations=False, **options)
+    assert 0.95 < predicted / tracked < 1.05
+    predicted_checkpointed, tracked_checkpointed = peaks(checkpoint_activations=True, **options)
+    assert 0.95 < predicted_checkpointed / tracked_checkpointed < 1.05
+    assert tracked_checkpointed < 0.6 * tracked
     with WithoutValues():
         network = Bert(**small)
-    assert sum(sum(layer.numels) for layer in layers_of(network, (64,))) == sum(
-        map(torch.numel, network.parameters())
-    )
+    num_parameters = sum(map(torch.numel, network.parameters()))
+    assert sum(sum(layer.numels) for layer in layers_of(network, (64,))) == num_parameters
 
 
 def test_bert_is_cut_between_its_layers_and_both_stages_of_the_shared_embedding_hold_it():
@@ -352,21 +335,17 @@ def test_bert_is_cut_between_its_layers_and_both_stages_of_the_shared_embedding_
     assert [block.name for block in blocks] == ["network.bert.embeddings", *layers, "network.cls"]
     assert [block.num_tied for block in blocks] == [0, 0, 0, 64_000]
     assert sum(sum(block.numels) for block in blocks) == sum(map(torch.numel, network.parameters()))
-    assert [block.input_bytes for block in blocks[1:]] == [
-        64 * 64 * 2 + 9 * 8
-    ] * 3  # and the masked positions
-    two = replace(
-        cluster_of("p40_roce", 1), ranks_per_node=2, inside=Link(latency_s=0.0, bytes_per_s=1e6)
-    )
+    for block in blocks[1:]:
+        assert block.input_bytes == 64 * 64 * 2 + 9 * 8, "hidden states, and the masked positions"
+    slow = Link(latency_s=0.0, bytes_per_s=1e6)
+    two = replace(cluster_of("p40_roce", 1), ranks_per_node=2, inside=slow)
     result = scenario(cluster=two, batch_size_per_rank=1)
+    untied = [replace(block, num_tied=0) for block in blocks]
     best, *_ = pipeline_choices(result, blocks, STATE, usable_bytes=None)
-    apart, *_ = pipeline_choices(
-        result, [replace(block, num_tied=0) for block in blocks], STATE, usable_bytes=None
-    )
-    assert best.step_s - apart.step_s == pytest.approx(2 * 64_000 / 1e6)
-    assert sum(best.rank_bytes) - sum(apart.rank_bytes) == pytest.approx(
-        STATE.per_parameter() * 64_000
-    )
+    best_untied, *_ = pipeline_choices(result, untied, STATE, usable_bytes=None)
+    assert best.step_s - best_untied.step_s == pytest.approx(2 * 64_000 / 1e6)
+    extra_bytes = sum(best.rank_bytes) - sum(best_untied.rank_bytes)
+    assert extra_bytes == pytest.approx(STATE.per_parameter() * 64_000)
 
 
 def test_the_answer_orders_what_to_try(monkeypatch):
@@ -385,8 +364,10 @@ def test_the_answer_orders_what_to_try(monkeypatch):
         ("strategy.offload=true", False),
         ("model.checkpoint_activations=true", True),
     ]
-    again = float(tried[-1][2].rstrip("%"))
-    assert 30 < again < 100 / 3  # a forward, of a step that waits a little for gradients
+    more_time_percent = float(tried[-1][2].rstrip("%"))
+    assert (
+        30 < more_time_percent < 100 / 3
+    )  # a forward, of a step that waits a little for gradients
     assert re.search(
         r"The smallest list that fits: batch_size_per_rank=256 \([\d.]+ GB, no more time\)",
         result.answer(),
@@ -411,30 +392,30 @@ def test_bert_base_on_a_card_of_12_gb_is_answered_from_one_line(monkeypatch):
 
 @pytest.mark.long  # of the whole step: the test of BERT's peak, above
 def test_each_line_is_tracked_by_torch_too_where_asked(monkeypatch):
-    """Of Bert's layers in small. The answer's bytes and the tracker's differ by less than 5 %."""
+    """The answer's bytes and the tracker's differ by less than 5 % for a small BERT."""
     pytest.importorskip("transformers")
     small = "num_classes=1000 hidden_size=64 num_hidden_layers=3 num_attention_heads=2 intermediate_size=256"
-    ask = [f"model.{each}" for each in small.split()] + [
+    ask = [
+        *(f"model.{option}" for option in small.split()),
         "image_shape=[64]",
         "batch_size_per_rank=16",
         "num_nodes=1",
-    ]
-    ask += [
         "model=bert_base",
         "precision=32-true",
         "cluster.gpu_memory_bytes=2e7",
         "track_memory=true",
+        "search=null",
+        "scaling_ranks=[]",
     ]
-    found = reported(monkeypatch, *ask, "search=null", "scaling_ranks=[]").memory
+    memory = reported(monkeypatch, *ask).memory
     kinds = "batch_size_per_rank=8 precision=16-true model.checkpoint_activations=true"  # not FSDP2: its block is all
     kinds += " strategy.shard_update=world"  # the embedding is less than eight blocks, which a node's ranks would share
-    assert {need.settings[0] for need in found.alone} == {
+    assert {need.settings[0] for need in memory.alone} == {
         *kinds.split(),
         "strategy=fsdp2 strategy.offload=true",
     }
-    assert found.fitting
-    for need in (found.asked, *found.alone, *found.fitting):
-        assert need.activation_bytes == pytest.approx(
-            found.tracked[need.kind, need.batch_size], rel=0.05
-        ), need
-    assert "| tracked GB |" in found.table()
+    assert memory.fitting
+    for need in (memory.asked, *memory.alone, *memory.fitting):
+        tracked_bytes = memory.tracked[need.kind, need.batch_size]
+        assert need.activation_bytes == pytest.approx(tracked_bytes, rel=0.05), need
+    assert "| tracked GB |" in memory.table()

@@ -62,23 +62,20 @@ def test_a_set_with_arithmetic_is_a_network_of_linear_layers():
 
 def test_the_report_says_what_was_hidden_and_compares_with_the_first_row_of_a_case(tmp_path):
     times_s = (3.0, 1.0, 3.2, 3.0)  # 2 s of communication; 0.2 s remain next to a backward of 2 s
-    rows = [
-        Timing(section="overlap", case="x", arm="auto", num_bytes=1, num_nodes=2, times_s=(t,))
-        for t in times_s
-    ]
+    overlap = Timing(
+        section="overlap", case="x", arm="auto", num_bytes=1, num_nodes=2, times_s=(0.0,)
+    )
+    rows = [replace(overlap, times_s=(time_s,)) for time_s in times_s]
     assert "x, auto: 90.0% of 2000 ms hidden" in markdown(rows, None)
-    given = (("ddp", 1000, (4.0,)), ("auto", 500, (1.0, 2.0, 3.0)))
-    steps = [
-        Timing(section="step", case="x", arm=arm, num_bytes=size, num_nodes=2, times_s=each)
-        for arm, size, each in given
-    ]
+    ddp = replace(overlap, section="step", arm="ddp", num_bytes=1000, times_s=(4.0,))
+    auto = replace(ddp, arm="auto", num_bytes=500, times_s=(1.0, 2.0, 3.0))
+    steps = [ddp, auto]
     assert [line[-2:] for line in cells(steps, 100.0)] == [["1.00", "0.400"], ["2.00", "0.400"]]
     header = aligned(HEADER)
     row = aligned(cells(steps, 100.0)[-1])
     assert "median ms" in header
-    assert header.index("median ms") + len("median ms") == row.index("2000") + len("2000"), (
-        "numbers below their unit"
-    )
+    end_of_unit = header.index("median ms") + len("median ms")
+    assert end_of_unit == row.index("2000") + len("2000"), "numbers below their unit"
     assert replace(steps[0], num_nodes=1).bound_s(100.0) is None  # one node has no byte bound
     write_bench(tmp_path, rows, link_bytes_per_s=None, config={}, title="t")
     assert ">overlap, x: 90% of the communication is" in (tmp_path / "bench.svg").read_text()

@@ -85,7 +85,7 @@ def composed(program: str, *overrides: str, folder: str) -> DictConfig:
 
 
 def keys_of(cfg: DictConfig) -> list[str]:
-    """Every key, of parts and of leaves, but those that only say where to write."""
+    """Return the keys of all groups and values, except those that only say where to write."""
 
     def walk(value, key):
         if isinstance(value, dict):
@@ -96,12 +96,13 @@ def keys_of(cfg: DictConfig) -> list[str]:
 
     plain = OmegaConf.to_container(cfg, resolve=False)
     del plain["hydra"]
-    places = ("run_dir", "out", "packing.out")
-    return [
-        key
-        for key in walk(plain, "")
-        if key not in places and not any(mark in key for mark in ",[ ")
-    ]
+    output_keys = ("run_dir", "out", "packing.out")
+    keys = []
+    for key in walk(plain, ""):
+        is_plain = not any(mark in key for mark in ",[ ")
+        if is_plain and key not in output_keys:
+            keys.append(key)
+    return keys
 
 
 NUMBERS = [-1, 0, 2, 2**31, 10**30, -0.5, 1.5, float("nan"), float("inf"), -float("inf")]
@@ -141,40 +142,40 @@ ACTIONS = st.sampled_from(["set"] * 8 + ["misspell", "remove", "loop"])
 
 
 def changed(cfg: DictConfig, key: str, action: str, value) -> DictConfig:
-    """A copy with one thing wrong."""
+    """Return a copy with one thing wrong."""
     cfg = copy.deepcopy(cfg)
     OmegaConf.set_readonly(cfg.hydra, False)
     if action == "remove":
         parent, _, name = key.rpartition(".")
         with open_dict(cfg):
-            del (OmegaConf.select(cfg, parent) if parent else cfg)[name]
+            group = OmegaConf.select(cfg, parent) if parent else cfg
+            del group[name]
         cfg.hydra.overrides.task = [f"~{key}"]
         return cfg
-    given = {"set": value, "loop": f"${{{key}}}", "misspell": value}[action]
+    if action == "loop":
+        value = f"${{{key}}}"
     if action == "misspell":
-        where = f"{key}_"
-    else:
-        where = key
+        key = f"{key}_"
     try:
-        OmegaConf.update(cfg, where, given, merge=False, force_add=True)
+        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     except GrammarParseError:  # Hydra itself does not take it
         reject()
-    cfg.hydra.overrides.task = [f"{where}=..."]
+    cfg.hydra.overrides.task = [f"{key}=..."]
     return cfg
 
 
 def outcome_of(program: str, cfg: DictConfig) -> tuple[str, str]:
-    """`("built", "")`, or `("error", message)`. Any other end is raised."""
+    """Return `("built", "")` or `("error", message)`. Any other exception is raised."""
     main = importlib.import_module(program).main.__wrapped__
     HydraConfig.instance().set_config(cfg)
-    own = copy.deepcopy(cfg)
-    OmegaConf.set_struct(own, False)
-    del own["hydra"]
-    OmegaConf.set_struct(own, True)
+    cfg_of_main = copy.deepcopy(cfg)
+    OmegaConf.set_struct(cfg_of_main, False)
+    del cfg_of_main["hydra"]
+    OmegaConf.set_struct(cfg_of_main, True)
     with _process_as_it_was(), warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.simplefilter("ignore")
         try:
-            main(own)
+            main(cfg_of_main)
         except WorkStartsError:
             pass
         except SystemExit as end:

@@ -20,7 +20,7 @@ HYDRA_PROGRAMS = sorted(
 
 @pytest.fixture
 def read(monkeypatch, capsys):
-    """Reads a command line in this process. Returns exit code, standard output and error. No Hydra is left behind."""
+    """Read a command line in this process and return exit code, output and error. Hydra is reset afterwards."""
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     before = HydraConfig.instance().cfg
 
@@ -52,21 +52,18 @@ def test_help_fits_a_screen_and_names_keys_that_are_there(name, read, monkeypatc
     assert len(examples) >= 2
     assert f"python recipes/{name}.py --cfg job" in text
     for words in examples:
-        given = [
-            word
-            for word in words
-            if "=" in word and not word.startswith("--") and word != "cluster=ours"
-        ]
-        assert command_line.refusals(name, [], given, is_sweep="--multirun" in words) == []
+        overrides = [word for word in words if "=" in word and not word.startswith("--")]
+        if "cluster=ours" in overrides:
+            overrides.remove("cluster=ours")
+        assert command_line.refusals(name, [], overrides, is_sweep="--multirun" in words) == []
     rows = [line[2:].partition("  ")[0] for line in lines[2:] if re.match(r"  [a-z_.]+=", line)]
     keys = {key for row in rows for key in re.findall(r"(?:^| )([a-z_.]+)=", row)}
     assert len(rows) >= 3
+    choices = []
     if name == "train":
-        more = ["data=images"]
-    else:
-        more = []
-    there = {*command_line.keys_of(command_line.composed(name, more)[0]), "hydra.run.dir", "recipe"}
-    assert keys <= there
+        choices = ["data=images"]
+    config, *_ = command_line.composed(name, choices)
+    assert keys <= {*command_line.keys_of(config), "hydra.run.dir", "recipe"}
 
 
 MISSPELT = {
@@ -90,7 +87,8 @@ def test_what_is_misspelt_is_refused_with_a_cure(words, read):
     code, out, err = read("train", *words.split())
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
-    assert err.count("error: ") == (2 if "rprop" in words else 1), "a line for each wrong word"
+    num_wrong_words = 2 if "rprop" in words else 1
+    assert err.count("error: ") == num_wrong_words, "a line for each wrong word"
     assert MISSPELT[words] in err
 
 
@@ -103,10 +101,8 @@ def test_a_question_is_answered_without_the_extras_of_the_command(words, read, m
     assert ("pip install 'lightning-hybrid[recipes]'" in last) == (words == "--help")
     code, out, err = read("train", "optim.lr=1")
     assert (code, out) == (2, "")
-    assert (
-        "needs packages that are not installed (hydra-core, omegaconf, pydantic, scikit-learn, Pillow)"
-        in err
-    )
+    packages = "hydra-core, omegaconf, pydantic, scikit-learn, Pillow"
+    assert f"needs packages that are not installed ({packages})" in err
 
 
 def test_packages_of_a_part_are_asked_for_before_torch_is_imported(read, monkeypatch):
@@ -172,10 +168,8 @@ def test_a_command_is_named_as_this_one_was_started(tmp_path, monkeypatch):
     program = tmp_path / "program.py"
     program.write_text("from recipes.cli.usage import command\nname = command('gpu_check')\n")
     started_as = {"STARTED_AS": "lightning-hybrid"}
-    assert (
-        runpy.run_path(str(program), started_as, run_name="__main__")["name"]
-        == "lightning-hybrid gpu-check"
-    )
+    variables = runpy.run_path(str(program), started_as, run_name="__main__")
+    assert variables["name"] == "lightning-hybrid gpu-check"
     monkeypatch.chdir(ROOT)
     assert usage.command("gpu_check") == "python recipes/gpu_check.py"
     monkeypatch.chdir(tmp_path)

@@ -21,12 +21,13 @@ CURES = re.compile(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Holds an image set and a run."""
+    """A folder that holds an image set and a run."""
     folder = tmp_path_factory.mktemp("fuzz")
-    for place in ("train/a", "train/b", "val/a", "val/b"):
-        (folder / "images" / place).mkdir(parents=True)
+    for class_name in ("train/a", "train/b", "val/a", "val/b"):
+        class_folder = folder / "images" / class_name
+        class_folder.mkdir(parents=True)
         for name in "xy":
-            Image.new("RGB", (8, 8)).save(folder / "images" / place / f"{name}.jpg")
+            Image.new("RGB", (8, 8)).save(class_folder / f"{name}.jpg")
     (folder / "run").mkdir()
     content = {
         "metrics": {},
@@ -52,7 +53,7 @@ def test_every_value_is_built_or_refused_by_name(
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     fuzzed.stop_where_work_starts(monkeypatch)
     program = recipe.strip()
-    overrides = [each.replace("TMP", str(folder)) for each in fuzzed.BASES[recipe]]
+    overrides = [word.replace("TMP", str(folder)) for word in fuzzed.BASES[recipe]]
     base = fuzzed.composed(program, *overrides, folder=str(folder))
     assert fuzzed.outcome_of(program, base) == ("built", "")
     keys = fuzzed.keys_of(base)
@@ -71,7 +72,9 @@ def test_every_value_is_built_or_refused_by_name(
         kind, text = fuzzed.outcome_of(program, fuzzed.changed(base, key, action, value))
         note(f"{recipe} {action} {key}={value!r}: {kind} {text}")
         if kind == "error":
-            name = key.rpartition(".")[2] + ("_" if action == "misspell" else "")
+            name = key.rpartition(".")[2]
+            if action == "misspell":
+                name += "_"
             assert text.startswith("error: ")
             assert re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text), f"{key} is not named"
             assert CURES.search(text), "no cure"

@@ -46,26 +46,23 @@ def test_the_defaults_are_the_main_job():
 
 
 @pytest.mark.parametrize(
-    ("trainer", "more", "every", "question"),
+    ("trainer", "overrides", "log_every", "ask_to_stop_every"),
     [
         ("cpu", [], 5, 1),
         ("auto", ["trainer.devices=2"], 50, 1),  # no GPU here
         ("gpu", ["trainer.devices=2"], 50, 20),
         # steps of 4 batches
-        (
-            "gpu",
-            ["trainer.devices=2", "global_batch_size=64", "batch_size_per_rank=8"],
-            50,
-            1,
-        ),
+        ("gpu", ["trainer.devices=2", "global_batch_size=64", "batch_size_per_rank=8"], 50, 1),
     ],
 )
-def test_on_gpus_the_host_seldom_waits(trainer, more, every, question, monkeypatch):
+def test_on_gpus_the_host_seldom_waits(
+    trainer, overrides, log_every, ask_to_stop_every, monkeypatch
+):
     """And cuDNN may try its convolutions. Only composed: there is no GPU to build a trainer for."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    cfg = configured(f"trainer={trainer}", *more)
-    assert cfg.trainer.log_every_n_steps == every
-    assert cfg.callbacks.stop.every_n_steps == question
+    cfg = configured(f"trainer={trainer}", *overrides)
+    assert cfg.trainer.log_every_n_steps == log_every
+    assert cfg.callbacks.stop.every_n_steps == ask_to_stop_every
     assert cfg.trainer.get("benchmark", False) is (trainer != "cpu")
 
 
@@ -212,19 +209,14 @@ def test_the_directory_is_named_by_the_launcher_of_the_ranks(monkeypatch, variab
 
 
 def test_an_interpolation_reaches_the_other_processes_as_it_was_given(monkeypatch, tmp_path):
-    given = "strategy.comm.plan=${cluster.links}"
-    cfg = composed("train", "+cluster=netlab", "+num_nodes=1", given, return_hydra_config=True)
+    overrides = ["+cluster=netlab", "+num_nodes=1", "strategy.comm.plan=${cluster.links}"]
+    cfg = composed("train", *overrides, return_hydra_config=True)
     OmegaConf.set_readonly(cfg.hydra, False)
     cfg.hydra.runtime.output_dir = str(tmp_path)
     monkeypatch.setattr(HydraConfig, "get", lambda: cfg.hydra)
     cfg.hydra.job.config_name = "train"
     cfg.hydra.runtime.config_sources = []
-    assert launch.command_of_this_job()[-4:] == [
-        "+cluster=netlab",
-        "+num_nodes=1",
-        given,
-        "hydra.mode=RUN",
-    ]
+    assert launch.command_of_this_job()[-4:] == [*overrides, "hydra.mode=RUN"]
 
 
 FROM_THE_RECIPE = {"root", "global_batch_size", "seed", "num_classes"}

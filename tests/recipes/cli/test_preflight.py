@@ -98,8 +98,8 @@ def test_a_job_as_launchers_start_it_is_let_through(tmp_path):
 
 
 def test_a_rank_beyond_the_trainers_world_is_refused():
-    place = {"local_rank": 1, "num_devices": 2, "node_rank": 2, "num_nodes": 3}
-    preflight.check_place(**place)
+    last_rank = {"local_rank": 1, "num_devices": 2, "node_rank": 2, "num_nodes": 3}
+    preflight.check_place(**last_rank)
     for change, message in (
         (
             {"local_rank": 2},
@@ -111,7 +111,7 @@ def test_a_rank_beyond_the_trainers_world_is_refused():
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            preflight.check_place(**place | change)
+            preflight.check_place(**last_rank | change)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_nccls_own_way_of_naming_interfaces_is_let_through():
 
 
 def test_a_port_that_only_lingers_is_free():
-    """For a minute after a job, its closed connections keep the port. Torch's store takes it all the same."""
+    """Closed connections keep a port for a minute after a job, and torch's store can still open it."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", 0))

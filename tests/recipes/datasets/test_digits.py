@@ -5,6 +5,7 @@ import torch
 
 from recipes.datasets.digits import NUM_TRAIN, DigitsDataModule, digits_split
 from recipes.datasets.in_memory.loader import EvalLoader, ImageSet, Normalize, TrainLoader
+from tests.scenes import same
 
 AS_STORED = Normalize(mean=0.0, std=1.0)
 
@@ -25,24 +26,27 @@ def train_loader(num_images=103, **changes) -> TrainLoader:
         "rank": 0,
         "accumulate_grad_batches": 1,
         "seed": 3,
+        "shift_pixels": 0,
+        "normalize": AS_STORED,
+        **changes,
     }
-    settings |= {"shift_pixels": 0, "normalize": AS_STORED} | changes
     return TrainLoader(numbered(num_images), **settings)
 
 
 def test_the_split_is_stratified_disjoint_and_always_the_same():
-    one = digits_split()
-    other = digits_split()
-    assert len(one["train"].labels) == NUM_TRAIN
-    for name, image_set in one.items():
-        assert torch.equal(image_set.images, other[name].images)
+    split = digits_split()
+    again = digits_split()
+    assert len(split["train"].labels) == NUM_TRAIN
+    for name, image_set in split.items():
+        assert torch.equal(image_set.images, again[name].images)
         assert image_set.images.dtype is torch.uint8
         shares = torch.bincount(image_set.labels) / len(image_set.labels)
         assert (shares - 0.1).abs().max() < 0.01
-    seen = [
-        hash(image.numpy().tobytes()) for image_set in one.values() for image in image_set.images
-    ]
-    assert len(set(seen)) == len(seen) == 1797
+    hashes = []
+    for image_set in split.values():
+        hashes += [hash(image.numpy().tobytes()) for image in image_set.images]
+    assert len(hashes) == 1797
+    assert len(set(hashes)) == len(hashes)
 
 
 def test_training_images_are_normalised():
@@ -57,24 +61,18 @@ def test_training_images_are_normalised():
 def test_a_shift_depends_on_seed_epoch_and_image_not_on_rank_or_batch():
     def corners(**changes):
         loader = train_loader(num_images=48, shift_pixels=1, **changes)
-        return {
-            int(label): image
-            for images, labels in loader
-            for image, label in zip(images, labels, strict=True)
-        }
+        images_by_label = {}
+        for images, labels in loader:
+            images_by_label.update(zip(labels.tolist(), images, strict=True))
+        return images_by_label
 
     alone = corners(world_size=1)
     halves = corners(rank=0) | corners(rank=1)
-    assert alone.keys() == halves.keys()
-    assert all(torch.equal(alone[label], halves[label]) for label in alone)
-    again = corners(world_size=1)
-    other = corners(world_size=1, seed=4)
-    assert all(torch.equal(alone[label], again[label]) for label in alone)
-    assert any(not torch.equal(alone[label], other[label]) for label in alone)
-    assert {tuple(image[0].ne(0).sum(0).tolist()) for image in alone.values()} >= {
-        (4, 4, 4, 4),
-        (0, 3, 3, 3),
-    }
+    assert same(alone, halves)
+    assert same(alone, corners(world_size=1))
+    assert not same(alone, corners(world_size=1, seed=4))
+    rows_per_column = {tuple(image[0].ne(0).sum(0).tolist()) for image in alone.values()}
+    assert rows_per_column >= {(4, 4, 4, 4), (0, 3, 3, 3)}
 
 
 @pytest.mark.parametrize("batches_done", [3, 8])
@@ -91,12 +89,10 @@ def test_a_loader_continues_from_its_state_which_is_that_of_every_rank(batches_d
     resumed.load_state_dict(loaders[0].state_dict())
     # at the end of an epoch the next one begins
     if batches_done < 8:
-        rest = whole[batches_done:]
+        remaining = whole[batches_done:]
     else:
-        rest = list(expected)
-    for (images, labels), (expected_images, expected_labels) in zip(resumed, rest, strict=True):
-        assert torch.equal(labels, expected_labels)
-        assert torch.equal(images, expected_images)
+        remaining = list(expected)
+    assert same(list(resumed), remaining)
 
 
 def test_more_than_the_set_has_is_refused():

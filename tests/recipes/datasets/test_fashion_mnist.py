@@ -229,5 +229,6 @@ def test_a_recipe_trains_and_tests_on_what_the_files_hold(recipe, root):
     assert trainer.global_step == 2
     assert trainer.accumulate_grad_batches == 2
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-    found = trainer.test(module, data, verbose=False)[0]
-    assert found["test/acc"] * NUM_TEST == pytest.approx(round(found["test/acc"] * NUM_TEST))
+    (metrics,) = trainer.test(module, data, verbose=False)
+    num_right = metrics["test/acc"] * NUM_TEST
+    assert num_right == pytest.approx(round(num_right))

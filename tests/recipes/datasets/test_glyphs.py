@@ -1,5 +1,7 @@
 """Glyphs: fonts that training has not seen, nothing blank, the same images every time."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -8,32 +10,33 @@ from recipes.datasets.glyphs import CHARACTERS, FONTS, IMAGE_SIZE, GlyphsDataMod
 
 
 def test_no_font_is_in_two_sets():
-    fonts = [font for of_set in FONTS.values() for font in of_set]
-    assert len(fonts) == len(set(fonts)) == 14 + 4 + 4
+    fonts = []
+    for fonts_of_set in FONTS.values():
+        fonts += fonts_of_set
+    assert len(fonts) == 14 + 4 + 4
+    assert len(set(fonts)) == len(fonts)
 
 
 @pytest.mark.parametrize("name", FONTS)
 def test_every_font_draws_every_character_whole_and_no_two_alike(name):
-    masks = {
-        (font, character): glyphs._mask(font, character)
-        for font in FONTS[name]
-        for character in CHARACTERS
-    }
-    for mask in masks.values():
+    masks = [glyphs._mask(*pair) for pair in itertools.product(FONTS[name], CHARACTERS)]
+    for mask in masks:
         assert mask.sum() > 100  # pixels of ink; an I would have about 300
         # nothing cut off
         assert mask[:2].sum() == mask[-2:].sum() == mask[:, :2].sum() == mask[:, -2:].sum() == 0
-    assert len({mask.numpy().tobytes() for mask in masks.values()}) == len(masks)
+    assert len({mask.numpy().tobytes() for mask in masks}) == len(masks)
 
 
 def test_images_are_not_blank_nor_alike_the_same_every_time_and_others_with_another_seed():
     """Noise alone has a standard deviation of 0.12 * 255 = 31, clipped at black. A character adds its own."""
-    one, again, other = (rendered("train", num_images=150, seed=seed) for seed in (3, 3, 4))
-    assert torch.equal(one.images, again.images)
-    assert torch.equal(one.labels, again.labels)
-    assert (one.images != other.images).flatten(1).any(1).all()
-    assert len({image.numpy().tobytes() for image in one.images}) == 150
-    middle = one.images[:, 0, 4:-4, 4:-4].float().flatten(1)
+    images, labels = rendered("train", num_images=150, seed=3)
+    images_again, labels_again = rendered("train", num_images=150, seed=3)
+    images_of_seed_4, _ = rendered("train", num_images=150, seed=4)
+    assert torch.equal(images, images_again)
+    assert torch.equal(labels, labels_again)
+    assert (images != images_of_seed_4).flatten(1).any(1).all()
+    assert len({image.numpy().tobytes() for image in images}) == 150
+    middle = images[:, 0, 4:-4, 4:-4].float().flatten(1)
     assert (middle.topk(20).values.mean(1) - middle.median(1).values).min() > 40
 
 
@@ -44,17 +47,15 @@ def test_the_module_serves_three_sets(monkeypatch):
     try:
         data = GlyphsDataModule(global_batch_size=64, seed=1, num_train=320)
         data.setup("fit")
-        assert [len(data.image_sets[name].labels) for name in ("train", "val", "test")] == [
-            320,
-            64,
-            32,
-        ]
-        assert next(iter(data.train_dataloader()))[0].shape == (64, 1, IMAGE_SIZE, IMAGE_SIZE)
+        for name, num_images in (("train", 320), ("val", 64), ("test", 32)):
+            assert len(data.image_sets[name].labels) == num_images, name
+        images, _ = next(iter(data.train_dataloader()))
+        assert images.shape == (64, 1, IMAGE_SIZE, IMAGE_SIZE)
     finally:
         glyphs.glyphs_split.cache_clear()
 
 
-def test_what_there_is_not_is_refused():
+def test_a_character_without_glyph_and_a_batch_larger_than_the_set_are_refused():
     with pytest.raises(ValueError, match=r"`font` \(=DejaVuSansDisplay\) must hold 'A'"):
         glyphs._mask("DejaVuSansDisplay", "A")
     with pytest.raises(ValueError, match=r"`global_batch_size` \(=16385\) must be at most"):

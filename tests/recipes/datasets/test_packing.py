@@ -23,17 +23,20 @@ def packing_of(root, out, **changes):
         "short_side": None,
         "quality": 90,
         "shard_bytes": 6000,
+        "max_corrupt_images": 0,
+        "num_threads": 2,
+        "verify": True,
+        **changes,
     }
-    options |= {"max_corrupt_images": 0, "num_threads": 2, "verify": True}
-    return Packing(root=str(root), out=str(out), **options | changes)
+    return Packing(root=str(root), out=str(out), **options)
 
 
 def files_of(out):
-    return {
-        path.relative_to(out).as_posix(): path.read_bytes()
-        for path in sorted(out.rglob("*"))
-        if path.is_file()
-    }
+    contents = {}
+    for path in sorted(out.rglob("*")):
+        if path.is_file():
+            contents[path.relative_to(out).as_posix()] = path.read_bytes()
+    return contents
 
 
 def numbers_of(out):
@@ -50,15 +53,17 @@ def test_images_are_stored_once_each_in_a_shuffled_order_that_the_seed_decides(r
     packing_of(root, tmp_path / "b").run()
     packing_of(root, tmp_path / "c", seed=1).run()
     numbers = numbers_of(tmp_path / "a")
-    other = numbers_of(tmp_path / "c")
+    numbers_of_seed_1 = numbers_of(tmp_path / "c")
     assert sorted(numbers) == list(range(23))
-    assert numbers not in (sorted(numbers), other)
+    assert numbers != sorted(numbers)
+    assert numbers != numbers_of_seed_1
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     sizes = [path.stat().st_size for path in sorted((tmp_path / "a" / "train").glob("*.bin"))]
     assert len(sizes) > 3
     # about 6000, from the mean size of a sample
     assert all(3000 < size < 9000 for size in sizes[:-1])
-    assert not list(tmp_path.glob("a/*/*.part")) + list(tmp_path.glob("a/*/*.unfinished"))
+    assert not list(tmp_path.glob("a/*/*.part"))
+    assert not list(tmp_path.glob("a/*/*.unfinished"))
 
 
 class KilledError(BaseException):
@@ -83,9 +88,12 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(root, tmp_path, m
     assert not (tmp_path / "killed" / "train" / "index.npz").exists()
     num_whole = len(list((tmp_path / "killed" / "train").glob("*.part")))
     calls.clear()
-    monkeypatch.setattr(
-        Packing, "prepared", lambda self, data: calls.append(1) or prepared(self, data)
-    )
+
+    def counted(self, data):
+        calls.append(1)
+        return prepared(self, data)
+
+    monkeypatch.setattr(Packing, "prepared", counted)
     packing_of(root, tmp_path / "killed", num_threads=1).run()
     assert files_of(tmp_path / "whole") == files_of(tmp_path / "killed")
     assert len(calls) < 23 + 8 or num_whole == 0  # whole shards were not made again
@@ -118,24 +126,23 @@ def test_long_short_sides_are_resized_and_others_stay_as_they_are(root, tmp_path
         if number == 300:
             assert data == small.read_bytes()
             continue
-        assert image.size == ((44, 32) if number % 2 else (32, 44))
-        whole = Image.open(io.BytesIO(image_of(number))).resize(
-            image.size, Image.Resampling.BILINEAR
-        )
-        # of the second JPEG
-        assert np.abs(np.asarray(image).astype(int) - np.asarray(whole).astype(int)).mean() < 4
+        expected_size = (44, 32) if number % 2 else (32, 44)
+        assert image.size == expected_size
+        original = Image.open(io.BytesIO(image_of(number)))
+        resized = original.resize(image.size, Image.Resampling.BILINEAR)
+        difference = np.asarray(image).astype(int) - np.asarray(resized).astype(int)
+        # the error of the second JPEG
+        assert np.abs(difference).mean() < 4
 
 
 def test_corrupt_images_are_listed_and_left_out_within_the_budget(root, tmp_path):
     for number in (3, 8):
-        (root / "train" / f"n0{number % 3 + 1}" / f"{number:05d}.JPEG").write_bytes(
-            image_of(number)[:-200]
-        )
+        path = root / "train" / f"n0{number % 3 + 1}" / f"{number:05d}.JPEG"
+        path.write_bytes(image_of(number)[:-200])
     packed = packing_of(root, tmp_path / "out", max_corrupt_images=2).run()
     assert (packed[0].num_images, packed[0].num_corrupt) == (21, 2)
-    assert sorted(numbers_of(tmp_path / "out")) == [
-        number for number in range(23) if number not in (3, 8)
-    ]
+    whole_numbers = sorted(set(range(23)) - {3, 8})
+    assert sorted(numbers_of(tmp_path / "out")) == whole_numbers
     listed = (tmp_path / "out" / "train" / "corrupt.txt").read_text().splitlines()
     assert sorted(line.split("\t")[0][-10:] for line in listed) == ["00003.JPEG", "00008.JPEG"]
     with pytest.raises(ValueError, match=r"`max_corrupt_images` \(=1\).*there are 2 so far"):

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -41,9 +40,8 @@ def text(tmp_path_factory):
 
 
 def packing(root, out, **options):
-    return TextPacking(
-        root=str(root), out=str(out), **{"vocab_size": 300, "shard_tokens": 1000, **options}
-    )
+    settings = {"vocab_size": 300, "shard_tokens": 1000, **options}
+    return TextPacking(root=str(root), out=str(out), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -58,37 +56,35 @@ def test_shards_hold_the_text_and_other_packings_are_refused(text, packed):
     assert "1 files left out" in line
     tokenizer = tokenizers.Tokenizer.from_file(str(packed / "tokenizer.json"))
     index = json.loads((packed / "text.json").read_text())
-    read = [
-        np.fromfile(shard_path(packed, "train", shard), np.uint16)
-        for shard in range(len(index["crc32s"]["train"]))
-    ]
-    assert [len(shard) for shard in read[:-1]] == [1000] * (len(read) - 1)
-    words = Counter(
-        tokenizer.decode([int(one) for one in np.concatenate(read) if one != SEP]).split()
-    )
+    shards = []
+    for shard in range(len(index["crc32s"]["train"])):
+        shards.append(np.fromfile(shard_path(packed, "train", shard), np.uint16))
+    assert [len(shard) for shard in shards[:-1]] == [1000] * (len(shards) - 1)
+    tokens = np.concatenate(shards)
+    words = tokenizer.decode(tokens[tokens != SEP].tolist()).split()
     # whole words, of lower case, none unknown
-    assert words.keys() == {word.lower() for word in WORDS}
+    assert set(words) == {word.lower() for word in WORDS}
     with pytest.raises(ValueError, match=r"`out` .* must be empty or hold this very packing"):
         packing(text, packed, vocab_size=400).run()
 
 
 def test_a_tokenizer_is_the_same_in_each_process(text, packed, tmp_path):
     """Its trainer goes through hash tables, whose order differs between processes, and within one."""
+    expected = (packed / "tokenizer.json").read_text()
     for number in range(3):
-        packing(text, tmp_path / str(number)).run()
-        assert (tmp_path / str(number) / "tokenizer.json").read_text() == (
-            packed / "tokenizer.json"
-        ).read_text()
+        out = tmp_path / str(number)
+        packing(text, out).run()
+        assert (out / "tokenizer.json").read_text() == expected
 
 
 def test_a_damaged_shard_is_found(text, tmp_path):
-    made = packing(text, tmp_path)
-    made.run()
-    made.check()
+    shards = packing(text, tmp_path)
+    shards.run()
+    shards.check()
     path = shard_path(tmp_path, "val", 0)
     path.write_bytes(path.read_bytes()[:-2] + b"\0\1")
     with pytest.raises(ValueError, match=r"val-00000\.bin is not what was packed"):
-        made.check()
+        shards.check()
 
 
 def test_sequences_of_any_length_are_the_text_in_its_order(packed):
@@ -103,31 +99,38 @@ def test_15_percent_are_masked_of_which_80_are_masks_and_10_other_tokens():
     tokens = np.arange(5, 205)
     seen = [mask_tokens(tokens, np.random.default_rng([seed]), 100_000) for seed in range(400)]
     assert {len(set(masked)) for masked, _ in seen} == {30}
-    masked, shown = (np.concatenate(each) for each in zip(*seen, strict=True))
+    masked = np.concatenate([positions for positions, _ in seen])
+    shown = np.concatenate([tokens_shown for _, tokens_shown in seen])
     number = len(masked)  # 12,000: standard deviations of 44 and 33
     assert abs((shown == MASK).sum() - 0.8 * number) < 200
     assert abs((shown == tokens[masked]).sum() - 0.1 * number) < 150
     assert shown[shown != MASK].min() >= len(SPECIAL_TOKENS)
-    assert np.bincount(masked, minlength=200).min() > 20  # any place may be
+    assert np.bincount(masked, minlength=200).min() > 20  # any position may be
 
 
 def batches(packed, *, world_size=1, accumulate=1, epoch=0, first=0):
-    """Tokens and targets of each global batch, by sequence, over all ranks."""
-    found = {}
+    """Return tokens and targets of each global batch, sorted, over all ranks."""
+    rows_by_step = {}
     for rank in range(world_size):
-        order = EpochOrder(num_images=64, global_batch_size=16, seed=3, world_size=world_size, rank=rank,
-                           accumulate_grad_batches=accumulate)  # fmt: skip
+        order = EpochOrder(
+            num_images=64,
+            global_batch_size=16,
+            seed=3,
+            world_size=world_size,
+            rank=rank,
+            accumulate_grad_batches=accumulate,
+        )
         loader = TextLoader(Sequences(packed, "train", 20), order)
         loader.epoch = epoch
         loader.batches_done = first
-        for at, ((tokens, positions), targets) in enumerate(loader, first):
+        for batch_index, ((tokens, positions), targets) in enumerate(loader, first):
             whole = tokens.scatter(1, positions, targets)
             assert positions.shape == targets.shape == (len(tokens), 3)
             assert (tokens[:, 0] == CLS).all()
             assert (tokens[:, -1] == SEP).all()
             rows = torch.cat([tokens, whole], 1).tolist()
-            found.setdefault(at // accumulate, []).extend(map(tuple, rows))
-    return {step: sorted(rows) for step, rows in found.items()}
+            rows_by_step.setdefault(batch_index // accumulate, []).extend(map(tuple, rows))
+    return {step: sorted(rows) for step, rows in rows_by_step.items()}
 
 
 def test_what_is_masked_does_not_depend_on_ranks_accumulation_or_a_resume(packed):
@@ -136,12 +139,10 @@ def test_what_is_masked_does_not_depend_on_ranks_accumulation_or_a_resume(packed
     assert batches(packed, world_size=2, accumulate=2) == whole
     assert batches(packed, world_size=4) == whole
     assert batches(packed, first=2) == {step: whole[step] for step in (2, 3)}
-    other = batches(packed, epoch=1)
-    texts = [{row[20:] for rows in epoch.values() for row in rows} for epoch in (whole, other)]
-    assert texts[0] == texts[1]  # the same text
-    assert not {row for rows in whole.values() for row in rows} & {
-        row for rows in other.values() for row in rows
-    }
+    rows = {row for rows in whole.values() for row in rows}
+    rows_of_next_epoch = {row for rows in batches(packed, epoch=1).values() for row in rows}
+    assert {row[20:] for row in rows} == {row[20:] for row in rows_of_next_epoch}  # the same text
+    assert not rows & rows_of_next_epoch
 
 
 def test_validation_hides_the_same_tokens_each_time_and_reads_each_sequence_once(packed):

@@ -37,8 +37,8 @@ from tests.without import environment_without
 HANGS_AFTER_S = 4  # ample for a process that is forked and starts another
 
 
-def ends(how, given):
-    """Be a check that ends by `how`. One that hangs has a process of its own, which must not be left behind either."""
+def ends(how, request):
+    """Run a check that ends by `how`. One that hangs starts a process, which must not outlive it."""
     print("what led to it")
     if how == "wrong":
         raise AssertionError("two is not three\nand more")
@@ -50,12 +50,17 @@ def ends(how, given):
         os._exit(3)
     if how == "of_a_rank":
         worlds.run_world(
-            given, lambda given, rank, num_ranks: {"rank": [0][rank]}, num_ranks=2, limit_s=50
+            request, lambda request, rank, num_ranks: {"rank": [0][rank]}, num_ranks=2, limit_s=50
         )
     if how == "hangs":
-        (given.folder / "pid").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        child = subprocess.Popen(["sleep", "600"])
+        (request.folder / "pid").write_text(str(child.pid))
         time.sleep(600)
-    return {"message": "all is well", "table": [{"arm": "one", "ms": 1.5}], "device": given.device}
+    return {
+        "message": "all is well",
+        "table": [{"arm": "one", "ms": 1.5}],
+        "device": request.device,
+    }
 
 
 def check(how, **settings):
@@ -68,17 +73,19 @@ def is_gone(path):
 
 
 def run_all(checks, out, *, limit_s=600):
-    said = []
-    results = runner.run_checks(checks, "cpu", out, limit_s=limit_s, on_outcome=said.append)
-    assert said == results
+    reported = []
+    results = runner.run_checks(checks, "cpu", out, limit_s=limit_s, on_outcome=reported.append)
+    assert reported == results
     return {outcome.name: outcome for outcome in results}
 
 
 @pytest.mark.long
 def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(tmp_path):
-    checks = [check(how) for how in ("wrong", "dies", "of_a_rank", "leaves", "elsewhere", "well")]
-    result = run_all([check("hangs", limit_s=HANGS_AFTER_S), *checks], tmp_path)
-    messages = {
+    checks = [check("hangs", limit_s=HANGS_AFTER_S)]
+    for how in ("wrong", "dies", "of_a_rank", "leaves", "elsewhere", "well"):
+        checks.append(check(how))
+    outcomes = run_all(checks, tmp_path)
+    expected = {
         "wrong": ("FAIL", "AssertionError: two is not three"),
         "dies": ("FAIL", f"its process ended by signal 11; see {tmp_path}/dies/log"),
         "hangs": ("FAIL", f"not done after {HANGS_AFTER_S} s; see {tmp_path}/hangs/log"),
@@ -87,15 +94,15 @@ def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(tmp_path):
         "elsewhere": ("SKIP", "there is no such thing here"),
         "well": ("PASS", "all is well"),
     }
-    assert {name: (one.status, one.message) for name, one in result.items()} == messages
+    for name, outcome in outcomes.items():
+        assert (outcome.status, outcome.message) == expected[name], name
+    assert outcomes.keys() == expected.keys()
     assert is_gone(tmp_path / "hangs" / "pid"), "what it started must end with it"
-    assert result["well"].details == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
-    assert "what led to it" in result["wrong"].details["log"]
-    assert "and more" in result["wrong"].details["error"]
-    assert (
-        runner.tables(list(result.values()))
-        == "well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
-    )
+    assert outcomes["well"].details == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
+    assert "what led to it" in outcomes["wrong"].details["log"]
+    assert "and more" in outcomes["wrong"].details["error"]
+    tables = runner.tables(list(outcomes.values()))
+    assert tables == "well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
 
 
 def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_own_limit_fails(
@@ -103,33 +110,34 @@ def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_
 ):
     for limit_s, total_s, status in ((60, 0.0, "SKIP"), (60, 0.5, "SKIP"), (0.5, 60.0, "FAIL")):
         began_s = time.monotonic()
-        found = run_all([check("hangs", limit_s=limit_s)], tmp_path, limit_s=total_s)["hangs"]
-        assert found.status == status
-        assert (found.message == "no time left: give more `minutes`") is (status == "SKIP")
+        outcomes = run_all([check("hangs", limit_s=limit_s)], tmp_path, limit_s=total_s)
+        outcome = outcomes["hangs"]
+        assert outcome.status == status
+        assert (outcome.message == "no time left: give more `minutes`") is (status == "SKIP")
         # The total time also pays for the start of the processes, a check's own limit does not.
         assert time.monotonic() - began_s >= min(limit_s, total_s)
-        assert status == "SKIP" or found.seconds >= limit_s
+        assert status == "SKIP" or outcome.seconds >= limit_s
 
 
-def finishes_late(given):
-    """Be a check whose ranks take longer than they are given, as where most of the time is over."""
+def finishes_late(request):
+    """Run a check whose ranks take longer than their limit, as when most of the time is used up."""
     worlds.run_world(
-        given,
-        lambda given, rank, num_ranks: time.sleep(60),
+        request,
+        lambda request, rank, num_ranks: time.sleep(60),
         num_ranks=2,
-        limit_s=0.3 * given.limit_s,
+        limit_s=0.3 * request.limit_s,
     )
 
 
-def finds_nobody(given):
-    """Be a check of which a rank waits in vain for the others."""
+def finds_nobody(request):
+    """Run a check in which a rank waits in vain for the others."""
 
-    def run(given, rank, num_ranks):
+    def run(request, rank, num_ranks):
         raise RendezvousError(
             "`WORLD_SIZE` (=2) ranks must meet, and within 15 s rank 1 did not come."
         )
 
-    worlds.run_world(given, run, num_ranks=2, limit_s=50)
+    worlds.run_world(request, run, num_ranks=2, limit_s=50)
 
 
 @pytest.mark.parametrize(
@@ -146,89 +154,89 @@ def test_ranks_that_are_late_are_a_skip_where_the_check_was_cut_and_else_a_failu
 
 
 def test_a_wrong_result_of_a_check_that_was_cut_is_a_failure(tmp_path):
-    assert (
-        run_all([check("of_a_rank", limit_s=600)], tmp_path, limit_s=60)["of_a_rank"].status
-        == "FAIL"
-    )
+    outcomes = run_all([check("of_a_rank", limit_s=600)], tmp_path, limit_s=60)
+    assert outcomes["of_a_rank"].status == "FAIL"
 
 
-def test_it_writes_at_once_counts_failures_and_goes_on_where_it_ended(
+def test_a_report_is_written_after_each_check_and_a_second_run_continues_from_it(
     tmp_path, monkeypatch, capsys
 ):
     environment = {"commit": "abc", "has_changes": False}
     written = []
     monkeypatch.setattr(gpu_check.machine, "gpu_environment", lambda root: dict(environment))
     statuses = {"well": "PASS", "slow": "SLOW", "wrong": "FAIL"}
-    monkeypatch.setattr(gpu_check, "CHECKS", [check(each, gpu_s=90) for each in statuses])
+    monkeypatch.setattr(gpu_check, "CHECKS", [check(name, gpu_s=90) for name in statuses])
 
-    def run_one(one, *args, **kwargs):
-        written.append(
-            [each.name for each in runner.read_report(tmp_path / "report.json")[0]]
-            if written
-            else []
+    def run_one(check, *args, **kwargs):
+        names_in_report = []
+        if written:
+            outcomes, _ = runner.read_report(tmp_path / "report.json")
+            names_in_report = [outcome.name for outcome in outcomes]
+        written.append(names_in_report)
+        return runner.CheckOutcome(
+            name=check.name, status=statuses[check.name], seconds=0, message=""
         )
-        return runner.CheckOutcome(name=one.name, status=statuses[one.name], seconds=0, message="")
 
-    def num_run(*more):
+    def num_run(*keys):
         del written[:]
-        assert gpu_check.main([f"out={tmp_path}", *more, "--device", "cpu"]) == 1, (
-            "of failures: speed is none"
-        )
+        exit_code = gpu_check.main([f"out={tmp_path}", *keys, "--device", "cpu"])
+        assert exit_code == 1, "one check failed; a slow one is no failure"
         return len(written)
 
     monkeypatch.setattr(runner, "run_one", run_one)
     assert num_run() == 3
     assert written == [[], ["well"], ["well", "slow"]]
-    said = capsys.readouterr().out
-    words = (
+    printed = capsys.readouterr().out
+    for words in (
         "on one GPU some 4 minutes by estimate, here 50 at most",
         "\nSLOW  slow ",
         "\nFAIL  wrong ",
-    )
-    assert all(
-        each in said for each in (*words, "1 passed, 1 failed, 0 skipped; of speed 0 fast, 1 slow.")
-    )
-    assert (num_run(), num_run("again=well")) == (1, 2)
+        "1 passed, 1 failed, 0 skipped; of speed 0 fast, 1 slow.",
+    ):
+        assert words in printed
+    assert num_run() == 1
+    assert num_run("again=well") == 2
     assert "Passed here before, and not run again: well, slow." in capsys.readouterr().out
-    for other in ({"commit": "def"}, {"has_changes": True}):
-        environment |= other
+    for change in ({"commit": "def"}, {"has_changes": True}):
+        environment |= change
         assert num_run() == 3
     on_cuda = CheckRequest(device="cuda", folder=tmp_path, limit_s=1)
-    assert [speed.verdict(on_cuda, is_fast=each) for each in (True, False)] == ["FAST", "SLOW"]
+    assert speed.verdict(on_cuda, is_fast=True) == "FAST"
+    assert speed.verdict(on_cuda, is_fast=False) == "SLOW"
 
 
 def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
-    def run_world(given, run, **settings):
-        torch.save(
-            {"weight": torch.full((9,), 1.05 if given.on_cuda else 1.0)},
-            given.folder / f"{given.device}.pt",
-        )
+    def run_world(request, run, **settings):
+        value = 1.05 if request.on_cuda else 1.0
+        weights = {"weight": torch.full((9,), value)}
+        torch.save(weights, request.folder / f"{request.device}.pt")
         return [{"bits": str(rank // num_equal)} for rank in range(settings["num_ranks"])]
 
     monkeypatch.setattr(features, "run_world", run_world)
-    given = CheckRequest(device="cuda", folder=tmp_path, limit_s=1, num_gpus=8)
+    request = CheckRequest(device="cuda", folder=tmp_path, limit_s=1, num_gpus=8)
     num_equal = 8
-    assert features.fits_as_on_cpu("bf16", given)["message"].startswith(
+    assert features.fits_as_on_cpu("bf16", request)["message"].startswith(
         "8 ranks over nccl: the same bits, 5.0e-02 of"
     )
     with pytest.raises(AssertionError, match="agree with the CPU to"):
-        features.fits_as_on_cpu("flat", given)
+        features.fits_as_on_cpu("flat", request)
     num_equal = 7
     with pytest.raises(AssertionError, match="over nccl ranks must end with the same bits"):
-        features.fits_as_on_cpu("int4", given)
+        features.fits_as_on_cpu("int4", request)
     num_equal = 8
-    given = replace(given, num_gpus=1)
-    assert features.fits_as_on_cpu("bf16", given)["carrier"] == "gloo"
+    request = replace(request, num_gpus=1)
+    assert features.fits_as_on_cpu("bf16", request)["carrier"] == "gloo"
     with pytest.raises(NotHere, match="needs two GPUs"):
-        features.fits_as_on_cpu("adasum", given)
-    one, other = ({"a": torch.ones(2), "b": torch.tensor([1.0, last])} for last in (1.0, 1.0000001))
-    waits.same_bits(one, dict(one), "x")
+        features.fits_as_on_cpu("adasum", request)
+    weights = {"a": torch.ones(2), "b": torch.tensor([1.0, 1.0])}
+    changed = {**weights, "b": torch.tensor([1.0, 1.0000001])}
+    waits.same_bits(weights, dict(weights), "x")
     with pytest.raises(AssertionError, match="x: 1 of 2 tensors have other bits, the first is b"):
-        waits.same_bits(one, other, "x")
+        waits.same_bits(weights, changed, "x")
 
 
 @pytest.mark.long
-def test_it_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
+def test_the_gpu_check_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
     """All its modules are imported at once. Of the checks some that start processes, train, save and draw no page."""
     names = (
         "resumes",
@@ -242,15 +250,14 @@ def test_it_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
     )
     keys = [f"out={tmp_path / 'out'}", f"only={','.join(names)}", "--device", "cpu"]
     command = [sys.executable, str(ROOT / "recipes" / "gpu_check.py"), *keys]
-    there = environment_without(tmp_path) | {"OMP_NUM_THREADS": "1"}
+    environment = environment_without(tmp_path) | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=500, cwd=tmp_path, env=there
+        command, capture_output=True, text=True, timeout=500, cwd=tmp_path, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert {check["name"]: check["status"] for check in content["checks"]} == {
-        name: "SKIP" if name == "who_waits" else "PASS" for name in names
-    }
+    expected = dict.fromkeys(names, "PASS") | {"who_waits": "SKIP"}
+    assert {check["name"]: check["status"] for check in content["checks"]} == expected
     (resnet,) = (check for check in content["checks"] if check["name"] == "resnet50")
     assert all(isinstance(row["images/s"], float) for row in resnet["details"]["table"])
 
@@ -263,8 +270,8 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path, monkeypatch):
         "details": {"table": [{"arm": "<b>", "ms": 1.5}], "error": "Traceback <x>"},
     }
     results = [
-        runner.CheckOutcome(name=n, status=s, message=f"{n} | x", **shared)
-        for n, s in statuses.items()
+        runner.CheckOutcome(name=name, status=status, message=f"{name} | x", **shared)
+        for name, status in statuses.items()
     ]
     promised = [
         "Holds here: what is good.",
@@ -275,17 +282,13 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path, monkeypatch):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "rank0.log").write_bytes(os.urandom(6 << 20) + b"the end")
     (tmp_path / "bad" / "nccl.7.log").write_text("NCCL version 2\n" + "x" * 100_000)
-    runner.write_outcomes(tmp_path / "report.json", results, {"torch": "2", "topology": "a\nb"})
-    assert runner.read_report(tmp_path / "report.json") == (
-        results,
-        {"torch": "2", "topology": "a\nb"},
-    )
-    page.write(tmp_path, checks, results, {"torch": "2", "topology": "a\nb"})
+    environment = {"torch": "2", "topology": "a\nb"}
+    runner.write_outcomes(tmp_path / "report.json", results, environment)
+    assert runner.read_report(tmp_path / "report.json") == (results, environment)
+    page.write(tmp_path, checks, results, environment)
     html = (tmp_path / "report.html").read_text()
-    assert all(
-        line in html
-        for line in (*promised, "&lt;b&gt;", "Traceback &lt;x&gt;", "<pre>a\nb</pre>", "viewport")
-    )
+    for words in (*promised, "&lt;b&gt;", "Traceback &lt;x&gt;", "<pre>a\nb</pre>", "viewport"):
+        assert words in html
     assert "http" not in html
     assert (tmp_path / page.ARCHIVE).stat().st_size < 5_000_000
     with zipfile.ZipFile(tmp_path / page.ARCHIVE) as archive:
@@ -321,8 +324,9 @@ def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, monkeypatch):
     monkeypatch.setattr(machine, "driver", lambda: "535.104.05\n535.104.05")
     with pytest.raises(SystemExit) as end:
         gpu_check.main([])
-    words = f"built for CUDA {torch.version.cuda}, and the driver is 535.104.05"
-    assert all(each in str(end.value) for each in (words, "--device cpu"))
+    message = str(end.value)
+    assert f"built for CUDA {torch.version.cuda}, and the driver is 535.104.05" in message
+    assert "--device cpu" in message
 
 
 def test_what_gloo_alone_has_carried_was_not_tried_over_nccl():
@@ -378,16 +382,16 @@ def test_a_queue_of_a_gpu_is_not_filled_by_updates_of_many_launches():
 def test_a_schedule_that_does_not_wait_for_a_skipped_step_fails_the_check(
     tmp_path, monkeypatch, fault
 ):
-    given = CheckRequest(device="cpu", folder=tmp_path, limit_s=60)
+    request = CheckRequest(device="cpu", folder=tmp_path, limit_s=60)
     if fault == "a schedule that does not wait":
         monkeypatch.setattr(ScheduleGuard, "guard", lambda self, config: None)
     if fault == "no skipped step":
         monkeypatch.setattr(scales, "DynamicLossScale", lambda init_scale: DynamicLossScale())
     if fault == "none":
-        assert scales.dynamic_scale(given)["num_skipped"] == {"lars": 1, "sgd": 1}
+        assert scales.dynamic_scale(request)["num_skipped"] == {"lars": 1, "sgd": 1}
         return
     words = {"no skipped step": "one step must be skipped"}.get(
         fault, "the rate after step 3, 1 of them skipped"
     )
     with pytest.raises(AssertionError, match=words):
-        scales.dynamic_scale(given)
+        scales.dynamic_scale(request)

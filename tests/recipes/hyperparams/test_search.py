@@ -176,21 +176,16 @@ def test_two_searches_share_a_directory_and_a_trial_is_interrupted_only_once_its
     tmp_path,
 ):
     command = [sys.executable, "-c", HOLD_A_TRIAL, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert float(other.stdout.readline()) == 0.01
+            assert float(process.stdout.readline()) == 0.01
             search = open_search(tmp_path)
             run_here(search, Planted())
-            # the round waits for the other's trial
-            assert rates(ended(search)) == [
-                0.1,
-                1.0,
-                10.0,
-                100.0,
-            ]
+            # the round waits for the trial of the other process
+            assert rates(ended(search)) == [0.1, 1.0, 10.0, 100.0]
             assert search.others_run()
         finally:
-            other.kill()
+            process.kill()
     assert not search.others_run()
     run_here(search, Planted())
     assert [len(trials) for trials in search.rounds()] == [5, 2, 2]

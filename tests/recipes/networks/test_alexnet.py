@@ -21,9 +21,8 @@ IMAGENET = {
 
 
 def small(**changes):
-    return AlexNetBN(
-        **{"num_classes": 10, "in_channels": 1, "image_size": 16, "width": 0.125} | changes
-    )
+    options = {"num_classes": 10, "in_channels": 1, "image_size": 16, "width": 0.125}
+    return AlexNetBN(**options | changes)
 
 
 def imagenet(**changes):
@@ -52,9 +51,8 @@ def test_layers_come_in_the_published_order_or_in_that_of_nvcaffes_lars_experime
     for network, order in orders.items():
         result = " ".join(names[type(layer)] for layer in network.features)
         assert result == order + pool5_bn * " bn"
-        assert {conv.bias is not None for conv in layers_of(network, nn.Conv2d)} == {
-            network is nvcaffe
-        }
+        for conv in layers_of(network, nn.Conv2d):
+            assert (conv.bias is not None) == (network is nvcaffe)
         assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 10)
 
 
@@ -62,9 +60,8 @@ def test_layers_come_in_the_published_order_or_in_that_of_nvcaffes_lars_experime
     ("image_size", "stem"), [(8, {}), (33, {"stem_kernel": 5, "stem_stride": 2})], ids=str
 )
 def test_any_image_size_gives_one_row_of_logits_per_image(image_size, stem):
-    assert small(image_size=image_size, **stem)(
-        torch.zeros(3, 1, image_size, image_size)
-    ).shape == (3, 10)
+    network = small(image_size=image_size, **stem)
+    assert network(torch.zeros(3, 1, image_size, image_size)).shape == (3, 10)
 
 
 def test_at_imagenets_size_parameters_split_as_the_docstring_says():
@@ -91,22 +88,18 @@ def test_layers_start_at_fan_in_scale_or_at_the_given_deviation_and_biases_at_ze
     """A sample deviation is off by std / sqrt(2 n), which is under 2 % for each of these. 10 % are five times that."""
     torch.manual_seed(0)
     network = small(width=0.5)
-    given = small(width=0.25, image_size=32, fc_std=0.005, conv_bias=True)
+    with_fc_std = small(width=0.25, image_size=32, fc_std=0.005, conv_bias=True)
     for layer in layers_of(network, nn.Conv2d):
         if layer.in_channels > 1:
             fan_in = layer.in_channels * layer.kernel_size[0] ** 2
             assert layer.weight.std().item() == pytest.approx((2 / fan_in) ** 0.5, rel=0.1)
     assert network.fc7.weight.std().item() == pytest.approx((2 / 2048) ** 0.5, rel=0.1)
-    assert [layer.weight.std().item() for layer in (given.fc6, given.fc7)] == pytest.approx(
-        [0.005] * 2, rel=0.03
-    )
-    for each in (network, given):
-        assert each.fc8.weight.std().item() == pytest.approx(0.01, rel=0.1)
-        assert not any(
-            layer.bias.any()
-            for layer in layers_of(each, nn.Conv2d | nn.Linear)
-            if layer.bias is not None
-        )
+    assert with_fc_std.fc6.weight.std().item() == pytest.approx(0.005, rel=0.03)
+    assert with_fc_std.fc7.weight.std().item() == pytest.approx(0.005, rel=0.03)
+    for initialised in (network, with_fc_std):
+        assert initialised.fc8.weight.std().item() == pytest.approx(0.01, rel=0.1)
+        for layer in layers_of(initialised, nn.Conv2d | nn.Linear):
+            assert layer.bias is None or not layer.bias.any()
 
 
 def test_options_reach_every_batch_norm():

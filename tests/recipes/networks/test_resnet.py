@@ -24,10 +24,8 @@ def on_meta(kind, **arguments):
 
 
 def tiny(**changes):
-    return ResNet(
-        **{"depth": 18, "num_classes": 10, "in_channels": 2, "width": 0.125, "stem": "small"}
-        | changes
-    )
+    options = {"depth": 18, "num_classes": 10, "in_channels": 2, "width": 0.125, "stem": "small"}
+    return ResNet(**options | changes)
 
 
 def shapes_of(network):
@@ -59,14 +57,13 @@ def test_parameters_are_as_many_as_published(depth):
 def test_the_variant_says_which_convolution_of_a_bottleneck_has_the_stride(variant, conv1, conv2):
     network = on_meta(ResNet, depth=50, variant=variant)
     for stage in (network.layer2, network.layer3, network.layer4):
-        first, *others = stage
-        assert (first.conv1.stride, first.conv2.stride) == ((conv1, conv1), (conv2, conv2))
+        first, *later_blocks = stage
+        assert first.conv1.stride == (conv1, conv1)
+        assert first.conv2.stride == (conv2, conv2)
         assert first.downsample[0].stride == (2, 2)
-        assert all(
-            conv.stride == (1, 1)
-            for block in others
-            for conv in (block.conv1, block.conv2, block.conv3)
-        )
+        for block in later_blocks:
+            strides = {conv.stride for conv in (block.conv1, block.conv2, block.conv3)}
+            assert strides == {(1, 1)}
     assert all(block.conv2.stride == (1, 1) for block in network.layer1)
 
 
@@ -94,10 +91,10 @@ def test_sizes_are_those_of_the_table_and_the_small_stem_keeps_that_of_small_ima
 def test_width_scales_every_channel(depth):
     full = on_meta(ResNet, depth=depth)
     half = on_meta(ResNet, depth=depth, width=0.5)
-    for a, b in zip(full.modules(), half.modules(), strict=True):
-        if isinstance(a, nn.Conv2d):
-            assert b.out_channels * 2 == a.out_channels
-            assert a is full.conv1 or b.in_channels * 2 == a.in_channels
+    for layer, half_layer in zip(full.modules(), half.modules(), strict=True):
+        if isinstance(layer, nn.Conv2d):
+            assert half_layer.out_channels * 2 == layer.out_channels
+            assert layer is full.conv1 or half_layer.in_channels * 2 == layer.in_channels
 
 
 def test_convolutions_start_at_fan_in_scale_and_fc_at_one_hundredth():
@@ -117,31 +114,31 @@ def test_convolutions_start_at_fan_in_scale_and_fc_at_one_hundredth():
 
 @pytest.mark.parametrize(("depth", "last"), [(18, "bn2"), (50, "bn3")])
 def test_zero_gamma_says_which_normalisations_start_at_zero(depth, last):
-    def norms(**options):
+    def norms_at_zero(**options):
         network = tiny(depth=depth, bn_eps=0.5, bn_momentum=0.25, **options)
-        found = {
-            name: layer
-            for name, layer in network.named_modules()
-            if isinstance(layer, nn.BatchNorm2d)
-        }
-        assert {(layer.eps, layer.momentum) for layer in found.values()} == {(0.5, 0.25)}
-        return {name for name, layer in found.items() if not layer.weight.any()}
+        at_zero = set()
+        for name, layer in network.named_modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                assert layer.eps == 0.5
+                assert layer.momentum == 0.25
+                if not layer.weight.any():
+                    at_zero.add(name)
+        return at_zero
 
     modules = tiny(depth=depth).named_modules()
     blocks = {name: block for name, block in modules if isinstance(block, BasicBlock | Bottleneck)}
     projected = {
         f"{name}.downsample.1" for name, block in blocks.items() if block.downsample is not None
     }
-    assert norms() == {f"{name}.{last}" for name in blocks}
-    assert norms(zero_gamma="shortcut") == projected
+    assert norms_at_zero() == {f"{name}.{last}" for name in blocks}
+    assert norms_at_zero(zero_gamma="shortcut") == projected
     assert len(projected) == (4 if depth == 50 else 3)
-    assert norms(zero_gamma="none") == set()
+    assert norms_at_zero(zero_gamma="none") == set()
     for name in ("layer1.1", "layer2.0"):  # so a block starts as its shortcut
         block = blocks[name]
         x = torch.randn(2, block.conv1.in_channels, 8, 8)
-        assert torch.equal(
-            block(x), (x if block.downsample is None else block.downsample(x)).relu()
-        )
+        shortcut = x if block.downsample is None else block.downsample(x)
+        assert torch.equal(block(x), shortcut.relu())
 
 
 @pytest.mark.parametrize(
@@ -164,18 +161,16 @@ PUBLISHED_GIGA_MULTIPLY_ADDS = [
 
 
 def alexnet_bn(**changes):
-    return AlexNetBN(
-        **{"num_classes": 4, "in_channels": 1, "image_size": 16, "width": 0.0625} | changes
-    )
+    options = {"num_classes": 4, "in_channels": 1, "image_size": 16, "width": 0.0625}
+    return AlexNetBN(**options | changes)
 
 
 @pytest.mark.parametrize(("kind", "arguments", "giga_multiply_adds"), PUBLISHED_GIGA_MULTIPLY_ADDS)
 def test_multiply_adds_are_the_published_ones(kind, arguments, giga_multiply_adds):
     with torch.device("meta"):
         network = kind(**arguments)
-    assert forward_flops_per_image(network, (3, 224, 224)) / 2e9 == pytest.approx(
-        giga_multiply_adds, abs=0.0005
-    )
+    counted = forward_flops_per_image(network, (3, 224, 224)) / 2e9
+    assert counted == pytest.approx(giga_multiply_adds, abs=0.0005)
 
 
 def by_layer(network, images):
@@ -199,6 +194,6 @@ def by_layer(network, images):
 )
 def test_counts_follow_from_the_layers_shapes(network, image_shape):
     """Backward: each layer's weights and inputs cost a forward each. The images themselves need no gradient."""
-    first, *others = by_layer(copy.deepcopy(network), torch.randn(2, *image_shape))
-    assert forward_flops_per_image(network, image_shape) == 2 * (first + sum(others))
-    assert training_flops_per_image(network, image_shape) == 2 * (2 * first + 3 * sum(others))
+    first, *later = by_layer(copy.deepcopy(network), torch.randn(2, *image_shape))
+    assert forward_flops_per_image(network, image_shape) == 2 * (first + sum(later))
+    assert training_flops_per_image(network, image_shape) == 2 * (2 * first + 3 * sum(later))

@@ -3,6 +3,7 @@
 import logging
 import logging.handlers
 import re
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -37,7 +38,7 @@ def classifier(**options):
 
 
 def fit(options=None, data=DigitsDataModule, looks=None, **settings):
-    """One fit on this rank: its trainer, its module, and what was looked at."""
+    """Fit on this rank and return trainer, module and what the hooks `looks` returned."""
     module = classifier(**options or {})
     looks = at(**looks or {})
     settings = {"precision": "16-true", "max_epochs": 2, "limit_val_batches": 0} | settings
@@ -73,28 +74,32 @@ def test_a_run_that_resumes_to_a_greater_length_follows_its_own_schedule_and_war
     logger = logging.getLogger("recipes.training.classifier")
     logger.addHandler(handler)
     try:
-        _, rest = resumed_rates(tmp_path / "two.ckpt", max_epochs=3)
+        _, resumed = resumed_rates(tmp_path / "two.ckpt", max_epochs=3)
     finally:
         logger.removeHandler(handler)
-    assert rest == whole[-4:]
-    (message,) = [
-        record.getMessage()
-        for record in handler.buffer
-        if "schedule now has" in record.getMessage()
-    ]
+    assert resumed == whole[-4:]
+    logged = [record.getMessage() for record in handler.buffer]
+    (message,) = [line for line in logged if "schedule now has" in line]
     assert "12 steps instead of 8, and 4 steps of warm-up instead of 4" in message
     assert "after step 8 the learning rate jumps from 0 to 2" in message
 
 
 def test_every_rank_tests_the_network_of_rank_zero(two_ranks):
     """BatchNorm statistics are each rank's own after a step of training. All must judge the ones that are saved."""
-    (trained_one, one, accuracy_one), (trained_other, other, accuracy_other) = two_ranks.run(
-        statistics_of_a_test
-    )
-    assert not torch.equal(trained_one, trained_other)
-    assert torch.equal(one, trained_one)
-    assert torch.equal(other, trained_one)
-    assert accuracy_one == accuracy_other
+    rank_0, rank_1 = two_ranks.run(statistics_of_a_test)
+    assert not torch.equal(rank_0.trained, rank_1.trained)
+    assert torch.equal(rank_0.tested, rank_0.trained)
+    assert torch.equal(rank_1.tested, rank_0.trained)
+    assert rank_0.accuracy == rank_1.accuracy
+
+
+@dataclass
+class RankResult:
+    """Running means after training and after the test, and the test's accuracy."""
+
+    trained: torch.Tensor
+    tested: torch.Tensor
+    accuracy: float
 
 
 def statistics_of_a_test():
@@ -104,10 +109,10 @@ def statistics_of_a_test():
     )
     trainer, module, kept = fit(looks=looks, max_epochs=1)
     trainer.test(module, DigitsDataModule(global_batch_size=300, seed=0), verbose=False)
-    return (
-        kept["on_train_end"][0],
-        kept["on_test_end"][0],
-        trainer.callback_metrics[m.TEST_ACC].item(),
+    return RankResult(
+        trained=kept["on_train_end"][0],
+        tested=kept["on_test_end"][0],
+        accuracy=trainer.callback_metrics[m.TEST_ACC].item(),
     )
 
 
@@ -119,9 +124,8 @@ class Odd(DigitsDataModule):
 
     def setup(self, stage):
         super().setup(stage)
-        self.image_sets["val"] = type(self.image_sets["val"])(
-            *(part[:178] for part in self.image_sets["val"])
-        )
+        whole = self.image_sets["val"]
+        self.image_sets["val"] = type(whole)(*(column[:178] for column in whole))
 
 
 def test_validation_with_unequal_shares_ends_and_is_exact_and_alike_on_all_ranks(three_ranks):
@@ -140,7 +144,7 @@ def test_validation_with_unequal_shares_ends_and_is_exact_and_alike_on_all_ranks
 
 
 def validated():
-    """By sorting, from the logits that the network gave. Not by torchmetrics."""
+    """Count right answers by sorting the logits that the network gave. Not by torchmetrics."""
     logits = []
 
     def count(trainer, module, outputs, batch, *_):
@@ -154,12 +158,11 @@ def validated():
         ),
         "on_validation_batch_end": count,
     }
-    own = {"max_epochs": 1, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
-    trainer, _, kept = fit(data=Odd, looks=looks, **own)
+    settings = {"max_epochs": 1, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
+    trainer, _, kept = fit(data=Odd, looks=looks, **settings)
     counts = [sum(column) for column in zip(*kept["on_validation_batch_end"], strict=True)]
-    return tuple(
-        trainer.callback_metrics[name].item() for name in (m.VAL_ACC, m.VAL_ACC_TOP5)
-    ), counts
+    accuracies = [trainer.callback_metrics[name].item() for name in (m.VAL_ACC, m.VAL_ACC_TOP5)]
+    return tuple(accuracies), counts
 
 
 @pytest.mark.parametrize(
@@ -179,21 +182,19 @@ def test_the_schedule_spans_the_run(two_ranks, settings, rates):
 
 
 def rates_of(settings):
-    return fit(looks={"on_before_optimizer_step": rate}, precision="32-true", **settings)[2][
-        "on_before_optimizer_step"
-    ]
+    looks = {"on_before_optimizer_step": rate}
+    _, _, kept = fit(looks=looks, precision="32-true", **settings)
+    return kept["on_before_optimizer_step"]
 
 
 @pytest.mark.parametrize(("max_steps", "is_told"), [(4, True), (5, False)])
 def test_a_run_that_ends_within_its_warmup_is_told_so(one_rank, max_steps, is_told):
-    (found,) = one_rank.run(warnings_of, max_steps)
+    (messages,) = one_rank.run(warnings_of, max_steps)
     expected = f"`warmup_steps` (=4) is 4 steps, and the run has {max_steps}: all of it is warm-up"
-    assert [expected in words for words in found if "warm-up" in words] == [True] * is_told
-    assert [
-        words
-        for words in found
-        if re.match(rf"an epoch has \d steps, and the run {max_steps}: ", words)
-    ]
+    about_warmup = [message for message in messages if "warm-up" in message]
+    assert [expected in message for message in about_warmup] == [True] * is_told
+    short_run = re.compile(rf"an epoch has \d steps, and the run {max_steps}: ")
+    assert any(short_run.match(message) for message in messages)
 
 
 def warnings_of(max_steps):
@@ -221,8 +222,8 @@ def test_label_smoothing_is_for_training_alone_and_a_nan_of_one_batch_of_validat
     smoothing.log = plain.log = lambda *_, **__: None
     for module in (plain, smoothing):
         module.validation_step(batch, 0)
-        own = -log_probs[range(5), batch[1]].mean().item()
-        assert module.val_loss.compute().item() == pytest.approx(own, rel=1e-6)
+        unsmoothed = -log_probs[range(5), batch[1]].mean().item()
+        assert module.val_loss.compute().item() == pytest.approx(unsmoothed, rel=1e-6)
     for images in (torch.full((5, 1, 16, 16), torch.nan), batch[0]):
         plain.validation_step((images, batch[1]), 1)
     assert plain.val_loss.compute().isnan()
@@ -240,23 +241,22 @@ def test_label_smoothing_is_for_training_alone_and_a_nan_of_one_batch_of_validat
 def test_weight_decay_is_for_weights_and_an_ablation_changes_its_group_and_no_other(
     one_rank, options, adapted, excluded
 ):
-    dtypes, groups, dims = one_rank.run(groups_of, options)[0]
-    assert dtypes == [torch.float32]  # of the loss
+    (result,) = one_rank.run(groups_of, options)
+    loss_dtypes, groups, dims = result
+    assert loss_dtypes == [torch.float32]
     assert groups == [adapted, excluded]
     assert dims == [{True}, {False}]
 
 
 def groups_of(options):
-    trainer, _, kept = fit(
-        options, looks={"on_before_backward": lambda _, __, loss: loss.dtype}, max_steps=1
-    )
-    groups = trainer.optimizers[0].param_groups
-    dims = [{parameter.dim() > 1 for parameter in group["params"]} for group in groups]
-    return (
-        kept["on_before_backward"],
-        [(group["weight_decay"], group["trust_ratio"]) for group in groups],
-        dims,
-    )
+    looks = {"on_before_backward": lambda _, __, loss: loss.dtype}
+    trainer, _, kept = fit(options, looks=looks, max_steps=1)
+    groups = []
+    dims = []
+    for group in trainer.optimizers[0].param_groups:
+        groups.append((group["weight_decay"], group["trust_ratio"]))
+        dims.append({parameter.dim() > 1 for parameter in group["params"]})
+    return kept["on_before_backward"], groups, dims
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -267,7 +267,8 @@ def test_the_network_sees_images_in_its_own_layout(channels_last):
     module.model.register_forward_pre_hook(lambda _, args: seen.append(args[0].stride()))
     for memory_format in (torch.contiguous_format, torch.channels_last):
         module(torch.zeros(2, 3, 4, 5).contiguous(memory_format=memory_format))
-    assert seen == [(60, 1, 15, 3) if channels_last else (60, 20, 5, 1)] * 2
+    expected = (60, 1, 15, 3) if channels_last else (60, 20, 5, 1)
+    assert seen == [expected, expected]
 
 
 @pytest.mark.long
@@ -275,10 +276,8 @@ def test_a_compiled_network_keeps_its_names_in_checkpoints():
     """`torch.compile(network)` would put `_orig_mod` before them. Compilation itself is lazy, and takes a minute."""
     plain = classifier()
     compiled = classifier(compile=True)
-    assert (plain.model._compiled_call_impl, callable(compiled.model._compiled_call_impl)) == (
-        None,
-        True,
-    )
+    assert plain.model._compiled_call_impl is None
+    assert callable(compiled.model._compiled_call_impl)
     assert plain.state_dict().keys() == compiled.state_dict().keys()
 
 
@@ -307,10 +306,10 @@ CONFIG = {
 FLOPS = 2 * 2 * (2 * 3) * 4 * 4
 
 
-def filled(monkeypatch, *, device_name, given=(), config=CONFIG):
-    """The callback's two numbers after a run on a device of that name has been built."""
+def filled(monkeypatch, *, device_name, options, config):
+    """Return the callback's two numbers after a run on a device of that name has been built."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: device_name)
-    callback = TrainingMetrics(**dict(given))
+    callback = TrainingMetrics(**options)
     device = torch.device("cuda" if device_name else "cpu")
     trainer = SimpleNamespace(
         strategy=SimpleNamespace(root_device=device), callbacks=[object(), callback]
@@ -323,26 +322,19 @@ GIVEN = {"flops_per_image": 5.0, "peak_flops_per_s": 7.0}
 
 
 @pytest.mark.parametrize(
-    ("device_name", "config", "given", "expected"),
+    ("device_name", "config", "options", "expected"),
     [
         ("NVIDIA H200", {}, {}, (FLOPS, 989.5e12)),
         ("NVIDIA H200", {"precision": "32-true"}, {}, (FLOPS, 67e12)),
         # the model says how large images are
-        (
-            "NVIDIA H200",
-            {"data": {}},
-            {},
-            (FLOPS * 81 / 16, 989.5e12),
-        ),
+        ("NVIDIA H200", {"data": {}}, {}, (FLOPS * 81 / 16, 989.5e12)),
         ("NVIDIA H200", {}, GIVEN, tuple(GIVEN.values())),
         ("Some other GPU", {}, {}, (None, None)),
     ],
     ids=str,
 )
 def test_a_known_device_gets_its_peak_and_counted_operations_and_what_is_given_stays(
-    monkeypatch, device_name, config, given, expected
+    monkeypatch, device_name, config, options, expected
 ):
-    assert (
-        filled(monkeypatch, device_name=device_name, config=CONFIG | config, given=given)
-        == expected
-    )
+    result = filled(monkeypatch, device_name=device_name, config=CONFIG | config, options=options)
+    assert result == expected

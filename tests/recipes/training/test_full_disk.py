@@ -16,7 +16,7 @@ from tests.scenes import fit
 
 @contextmanager
 def no_file_beyond(num_bytes):
-    """The kernel's own limit: what is written beyond it is an error, as on a full disk."""
+    """Set the kernel's limit on file sizes. A write beyond it is an error, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -30,8 +30,14 @@ def log(logger, step, **metrics):
     logger.save()
 
 
-@pytest.mark.parametrize("more", [{}, {"val": 0.5}], ids=["same columns", "a new column"])
-def test_rows_that_the_disk_does_not_take_are_written_when_it_does(tmp_path, more):
+@pytest.mark.parametrize(
+    ("new_column", "val_column"),
+    [({}, [None] * 4), ({"val": 0.5}, ["", "0.5", "", ""])],
+    ids=["same columns", "a new column"],
+)
+def test_rows_that_the_disk_does_not_take_are_written_when_it_does(
+    tmp_path, new_column, val_column
+):
     logger = CSVRows(save_dir=tmp_path, name="", version="csv")
     path = tmp_path / "csv" / "metrics.csv"
     log(logger, 0, loss=1.0)
@@ -40,19 +46,15 @@ def test_rows_that_the_disk_does_not_take_are_written_when_it_does(tmp_path, mor
         with pytest.warns(
             UserWarning, match=r"metrics.csv takes no more rows \(File too large\): the run goes on"
         ):
-            log(logger, 1, loss=2.0, **more)
+            log(logger, 1, loss=2.0, **new_column)
         log(logger, 2, loss=3.0)  # a second warning would be an error
         assert path.read_bytes() == whole
-        assert [each.name for each in path.parent.iterdir()] == ["metrics.csv"]
+        assert list(path.parent.iterdir()) == [path]
     log(logger, 3, loss=4.0)
     rows = read_rows(path)
-    assert [(row["step"], row["loss"]) for row in rows] == [
-        ("0", "1.0"),
-        ("1", "2.0"),
-        ("2", "3.0"),
-        ("3", "4.0"),
-    ]
-    assert [row.get("val") for row in rows] == (["", "0.5", "", ""] if more else [None] * 4)
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
+    assert [row["loss"] for row in rows] == ["1.0", "2.0", "3.0", "4.0"]
+    assert [row.get("val") for row in rows] == val_column
     with no_file_beyond(path.stat().st_size), pytest.warns(UserWarning, match="takes no more rows"):
         log(logger, 4, loss=5.0)  # said again, as there was space in between
 
@@ -99,11 +101,11 @@ def test_what_a_run_cannot_write_of_itself_costs_no_run(one_rank, tmp_path):
         limit_train_batches=1,
         warns=True,
     )
-    warned = [words for words in seen.warnings if "was not written" in words]
-    assert (seen.global_step, len(warned)) == (1, 4)
-    assert warned[0].startswith(
-        "/proc/none/summary.json was not written (No such file or directory)"
-    )
+    warned = [message for message in seen.warnings if "was not written" in message]
+    assert seen.global_step == 1
+    assert len(warned) == 4
+    expected = "/proc/none/summary.json was not written (No such file or directory)"
+    assert warned[0].startswith(expected)
     (tmp_path / "file").touch()
     with pytest.warns(
         UserWarning, match=r"`report.trace_dir`: .*/rank0.json was not written \(Not a directory\)"

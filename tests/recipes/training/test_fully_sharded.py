@@ -25,21 +25,30 @@ CASES = {
 
 def test_offload_leaves_a_device_what_is_gathered_of_a_block():
     """Two ranks on a device of 3 bytes a parameter: LARS alone has shards of 4 there, and a step needs 12."""
-    run = [sys.executable, "-W", "ignore", "-m", "tests.stand_in.accelerator", json.dumps(CASES)]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    program = ["-W", "ignore", "-m", "tests.stand_in.accelerator", json.dumps(CASES)]
+    done = subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    whole, offloaded, resumed, refused = json.loads(done.stdout.splitlines()[-1]).values()
-    for one in (offloaded, resumed):
-        assert one["masters"] == one["state"] == ["cpu"]
-        assert one["buffers"] == [one["module"]] == whole["masters"] == whole["state"] != ["cpu"]
-        assert one["file"] == ["cpu"]
-        assert one["backend"].startswith("cpu:gloo,")  # verdicts and norms are added up on the host
-        assert one["peak"] < 3
-        assert whole["after"] - one["after"] == pytest.approx((4 + 4) / 2, rel=1e-3)
-        assert one["after"] < 0.02  # statistics of BatchNorm
-    assert (whole["scale"], offloaded["scale"]) == (whole["masters"], ["cpu"])
+    results = json.loads(done.stdout.splitlines()[-1])
+    whole = results["whole"]
+    device = whole["masters"]
+    assert device != ["cpu"]
+    assert whole["state"] == device
+    for name in ("offloaded", "resumed"):
+        result = results[name]
+        assert result["masters"] == ["cpu"], name
+        assert result["state"] == ["cpu"], name
+        assert result["file"] == ["cpu"], name
+        assert result["buffers"] == device, name
+        assert [result["module"]] == device, name
+        # verdicts and norms are added up on the host
+        assert result["backend"].startswith("cpu:gloo,"), name
+        assert result["peak"] < 3, name
+        assert whole["after"] - result["after"] == pytest.approx((4 + 4) / 2, rel=1e-3), name
+        assert result["after"] < 0.02, name  # statistics of BatchNorm
+    assert whole["scale"] == device
+    assert results["offloaded"]["scale"] == ["cpu"]
     assert whole["peak"] > 12
-    assert "must be held on the host" in refused["error"]
+    assert "must be held on the host" in results["refused"]["error"]
 
 
 def test_blocks_of_a_transformer_are_its_layers_and_none_has_the_weight_that_two_uses_share():

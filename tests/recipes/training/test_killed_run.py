@@ -117,17 +117,16 @@ class DieAt(Callback):
 
 
 def end_of(folder):
-    """All that is promised of the last and the best checkpoint, and of the rows what no clock decides."""
+    """Return the promised content of the last and the best checkpoint, and the repeatable columns of rows."""
     results = []
     for name in ("last", "best"):
         content = DurableCheckpointIO().load_checkpoint(folder / "checkpoints" / f"{name}.ckpt")
-        place = content["loops"]["fit_loop"]["state_dict"].get("combined_loader")
-        results.append([place, *(content[part] for part in SAME.split())])
-    rows = read_rows(folder / "csv" / "metrics.csv")
-    return results, [
-        {name: value for name, value in row.items() if value and is_repeatable(name)}
-        for row in rows
-    ]
+        loader_state = content["loops"]["fit_loop"]["state_dict"].get("combined_loader")
+        results.append([loader_state, *(content[part] for part in SAME.split())])
+    rows = []
+    for row in read_rows(folder / "csv" / "metrics.csv"):
+        rows.append({name: text for name, text in row.items() if text and is_repeatable(name)})
+    return results, rows
 
 
 def is_repeatable(name):

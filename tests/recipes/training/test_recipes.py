@@ -311,7 +311,7 @@ def test_an_average_of_shards_is_refused():
         MasterWeightAveraging().setup(trainer, nn.Linear(1, 1), "fit")
 
 
-OWN = "model.depth=18 model.width=0.0625 data.image_size=32 data.eval_resize=36 data.num_threads=1".split()
+SMALL_RESNET = "model.depth=18 model.width=0.0625 data.image_size=32 data.eval_resize=36 data.num_threads=1".split()
 
 
 @pytest.fixture
@@ -328,9 +328,8 @@ def words_of(refusal):
 
 
 def trained_on_own(root):
-    trainer, module, data = build(
-        configured("data=images", f"data.root={root}", "model=resnet50", *OWN, *FEW)
-    )
+    images = ["data=images", f"data.root={root}"]
+    trainer, module, data = build(configured(*images, "model=resnet50", *SMALL_RESNET, *FEW))
     trainer.fit(module, data)
     return trainer.global_step, module.model.fc.out_features
 
@@ -349,11 +348,11 @@ def test_one_command_trains_a_network_with_as_many_classes_as_there_are_folders(
 
 def test_the_network_and_the_batch_that_fit_are_named_at_once(root):
     """The small network of the default and 128 images a step, in one message. What it says to set is enough."""
-    own = ["data=images", f"data.root={root}"]
+    images = ["data=images", f"data.root={root}"]
     with pytest.raises(
         ValueError, match=r"`model` \(=AlexNetBN\) must take images of 3 x 224 x 224"
     ) as refusal:
-        build(configured(*own))
+        build(configured(*images))
     assert words_of(refusal) == ["model=resnet50", "global_batch_size=41"]
-    _, module, _ = build(configured(*own, *words_of(refusal), *OWN))
+    _, module, _ = build(configured(*images, *words_of(refusal), *SMALL_RESNET))
     assert module.model.fc.out_features == 2

@@ -17,14 +17,14 @@ from tests.scenes import fit
 from tests.toy import Toy
 
 
-def saved(folder, name, global_step, *, age_s=0.0, **more):
+def saved(folder, name, global_step, *, age_s=0.0, **entries):
     path = folder / name
     content = {
         "global_step": global_step,
         "optimizer_states": [],
         "callbacks": {},
         "w": torch.ones(100),
-        **more,
+        **entries,
     }
     write_checkpoint(content, path)
     os.utime(path, (1e9 - age_s, 1e9 - age_s))
@@ -52,9 +52,9 @@ def cut(path):
 
 def flip(path):
     content = bytearray(path.read_bytes())
-    place = content.find(torch.ones(100).numpy().tobytes())
-    assert place > 0
-    content[place + 200] ^= 4  # in a weight: torch alone would load it
+    begin = content.find(torch.ones(100).numpy().tobytes())
+    assert begin > 0
+    content[begin + 200] ^= 4  # in a weight: torch alone would load it
     path.write_bytes(content)
 
 
@@ -113,16 +113,14 @@ def test_a_path_must_be_a_whole_checkpoint(tmp_path):
 def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_not(tmp_path):
     kept = resume.saved_configuration(configured(tmp_path))
     saved(tmp_path / "checkpoints", "last.ckpt", 4, callbacks={"Configuration": {"kept": kept}})
-    for same in (
-        (),
-        (
-            "trainer.max_epochs=99",
-            "trainer.devices=4",
-            "logger=csv",
-            "strategy.comm.algorithm=flat",
-        ),
-    ):
-        assert resume.checkpoint(configured(tmp_path, "resume=auto", *same)) is not None
+    changes_no_number = (
+        "trainer.max_epochs=99",
+        "trainer.devices=4",
+        "logger=csv",
+        "strategy.comm.algorithm=flat",
+    )
+    for keys in ((), changes_no_number):
+        assert resume.checkpoint(configured(tmp_path, "resume=auto", *keys)) is not None
     for key, value, was in (
         ("optim.lr", "1.5", kept["optim"]["lr"]),
         ("optim", "sgd", "lightning_hybrid.optim.LARS"),
@@ -136,41 +134,39 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
         configured(tmp_path, "resume=auto", "optim.lr=1.5", "~callbacks.configuration")
     )
     kept["model"] |= {"slice_fc": "node"}
-    path = saved(
-        tmp_path / "checkpoints", "last.ckpt", 5, callbacks={"Configuration": {"kept": kept}}
-    )
+    callbacks = {"Configuration": {"kept": kept}}
+    path = saved(tmp_path / "checkpoints", "last.ckpt", 5, callbacks=callbacks)
     assert resume.checkpoint(configured(tmp_path, "resume=auto")) is not None
     now = resume.saved_configuration(configured(tmp_path))
     now["model"] |= {"checkpoint_activations": True, "slice_fc": "off", "dropout": 0.25}
     with pytest.raises(ValueError, match=r"^`model.dropout` \(=0.25\)") as caught:
         resume.refuse_other_configuration(path, now)
-    assert not any(word in str(caught.value) for word in ("checkpoint_activations", "slice_fc"))
+    assert "checkpoint_activations" not in str(caught.value)
+    assert "slice_fc" not in str(caught.value)
 
 
 def fit_from(paths, call="fit"):
-    """Each rank gets another checkpoint: what it says, and how far it came."""
-    rank = [resume.SameCheckpoint(paths[dist.get_rank()])]
-    seen = fit(callbacks=rank, max_steps=2, raises=True, call=call)
+    """Fit with a checkpoint of each rank's own. Return the error and the number of steps."""
+    callbacks = [resume.SameCheckpoint(paths[dist.get_rank()])]
+    seen = fit(callbacks=callbacks, max_steps=2, raises=True, call=call)
     return seen.error, seen.global_step
 
 
 def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_ranks, tmp_path):
-    one = str(saved(tmp_path, "one.ckpt", 4))
-    other = str(saved(tmp_path / "b", "one.ckpt", 6))
-    assert two_ranks.run(fit_from, [one, one]) == [("", 2)] * 2
-    for paths, result in (
-        ([one, None], "rank 1: no checkpoint"),
-        ([one, other], "rank 1: one.ckpt, crc32 "),
+    step_4 = str(saved(tmp_path, "one.ckpt", 4))
+    step_6 = str(saved(tmp_path / "b", "one.ckpt", 6))
+    assert two_ranks.run(fit_from, [step_4, step_4]) == [("", 2)] * 2
+    rule = "must be the same checkpoint on every rank, and is not: rank 0: one.ckpt, crc32 "
+    for paths, words in (
+        ([step_4, None], "rank 1: no checkpoint"),
+        ([step_4, step_6], "rank 1: one.ckpt, crc32 "),
     ):
-        for caught, num_steps in two_ranks.run(fit_from, paths):
-            assert (
-                "must be the same checkpoint on every rank, and is not: rank 0: one.ckpt, crc32 "
-                in caught
-            )
-            assert result in caught
-            assert num_steps == 0
-    # which resumes from nothing
-    assert two_ranks.run(fit_from, [one, other], "validate") == [("", 0)] * 2
+        for rank, (error, num_steps) in enumerate(two_ranks.run(fit_from, paths)):
+            assert rule in error, f"rank {rank}"
+            assert words in error, f"rank {rank}"
+            assert num_steps == 0, f"rank {rank}"
+    # validation resumes from no checkpoint
+    assert two_ranks.run(fit_from, [step_4, step_6], "validate") == [("", 0)] * 2
 
 
 class Logging(Toy):
@@ -183,7 +179,7 @@ class Logging(Toy):
 
 
 def logged(folder, from_step=None, settings=()):
-    """Rows of a fit that saves after every step. Resumed, it goes on in the file that is there."""
+    """Return the rows of a fit that saves after every step. A resumed one continues in the same file."""
     if from_step is None:
         path = None
     else:
@@ -205,14 +201,15 @@ def logged(folder, from_step=None, settings=()):
         max_epochs=-1,
         **options,
     )
-    return [
-        {name: v for name, v in row.items() if v}
-        for row in read_rows(Path(folder) / "csv" / "metrics.csv")
-    ]
+    rows = []
+    for row in read_rows(Path(folder) / "csv" / "metrics.csv"):
+        rows.append({name: value for name, value in row.items() if value})
+    return rows
 
 
-def logged_twice(*given):
-    return logged(given[0], None, given[2]), logged(*given)
+def logged_twice(folder, from_step, settings):
+    whole = logged(folder, None, settings)
+    return whole, logged(folder, from_step, settings)
 
 
 @pytest.mark.filterwarnings(
@@ -228,13 +225,13 @@ def test_no_row_is_missing_and_none_comes_twice(one_rank, tmp_path, settings, fr
     ((first, resumed),) = one_rank.run(logged_twice, str(tmp_path), from_step, settings)
     if "log_every_n_steps" in settings:
         steps = ["1", "3", "5", "7"]
+        steps_with_late = ["7"]
     else:
         steps = [str(step) for step in range(8)]
+        steps_with_late = ["6", "7"]
     for rows in (first, resumed):
         assert [row["step"] for row in rows] == steps
-        assert [row["step"] for row in rows if "late" in row] == [
-            step for step in steps if step in "67"
-        ]
+        assert [row["step"] for row in rows if "late" in row] == steps_with_late
     assert [row["epoch"] for row in resumed] == [row["epoch"] for row in first]
     num_kept = sum(int(step) < from_step for step in steps)
     assert resumed[:num_kept] == first[:num_kept]

@@ -33,21 +33,23 @@ def configured(run_dir, *overrides):
 
 @contextmanager
 def environment(**variables):
-    """W&B's own variables as given, and as they were afterwards."""
-    ours = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
-    for name in ours:
-        del os.environ[name]
+    """Set W&B's environment variables to exactly `variables`, and restore them afterwards."""
+    before = remove_variables_of_wandb()
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name in [name for name in os.environ if name.startswith("WANDB_")]:
-            del os.environ[name]
-        os.environ.update(ours)
+        remove_variables_of_wandb()
+        os.environ.update(before)
+
+
+def remove_variables_of_wandb():
+    names = [name for name in os.environ if name.startswith("WANDB_")]
+    return {name: os.environ.pop(name) for name in names}
 
 
 def tracked(run_dir, *overrides, **variables):
-    """A short run as `recipes/train.py` makes it, on this rank. Its checkpoint's run id."""
+    """Train shortly as `recipes/train.py` does, on this rank. Return the run id in the checkpoint."""
     import wandb
 
     with environment(WANDB_SILENT="true", **variables):
@@ -71,58 +73,63 @@ def test_an_offline_run_holds_configuration_history_and_best_values(one_rank, tm
         "logger.tags=[a,b]",
         "logger.notes=why",
     ]
-    (kept,) = one_rank.run(tracked, str(tmp_path), *about, timeout_s=120.0)
-    (found,) = runs_in(tmp_path)
-    assert found.run.run_id == kept
-    assert (found.run.run_group, list(found.run.tags), found.run.notes) == (
-        "seeds",
-        ["a", "b"],
-        "why",
-    )
-    assert found.config["optim"]["lr"] == 30.0
-    assert found.config["trainer"]["accumulate_grad_batches"] == 1  # resolved
-    assert found.config["overrides"] == about
-    assert found.config["code"] is None or len(found.config["code"]["commit"]) == 40
+    (run_id,) = one_rank.run(tracked, str(tmp_path), *about, timeout_s=120.0)
+    (offline_run,) = runs_in(tmp_path)
+    assert offline_run.run.run_id == run_id
+    assert offline_run.run.run_group == "seeds"
+    assert list(offline_run.run.tags) == ["a", "b"]
+    assert offline_run.run.notes == "why"
+    config = offline_run.config
+    assert config["optim"]["lr"] == 30.0
+    assert config["trainer"]["accumulate_grad_batches"] == 1  # resolved
+    assert config["overrides"] == about
+    assert config["code"] is None or len(config["code"]["commit"]) == 40
 
-    losses = found.column(m.TRAIN_LOSS)
+    losses = offline_run.column(m.TRAIN_LOSS)
     assert [step for step, _ in losses] == [0, 1, 2, 3]
-    assert found.summary[m.TRAIN_LOSS] == {"min": min(value for _, value in losses)}
+    assert offline_run.summary[m.TRAIN_LOSS] == {"min": min(value for _, value in losses)}
     for name, best in ((m.VAL_ACC, max), (m.VAL_ACC_TOP5, max), (m.VAL_LOSS, min)):
-        values = [value for _, value in found.column(name)]
+        values = [value for _, value in offline_run.column(name)]
         assert len(values) == 2
-        assert found.summary[name] == {best.__name__: best(values)}
-    assert found.summary[m.TRAIN_LR] == found.column(m.TRAIN_LR)[-1][1]
+        assert offline_run.summary[name] == {best.__name__: best(values)}
+    assert offline_run.summary[m.TRAIN_LR] == offline_run.column(m.TRAIN_LR)[-1][1]
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:Checkpoint directory .* exists and is not empty", "ignore:The dirpath has changed"
 )
-def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
-    first = tmp_path / "first"
-    other = tmp_path / "other"
-    (begun,) = one_rank.run(tracked, str(first), "trainer.max_epochs=1")
-    assert one_rank.run(tracked, str(first), "trainer.max_epochs=2", "resume=auto") == [begun]
-    path = f"resume={first}/checkpoints/last.ckpt"
-    assert one_rank.run(tracked, str(other), "trainer.max_epochs=3", path) == [begun]
-    assert one_rank.run(tracked, str(other), "trainer.max_epochs=4", path, "logger.id=mine") == [
-        "mine"
-    ]
-    # saved for later
-    assert one_rank.run(tracked, str(other), "trainer.max_epochs=5", path, "logger=csv") == [begun]
-    message = [
-        (each.run.run_id, [step for step, _ in each.column(m.TRAIN_LOSS)])
-        for each in runs_in(first)
-    ]
-    assert message == [(begun, [0, 1]), (begun, [2, 3])]
-    rows = [row["_step"] for each in runs_in(first) for row in each.history]
-    # W&B's own count goes on too: the files can be synchronised one after the other
-    assert rows == list(range(len(rows)))
-    assert [each.run.run_id for each in runs_in(other)] == [begun, "mine"]
+def test_a_resumed_run_continues_the_run_of_wandb(one_rank, tmp_path):
+    def run_id_of(folder, *overrides):
+        (run_id,) = one_rank.run(tracked, str(folder), *overrides)
+        return run_id
+
+    first_folder = tmp_path / "first"
+    second_folder = tmp_path / "second"
+    first_id = run_id_of(first_folder, "trainer.max_epochs=1")
+    assert run_id_of(first_folder, "trainer.max_epochs=2", "resume=auto") == first_id
+    resume_key = f"resume={first_folder}/checkpoints/last.ckpt"
+    assert run_id_of(second_folder, "trainer.max_epochs=3", resume_key) == first_id
+    with_id = ("trainer.max_epochs=4", resume_key, "logger.id=mine")
+    assert run_id_of(second_folder, *with_id) == "mine"
+    # another logger: the id is saved for later
+    assert run_id_of(second_folder, "trainer.max_epochs=5", resume_key, "logger=csv") == first_id
+
+    runs = runs_in(first_folder)
+    assert [run.run.run_id for run in runs] == [first_id, first_id]
+    logged_steps = []
+    wandb_steps = []
+    for run in runs:
+        logged_steps.append([step for step, _ in run.column(m.TRAIN_LOSS)])
+        wandb_steps += [row["_step"] for row in run.history]
+    assert logged_steps == [[0, 1], [2, 3]]
+    # W&B's own count continues too: the files can be synchronised one after the other
+    assert wandb_steps == list(range(len(wandb_steps)))
+    assert [run.run.run_id for run in runs_in(second_folder)] == [first_id, "mine"]
 
 
 def error_against(address, run_dir, key):
-    """The message that a user reads, and how many steps were made before."""
+    """Return the message that a user reads, and the number of steps made before it."""
     import wandb
 
     with environment(WANDB_BASE_URL=address, WANDB_API_KEY=key, WANDB_SILENT="true"):
@@ -194,10 +201,8 @@ def test_the_id_is_read_from_whole_checkpoints_only(tmp_path):
     torch.save({"callbacks": {}, "hyper_parameters": Own()}, path)
     with pytest.warns(UserWarning, match="cannot be read: the tracker begins a new run"):
         assert tracking.saved_run_id(str(path)) is None
-    torch.save(
-        {"callbacks": {"TrackerRun": {"run_id": "abc"}}, "state_dict": {"w": torch.ones(1000)}},
-        path,
-    )
+    callbacks = {"TrackerRun": {"run_id": "abc"}}
+    torch.save({"callbacks": callbacks, "state_dict": {"w": torch.ones(1000)}}, path)
     assert tracking.saved_run_id(str(path)) == "abc"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(

@@ -137,22 +137,20 @@ def test_fsdp2_trains_as_ddp_and_goes_on_where_it_was(tmp_path):
     common = [*SHORT, "precision=32-true", "model.width=0.04"]
     for name in ("fsdp2", "ddp"):
         succeed(*common, f"strategy={name}", f"hydra.run.dir={tmp_path / name}")
-    found, expected = (last_checkpoint(tmp_path / name) for name in ("fsdp2", "ddp"))
-    assert same(found["state_dict"], expected["state_dict"])
+    fsdp2 = last_checkpoint(tmp_path / "fsdp2")
+    ddp = last_checkpoint(tmp_path / "ddp")
+    assert same(fsdp2["state_dict"], ddp["state_dict"])
     for key in ("val/acc", "val/loss"):
-        values = [
-            checkpoint["callbacks"]["RunReport"]["curves"][key] for checkpoint in (found, expected)
-        ]
-        for first, second in zip(*values, strict=True):
-            assert first == pytest.approx(second, rel=1e-5)
+        curve = fsdp2["callbacks"]["RunReport"]["curves"][key]
+        expected = ddp["callbacks"]["RunReport"]["curves"][key]
+        for point, expected_point in zip(curve, expected, strict=True):
+            assert point == pytest.approx(expected_point, rel=1e-5), key
     kill = [
         "+callbacks.kill={_target_: tests.recipes.probe.Kill, after_step: 12}",
         "strategy.checkpoint_io.in_background=false",
     ]
-    assert (
-        run(*common, *kill, "strategy=fsdp2", f"hydra.run.dir={tmp_path / 'killed'}").returncode
-        == -9
-    )
+    killed = run(*common, *kill, "strategy=fsdp2", f"hydra.run.dir={tmp_path / 'killed'}")
+    assert killed.returncode == -9
     assert last_checkpoint(tmp_path / "killed")["global_step"] == 9
     resumed = tmp_path / "resumed"
     succeed(
@@ -162,4 +160,4 @@ def test_fsdp2_trains_as_ddp_and_goes_on_where_it_was(tmp_path):
         f"hydra.run.dir={resumed}",
     )
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
-        assert same(found[part], last_checkpoint(resumed)[part]), part
+        assert same(fsdp2[part], last_checkpoint(resumed)[part]), part

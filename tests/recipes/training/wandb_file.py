@@ -19,20 +19,20 @@ LAST = 4
 
 
 def frames(content: bytes) -> Iterator[bytes]:
-    """The records' bytes. A torn last one is left out."""
+    """Yield the bytes of each record, without a torn last one."""
     assert content[:4] == b":W&B", "not a file of W&B's"
-    place = HEADER_BYTES
+    begin = HEADER_BYTES
     begun = b""
-    while place + HEADER_BYTES <= len(content):
-        left = BLOCK_BYTES - place % BLOCK_BYTES
+    while begin + HEADER_BYTES <= len(content):
+        left = BLOCK_BYTES - begin % BLOCK_BYTES
         if left < HEADER_BYTES:
-            place += left
+            begin += left
             continue
-        _, length, kind = struct.unpack("<IHB", content[place : place + HEADER_BYTES])
-        data = content[place + HEADER_BYTES : place + HEADER_BYTES + length]
+        _, length, kind = struct.unpack("<IHB", content[begin : begin + HEADER_BYTES])
+        data = content[begin + HEADER_BYTES : begin + HEADER_BYTES + length]
         if len(data) < length or kind not in (FULL, FIRST, MIDDLE, LAST):
             return
-        place += HEADER_BYTES + length
+        begin += HEADER_BYTES + length
         if kind in (FULL, FIRST):
             begun = data
         else:
@@ -65,10 +65,10 @@ class OfflineRun:
                 self.exit_code: int = record.exit.exit_code
 
     @staticmethod
-    def _update(where: dict[str, Any], items: Any) -> None:
+    def _update(target: dict[str, Any], items: Any) -> None:
         for item in items:
             *above, last = list(item.nested_key) or [item.key]
-            inner = where
+            inner = target
             for key in above:
                 inner = inner.setdefault(key, {})
             inner[last] = json.loads(item.value_json)

@@ -21,7 +21,7 @@ from lightning_hybrid.optim.fused import step as fused_step
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
 from lightning_hybrid.placement import BLOCK
 from tests.optim.makers import (
-    Beside,
+    OptimizerPair,
     Parts,
     Whole,
     distance,
@@ -34,9 +34,9 @@ from tests.optim.makers import (
 
 triton = pytest.importorskip("triton", reason="needs triton, which PyPI has for Linux only")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-on_devices = pytest.mark.parametrize(
-    "device", ["cpu"] if IS_INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+CPU = pytest.param("cpu")
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+on_devices = pytest.mark.parametrize("device", [CPU] if IS_INTERPRETED else [CUDA])
 not_interpreted = pytest.mark.skipif(IS_INTERPRETED, reason="is not about the interpreter")
 
 LOOP = {"foreach": False}
@@ -61,13 +61,13 @@ def _kernels_for_cpu_tensors(monkeypatch):
 
 
 def parameters(device, dtype=torch.float32, shapes=None):
-    shapes = SHAPES[device] if shapes is None else shapes
-    params = [
-        nn.Parameter(normals(*shape, seed=i, dtype=dtype).to(device))
-        for i, shape in enumerate(shapes)
-    ]
-    for param in params:
+    if shapes is None:
+        shapes = SHAPES[device]
+    params = []
+    for index, shape in enumerate(shapes):
+        param = nn.Parameter(normals(*shape, seed=index, dtype=dtype).to(device))
         param.grad_dtype = None
+        params.append(param)
     return params
 
 
@@ -75,42 +75,48 @@ def clones_of(params):
     return [nn.Parameter(param.detach().cpu().clone()) for param in params]
 
 
-def give_grads(params, others, seed):
-    set_grads(others, seed)
-    for param, other in zip(params, others, strict=True):
-        param.grad = other.grad.to(param.device, copy=True)
+def give_grads(params, cpu_params, seed):
+    set_grads(cpu_params, seed)
+    for param, cpu_param in zip(params, cpu_params, strict=True):
+        param.grad = cpu_param.grad.to(param.device, copy=True)
 
 
 @not_interpreted
 @pytest.mark.long
 def test_what_follows_holds_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"]
-    where = {"cwd": Path(__file__).parents[4], "env": {**os.environ, "TRITON_INTERPRET": "1"}}
-    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=600)
+    root = Path(__file__).parents[4]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 20
 
 
-def beside(device, **more):
-    return Beside(Whole(), KERNELS, shapes=SHAPES[device], device=device, **more)
+def pair_on(device, **options):
+    return OptimizerPair(Whole(), KERNELS, shapes=SHAPES[device], device=device, **options)
 
 
 @on_devices
 @pytest.mark.parametrize("denominator", get_args(Denominator))
 @pytest.mark.parametrize("momentum_form", get_args(MomentumForm))
-def test_the_kernels_are_the_rule(device, momentum_form, denominator):
+def test_kernels_make_the_steps_of_the_loop_in_every_form(device, momentum_form, denominator):
     """Other rounding only: some five times a step. Float64 shows the rule, float32 next to it the rounding."""
-    options = [{}, {"nesterov": True, "excluded_lr_mult": 0.01}, {"trust_clip": 1.0, "lr": 0.01}]
-    options += [{"maximize": True, "weight_decay": 0.0}, {"momentum": 0.0, "eps": 0.1}]
-    bounds = {torch.float64: 1e-14} | (
-        {torch.float32: 2e-6} if momentum_form == "lr_inside" else {}
-    )
+    forms = {"momentum_form": momentum_form, "denominator": denominator}
+    bounds = {torch.float64: 1e-14}
+    if momentum_form == "lr_inside":
+        bounds[torch.float32] = 2e-6
     for dtype, bound in bounds.items():
-        for option in options:
-            both = beside(
-                device, dtype=dtype, momentum_form=momentum_form, denominator=denominator, **option
-            )
-            assert both.steps(3).distance() <= bound, option
+        for options in (
+            {},
+            {"nesterov": True, "excluded_lr_mult": 0.01},
+            {"trust_clip": 1.0, "lr": 0.01},
+            {"maximize": True, "weight_decay": 0.0},
+            {"momentum": 0.0, "eps": 0.1},
+        ):
+            both = pair_on(device, dtype=dtype, **forms, **options)
+            assert both.steps(3).distance() <= bound, options
 
 
 @on_devices
@@ -120,20 +126,21 @@ def test_scaled_half_gradients_move_fp32_weights_that_user_code_writes_between_s
     device, half, denominator
 ):
     """A norm of weights that is carried from the last step would be wrong."""
-    assert written(beside(device, half=half, nesterov=True, denominator=denominator)) <= 2e-6
+    both = pair_on(device, half=half, nesterov=True, denominator=denominator)
+    assert written(both) <= 2e-6
 
 
 @on_devices
 @pytest.mark.parametrize("denominator", ["sum", "joint"])
 @pytest.mark.parametrize(
-    ("bad", "given"), [(torch.inf, False), (-torch.inf, True), (torch.nan, False)]
+    ("bad", "is_verdict_given"), [(torch.inf, False), (-torch.inf, True), (torch.nan, False)]
 )
-def test_an_overflow_leaves_every_bit(device, bad, given, denominator):
-    found, is_untouched, far = overflow(
-        beside(device, half=torch.float16, denominator=denominator), (0, -1), given, bad
-    )
-    assert (found, is_untouched) == ([0.0, 1.0, 0.0], True)
-    assert far <= 2e-6
+def test_an_overflow_leaves_every_bit(device, bad, is_verdict_given, denominator):
+    both = pair_on(device, half=torch.float16, denominator=denominator)
+    verdicts, is_untouched, distance_after = overflow(both, (0, -1), is_verdict_given, bad)
+    assert verdicts == [0.0, 1.0, 0.0]
+    assert is_untouched
+    assert distance_after <= 2e-6
 
 
 @on_devices
@@ -143,20 +150,21 @@ def test_zero_norms_and_no_learning_rate_and_a_rate_on_the_device(device, denomi
         params = parameters(device, shapes=[(7,), (7,), (100,), (0,)])
         with torch.no_grad():
             params[0].zero_()
-        others = clones_of(params)
-        give_grads(params, others, 1)
+        expected = clones_of(params)
+        give_grads(params, expected, 1)
         params[1].grad.zero_()
-        others[1].grad.zero_()
+        expected[1].grad.zero_()
         params[2].grad = torch.full_like(params[2], 60000.0, dtype=torch.float16)
-        others[2].grad = torch.full_like(others[2], 60000.0)
+        expected[2].grad = torch.full_like(expected[2], 60000.0)
         options = {"weight_decay": 0.1, "denominator": denominator, "trust_clip": clip}
         version = params[2]._version
-        LARS(
-            params, lr=lr.to(device) if isinstance(lr, torch.Tensor) else lr, **options, fused=True
-        ).step()
+        lr_of_kernels = lr
+        if isinstance(lr, torch.Tensor):
+            lr_of_kernels = lr.to(device)
+        LARS(params, lr=lr_of_kernels, **options, fused=True).step()
         assert params[2]._version > version  # autograd must know
-        LARS(others, lr=float(lr), **options).step()
-        assert distance(params, others) <= 1e-6
+        LARS(expected, lr=float(lr), **options).step()
+        assert distance(params, expected) <= 1e-6
 
 
 @on_devices
@@ -172,28 +180,26 @@ def test_layouts_missing_gradients_and_moved_memory(device):
     params = parameters(device, shapes=[(4, 3, 2, 2), (6, 9), (9,), (9,), (20,), (long,)])
     params[0] = nn.Parameter(params[0].detach().to(memory_format=torch.channels_last))
     params[4] = nn.Parameter(params[4].detach()[::2])
-    others = clones_of(params)
-    ours, theirs = (
-        LARS(own, lr=2.0, weight_decay=0.1, **path)
-        for own, path in ((params, KERNELS), (others, LOOP))
-    )
+    expected = clones_of(params)
+    ours = LARS(params, lr=2.0, weight_decay=0.1, **KERNELS)
+    theirs = LARS(expected, lr=2.0, weight_decay=0.1, **LOOP)
     for step in range(4):
-        give_grads(params, others, step)
+        give_grads(params, expected, step)
         params[1].grad = params[1].grad.T.contiguous().T
-        params[2].grad = others[2].grad = None
+        params[2].grad = expected[2].grad = None
         params[2].grad = torch.full((), 0.5, device=device).expand(9)
-        others[2].grad = torch.full((9,), 0.5)
-        for off, other in ((params[3], others[3]), (params[5], others[5])):
-            half = off.grad.half()
-            off.grad = None
-            off.grad = torch.cat([half.new_zeros(1), half])[1:]
-            other.grad = half.float().cpu()
+        expected[2].grad = torch.full((9,), 0.5)
+        for index in (3, 5):  # off alignment
+            half = params[index].grad.half()
+            params[index].grad = None
+            params[index].grad = torch.cat([half.new_zeros(1), half])[1:]
+            expected[index].grad = half.float().cpu()
         if step == 2:
-            params[3].grad = others[3].grad = None
+            params[3].grad = expected[3].grad = None
             params[1].data = params[1].data.clone()
         ours.step()
         theirs.step()
-    assert distance(params, others) <= 1e-6
+    assert distance(params, expected) <= 1e-6
 
 
 @on_devices
@@ -219,13 +225,23 @@ def test_parts_of_tensors_move_as_the_whole_ones(device, monkeypatch):
     assert BLOCK % 4096 == 0  # their chunk
 
     def on_rank(rank, add_up_):
-        more = {"shapes": [(2 * BLOCK + 300,), (5,)], "half": torch.float16, "denominator": "joint"}
-        both = Beside(Parts(rank, 2, add_up_), KERNELS, whole_path=KERNELS, device=device, **more)
+        both = OptimizerPair(
+            Parts(rank, 2, add_up_),
+            KERNELS,
+            whole_path=KERNELS,
+            device=device,
+            shapes=[(2 * BLOCK + 300,), (5,)],
+            half=torch.float16,
+            denominator="joint",
+        )
         return overflow(both, (0, BLOCK + 3))
 
-    for result, is_untouched, far in on_threads(2, on_rank):
-        assert (result, is_untouched) == ([0.0, 1.0, 0.0], True)
-        assert far <= (0.0 if device == "cpu" else 2e-6)  # beside whole tensors on the CPU
+    bound = 0.0 if device == "cpu" else 2e-6  # the whole tensors are on the CPU
+    for rank, result in enumerate(on_threads(2, on_rank)):
+        verdicts, is_untouched, distance_after = result
+        assert verdicts == [0.0, 1.0, 0.0], f"rank {rank}"
+        assert is_untouched, f"rank {rank}"
+        assert distance_after <= bound, f"rank {rank}"
 
 
 class TwoEqualHalves:
@@ -251,7 +267,8 @@ def test_shards_of_dtensors_move_by_the_norms_of_whole_tensors(device):
     for step in range(3):
         set_grads(wholes, step)
         for half, whole in zip(halves, wholes, strict=True):
-            whole.grad = torch.cat([whole.grad.chunk(2)[0]] * 2) if whole.numel() else whole.grad
+            if whole.numel():
+                whole.grad = torch.cat([whole.grad.chunk(2)[0]] * 2)
             half.grad = whole.grad.chunk(2)[0].clone().to(device)
         for optimizer in (ours, theirs):
             optimizer.step()

@@ -25,7 +25,7 @@ FLAGS = ("IS_JOINT", "HAS_MOMENTUM")
 
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
-    """PTX of a kernel for fp32 weights and fp16 gradients, every buffer aligned. It must become machine code."""
+    """Compiler of a kernel to PTX, for fp32 weights, fp16 gradients and aligned buffers. It must give machine code."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -34,16 +34,16 @@ def compiled(tmp_path, monkeypatch):
     static = {"WEIGHT": tl.float32, "STATE": tl.float32, "GRAD": tl.float16, "CHUNK": 4096}
     static |= dict.fromkeys(FLAGS, True)
 
-    def compiled(kernel, capability, **other):
+    def compiled(kernel, capability, **changes):
+        values = static | changes
         signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
-        constants = {
-            name: (static | other)[name] for name, kind in signature.items() if kind == "constexpr"
-        }
+        constants = {name: values[name] for name in signature if name not in TYPES}
         source = ASTSource(kernel, signature, constants)
         options = {"num_warps": 8, "enable_fp_fusion": True}
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
-        assert len(made["cubin"]) > 0
-        return made["ptx"]
+        target = GPUTarget("cuda", capability, 32)
+        code = triton.compile(source, target=target, options=options).asm
+        assert len(code["cubin"]) > 0
+        return code["ptx"]
 
     return compiled
 
@@ -60,9 +60,8 @@ def test_the_kernels_compile_for_gpus(name, capability, compiled):
     # Gradients off alignment are read an element at a time: a wider load there would be a fault.
     assert not re.search(r"ld\.global\.v2\.b", ptx)
     if name == "lars_update" and capability == 90:  # to nearest: the interpreter cannot show it
-        assert re.search(
-            r"cvt\.rn\.bf16", compiled(kernel, capability, WEIGHT=triton.language.bfloat16)
-        )
+        ptx_of_bf16 = compiled(kernel, capability, WEIGHT=triton.language.bfloat16)
+        assert re.search(r"cvt\.rn\.bf16", ptx_of_bf16)
 
 
 def no_triton(monkeypatch):
@@ -78,16 +77,16 @@ def no_compiler(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("lack", "said"),
+    ("lack", "reason"),
     [(no_triton, ".*ModuleNotFoundError"), (no_compiler, ".*CalledProcessError.*gcc")],
 )
 def test_where_kernels_cannot_be_had_on_cuda_one_warning_says_so_and_it_is_the_lists(
-    lack, said, monkeypatch
+    lack, reason, monkeypatch
 ):
     lack(monkeypatch)
     availability.has_kernels.cache_clear()
     with pytest.warns(
-        RuntimeWarning, match=rf"`fused` \(=True\) on CUDA {said}.*the lists are used"
+        RuntimeWarning, match=rf"`fused` \(=True\) on CUDA {reason}.*the lists are used"
     ):
         assert not availability.has_kernels("cuda")
     assert not availability.has_kernels("cuda")
@@ -98,19 +97,19 @@ def test_where_kernels_cannot_be_had_on_cuda_one_warning_says_so_and_it_is_the_l
 @pytest.mark.gpu
 def test_a_captured_step_replays_with_new_gradients_rates_and_skips():
     params = parameters("cuda")
-    others = clones_of(params)
+    expected = clones_of(params)
     lr = torch.tensor(2.0, device="cuda")
     ours = LARS(params, lr=lr, weight_decay=0.01, fused=True)
-    theirs = LARS(others, lr=2.0, weight_decay=0.01)
+    theirs = LARS(expected, lr=2.0, weight_decay=0.01)
     ours.grad_scale = torch.tensor(1024.0, device="cuda")
     for param in params:
         param.grad = torch.zeros_like(param, dtype=torch.float16)
 
     def fill(step):
-        set_grads(others, step)
-        for param, other in zip(params, others, strict=True):
-            param.grad.copy_(other.grad * 1024)
-            other.grad = param.grad.float().cpu() / 1024
+        set_grads(expected, step)
+        for param, expected_param in zip(params, expected, strict=True):
+            param.grad.copy_(expected_param.grad * 1024)
+            expected_param.grad = param.grad.float().cpu() / 1024
 
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
@@ -132,4 +131,4 @@ def test_a_captured_step_replays_with_new_gradients_rates_and_skips():
             theirs.step()
         graph.replay()
     torch.cuda.synchronize()
-    assert distance(params, others) <= 2e-6
+    assert distance(params, expected) <= 2e-6

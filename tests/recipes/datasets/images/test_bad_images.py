@@ -29,7 +29,8 @@ def shards(root, tmp_path):
 
 
 def module_of(root, **changes):
-    module = ImageNetDataModule(root=str(root), **SMALL | {"global_batch_size": 8} | changes)
+    settings = {**SMALL, "global_batch_size": 8, **changes}
+    module = ImageNetDataModule(root=str(root), **settings)
     module.setup("fit")
     return module
 
@@ -147,36 +148,34 @@ SPOILED = {
 
 @pytest.mark.parametrize("how", SPOILED)
 def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, how):
-    """The next of the set. Batches keep their shape, and the rest of the pixels does not change."""
+    """It is the next of the set. Batches keep their shape, and all other pixels stay."""
     sound = module_of(root, global_batch_size=17)
-    (expected, labels), *_ = sound.train_dataloader()
+    (expected, _), *_ = sound.train_dataloader()
     expected = expected.clone()
-    labels = labels.clone()
     order = sound.train_dataloader().order.permutation(0).tolist()
+    source = sound.train_rows.source
     broken = 4
-    SPOILED[how](
-        root / "train" / sound.train_rows.source.name(broken).split("train/")[1].lstrip("/")
-    )
+    SPOILED[how](root / "train" / source.name(broken).split("train/")[1].lstrip("/"))
 
     module = module_of(root, global_batch_size=17)
-    with TestCase().assertLogs("recipes") as said:
-        (images, found), *_ = module.train_dataloader()
+    with TestCase().assertLogs("recipes") as logged:
+        (images, labels), *_ = module.train_dataloader()
         assert images.shape == expected.shape
         first = images.clone()
         (again, _), *_ = module_of(root, global_batch_size=17).train_dataloader()
     assert torch.equal(first, again)
-    place = order.index(broken)
-    others = [i for i in range(17) if i != place]
-    assert torch.equal(first[others], expected[others])
-    assert found[place] == sound.train_rows.source.labels[broken + 1]
-    row = torch.zeros_like(first[place])
-    pixels = decode_rgb(sound.train_rows.source.read(broken + 1), decoder="pillow")
+    position = order.index(broken)
+    sound_positions = [index for index in range(17) if index != position]
+    assert torch.equal(first[sound_positions], expected[sound_positions])
+    assert labels[position] == source.labels[broken + 1]
+    row = torch.zeros_like(first[position])
+    pixels = decode_rgb(source.read(broken + 1), decoder="pillow")
     render_crop(pixels, row, sound.train_crop.frame(*pixels.shape[:2], image=broken, epoch=0))
-    assert torch.equal(first[place], row)
+    assert torch.equal(first[position], row)
     assert list(module.train_rows.corrupt) == [broken]
-    messages = [record.message for record in said.records if "cannot be read" in record.message]
+    messages = [record.message for record in logged.records if "cannot be read" in record.message]
     assert len(messages) == 2  # one of each module, however often it is read
-    assert sound.train_rows.source.name(broken) in messages[0]
+    assert source.name(broken) in messages[0]
     assert "1 of at most 16" in messages[0]
 
 
@@ -232,12 +231,14 @@ def test_the_one_sound_image_is_found_from_everywhere_and_each_broken_one_is_rea
 
 def test_images_are_decoded_by_the_decoder_that_was_chosen(monkeypatch):
     used = []
-    monkeypatch.setattr(
-        source_module, "decode_rgb", lambda data, decoder: used.append(decoder) or pixels_of(3)
-    )
-    rows_of(OneSound(3), decoder="simplejpeg").load(
-        3, torch.zeros(3, 16, 16, dtype=torch.uint8), epoch=0
-    )
+
+    def decode_rgb(data, decoder):
+        used.append(decoder)
+        return pixels_of(3)
+
+    monkeypatch.setattr(source_module, "decode_rgb", decode_rgb)
+    row = torch.zeros(3, 16, 16, dtype=torch.uint8)
+    rows_of(OneSound(3), decoder="simplejpeg").load(3, row, epoch=0)
     assert used == ["simplejpeg"]
 
 

@@ -18,17 +18,18 @@ class Says(Module):
 
 
 def shown(has_rich):
-    """Return the text of the bar after each step, and the calls to Lightning."""
+    """Return the values of the bar after each step, and the steps at which it read metrics."""
     results = []
-    asked = []
+    steps_read = []
+    bar_class = progress._RichBar if has_rich else progress._PlainBar
 
-    class Watches(progress._RichBar if has_rich else progress._PlainBar):
+    class Watches(bar_class):
         def on_train_batch_end(self, trainer, module, *args):
             super().on_train_batch_end(trainer, module, *args)
             results.append(self.get_metrics(trainer, module))
 
         def _read(self, trainer, module):
-            asked.append(trainer.global_step)
+            steps_read.append(trainer.global_step)
             super()._read(trainer, module)
 
     if has_rich:
@@ -36,30 +37,32 @@ def shown(has_rich):
     else:
         narrow = {}
     fit(
-        more=[Watches(refresh_rate=1, **narrow)],
+        callbacks=[Watches(refresh_rate=1, **narrow)],
         module=Says(),
         strategy=counting(TWO_STEPS),
         enable_progress_bar=True,
     )
-    return results, asked
+    return results, steps_read
 
 
 @pytest.mark.parametrize("has_rich", [True, False], ids=["rich", "plain"])
 def test_a_bar_shows_the_last_logged_step_and_reads_at_no_other(two_ranks, has_rich):
     """Logged every second step. 32 images per second of which 50 ms of each step wait for others."""
     pytest.importorskip("rich" if has_rich else "tqdm")
-    found, asked = two_ranks.run(shown, has_rich)[0]
-    assert asked == [2, 4, 4, 6, 8, 8]  # and after each validation
-    assert found[0] == {}
-    names = ["loss", "img/s", "own", "comm ms", "wait ms", "skipped"]
-    # a line of 80 columns has no room for more
-    assert list(found[-1]) == (names[:3] if has_rich else names)
-    assert (found[-1]["img/s"], found[-1].get("comm ms", "50"), found[-1]["own"]) == (
-        "32",
-        "50",
-        "0.1235",
-    )
-    assert found[2] == found[1] | {"loss": found[2]["loss"]}  # nothing new between logged steps
+    rank_0, _ = two_ranks.run(shown, has_rich)
+    values, steps_read = rank_0
+    assert steps_read == [2, 4, 4, 6, 8, 8]  # and after each validation
+    assert values[0] == {}
+    names = ["loss", "img/s", "own"]
+    if not has_rich:  # a line of 80 columns has no room for more
+        names += ["comm ms", "wait ms", "skipped"]
+    last = values[-1]
+    assert list(last) == names
+    assert last["img/s"] == "32"
+    assert last["own"] == "0.1235"
+    assert has_rich or last["comm ms"] == "50"
+    # nothing new between logged steps
+    assert values[2] == {**values[1], "loss": values[2]["loss"]}
 
 
 def test_the_bar_is_richs_where_there_is_rich(monkeypatch):

@@ -1,14 +1,16 @@
 """A network begins with the weights of another: all of it, or block by block where that one was shallower."""
 
+import re
+
 import pytest
-import torch
 
 from recipes.networks.resnet import ResNet
 from recipes.training.build import build
 from recipes.training.callbacks.start_from import sources_of
 from tests.recipes.composed import composed
 from tests.recipes.training.test_recipes import NO_FILES, QUIET
-from tests.scenes import at
+from tests.scenes import at, same
+from tests.toy import weights
 
 START = "callbacks=[default,start_from] callbacks.start_from.path="
 SMALL = "model=alexnet_bn model.width=0.0625 trainer.max_steps=1 trainer.devices=1 trainer.limit_val_batches=0"
@@ -18,11 +20,11 @@ AT_ONCE = (
 
 
 def first_weights(trainer, module):
-    return {name: one.detach().clone() for name, one in module.state_dict().items()}
+    return weights(module)
 
 
 def begun(*overrides, ckpt_path=None, save_to=None):
-    """Return the weights before the first step."""
+    """Train one step and return the weights before it and after it."""
     words = [*QUIET, *NO_FILES, *SMALL.split(), AT_ONCE, "trainer.accelerator=cpu", *overrides]
     trainer, module, data = build(composed("train", *words))
     looks = at(on_train_start=first_weights)
@@ -37,54 +39,59 @@ def begun(*overrides, ckpt_path=None, save_to=None):
 def test_a_fit_starts_from_the_weights_of_another_and_a_resumed_one_from_its_own(
     precision, tmp_path
 ):
-    paths = [str(tmp_path / name) for name in ("one.ckpt", "other.ckpt")]
-    _, one = begun(f"precision={precision}", save_to=paths[0])
+    source_path = str(tmp_path / "source.ckpt")
+    _, source = begun(f"precision={precision}", save_to=source_path)
     words = (
         f"precision={precision}",
         "seed=1",
         "callbacks=[default,start_from]",
-        f"callbacks.start_from.path={paths[0]}",
+        f"callbacks.start_from.path={source_path}",
     )
-    start, other = begun(*words, save_to=paths[1])
-    assert all(torch.equal(start[name], one[name]) for name in one)
-    assert not all(torch.equal(other[name], one[name]) for name in one)
-    resumed, _ = begun(*words, "trainer.max_steps=2", ckpt_path=paths[1])
-    assert all(torch.equal(resumed[name], other[name]) for name in one)
+    path = str(tmp_path / "one_step.ckpt")
+    at_start, after_one_step = begun(*words, save_to=path)
+    assert same(at_start, source)
+    assert not same(after_one_step, source)
+    at_resume, _ = begun(*words, "trainer.max_steps=2", ckpt_path=path)
+    assert same(at_resume, after_one_step)
 
 
 def test_blocks_of_bert_of_3_layers_go_round_in_one_of_12():
     transformers = pytest.importorskip("transformers")
     small = {"vocab_size": 60, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
-    configs = [transformers.BertConfig(num_hidden_layers=number, **small) for number in (12, 3)]
-    deep, shallow = (transformers.BertForMaskedLM(config).state_dict() for config in configs)
-    sources = sources_of(deep, shallow)
+
+    def weights_of_bert(num_layers):
+        config = transformers.BertConfig(num_hidden_layers=num_layers, **small)
+        return transformers.BertForMaskedLM(config).state_dict()
+
+    deep = weights_of_bert(12)
+    sources = sources_of(deep, weights_of_bert(3))
     assert sources.keys() == deep.keys()
     for name, source in sources.items():
-        if ".layer." in name:
-            _, _, rest = name.partition(".layer.")
-            number, _, rest = rest.partition(".")
-            assert source == f"bert.encoder.layer.{int(number) % 3}.{rest}"
+        if match := re.fullmatch(r"bert\.encoder\.layer\.(\d+)\.(.*)", name):
+            assert source == f"bert.encoder.layer.{int(match[1]) % 3}.{match[2]}"
         else:
             assert source == name
 
 
 def test_resnet_50_takes_what_has_the_shape_of_resnet_18():
-    """Of a bottleneck the 3x3 convolution and the statistics of its width. Its 1x1 convolutions are drawn."""
-    deep, shallow = (ResNet(depth=depth, num_classes=10).state_dict() for depth in (50, 18))
+    """A bottleneck takes the 3x3 convolution and the statistics of its width. Its 1x1 convolutions are drawn."""
+    deep = ResNet(depth=50, num_classes=10).state_dict()
+    shallow = ResNet(depth=18, num_classes=10).state_dict()
     sources = sources_of(deep, shallow)
-    assert all(deep[name].shape == shallow[source].shape for name, source in sources.items())
+    for name, source in sources.items():
+        assert deep[name].shape == shallow[source].shape
     assert sources["conv1.weight"] == "conv1.weight"
-    assert [sources[f"layer3.{i}.conv2.weight"] for i in range(6)] == [
-        f"layer3.{i % 2}.conv2.weight" for i in range(6)
-    ]
+    for block in range(6):
+        source = sources[f"layer3.{block}.conv2.weight"]
+        assert source == f"layer3.{block % 2}.conv2.weight"
     assert not {"layer3.0.conv1.weight", "layer3.0.conv3.weight", "fc.weight"} & sources.keys()
 
 
 def test_a_checkpoint_of_another_network_is_refused(tmp_path):
     path = str(tmp_path / "one.ckpt")
     begun(save_to=path)
-    other = "model=resnet50 model.in_channels=1 model.depth=18 model.width=0.0625 model.stem=small"
+    resnet = "model=resnet50 model.in_channels=1 model.depth=18 model.width=0.0625 model.stem=small"
     with pytest.raises(ValueError, match=r"`callbacks.start_from.path` .* and none is"):
-        begun(*f"{START}{path} {other}".split())
+        begun(*f"{START}{path} {resnet}".split())
     with pytest.raises(Exception, match="must be a checkpoint, and is no file"):
         begun(*f"{START}/nowhere".split())

@@ -37,11 +37,15 @@ OF_CALLBACK = ("every_n_train_steps", "save_on_train_epoch_end", "save_last")
     ids=str,
 )
 def test_a_checkpoint_gives_way_to_validation_and_end_of_epoch(one_rank, tmp_path, settings, steps):
-    """Of 2 epochs of 8 steps."""
-    own = {name: settings[name] for name in settings if name in OF_CALLBACK}
-    options = {name: settings[name] for name in settings if name not in OF_CALLBACK}
-    options = {"val": toy.loader, "enable_checkpointing": True, "num_sanity_val_steps": 0} | options
-    fit(one_rank, callbacks=[saving(tmp_path, **own)], **options)
+    """The fit has 2 epochs of 8 steps."""
+    callback_options = {}
+    scene = {"val": toy.loader, "enable_checkpointing": True, "num_sanity_val_steps": 0}
+    for name, value in settings.items():
+        if name in OF_CALLBACK:
+            callback_options[name] = value
+        else:
+            scene[name] = value
+    fit(one_rank, callbacks=[saving(tmp_path, **callback_options)], **scene)
     assert sorted(int(path.stem.partition("=")[2]) for path in tmp_path.glob("*.ckpt")) == steps
 
 
@@ -61,10 +65,14 @@ def test_the_checkpoint_of_the_last_step_of_an_epoch_knows_that_it_has_ended(one
     """Lightning's own callback writes it before: a resumed run leaves the end of that epoch out."""
     saves = saving(tmp_path, every_n_train_steps=4, save_last=True)
     fit(one_rank, callbacks=[Ends(), saves], enable_checkpointing=True)
-    found = {path.stem: torch.load(path, weights_only=True) for path in tmp_path.glob("*.ckpt")}
-    ends = {name: content["callbacks"]["Ends"]["num_ended"] for name, content in found.items()}
-    assert ends == {"step=4": 0, "step=8": 1, "step=12": 1, "step=16": 2, "last": 2}
-    assert found["last"]["global_step"] == 16
+    checkpoints = {}
+    num_ended = {}
+    for path in tmp_path.glob("*.ckpt"):
+        checkpoint = torch.load(path, weights_only=True)
+        checkpoints[path.stem] = checkpoint
+        num_ended[path.stem] = checkpoint["callbacks"]["Ends"]["num_ended"]
+    assert num_ended == {"step=4": 0, "step=8": 1, "step=12": 1, "step=16": 2, "last": 2}
+    assert checkpoints["last"]["global_step"] == 16
 
 
 def gone(trainer, module):
@@ -83,7 +91,6 @@ def test_a_run_that_broke_in_validation_validates_when_it_goes_on(one_rank, tmp_
     for look in (gone, step):
         newest = max(map(str, tmp_path.glob("*.ckpt")), default=None)
         callbacks = [at(on_validation_start=look), saving(tmp_path, every_n_train_steps=4)]
-        (seen,) = fit(
-            one_rank, callbacks=callbacks, ckpt_path=newest, raises=look is gone, **options
-        )
+        options |= {"callbacks": callbacks, "ckpt_path": newest}
+        (seen,) = fit(one_rank, raises=look is gone, **options)
     assert seen.looks["on_validation_start"] == [8, 16]
