@@ -258,5 +258,5 @@ def test_partial_parameters_and_singular_values_of_shards_are_refused(two_ranks)
     for rank, (messages, distance_of_rank) in enumerate(two_ranks.run(refusals_on_rank)):
         of_partial, of_sharded = messages
         assert of_partial.startswith(rule), f"rank {rank}"
-        assert 'and `direction` (="orthogonal") exclude each other' in of_sharded, f"rank {rank}"
+        assert 'and `direction` (="orthogonal") cannot be combined' in of_sharded, f"rank {rank}"
         assert distance_of_rank == 0, f"rank {rank}"
