@@ -136,8 +136,8 @@ def fit(
     }
 
 
-def fits(ranks: Any, timeout_s: float = 120.0, **scene: Any) -> list[dict[str, Any]]:
-    return ranks.run(fit_scene, scene, timeout_s=timeout_s)
+def fits(ranks: Any, module: Any = Network, **scene: Any) -> list[dict[str, Any]]:
+    return ranks.run(fit_scene, {"module": module, **scene}, timeout_s=120.0)
 
 
 def fit_scene(scene: dict[str, Any]) -> dict[str, Any]:
