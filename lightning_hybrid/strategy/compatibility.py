@@ -75,6 +75,7 @@ CURES = {
     "several loaders": "return one training loader, with the others' batches in its own",
     "dataloader_iter": "write `training_step(self, batch, batch_idx)`",
     "gather in a step": "gather in a hook after the step",
+    "local fp16 sums": "let every `manual_backward` average, or take bf16-true",
     "global batch": "take a loss over fewer pairs (one rank's, or one micro-batch's)",
 }
 """Features of options and runs, each with the change that removes it."""
@@ -185,6 +186,11 @@ EXCLUDED = (
         "uneven batches",
         "gather in a step",
         "a rank whose loader has ended would gather the values of a repeated batch",
+    ),
+    Exclusion(
+        "uneven batches",
+        "local fp16 sums",
+        "in manual optimization batches have different divisors, so their sum has none",
     ),
     Exclusion("unequal nodes", "local steps", "each node counts as much in the average"),
     Exclusion("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),

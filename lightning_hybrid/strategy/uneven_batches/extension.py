@@ -57,6 +57,7 @@ class UnevenBatchesExtension(FitExtension):
             count_samples=self._count_samples,
         )
         self._weights = WindowWeights(fit.topology.world_size)
+        self._has_fp16_gradients = fit.precision.precision == "16-true"
         self._is_repeated = False
         self._is_in_step = False
         # Of a repeated batch.
@@ -119,14 +120,12 @@ class UnevenBatchesExtension(FitExtension):
         refuse_excluded(_FEATURES | _in_loaders(trainer))
         batch = self._agreement.agreed.popleft()
         self._is_repeated = batch.num_own == 0
-        if not fit.module.automatic_optimization:
-            # Gradients of several batches may add up in a user's own loop, so each batch has the weights of a step.
-            self._weights.begin(batch, accumulation=1, limits_factors=False)
-            return
+        # In a user's own loop, where it is 1, each batch has the weights of a step.
         accumulation = trainer.accumulate_grad_batches
         if batch_idx % accumulation == 0:
-            is_fp16 = fit.precision.precision == "16-true"
-            self._weights.begin(batch, accumulation=accumulation, limits_factors=is_fp16)
+            self._weights.begin(
+                batch, accumulation=accumulation, limits_factors=self._has_fp16_gradients
+            )
         else:
             self._weights.add(batch)
 
@@ -172,6 +171,7 @@ class UnevenBatchesExtension(FitExtension):
 
     def backward(self, fit: RunningFit, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
         """Weight the loss by the samples of this rank, or let a repeated batch bring zero gradients."""
+        self._refuse_local_sums(fit)
         fit.engine.num_terms = self._weights.num_terms
         context: AbstractContextManager[None] = nullcontext()
         if self._is_repeated:
@@ -186,6 +186,20 @@ class UnevenBatchesExtension(FitExtension):
             # Activation checkpointing has run the layers again.
             self._statistics.restore()
         return result
+
+    def _refuse_local_sums(self, fit: RunningFit) -> None:
+        """Refuse local sums of several batches in a user's own loop with fp16 gradients.
+
+        Batches have other divisors then. With Lightning's accumulation they have one, and otherwise the divisor is
+        always the world size.
+
+        Raises:
+            RuntimeError: The loop has turned averaging off for this backward.
+        """
+        is_local = not fit.wrapped.require_backward_grad_sync
+        if is_local and self._has_fp16_gradients and not fit.module.automatic_optimization:
+            local_sums = {"local fp16 sums": "`require_backward_grad_sync` (=False) with 16-true"}
+            refuse_excluded(_FEATURES | local_sums, error=RuntimeError)
 
     def status(self) -> Mapping[str, Any]:
         """Return whether this rank's batch is a repeated one."""
