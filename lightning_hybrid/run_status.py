@@ -42,6 +42,8 @@ class RunStatus:
         own_state: Context in which state dicts of the module hold this rank's slices of cut layers, without
             communication.
         link_bytes_per_s: Bandwidth of a node's link, if the user set it.
+        repeats_batch: Whether the current batch of this rank is a repeated one, which counts for nothing
+            (`uneven_batches="join"`).
         replica_group: Ranks that hold the same stage of a pipeline. None: all ranks.
         node_group: Ranks of the node, while nodes train independently. None: all ranks agree.
         verdict_group: Ranks that skip the same steps, throughout a fit. None: all ranks.
@@ -62,6 +64,7 @@ class RunStatus:
     update_context: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext
     own_state: Callable[[], AbstractContextManager[Any]] = nullcontext
     link_bytes_per_s: float | None = None
+    repeats_batch: bool = False
     replica_group: dist.ProcessGroup | None = None
     node_group: dist.ProcessGroup | None = None
     verdict_group: dist.ProcessGroup | None = None

@@ -165,10 +165,10 @@ class TrainingMetrics(Callback):
         values = {m.TRAIN_LR: float(self._lr)}
         if self._momentum is not None:
             values[m.TRAIN_MOMENTUM] = float(self._momentum)
-        # With manual optimization, some or all ranks may return no loss. Each rank adds its loss
-        # and the number of its losses.
+        # With manual optimization, some or all ranks may return no loss, and the loss of a repeated
+        # batch does not count. Each rank adds its loss and the number of its losses.
         loss_and_number = torch.zeros(2, device=trainer.strategy.root_device)
-        if outputs and "loss" in outputs:
+        if outputs and "loss" in outputs and not status.repeats_batch:
             # Lightning divides the loss of a batch by the number of batches of a step.
             loss_and_number = loss_and_number.new_tensor((0.0, 1.0))
             loss_and_number[0] = outputs["loss"].float() * trainer.accumulate_grad_batches

@@ -1,6 +1,8 @@
 """The DistributedDataParallel hook: one bucket of gradients in, a future of the averaged bucket out.
 
-    buffer  --/ before-->  wire  --sum over the world-->  wire  --/ after-->  buffer         before * after = world_size
+    buffer  --/ before-->  wire  --sum over the world-->  wire  --/ after-->  buffer         before * after = num_terms
+
+`num_terms` is the number of ranks, unless gradients have weights (`strategy/uneven_batches/`).
 
 This is the only place that divides. On a wire of fp16 `before` is a power of two near sqrt(world_size): dividing by
 it is exact, and the sum of 2,048 gradients then has 64 times the room it would have undivided, while gradients lose 6
@@ -12,6 +14,7 @@ rounded once: what was measured of accuracy on CPUs does not hold on GPUs. Overf
 ranks any part of a sum is at most 32 times the largest gradient, and inf and nan survive every order of additions.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -133,7 +136,7 @@ def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEn
 def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average a bucket over all ranks, in place, in the background. For `register_comm_hook(state, average_bucket)`.
 
-        bucket = (sum over ranks of bucket / before) / after         before * after = world_size
+        bucket = (sum over ranks of bucket / before) / after         before * after = num_terms
 
     Collective: every rank must call it, in the same bucket order; DistributedDataParallel does. In place: the future
     holds `bucket.buffer()`. Afterwards all ranks hold the same bits. Complex gradients arrive as pairs of reals.
@@ -191,13 +194,16 @@ def feedback_of(
     )
 
 
-def split_divisor(world_size: int, *, is_fp16: bool) -> tuple[int, float]:
-    """Split `world_size` into (a power of two near its square root) times (the rest), or into 1 times all of it."""
+def split_divisor(num_terms: float, *, is_fp16: bool) -> tuple[int, float]:
+    """Split `num_terms` into (a power of two near its square root) times (the rest), or into 1 times all of it.
+
+    It is the number of ranks, or with weights of gradients the sum of all weights.
+    """
     if not is_fp16:
-        return 1, float(world_size)
+        return 1, float(num_terms)
     # A power of two divides exactly. Near the square root, so neither sums overflow nor small gradients vanish.
-    before = 1 << (world_size.bit_length() // 2)
-    return before, world_size / before
+    before = 1 << (math.ceil(num_terms).bit_length() // 2)
+    return before, num_terms / before
 
 
 def to_wire(buffer: Tensor, comm_dtype: torch.dtype | None, *, before: int) -> Tensor:

@@ -145,6 +145,9 @@ class ExactResume:
             "seed": self.reader.seed,
             "checksum": current.checksum,
             "kept": dict(current.stream_states),
+            # Ranks differ in these if their loaders have different lengths.
+            "batches": current.batches_done,
+            "total": self._batches_of_epoch,
         }
         if self.traits.own_streams:
             own["streams"] = current.own_streams
@@ -177,6 +180,8 @@ class ExactResume:
         if state_dict["world_size"] == self.reader.world_size:
             own = of_ranks.get(self.reader.rank)
         self.loaded = {**state_dict, "own": own}
+        if own is not None:
+            self.loaded |= {"batches": own["batches"], "total": own["total"]}
         self.has_state = True
         # Ranks differ in the other words of a seed, so that any rank's seed serves another number of ranks.
         seed_of = own if own is not None else next(iter(of_ranks.values()))
@@ -272,6 +277,8 @@ class ExactResume:
         elif place.cycle == 0:
             self._batches_of_epoch = place.batches
         if is_over:
+            if is_saved_pass and own:
+                self._keep_order_of(state)
             return iter(())
 
         self._set_epochs(state, is_saved_pass)
@@ -284,6 +291,13 @@ class ExactResume:
                 self.current.expected = state["batches"], own["checksum"]
         self.current.own_streams = self._states_of_streams()
         return self._iterator_after_place(own.get("kept", {}) if is_saved_pass else {})
+
+    def _keep_order_of(self, state: Mapping[str, Any]) -> None:
+        """Keep what the saved state says of an order that has ended, for a checkpoint before the next epoch."""
+        self.current.checksum = state["own"]["checksum"]
+        self.current.own_streams = state["own"].get("streams", [])
+        self.current.sampler_epochs = state["sampler_epochs"]
+        self.current.dataset_epoch = state["dataset_epoch"]
 
     def _iterator_after_place(self, stream_states: Mapping[int, Any]) -> Iterator[Any]:
         """Return the user's iterator, moved to the place of the pass."""

@@ -62,10 +62,22 @@ class PlaceIterator(Iterator[Any]):
         return next(self._batches)
 
 
+class OuterIterator(Iterator[Any]):
+    """Base of an iterator that the training loop holds in place of another one.
+
+    Attributes:
+        inner: The other iterator, once it has begun.
+    """
+
+    def __init__(self) -> None:
+        self.inner: Iterator[Any] | None = None
+
+
 def is_held_by_training(trainer: Any, iterator: Iterator[Any]) -> bool:
     """Return whether the training loop of `trainer` holds `iterator`, and False for one that user code made.
 
-    `iter(trainer.train_dataloader)` in a hook, or after the fit, makes an iterator that the loop does not hold.
+    `iter(trainer.train_dataloader)` in a hook, or after the fit, makes an iterator that the loop does not hold. The
+    loop also holds an iterator that is the inner one of another.
     """
     fetcher = trainer.fit_loop._data_fetcher
     if fetcher is None or fetcher._combined_loader is None:
@@ -73,7 +85,15 @@ def is_held_by_training(trainer: Any, iterator: Iterator[Any]) -> bool:
     loop_iterator = fetcher._combined_loader._iterator
     if loop_iterator is None:
         return False
-    return any(held is iterator for held in loop_iterator.iterators)
+    return any(_leads_to(held, iterator) for held in loop_iterator.iterators)
+
+
+def _leads_to(held: Iterator[Any] | None, iterator: Iterator[Any]) -> bool:
+    while held is not iterator:
+        if not isinstance(held, OuterIterator):
+            return False
+        held = held.inner
+    return True
 
 
 class IteratorsOfTraining:

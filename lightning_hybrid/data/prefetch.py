@@ -30,7 +30,33 @@ _OWN_ATTRIBUTES = (
 )
 
 
-class DevicePrefetcher:
+class LoaderInPlace:
+    """Base of a loader that a fit puts in the place of another one, `_loader`.
+
+    Everything but iteration is the other loader's: attributes are read from and written to it.
+    """
+
+    _loader: Any
+    _own_attributes: tuple[str, ...] = ("_loader",)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying and unpickling ask for attributes before there is a loader: without this they would recurse.
+        if name in self._own_attributes:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Samplers, `dataset` and worker settings stay where Lightning and users look for them: on the loader.
+        if name in self._own_attributes:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+
+class DevicePrefetcher(LoaderInPlace):
     """An iterable over `loader` with each batch on `device`.
 
     On CUDA the copy runs on a side stream (truly asynchronous from pinned memory: `DataLoader(pin_memory=True)`). If
@@ -41,8 +67,6 @@ class DevicePrefetcher:
     A method `on_device(batch)` of the loader, such as normalisation of images that travel as uint8, is applied after
     the move, and its floating-point images get the compute dtype. All other batches have their own dtypes.
 
-    Everything but iteration is the loader's: attributes are read from and written to it.
-
     Args:
         loader: Any iterable of batches.
         device: Where batches go.
@@ -51,6 +75,7 @@ class DevicePrefetcher:
             leave state and waiting time as they are. None: every iterator counts.
     """
 
+    _own_attributes = _OWN_ATTRIBUTES
     _has_state = False
 
     def __init__(
@@ -80,9 +105,6 @@ class DevicePrefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         return _Batches(self)
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
     def _fetch(self, batches: Iterator[Any], *, is_look: bool) -> _Fetched | Exception:
         # An error is returned and not raised: it is due after the batch that the consumer has yet to get.
@@ -131,19 +153,6 @@ class DevicePrefetcher:
         apply_to_collection(
             batch, dtype=Tensor, function=lambda tensor: tensor.record_stream(stream)
         )
-
-    def __getattr__(self, name: str) -> Any:
-        # Copying and unpickling ask for attributes before there is a loader: without this they would recurse.
-        if name in _OWN_ATTRIBUTES:
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Samplers, `dataset` and worker settings stay where Lightning and users look for them: on the loader.
-        if name in _OWN_ATTRIBUTES:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._loader, name, value)
 
 
 class _Fetched(NamedTuple):
@@ -241,7 +250,7 @@ def prefetch(
 
 def unwrapped(loader: Any) -> Any:
     """Return the loader that a user gave, if `loader` is the one of a fit before: it belongs to that fit's trainer."""
-    if isinstance(loader, DevicePrefetcher):
+    while isinstance(loader, LoaderInPlace):
         loader = loader._loader
     if hasattr(loader, "exact_resume"):
         loader = loader.exact_resume.user_loader

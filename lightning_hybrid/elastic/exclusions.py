@@ -49,6 +49,11 @@ EXCLUDED_BY_ELASTIC = (
         "elastic",
         "it compares the pairs of all ranks that were launched, and these change",
     ),
+    Exclusion(
+        "uneven batches",
+        "elastic",
+        "the batches of a step are dealt to the hosts that are there, and all have as many",
+    ),
     Exclusion("SyncBatchNorm", "elastic", "it waits for ranks in the middle of a forward"),
     Exclusion("GradientAccumulationScheduler", "elastic", "a step has max_hosts x devices batches"),
 )

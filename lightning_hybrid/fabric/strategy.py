@@ -76,6 +76,7 @@ class FabricHybridAllReduce(_Base):
         comm: Algorithm, bucket size and wire dtype of the all-reduce: `Comm(...)`. A planner chooses a plan for each
             module.
         loss_scale: Loss scaling for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
+        uneven_batches: Only `"error"`, as without it: `"join"` needs the Trainer's strategy.
         exact_resume: Whether loaders in a state resume in the middle of an epoch with exactly the remaining samples:
             see data/README.md.
         timeout: Seconds or a `timedelta` after which a rank that is dead or missing from a collective raises an error.
@@ -100,6 +101,7 @@ class FabricHybridAllReduce(_Base):
         ranks_per_node: int | None = None,
         comm: Comm = Comm(),  # noqa: B008
         loss_scale: str | float | LossScale | None = None,
+        uneven_batches: Literal["error", "join"] = "error",
         exact_resume: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -119,6 +121,7 @@ class FabricHybridAllReduce(_Base):
             comm=comm,
             ranks_per_node=ranks_per_node,
             loss_scale=loss_scale,
+            uneven_batches=uneven_batches,
         )
         self._comm = CommSetup(self._options)
         self._failures = FailureReports()

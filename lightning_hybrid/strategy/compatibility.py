@@ -52,6 +52,7 @@ CURES = {
     "planner": "leave `comm.plan` out",
     "extensions": "leave `extensions` out",
     "unused parameters": "leave `find_unused_parameters` out",
+    "uneven batches": "leave `uneven_batches` out",
     "pipeline": "take strategy='hybrid_allreduce'",
     "Fabric": "take the Trainer's strategy",
     # Features of the run.
@@ -71,6 +72,10 @@ CURES = {
     f"({_ELEMENTWISE_NAMES})",
     "norm of all": "set `gradient_clip_val`, whose norm is over all stages",
     "two owners": "give each parameter to one optimizer",
+    "several loaders": "return one training loader, with the others' batches in its own",
+    "dataloader_iter": "write `training_step(self, batch, batch_idx)`",
+    "gather in a step": "gather in a hook after the step",
+    "local fp16 sums": "let every `manual_backward` average, or take bf16-true",
     "global batch": "take a loss over fewer pairs (one rank's, or one micro-batch's)",
 }
 """Features of options and runs, each with the change that removes it."""
@@ -133,6 +138,60 @@ EXCLUDED = (
     Exclusion("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
     Exclusion("local steps", "node slices", "it averages weights that every rank has whole"),
     # Features of the run.
+    Exclusion(
+        "uneven batches",
+        "adasum",
+        "the leaders of the nodes combine means of nodes, in which a rank without samples would count",
+    ),
+    Exclusion("uneven batches", "local steps", "each node counts as much in the average"),
+    Exclusion(
+        "uneven batches",
+        "error feedback",
+        "residuals have the unit of a sum over all ranks, and fewer ranks add to the last sums of an epoch",
+    ),
+    Exclusion(
+        "uneven batches",
+        "node slices",
+        "the ranks of a node compute on one another's batches, which must have the same size",
+    ),
+    Exclusion(
+        "uneven batches",
+        "pipeline",
+        "its micro-batches are divided by their number, not by samples",
+    ),
+    Exclusion(
+        "uneven batches",
+        "Fabric",
+        "your own loop decides when an epoch ends, and which backward belongs to which batch",
+    ),
+    Exclusion(
+        "uneven batches",
+        "SyncBatchNorm",
+        "its statistics would count the samples of a repeated batch",
+    ),
+    Exclusion(
+        "uneven batches", "global batch", "it would compare with the samples of a repeated batch"
+    ),
+    Exclusion(
+        "uneven batches",
+        "several loaders",
+        "a batch of each would have to end the epoch together, and they have several lengths",
+    ),
+    Exclusion(
+        "uneven batches",
+        "dataloader_iter",
+        "ranks agree on a batch before the step, and this step reads batches by itself",
+    ),
+    Exclusion(
+        "uneven batches",
+        "gather in a step",
+        "a rank whose loader has ended would gather the values of a repeated batch",
+    ),
+    Exclusion(
+        "uneven batches",
+        "local fp16 sums",
+        "in manual optimization batches have different divisors, so their sum has none",
+    ),
     Exclusion("unequal nodes", "local steps", "each node counts as much in the average"),
     Exclusion("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
     Exclusion("unequal nodes", "node slices", "a slice is the same on every node"),

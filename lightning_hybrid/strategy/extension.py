@@ -1,8 +1,8 @@
 """Interface of extensions: abilities that are added to one fit, and the facts of the fit that they may read.
 
     created by `fit_extensions.build_extensions` in `setup`, after a spawn and in fits only, so none is ever pickled
-    before_optimizers -> engine_options -> after_setup -> [load]
-    (before_batch -> before_training_step -> step -> update)*
+    before_optimizers -> engine_options -> after_setup -> [load] -> training_loader
+    (before_batch -> step -> update -> before_training_step -> after_training_step -> backward)*
     before_validation -> in_validation, twice -> after_validation, before_train_end, [reading_module, save]*
     end -> put_back        in reverse; `save` and `failed` may come after them
 
@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -125,6 +126,13 @@ class FitExtension:
         """Return a context that yields the state which the optimizer loads: this rank's part of a full `state`."""
         return nullcontext(state)
 
+    def training_loader(self, fit: FitContext, loader: Any) -> Any:
+        """Return the loader that the training loop iterates over in place of `loader`. May be collective.
+
+        Called before `after_setup` if `configure_optimizers` reads `trainer.estimated_stepping_batches`.
+        """
+        return loader
+
     # ---- a step ------------------------------------------------------------------------------
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
@@ -134,6 +142,16 @@ class FitExtension:
         self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Prepare `training_step(*args, **kwargs)`. Parameters are fp32 until then. May be collective."""
+
+    def after_training_step(self, fit: RunningFit, output: Any) -> None:
+        """Follow `training_step`, which returned `output`. Not called after an error. May be collective."""
+
+    def backward(self, fit: RunningFit, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
+        """Run a backward by `run(loss)`, with this or another loss, and return its result."""
+        return run(loss)
+
+    def before_all_gather(self, fit: RunningFit) -> None:
+        """Precede `all_gather` of the module or the strategy. May raise an error to refuse it."""
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """Step by `run()`, which is closure, update and `step` of later extensions, and return its result.

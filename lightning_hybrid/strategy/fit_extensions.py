@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommPlan
@@ -94,6 +95,12 @@ class FitExtensions:
         self._callbacks = [first, last]
         trainer.callbacks[:] = [first, *trainer.callbacks, last]
 
+    def training_loader(self, loader: Any) -> Any:
+        """Return the training loader that extensions put in the place of this one, or itself."""
+        for extension in self.members:
+            loader = extension.training_loader(self.fit, loader)
+        return loader
+
     # ---- during the fit ----------------------------------------------------------------------
 
     def _running_members(self) -> list[tuple[FitExtension, RunningFit]]:
@@ -106,6 +113,12 @@ class FitExtensions:
         """Call a hook that returns nothing on each extension, while the fit runs."""
         for extension, fit in self._running_members():
             getattr(extension, hook)(fit, *args)
+
+    def backward(self, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
+        """Run a backward inside the hooks of all extensions, the first one outermost."""
+        for extension, fit in reversed(self._running_members()):
+            run = partial(extension.backward, fit, run=run)
+        return run(loss)
 
     def step(
         self,
@@ -305,6 +318,10 @@ def _build_built_in(fit: FitContext, options: Any, *, saves_residuals: bool) -> 
         from lightning_hybrid.strategy.feedback_state import ErrorFeedbackExtension
 
         extensions.append(ErrorFeedbackExtension(fit, saves=saves_residuals))
+    if options.joins_uneven_batches:
+        from lightning_hybrid.strategy.uneven_batches.extension import UnevenBatchesExtension
+
+        extensions.append(UnevenBatchesExtension(fit))
     if options.local_steps is not None:
         from lightning_hybrid.strategy.local_steps.extension import local_steps_for
 

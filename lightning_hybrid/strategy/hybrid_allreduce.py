@@ -61,6 +61,10 @@ class HybridAllReduce(CommunicatingDDP):
         report: Communication trace and link rate for reports: `Report(...)`.
         extensions: Factories of `FitExtension`, such as their classes. Their extensions run after
             the built-in ones.
+        uneven_batches: What happens if the training loader of a rank ends before the others:
+            `"error"` raises an error that names the rank. With `"join"` the rank takes part in the
+            remaining steps of the epoch with zero gradients, and gradients are averaged over the
+            samples that were really read.
         exact_resume: Whether a `DataLoader` resumes in the middle of an epoch with exactly the
             remaining samples. False: as in `ddp`.
         timeout: Seconds or `timedelta` after which a rank that is dead or missing from a collective
@@ -98,6 +102,7 @@ class HybridAllReduce(CommunicatingDDP):
         loss_scale: str | float | LossScale | None = None,
         report: Report = Report(),  # noqa: B008
         extensions: Sequence[Callable[[FitContext], FitExtension]] | None = None,
+        uneven_batches: Literal["error", "join"] = "error",
         exact_resume: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -123,6 +128,7 @@ class HybridAllReduce(CommunicatingDDP):
             loss_scale=loss_scale,
             report=report,
             extensions=extensions,
+            uneven_batches=uneven_batches,
         )
         self._masters = MasterWeights()
         self._loaders: TrainingLoaders = self._loaders_type(exact_resume)
@@ -187,7 +193,7 @@ class HybridAllReduce(CommunicatingDDP):
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._begin_communication()
             self._extensions = build_extensions(self)
-            self._loaders.begin(trainer, self._share_of_data())
+            self._loaders.begin(trainer, self._share_of_data(), self._extensions.training_loader)
         super().setup(trainer)
         if self._failures.engine is not None:
             self._extensions.begin(self._comm, self.model)
@@ -248,9 +254,19 @@ class HybridAllReduce(CommunicatingDDP):
         self._extensions.call("before_training_step", args, kwargs)
         self._masters.rebuild_buckets(self.model)
         output = super().training_step(*args, **kwargs)
+        self._extensions.call("after_training_step", output)
         if output is None:
             self._masters.close_window()
         return output
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run backward as DDP, with the loss that extensions make of this one."""
+
+        def run(loss: torch.Tensor) -> torch.Tensor:
+            return super(HybridAllReduce, self).backward(loss, *args, **kwargs)
+
+        scaled_loss: torch.Tensor = self._extensions.backward(closure_loss, run)
+        return scaled_loss
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """End a backward, unless the precision plugin did so before it unscaled the gradients."""
@@ -269,6 +285,12 @@ class HybridAllReduce(CommunicatingDDP):
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         return self._extensions.step(optimizer, closure, step, **kwargs)
+
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Gather as DDP, unless an extension refuses it."""
+        self._extensions.call("before_all_gather")
+        gathered: torch.Tensor = super().all_gather(tensor, *args, **kwargs)
+        return gathered
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as DDP, and return fp32, as an fp32 model does."""

@@ -46,6 +46,7 @@ class TrainingLoaders:
         self.seed = 0
         self.is_on = exact_resume
         self._trainer: Any = None
+        self._replace: Callable[[Any], Any] = _unchanged
         # The states in the checkpoint, with None for loaders that keep their state by themselves.
         self._states: list[dict[str, Any] | None] | None = None
         # The loaders that `process` has returned, until training starts.
@@ -56,14 +57,21 @@ class TrainingLoaders:
         self._has_started = False
         self._has_warned = False
 
-    def begin(self, trainer: Any, share: Mapping[str, int]) -> None:
+    def begin(
+        self,
+        trainer: Any,
+        share: Mapping[str, int],
+        replace: Callable[[Any], Any] | None = None,
+    ) -> None:
         """Begin a fit. Collective, if several ranks read the same data.
 
         Args:
             trainer: The trainer.
             share: The number of ranks that read different data, `num_replicas`, and this rank's index, `rank`.
+            replace: Returns the loader that training iterates over in place of a prepared one. None: the loader itself.
         """
         self._trainer = trainer
+        self._replace = replace if replace is not None else _unchanged
         self.rank = share["rank"]
         self.world_size = share["num_replicas"]
         self.seed = torch.initial_seed()
@@ -152,7 +160,7 @@ class TrainingLoaders:
         if self.is_on and can_be_exact(loader):
             uncount_cut_epoch(trainer)
             loader = exact(loader, self)
-        loader = with_prefetcher(loader, IteratorsOfTraining(trainer))
+        loader = self._replace(with_prefetcher(loader, IteratorsOfTraining(trainer)))
         if not self._has_started:
             self._processed.append(loader)
         return loader
@@ -203,7 +211,7 @@ class TrainingLoaders:
         start = self._resumed_start()
         length = resume.length
         if length:
-            if fit._combined_loader._mode == "max_size_cycle":
+            if self._repeats_shorter_loaders():
                 cycle, batches = divmod(start.batches, length)
                 return Place(start.epoch, cycle, batches)
             return Place(start.epoch, 0, min(start.batches, length))
@@ -211,6 +219,12 @@ class TrainingLoaders:
         if state is None or state["epoch"] != start.epoch:
             return start
         return Place(start.epoch, state["cycle"], state["batches"] - state["total"] + start.batches)
+
+    def _repeats_shorter_loaders(self) -> bool:
+        """Return whether a loader that ends early in an epoch begins again, because another one is longer."""
+        combined_loader = self._trainer.fit_loop._combined_loader
+        has_several = len(combined_loader.flattened) > 1
+        return has_several and combined_loader._mode == "max_size_cycle"
 
     def _next_place(self, resume: ExactResume) -> Place:
         """Return the start of the next epoch, or of the next cycle in this epoch."""
@@ -419,3 +433,7 @@ class TrainingLoaders:
                 state = next(states_for_lightning)
             states.append(state)
         loop["combined_loader"] = states
+
+
+def _unchanged(loader: Any) -> Any:
+    return loader

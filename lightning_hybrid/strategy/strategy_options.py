@@ -31,6 +31,7 @@ from lightning_hybrid.strategy.options import (
 from lightning_hybrid.strategy.registration import STRATEGY_NAME
 
 ShardUpdate = Literal["off", "node", "world"]
+UnevenBatches = Literal["error", "join"]
 ExtensionFactory = Callable[[FitContext], FitExtension]
 
 _HOOK_OPTIONS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
@@ -65,6 +66,7 @@ class StrategyOptions:
         loss_scale: The loss scale for fp16, or None for the default.
         report: The options of reports.
         extensions: Factories of the user's extensions.
+        uneven_batches: What happens if ranks have different numbers of training batches.
         ddp_options: Keyword arguments for `DistributedDataParallel`.
     """
 
@@ -77,6 +79,7 @@ class StrategyOptions:
     loss_scale: LossScale | None
     report: Report
     extensions: tuple[ExtensionFactory, ...]
+    uneven_batches: UnevenBatches
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -94,6 +97,7 @@ class StrategyOptions:
         loss_scale: str | float | LossScale | None = None,
         report: Report = Report(),  # noqa: B008
         extensions: Iterable[ExtensionFactory] | None = None,
+        uneven_batches: UnevenBatches = "error",
     ) -> StrategyOptions:
         """Check the options of a strategy, before any process group is created.
 
@@ -109,6 +113,7 @@ class StrategyOptions:
             loss_scale: As in `HybridAllReduceStrategy`.
             report: As in `HybridAllReduceStrategy`.
             extensions: As in `HybridAllReduceStrategy`.
+            uneven_batches: As in `HybridAllReduceStrategy`.
 
         Raises:
             ValueError: An option is unknown, has an invalid value, or excludes another one.
@@ -139,6 +144,7 @@ class StrategyOptions:
             loss_scale=parsed_scale,
             report=report,
             extensions=_parse_extensions(extensions),
+            uneven_batches=_parse_uneven_batches(uneven_batches),
             ddp_options=ddp_options,
         )
         refuse_excluded(options.features())
@@ -166,6 +172,11 @@ class StrategyOptions:
         """True if rounding errors of a codec are added to the gradients of the next step."""
         codec = self.dtype_across_nodes
         return isinstance(codec, Codec) and codec.error_feedback
+
+    @property
+    def joins_uneven_batches(self) -> bool:
+        """True if ranks whose training loaders have ended join the remaining steps of the epoch."""
+        return self.uneven_batches == "join"
 
     @property
     def trace_dir(self) -> str | None:
@@ -201,6 +212,8 @@ class StrategyOptions:
             features["unused parameters"] = "`find_unused_parameters` (=True)"
         if self.extensions:
             features["extensions"] = f"`extensions` (={list(self.extensions)!r:.80})"
+        if self.joins_uneven_batches:
+            features["uneven batches"] = f"`uneven_batches` (={self.uneven_batches!r})"
         if self.ranks_per_node is not None:
             features["ranks per node"] = f"`ranks_per_node` (={self.ranks_per_node})"
         return features | dict(self.strategy_features)
@@ -254,6 +267,16 @@ def _parse_extensions(extensions: Any) -> tuple[ExtensionFactory, ...]:
             "extensions=[LogsNorm], without a call."
         )
     return factories
+
+
+def _parse_uneven_batches(uneven_batches: Any) -> UnevenBatches:
+    why = (
+        "what happens if the training loader of a rank ends before the others. Write uneven_batches='join' to train on "
+        "all batches, or leave it out"
+    )
+    require_choice("uneven_batches", uneven_batches, ("error", "join"), why)
+    parsed: UnevenBatches = uneven_batches
+    return parsed
 
 
 def argument_names(strategy_type: type, root: type) -> list[str]:

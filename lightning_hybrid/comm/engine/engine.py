@@ -76,7 +76,8 @@ class CommEngine:
             own set. None: all ranks average together.
         group: the ranks of the own set; None: WORLD.
         compared: further settings that must be equal on all ranks, by name.
-        num_terms: gradients in a sum; None: one of each rank.
+        num_terms: gradients in a sum, by which the hook divides; None: one of each rank. The attribute may be changed
+            between backwards, on all ranks to the same number, which need not be whole if gradients have weights.
 
     Raises:
         ValueError: on every rank, if plan or topology differ between ranks.
@@ -102,7 +103,7 @@ class CommEngine:
         self.device = device
         self.trace = CommTrace() if trace is None else trace
         self.dtype_across_nodes = dtype_across_nodes
-        self.num_terms = num_terms or topology.world_size
+        self.num_terms: float = num_terms or topology.world_size
         self.update_scope: Literal["node", "world"] = shares_update or "node"
         self._exchanging = {
             shares_update,

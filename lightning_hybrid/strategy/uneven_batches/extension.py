@@ -1,0 +1,250 @@
+"""Extension for `uneven_batches="join"`: weights by numbers of samples, and steps on repeated batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_hybrid.checks import require_whole
+from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.data.place import IteratorsOfTraining
+from lightning_hybrid.lightning_names import lightning_function, lightning_types
+from lightning_hybrid.strategy.arguments import user_moves_batches
+from lightning_hybrid.strategy.compatibility import in_module, refuse_excluded
+from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
+from lightning_hybrid.strategy.uneven_batches.agreement import BatchAgreement
+from lightning_hybrid.strategy.uneven_batches.joined_loader import joined
+from lightning_hybrid.strategy.uneven_batches.repeated_batch import (
+    EpochSums,
+    RunningStatistics,
+    zero_gradients,
+)
+from lightning_hybrid.strategy.uneven_batches.window_weights import WindowWeights
+
+_OPTION = "`uneven_batches` (='join')"
+_FEATURES = {"uneven batches": _OPTION}
+
+# Method of a user's module that returns the number of samples in a batch.
+_COUNT = "count_samples"
+
+
+class UnevenBatchesExtension(FitExtension):
+    """Extension that lets ranks without batches join the remaining steps of an epoch, and weights ranks by samples.
+
+    Args:
+        fit: The fit to come.
+
+    Raises:
+        ValueError: The module cannot be combined with `uneven_batches`.
+    """
+
+    def __init__(self, fit: FitContext) -> None:
+        refuse_excluded(_FEATURES | _in_run(fit))
+        device: torch.device | None = fit.device
+        if user_moves_batches(fit.module):
+            device = None
+        self._module = fit.module
+        self._agreement = BatchAgreement(
+            rank=fit.topology.rank,
+            world_size=fit.topology.world_size,
+            timeout=fit.timeout,
+            device=device,
+            count_samples=self._count_samples,
+        )
+        self._weights = WindowWeights(fit.topology.world_size)
+        self._has_fp16_gradients = fit.precision.precision == "16-true"
+        self._is_repeated = False
+        self._is_in_step = False
+        # Of a repeated batch.
+        self._statistics: RunningStatistics | None = None
+        self._sums: EpochSums | None = None
+        self._forward_hook: RemovableHandle | None = None
+
+    def _count_samples(self, batch: Any) -> int:
+        """Return the number of samples in a batch, as the module counts them or as Lightning infers it for logs.
+
+        Raises:
+            ValueError: The number is not known, or no whole number.
+        """
+        count = getattr(self._module, _COUNT, None)
+        if callable(count):
+            number: int = count(batch)
+            why = "gradients of ranks are weighted by it. Return 0 for a batch that must not count"
+            require_whole(f"{_COUNT}(batch)", number, why, least=0, unit="samples")
+            return number
+        misconfigured = lightning_types("fabric.utilities.exceptions.MisconfigurationException")
+        try:
+            number = lightning_function("pytorch.utilities.data.extract_batch_size")(batch)
+        except (RecursionError, *misconfigured) as error:
+            raise ValueError(
+                f"{_OPTION} weights ranks by the number of samples, and a batch of type {type(batch).__name__} does "
+                f"not tell it: it holds no tensor. Add a method `{_COUNT}(self, batch)` to "
+                f"{type(self._module).__name__} that returns the number."
+            ) from error
+        return number
+
+    # ---- setup -------------------------------------------------------------------------------
+
+    def before_optimizers(self, fit: FitContext) -> None:
+        """Refuse layers that Lightning has put into the module since the extension was made."""
+        refuse_excluded(_FEATURES | _in_run(fit))
+
+    def engine_options(self, fit: FitContext, plan: CommPlan) -> Mapping[str, Any]:
+        """Return the option, on which all ranks must agree."""
+        return {"compared": {"uneven_batches": "join"}}
+
+    def training_loader(self, fit: FitContext, loader: Any) -> Any:
+        """Return the loader whose epoch ends on all ranks together.
+
+        Collective: every rank must call it, in the same order.
+        """
+        own_length: int | None = lightning_function("fabric.utilities.data.sized_len")(loader)
+        length = self._agreement.longest(own_length)
+        return joined(
+            loader,
+            self._agreement,
+            length=length,
+            is_training=IteratorsOfTraining(fit.trainer),
+        )
+
+    # ---- a step ------------------------------------------------------------------------------
+
+    def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
+        """Take the numbers of samples of this batch, which begins a step or continues one."""
+        trainer = fit.trainer
+        refuse_excluded(_FEATURES | _in_loaders(trainer))
+        batch = self._agreement.agreed.popleft()
+        self._is_repeated = batch.num_own == 0
+        # In a user's own loop, where it is 1, each batch has the weights of a step.
+        accumulation = trainer.accumulate_grad_batches
+        if batch_idx % accumulation == 0:
+            self._weights.begin(
+                batch, accumulation=accumulation, limits_factors=self._has_fp16_gradients
+            )
+        else:
+            self._weights.add(batch)
+
+    def before_training_step(
+        self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Save the state that a repeated batch must not change."""
+        self._is_in_step = True
+        self._statistics = None
+        if self._is_repeated:
+            self._sums = EpochSums(fit.module)
+            # Not here: before the forward, DDP broadcasts the statistics of rank zero.
+            self._forward_hook = fit.module.register_forward_pre_hook(self._save_statistics)
+
+    def _save_statistics(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._statistics is None:
+            self._statistics = RunningStatistics(module)
+
+    def after_training_step(self, fit: RunningFit, output: Any) -> None:
+        """Restore the state that a repeated batch has changed."""
+        self._is_in_step = False
+        self._remove_hook()
+        if self._sums is not None:
+            self._sums.restore()
+            self._sums = None
+        if self._statistics is not None:
+            self._statistics.restore()
+
+    def _remove_hook(self) -> None:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
+
+    def before_all_gather(self, fit: RunningFit) -> None:
+        """Refuse to gather in a training step, where the values of a repeated batch would count.
+
+        Raises:
+            RuntimeError: A training step is running.
+        """
+        if self._is_in_step:
+            gathering = {"gather in a step": "`all_gather` in `training_step`"}
+            refuse_excluded(_FEATURES | gathering, error=RuntimeError)
+
+    def backward(self, fit: RunningFit, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
+        """Weight the loss by the samples of this rank, or let a repeated batch bring zero gradients."""
+        self._refuse_local_sums(fit)
+        fit.engine.num_terms = self._weights.num_terms
+        context: AbstractContextManager[None] = nullcontext()
+        if self._is_repeated:
+            context = zero_gradients(_leaves(fit))
+        elif self._weights.factor != 1:
+            if loss.dtype.itemsize < 4:
+                loss = loss.float()
+            loss = loss * self._weights.factor
+        with context:
+            result = run(loss)
+        if self._statistics is not None:
+            # Activation checkpointing has run the layers again.
+            self._statistics.restore()
+        return result
+
+    def _refuse_local_sums(self, fit: RunningFit) -> None:
+        """Refuse local sums of several batches in a user's own loop with fp16 gradients.
+
+        Batches have other divisors then. With Lightning's accumulation they have one, and otherwise the divisor is
+        always the world size.
+
+        Raises:
+            RuntimeError: The loop has turned averaging off for this backward.
+        """
+        is_local = not fit.wrapped.require_backward_grad_sync
+        if is_local and self._has_fp16_gradients and not fit.module.automatic_optimization:
+            local_sums = {"local fp16 sums": "`require_backward_grad_sync` (=False) with 16-true"}
+            refuse_excluded(_FEATURES | local_sums, error=RuntimeError)
+
+    def status(self) -> Mapping[str, Any]:
+        """Return whether this rank's batch is a repeated one."""
+        return {"repeats_batch": self._is_repeated}
+
+    # ---- end ---------------------------------------------------------------------------------
+
+    def end(self, fit: RunningFit, error: BaseException | None) -> None:
+        """Free the process group. Ranks that wait for this one's batch learn so by an error."""
+        self._agreement.close()
+
+    def put_back(self, fit: FitContext, error: BaseException | None) -> None:
+        """Remove what a failed step has left in the module, and free the process group of a fit that has not begun."""
+        self._remove_hook()
+        self._agreement.close()
+
+
+def _leaves(fit: RunningFit) -> Iterable[Tensor]:
+    """Return the tensors whose gradients a backward computes: parameters, and their fp32 values if they show others."""
+    tensors: dict[int, Tensor] = {}
+    for parameter in fit.module.parameters():
+        tensors[id(parameter)] = parameter
+    window = getattr(fit.precision, "window", None)
+    if window is not None:
+        for pair in window.pairs.values():
+            tensors[id(pair.fp32)] = pair.fp32
+    return tensors.values()
+
+
+def _in_run(fit: FitContext) -> dict[str, str]:
+    """Return the features of module and loop that exclude the option."""
+    features = in_module(fit.module)
+    if any(getattr(layer, "node_slices", ()) for layer in fit.module.modules()):
+        features["node slices"] = "`node_slices`"
+    takes_iterator = lightning_function(
+        "pytorch.utilities.signature_utils.is_param_in_hook_signature"
+    )
+    if takes_iterator(fit.module.training_step, "dataloader_iter", explicit=True):
+        features["dataloader_iter"] = "`training_step(dataloader_iter)`"
+    return features
+
+
+def _in_loaders(trainer: Any) -> dict[str, str]:
+    """Return the features of the training loaders that exclude the option."""
+    num_loaders = len(trainer.fit_loop._combined_loader.flattened)
+    if num_loaders > 1:
+        return {"several loaders": f"{num_loaders} training loaders"}
+    return {}

@@ -1,0 +1,128 @@
+"""Training loader whose epoch ends on all ranks at the same batch, when the longest loader of a rank has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from typing import Any
+
+from lightning_hybrid.data.place import OuterIterator
+from lightning_hybrid.data.prefetch import LoaderInPlace
+from lightning_hybrid.strategy.uneven_batches.agreement import END, BatchAgreement
+
+
+class JoinedLoader(LoaderInPlace):
+    """Loader that yields a batch in every step of the longest epoch of all ranks.
+
+    Only the training loop's own iterator is joined. Any other reader gets a plain pass over this rank's batches.
+
+    Args:
+        loader: The loader of this rank.
+        agreement: The agreement of the ranks.
+        length: The largest number of batches of all ranks. None: it is not known.
+        is_training: Returns whether the training loop holds an iterator.
+    """
+
+    _own_attributes = ("_loader", "_agreement", "_length", "_is_training")
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        agreement: BatchAgreement,
+        *,
+        length: int | None,
+        is_training: Callable[[Iterator[Any]], bool],
+    ) -> None:
+        self._loader: Any = loader
+        self._agreement = agreement
+        self._length = length
+        self._is_training = is_training
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the training loader of a rank has no length")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return _JoinedBatches(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy belongs to user code, which reads this rank's batches only.
+        return deepcopy(self._loader, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _unpickled, (self._loader,)
+
+
+class StatefulJoinedLoader(JoinedLoader):
+    """A `JoinedLoader` over a loader with state, which is its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's loader."""
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of this rank's loader."""
+        self._loader.load_state_dict(state)
+
+
+class _JoinedBatches(OuterIterator):
+    """Iterator of a `JoinedLoader`."""
+
+    def __init__(self, loader: JoinedLoader) -> None:
+        super().__init__()
+        self._joined_loader = loader
+        self._is_look = False  # of user code
+        self._has_ended = False  # on this rank
+        self._is_over = False  # on all ranks
+
+    def __next__(self) -> Any:
+        if self.inner is None:
+            self._begin()
+        assert self.inner is not None
+        if self._is_look:
+            return next(self.inner)
+        if self._is_over:
+            raise StopIteration
+
+        batch = None
+        if not self._has_ended:
+            batch = next(self.inner, END)
+        if batch is END:
+            self._has_ended = True
+            batch = None
+        batch = self._joined_loader._agreement.next_batch(batch, has_ended=self._has_ended)
+        if batch is END:
+            self._is_over = True
+            raise StopIteration
+        return batch
+
+    def _begin(self) -> None:
+        loader = self._joined_loader
+        self._is_look = not loader._is_training(self)
+        self.inner = iter(loader._loader)
+        if not self._is_look:
+            loader._agreement.begin_epoch()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy begins at the first batch, as copies of the iterators of loaders do.
+        return iter, (self._joined_loader,)
+
+
+def joined(
+    loader: Any,
+    agreement: BatchAgreement,
+    *,
+    length: int | None,
+    is_training: Callable[[Iterator[Any]], bool],
+) -> JoinedLoader:
+    """Return the `JoinedLoader` that fits a loader. The arguments are those of the class."""
+    loader_type = JoinedLoader
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        loader_type = StatefulJoinedLoader
+    return loader_type(loader, agreement, length=length, is_training=is_training)
+
+
+def _unpickled(loader: Any) -> Any:
+    return loader
