@@ -52,9 +52,9 @@ def fit(
     `callbacks`: further callbacks, or functions that make them. `metrics`: options of `TrainingMetrics`.
     """
     logger = Keeps()
-    module = made(module)
+    module = build(module)
     settings = {"log_every_n_steps": 2, "precision": "16-true", "logger": logger, **settings}
-    callbacks = [TrainingMetrics(skip_steps, **(metrics or {})), *map(made, callbacks)]
+    callbacks = [TrainingMetrics(skip_steps, **(metrics or {})), *map(build, callbacks)]
     trainer = toy.trainer(callbacks=callbacks, **settings)
     if train is None:
         train = toy.loader()

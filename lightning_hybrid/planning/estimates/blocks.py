@@ -112,33 +112,32 @@ def traced_blocks(
 
     modules = [mark.module for mark in marks]
     owned = _owned_numels(shadow, modules)
-    tied = [0] * len(marks)
+    num_tied = [0] * len(marks)
     if pipeline_blocks:
-        tied = [
-            sum(parameter.numel() for parameter in module.parameters()) - sum(numels)
-            for module, numels in zip(modules, owned, strict=True)
-        ]
+        num_tied = _num_tied(modules, owned)
     # Parameters that belong to none of the modules are counted in the first block.
     owned[0] += _numels_outside(shadow, modules)
 
-    cuts = [
-        index for index, mark in enumerate(marks) if index == 0 or pipeline_blocks or mark.is_cut
-    ]
+    cuts = []
+    for index, mark in enumerate(marks):
+        if index == 0 or pipeline_blocks or mark.is_cut:
+            cuts.append(index)
     boundaries = [*marks, end]
     blocks: list[Block] = []
     for first, after in itertools.pairwise([*cuts, len(marks)]):
         begin = boundaries[first]
         following = boundaries[after]
-        blocks.append(
-            Block(
-                name=begin.name,
-                numels=tuple(itertools.chain.from_iterable(owned[first:after])),
-                forward_flops=(following.flops - begin.flops) // BATCH,
-                input_bytes=begin.input_bytes / BATCH,
-                kept_bytes=max(0.0, (following.live - begin.live) / BATCH),
-                num_tied=sum(tied[first:after]),
-            )
+        numels = itertools.chain.from_iterable(owned[first:after])
+        kept_bytes = (following.live - begin.live) / BATCH
+        block = Block(
+            name=begin.name,
+            numels=tuple(numels),
+            forward_flops=(following.flops - begin.flops) // BATCH,
+            input_bytes=begin.input_bytes / BATCH,
+            kept_bytes=max(0.0, kept_bytes),
+            num_tied=sum(num_tied[first:after]),
         )
+        blocks.append(block)
     return blocks
 
 
@@ -150,17 +149,17 @@ def _traced_marks(
 
     def begin(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         tensors = [value for value in tree_iter(args) if isinstance(value, Tensor)]
-        uses.marks.append(
-            _Mark(
-                name=name,
-                module=module,
-                address=tensors[0].untyped_storage()._cdata,
-                input_bytes=sum(tensor.nbytes for tensor in tensors),
-                flops=uses.flops,
-                live=uses.now,
-                is_cut=len(tensors) == 1,
-            )
+        storage = tensors[0].untyped_storage()
+        mark = _Mark(
+            name=name,
+            module=module,
+            address=storage._cdata,
+            input_bytes=sum(tensor.nbytes for tensor in tensors),
+            flops=uses.flops,
+            live=uses.now,
+            is_cut=len(tensors) == 1,
         )
+        uses.marks.append(mark)
         for tensor in tensors[1:]:
             uses.use(tensor)
 
@@ -177,7 +176,8 @@ def _traced_marks(
         handles.append(module.register_forward_pre_hook(hook))
 
     with uses:
-        uses.use(next(iter(tree_iter(images))))
+        first_image_tensor = next(iter(tree_iter(images)))
+        uses.use(first_image_tensor)
         # The result stays alive until the end is marked, as the loss needs it.
         if pipeline_blocks:
             result = images
@@ -206,18 +206,35 @@ def _owned_numels(network: nn.Module, modules: Sequence[nn.Module]) -> list[list
     return owned
 
 
+def _num_tied(modules: Sequence[nn.Module], owned: Sequence[Sequence[int]]) -> list[int]:
+    # The elements of each module that belong to an earlier module.
+    num_tied: list[int] = []
+    for module, numels in zip(modules, owned, strict=True):
+        num_elements = sum(parameter.numel() for parameter in module.parameters())
+        num_tied.append(num_elements - sum(numels))
+    return num_tied
+
+
 def _numels_outside(network: nn.Module, modules: Sequence[nn.Module]) -> list[int]:
     # The elements of each parameter that belongs to none of the modules.
     inside = {id(parameter) for module in modules for parameter in module.parameters()}
-    return [parameter.numel() for parameter in network.parameters() if id(parameter) not in inside]
+    numels: list[int] = []
+    for parameter in network.parameters():
+        if id(parameter) not in inside:
+            numels.append(parameter.numel())
+    return numels
 
 
 def _named(blocks: Sequence[nn.Module], network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     # A block is named after the first of its modules that the network itself has.
     names = {id(module): name for name, module in network.named_modules()}
     for index, block in enumerate(blocks):
-        known_names = (names[id(module)] for module in block.modules() if id(module) in names)
-        yield next(known_names, f"block {index}"), block
+        name = f"block {index}"
+        for module in block.modules():
+            if id(module) in names:
+                name = names[id(module)]
+                break
+        yield name, block
 
 
 def units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -1,6 +1,6 @@
 """A small network on ranks with loaders of different lengths, and its gradients in float64 by hand.
 
-    batches of ranks   7, 5, 5, 3          of 4 samples, the last one of each rank smaller
+batches of ranks   7, 5, 5, 3          of 4 samples, the last one of each rank smaller
 """
 
 from collections.abc import Iterator
@@ -114,7 +114,12 @@ def fit(
     names = ("ckpt_path", "val", "callbacks")
     options = {name: scene.pop(name, None) for name in names}
     of_trainer = ("precision", "accumulate_grad_batches", "max_steps", "max_epochs", "logger")
-    of_trainer += ("limit_train_batches", "log_every_n_steps", "sync_batchnorm", "gradient_clip_val")
+    of_trainer += (
+        "limit_train_batches",
+        "log_every_n_steps",
+        "sync_batchnorm",
+        "gradient_clip_val",
+    )
     settings = {name: scene.pop(name) for name in of_trainer if name in scene}
     if strategy is None:
         strategy = HybridAllReduceStrategy(**{"uneven_batches": "join", **scene})

@@ -112,9 +112,13 @@ def test_what_cannot_work_is_refused_by_name_before_a_step(one_rank, name):
 
 
 def test_values_of_the_option_are_checked():
-    with pytest.raises(ValueError, match=r"^`uneven_batches` \(='skip'\) must be one of 'error', 'jo"):
+    with pytest.raises(
+        ValueError, match=r"^`uneven_batches` \(='skip'\) must be one of 'error', 'jo"
+    ):
         HybridAllReduceStrategy(uneven_batches="skip")
-    with pytest.raises(ValueError, match=r"`uneven_batches` \(='join'\) and `strategy` \(='hybrid_el"):
+    with pytest.raises(
+        ValueError, match=r"`uneven_batches` \(='join'\) and `strategy` \(='hybrid_el"
+    ):
         HybridElasticStrategy(max_hosts=2, meet="10.0.0.1:29400", uneven_batches="join")
 
 
@@ -138,8 +142,6 @@ def test_a_rank_with_an_empty_loader_joins_all_steps(two_ranks):
     assert largest_error(results) < FP32_ERROR
     assert same_weights(results)
     assert [rank["global_step"] for rank in results] == [3, 3]
-
-
 
 
 class NoneNowAndThen:
@@ -187,7 +189,9 @@ def failing_loader():
         ({"train": failing_loader}, "OSError: disk of rank zero"),
     ],
 )
-def test_a_rank_that_fails_while_others_have_joined_ends_all_with_its_name(four_ranks, scene, cause):
+def test_a_rank_that_fails_while_others_have_joined_ends_all_with_its_name(
+    four_ranks, scene, cause
+):
     errors = four_ranks.run(error_of_fit, scene, timeout_s=40.0)
     assert errors[0].startswith(cause)
     for error in errors[1:]:

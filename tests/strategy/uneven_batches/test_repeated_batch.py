@@ -57,7 +57,10 @@ def test_a_bad_loss_of_a_repeated_batch_changes_nothing(two_ranks, precision):
 
 
 def two_loaders():
-    """Two batches on rank zero, and three on rank one. An even number of samples: Lightning halves it in whole numbers."""
+    """Two batches on rank zero, and three on rank one.
+
+    The number of samples is even, because Lightning halves it in whole numbers.
+    """
     numbers = support.Numbered(dist.get_rank(), (8, 10))
     return torch.utils.data.DataLoader(numbers, batch_size=4)
 
@@ -80,7 +83,9 @@ class WithStatistics(Network):
 
 def test_statistics_of_batch_norm_do_not_move(two_ranks):
     """Rank zero's loader ends first, and DDP broadcasts its statistics to rank one before each forward."""
-    first, second = (rank["batch_indices"] for rank in fits(two_ranks, WithStatistics, train=two_loaders))
+    first, second = (
+        rank["batch_indices"] for rank in fits(two_ranks, WithStatistics, train=two_loaders)
+    )
     assert not torch.equal(first[1], first[0])
     assert torch.equal(first[2], first[1])
     batch = torch.stack([support.sample(number)[1] for number in range(16, 18)])
