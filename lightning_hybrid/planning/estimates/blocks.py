@@ -217,7 +217,9 @@ def _num_tied(modules: Sequence[nn.Module], owned: Sequence[Sequence[int]]) -> l
 
 def _numels_outside(network: nn.Module, modules: Sequence[nn.Module]) -> list[int]:
     # The elements of each parameter that belongs to none of the modules.
-    inside = {id(parameter) for module in modules for parameter in module.parameters()}
+    inside: set[int] = set()
+    for module in modules:
+        inside.update(id(parameter) for parameter in module.parameters())
     numels: list[int] = []
     for parameter in network.parameters():
         if id(parameter) not in inside:
