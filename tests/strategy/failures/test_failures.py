@@ -89,10 +89,11 @@ def test_an_error_that_was_raised_from_a_failed_average_says_which_rank_it_was(t
 
 
 class HasABrokenDatabase(Wraps):
-    error = RuntimeError("the database's connection timed out")
+    error = RuntimeError("the database's connection timed out: gloomy.example:5432")
 
 
 def test_a_users_error_that_sounds_like_a_networks_is_the_users(two_ranks):
     other, own = fit(two_ranks, HasABrokenDatabase, max_epochs=1, raises=True)
-    assert own.error.startswith("RuntimeError: the database's connection timed out\n")
-    assert "comm: rank 1 gave up: RuntimeError: the database's connection timed out" in other.error
+    text = "RuntimeError: the database's connection timed out: gloomy.example:5432"
+    assert own.error.startswith(f"{text}\n")
+    assert f"comm: rank 1 gave up: {text}" in other.error
