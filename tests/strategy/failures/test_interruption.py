@@ -73,7 +73,7 @@ def test_with_the_callback_a_checkpoint_of_that_step_is_named(two_ranks, tmp_pat
     assert first.split()[-1] == str(128 + number), first
     assert second.split()[-1] == "0", f"as a rank that Lightning started: {second}"
     (said,) = [message for message in messages if message.startswith("stopped by ")]
-    assert f"`fit(..., ckpt_path='{tmp_path}/stopped.ckpt')` goes on from there" in said
+    assert f"`fit(..., ckpt_path='{tmp_path}/stopped.ckpt')` resumes from there" in said
     assert (tmp_path / "stopped.ckpt").exists()
 
 
