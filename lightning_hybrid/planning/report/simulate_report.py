@@ -256,7 +256,7 @@ class SimulationReport:
         """
         best = self.candidates[0]
         scenario = self.scenario
-        names = ("flat",)
+        names: tuple[str, ...] = ("flat",)
         if scenario.on_cuda:
             names = FLAT_ON_CUDA
         flat = next(
