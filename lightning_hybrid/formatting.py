@@ -43,6 +43,17 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a number of things.
+
+    >>> counted(1, "node"), counted(4, "node")
+    ('1 node', '4 nodes')
+    """
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
+
+
 def time_text(seconds: float) -> str:
     """Format a time in the unit that suits it.
 

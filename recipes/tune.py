@@ -23,6 +23,7 @@ from torch import nn
 
 from lightning_hybrid.checks import first_line
 from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.formatting import counted
 from lightning_hybrid.planning.calibration.measured_setup import (
     check_same_on_all_ranks,
     read_measurements,
@@ -181,11 +182,8 @@ def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, 
     launched.append(fabric)
     topology = connect(fabric, asked)
     world = world_of(topology, fabric.device, asked, inside=cfg.inside)
-    if topology.num_nodes == 1:
-        nodes = "1 node"
-    else:
-        nodes = f"{topology.num_nodes} nodes"
-    line = f"{topology.world_size} ranks = {nodes} x {topology.ranks_per_node}"
+    nodes = counted(topology.num_nodes, "node")
+    line = f"{counted(topology.world_size, 'rank')} = {nodes} x {topology.ranks_per_node}"
     fabric.print(f"tune: {line}; measuring for at most {asked.limit_s:g} s", flush=True)
     return fabric.is_global_zero, measure(asked, topology, fabric.device), world
 

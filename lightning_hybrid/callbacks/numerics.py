@@ -22,7 +22,7 @@ from lightning_hybrid.callbacks.failure_snapshot import (
 )
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.checks import plain_value, require_whole
-from lightning_hybrid.comm.health.watchdog import failed_wait
+from lightning_hybrid.comm.health.backend_errors import failed_wait
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.optim.dtensor import is_dtensor
 from lightning_hybrid.precision.skipped_steps import EndlessOverflowError

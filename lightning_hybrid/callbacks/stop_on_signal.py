@@ -20,6 +20,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core import rank_zero
 
 from lightning_hybrid.checks import plain_value, require_whole
 
@@ -204,10 +205,7 @@ class StopOnSignal(Callback):
         environment = getattr(trainer.strategy, "cluster_environment", None)
         if isinstance(environment, LightningEnvironment) and trainer.local_rank > 0:
             exception.code = 0
-        rank_zero_info(
-            f"stopped by {signal_name} in epoch {trainer.current_epoch} after step "
-            f"{trainer.global_step}; `fit(..., ckpt_path={str(path)!r})` goes on from there; exit code {exit_code}"
-        )
+        _report_stop(trainer, path, signal_name, exit_code)
         if request > REQUEUE and trainer.is_global_zero:
             # This waits for the disk, because SLURM kills the job some seconds after the request.
             trainer.strategy.checkpoint_io.teardown()
@@ -269,6 +267,25 @@ class StopOnSignal(Callback):
             return Path(self.dirpath)
         folder: Any = getattr(trainer.checkpoint_callback, "dirpath", None)
         return Path(folder or trainer.default_root_dir)
+
+
+def _report_stop(trainer: pl.Trainer, path: Path, signal_name: str, exit_code: int) -> None:
+    """Log on the first rank of this launch where it stopped, and the checkpoint if it has written it."""
+    if trainer.global_rank != 0:
+        return
+    checkpoint = f"`fit(..., ckpt_path={str(path)!r})` resumes from there"
+    if not trainer.is_global_zero:
+        # In an elastic run every host is a launch of its own, and only the first host writes.
+        checkpoint = (
+            "this host has written no checkpoint, because only the first host of the run writes "
+            f"{str(path)!r}, when it is stopped itself. Until then the other hosts continue"
+        )
+    message = (
+        f"stopped by {signal_name} in epoch {trainer.current_epoch} after step {trainer.global_step}; "
+        f"{checkpoint}; exit code {exit_code}"
+    )
+    # `rank_zero_info` is silent on a host that is not the first.
+    rank_zero.log.info(message)
 
 
 def _forget_batches_of_finished_epoch(trainer: pl.Trainer) -> None:

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.data.index_lists import (
@@ -87,6 +88,8 @@ class ExactResume:
         self.number = 0  # of this loader among several
         self.is_stream = isinstance(loader.dataset, IterableDataset)
         self.traits = SamplerTraits(user_loader, reader.world_size, reader.rank)
+        self._seed_of_script = reader.seed
+        self._seed_of_checkpoint = reader.seed
         self.loaded: dict[str, Any] | None = None  # until the first iteration begins
         self.has_state = False  # of the interrupted run
         self.has_begun = False
@@ -164,6 +167,7 @@ class ExactResume:
             "accumulate_grad_batches": self.reader.accumulate_grad_batches,
             "dealt": self.traits.dealt,
             "sampler_epochs": current.sampler_epochs,
+            "sampler_seeds": self.traits.seeds(),
             "dataset_epoch": current.dataset_epoch,
             "own": own,
         }
@@ -185,7 +189,20 @@ class ExactResume:
         self.has_state = True
         # Ranks differ in the other words of a seed, so that any rank's seed serves another number of ranks.
         seed_of = own if own is not None else next(iter(of_ranks.values()))
-        self.reader.seed = seed_of["seed"]
+        self._seed_of_checkpoint = seed_of["seed"]
+        self.reader.seed = self._seed_of_checkpoint
+        self._take_sampler_seeds(state_dict["sampler_seeds"])
+
+    def _take_sampler_seeds(self, seeds: list[int | None]) -> None:
+        """Let the samplers that Lightning has seeded shuffle by the seed of the interrupted run."""
+        other_seed = self.traits.other_seed(seeds)
+        self.traits.take_seeds(seeds)
+        if other_seed is not None and self.traits.other_seed(seeds) is None:
+            saved_seed, seed = other_seed
+            rank_zero_info(
+                f"The training loader continues in the order of the checkpoint, by its seed (={saved_seed}). The "
+                f"script's seed_everything({seed}) does not change that order."
+            )
 
     def caveat(self) -> str:
         """Return a warning about state that is restored inexactly or slowly, or an empty string."""
@@ -426,9 +443,33 @@ class ExactResume:
         if checksum != expected[1]:
             source = "data set" if self.is_stream else "sampler"
             raise self.error(
-                f"its {source} does not repeat what it gave before the checkpoint, because it draws from streams that "
-                "it makes itself, counts its iterations, or is another one. Let its order follow from `set_epoch`, a "
-                "generator that it holds, or the global streams"
+                f"its {source} does not repeat what it gave before the checkpoint. {self._possible_seed()}The {source} "
+                "may also draw from streams that it makes itself, count its iterations, or be another one. Let its "
+                "order follow from `set_epoch`, a generator that it holds, or the global streams"
+            )
+
+    def _possible_seed(self) -> str:
+        """Return a sentence about the seeds of the two runs, if another seed may be why their orders differ."""
+        saved_seed = self._seed_of_checkpoint
+        # A larger one is torch's own, of a run without `seed_everything`.
+        if saved_seed == self._seed_of_script or saved_seed >= 2**32:
+            return ""
+        script = f"seed_everything({self._seed_of_script})"
+        if self._seed_of_script >= 2**32:
+            script = "no `seed_everything`"
+        return (
+            f"The interrupted run had seed_everything({saved_seed}) and this one has {script}: call "
+            f"seed_everything({saved_seed}) before the loader is made. "
+        )
+
+    def _refuse_other_seed(self, state: Mapping[str, Any]) -> None:
+        """Refuse a `DistributedSampler` of the user's that shuffles by another seed."""
+        other_seed = self.traits.other_seed(state["sampler_seeds"])
+        if other_seed is not None:
+            saved_seed, seed = other_seed
+            raise self.error(
+                f"its `DistributedSampler` has seed={seed} and had seed={saved_seed} in the interrupted run. Call "
+                f"seed_everything({saved_seed}) before the loader is made, or give your sampler seed={saved_seed}"
             )
 
     def compare_end_of_order(self) -> None:
@@ -485,6 +526,7 @@ class ExactResume:
             raise self.error(_OUT_OF_ORDER)
         if not state:
             return
+        self._refuse_other_seed(state)
         saved = StepLayout.from_state(state)
         num_workers = self.loader.num_workers
         own = state["own"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from array import array
@@ -50,23 +51,53 @@ class SamplerTraits:
         self.draws_at_once = type(image_sampler) in _DRAW_AT_ONCE and not draws_by_batch
         self.follows_from_epoch = type(image_sampler) in _ORDER_FROM_EPOCH and not draws_by_batch
 
-        # The order that Lightning deals to any number of ranks, so that a step's images do not depend on the ranks.
-        self.dealt: tuple[Any, ...] | None = None
-        is_dealt = (
+        # Lightning deals such an order to any number of ranks, so that a step's images do not depend on the ranks.
+        self._is_dealt = (
             type(image_sampler) is DistributedSampler
             and not draws_by_batch
             and loader.batch_size is not None
+            and (image_sampler.num_replicas, image_sampler.rank) == (world_size, rank)
         )
-        if is_dealt and (image_sampler.num_replicas, image_sampler.rank) == (world_size, rank):
-            num_images = len(image_sampler.dataset)
-            is_cut = image_sampler.drop_last
-            self.dealt = (
-                num_images,
-                image_sampler.seed,
-                image_sampler.shuffle,
-                is_cut,
-                loader.drop_last,
+        self._image_sampler = image_sampler
+        self._drops_last = loader.drop_last
+
+    @property
+    def dealt(self) -> tuple[Any, ...] | None:
+        """Number of images, seed and options of an order that any number of ranks can share, None for others."""
+        if not self._is_dealt:
+            return None
+        sampler = self._image_sampler
+        return (
+            len(sampler.dataset),
+            sampler.seed,
+            sampler.shuffle,
+            sampler.drop_last,
+            self._drops_last,
+        )
+
+    def seeds(self) -> list[int | None]:
+        """Return the seeds of the `DistributedSampler`s, and None for other samplers."""
+        seeds: list[int | None] = []
+        for sampler in self.samplers:
+            seeds.append(sampler.seed if isinstance(sampler, DistributedSampler) else None)
+        return seeds
+
+    def take_seeds(self, seeds: list[int | None]) -> None:
+        """Give the samplers that have the seed of `seed_everything` the seeds of an interrupted run."""
+        seed_of_run = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        for sampler, seed in zip(self.samplers, seeds, strict=False):
+            is_seeded_by_run = (
+                isinstance(sampler, DistributedSampler) and sampler.seed == seed_of_run
             )
+            if is_seeded_by_run and seed is not None:
+                sampler.seed = seed
+
+    def other_seed(self, seeds: list[int | None]) -> tuple[int, int] | None:
+        """Return the first of these seeds that differs from its sampler's, and the sampler's, or None."""
+        for sampler, seed in zip(self.samplers, seeds, strict=False):
+            if isinstance(sampler, DistributedSampler) and seed not in (None, sampler.seed):
+                return seed, sampler.seed
+        return None
 
     def epochs(self) -> list[int | None]:
         """Return the epochs to which the samplers are set, None where one does not say."""

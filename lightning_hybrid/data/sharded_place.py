@@ -29,6 +29,10 @@ class ShardedPlace(ExactResume):
         # Shard 0 stands for all, whichever this rank has.
         self.traits = SamplerTraits(loader, reader.world_size, 0)
 
+    def _take_sampler_seeds(self, seeds: list[int | None]) -> None:
+        # The samplers of all shards are made of the user's sampler, so that the seed of one cannot change.
+        return
+
     def begin(self) -> Place:
         """Return the place at which training begins to iterate now, and note it.
 
@@ -40,10 +44,12 @@ class ShardedPlace(ExactResume):
             place = Place(place.epoch, 0, self.length)  # the epoch is over
         state = self.loaded
         self.loaded = None
+        if state is not None and place.batches:
+            self._refuse_other_seed(state)
         if state is not None and place.batches and state["dealt"] != self.traits.dealt:
             raise self.error(
                 f"another order dealt its images (number of images, seed, shuffle, drop_last: {state['dealt']}, here "
-                f"{self.traits.dealt}): give the data set, the sampler and the seed of the checkpoint"
+                f"{self.traits.dealt}). Give it the data set and the sampler of the interrupted run"
             )
         self.has_begun = True
         self.current = TrainingPass(place)

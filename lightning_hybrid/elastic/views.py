@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
 from lightning_hybrid.comm.engine.view_groups import STORE_LIMIT, ViewGroups
+from lightning_hybrid.comm.health.backend_errors import comes_from_others
 from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.replica_difference import (
     ReplicaDriftError,
@@ -28,7 +29,6 @@ from lightning_hybrid.comm.health.replica_difference import (
     names_that_differ,
 )
 from lightning_hybrid.comm.health.tensor_hash import Fingerprint
-from lightning_hybrid.comm.health.watchdog import comes_from_others
 from lightning_hybrid.elastic.host_vote import HostVote
 from lightning_hybrid.elastic.membership.membership import Membership
 from lightning_hybrid.elastic.membership.view import View
@@ -512,7 +512,7 @@ def _options_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _is_of_other_ranks(error: BaseException) -> bool:
     """Return whether an error comes from other ranks, such as a closed connection."""
-    return "comm: " in str(error) or (isinstance(error, Exception) and comes_from_others(error))
+    return "comm: " in str(error) or comes_from_others(error)
 
 
 def _host_id() -> str:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.io import durable_by_default
 from lightning_hybrid.comm import CommEngine
-from lightning_hybrid.comm.health.watchdog import is_of_a_collective
+from lightning_hybrid.comm.health.backend_errors import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged, with_masters

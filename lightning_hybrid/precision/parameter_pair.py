@@ -19,12 +19,16 @@ from torch import Tensor, nn
 
 from lightning_hybrid.lightning_names import misconfiguration
 from lightning_hybrid.placement import flattened, has_gaps
+from lightning_hybrid.precision.device_writes import WriteSearch
 
 _BLOCK = 1 << 20
 """Elements compared at once on a CPU. The expected values of a block (2 MiB) stay in cache."""
 
 _BLOCK_ON_DEVICE = 1 << 26
 """Elements compared at once on other devices, for which memory is taken: 128 MiB."""
+
+_HOST_DEVICES = {"cpu"}
+"""Types of devices on which a closing waits for the comparison of a copy and its fp32 value."""
 
 
 class ParameterPair:
@@ -36,7 +40,8 @@ class ParameterPair:
         dtype: `torch.float16` or `torch.bfloat16`.
 
     Attributes:
-        was_written: whether user code was seen to write the copy, whose values are rounded. Known on a CPU only.
+        was_written: whether user code was seen to write the copy, whose values are rounded. Known on a CPU only: on
+            other devices `WriteSearch` looks for writes.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -166,7 +171,7 @@ class ParameterPair:
         if self.is_written_as_fp32:
             cast_([self])
             return
-        if self.half.device.type != "cpu":
+        if self.half.device.type not in _HOST_DEVICES:
             self.take_writes_without_waiting_()
             return
         if self.is_exact_cast():
@@ -257,31 +262,41 @@ def cast_(pairs: Iterable[ParameterPair]) -> None:
 
 
 @torch.no_grad()
-def take_writes_(pairs: Iterable[ParameterPair]) -> None:
-    """Take over writes to the copies, on a device by lists. See `ParameterPair.take_writes_`."""
+def take_writes_(pairs: Iterable[ParameterPair], search: WriteSearch) -> None:
+    """Take over writes to the copies, on a device by lists. See `ParameterPair.take_writes_`.
+
+    Args:
+        pairs: parameters in both precisions.
+        search: search for writes on a device. On a CPU a pair itself knows that it was written.
+    """
     block: list[ParameterPair] = []
     numel = 0
     for pair in pairs:
         if pair.half.is_meta:
             continue
-        if pair.half.device.type == "cpu" or pair.is_written_as_fp32:
+        if pair.half.device.type in _HOST_DEVICES or pair.is_written_as_fp32:
             pair.take_writes_()
             continue
         pair.check_dtype()
         block.append(pair)
         numel += pair.half.numel()
         if numel >= _BLOCK_ON_DEVICE:
-            _take_writes_of_block_(block)
+            _take_writes_of_block_(block, search)
             block = []
             numel = 0
-    _take_writes_of_block_(block)
+    _take_writes_of_block_(block, search)
+    search.end_closing()
 
 
-def _take_writes_of_block_(block: list[ParameterPair]) -> None:
+def _take_writes_of_block_(block: list[ParameterPair], search: WriteSearch) -> None:
     if not block:
         return
     casts = [torch.empty_like(pair.half.detach()) for pair in block]
     torch._foreach_copy_(casts, [pair.fp32.detach() for pair in block])
+    if search.is_on:
+        names = [pair.name for pair in block]
+        copies = [raw_bits(pair.half.detach()) for pair in block]
+        search.compare(names, [raw_bits(cast) for cast in casts], copies)
     for pair, cast in zip(block, casts, strict=True):
         pair.take_writes_without_waiting_(cast)
 

@@ -23,6 +23,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_hybrid.placement import broadcast_first_
+from lightning_hybrid.precision.device_writes import WriteSearch
 from lightning_hybrid.precision.module_hooks import ModuleHooks
 from lightning_hybrid.precision.parameter_pair import (
     ParameterPair,
@@ -78,6 +79,7 @@ class HalfPrecisionWindow:
         self._on_meta = on_meta
         self._modules: list[nn.Module] = []
         self._has_warned = False
+        self._search = WriteSearch()
         self._dtypes_before: list[tuple[nn.Parameter, torch.dtype]] = []
         self.add(module)
 
@@ -170,7 +172,8 @@ class HalfPrecisionWindow:
             return
         self.hooks.detach()
         try:
-            take_writes_(pair for pair in self.pairs.values() if pair.is_open)
+            open_pairs = [pair for pair in self.pairs.values() if pair.is_open]
+            take_writes_(open_pairs, self._search)
         finally:
             self._exchange(to_fp32=True)
             self.is_open = False
@@ -178,14 +181,18 @@ class HalfPrecisionWindow:
         self._refresh_pruned_weights()
 
     def _warn_of_writes_inside(self) -> None:
-        written = next((pair for pair in self.pairs.values() if pair.was_written), None)
-        if written is None or self._has_warned:
+        name = self._search.take_written()
+        for pair in self.pairs.values():
+            if name is None and pair.was_written:
+                name = pair.name
+        if name is None or self._has_warned:
             return
         self._has_warned = True
         rank_zero_warn(
-            f"`{written.name}` was written inside of a training step, where parameters are in half precision: the "
-            f"values went through {str(self.dtype).removeprefix('torch.')}, and small changes are lost. Write "
-            "parameters between steps, as in `on_train_batch_end`, or by an optimizer, whose steps run in fp32."
+            f"`{name}` was written inside of a training step, where parameters are in half precision: the values "
+            f"went through {str(self.dtype).removeprefix('torch.')}, and small changes are lost. A write through a "
+            "`.data` tensor or a NumPy array that was made outside of the step is undone. Write parameters between "
+            "steps, as in `on_train_batch_end`, or by an optimizer, whose steps run in fp32."
         )
 
     def _exchange(self, *, to_fp32: bool = False) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hybrid.comm import CommEngine
-from lightning_hybrid.comm.health.watchdog import failed_wait, is_of_a_collective
+from lightning_hybrid.comm.health.backend_errors import failed_wait, is_of_a_collective
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.lightning_names import lightning_error, lightning_types
 from lightning_hybrid.strategy.arguments import with_own_names

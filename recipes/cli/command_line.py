@@ -183,12 +183,11 @@ def answer(name: str, key: str, words: Sequence[str]) -> str:
     wrong = composed(name, [*words, f"{key}=?"])[1]
     if options := AVAILABLE.search(wrong):
         lines = []
-        for choice in options[1].split():
-            path = CONF / key / f"{choice}.yaml"
-            comments = [
-                line for line in path.read_text().splitlines() if re.match(r"# (?!@)", line)
-            ]
-            lines.append(f"  {choice:<24}{comments[0].lstrip('# ') if comments else ''}".rstrip())
+        choices = options[1].split()
+        width = max(22, *map(len, choices))
+        for choice in choices:
+            text = (CONF / key / f"{choice}.yaml").read_text()
+            lines.append(f"  {choice:<{width}}  {description_of(text)}".rstrip())
         return "\n".join([f"{key}=", *lines])
     text = composed(name, words)[0]
     if key not in (keys := keys_of(text)):
@@ -199,6 +198,27 @@ def answer(name: str, key: str, words: Sequence[str]) -> str:
     for word in key.split("."):
         value = value[word]
     return f"{key}={value}"
+
+
+def description_of(text: str) -> str:
+    r"""Return the first sentence of the comment with which a configuration file begins.
+
+    >>> description_of("# @package _global_\n# Noise. Nothing is\n# read.\nroot: null")
+    'Noise.'
+    >>> description_of("# Images of your own, packed\n# or not:\n#   python recipes/train.py\nroot: null")
+    'Images of your own, packed or not'
+    """
+    words: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("# @"):
+            continue
+        if not re.match(r"# \S", line):
+            break
+        words += line.removeprefix("# ").split()
+    sentence = re.match(r".*?\.(?=$| [A-Z])", " ".join(words))
+    if sentence is not None:
+        return sentence[0]
+    return " ".join(words).rstrip(":")
 
 
 def first_of_sweep(override: str) -> str:

@@ -90,6 +90,25 @@ def report_after_a_test(run_dir):
     return report.table(trainer)
 
 
+class ElasticHosts(HybridAllReduceStrategy):
+    """Strategy of a host that trains with another one for its first four steps."""
+
+    def _run_status_fields(self):
+        num_ranks = 4
+        if self.lightning_module.trainer.global_step > 4:
+            num_ranks = 2
+        return super()._run_status_fields() | {"num_ranks": num_ranks}
+
+
+def test_the_report_of_an_elastic_run_counts_the_ranks_of_all_hosts(two_ranks, tmp_path):
+    settings = {"strategy": ElasticHosts()}
+    table = two_ranks.run(report_of, str(tmp_path), settings)[0]
+    assert "images/s on 2 to 4 ranks, mean of logged steps" in table
+    assert json.loads((tmp_path / "summary.json").read_text())["world_size"] == 4
+    page = (tmp_path / "run.html").read_text()
+    assert "images/s on 2 to 4 ranks" in page
+
+
 def test_the_table_says_which_weights_were_tested_and_where_the_best_are(two_ranks, tmp_path):
     """A checkpoint by another metric than the accuracy is not the best in validation."""
     lines = two_ranks.run(table_of_the_best, str(tmp_path))[0].splitlines()

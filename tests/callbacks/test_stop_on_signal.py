@@ -1,6 +1,7 @@
 """A signal to any rank stops all of them after the same step, with a checkpoint from which a run goes on to the bit."""
 
 import contextlib
+import logging
 import os
 import signal
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.callbacks import StopOnSignal
 from lightning_hybrid.checkpoint.file import check_whole
 from tests import toy
@@ -78,6 +80,38 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(
 
 def test_a_rank_alone_stops_as_well_and_at_another_signal(one_rank, tmp_path):
     assert one_rank.run(stopped, str(tmp_path), 0, {"step": 5}, "SIGUSR1") == [(143, 6, True, 6)]
+
+
+class OnAnotherHost(HybridAllReduceStrategy):
+    """Strategy on a host that is not the first one of an elastic run."""
+
+    is_global_zero = False
+
+
+def logged_on_another_host(folder):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    log = logging.getLogger("lightning.pytorch")
+    log.addHandler(handler)
+    callbacks = [StopOnSignal(folder), Signals(0, step=5)]
+    trainer = toy.trainer(strategy=OnAnotherHost(), callbacks=callbacks, max_epochs=3)
+    try:
+        with contextlib.suppress(SIGTERMException):
+            trainer.fit(toy.Toy(), toy.loader())
+    finally:
+        log.removeHandler(handler)
+    return [message for message in messages if message.startswith("stopped by")]
+
+
+def test_a_host_of_an_elastic_run_that_writes_no_checkpoint_says_who_writes_it(one_rank, tmp_path):
+    ((message,),) = one_rank.run(logged_on_another_host, str(tmp_path))
+    assert os.listdir(tmp_path) == []
+    assert message.startswith(
+        "stopped by SIGTERM in epoch 1 after step 6; this host has written no"
+    )
+    assert "only the first host of the run writes" in message
+    assert "resumes from there" not in message
 
 
 def broken(folder, error, signals):

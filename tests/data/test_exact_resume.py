@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import Sampler, WeightedRandomSampler
+from torch.utils.data import DistributedSampler, Sampler, WeightedRandomSampler
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.data.random_streams import SeededStreams
@@ -221,6 +221,79 @@ def test_a_resume_draws_by_the_seed_of_the_interrupted_run(one_rank, tmp_path):
     """The seed of the script may be another one, or none."""
     ((whole, resumed),) = one_rank.run(under_another_seed, str(tmp_path))
     assert resumed == whole[3:]
+
+
+def seed_everything_otherwise(*args: Any, **kwargs: Any) -> None:
+    pl.seed_everything(8, verbose=False)
+
+
+def under_another_seed_everything(folder: str, name: str) -> Any:
+    whole = fit(KINDS[name], HYBRID, 0, [Saves(folder, [3])])
+    callbacks = [at(setup=seed_everything_otherwise)]
+    resumed = fit(KINDS[name], HYBRID, 0, callbacks, f"{folder}/3.ckpt")
+    return list(whole.read.values()), list(resumed.read.values())
+
+
+@pytest.mark.parametrize("name", ["shuffle", "weighted"])
+def test_a_resume_after_another_seed_everything_reads_the_order_of_the_interrupted_run(
+    two_ranks, tmp_path, name
+):
+    """Lightning seeds the `DistributedSampler` that it makes by the script's `seed_everything`."""
+    for whole, resumed in two_ranks.run(under_another_seed_everything, str(tmp_path), name):
+        assert resumed == whole[3:]
+
+
+def with_seed_of_user(folder: str) -> str:
+    """Return the error of a resume after three batches, whose user gives the sampler another seed."""
+
+    def make(seed: int) -> Any:
+        images = user_loaders.Images()
+        sampler = DistributedSampler(images, seed=seed)
+        return of(images, sampler=sampler)
+
+    error = ""
+    for seed, path in ((5, None), (6, f"{folder}/3.ckpt")):
+        callbacks = [] if path else [Saves(folder, [3])]
+        error = toy.error_of(fit, Kind(make=partial(make, seed)), HYBRID, 0, callbacks, path)
+    return error
+
+
+def test_a_sampler_with_another_seed_of_the_user_is_refused_by_its_seed(two_ranks, tmp_path):
+    for error in two_ranks.run(with_seed_of_user, str(tmp_path)):
+        assert "`DistributedSampler` has seed=6 and had seed=5 in the interrupted run" in error
+        assert "give your sampler seed=5" in error
+
+
+class SeededOnceSampler(Sampler):
+    """Draws its order from the seed that the script had when the sampler was made."""
+
+    def __init__(self) -> None:
+        self.seed = torch.initial_seed()
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return iter(torch.randperm(32, generator=generator).tolist())
+
+    def __len__(self) -> int:
+        return 32
+
+
+def with_a_sampler_seeded_once(folder: str) -> str:
+    kind = Kind(
+        make=lambda: of(sampler=SeededOnceSampler()),
+        settings=user_loaders.NO_SAMPLER,
+    )
+    fit(kind, HYBRID, 0, [Saves(folder, [3])])
+    callbacks = [at(setup=seed_everything_otherwise)]
+    return toy.error_of(fit, kind, HYBRID, 0, callbacks, f"{folder}/3.ckpt")
+
+
+def test_the_error_of_another_order_names_another_seed_everything_first(one_rank, tmp_path):
+    (error,) = one_rank.run(with_a_sampler_seeded_once, str(tmp_path))
+    reason = error.split("does not repeat what it gave before the checkpoint. ")[1]
+    assert reason.startswith(
+        "The interrupted run had seed_everything(3) and this one has seed_everything(8): call seed_everything(3)"
+    )
 
 
 class ListSampler(Sampler):

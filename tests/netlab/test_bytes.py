@@ -7,7 +7,7 @@ hierarchical sum, is 17 % more (1.75 against 1.5 at 4 x 2).
 
 import itertools
 from datetime import timedelta
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import pytest
 import torch
@@ -20,6 +20,9 @@ from tests.netlab.cluster import Cluster
 
 NUM_BYTES = 4 * 2**20
 TOLERANCE = 0.02
+# Sums through a codec send so little that other packets matter: acknowledgements, packets sent again, the watchdog's
+# questions. There are more of them if other work shares the processors. Only the fewest bytes of several sums count.
+NUM_SUMS_THROUGH_CODEC = 4
 LAYOUTS = {
     "2x2": (2, 2, False),
     "4x2": (4, 2, False),
@@ -72,12 +75,37 @@ def engine_of(plan, **options):
     )
 
 
+class SentForSum(NamedTuple):
+    """Result of a sum of ones on one rank, and bytes that its host has sent for it."""
+
+    sums: list[float]
+    across: int  # between hosts
+    inside: int
+    across_of_all: int  # between hosts, of all repetitions
+
+
+def repeated_sum(engine, flat, num_sums, **options):
+    """Sum ones several times, and return the fewest bytes of one sum: other packets only add to them."""
+
+    def sum_ones():
+        engine.submit(flat, bucket_index=0, is_last=True, **options).wait()
+
+    counts = []
+    for _ in range(num_sums):
+        flat.fill_(1)
+        counts.append(counted(sum_ones))
+    across_of_sums, inside_of_sums = zip(*counts, strict=True)
+    return SentForSum(
+        flat.unique().tolist(), min(across_of_sums), min(inside_of_sums), sum(across_of_sums)
+    )
+
+
 def sums_and_bytes(algorithms, dtypes, codecs):
-    """On every rank: (algorithm, dtype) -> sum of ones, bytes its host sent for it between hosts and inside.
+    """Return for (algorithm, dtype) what this rank's host sends for a sum.
 
     Also through each codec, as (algorithm, codec), in float32; `adasum` of ones is the sum in the node.
     """
-    found = {}
+    sent_for_sums = {}
     with_codecs = itertools.product(WITH_SUMS_OF_NODES, codecs)
     for algorithm, codec in [*((algorithm, None) for algorithm in algorithms), *with_codecs]:
         is_adasum = algorithm == "adasum"
@@ -87,16 +115,16 @@ def sums_and_bytes(algorithms, dtypes, codecs):
         engine = engine_of(CommPlan(**options), dtype_across_nodes=codec)
         for dtype in dtypes if codec is None else (torch.float32,):
             flat = torch.ones(NUM_BYTES // dtype.itemsize, dtype=dtype)
+            more = {}
             if is_adasum:
                 more = {"adasum_numels": (1000, flat.numel() - 1000)}
-            else:
-                more = {}
-            across, inside = counted(
-                lambda: engine.submit(flat, bucket_index=0, is_last=True, **more).wait()
-            )
-            found[algorithm, codec or dtype] = (flat.unique().tolist(), across, inside)
+            num_sums = 1
+            if codec is not None:
+                num_sums = NUM_SUMS_THROUGH_CODEC
+            key = (algorithm, codec or dtype)
+            sent_for_sums[key] = repeated_sum(engine, flat, num_sums, **more)
         engine.close()
-    return found
+    return sent_for_sums
 
 
 @pytest.fixture(
@@ -119,11 +147,12 @@ def measured(request, cluster_or_skip):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_busiest_host_sends_what_the_algorithm_claims(measured, algorithm, dtype):
     layout, found, _ = measured
-    for sums, _, _ in (of_rank[algorithm, dtype] for of_rank in found):
-        assert sums == [layout[0] * layout[1]]  # fewer bytes for a wrong sum are no merit
+    for of_rank in found:
+        # Fewer bytes for a wrong sum are no merit.
+        assert of_rank[algorithm, dtype].sums == [layout[0] * layout[1]]
     claim = traffic_of(algorithm, topology_of(*layout), NUM_BYTES)
-    across = max(of_rank[algorithm, dtype][1] for of_rank in found)
-    inside = max(of_rank[algorithm, dtype][2] for of_rank in found)
+    across = max(of_rank[algorithm, dtype].across for of_rank in found)
+    inside = max(of_rank[algorithm, dtype].inside for of_rank in found)
     assert claim.across <= across <= claim.across * (1 + TOLERANCE)
     # barriers, where nothing else is sent
     assert claim.inside <= inside <= claim.inside * (1 + TOLERANCE) + 2**16
@@ -156,11 +185,10 @@ def test_through_a_codec_the_busiest_host_sends_what_the_algorithm_claims(
     claim = traffic_of(
         algorithm, topology_of(*layout), NUM_BYTES, num_bytes_across=wire, is_ring=False
     )
-    across, inside = (
-        max(of_rank[algorithm, codec][place] for of_rank in found) for place in (1, 2)
-    )
+    across = max(of_rank[algorithm, codec].across for of_rank in found)
+    inside = max(of_rank[algorithm, codec].inside for of_rank in found)
     # Of these smaller buffers barriers, the checksum of the order and headers, which go to each other host, are more
-    # than the tolerance: 13 kB with two hosts, 42 kB with four, and with other work on the machine 90 kB.
+    # than the tolerance: 13 kB with two hosts, 42 kB with four.
     others = layout[0] - 1
     assert claim.across <= across <= claim.across * (1 + TOLERANCE) + others * 2**15
     assert claim.inside <= inside <= claim.inside * (1 + TOLERANCE) + 2**16
@@ -174,5 +202,5 @@ def test_the_kernels_counters_and_the_emulators_agree(measured):
             rank = host
         else:
             rank = host * ranks_per_host
-        own = sum(across for _, across, _ in found[rank].values())
+        own = sum(of_sum.across_of_all for of_sum in found[rank].values())
         assert own <= traffic.sent_bytes[host] <= own + 2**20

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from lightning_hybrid.precision import parameter_pair
+from lightning_hybrid.precision import device_writes, parameter_pair
 from lightning_hybrid.precision.parameter_pair import ParameterPair, check_exchange
 from lightning_hybrid.precision.window import HalfPrecisionWindow
 from tests.scenes import same
@@ -120,6 +120,67 @@ def test_closing_takes_over_what_was_written_inside_and_nothing_else():
         parameter.detach(),
         torch.tensor([value[0], value[1], torch.tensor(0.1).half().float(), -0.0]),
     )
+
+
+@pytest.fixture(params=["host", "device"])
+def compared_on(request, monkeypatch):
+    """Let a CPU compare copies as a GPU does, where the host does not wait for the answer."""
+    if request.param == "device":
+        monkeypatch.setattr(parameter_pair, "_HOST_DEVICES", set())
+    return request.param
+
+
+def test_a_write_through_memory_that_was_kept_outside_is_undone_with_a_warning(compared_on):
+    module = nn.Linear(2, 2)
+    before = module.weight.detach().clone()
+    kept = module.weight.data
+    window = HalfPrecisionWindow(module, F16)
+    with (
+        pytest.warns(UserWarning, match="`weight` was written inside.*`.data` tensor.*is undone"),
+        window.opened(),
+    ):
+        kept.fill_(7.0)
+    assert torch.equal(module.weight.half(), before.half())
+
+
+def test_a_write_inside_is_found_whichever_device_compares(compared_on):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    window = HalfPrecisionWindow(module, F16)
+    with window.opened():
+        pass
+    with pytest.warns(UserWarning, match=r"`1.bias` was written inside"), window.opened():
+        module[1].bias.data.fill_(3.0)
+    assert module[1].bias.tolist() == [3.0, 3.0]
+
+
+def test_a_device_is_searched_in_the_first_closings_and_in_some_later_ones(monkeypatch):
+    monkeypatch.setattr(parameter_pair, "_HOST_DEVICES", set())
+    searched = []
+    window = HalfPrecisionWindow(nn.Linear(2, 2), F16)
+    search = window._search
+    for closing in range(device_writes.EVERY_CLOSINGS + 2):
+        if search.is_on:
+            searched.append(closing)
+        with window.opened():
+            pass
+    first = list(range(device_writes.NUM_FIRST_CLOSINGS))
+    assert searched == [*first, device_writes.EVERY_CLOSINGS]
+
+
+def test_an_answer_that_has_not_arrived_is_not_waited_for(monkeypatch):
+    is_here = []
+    monkeypatch.setattr(
+        device_writes, "_sent_to_host", lambda counts: (counts, lambda: bool(is_here))
+    )
+    search = device_writes.WriteSearch()
+    zero = torch.zeros(2, dtype=torch.int16)
+    search.compare(["a", "b"], [zero, zero], [zero, zero + 1])
+    search.end_closing()
+    assert search.take_written() is None
+    assert not search.is_on
+    is_here.append(True)
+    assert search.take_written() == "b"
+    assert search.is_on
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

@@ -84,12 +84,12 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
     starts = [
         "90 epochs",
         "A failure every",
-        "What limits is",
-        "Equal, as far as is known: ",
+        "The run is compute-bound: ",
+        "The prediction favours flat",
         "Fewer bits",
         "A GPU needs",
         "Data parallelism pays",
-        "How sure: ",
+        "Confidence: ",
         "Not measured, but assumed",
         "  images_per_s=",
     ]
@@ -130,10 +130,14 @@ TWO_NODES = (
     "cluster=cloud_25gbe num_nodes=2 images_per_s=20000"  # V100 over TCP, of which nothing is known
 )
 ANSWERS = {
-    TWO_NODES: r"\nEqual, as far as is known: two_level, .* its interval is unknown, .* Keep the default\.\n",
+    TWO_NODES: (
+        r"\nThe prediction favours two_level, .* \(saves [\d.]+%\), but its error is unknown on this cluster\. The "
+        r"best flat plan takes [\d.]+% longer\. Keep the default, or measure with `lightning-hybrid tune`\.\n"
+    ),
     f"{TWO_NODES} cluster.links.transport.generation=ampere cluster.links.transport.fabric=roce plan.num_buckets=1 "
     "plan.bucket_bytes=2097152": (
-        r"plans is two_level, .* the best flat one [\d.]+% more\. To train .*: strategy\.comm\.algorithm=two_level"
+        r"plans is two_level, .* The best flat plan takes [\d.]+% longer\. Train with the best plan by "
+        r"strategy\.comm\.algorithm=two_level"
     ),
     "cluster=dgx_h100 num_nodes=16 search.bucket_bytes=[4194304]": (
         r"\nFewer bits between nodes would not pay: a step takes [\d.]+ ms, of which [\d.]+ ms are exposed "
@@ -144,7 +148,7 @@ ANSWERS = {
         r"numbers, so they are never on by themselves: strategy\.between_nodes\.dtype=int4\."
     ),
     "cluster=cloud_25gbe num_nodes=4 sync_across_nodes_every=8 search.bucket_bytes=[4194304]": (
-        r"\nEvery 8 steps nodes average masters and momentum, which takes [\d.]+ ms; in between each takes"
+        r"\nEvery 8 steps nodes average master weights and momentum, which takes [\d.]+ ms\. In between each node takes"
     ),
 }
 

@@ -134,8 +134,11 @@ def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
     assert result.compression is None
     assert "Fewer bits" not in result.markdown()
     assert "num_nodes: 1 #" in result.description()
-    assert result.about.endswith("one node only")
-    assert "links between nodes were not measured" in result.markdown()
+    assert result.about == "1 node x 4 ranks, CPU, Gloo, measured, one node only"
+    assert (
+        "links between nodes were not measured, because there was one node. Measure on several"
+        in (result.markdown())
+    )
 
 
 class Unconnected:

@@ -42,7 +42,8 @@ class RunReport(Callback):
     Checkpoints hold curves and totals, so the report of a resumed run covers the whole run. Curves
     are values that the module and other callbacks log (list `TrainingMetrics` before this
     callback), thinned beyond 2,000 points. Communication is that of rank zero, of every step since
-    the first. With `fast_dev_run` nothing is written.
+    the first. The number of ranks counts all hosts: in an elastic run the fewest and the most that
+    trained at the same time. With `fast_dev_run` nothing is written.
 
     Args:
         run_dir: Folder for the files. None: the trainer's `default_root_dir`.
@@ -67,6 +68,8 @@ class RunReport(Callback):
         self._trace: CommTrace | None = None  # of the current fit
         # Path of the checkpoint that was tested. None: the weights in memory were tested.
         self._tested_checkpoint: Any = None
+        # Fewest and most ranks that trained at the same time. None: no step was made.
+        self._trained_on: tuple[int, int] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return curves, elapsed time and communication so far."""
@@ -78,6 +81,7 @@ class RunReport(Callback):
             "elapsed_s": self.elapsed_s,
             "curves": curves,
             "communication": None if comm is None else comm.state_dict(),
+            "trained_on": self._trained_on,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -93,6 +97,7 @@ class RunReport(Callback):
         comm = state_dict.get("communication")
         self._earlier_communication = None if comm is None else CommSummary.from_state_dict(comm)
         self._trace = None
+        self._trained_on = state_dict.get("trained_on")
 
     def communication(self) -> CommSummary | None:
         """Return this rank's communication since the first step, or None if the strategy has no counters."""
@@ -132,6 +137,7 @@ class RunReport(Callback):
         self._trace = run_status(trainer).comm_trace
         if self._trace is not None:
             self._trace.measure_devices()
+        self._note_ranks(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the totals, because the trace ends with the strategy's engine."""
@@ -150,6 +156,7 @@ class RunReport(Callback):
     ) -> None:
         """Record the values logged in this step, once per step even if it has several batches."""
         if trainer.global_step != self._last_step and is_logged_step(trainer):
+            self._note_ranks(trainer)
             self._record(trainer, ("train/", "comm/", "data/", "throughput/", "memory/"))
         self._last_step = trainer.global_step
 
@@ -179,6 +186,12 @@ class RunReport(Callback):
         # Training and validation may both record at a step, whose time is recorded once.
         if not times or times[-1][0] != trainer.global_step:
             append_(times, trainer.global_step, self.elapsed_s)
+
+    def _note_ranks(self, trainer: pl.Trainer) -> None:
+        """Note on how many ranks the run trains: in an elastic run hosts come and go."""
+        num_ranks = run_status(trainer).num_ranks or trainer.world_size
+        fewest, most = self._trained_on or (num_ranks, num_ranks)
+        self._trained_on = min(fewest, num_ranks), max(most, num_ranks)
 
     # ---- results -------------------------------------------------------------------------------
 
@@ -271,7 +284,7 @@ class RunReport(Callback):
             "communication": communication,
             "communication_plan": status.communication_plan,
             "num_steps": trainer.global_step,
-            "world_size": trainer.world_size,
+            "world_size": self._ranks(trainer)[1],
             "precision": str(trainer.precision),
             "strategy": type(trainer.strategy).__name__,
             "run_dir": str(self._folder(trainer)),
@@ -297,9 +310,7 @@ class RunReport(Callback):
 
         speed = self.images_per_s()
         if speed is not None:
-            ranks = "1 rank"
-            if trainer.world_size > 1:
-                ranks = f"{trainer.world_size} ranks"
+            ranks = _count_of_ranks(*self._ranks(trainer))
             text = f"{speed:,.0f} images/s on {ranks}, mean of logged steps"
             findings["throughput"] = (True, text)
 
@@ -337,6 +348,10 @@ class RunReport(Callback):
         if _is_dry(trainer):
             rows["report"] = "not written (fast_dev_run)"
         return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
+
+    def _ranks(self, trainer: pl.Trainer) -> tuple[int, int]:
+        """Return the fewest and the most ranks that trained, or those of the trainer if no step was made."""
+        return self._trained_on or (trainer.world_size, trainer.world_size)
 
     def _name_tested_weights(self, folder: Path) -> str:
         if self._tested_checkpoint is None:
@@ -393,6 +408,19 @@ def _write_file(path: Path, content: bytes) -> None:
             part.write_bytes(content)
     except OSError as error:  # a run that trained is not lost for its picture
         rank_zero_warn(f"{path} was not written ({error.strerror}). The run continues without it.")
+
+
+def _count_of_ranks(fewest: int, most: int) -> str:
+    """Return the number of ranks as text.
+
+    >>> _count_of_ranks(1, 1), _count_of_ranks(2, 2), _count_of_ranks(2, 4)
+    ('1 rank', '2 ranks', '2 to 4 ranks')
+    """
+    if fewest < most:
+        return f"{fewest} to {most} ranks"
+    if most == 1:
+        return "1 rank"
+    return f"{most} ranks"
 
 
 def _target_callbacks(trainer: pl.Trainer) -> list[TimeToAccuracy]:

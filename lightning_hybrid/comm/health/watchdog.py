@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_hybrid.comm.health import tcp_info
-from lightning_hybrid.comm.health.consensus import OrderError
+from lightning_hybrid.comm.health.backend_errors import comes_from_others
 from lightning_hybrid.comm.health.diagnosis import RankStatus, diagnose, is_lost, places_of
 from lightning_hybrid.comm.health.presence import Presence, collect
 
@@ -341,46 +341,6 @@ class Watchdog:
         if not answers:
             raise TimeoutError(f"no answer within {limit_s:g} s")
         return answers[0]
-
-
-def is_of_a_collective(error: BaseException) -> bool:
-    """Return whether an error comes from a backend's collective or from the store, and not from the user's code.
-
-    >>> is_of_a_collective(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
-    True
-    >>> is_of_a_collective(RuntimeError("the database's connection timed out"))
-    False
-    """
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
-
-
-def failed_wait(error: BaseException | None) -> BaseException | None:
-    """Return the error of a collective, or of all ranks, in the chain of causes of an error, if there is one."""
-    while error is not None:
-        if is_of_a_collective(error) or "comm: " in str(error):
-            return error
-        if error.__cause__ is not None:
-            error = error.__cause__
-        elif error.__suppress_context__:
-            error = None
-        else:
-            error = error.__context__
-    return None
-
-
-def comes_from_others(error: Exception) -> bool:
-    """Return whether an error of Gloo, NCCL, a store or this package reports that another rank is the cause."""
-    if isinstance(error, OrderError | dist.DistNetworkError | dist.DistStoreError):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    # Both backends raise plain RuntimeErrors, and Gloo passes on those of a store ("Broken pipe"), so words decide.
-    words = ("gloo", "connection", "timed out", "timeout", "nccl", "socket")
-    text = str(error).lower()
-    return any(word in text for word in words)
 
 
 def short(error: BaseException) -> str:

@@ -288,7 +288,8 @@ def _notes(found: Calibration) -> list[str]:
             )
     if found.across is None:
         notes.append(
-            "links between nodes were not measured: there was one node. Say nothing about more by this."
+            "links between nodes were not measured, because there was one node. Measure on several nodes before you "
+            "plan for them."
         )
     flows = found.flow_bytes_per_s
     if found.across is not None and _gain(flows, found.across) > 1:

@@ -133,8 +133,8 @@ def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: 
     ]
 
 
-def how_sure(scenario: Scenario, step_bounds_s: tuple[float, float] | None) -> str:
-    """Say what is known of the errors, and what to measure next.
+def confidence(scenario: Scenario, step_bounds_s: tuple[float, float] | None) -> str:
+    """Say how far the prediction has been validated, and what to measure next.
 
     Args:
         scenario: The planned run.
@@ -144,24 +144,31 @@ def how_sure(scenario: Scenario, step_bounds_s: tuple[float, float] | None) -> s
     rate = ""
     if scenario.is_rate_estimated:
         rate = (
-            f" images_per_s is estimated: {PEAK_SHARE:.0%} of the peak ({LEAST_SHARE:.0%} to {MOST_SHARE:.0%}, "
-            "inside the interval); measure it first."
+            f" images_per_s is estimated as {PEAK_SHARE:.0%} of the peak ({LEAST_SHARE:.0%} to {MOST_SHARE:.0%}, "
+            "which the interval includes). Measure it first."
         )
     if cluster.num_nodes == 1:
-        return f"How sure: nothing crosses nodes; sums inside one have no known error.{rate}"
+        return (
+            "Confidence: no data crosses nodes, and the error of all-reduces inside a node is unknown."
+            f"{rate}"
+        )
     if step_bounds_s is None:
         return (
-            "How sure: unknown, as no sums on such nodes and links were compared with the model. Keep the default "
-            f"plan, and measure on 4 nodes: `lightning-hybrid tune`.{rate}"
+            "Confidence: unknown. The model has not been validated on this type of node and network. Keep the default "
+            f"plan, and measure on 4 nodes with `lightning-hybrid tune`.{rate}"
         )
-    if (measured := cluster.measured_nodes or 0) >= MEASURED_FROM:
-        holds = f"and their curve holds to {HOLDS_TO * measured}"
+    measured_nodes = cluster.measured_nodes or 0
+    if measured_nodes >= MEASURED_FROM:
+        holds = f"and their curve holds up to {HOLDS_TO * measured_nodes} nodes"
         if times_measured(cluster) > HOLDS_TO:
-            holds = f"beyond {HOLDS_TO * measured} its curve is not known to hold: the interval is wider"
-        return f"How sure: sums were measured on {measured} nodes, {holds}.{rate}"
+            holds = (
+                f"but their curve is not known to hold beyond {HOLDS_TO * measured_nodes} nodes, so the interval is "
+                "wider"
+            )
+        return f"Confidence: all-reduces were measured on {measured_nodes} nodes, {holds}.{rate}"
     return (
-        "How sure: intervals are those of published sums on such links, each source alike; rates, failures and "
-        f"other traffic are as given. To know more, measure on 4 nodes: `lightning-hybrid tune`.{rate}"
+        "Confidence: intervals come from published all-reduces on such links. Rates, failures and other traffic are "
+        f"taken as given. Measure on 4 nodes with `lightning-hybrid tune` to know more.{rate}"
     )
 
 

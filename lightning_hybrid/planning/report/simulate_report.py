@@ -28,7 +28,7 @@ from lightning_hybrid.planning.model.simulate import NO_JITTER, SimulatedSteps
 from lightning_hybrid.planning.report.compression_report import CompressionReport
 from lightning_hybrid.planning.report.memory_report import MemoryReport, MemorySettings
 from lightning_hybrid.planning.report.pipeline_report import pipeline_table, what_pays
-from lightning_hybrid.planning.report.run_lines import how_sure, run_lines
+from lightning_hybrid.planning.report.run_lines import confidence, run_lines
 
 QUANTILES = (0.5, 0.9, 0.99)
 SHOWN_TIMES = 4  # the curve is printed up to so many times the ranks that were asked for
@@ -165,24 +165,24 @@ class SimulationReport:
             lines.append(self.compression.sentence())
         for name in ("comm_dtype_across_nodes", "sync_across_nodes_every"):
             if cluster.num_nodes == 1 and getattr(scenario, name) not in (None, 1):
-                lines.append(f"{name}={getattr(scenario, name)} has nothing to do on one node.")
+                lines.append(f"{name}={getattr(scenario, name)} has no effect on one node.")
         if scenario.is_local:
             lines.append(
-                f"Every {scenario.sync_across_nodes_every} steps nodes average masters and momentum, which "
-                f"takes {time_text(scenario.average_s)}; in between each takes steps of its own, which are not those "
-                "of one large batch."
+                f"Every {scenario.sync_across_nodes_every} steps nodes average master weights and momentum, which "
+                f"takes {time_text(scenario.average_s)}. In between each node takes steps of its own, which differ "
+                "from those of one large batch."
             )
         lines.append(self.memory.sentence(self.pipelines, "GPU" if scenario.on_cuda else "rank"))
         if self.pipelines and self.memory.is_data_parallel_possible:
             lines.append(what_pays(self.pipelines, outcome.step_s))
-        lines.append(how_sure(scenario, self.run.step_bounds_s))
+        lines.append(confidence(scenario, self.run.step_bounds_s))
         if self.preset:
             words = " ".join(f"{key}={value}" for key, value in self.preset.items())
             lines.append(
-                f"Not measured, but assumed by {self.planned.about}; give yours where it differs:\n  {words}"
+                f"Not measured, but assumed by {self.planned.about}. Give your own values where they differ:\n  {words}"
             )
         if self.planned.price_per_node_hour is None:
-            lines.append("For a price give cluster.price_per_node_hour=<price>.")
+            lines.append("Set cluster.price_per_node_hour=<price> to estimate the cost.")
         return "\n".join(lines)
 
     @cached_property
@@ -191,79 +191,86 @@ class SimulationReport:
         num_steps = self.planned.num_steps(self.scenario.global_batch_size)
         return RunTime.of(self.scenario, self.outcome.step_s, num_steps, self.planned.failures)
 
-    def _limit(self, found: Mapping[str, float]) -> str:
+    def _limit(self, numbers: Mapping[str, float]) -> str:
+        """Say what limits a step, how long it takes, and how many images are trained per second."""
         scenario = self.scenario
         outcome = self.outcome
-        input_s = scenario.work().input_s
-        exposed_s = found["exposed_s"]
-        is_waiting = outcome.step_s > 2 * outcome.alone_s
-        limit = (
-            "input"
-            if input_s >= outcome.step_s
-            else "communication"
-            if is_waiting
-            else "arithmetic"
-        )
-        limit += " of the slowest nodes" * (scenario.cluster.slowdown > 1 and limit == "arithmetic")
-        ends_s = self.run.step_bounds_s
-        between = (
-            " (interval unknown)"
-            if ends_s is None
-            else f" (80 %: {' to '.join(map(time_text, ends_s))})"
-        )
+        if scenario.work().input_s >= outcome.step_s:
+            bound = "input-bound"
+        elif outcome.step_s > 2 * outcome.alone_s:
+            bound = "communication-bound"
+        elif scenario.cluster.slowdown > 1:
+            bound = "compute-bound on its slowest nodes"
+        else:
+            bound = "compute-bound"
+
+        error = "error unknown"
+        bounds_s = self.run.step_bounds_s
+        if bounds_s is not None:
+            low_s, high_s = bounds_s
+            error = f"80 %: {time_text(low_s)} to {time_text(high_s)}"
         return (
-            f"What limits is {limit}: a step of {scenario.global_batch_size:,} images takes "
-            f"{time_text(outcome.step_s)}{between}, of which {time_text(exposed_s)} are spent waiting for "
-            f"gradients; {found['images_per_s']:,.0f} images/s, efficiency {outcome.efficiency:.1%}."
+            f"The run is {bound}: a step of {scenario.global_batch_size:,} images takes {time_text(outcome.step_s)} "
+            f"({error}), of which ranks wait {time_text(numbers['exposed_s'])} for gradients. That is "
+            f"{numbers['images_per_s']:,.0f} images/s, an efficiency of {outcome.efficiency:.1%}."
         )
 
     def _best_plan(self) -> str:
-        best = self.candidates[0]
+        """Say which plan is the fastest, or why the default stays."""
         scenario = self.scenario
-        comparison = ""
         own_s = replace(scenario, jitter=NO_JITTER, num_steps=1).run().step_s
-        names = FLAT_ON_CUDA if scenario.on_cuda else ("flat",)
-        flat = next(
-            (candidate for candidate in self.candidates if candidate.plan.algorithm in names), None
-        )
-        if flat is not None and flat is not best:
-            is_own = (scenario.algorithm or scenario.plan.algorithm) in names
-            flat_s = min(flat.step_s, own_s) if is_own else flat.step_s
-            comparison = f", the best flat one {_more(flat_s, best.step_s)}"
-            # As `plan_search` chooses for a run.
-            if scenario.on_cuda and best.step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat_s:
-                saved = f"{1 - best.step_s / flat_s:.1%}"
-                comparison = f" ({best} would save {saved}: its further kernels may cost as much)"
-                best = flat
+        best, comparison = self._best_and_flat(own_s)
         if best.step_s > (1 - CLEARLY_LESS) * own_s:
             return (
                 f"None of {len(self.candidates)} other plans saves {CLEARLY_LESS:.0%} "
-                f"over the configured one{comparison}."
+                f"over the configured one.{comparison}"
             )
-        ends_s = self.run.step_bounds_s
-        if (
-            scenario.cluster.num_nodes > 1
-            and scenario.on_cuda
-            and (ends_s is None or best.step_s >= ends_s[0])
-        ):
-            why = (
-                "its interval is unknown"
-                if ends_s is None
-                else "within the interval of the configured plan's step"
-            )
+
+        bounds_s = self.run.step_bounds_s
+        is_clear = bounds_s is not None and best.step_s < bounds_s[0]
+        if scenario.cluster.num_nodes > 1 and scenario.on_cuda and not is_clear:
+            doubt = "its error is unknown on this cluster"
+            if bounds_s is not None:
+                doubt = "that is within its error"
             return (
-                f"Equal, as far as is known: {best} would save {1 - best.step_s / own_s:.1%}, "
-                f"{why}{comparison}. Keep the "
-                "default."
+                f"The prediction favours {best} (saves {1 - best.step_s / own_s:.1%}), but {doubt}.{comparison} "
+                "Keep the default, or measure with `lightning-hybrid tune`."
             )
+
         run_s = self.planned.num_steps(scenario.global_batch_size) * best.step_s
-        calm = "" if scenario.jitter == NO_JITTER else " without jitter"
+        calm = ""
+        if scenario.jitter != NO_JITTER:
+            calm = " without jitter"
         return (
-            f"The best of {len(self.candidates)} plans{calm} is {best}: {time_text(best.step_s)} a step, efficiency "
-            f"{self.outcome.alone_s / best.step_s:.1%}, {time_text(run_s)} in all; "
-            f"the configured plan takes {_more(own_s, best.step_s)}{comparison}. To train with the best: "
+            f"The best of {len(self.candidates)} plans{calm} is {best}: {time_text(best.step_s)} a step, an efficiency "
+            f"of {self.outcome.alone_s / best.step_s:.1%}, {time_text(run_s)} in all. The configured plan takes "
+            f"{_longer(own_s, best.step_s)}.{comparison} Train with the best plan by "
             f"strategy.comm.algorithm={best.plan.algorithm} strategy.comm.bucket_bytes={best.plan.bucket_bytes}."
         )
+
+    def _best_and_flat(self, own_s: float) -> tuple[Candidate, str]:
+        """Return the plan to compare with the configured one, as `plan_search` does, and a sentence on flat plans.
+
+        Args:
+            own_s: Step of the configured plan.
+        """
+        best = self.candidates[0]
+        scenario = self.scenario
+        names: tuple[str, ...] = ("flat",)
+        if scenario.on_cuda:
+            names = FLAT_ON_CUDA
+        flat = next(
+            (candidate for candidate in self.candidates if candidate.plan.algorithm in names), None
+        )
+        if flat is None or flat is best:
+            return best, ""
+        flat_s = flat.step_s
+        if (scenario.algorithm or scenario.plan.algorithm) in names:
+            flat_s = min(flat_s, own_s)
+        if scenario.on_cuda and best.step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat_s:
+            saved = f"{1 - best.step_s / flat_s:.1%}"
+            return flat, f" {best} would save {saved}, but its additional kernels may cost as much."
+        return best, f" The best flat plan takes {_longer(flat_s, best.step_s)}."
 
     def printed(self) -> str:
         """Format what is printed: the answer, and the curve around the ranks asked for."""
@@ -376,8 +383,8 @@ def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
     return "\n".join(lines)
 
 
-def _more(step_s: float, best_s: float) -> str:
-    return f"{max(0.0, step_s / best_s - 1):.1%} more"
+def _longer(step_s: float, best_s: float) -> str:
+    return f"{max(0.0, step_s / best_s - 1):.1%} longer"
 
 
 def scales(num_ranks: int, *, ranks_per_node: int) -> list[int]:

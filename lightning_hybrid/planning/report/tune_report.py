@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.comm.plan import CommPlan
-from lightning_hybrid.formatting import size
+from lightning_hybrid.formatting import counted, size
 from lightning_hybrid.planning.calibration.calibrate import (
     Calibration,
     calibrate,
@@ -83,7 +83,7 @@ class TuneReport:
         about = words.about
         if not about:
             transport = "GPUs, NCCL" if world.on_cuda else "CPU, Gloo"
-            about = f"{world.num_nodes} nodes x {world.ranks_per_node} ranks, {transport}"
+            about = f"{counted(world.num_nodes, 'node')} x {counted(world.ranks_per_node, 'rank')}, {transport}"
         about += ", measured"
         if calibration.across is None:
             about += ", one node only"

@@ -324,6 +324,7 @@ def test_a_bucket_has_no_event_and_counts_at_once_unless_somebody_reads_its_time
     ("error", "word"),
     [
         (OSError("boom"), "alarm"),
+        (RuntimeError("socket timeout of my database"), "alarm"),
         (RuntimeError("NCCL error: remote process exited"), "status"),
         (OrderError("this rank hands over x"), "status"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 
 from recipes.cli import command_line, preflight, usage
-from tests.checkout import ROOT, tracked_in
+from tests.checkout import ROOT, tracked_files, tracked_in
 
 HYDRA_PROGRAMS = sorted(
     path.stem
@@ -90,6 +90,34 @@ def test_what_is_misspelt_is_refused_with_a_cure(words, read):
     num_wrong_words = 2 if "rprop" in words else 1
     assert err.count("error: ") == num_wrong_words, "a line for each wrong word"
     assert MISSPELT[words] in err
+
+
+CHOICES = [path for path in tracked_files("conf/*.yaml") if path.parent != ROOT / "conf"]
+
+
+@pytest.mark.parametrize("path", CHOICES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_description_of_a_choice_is_not_cut_within_a_sentence(path):
+    """It ends where the comment ends, or before a word with a capital."""
+    comment = []
+    for line in path.read_text().splitlines():
+        if line.startswith("# @"):
+            continue
+        if not re.match(r"# \S", line):
+            break
+        comment.append(line.removeprefix("# "))
+    text = " ".join(comment)
+    description = command_line.description_of(path.read_text())
+    assert text.startswith(description)
+    rest_of_comment = text[len(description) :]
+    assert re.fullmatch(r"|:| [A-Z].*", rest_of_comment), description
+    assert len(description) < 170
+
+
+def test_descriptions_of_choices_stand_in_one_column(read):
+    _, out, _ = read("train", "recipe=?")
+    rows = [line for line in out.splitlines() if line.startswith("  ")]
+    columns = {re.match(r"  \S+ +", row).end() for row in rows}
+    assert len(columns) == 1
 
 
 @pytest.mark.parametrize("words", ["--help", "strategy=?", "--cfg job"])

@@ -88,10 +88,11 @@ def test_an_error_that_was_raised_from_a_failed_average_names_the_rank_that_fail
 
 
 class HasABrokenDatabase(Wraps):
-    error = RuntimeError("the database's connection timed out")
+    error = RuntimeError("the database's connection timed out: gloomy.example:5432")
 
 
 def test_a_users_error_with_the_words_of_a_network_error_is_reported_as_the_users(two_ranks):
     rank_0, rank_1 = fit(two_ranks, HasABrokenDatabase, max_epochs=1, raises=True)
-    assert rank_1.error.startswith("RuntimeError: the database's connection timed out\n")
-    assert "comm: rank 1 gave up: RuntimeError: the database's connection timed out" in rank_0.error
+    text = "RuntimeError: the database's connection timed out: gloomy.example:5432"
+    assert rank_1.error.startswith(f"{text}\n")
+    assert f"comm: rank 1 gave up: {text}" in rank_0.error

@@ -1,0 +1,66 @@
+"""Recognition of errors raised by torch's collectives and stores, which another rank may have caused.
+
+Stores raise subclasses of `torch.distributed.DistError`, and NCCL raises `DistBackendError`. Gloo raises plain
+`RuntimeError`s, and an error of any type becomes one if it passes through a callback or through autograd. Such errors
+are recognised by phrases that only torch writes. A word such as "timeout" or "socket" is not enough, because errors of
+the user's code contain it too.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch.distributed as dist
+
+from lightning_hybrid.comm.health.consensus import OrderError
+
+_PHRASES = re.compile(
+    "|".join(
+        (
+            # Gloo begins its messages with the line of its source: [.../gloo/transport/tcp/pair.cc:547].
+            r"\[[^\]\s]*\bgloo/[^\]\s]*\.(?:cc|h):\d+\]",
+            r"Gloo connectFullMesh failed",
+            r"Application timeout caused pair closure",
+            r"\bmonitoredBarrier\b",
+            # torch's waits with a limit, for any backend.
+            r"^Operation timed out!",
+            # NCCL, and torch's watchdog of it.
+            r"\bNCCL (?:[Ee]rror|timeout|communicator|operation)\b",
+            r"\bWorkNCCL\(",
+            # The name of a type stays in the text of an error that a callback has passed on.
+            r"\bDist(?:Backend|Network|Store)Error: ",
+        )
+    )
+)
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Return whether an error comes from a backend's collective or from a store, and not from the user's code.
+
+    >>> is_of_a_collective(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+    True
+    >>> is_of_a_collective(RuntimeError("socket timeout of my database"))
+    False
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _PHRASES.search(str(error)) is not None
+
+
+def comes_from_others(error: BaseException) -> bool:
+    """Return whether an error of a collective, a store or this package reports that another rank is the cause."""
+    return isinstance(error, OrderError) or is_of_a_collective(error)
+
+
+def failed_wait(error: BaseException | None) -> BaseException | None:
+    """Return the error of a collective, or of all ranks, in the chain of causes of an error, if there is one."""
+    while error is not None:
+        if is_of_a_collective(error) or "comm: " in str(error):
+            return error
+        if error.__cause__ is not None:
+            error = error.__cause__
+        elif error.__suppress_context__:
+            error = None
+        else:
+            error = error.__context__
+    return None
