@@ -71,19 +71,19 @@ def texts():
 REFUSED = {
     "several loaders": (
         {"module": TwoLoaders, "train": two_loaders_of_a_rank},
-        "`uneven_batches` (='join') and 2 training loaders exclude each other",
+        "`uneven_batches` (='join') and 2 training loaders cannot be combined",
     ),
     "dataloader_iter": (
         {"module": ReadsByItself},
-        "`uneven_batches` (='join') and `training_step(dataloader_iter)` exclude each other",
+        "`uneven_batches` (='join') and `training_step(dataloader_iter)` cannot be combined",
     ),
     "gather": (
         {"module": Gathers},
-        "`uneven_batches` (='join') and `all_gather` in `training_step` exclude each other",
+        "`uneven_batches` (='join') and `all_gather` in `training_step` cannot be combined",
     ),
     "SyncBatchNorm": (
         {"module": WithBatchNorm, "sync_batchnorm": True},
-        "`uneven_batches` (='join') and `net.3` (=SyncBatchNorm) exclude each other",
+        "`uneven_batches` (='join') and `net.3` (=SyncBatchNorm) cannot be combined",
     ),
     "local fp16 sums": (
         {"module": SumsLocally, "precision": "16-true"},
