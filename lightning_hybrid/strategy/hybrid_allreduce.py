@@ -27,6 +27,7 @@ from lightning_hybrid.strategy.arguments import (
 from lightning_hybrid.strategy.comm_setup import trained_parameters
 from lightning_hybrid.strategy.communicating_ddp import CommunicatingDDP
 from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
+from lightning_hybrid.strategy.evaluation import Evaluation
 from lightning_hybrid.strategy.extension import FitContext, FitExtension
 from lightning_hybrid.strategy.failures import refuse_after_failure
 from lightning_hybrid.strategy.fit_extensions import FitExtensions, build_extensions
@@ -63,6 +64,8 @@ class HybridAllReduce(CommunicatingDDP):
             the built-in ones.
         exact_resume: Whether a `DataLoader` resumes in the middle of an epoch with exactly the
             remaining samples. False: as in `ddp`.
+        exact_evaluation: Whether every sample counts once in validation, test and prediction. False:
+            as in `ddp`, whose samplers repeat samples until all ranks have equally many.
         timeout: Seconds or `timedelta` after which a rank that is dead or missing from a collective
             raises an error.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
@@ -99,6 +102,7 @@ class HybridAllReduce(CommunicatingDDP):
         report: Report = Report(),  # noqa: B008
         extensions: Sequence[Callable[[FitContext], FitExtension]] | None = None,
         exact_resume: bool = True,
+        exact_evaluation: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -123,9 +127,11 @@ class HybridAllReduce(CommunicatingDDP):
             loss_scale=loss_scale,
             report=report,
             extensions=extensions,
+            exact_evaluation=exact_evaluation,
         )
         self._masters = MasterWeights()
-        self._loaders: TrainingLoaders = self._loaders_type(exact_resume)
+        self._evaluation = Evaluation(options.exact_evaluation)
+        self._loaders: TrainingLoaders = self._loaders_type(exact_resume, self._evaluation)
         # Those of the last fit stay until the next one begins: a checkpoint may still be saved.
         self._extensions = FitExtensions()
         self._averaged_parameters: set[int] | None = None  # by `id`
@@ -270,6 +276,11 @@ class HybridAllReduce(CommunicatingDDP):
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         return self._extensions.step(optimizer, closure, step, **kwargs)
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Validate as DDP."""
+        with self._evaluation.step(self.model):
+            return super().validation_step(*args, **kwargs)
+
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as DDP, and return fp32, as an fp32 model does."""
         return self._masters.to_fp32(super().predict_step(*args, **kwargs))
@@ -283,6 +294,18 @@ class HybridAllReduce(CommunicatingDDP):
         """Run the last schedules, and raise an error for endless overflow that no logged step has shown."""
         super().on_train_end()
         self._masters.on_train_end()
+
+    # ---- values of all ranks -----------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce as DDP. In an exact evaluation, means of whole numbers are not rounded."""
+        tensor = self._evaluation.to_reduce(tensor, reduce_op)
+        return super().reduce(tensor, group=group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gather as DDP, and refuse unequal shapes in an exact evaluation."""
+        self._evaluation.refuse_unequal_shapes(tensor, group)
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     # ---- checkpoints -------------------------------------------------------------------------
 

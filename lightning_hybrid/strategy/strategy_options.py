@@ -65,6 +65,7 @@ class StrategyOptions:
         loss_scale: The loss scale for fp16, or None for the default.
         report: The options of reports.
         extensions: Factories of the user's extensions.
+        exact_evaluation: Whether every sample counts once in evaluation.
         ddp_options: Keyword arguments for `DistributedDataParallel`.
     """
 
@@ -77,6 +78,7 @@ class StrategyOptions:
     loss_scale: LossScale | None
     report: Report
     extensions: tuple[ExtensionFactory, ...]
+    exact_evaluation: bool
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -94,6 +96,7 @@ class StrategyOptions:
         loss_scale: str | float | LossScale | None = None,
         report: Report = Report(),  # noqa: B008
         extensions: Iterable[ExtensionFactory] | None = None,
+        exact_evaluation: bool = False,
     ) -> StrategyOptions:
         """Check the options of a strategy, before any process group is created.
 
@@ -109,6 +112,7 @@ class StrategyOptions:
             loss_scale: As in `HybridAllReduceStrategy`.
             report: As in `HybridAllReduceStrategy`.
             extensions: As in `HybridAllReduceStrategy`.
+            exact_evaluation: As in `HybridAllReduceStrategy`.
 
         Raises:
             ValueError: An option is unknown, has an invalid value, or excludes another one.
@@ -118,6 +122,12 @@ class StrategyOptions:
             "between_nodes", between_nodes, (Mean, Adasum, LocalSteps), "Mean(dtype='int8')"
         )
         require_value("comm", comm, (Comm,), "Comm(algorithm='flat')")
+        require_choice(
+            "exact_evaluation",
+            exact_evaluation,
+            (True, False),
+            "whether every sample counts once in validation, test and prediction",
+        )
         require_value("report", report, (Report,), "Report(trace_dir='traces')")
 
         ddp_options = dict(ddp_kwargs)
@@ -139,6 +149,7 @@ class StrategyOptions:
             loss_scale=parsed_scale,
             report=report,
             extensions=_parse_extensions(extensions),
+            exact_evaluation=exact_evaluation,
             ddp_options=ddp_options,
         )
         refuse_excluded(options.features())
@@ -201,6 +212,8 @@ class StrategyOptions:
             features["unused parameters"] = "`find_unused_parameters` (=True)"
         if self.extensions:
             features["extensions"] = f"`extensions` (={list(self.extensions)!r:.80})"
+        if self.exact_evaluation:
+            features["exact evaluation"] = "`exact_evaluation` (=True)"
         if self.ranks_per_node is not None:
             features["ranks per node"] = f"`ranks_per_node` (={self.ranks_per_node})"
         return features | dict(self.strategy_features)
