@@ -215,6 +215,9 @@ class CollectiveWatch(Protocol):
     def num_collectives(self) -> int:
         """Return the number of collectives that user code has called in this process."""
 
+    def num_before_step(self) -> int:
+        """Return the number of collectives that user code had called before the last evaluation step began."""
+
     def note_padding(self, share: EvaluationShare) -> None:
         """Note that the last batch stays padded because user code calls collectives."""
 
@@ -291,6 +294,10 @@ class _ExactIterator(Iterator[Any]):
             self._batches = iter(loader._batches)
             self._num_collectives_before = loader._watch.num_collectives()
         self._num_given += 1
+        if self._num_given == 2:
+            # After Lightning has the first batch of a loader, it reduces what was logged for the loader before.
+            num_before_step = loader._watch.num_before_step()
+            self._num_collectives_before = max(self._num_collectives_before, num_before_step)
         if self._num_given < loader._share.num_batches:
             return next(self._batches)
 

@@ -42,6 +42,7 @@ class Evaluation:
         self._trainer: Any = None
         # Collectives that DDP has called in evaluation steps for its own buffers.
         self._num_of_ddp = 0
+        self._num_before_step = 0
         self._warnings: set[str] = set()
 
     # ---- loaders -----------------------------------------------------------------------------
@@ -117,6 +118,10 @@ class Evaluation:
         """Return the number of collectives that this process has called, except those of DDP in evaluation."""
         return _num_collectives() - self._num_of_ddp
 
+    def num_before_step(self) -> int:
+        """Return the number of collectives before the last evaluation step began."""
+        return self._num_before_step
+
     @contextmanager
     def step(self, model: Any) -> Iterator[None]:
         """Mark an evaluation step, in which DDP's broadcast of buffers is not the user's.
@@ -124,7 +129,11 @@ class Evaluation:
         Args:
             model: The module, in DDP during a fit.
         """
-        is_ddp = self.is_exact and isinstance(model, DistributedDataParallel)
+        if not self.is_exact:
+            yield
+            return
+        self._num_before_step = self.num_collectives()
+        is_ddp = isinstance(model, DistributedDataParallel)
         if not is_ddp or not model.will_sync_module_buffers():
             yield
             return

@@ -281,9 +281,15 @@ class HybridAllReduce(CommunicatingDDP):
         with self._evaluation.step(self.model):
             return super().validation_step(*args, **kwargs)
 
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Test as DDP."""
+        with self._evaluation.step(self.model):
+            return super().test_step(*args, **kwargs)
+
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as DDP, and return fp32, as an fp32 model does."""
-        return self._masters.to_fp32(super().predict_step(*args, **kwargs))
+        with self._evaluation.step(self.model):
+            return self._masters.to_fp32(super().predict_step(*args, **kwargs))
 
     def on_validation_end(self) -> None:
         """End validation as DDP, after the hooks of callbacks and module."""

@@ -28,6 +28,9 @@ class Watch:
         self.num_asked += 1
         return self.calls * (self.num_asked - 1)
 
+    def num_before_step(self) -> int:
+        return 0
+
     def note_padding(self, share: EvaluationShare) -> None:
         self.padded.append(share.rank)
 
