@@ -61,7 +61,6 @@ class Evaluation:
         from lightning_hybrid.data.exact_evaluation import (
             ExactEvaluationLoader,
             evaluation_share,
-            obstacle_of,
             with_exact_batches,
         )
 
@@ -74,15 +73,31 @@ class Evaluation:
         if share is None or share.num_samples % share.num_ranks == 0:
             return with_prefetcher(loader)
 
-        obstacle = obstacle_of(loader, share)
-        if obstacle is None:
-            if self._num_batches_to_run(share.num_batches) == share.num_batches:
-                batches = with_prefetcher(with_exact_batches(loader, share))
-                return ExactEvaluationLoader(batches, share, self)
-            obstacle = self._obstacle_of_limit(loader)
+        obstacle = self._obstacle_of(loader, share)
         if obstacle is not None:
             self._warn_of_obstacle(obstacle, share)
+        elif self._runs_all(share.num_batches):
+            batches = with_prefetcher(with_exact_batches(loader, share))
+            return ExactEvaluationLoader(batches, share, self)
+        # The limit ends the evaluation before the batch with repeats.
         return with_prefetcher(loader)
+
+    def _obstacle_of(self, loader: DataLoader[Any], share: EvaluationShare) -> Obstacle | None:
+        """Return why the repeats of this loader cannot be left out, or None if they can."""
+        from lightning_hybrid.data.exact_evaluation import Obstacle, obstacle_of
+
+        obstacle = obstacle_of(loader, share)
+        if obstacle is not None:
+            return obstacle
+        if not _can_count():
+            return Obstacle("the backend does not count collectives", "Use Gloo or NCCL")
+        if self._runs_all(len(loader)) and not self._runs_all(share.num_batches):
+            name = f"limit_{self._stage}_batches"
+            return Obstacle(
+                f"`{name}` (={self._limit}) allows one batch, which would be cut in two",
+                f"Set `{name}=2`, or a smaller `batch_size`",
+            )
+        return None
 
     @property
     def _stage(self) -> str:
@@ -94,23 +109,11 @@ class Evaluation:
         limit: int | float = getattr(self._trainer, f"limit_{self._stage}_batches")
         return limit
 
-    def _num_batches_to_run(self, num_batches: int) -> int:
-        """Return how many of a loader's batches the trainer's limit allows."""
+    def _runs_all(self, num_batches: int) -> bool:
+        """Return whether the trainer's limit allows all batches of a loader with `num_batches`."""
         if isinstance(self._limit, int):
-            return min(num_batches, self._limit)
-        return int(num_batches * self._limit)
-
-    def _obstacle_of_limit(self, loader: DataLoader[Any]) -> Obstacle | None:
-        """Return an obstacle if the limit reaches the repeats, which are in the last batch of `loader`."""
-        from lightning_hybrid.data.exact_evaluation import Obstacle
-
-        if self._num_batches_to_run(len(loader)) < len(loader):
-            return None
-        name = f"limit_{self._stage}_batches"
-        return Obstacle(
-            f"`{name}` (={self._limit}) allows one batch, which would be cut in two",
-            f"Set `{name}=2`, or a smaller `batch_size`",
-        )
+            return self._limit >= num_batches
+        return int(num_batches * self._limit) == num_batches
 
     # ---- user code that calls collectives ----------------------------------------------------
 
@@ -222,8 +225,19 @@ def _num_collectives() -> int:
     """Return the number of collectives that this process has called in all its groups."""
     total = 0
     for group in dist.distributed_c10d._world.pg_map:
-        total += group._get_sequence_number_for_group()
+        for device_type in group._device_types:
+            backend: Any = group._get_backend(device_type)
+            total += backend._get_sequence_number_for_group()
     return total
+
+
+def _can_count() -> bool:
+    """Return whether the backends of all groups count collectives. Gloo and NCCL do."""
+    try:
+        _num_collectives()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _repeats(share: EvaluationShare) -> str:

@@ -305,12 +305,14 @@ class HybridAllReduce(CommunicatingDDP):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce as DDP. In an exact evaluation, means of whole numbers are not rounded."""
-        tensor = self._evaluation.to_reduce(tensor, reduce_op)
+        if self._evaluation.is_exact:
+            tensor = self._evaluation.to_reduce(tensor, reduce_op)
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather as DDP, and refuse unequal shapes in an exact evaluation."""
-        self._evaluation.refuse_unequal_shapes(tensor, group)
+        if self._evaluation.is_exact:
+            self._evaluation.refuse_unequal_shapes(tensor, group)
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     # ---- checkpoints -------------------------------------------------------------------------
