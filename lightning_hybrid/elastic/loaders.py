@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_hybrid.strategy.evaluation import Evaluation
 from lightning_hybrid.strategy.loaders import TrainingLoaders
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ class ElasticLoaders(TrainingLoaders):
         fit: The running fit, which deals the batches of its training loader.
     """
 
-    def __init__(self, exact_resume: bool) -> None:
-        super().__init__(exact_resume)
+    def __init__(self, exact_resume: bool, evaluation: Evaluation) -> None:
+        super().__init__(exact_resume, evaluation)
         self.fit: ElasticFit | None = None
 
     def _resumes_by_counters(self) -> bool:

@@ -51,6 +51,7 @@ CURES = {
     "algorithm": "leave `comm.algorithm` out",
     "planner": "leave `comm.plan` out",
     "extensions": "leave `extensions` out",
+    "exact evaluation": "leave `exact_evaluation` out",
     "unused parameters": "leave `find_unused_parameters` out",
     "uneven batches": "leave `uneven_batches` out",
     "pipeline": "take strategy='hybrid_allreduce'",
@@ -129,6 +130,11 @@ EXCLUDED = (
     ),
     Exclusion(
         "extensions", "pipeline", "they are given the engine and the wrapper of a whole network"
+    ),
+    Exclusion(
+        "exact evaluation",
+        "pipeline",
+        "its stages exchange every batch of an evaluation, and a collective between batches keeps the padding",
     ),
     Exclusion(
         "local steps",

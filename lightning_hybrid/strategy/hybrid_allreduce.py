@@ -27,6 +27,7 @@ from lightning_hybrid.strategy.arguments import (
 from lightning_hybrid.strategy.comm_setup import trained_parameters
 from lightning_hybrid.strategy.communicating_ddp import CommunicatingDDP
 from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
+from lightning_hybrid.strategy.evaluation import Evaluation
 from lightning_hybrid.strategy.extension import FitContext, FitExtension
 from lightning_hybrid.strategy.failures import refuse_after_failure
 from lightning_hybrid.strategy.fit_extensions import FitExtensions, build_extensions
@@ -67,6 +68,8 @@ class HybridAllReduce(CommunicatingDDP):
             samples that were really read.
         exact_resume: Whether a `DataLoader` resumes in the middle of an epoch with exactly the
             remaining samples. False: as in `ddp`.
+        exact_evaluation: Whether every sample counts once in validation, test and prediction. False:
+            as in `ddp`, whose samplers repeat samples until all ranks have equally many.
         timeout: Seconds or `timedelta` after which a rank that is dead or missing from a collective
             raises an error.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
@@ -104,6 +107,7 @@ class HybridAllReduce(CommunicatingDDP):
         extensions: Sequence[Callable[[FitContext], FitExtension]] | None = None,
         uneven_batches: Literal["error", "join"] = "error",
         exact_resume: bool = True,
+        exact_evaluation: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -129,9 +133,11 @@ class HybridAllReduce(CommunicatingDDP):
             report=report,
             extensions=extensions,
             uneven_batches=uneven_batches,
+            exact_evaluation=exact_evaluation,
         )
         self._masters = MasterWeights()
-        self._loaders: TrainingLoaders = self._loaders_type(exact_resume)
+        self._evaluation = Evaluation(options.exact_evaluation)
+        self._loaders: TrainingLoaders = self._loaders_type(exact_resume, self._evaluation)
         # Those of the last fit stay until the next one begins: a checkpoint may still be saved.
         self._extensions = FitExtensions()
         self._averaged_parameters: set[int] | None = None  # by `id`
@@ -286,15 +292,20 @@ class HybridAllReduce(CommunicatingDDP):
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         return self._extensions.step(optimizer, closure, step, **kwargs)
 
-    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Gather as DDP, unless an extension refuses it."""
-        self._extensions.call("before_all_gather")
-        gathered: torch.Tensor = super().all_gather(tensor, *args, **kwargs)
-        return gathered
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Validate as DDP."""
+        with self._evaluation.step(self.model):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Test as DDP."""
+        with self._evaluation.step(self.model):
+            return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as DDP, and return fp32, as an fp32 model does."""
-        return self._masters.to_fp32(super().predict_step(*args, **kwargs))
+        with self._evaluation.step(self.model):
+            return self._masters.to_fp32(super().predict_step(*args, **kwargs))
 
     def on_validation_end(self) -> None:
         """End validation as DDP, after the hooks of callbacks and module."""
@@ -305,6 +316,21 @@ class HybridAllReduce(CommunicatingDDP):
         """Run the last schedules, and raise an error for endless overflow that no logged step has shown."""
         super().on_train_end()
         self._masters.on_train_end()
+
+    # ---- values of all ranks -----------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce as DDP. In an exact evaluation, means of whole numbers are not rounded."""
+        if self._evaluation.is_exact:
+            tensor = self._evaluation.to_reduce(tensor, reduce_op)
+        return super().reduce(tensor, group=group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gather as DDP, unless an extension or an exact evaluation refuses it."""
+        self._extensions.call("before_all_gather")
+        if self._evaluation.is_exact:
+            self._evaluation.refuse_unequal_shapes(tensor, group)
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     # ---- checkpoints -------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
 from lightning_hybrid.strategy.arguments import user_moves_batches
+from lightning_hybrid.strategy.evaluation import Evaluation
 from lightning_hybrid.strategy.exact_resume.epoch_start_hooks import warn_of_skipped_epoch_start
 from lightning_hybrid.strategy.exact_resume.rank_states import states_of_all_ranks
 
@@ -30,6 +31,7 @@ class TrainingLoaders:
 
     Args:
         exact_resume: Whether a user's own `DataLoader` resumes exactly.
+        evaluation: The owner of loaders of validation, test and prediction.
 
     Attributes:
         rank: The index of this rank among the ranks that read different data.
@@ -40,11 +42,12 @@ class TrainingLoaders:
 
     sets_epochs = False  # Lightning's loop sets them, and hooks of users may
 
-    def __init__(self, exact_resume: bool) -> None:
+    def __init__(self, exact_resume: bool, evaluation: Evaluation) -> None:
         self.rank = 0
         self.world_size = 1
         self.seed = 0
         self.is_on = exact_resume
+        self._evaluation = evaluation
         self._trainer: Any = None
         self._replace: Callable[[Any], Any] = _unchanged
         # The states in the checkpoint, with None for loaders that keep their state by themselves.
@@ -111,7 +114,8 @@ class TrainingLoaders:
     ) -> Any:
         """Return the loader that Lightning iterates over in place of a user's.
 
-        A training loader resumes exactly in the middle of an epoch. All loaders move batches to the device in advance.
+        A training loader resumes exactly in the middle of an epoch. Other loaders can give every sample once, see
+        `evaluation.py`. All loaders move batches to the device in advance.
 
         Args:
             loader: The user's loader.
@@ -142,7 +146,7 @@ class TrainingLoaders:
             loader, trainer.global_rank
         )
         if not is_of_training:
-            return with_prefetcher(loader)
+            return self._evaluation.wrap(loader, trainer, with_prefetcher)
         return self._wrap_training_loader(loader, trainer, with_prefetcher)
 
     def _resumes_by_counters(self) -> bool:

@@ -67,6 +67,7 @@ class StrategyOptions:
         report: The options of reports.
         extensions: Factories of the user's extensions.
         uneven_batches: What happens if ranks have different numbers of training batches.
+        exact_evaluation: Whether every sample counts once in evaluation.
         ddp_options: Keyword arguments for `DistributedDataParallel`.
     """
 
@@ -80,6 +81,7 @@ class StrategyOptions:
     report: Report
     extensions: tuple[ExtensionFactory, ...]
     uneven_batches: UnevenBatches
+    exact_evaluation: bool
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -98,6 +100,7 @@ class StrategyOptions:
         report: Report = Report(),  # noqa: B008
         extensions: Iterable[ExtensionFactory] | None = None,
         uneven_batches: UnevenBatches = "error",
+        exact_evaluation: bool = False,
     ) -> StrategyOptions:
         """Check the options of a strategy, before any process group is created.
 
@@ -114,6 +117,7 @@ class StrategyOptions:
             report: As in `HybridAllReduceStrategy`.
             extensions: As in `HybridAllReduceStrategy`.
             uneven_batches: As in `HybridAllReduceStrategy`.
+            exact_evaluation: As in `HybridAllReduceStrategy`.
 
         Raises:
             ValueError: An option is unknown, has an invalid value, or excludes another one.
@@ -123,6 +127,12 @@ class StrategyOptions:
             "between_nodes", between_nodes, (Mean, Adasum, LocalSteps), "Mean(dtype='int8')"
         )
         require_value("comm", comm, (Comm,), "Comm(algorithm='flat')")
+        require_choice(
+            "exact_evaluation",
+            exact_evaluation,
+            (True, False),
+            "whether every sample counts once in validation, test and prediction",
+        )
         require_value("report", report, (Report,), "Report(trace_dir='traces')")
 
         ddp_options = dict(ddp_kwargs)
@@ -145,6 +155,7 @@ class StrategyOptions:
             report=report,
             extensions=_parse_extensions(extensions),
             uneven_batches=_parse_uneven_batches(uneven_batches),
+            exact_evaluation=exact_evaluation,
             ddp_options=ddp_options,
         )
         refuse_excluded(options.features())
@@ -214,6 +225,8 @@ class StrategyOptions:
             features["extensions"] = f"`extensions` (={list(self.extensions)!r:.80})"
         if self.joins_uneven_batches:
             features["uneven batches"] = f"`uneven_batches` (={self.uneven_batches!r})"
+        if self.exact_evaluation:
+            features["exact evaluation"] = "`exact_evaluation` (=True)"
         if self.ranks_per_node is not None:
             features["ranks per node"] = f"`ranks_per_node` (={self.ranks_per_node})"
         return features | dict(self.strategy_features)

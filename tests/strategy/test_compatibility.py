@@ -44,6 +44,7 @@ OPTIONS = {
     "extensions": {"extensions": [object]},
     "unused parameters": {"find_unused_parameters": True},
     "ranks per node": {"ranks_per_node": 1},
+    "exact evaluation": {"exact_evaluation": True},
 }
 KINDS = {"pipeline": HybridPipelineStrategy, "Fabric": fabric.HybridAllReduceStrategy}
 LAYER = nn.Linear(2, 2)

@@ -215,6 +215,8 @@ def test_what_happens_between_nodes_is_a_group_and_a_codec_a_key_of_it():
     assert instantiate(
         configured(*ask, "strategy/between_nodes=adasum").strategy
     )._options.is_adasum
+    exact = instantiate(configured(*ask, "strategy.exact_evaluation=true").strategy)
+    assert exact._options.exact_evaluation
     pipeline = configured(*ask, "strategy=pipeline", "strategy.between_nodes.dtype=int8").strategy
     with pytest.raises(InstantiationException, match="and a pipeline cannot be combined"):
         instantiate(pipeline)

@@ -1,0 +1,329 @@
+"""Evaluation loaders in which every sample counts once: the padding of `DistributedSampler` is left out.
+
+    N samples, W ranks          DistributedSampler gives each rank ceil(N / W) samples. Some are repeats.
+    full rank: rank < N mod W   has ceil(N / W) samples without a repeat
+    short rank: all others      has one sample less, and a repeat at the end of its share
+
+All batches before the last one have the same size on every rank. Only the last batch is smaller on short ranks, or
+missing if it would hold the repeat alone. If collectives were called between the batches before it, they may need
+batches of one size, and the last batch stays padded. A short rank therefore loads its last batch in both forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from lightning_hybrid.data.plain_pass import copy_of_loader
+from lightning_hybrid.lightning_names import lightning_types
+
+_WRAPPER = "fabric.utilities.distributed.DistributedSamplerWrapper"
+_WITHOUT_REPEATS = "pytorch.overrides.distributed.UnrepeatedDistributedSampler"
+# torchdata's loader has a batch sampler of the same name.
+_LIBRARIES = ("torch.", "torchdata.")
+_INDEX_RECORDER = "pytorch.overrides.distributed._IndexBatchSamplerWrapper"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationShare:
+    """Sizes of the batches of one rank, with and without its repeated sample.
+
+    Args:
+        num_samples: Number of samples of all ranks.
+        num_ranks: Number of ranks that share them.
+        rank: Index of this rank among them.
+        batch_size: Largest number of samples in a batch.
+
+    >>> full, short = (EvaluationShare(num_samples=7, num_ranks=2, rank=rank, batch_size=3) for rank in (0, 1))
+    >>> full.is_short, short.is_short, full.num_repeats
+    (False, True, 1)
+    >>> full.num_samples_before_last, full.last_batch_size, full.num_batches
+    (2, 2, 2)
+    """
+
+    num_samples: int
+    num_ranks: int
+    rank: int
+    batch_size: int
+
+    @property
+    def num_samples_per_rank(self) -> int:
+        """Number of samples of each rank, repeats included."""
+        return -(-self.num_samples // self.num_ranks)
+
+    @property
+    def num_repeats(self) -> int:
+        """Number of samples that are added to give all ranks equally many."""
+        return self.num_samples_per_rank * self.num_ranks - self.num_samples
+
+    @property
+    def is_short(self) -> bool:
+        """True if the last sample of this rank is a repeat."""
+        return self.num_repeats > 0 and self.rank >= self.num_samples % self.num_ranks
+
+    @property
+    def last_batch_size(self) -> int:
+        """Number of samples in the last batch, repeats included.
+
+        It is at least 2 where possible, so that short ranks have a last batch too. Another batch always comes before
+        it, which shows whether the user's code calls collectives.
+        """
+        size = self.num_samples_per_rank % self.batch_size or self.batch_size
+        is_only_batch = size == self.num_samples_per_rank
+        if size > 1 and not is_only_batch:
+            return size
+        if self.batch_size > 1 and self.num_samples_per_rank > 2:
+            return 2
+        return 1
+
+    @property
+    def num_samples_before_last(self) -> int:
+        """Number of samples in the batches before the last one."""
+        return self.num_samples_per_rank - self.last_batch_size
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches on a full rank. A short rank has as many, or one less."""
+        return -(-self.num_samples_before_last // self.batch_size) + 1
+
+
+def evaluation_share(loader: DataLoader[Any]) -> EvaluationShare | None:
+    """Return the share that the loader's `DistributedSampler` gives this rank, or None if the loader has none."""
+    sampler = _sampler_of(loader)
+    if not isinstance(sampler, DistributedSampler):
+        return None
+    if isinstance(sampler, lightning_types(_WITHOUT_REPEATS)):
+        return None
+    return EvaluationShare(
+        num_samples=len(sampler.dataset),  # type: ignore[arg-type]
+        num_ranks=sampler.num_replicas,
+        rank=sampler.rank,
+        batch_size=getattr(loader.batch_sampler, "batch_size", None) or 1,
+    )
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Reason why a loader keeps its padding, with the change that removes it."""
+
+    reason: str
+    cure: str
+
+
+def obstacle_of(loader: DataLoader[Any], share: EvaluationShare) -> Obstacle | None:
+    """Return why the repeats of this loader cannot be left out, or None if they can.
+
+    Args:
+        loader: A loader under a `DistributedSampler`.
+        share: The share of this rank.
+    """
+    sampler = _sampler_of(loader)
+    if not _is_plain(sampler):
+        kind = type(sampler).__name__
+        return Obstacle(
+            f"`{kind}` chooses its samples itself", "Take torch's own `DistributedSampler`"
+        )
+    if sampler.drop_last or getattr(loader.batch_sampler, "drop_last", False):
+        return Obstacle("`drop_last=True` leaves samples out", "Leave `drop_last` out")
+    if share.num_samples < share.num_ranks:
+        return Obstacle(
+            f"it has {share.num_samples} samples for {share.num_ranks} ranks, and every rank needs one",
+            f"Launch {share.num_samples} ranks",
+        )
+    if loader.batch_sampler is None:
+        return Obstacle("it has `batch_size=None`", "Set `batch_size`")
+    if not _makes_plain_batches(loader.batch_sampler):
+        kind = type(loader.batch_sampler).__name__
+        return Obstacle(
+            f"`{kind}` forms its batches", "Give `batch_size` in place of `batch_sampler`"
+        )
+    if not type(loader).__iter__.__module__.startswith(_LIBRARIES):
+        kind = type(loader).__name__
+        return Obstacle(f"`{kind}` has an `__iter__` of its own", "Take torch's `DataLoader`")
+    if not getattr(loader, "in_order", True):
+        return Obstacle("`in_order=False` mixes its batches", "Leave `in_order` out")
+    return None
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _is_plain(sampler: DistributedSampler[Any]) -> bool:
+    """Return whether a sampler deals samples as torch's or Lightning's own does."""
+    for plain_type in (DistributedSampler, *lightning_types(_WRAPPER)):
+        if type(sampler).__iter__ is plain_type.__iter__:
+            return True
+    return False
+
+
+def _makes_plain_batches(batch_sampler: Any) -> bool:
+    """Return whether a batch sampler cuts the order of its sampler into batches of one size."""
+    if isinstance(batch_sampler, lightning_types(_INDEX_RECORDER)):
+        batch_sampler = batch_sampler._batch_sampler
+    kind = type(batch_sampler)
+    return kind.__name__ == "BatchSampler" and kind.__module__.startswith(_LIBRARIES)
+
+
+class ExactBatchSampler(BatchSampler):
+    """Batch sampler of one rank. On short ranks the last batch comes in both forms, without and with the repeat.
+
+    Args:
+        sampler: A `DistributedSampler` that pads.
+        share: The share that it gives this rank.
+
+    >>> sampler = DistributedSampler(range(7), num_replicas=2, rank=1, shuffle=False)
+    >>> list(ExactBatchSampler(sampler, evaluation_share(DataLoader(range(7), batch_size=3, sampler=sampler))))
+    [[1, 3], [5], [5, 0]]
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any], share: EvaluationShare) -> None:
+        super().__init__(sampler, share.batch_size, drop_last=False)
+        self.share = share
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = list(self.sampler)
+        end = self.share.num_samples_before_last
+        for start in range(0, end, self.batch_size):
+            yield indices[start : min(start + self.batch_size, end)]
+        last_batch = indices[end:]
+        if self.share.is_short and len(last_batch) > 1:
+            yield last_batch[:-1]
+        yield last_batch
+
+    def __len__(self) -> int:
+        return self.share.num_batches
+
+
+def with_exact_batches(loader: DataLoader[Any], share: EvaluationShare) -> DataLoader[Any]:
+    """Return a copy of `loader`, of its class, with an `ExactBatchSampler`. The user's own object stays as it is."""
+    copied: DataLoader[Any] = copy_of_loader(loader)
+    batch_sampler: Any = ExactBatchSampler(_sampler_of(loader), share)
+    if isinstance(loader.batch_sampler, lightning_types(_INDEX_RECORDER)):
+        # `BasePredictionWriter` receives the indices that it records.
+        batch_sampler = type(loader.batch_sampler)(batch_sampler)
+    object.__setattr__(copied, "batch_sampler", batch_sampler)  # `DataLoader` refuses to set it
+    return copied
+
+
+class CollectiveWatch(Protocol):
+    """Observer of the collectives that user code calls between batches."""
+
+    def num_collectives(self) -> int:
+        """Return the number of collectives that user code has called in this process."""
+
+    def num_before_step(self) -> int:
+        """Return the number of collectives that user code had called before the last evaluation step began."""
+
+    def note_padding(self, share: EvaluationShare) -> None:
+        """Note that the last batch stays padded because user code calls collectives."""
+
+
+_OWN_ATTRIBUTES = ("_batches", "_share", "_watch")
+
+
+class ExactEvaluationLoader:
+    """Loader of one rank's batches that chooses the form of the last batch when it is due.
+
+    Everything but iteration is the inner loader's: attributes are read from and written to it.
+
+    Args:
+        batches: The loader of `with_exact_batches`, or a prefetcher around it.
+        share: The share of this rank.
+        watch: Observer of the collectives that user code calls.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], share: EvaluationShare, watch: CollectiveWatch
+    ) -> None:
+        self._batches = batches
+        self._share = share
+        self._watch = watch
+
+    def __iter__(self) -> Iterator[Any]:
+        return _ExactIterator(self)
+
+    def __len__(self) -> int:
+        # Equal on all ranks, so that user code that compares `batch_idx` with it does the same on all ranks.
+        return self._share.num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying and unpickling ask for attributes before there is a loader.
+        if name in _OWN_ATTRIBUTES:
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN_ATTRIBUTES:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._batches, name, value)
+
+    def forget_recorded_form(self) -> None:
+        """Remove the smaller form of the last batch from the indices that Lightning records in prediction."""
+        recorded = getattr(self.batch_sampler, "seen_batch_indices", None)
+        if recorded:
+            del recorded[self._share.num_batches - 1]
+
+
+class _ExactIterator(Iterator[Any]):
+    """Iterator of an `ExactEvaluationLoader`.
+
+    A class and not a generator, because what users copy during a fit, such as the trainer, holds it. A copy begins
+    again, as Lightning leaves iterators of torch's loaders out of its own copies.
+    """
+
+    def __init__(self, loader: ExactEvaluationLoader) -> None:
+        self._loader = loader
+        self._batches: Iterator[Any] | None = None
+        self._num_given = 0
+        self._num_collectives_before = 0
+        self._is_over = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_batches": None, "_num_given": 0, "_is_over": False}
+
+    def __next__(self) -> Any:
+        if self._is_over:
+            raise StopIteration
+        loader = self._loader
+        if self._batches is None:
+            self._batches = iter(loader._batches)
+            self._num_collectives_before = loader._watch.num_collectives()
+        self._num_given += 1
+        if self._num_given == 2:
+            # After Lightning has the first batch of a loader, it reduces what was logged for the loader before.
+            num_before_step = loader._watch.num_before_step()
+            self._num_collectives_before = max(self._num_collectives_before, num_before_step)
+        if self._num_given < loader._share.num_batches:
+            return next(self._batches)
+
+        batches = self._batches
+        self._batches = None  # workers may end
+        self._is_over = True
+        return self._last_batch(batches)
+
+    def _last_batch(self, batches: Iterator[Any]) -> Any:
+        """Return the last batch, in the form that suits the user's code.
+
+        Raises:
+            StopIteration: The batch would hold the repeat alone.
+        """
+        share = self._loader._share
+        watch = self._loader._watch
+        is_padded = watch.num_collectives() > self._num_collectives_before
+        if is_padded:
+            watch.note_padding(share)
+        if not share.is_short:
+            return next(batches)
+        if share.last_batch_size > 1:
+            smaller_batch = next(batches)
+            if not is_padded:
+                return smaller_batch
+            self._loader.forget_recorded_form()
+        elif not is_padded:
+            raise StopIteration
+        return next(batches)
