@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.adasum.combine import refuse_cut_bucket
+from lightning_hybrid.comm.adasum.combine import check_adasum_bucket
 from lightning_hybrid.comm.bucket_layout import Exchange, is_exchange
 from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.comm.codec.encoder import Blocks
@@ -256,7 +256,7 @@ class CommEngine:
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         if adasum_numels:
-            refuse_cut_bucket(plan, self.topology, self.dtype_across_nodes)
+            check_adasum_bucket(plan, self.topology, self.dtype_across_nodes)
             bucket.adasum_numels = adasum_numels
         with self._turn:
             with self._latch.lock:  # counts, queues and closing see submits in one order
