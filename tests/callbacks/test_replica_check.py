@@ -76,7 +76,7 @@ def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(
         )
         assert "between steps 0 and 4 (`every_n_steps` (=4)): " in error
         assert f"{named} on rank 1 (host " in error
-        assert "is not that of rank 0 (host " in error
+        assert "differs from its value on rank 0 (host " in error
         assert last_step == 4
 
 
@@ -84,8 +84,11 @@ def test_the_first_difference_is_named_right_after_the_change(three_ranks):
     """The momentum that was written, and the weight that it moved. The third rank is in the minority."""
     for error, last_step in spoiled(three_ranks, "momentum", "32-true", 1, rank=2, step=1):
         assert f"`{LAST}` on rank 2 (host " in error
-        assert "is not that of ranks 0, 1 (host " in error
-        assert "2 of 20 tensors differ, the last is `momentum_buffer` of the optimizer" in error
+        assert "differs from its value on ranks 0, 1 (host " in error
+        assert (
+            "2 of 20 tensors differ, and the last of them is `momentum_buffer` of the optimizer"
+            in error
+        )
         assert last_step == 2
 
 
@@ -157,7 +160,7 @@ def test_a_sound_check_sends_16_bytes_and_there_is_none_between(two_ranks):
 def test_a_tensor_that_one_rank_lacks_is_named():
     error = first_difference([{"`a`": 1}, {"`a`": 1, "`b`": 3}], ["x", "y"])
     assert error.startswith(
-        "`b`, which some do not have, on rank 1 (host y) is not that of rank 0 (host x)"
+        "`b`, which some ranks do not have, on rank 1 (host y) differs from its value on rank 0 (host x)"
     )
 
 

@@ -431,7 +431,7 @@ def error_beside():
 def test_a_rank_that_does_not_come_to_a_collective_of_fabrics_is_named(two_ranks):
     for text in two_ranks.run(play, error_beside):
         assert text.startswith(
-            "comm: rank 1 does not come to the collective in which others wait; now with no bucket"
+            "comm: rank 1 does not join the collective in which others wait. State of rank 1: with no bucket"
         )
         assert "in `error_beside` (test_strategy.py:" in text
 

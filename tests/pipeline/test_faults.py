@@ -107,7 +107,7 @@ def test_a_rank_that_raises_is_named_with_its_error(three_ranks, tmp_path):
 def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(three_ranks, tmp_path, schedule):
     result = errors(three_ranks, "hangs", tmp_path, timeout_s=10, schedule=schedule)
     for rank in (0, 2):
-        assert "rank 1 does not come to the collective in which others wait" in result[rank]
+        assert "rank 1 does not join the collective in which others wait" in result[rank]
         if schedule == "interleaved":
             num_stages = 6
         else:

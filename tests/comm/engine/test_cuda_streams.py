@@ -314,7 +314,7 @@ def test_a_bucket_has_no_event_and_counts_at_once_unless_somebody_reads_its_time
     [
         (OSError("boom"), "alarm"),
         (RuntimeError("NCCL error: remote process exited"), "status"),
-        (OrderError("this rank hands over x"), "status"),
+        (OrderError("this rank submitted x"), "status"),
     ],
 )
 def test_a_rank_that_only_noticed_asks_for_status_and_one_that_failed_raises_the_alarm(
@@ -720,5 +720,5 @@ def test_buckets_in_another_order_are_an_error_on_every_rank_and_no_host_waits_f
 ):
     for text, host_waits, result in four_ranks.run(another_order, algorithm):
         assert (host_waits, result) == ([], [])
-        assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text
-        assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text
+        assert "comm: rank 2 submitted bucket 1 (40 x float32" in text, text
+        assert "where ranks 0, 1, 3 submitted bucket 0 (40 x float32" in text

@@ -56,7 +56,8 @@ def explained_on_rank_zero(where, folder):
         ("gave up", "comm: rank 1 gave up: OutOfMemoryError: no room. Rank 1 is on host "),
         (
             "in a hook",
-            "comm: rank 1 does not come to the collective in which others wait; now in no collective, in `wait` (",
+            "comm: rank 1 does not join the collective in which others wait. State of rank 1: in no collective, in "
+            "`wait` (",
         ),
         (
             "in the collective",
@@ -68,7 +69,7 @@ def test_who_is_the_cause_of_a_collective_that_failed_is_told(two_ranks, tmp_pat
     message, _ = two_ranks.run(explained_on_rank_zero, where, str(tmp_path))
     # Of a rank that gave up, either may come first: the collected status, or its own report.
     if where == "gave up":
-        either = (words, "comm: rank 1 does not come to the collective")
+        either = (words, "comm: rank 1 does not join the collective")
     else:
         either = (words,)
     assert message.startswith(either)

@@ -90,7 +90,7 @@ def test_the_check_of_replicas_compares_parts_with_those_of_other_nodes(
         assert f": elements {0 if '0 to' in error else 49152} to" in error
         assert kind in error
         assert "`weights.6` on rank 3 (host " in error
-        assert "is not that of rank 1 (host " in error
+        assert "differs from its value on rank 1 (host " in error
 
 
 def write_data(module):
