@@ -241,5 +241,5 @@ def test_partial_parameters_and_singular_values_of_shards_are_refused(two_ranks)
         assert partial.startswith(
             "ValueError: `params[0].placements` (=(Partial(sum),)) must be Shard or Replicate"
         )
-        assert 'and `direction` (="orthogonal") exclude each other' in orthogonal
+        assert 'and `direction` (="orthogonal") cannot be combined' in orthogonal
         assert result == 0

@@ -210,7 +210,7 @@ class CudaCarrier:
             is_busy = self._waits.stalled_s() > 0
         if is_busy and self._stuck is None:
             self._give_up()
-            self._stuck = self._stuck or ["with buckets that the device did not finish"]
+            self._stuck = self._stuck or ["buckets on the device"]
         if self._stuck is None:
             self.look()
             if self._issued is not None:
