@@ -104,7 +104,8 @@ def test_another_number_of_ranks_reads_the_rest_of_each_step(rank_pool, tmp_path
     )
     (refused,) = rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 2)
     assert (
-        "must give the 4 images of a step, over 1 ranks and 1 batches: set batch_size=4." in refused
+        "`batch_size` (=2) times 1 ranks and 1 batches must be the 4 samples per step of the checkpoint. "
+        "Set batch_size=4." in refused
     )
 
 
@@ -238,7 +239,7 @@ def test_an_order_that_differs_in_an_early_batch_is_refused(one_rank, tmp_path):
     """The checksum is that of all batches before the checkpoint."""
     swapped = [1, 0, *range(2, 32)]
     (error,) = one_rank.run(with_other_order, str(tmp_path), swapped)
-    assert "its sampler does not repeat what it gave before the checkpoint" in error
+    assert "its sampler does not repeat its samples before the checkpoint" in error
     assert one_rank.run(with_other_order, str(tmp_path), list(range(32))) == [""]
 
 
@@ -251,7 +252,7 @@ def under_workers(name: str, folder: str, workers: int) -> str:
 def test_a_stream_is_refused_under_other_workers(one_rank, tmp_path):
     """Each worker reads its part, so that the batches are others."""
     (error,) = one_rank.run(under_workers, "stream", str(tmp_path), 2)
-    assert "`num_workers` (=2) must be that of the checkpoint: set num_workers=0" in error
+    assert "`num_workers` (=2) must equal the value of the checkpoint. Set num_workers=0" in error
 
 
 def test_a_checkpoint_keeps_few_states_of_a_stream(one_rank, tmp_path):
@@ -274,7 +275,7 @@ def own_stream(folder: str, stop: int | None, batch_size: int = 4) -> list[str]:
         [] if stop is not None else [Saves(folder, [])],
         _path(folder, stop),
     )
-    return [text for text in module.said if "may be another one" in text]
+    return [text for text in module.said if "may differ from the interrupted run" in text]
 
 
 def _path(folder: str, stop: int | None) -> str | None:
@@ -366,7 +367,7 @@ def test_a_loop_of_the_users_own_converts_its_batches_or_refuses(rank_pool, tmp_
     batches = [sorted(chain(*(images for images, _ in same))) for same in zip(*ranks, strict=True)]
     assert rank_pool.ranks(1).run(continued_loop, str(tmp_path), 4) == [batches[3:8]]
     (error,) = rank_pool.ranks(1).run(toy.error_of, continued_loop, str(tmp_path), 2)
-    assert "must give the 4 images of a step" in error
+    assert "must be the 4 samples per step" in error
 
 
 def test_global_streams_are_as_they_were_after_a_context():
