@@ -33,16 +33,16 @@ COMPLETION = """_lightning_hybrid() {
 }
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _lightning_hybrid lightning-hybrid"""
-"""Completion for bash: the name of a command, then Hydra's completion of its keys."""
+"""Bash completion script. It completes the name of the command, and asks Hydra for the keys of the command."""
 
 PACKAGE = Path(__file__).resolve().parent
 
 QUICKSTART_PACKAGES = ("sklearn", "matplotlib")
-"""Optional packages that `quickstart` imports. It is written like a user's script and checks nothing itself."""
+"""Optional packages that `quickstart` imports. They are checked here, because it is written like a user's script."""
 
 
 def programs() -> dict[str, Path]:
-    """Return the file of each command, by name, from the wheel or from the checkout around the package."""
+    """Map each command name to its file, in the wheel or in the source checkout."""
     recipes = PACKAGE / "_app" / "recipes"  # in a wheel
     if not recipes.is_dir():
         recipes = PACKAGE.parent / "recipes"
@@ -55,7 +55,10 @@ def docstring_of(path: Path) -> str:
 
 
 def usage() -> str:
-    """Return the help text, with a line for each command: the start of its program's docstring."""
+    """Return the help text, with one line for each command.
+
+    The line is the beginning of the docstring of the command's program.
+    """
     lines = [
         "Train large batches with PyTorch Lightning.",
         "",
@@ -67,7 +70,8 @@ def usage() -> str:
         lines.append(f"  {name:<12}{summary}")
     lines += [
         "",
-        "lightning-hybrid COMMAND --help shows what to set. Completion of commands and keys in bash:",
+        "Run lightning-hybrid COMMAND --help for the options of a command.",
+        "To complete commands and keys in bash, run:",
         '  eval "$(lightning-hybrid --shell-completion bash)"',
     ]
     return "\n".join(lines)
@@ -82,7 +86,7 @@ def version() -> str:
 
 
 def answer(words: list[str], names: list[str]) -> str | None:
-    """Return the text that a command line without a command requests, or None if it requests none.
+    """Return the text to print for options such as `--help`, or None if the arguments name a command.
 
     >>> answer(["--shell-completion", "fish"], []) is None
     True
@@ -97,7 +101,7 @@ def answer(words: list[str], names: list[str]) -> str | None:
 
 
 def main() -> None:
-    """Run the command that the first argument names, like `python recipes/<name>.py`."""
+    """Run the command named by the first argument, as `python recipes/<name>.py` would."""
     words = sys.argv[1:]
     files = programs()
     text = answer(words, list(files))
@@ -137,8 +141,8 @@ def _unknown_command(word: str, names: list[str]) -> str:
     if similar:
         hint = f"Did you mean {similar[0]}? "
     return (
-        f"`COMMAND` (={word}) must be one of {', '.join(names)}. {hint}`lightning-hybrid --help` says what each "
-        "does."
+        f"`COMMAND` (={word}) must be one of {', '.join(names)}. {hint}Run `lightning-hybrid --help` for a "
+        "description of each command."
     )
 
 

@@ -1,4 +1,4 @@
-"""Atomic files: written to a temporary name in the same folder, then renamed."""
+"""Atomic replacement of files: the new content is written to a temporary file, which is then renamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averaged copies of a module that Lightning's callbacks keep."""
+"""Look-up of the averaged copies of a module that Lightning's callbacks keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.lightning_names import lightning_types
 
 
 def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
-    """Return the averages of Lightning's averaging callbacks, and of callbacks whose classes have these names."""
+    """Return the averaged models of Lightning's `WeightAveraging` callbacks and of the callbacks in `names`."""
     types: list[Any] = []
     for name in ("WeightAveraging", *names):
         types.extend(lightning_types(f"pytorch.callbacks.{name}"))
@@ -25,7 +25,7 @@ def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
 
 
 def averages_of(callbacks: Iterable[object]) -> list[nn.Module]:
-    """Return the copies of a module that callbacks such as EMA keep."""
+    """Return the averaged copies of the module that callbacks such as EMA keep."""
     modules = []
     for average in average_models(callbacks, "StochasticWeightAveraging"):
         if isinstance(average, AveragedModel):

@@ -1,9 +1,9 @@
-"""Functions that count the rows of a batch and split the batch between them, in any nest of containers.
+"""Functions that count the rows of a batch and split it by rows. The batch may be nested containers.
 
 tensors, NumPy arrays     a row for each sample, in the first dimension
-lists, tuples             an entry for each sample (texts, names), or a nest that holds such columns
+lists, tuples             an entry for each sample (texts, names), or a container of such columns
 mappings, named tuples,
-dataclasses               a nest
+dataclasses               a container of columns
 numbers, texts, None      constants, equal in every part
 arrays of one row         also constants, if other arrays have more rows
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class BatchPart(NamedTuple):
-    """Part of a batch, of the batch's type, and the number of its rows."""
+    """Consecutive rows of a batch, in the same containers as the batch, and their number."""
 
     batch: Any
     num_rows: int
@@ -67,16 +67,16 @@ def count_rows(batch: Any) -> int:
         list_lengths = _lengths_of_lists(batch)
         if not list_lengths and not array_lengths:
             raise ValueError(
-                f"`batch` (of type {type(batch).__name__}) must hold a row for each sample: it is split between them. "
+                f"`batch` (of type {type(batch).__name__}) must have one row per sample, because it is split by rows. "
                 "Return tensors, arrays or lists from the loader."
             )
         if len(list_lengths) == 1 and _has_rows(batch, *list_lengths):
             matching = list(list_lengths)
         elif not array_lengths:
             raise ValueError(
-                f"the lists of `batch` (of lengths {sorted(list_lengths)}) must have one entry for each sample: the "
-                "batch is split between samples. Give all of them one length, or put a tensor with a row for each "
-                "sample into the batch."
+                f"the lists of `batch` (of lengths {sorted(list_lengths)}) must have one entry per sample, because "
+                "the batch is split by samples. Give all lists the same length, or add a tensor with one row per "
+                "sample to the batch."
             )
     if not matching:
         num_rows = max(array_lengths)
@@ -84,9 +84,8 @@ def count_rows(batch: Any) -> int:
             matching = [num_rows]
     if len(matching) != 1:
         raise ValueError(
-            f"the tensors of `batch` (of {sorted(array_lengths)} rows) must have one number of rows, that of samples: "
-            "the batch is split between them. Keep constants in the module, and put samples of different length into "
-            "a list."
+            f"the tensors of `batch` (of {sorted(array_lengths)} rows) must all have one row per sample, because the "
+            "batch is split by rows. Keep constants in the module, and put samples of different lengths into a list."
         )
     return matching[0]
 
@@ -105,7 +104,7 @@ def copy_batch(batch: Any) -> Any:
     return _with_entries(batch, copy_batch)
 
 
-# ---- columns, lists of samples, and nests ----------------------------------------------------------------------------
+# ---- columns, lists of samples, and nested containers ----------------------------------------------------------------
 
 
 def _take_rows(value: Any, rows: slice, num_rows: int, *, is_batch: bool = False) -> Any:
@@ -147,8 +146,8 @@ def _is_sample_list(value: Any, num_rows: int, *, is_batch: bool) -> bool:
         return False
     if num_rows > 1 and all(_is_list(entry) and len(entry) == num_rows for entry in value):
         raise ValueError(
-            f"`batch` must not hold a list of {num_rows} lists of {num_rows} entries: the lists may be samples or "
-            "columns. Give them as separate entries of a dictionary, or as a NumPy array with a row for each sample."
+            f"`batch` must not hold a list of {num_rows} lists of {num_rows} entries, because the lists may be samples "
+            "or columns. Return them as separate entries of a dictionary, or as a NumPy array with one row per sample."
         )
     return True
 
@@ -174,8 +173,8 @@ def _lengths_of_lists(batch: Any) -> set[int]:
     lengths = {len(entry) for entry in batch}
     if len(lengths) > 1:
         return lengths
-    # The lists are columns of texts, as loaders return them, or pairs of texts, as data sets return them. A batch has
-    # more samples than a sample has fields.
+    # The lists are columns of texts, as loaders return them, or pairs of texts, as data sets return them. The larger
+    # of the two lengths is the number of samples, because a batch has more samples than a sample has fields.
     return {max(len(batch), *lengths)}
 
 
@@ -191,7 +190,7 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-# ---- walking over a nest ---------------------------------------------------------------------------------------------
+# ---- walking over nested containers ----------------------------------------------------------------------------------
 
 
 def _entries(value: Any) -> list[Any]:
@@ -232,7 +231,7 @@ def _with_entries(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield the values of a nest, in order."""
+    """Yield the leaf values of nested containers, in order."""
     if isinstance(value, Mapping | list | tuple) or _is_dataclass(value):
         for entry in _entries(value):
             yield from leaves(entry)
@@ -250,6 +249,6 @@ def _refuse_unknown_objects(batch: Any) -> None:
         has_parts = hasattr(leaf, "__len__") or hasattr(leaf, "__next__")
         if has_parts and not isinstance(leaf, Tensor | np.ndarray | np.generic | str | bytes):
             raise ValueError(
-                f"`batch` must not hold a {type(leaf).__name__}: the batch is split between samples, and it is unknown "
-                "where they begin in such an object. Use tensors, arrays, lists or dictionaries."
+                f"`batch` must not hold a {type(leaf).__name__}, because it is unknown where the samples begin in "
+                "such an object. Use tensors, arrays, lists or dictionaries."
             )

@@ -1,6 +1,6 @@
-"""Checks of user input.
+"""Validation of user input.
 
-Each error names the argument, its value and the rule, then its meaning and the remedy. `why` holds the last two.
+Each error names the argument, its value and the rule. `why` is the reason, and usually a second sentence with the cure.
 """
 
 import math
@@ -9,10 +9,11 @@ from typing import Any
 
 
 def plain_value(value: Any) -> Any:
-    """Convert a configuration tool's value to a plain one: a list to a tuple, the text of a number to a number.
+    """Convert a value from a configuration tool to a plain Python value.
 
-    Hydra passes a `ListConfig` for a list. A command line passes the text of a number if an argument may also be text,
-    and so does YAML for `1e-3`. Every other value is returned unchanged.
+    Lists become tuples, because Hydra passes a `ListConfig` for a list. The text of a number becomes a number, because
+    command lines pass text if an argument may also be a string, and YAML reads `1e-3` as text. Every other value is
+    returned unchanged.
 
     >>> plain_value(["0.9", 0.999]), plain_value("1024"), plain_value("1e-3"), plain_value("dynamic")
     ((0.9, 0.999), 1024, 0.001, 'dynamic')
@@ -34,7 +35,7 @@ def _number_in(text: str) -> int | float | str:
 
 
 def make_plain(instance: Any, *fields: str) -> None:
-    """Replace fields of a dataclass, which may be frozen, by their `plain_value`."""
+    """Convert fields of a dataclass with `plain_value`. The dataclass may be frozen."""
     for field in fields:
         object.__setattr__(instance, field, plain_value(getattr(instance, field)))
 
@@ -44,11 +45,11 @@ def require_number(
 ) -> None:
     """Raise `ValueError` unless `value` is a finite number in [low, high), or in (low, high) with `above`.
 
-    >>> require_number("momentum", 1.5, "past gradients would never fade. SGD's usual is 0.9", high=1)
+    >>> require_number("momentum", 1.5, "past gradients would never fade. Use 0.9, for example", high=1)
     Traceback (most recent call last):
-    ValueError: `momentum` (=1.5) must be a number in [0, 1): past gradients would never fade. SGD's usual is 0.9.
+    ValueError: `momentum` (=1.5) must be a number in [0, 1): past gradients would never fade. Use 0.9, for example.
     """
-    # True is an int in Python, and would pass for 1. Comparisons with nan are false, so nan is refused as well.
+    # True is an int in Python and would pass as 1. nan is rejected too, because comparisons with nan are false.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value < high or (above and value == low):
         bracket = "["
@@ -66,7 +67,7 @@ def require_positive(name: str, value: float, why: str) -> None:
     Traceback (most recent call last):
     ValueError: `bytes_per_s` (=0.0) must be positive: it is a rate.
     """
-    # `value <= 0` would be false for nan, which must be refused.
+    # `value <= 0` would be false for nan, which must be rejected.
     if not value > 0:
         raise ValueError(f"`{name}` (={value!r:.80}) must be positive: {why}.")
 
@@ -78,7 +79,7 @@ def require_share(name: str, value: float, why: str) -> None:
 
 
 def require_whole(name: str, value: Any, why: str, *, least: int = 1, unit: str = "") -> None:
-    """Raise `ValueError` unless `value` is a whole number (of `unit`), `least` or more.
+    """Raise `ValueError` unless `value` is a whole number of at least `least`. The error names the `unit`.
 
     >>> require_whole("num_nodes", 1.5, "nodes are counted")
     Traceback (most recent call last):
@@ -94,7 +95,7 @@ def require_whole(name: str, value: Any, why: str, *, least: int = 1, unit: str 
 
 
 def require_choice(name: str, value: Any, choices: Collection[Any], why: str) -> None:
-    """Raise `ValueError` unless `value` is one of `choices`. 1 does not count as True.
+    """Raise `ValueError` unless `value` is one of `choices`. The number 1 is not accepted for True.
 
     >>> require_choice("nesterov", "yes", (True, False), "it is a switch")
     Traceback (most recent call last):
@@ -108,7 +109,7 @@ def require_choice(name: str, value: Any, choices: Collection[Any], why: str) ->
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of an error's text without its full stop, or the error's type if there is no text.
+    r"""Return the first line of an error's text without the final period, or the error's type if there is no text.
 
     >>> first_line(ValueError("`lr` (=0) must be positive.\nSet optim.lr=0.1"))
     '`lr` (=0) must be positive'

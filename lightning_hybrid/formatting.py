@@ -55,7 +55,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Format a time in the unit that suits it.
+    """Format a duration in milliseconds, seconds, minutes or hours, depending on its length.
 
     >>> [time_text(seconds) for seconds in (0.0, 3.2e-4, 0.065, 11.0, 400.0, 8100.0)]
     ['0 ms', '0.32 ms', '65 ms', '11 s', '6.67 min', '2.25 h']

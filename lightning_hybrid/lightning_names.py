@@ -1,10 +1,11 @@
-"""Look-up of Lightning's classes and functions under both of its import names, which share no class.
+"""Look-up of Lightning's classes and functions under both of its import names.
 
     lightning.pytorch, lightning.fabric         import lightning
     pytorch_lightning, lightning_fabric         import pytorch_lightning
 
-`isinstance` and `except` distinguish the classes of the two. Code that serves both derives from neither, and looks up
-here, at run time, the names that it needs. Only packages that the process has already imported are searched.
+The two distributions share no class, so `isinstance` and `except` tell their classes apart. Code that must work with
+both does not import either. It looks up the names that it needs here, at run time. Only packages that the process has
+already imported are searched.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _PACKAGES = {
 
 
 def lightning_types(name: str) -> tuple[Any, ...]:
-    """Return the class of this name in each imported Lightning, for `isinstance`. Without any, the tuple is empty.
+    """Return the classes called `name` from all imported Lightning packages, for `isinstance`.
+
+    The tuple is empty if no Lightning package has been imported.
 
     >>> from lightning.pytorch.callbacks import Callback
     >>> Callback in lightning_types("pytorch.callbacks.Callback")
@@ -31,21 +34,25 @@ def lightning_types(name: str) -> tuple[Any, ...]:
 
 
 def lightning_function(name: str) -> Any:
-    """Return the function of this name from any imported Lightning, as the code is the same in all.
+    """Return the function called `name` from the first imported Lightning package.
+
+    The code is the same in all packages. If none has been imported, the first one is imported.
 
     >>> lightning_function("fabric.utilities.cloud_io._is_local_file_protocol")("/some/where")
     True
     """
     for function in _objects_named(name):
         return function
-    # This package can be used without an imported Lightning.
+    # No Lightning package has been imported yet.
     family = name.partition(".")[0]
     import_module(_PACKAGES[family][0])
     return lightning_function(name)
 
 
 def lightning_error(name: str, *args: object) -> BaseException:
-    """Create an error that `except` catches by the class of this name, from whichever Lightning it was imported.
+    """Create an error that is an instance of the class called `name` in every imported Lightning package.
+
+    User code can therefore catch it with the class of the package that it imports.
 
     >>> from lightning.pytorch.utilities.exceptions import MisconfigurationException
     >>> isinstance(lightning_error("fabric.utilities.exceptions.MisconfigurationException"), MisconfigurationException)
@@ -62,7 +69,7 @@ def lightning_error(name: str, *args: object) -> BaseException:
 
 
 def misconfiguration(message: str) -> BaseException:
-    """Create Lightning's error for options that cannot be combined."""
+    """Create a `MisconfigurationException`, Lightning's error for options that cannot be combined."""
     return lightning_error("fabric.utilities.exceptions.MisconfigurationException", message)
 
 

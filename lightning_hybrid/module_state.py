@@ -16,10 +16,10 @@ _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """Restore on exit what a step changes in a module: buffers, attributes, and entries of lists and dictionaries.
+    """Restore a module's buffers, attributes, lists, dictionaries and torch generators when the block exits.
 
-    torch generators that the module holds are restored too. State inside other objects, or outside the module, such as
-    a file, is not restored.
+    Parameters are not restored. State inside other objects, or outside the module, such as a file, is not restored
+    either.
 
     >>> counter = nn.BatchNorm1d(2)
     >>> with put_back(counter):

@@ -1,4 +1,4 @@
-"""Placement of a tensor's elements when ranks share it: each rank holds one part, cut at blocks of sums of squares."""
+"""Division of a tensor's elements between ranks: each holds one part, which begins and ends at a block boundary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 BLOCK = 1 << 14
-"""Number of elements of a block. The C++ passes sum squares by blocks, the Triton kernels by chunks that divide it."""
+"""Number of elements of a block. The C++ passes sum squares per block. The Triton kernels use smaller chunks, whose
+size divides it."""
 
 
 _IGNORED_KEY = "_ddp_params_and_buffers_to_ignore"  # attribute of a module that DDP reads
@@ -21,17 +22,17 @@ _IGNORED_KEY = "_ddp_params_and_buffers_to_ignore"  # attribute of a module that
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Part of a tensor that this rank holds: elements `begin` to `end` of the whole tensor, in its order of memory.
+    """Part of a tensor that this rank holds: the elements from `begin` up to `end`, in memory order.
 
     Attributes:
-        numel: Number of elements of the whole tensor.
+        numel: Number of elements of the full tensor.
         begin: First element of the part, a multiple of `BLOCK`, or `numel` if the part is empty.
         end: One past the last element of the part, a multiple of `BLOCK` or `numel`.
-        num_holders: Number of ranks that hold this part and add up their sums of it, such as the ranks of all nodes
-            that hold a layer's slice.
+        num_holders: Number of ranks that hold this part and contribute to the same sum over ranks. Each contribution
+            is divided by it.
 
     Raises:
-        ValueError: The part is not within the tensor, or cuts a block.
+        ValueError: The part is not within the tensor, or a boundary of the part is inside a block.
 
     >>> Part(numel=40_000, begin=16_384, end=40_000)
     Part(numel=40000, begin=16384, end=40000)
@@ -46,22 +47,22 @@ class Part:
         if not 0 <= self.begin <= self.end <= self.numel:
             raise ValueError(
                 f"`begin` and `end` (={self.begin}, {self.end}) must be within the tensor, whose `numel` is "
-                f"{self.numel}: a part is elements `begin` up to `end` of the whole. Take them from `spans`."
+                f"{self.numel}, and in ascending order. Use values that `spans` returns."
             )
         for name, value in (("begin", self.begin), ("end", self.end)):
             if value % BLOCK and value != self.numel:
                 raise ValueError(
-                    f"`{name}` (={value}) must be a multiple of {BLOCK} or the tensor's end ({self.numel}): sums of "
-                    "squares are by whole blocks, so that their bits do not depend on who holds which part. Take it "
-                    "from `spans`."
+                    f"`{name}` (={value}) must be a multiple of {BLOCK} or the tensor's end ({self.numel}), because "
+                    "squares are summed per block so that norms are bitwise equal for any division between ranks. "
+                    "Use a value that `spans` returns."
                 )
 
 
 def spans(numel: int, num_parts: int, block: int = BLOCK) -> list[tuple[int, int]]:
-    """Cut `numel` elements at multiples of `block` into `num_parts` spans `(begin, end)` of nearly equal size.
+    """Split `numel` elements at multiples of `block` into `num_parts` spans `(begin, end)` of nearly equal size.
 
-    Each element is in one span, in order. With fewer blocks than parts, some spans are empty. If the number of blocks
-    is not divisible, later spans get one more, because the last block may be short.
+    The spans are in order, and each element is in exactly one of them. If there are fewer blocks than parts, some spans
+    are empty. If the number of blocks is not divisible, later spans get one more, because the last block may be short.
 
     >>> spans(10, 2, block=4), spans(3, 2, block=4)
     ([(0, 4), (4, 10)], [(0, 0), (0, 3)])
@@ -78,7 +79,9 @@ def spans(numel: int, num_parts: int, block: int = BLOCK) -> list[tuple[int, int
 
 
 def is_split(numel: int, num_parts: int, block: int = BLOCK) -> bool:
-    """Return whether a tensor is large enough to be split. Every rank holds all of a tensor with too few blocks.
+    """Return whether a tensor is large enough to be split.
+
+    Every rank holds all elements of a tensor that has fewer blocks than there are parts.
 
     >>> is_split(8, 2, block=4), is_split(5, 2, block=4), is_split(4, 2, block=4)
     (True, True, False)
@@ -87,9 +90,9 @@ def is_split(numel: int, num_parts: int, block: int = BLOCK) -> bool:
 
 
 def flattened(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of `tensor` as one row, in the order in which `like` (of equal shape) has them in memory.
+    """Return the elements of `tensor` as a 1-D tensor, in the memory order of `like`.
 
-    The result is a view if both tensors have the same order and no gaps, else a copy.
+    Both tensors have the same shape. The result is a view if they have the same strides and no gaps, else a copy.
 
     >>> import torch; like = torch.zeros(2, 3).T
     >>> flattened(torch.arange(6).view(3, 2), like)
@@ -100,7 +103,7 @@ def flattened(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def has_gaps(tensor: Tensor) -> bool:
-    """Return whether a tensor has gaps between its elements in memory, or elements that overlap.
+    """Return whether the elements of a tensor have gaps between them in memory, or overlap.
 
     >>> import torch
     >>> has_gaps(torch.zeros(4, 3).T), has_gaps(torch.zeros(4, 3)[:, :2])
@@ -117,8 +120,8 @@ def with_entries(
 ) -> dict[str, Any]:
     """Return a state dict of `optimizer` with each entry replaced by `change(parameter, entry)`.
 
-    Entries that become None are removed. The state dict may have been saved by another run: entries without a parameter
-    in this optimizer are left unchanged.
+    Entries for which `change` returns None are removed. The state dict may have been saved by another run. Entries
+    without a parameter in this optimizer are left unchanged.
     """
     indices: list[int] = []
     for group in state["param_groups"]:
@@ -140,8 +143,8 @@ def with_entries(
 
 @contextmanager
 def ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Make DDP ignore these parameters and buffers, in addition to those that it ignores already."""
-    was_set = _IGNORED_KEY in vars(module)  # on this module, and not on its class
+    """Make DDP ignore the parameters and buffers in `names` within the block, in addition to those already ignored."""
+    was_set = _IGNORED_KEY in vars(module)  # An attribute of the class does not count.
     ignored_before = getattr(module, _IGNORED_KEY, ())
     requested = set(names)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
@@ -160,13 +163,13 @@ def ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
 
 
 def broadcast_first_(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Set tensors, in place, to the values of the first rank of `group`. None: the group of all ranks.
+    """Overwrite tensors with the values of the first rank of `group`. None: the group of all ranks.
 
     Collective: every rank of the group must call it, in the same order.
     """
     if group is None:
         group = dist.group.WORLD
     if tensors and group is not None:
-        # Tensors are flattened into buffers of DDP's size: NCCL refuses tensors that are not contiguous, and a call for
-        # each tensor would be slow.
+        # Tensors are flattened into buffers of DDP's size, because NCCL rejects tensors that are not contiguous and a
+        # call for each tensor would be slow.
         dist._broadcast_coalesced(group, tensors, 25 * 2**20, 0)

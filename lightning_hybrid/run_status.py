@@ -1,4 +1,4 @@
-"""View of a run for callbacks, with typed fields for precision and communication."""
+"""Status of a run for callbacks, with typed fields for precision and communication."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """State of a run under `HybridAllReduceStrategy`. Under other strategies every field is empty.
+    """Status of a run under `HybridAllReduceStrategy`. Under other strategies every field has its default.
 
     Args:
-        optimizer_steps: Loss scale and counters of each optimizer. Empty unless in half precision.
-        window: Half-precision window, while a run lasts.
+        optimizer_steps: Loss scale and step counters of each optimizer. Empty unless training in half precision.
+        window: Half-precision window of the current run.
         has_grad_scaler: Whether Lightning scales the loss (`precision="16-mixed"`).
         comm_trace: Counters of the communication, during a fit.
-        communication_plan: One line with ranks, nodes, buckets and algorithms, once they are known.
-        master_parts: fp32 values of this rank's part, by the `id` of a parameter that ranks share.
-        parts: Part that this rank updates, by the `id` of a parameter.
-        place_in_node: Local rank and number of ranks, if parts are sharded. Ranks with equal values hold equal parts.
-        update_context: Context for an optimizer, in which the optimizer holds the part that this rank updates in place
-            of the parameters.
-        own_state: Context in which state dicts of the module hold this rank's slices of cut layers, without
-            communication.
+        communication_plan: One-line description of ranks, nodes, buckets and algorithms, once they are known.
+        master_parts: fp32 values of the part that this rank updates, by the `id` of the parameter. Only parameters
+            whose update is shared between ranks have an entry.
+        parts: Part that this rank updates, by the `id` of the parameter.
+        place_in_node: Local rank and number of ranks in the node, if parts are sharded. Ranks with equal values hold
+            equal parts.
+        update_context: Function that returns a context for an optimizer. Within it, the optimizer holds the parts that
+            this rank updates instead of the full parameters.
+        own_state: Function that returns a context. Within it, state dicts of the module hold this rank's slices of the
+            sliced layers, so that no communication is needed.
         link_bytes_per_s: Bandwidth of a node's link, if the user set it.
         repeats_batch: Whether the current batch of this rank is a repeated one, which counts for nothing
             (`uneven_batches="join"`).
         replica_group: Ranks that hold the same stage of a pipeline. None: all ranks.
-        node_group: Ranks of the node, while nodes train independently. None: all ranks agree.
+        node_group: Ranks of the node, while nodes train independently. None: nodes do not train independently.
         verdict_group: Ranks that skip the same steps, throughout a fit. None: all ranks.
-        num_shards: In an elastic run, number of batches of a step over all hosts. None: another run.
-        num_ranks: In an elastic run, number of ranks of all present hosts. None: another run.
-        gather_over_hosts: In an elastic run, function that gathers a value from each rank of all present hosts, or
+        num_shards: Number of batches in a step over all hosts of an elastic run. None: the run is not elastic.
+        num_ranks: Number of ranks on all present hosts of an elastic run. None: the run is not elastic.
+        gather_over_hosts: Function of an elastic run that gathers a value from each rank of all present hosts, or
             returns None. See `Views.gather`.
     """
 
@@ -83,14 +85,17 @@ class RunStatus:
 
     @property
     def num_skipped_steps(self) -> int | None:
-        """Number of skipped steps of all optimizers, or None unless in half precision. Waits for the device."""
+        """Number of skipped steps of all optimizers, or None if training is not in half precision.
+
+        Reading the property waits for the device.
+        """
         if not self.optimizer_steps:
             return None
         return sum(int(state.num_skipped) for state in self.optimizer_steps)
 
 
 def run_status(trainer: pl.Trainer) -> RunStatus:
-    """Return the status from the trainer's strategy, or an almost empty one under a strategy of Lightning."""
+    """Return the status of the trainer's run. It is almost empty under Lightning's own strategies."""
     status: RunStatus | None = getattr(trainer.strategy, "run_status", None)
     if status is None:
         return RunStatus(has_grad_scaler=has_grad_scaler(trainer.precision_plugin))
@@ -103,7 +108,10 @@ def has_grad_scaler(plugin: Precision) -> bool:
 
 
 def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each tensor that must be equal on all ranks, or on all ranks with the same `PART`."""
+    """Yield the name and value of each tensor that must be equal on all ranks that hold it.
+
+    A name that begins with `PART` is compared only between the ranks that hold the same part.
+    """
     module = trainer.strategy.lightning_module
     assert module is not None
     status = run_status(trainer)

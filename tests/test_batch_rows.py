@@ -124,7 +124,7 @@ def test_a_batch_that_fits_is_given_as_it_is():
         ({"x": X[:2], "texts": [["a", "b"], ["c", "d"]]}, "a list of 2 lists of 2 entries"),
         ({"x": X, "names": set(TEXTS)}, "`batch` must not hold a set"),
         ({"x": X, "rows": iter(TEXTS)}, "`batch` must not hold a list_iterator"),
-        (3, r"`batch` \(of type int\) must hold a row for each sample"),
+        (3, r"`batch` \(of type int\) must have one row per sample"),
     ],
 )
 def test_a_batch_whose_samples_are_unknown_is_refused(batch, message):

@@ -71,7 +71,9 @@ def test_a_library_in_a_folder_that_others_may_write_is_not_loaded(answers, mode
     planted, answer = answers
     planted.parent.chmod(mode)
     before = planted.read_bytes()
-    with pytest.warns(UserWarning, match=r"must be yours, and writable by no other.*`chmod go-w"):
+    with pytest.warns(
+        UserWarning, match=r"must belong to you and must not be writable.*`chmod go-w"
+    ):
         assert answer() == 1
     assert [*planted.parent.iterdir()] == [planted], "nothing is put there either"
     assert planted.read_bytes() == before

@@ -1,9 +1,14 @@
-"""Averaging gradients over all ranks while backward runs.
+"""Gradient averaging over all ranks, overlapped with backward.
 
-A bucket goes from `hook` (divide, submit) to `engine/` (stages of successive buckets at the same time). `topology` says
-which ranks share a node, `plan` how large buckets are and which algorithm sums each, `bucket_layout` what follows from
-bytes alone. `health/` makes one error of a failure and `stats/` counts bytes and seconds.
-In use::
+hook             divides a bucket and submits it to the engine
+engine/          runs the all-reduce stages of successive buckets at the same time
+topology         knows which ranks share a node
+plan             chooses the size of buckets, and the algorithm that sums each
+bucket_layout    derives sizes of buckets and chunks from numbers of bytes
+health/          turns the failure of one rank into the same error on every rank
+stats/           counts bytes and seconds
+
+Example::
 
     engine = CommEngine(topology=Topology.discover(), plan=CommPlan(), timeout=timeout, device=device)
     ddp_model.register_comm_hook(HookState(engine=engine), average_bucket)

@@ -1,15 +1,15 @@
-"""Sizes of DDP's buckets, of the chunks of a bucket, and of what nodes exchange whole. `plan.py` chooses algorithms."""
+"""Sizes of DDP's buckets and of the chunks of a bucket, and the kind of messages by which nodes exchange a chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-# Names of what ranks that share the update exchange in it, those of a node or all, in engine/node_exchange.py.
+# Names of the exchanges in a sharded update, over the ranks of a node or over all ranks (engine/node_exchange.py).
 Exchange = Literal[
     "node_sum", "node_gather", "node_collect", "world_sum", "world_gather", "world_collect"
 ]
-_EXCHANGES = get_args(Exchange)  # once: it is asked for each bucket
+_EXCHANGES = get_args(Exchange)
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -17,26 +17,28 @@ MIB = 1024 * KIB
 # Size at which torch's DistributedDataParallel closes its first bucket.
 DDP_FIRST_BUCKET_BYTES = MIB
 
-# Chunks and parts of chunks begin at multiples of this many elements, which vector instructions find aligned.
+# Chunks and parts of chunks begin at multiples of this many elements, so that vector instructions find them aligned.
 ALIGNMENT = 16
 
-# Up to here a rank sends all it has to every other rank across nodes: 4 nodes at 100 Mbit/s and 200 us took 2.5 ms for
-# 4 KiB against 4.4 in two rounds and 6.5 in Gloo's ring; for 64 KiB, which is more than this, 18, 12 and 15 ms.
+# Bytes that a rank sends in total, up to which it sends its tensor to every other rank ("exchange"). On 4 nodes at
+# 100 Mbit/s and 200 us, 4 KiB took 2.5 ms, against 4.4 ms in two rounds and 6.5 ms in Gloo's ring. For 64 KiB, which
+# exceed the limit there, the times were 18, 12 and 15 ms.
 EXCHANGE_BYTES = 64 * KIB
 
-# Up to here in two rounds: 4 nodes at 1 Gbit/s and 2 ms took 11 ms for 64 KiB against 29 in Gloo's ring. Far beyond it
-# too, but at 100 Mbit/s and 200 us 44 ms against 40 for 256 KiB, and 679 against 518 for 4 MiB.
+# Bytes up to which a sum takes two rounds ("scatter_gather"). On 4 nodes at 1 Gbit/s and 2 ms, 64 KiB took 11 ms,
+# against 29 ms in Gloo's ring, and two rounds were also faster for far larger tensors. At 100 Mbit/s and 200 us they
+# were slower: 44 ms against 40 ms for 256 KiB, and 679 ms against 518 ms for 4 MiB.
 SCATTER_BYTES = 128 * KIB
 
 Form = Literal["exchange", "scatter_gather", "ring"]
 
 
 def between_nodes_form(num_ranks: int, num_bytes: float) -> Form:
-    """Choose how ranks on `num_ranks` nodes, one on each, sum `num_bytes` over Gloo.
+    """Return the kind of messages by which `num_ranks` ranks on different nodes sum `num_bytes` over Gloo.
 
-        exchange          1 round               every rank sends all it has to every other: fewest delays
+        exchange          1 round               every rank sends its tensor to every other rank: lowest latency
         scatter_gather    2 rounds              every rank sums one part and sends it to all others
-        ring              2 (n - 1) rounds      Gloo's own: a slow link is fullest with one flow at a time
+        ring              2 (n - 1) rounds      Gloo's own ring: one flow at a time uses a slow link best
 
     >>> [between_nodes_form(4, num_bytes) for num_bytes in (16 * KIB, 128 * KIB, 129 * KIB)]
     ['exchange', 'scatter_gather', 'ring']
@@ -49,23 +51,26 @@ def between_nodes_form(num_ranks: int, num_bytes: float) -> Form:
 
 
 def chunk_numels(numel: int, num_chunks: int, *, alignment: int = ALIGNMENT) -> list[int]:
-    """Cut `numel` elements into at most `num_chunks` chunks, at least one, at multiples of `alignment`.
+    """Return the sizes of at most `num_chunks` chunks of `numel` elements, which begin at multiples of `alignment`.
 
-    Of four or more the first and the last have a quarter of the others.
+    With four chunks or more, the first and the last one have a quarter of the size of the others.
 
     >>> chunk_numels(100, 3), chunk_numels(1600, 4), chunk_numels(0, 3)
     ([48, 48, 4], [160, 640, 640, 160], [0])
     """
     if not numel:
         return [0]
-    # Short ends: while the first chunk is in its first stage, and the last in its last, no other stage has work.
+    # The first and last chunk are short, because no other stage has work while the first one is in its first stage and
+    # the last one in its last stage.
     has_short_ends = num_chunks >= 4
-    num_units = (
-        4 * num_chunks - 6 if has_short_ends else num_chunks
-    )  # ends are one unit long, others four
-    end = middle = _rounded_up(-(-numel // num_units), alignment)
+    num_units = num_chunks
     if has_short_ends:
-        middle = max(_rounded_up(-(-(numel - 2 * end) // (num_chunks - 2)), alignment), alignment)
+        num_units = 4 * num_chunks - 6  # The ends are one unit long, and the others four units.
+    end = _rounded_up(-(-numel // num_units), alignment)
+    middle = end
+    if has_short_ends:
+        numel_of_middle = -(-(numel - 2 * end) // (num_chunks - 2))
+        middle = max(_rounded_up(numel_of_middle, alignment), alignment)
     starts = [0, *range(end, numel, middle)]
     return [stop - start for start, stop in zip(starts, [*starts[1:], numel], strict=True)]
 
@@ -75,7 +80,7 @@ def _rounded_up(number: int, multiple_of: int) -> int:
 
 
 def ddp_limits(bucket_bytes: int) -> tuple[int, int]:
-    """Return the sizes at which DDP closes its first bucket, and each further one.
+    """Return the size at which DDP closes its first bucket, and the size at which it closes each further bucket.
 
     >>> ddp_limits(25 * 2**20), ddp_limits(1000)
     ((1048576, 26214400), (1000, 1000))
@@ -84,34 +89,39 @@ def ddp_limits(bucket_bytes: int) -> tuple[int, int]:
 
 
 def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
-    """Return the bytes of DDP's buckets of tensors in this order (`compute_bucket_assignment_by_size`).
+    """Return the sizes in bytes of the buckets that DDP makes of tensors (`_compute_bucket_assignment_by_size`).
 
-    A bucket is closed once it has its size, so most have more.
+    DDP closes a bucket once it has reached the limit, so most buckets exceed it.
 
     >>> mib = 2**20
     >>> [size / mib for size in ddp_buckets([mib // 2, mib, 20 * mib, 20 * mib, 5 * mib], 25 * mib)]
     [1.5, 40.0, 5.0]
     """
-    first, other_bytes = ddp_limits(bucket_bytes)
-    caps: list[int] = []
+    limit, later_limit = ddp_limits(bucket_bytes)
+    sizes: list[int] = []
     open_bytes = 0
     for size in tensor_bytes:
         open_bytes += size
-        if open_bytes >= (other_bytes if caps else first):
-            caps.append(open_bytes)
+        if open_bytes >= limit:
+            sizes.append(open_bytes)
             open_bytes = 0
-    return [*caps, open_bytes] if open_bytes else caps
+            limit = later_limit
+    if open_bytes > 0:
+        sizes.append(open_bytes)
+    return sizes
 
 
 def is_exchange(name: str) -> bool:
-    """Return whether it names what ranks exchange in the update, and no all-reduce."""
+    """Return whether `name` is an exchange of a sharded update, rather than an all-reduce algorithm."""
     return name in _EXCHANGES
 
 
 def words_of(name: str) -> str:
-    """Say what carries a bucket, for errors.
+    """Return the name of an algorithm or exchange with its kind, for error messages.
 
     >>> words_of("two_level"), words_of("node_gather")
     ('two_level all-reduce', 'node_gather exchange')
     """
-    return f"{name} exchange" if is_exchange(name) else f"{name} all-reduce"
+    if is_exchange(name):
+        return f"{name} exchange"
+    return f"{name} all-reduce"

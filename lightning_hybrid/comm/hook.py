@@ -1,17 +1,17 @@
-"""The DistributedDataParallel hook: one bucket of gradients in, a future of the averaged bucket out.
+"""DDP communication hook, which returns a future of the averaged bucket.
 
     buffer  --/ before-->  wire  --sum over the world-->  wire  --/ after-->  buffer         before * after = num_terms
 
 `num_terms` is the number of ranks, unless gradients have weights (`strategy/uneven_batches/`).
 
-This is the only place that divides. On a wire of fp16 `before` is a power of two near sqrt(world_size): dividing by
-it is exact, and the sum of 2,048 gradients then has 64 times the room it would have undivided, while gradients lose 6
-bits of the subnormal range where dividing by 2,048 first would lose 11. Other dtypes have room for the sum of all:
-`before` is 1, which saves a pass over memory.
+This module is the only place that divides. If the wire dtype is fp16, `before` is a power of two near sqrt(world_size),
+because such a division is exact. At 2,048 ranks a sum may then be 64 times as large without overflow as without the
+division. Gradients lose 6 bits of the subnormal range. They would lose 11 bits if they were divided by 2,048 first. In
+other dtypes the sum of all gradients does not overflow, so `before` is 1, which saves a pass over memory.
 
-NCCL adds in the wire's dtype and rounds at every addition; over Gloo 16-bit tensors are added in fp32 inside a node and
-rounded once: what was measured of accuracy on CPUs does not hold on GPUs. Overflow does not depend on that: at 2,048
-ranks any part of a sum is at most 32 times the largest gradient, and inf and nan survive every order of additions.
+NCCL adds in the wire dtype and rounds at every addition. Over Gloo, 16-bit tensors are added in fp32 inside a node and
+rounded once. So the accuracy measured on CPUs does not hold on GPUs. Overflow does not depend on the backend: at 2,048
+ranks any partial sum is at most 32 times the largest gradient, and inf and nan survive every order of additions.
 """
 
 import math
@@ -27,22 +27,26 @@ from lightning_hybrid.comm.codec.error_feedback import BucketFeedback, ErrorFeed
 from lightning_hybrid.comm.codec.padded_bucket import BlockNumbers, PaddedBucket, num_reals
 from lightning_hybrid.comm.engine.engine import CommEngine
 
-# No `from __future__ import annotations` in this file: DistributedDataParallel compares the hook's annotations with the
-# classes themselves and refuses strings.
+# There is no `from __future__ import annotations` in this file, because DistributedDataParallel compares the hook's
+# annotations with the classes themselves and rejects strings.
 
 WIRE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class HookState:
-    """The state of the hook: an engine, and the dtype in which sums travel.
+    """State of the DDP hook `average_bucket`: the engine, and the dtype of sums.
 
-    `scatter`: where ranks share the update, it may average a bucket in its own way; None: `average_bucket` does.
-    `comm_dtype`: None sums in the bucket's own dtype, without a copy; else float32, float16 or bfloat16.
-    `parameters`: of the module, in its order, by which a codec numbers its blocks; without them, in the order of the
-    first buckets.
+    Args:
+        engine: Engine that sums the buckets.
+        comm_dtype: Dtype in which buckets are summed: float32, float16 or bfloat16. None: the bucket's own dtype,
+            which needs no copy.
+        scatter: Function of a sharded update, which may average a bucket in another way. If it returns None, or if it
+            is None, `average_bucket` sums the bucket.
+        parameters: Parameters of the module, in the order in which a codec numbers its blocks. Other parameters are
+            numbered in the order of the first buckets.
 
     Raises:
-        ValueError: for another dtype.
+        ValueError: `comm_dtype` is another dtype.
     """
 
     def __init__(
@@ -55,53 +59,54 @@ class HookState:
     ) -> None:
         if comm_dtype is not None and comm_dtype not in WIRE_DTYPES:
             raise ValueError(
-                f"`comm_dtype` (={comm_dtype}) must be None or one of float32, float16, bfloat16: gradients are summed "
-                "in it. Leave `comm.dtype` unset to sum them as they are."
+                f"`comm_dtype` (={comm_dtype}) must be None or one of float32, float16, bfloat16, because gradients "
+                "are summed in it. Leave `comm.dtype` unset to sum gradients in their own dtype."
             )
         self.engine: CommEngine | None = engine
         self.comm_dtype = comm_dtype
         self.scatter = scatter
         self.blocks = BlockNumbers(parameters)
         self.feedback = self._new_feedback()
-        self.num_buckets = 0  # that DDP has handed over
-        self._padded: dict[
-            int, tuple[list[int], PaddedBucket]
-        ] = {}  # by index of the bucket, with what it is made for
+        self.num_buckets = 0  # number of buckets that DDP has passed to the hook
+        # By the index of the bucket: the ids of its parameters, and the buffer for their gradients.
+        self._padded: dict[int, tuple[list[int], PaddedBucket]] = {}
 
     def _new_feedback(self) -> ErrorFeedback | None:
         engine = self.engine
         if engine is None or engine.coder is None or not engine.coder.codec.error_feedback:
             return None
 
-        def add_up_(values: Tensor) -> None:
+        def sum_over_node_(values: Tensor) -> None:
             engine.submit(values, bucket_index=0, exchange="node_sum").wait()
 
         topology = engine.topology
+        add_up_ = None
+        if max(map(len, topology.nodes)) > 1:
+            add_up_ = sum_over_node_
         return ErrorFeedback(
             self.blocks.num_blocks,
             device=engine.device,
-            add_up_=add_up_ if max(map(len, topology.nodes)) > 1 else None,
+            add_up_=add_up_,
             is_leader=topology.rank == topology.leader,
         )
 
     def padded(self, bucket: dist.GradBucket) -> PaddedBucket:
-        """Return the memory in which a codec carries this bucket."""
+        """Return the buffer from which a codec encodes this bucket."""
         parameters = bucket.parameters()
-        made_for = [id(parameter) for parameter in parameters]
-        if (padded := self._padded.get(bucket.index())) is None or padded[
-            0
-        ] != made_for:  # DDP makes its buckets again
+        ids = [id(parameter) for parameter in parameters]
+        cached_ids, padded = self._padded.get(bucket.index(), (None, None))
+        if padded is None or cached_ids != ids:  # DDP rebuilds its buckets after the first step.
             numels = [num_reals(parameter) for parameter in parameters]
-            firsts = [self.blocks.first_of(parameter) for parameter in parameters]
+            first_ids = [self.blocks.first_of(parameter) for parameter in parameters]
             dtype = self.comm_dtype or bucket.buffer().dtype
             device = bucket.buffer().device
-            padded = made_for, PaddedBucket(numels, firsts, dtype=dtype, device=device)
-            self._padded[bucket.index()] = padded
-        return padded[1]
+            padded = PaddedBucket(numels, first_ids, dtype=dtype, device=device)
+            self._padded[bucket.index()] = (ids, padded)
+        return padded
 
     def __getstate__(self) -> dict:
         # Threads and process groups cannot be pickled. DDP does not register hooks again after unpickling, so the
-        # caller must do it, with a state that has an engine.
+        # caller must register the hook again, with a state that has an engine.
         return {
             "engine": None,
             "comm_dtype": self.comm_dtype,
@@ -112,63 +117,69 @@ class HookState:
 
 
 def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEngine, Tensor]:
-    """Return the engine that carries a bucket, and the bucket's flat tensor.
+    """Return the engine that sums a bucket, and the bucket's flat tensor.
 
     Raises:
-        TypeError: for sparse gradients.
-        RuntimeError: if the state has no engine.
+        TypeError: The gradients are sparse.
+        RuntimeError: The state has no engine.
     """
     engine = state.engine
     buffer = bucket.buffer()
     if engine is None:
         raise RuntimeError(
-            "this hook state was unpickled and has no engine: register the hook again, with a state built from one"
+            "the state of the DDP hook has no engine, because it was unpickled. Register the hook again with a new "
+            "`HookState(engine=...)`."
         )
     state.num_buckets += 1
     if buffer.layout != torch.strided or not buffer.is_floating_point():
         raise TypeError(
-            f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
-            "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or plain `ddp`."
+            f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real, because this "
+            "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or strategy='ddp'."
         )
     return engine, buffer
 
 
 def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Average a bucket over all ranks, in place, in the background. For `register_comm_hook(state, average_bucket)`.
+    """Average a bucket over all ranks in the background, as a hook for `register_comm_hook(state, average_bucket)`.
 
         bucket = (sum over ranks of bucket / before) / after         before * after = num_terms
 
-    Collective: every rank must call it, in the same bucket order; DistributedDataParallel does. In place: the future
-    holds `bucket.buffer()`. Afterwards all ranks hold the same bits. Complex gradients arrive as pairs of reals.
+    Collective: every rank must call it, in the same order of buckets, as DistributedDataParallel does. The future holds
+    `bucket.buffer()`, which is changed in place. Afterwards it is bitwise equal on all ranks. Complex gradients arrive
+    as pairs of reals.
 
     Raises:
-        TypeError: for sparse gradients.
-        RuntimeError: if the engine has failed or is closed.
+        TypeError: The gradients are sparse.
+        RuntimeError: The engine has failed or is closed.
     """
-    # On a CPU the precision's `TorchFunctionMode` is on around backward, and would take each call of torch made here.
+    # On a CPU, backward runs within the precision plugin's `TorchFunctionMode`, which would intercept every torch call.
     with torch._C.DisableTorchFunction():
         return _average(state, bucket)
 
 
 def _average(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     engine, buffer = engine_and_buffer(state, bucket)
-    if state.scatter is not None and (future := state.scatter(bucket)) is not None:
-        return future
-    # The divisor is split where fp16 occurs anywhere on the way: that between nodes may be narrower than the wire's.
+    if state.scatter is not None:
+        future = state.scatter(bucket)
+        if future is not None:
+            return future
+
+    # The divisor is also split if only the dtype between nodes is fp16, because it may be narrower than the wire dtype.
     dtypes = (state.comm_dtype or buffer.dtype, engine.dtype_across_nodes)
     before, after = split_divisor(engine.num_terms, is_fp16=torch.float16 in dtypes)
     if engine.coder is not None:
         padded = state.padded(bucket)
         wire = padded.load(buffer, before=before)
+        feedback = None
+        if state.feedback is not None:
+            feedback = feedback_of(state.feedback, engine, bucket, padded, wire, before)
         return engine.submit(
             wire,
             bucket_index=bucket.index(),
             is_last=bucket.is_last(),
             finish=partial(padded.store, buffer=buffer, after=after),
             block_ids=padded.ids,
-            feedback=None
-            if state.feedback is None
-            else feedback_of(state.feedback, engine, bucket, padded, wire, before),
+            feedback=feedback,
         )
     return engine.submit(
         to_wire(buffer, state.comm_dtype, before=before),
@@ -186,9 +197,12 @@ def feedback_of(
     wire: Tensor,
     before: int,
 ) -> BucketFeedback:
-    """Return the residuals of a bucket. Collective in a node where others encode its blocks than before."""
+    """Return the residuals of a bucket.
+
+    Collective within a node if other ranks encode the bucket's blocks than in the step before.
+    """
     plan = engine.planned(bucket.index(), wire.numel(), wire.dtype)
-    cut = plan.algorithm, plan.num_chunks
+    cut = (plan.algorithm, plan.num_chunks)
     return feedback.bucket(
         bucket.index(), padded, cut=cut, divisor=before, is_last=bucket.is_last()
     )
@@ -207,26 +221,33 @@ def split_divisor(num_terms: float, *, is_fp16: bool) -> tuple[int, float]:
 
 
 def to_wire(buffer: Tensor, comm_dtype: torch.dtype | None, *, before: int) -> Tensor:
-    """Return `buffer / before` in the wire's dtype: `buffer` itself, changed, where that is its own, else a new tensor.
+    """Return `buffer / before` in the wire dtype.
 
-    Exact but for what the wire's dtype cannot hold: the division happens in the wider of both dtypes.
+    If the buffer has the wire dtype, it is changed in place and returned. The division uses the wider of the two
+    dtypes, so its result is exact unless the wire dtype cannot hold it.
 
     >>> to_wire(torch.tensor([6e-8], dtype=torch.float16), torch.float32, before=4)   # a subnormal survives
     tensor([1.4901e-08])
     """
     if comm_dtype is None or comm_dtype == buffer.dtype:
-        return buffer.div_(before) if before > 1 else buffer
-    if comm_dtype.itemsize > buffer.dtype.itemsize:
-        # First to the wider dtype, then divide: dividing in fp16 would lose bits of subnormal gradients.
+        wire = buffer
+    elif comm_dtype.itemsize > buffer.dtype.itemsize:
+        # The division comes after the conversion, because in fp16 it would lose bits of subnormal gradients.
         wire = buffer.to(comm_dtype)
-        return wire.div_(before) if before > 1 else wire
-    return torch.div(buffer, before, out=torch.empty_like(buffer, dtype=comm_dtype))
+    else:
+        wire = torch.empty_like(buffer, dtype=comm_dtype)
+        return torch.div(buffer, before, out=wire)
+    if before > 1:
+        wire.div_(before)
+    return wire
 
 
 def from_wire(wire: Tensor, *, buffer: Tensor, after: float) -> Tensor:
-    """Write `wire / after` into `buffer`, rounded once: the division happens in the wider of both dtypes."""
+    """Write `wire / after` into `buffer`. The division uses the wider of the two dtypes, so it rounds once."""
     if wire is not buffer and wire.dtype.itemsize > buffer.dtype.itemsize:
         return buffer.copy_(wire.div_(after))
     if wire is not buffer:
         buffer.copy_(wire)
-    return buffer.div_(after) if after != 1 else buffer
+    if after != 1:
+        buffer.div_(after)
+    return buffer

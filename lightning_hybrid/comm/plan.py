@@ -1,4 +1,4 @@
-"""The plan of communication: how large a bucket is, which all-reduce carries it, in how many chunks."""
+"""Communication plan: the size of buckets, the all-reduce algorithm of each bucket, and its number of chunks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from lightning_hybrid.comm.bucket_layout import KIB, MIB, ddp_buckets
 Algorithm = Literal["flat", "parallel_flat", "hierarchical", "two_level"]
 
 
-# What a plan needs to know of a topology, or of a cluster: `world_size`, `num_nodes` and `ranks_per_node`.
+# A topology or a cluster. A plan reads its `world_size`, `num_nodes` and `ranks_per_node`.
 NodeShape = Any
 
-# Buckets are not made smaller than this only to have more of them.
+# Buckets are not made smaller than this to reach a number of buckets.
 LEAST_FUSED_BYTES = 2 * MIB
 
-# Backward hides all but the first of n equal buckets at its begin and the last at its end: of communication that takes
-# as long as backward, 1 - 1 / n. On one node there is no slow link to hide, and each bucket costs its start: 8 MiB of
-# gradients, 4 ranks on 2 cores took 54 ms in 4 buckets, 31 in 2. On CUDA a bucket costs the tens of microseconds that
-# NCCL takes to start, so None is DDP's own rule there.
+# With n equal buckets, and communication that takes as long as backward, the share 1 - 1 / n of the communication is
+# hidden behind backward. On one node there is no slow link to hide, and each bucket has a cost: 8 MiB of gradients of 4
+# ranks on 2 cores took 54 ms in 4 buckets and 31 ms in 2. On CUDA each bucket costs the tens of microseconds that NCCL
+# takes to start, so there None means DDP's own rule.
 NUM_BUCKETS_ACROSS_NODES = 16
 
-# No chunk is made smaller than this: its messages would cost more than they hide.
+# No chunk is made smaller than this, because its messages would cost more time than they hide.
 LEAST_CHUNK_BYTES = 64 * KIB
-# On CUDA a chunk costs three launches: by the model 99 took a ResNet-50 7.5 ms on 2 HGX H200, whole buckets 0.8.
+# On CUDA a chunk costs three launches. The model predicts 7.5 ms for the 99 chunks of a ResNet-50 on 2 HGX H200, and
+# 0.8 ms for buckets that are not split.
 CUDA_CHUNK_BYTES = 16 * MIB
 MOST_CUDA_CHUNKS = 4
 
@@ -38,80 +39,96 @@ MAX_BYTES = 2**50
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlan:
-    """The plan of one bucket. Equal contents get equal plans."""
+    """Plan of one bucket. Buckets with the same contents get the same plan.
+
+    Args:
+        index: Index of the bucket.
+        numel: Number of elements.
+        num_bytes: Size in bytes.
+        dtype: Name of the dtype, without `torch.`.
+        algorithm: All-reduce algorithm, which depends on the contents.
+        num_chunks: Number of chunks, which depends on the contents.
+    """
 
     index: int
     numel: int
     num_bytes: int
-    dtype: str  # without `torch.`
-    algorithm: Algorithm  # this and the next are decided by the contents, which stand above
+    dtype: str
+    algorithm: Algorithm
     num_chunks: int
 
     def describe(self) -> str:
         """Describe the bucket in one line."""
-        chunks = f" in {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        chunks = ""
+        if self.num_chunks > 1:
+            chunks = f" in {self.num_chunks} chunks"
         size = f"{self.numel} x {self.dtype} = {_bytes(self.num_bytes)}"
         return f"bucket {self.index}: {size}, {self.algorithm}{chunks}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommPlan:
-    """Bucket sizes, and for a bucket of given bytes the algorithm and the number of chunks.
+    """Communication plan: the size of buckets, and a rule for the algorithm and the number of chunks of a bucket.
 
-    `algorithm="auto"` is this static rule, and measures nothing:
+    `algorithm="auto"` is the following static rule, which measures nothing:
 
     ================================================  ================================================================
-    CUDA                                              flat, in DDP's own buckets: NCCL knows the node's links and makes
-                                                      one pipeline of its stages; `choose_plan` says where that loses
-    one node, CPU, 16-bit or small                    as the last two: what goes straight to where it is needed
-                                                      (gloo_p2p.py) takes less time than Gloo's ring
-    one node, CPU, fp32 or wider, and large           flat: Gloo adds fp32 fast, and its ring copies less
-    one rank on every node                            parallel_flat: no hierarchy either, but a wire to keep busy
-    nodes of different size                           hierarchical: shards need as many ranks on every node
-    else, fewer than `hierarchical_below_bytes`       hierarchical: latency counts, and one ring of leaders has less
-                                                      of it than a ring for every local rank
-    else                                              two_level: bytes count, and every rank's link carries a share
+    CUDA                                              `flat`, in DDP's own buckets. NCCL knows the node's links and
+                                                      overlaps its stages. `choose_plan` finds the cases in which
+                                                      another algorithm is faster.
+    one node, CPU, 16-bit or small                    As in the last two rows. Messages sent directly to their
+                                                      destination (gloo_p2p.py) take less time than Gloo's ring.
+    one node, CPU, fp32 or wider, and large           `flat`. Gloo adds fp32 fast, and its ring copies less.
+    one rank on every node                            `parallel_flat`. There is no hierarchy, but a wire to keep busy.
+    nodes of different size                           `hierarchical`. Shards need equally many ranks on every node.
+    otherwise, below `hierarchical_below_bytes`       `hierarchical`. Latency dominates, and one ring of leaders has
+                                                      less of it than one ring per local rank.
+    otherwise                                         `two_level`. Bytes dominate, and each rank's link carries a share.
     ================================================  ================================================================
 
-    `two_level` asked for by name where nodes differ is carried by flat (`fallback` says so); everything else asked
-    for by name is done as asked.
+    An algorithm that is set by name is used, except for `two_level` on nodes of different size: `flat` replaces it, and
+    `fallback` returns a warning.
 
-    A chunk is a part of a bucket that goes through the stages by itself, so that the wire between nodes carries one
-    while another is summed inside the node. On CUDA only hierarchies are cut, from 32 MiB on, into four at most.
+    A chunk is a part of a bucket that passes through the all-reduce stages separately. So the wire between nodes
+    carries one chunk while another is summed inside the node. On CUDA only `hierarchical` and `two_level` use chunks,
+    for buckets of 32 MiB or more, and at most four.
 
     Args:
         algorithm: `auto`, `flat`, `parallel_flat`, `hierarchical` or `two_level`.
-        bucket_bytes: small tensors are fused up to this size; a larger one travels alone. 25 MiB is
-            DistributedDataParallel's own, so that by default the algorithm is the only thing that differs from it.
-        num_buckets: tensors are fused into smaller buckets than that where it would make fewer than this, but not
-            smaller than 2 MiB. 1: `bucket_bytes` it is. None: 16 between nodes, 1 on one node, on CUDA DDP's own rule
-            (`ddp_buckets`).
-        last_bucket_bytes: as `bucket_bytes`, for the bucket that is ready last: backward is over then and hides
-            nothing of it. Where `num_buckets` is None, between nodes only, and not on CUDA.
-        chunk_bytes: buckets of `hierarchical` and `two_level` are cut into chunks of about this size times the
-            number of nodes, as a ring cuts each again into one part per node.
-        num_parallel_groups: chunks go round over this many independent sets of process groups, of `two_level` with k
-            ranks on a node over 2 / k times as many, but one at least: each is k flows.
-        check_order: compare, once per step, the order of all buckets over ranks (order_check.py). The 128 elements
-            that do it shift where Gloo's ring begins to add, so without them `flat` is plain DistributedDataParallel
-            bit for bit, and with them all but the last bucket is.
-        hierarchical_below_bytes: bytes below which `auto` takes `hierarchical`, see the rule.
+        bucket_bytes: Size up to which small tensors are fused. A larger tensor has a bucket to itself. The default is
+            DistributedDataParallel's own, 25 MiB, so that by default only the algorithm differs from DDP.
+        num_buckets: Number of buckets to aim at. Tensors are fused into smaller buckets if there would be fewer, but
+            not into buckets below 2 MiB. With 1, only `bucket_bytes` counts. None: 16 between nodes, 1 on one node, and
+            DDP's own rule on CUDA (`ddp_buckets`).
+        last_bucket_bytes: Size up to which tensors are fused in the bucket that is ready last, which backward cannot
+            hide. If `num_buckets` is None, it is used only between nodes, and not on CUDA.
+        chunk_bytes: Size of a chunk of `hierarchical` or `two_level` per node. A chunk has about this size times the
+            number of nodes, because a ring splits it again into one part per node.
+        num_parallel_groups: Number of independent sets of process groups, which chunks use in turn. `two_level` with k
+            ranks on a node uses 2 / k times as many sets, and at least one, because each of its sets has k flows.
+        check_order: Whether ranks compare the order of all buckets once per step (order_check.py). The comparison
+            appends 128 elements to the last bucket, which change the position at which Gloo's ring begins to add. So
+            with `flat`, all buckets but the last are bitwise equal to DistributedDataParallel. Without the comparison,
+            the last one is equal as well.
+        hierarchical_below_bytes: Size below which `auto` uses `hierarchical` (see the rule).
 
     Raises:
-        ValueError: if a value is outside these.
+        ValueError: A value is out of its range.
     """
 
     algorithm: Literal["auto"] | Algorithm = "auto"
     bucket_bytes: int = 25 * MIB
     num_buckets: int | None = None
     last_bucket_bytes: int = MIB
-    # On emulated clusters of 2 x 2 to 4 x 4 ranks over 1 Gbit/s Gloo the hierarchical form took 13.5 ms against 17.3 at
-    # 1 MB, and 91.3 against 88.9 at 8 MB.
+    # On emulated clusters of 2 x 2 to 4 x 4 ranks over 1 Gbit/s with Gloo, `hierarchical` took 13.5 ms and `two_level`
+    # 17.3 ms for 1 MB. For 8 MB they took 91.3 ms and 88.9 ms.
     hierarchical_below_bytes: int = MIB
-    # 8 MiB at 100 Mbit/s took 696 ms in chunks of 512 KiB and 712 of 1 MiB on 2 nodes, 1104 and 1067 on 4 nodes.
+    # On 2 nodes, 8 MiB at 100 Mbit/s took 696 ms in chunks of 512 KiB and 712 ms in chunks of 1 MiB. On 4 nodes they
+    # took 1104 ms and 1067 ms.
     chunk_bytes: int = 256 * KIB
-    # Gloo asks consent for each message, and another flow uses the wire meanwhile; too many hinder each other: 8 MiB
-    # took 723 ms with 8 flows, 704 with 4 (4 ranks a node), 1051 with 4 and 1081 with 2 (2 ranks a node).
+    # Gloo's peers agree on each message before it is sent, and meanwhile another flow can use the wire. Too many flows
+    # slow each other down: 8 MiB took 723 ms with 8 flows and 704 ms with 4 on nodes of 4 ranks, and 1051 ms with 4
+    # flows and 1081 ms with 2 on nodes of 2 ranks.
     num_parallel_groups: int = 2
     check_order: bool = True
 
@@ -120,39 +137,47 @@ class CommPlan:
             self, "bucket_bytes", "num_buckets", "last_bucket_bytes", "hierarchical_below_bytes"
         )
         make_plain(self, "chunk_bytes", "num_parallel_groups")
-        why = "it names the all-reduce. Write algorithm='auto' to have it chosen by bucket size and topology"
+        why = (
+            "it names the all-reduce. Set algorithm='auto' to choose it by bucket size and topology"
+        )
         require_choice("algorithm", self.algorithm, ("auto", *get_args(Algorithm)), why)
         _require_bytes(
             "bucket_bytes",
             self.bucket_bytes,
             least=1,
-            cure="DistributedDataParallel's own is 26214400",
+            cure="it limits the size of a bucket. DistributedDataParallel's default is 26214400",
         )
         _require_bytes(
             "last_bucket_bytes",
             self.last_bucket_bytes,
             least=1,
-            cure="`bucket_bytes` makes it like others",
+            cure="it limits the size of the last bucket. The value of `bucket_bytes` makes it like the others",
         )
         _require_bytes(
-            "hierarchical_below_bytes", self.hierarchical_below_bytes, least=0, cure="0 means never"
+            "hierarchical_below_bytes",
+            self.hierarchical_below_bytes,
+            least=0,
+            cure="smaller buckets use `hierarchical`. Set 0 to never use it",
         )
         _require_bytes(
             "chunk_bytes",
             self.chunk_bytes,
             least=1,
-            cure="more than `bucket_bytes` means one chunk",
+            cure="it is the size of a chunk. A value above `bucket_bytes` means one chunk",
         )
         if self.num_buckets is not None:
-            why = "how many buckets to aim at. 1 fills them up to `bucket_bytes`, None chooses by the number of nodes"
+            why = (
+                "it is the number of buckets to aim at. Set 1 to fill buckets up to `bucket_bytes`, or None to choose "
+                "by the number of nodes"
+            )
             require_whole("num_buckets", self.num_buckets, why)
-        require_choice(
-            "check_order", self.check_order, (True, False), "whether orders of buckets are compared"
-        )
+        why = "it enables or disables the comparison of the order of buckets"
+        require_choice("check_order", self.check_order, (True, False), why)
         if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
             raise ValueError(
-                f"`num_parallel_groups` (={self.num_parallel_groups!r}) must be a whole number from 1 to 16: each "
-                "costs every rank a thread and a process group per stage, and beyond 4 none was seen to help."
+                f"`num_parallel_groups` (={self.num_parallel_groups!r}) must be a whole number from 1 to 16, because "
+                "each group costs every rank a thread and a process group per stage. Use at most 4: more have never "
+                "been faster."
             )
 
     def bucket(
@@ -165,7 +190,7 @@ class CommPlan:
         topology: NodeShape,
         on_cuda: bool = False,
     ) -> BucketPlan:
-        """Decide the plan of a bucket by its contents.
+        """Return the plan of a bucket, which depends on its contents.
 
         >>> from lightning_hybrid.comm.topology import Topology
         >>> topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
@@ -187,23 +212,26 @@ class CommPlan:
     def num_chunks_for(
         self, num_bytes: int, algorithm: Algorithm, topology: NodeShape, on_cuda: bool = False
     ) -> int:
-        """Return into how many chunks a bucket is cut: one where there are no two stages to overlap."""
+        """Return the number of chunks of a bucket. It is one if the algorithm has no two stages to overlap."""
         if algorithm == "flat" or topology.world_size == 1:
             return 1
         most = max(1, num_bytes // LEAST_CHUNK_BYTES)
         if algorithm == "parallel_flat":
-            return 1 if on_cuda else min(most, self.num_parallel_groups)
-        if (
-            topology.num_nodes == 1 or topology.ranks_per_node == 1
-        ):  # one level: no other stage to overlap with
+            if on_cuda:
+                return 1
+            return min(most, self.num_parallel_groups)
+        has_one_level = topology.num_nodes == 1 or topology.ranks_per_node == 1
+        if has_one_level or num_bytes == 0:
             return 1
+
         chunk_bytes = self.chunk_bytes * topology.num_nodes
         if on_cuda:
-            return max(1, min(MOST_CUDA_CHUNKS, num_bytes // max(CUDA_CHUNK_BYTES, chunk_bytes)))
-        return min(most, -(-num_bytes // chunk_bytes)) if num_bytes else 1
+            num_chunks = num_bytes // max(CUDA_CHUNK_BYTES, chunk_bytes)
+            return max(1, min(MOST_CUDA_CHUNKS, num_chunks))
+        return min(most, -(-num_bytes // chunk_bytes))
 
     def num_columns(self, algorithm: Algorithm, topology: NodeShape) -> int:
-        """Return over how many independent sets of process groups the chunks go round.
+        """Return the number of independent sets of process groups that the chunks use in turn.
 
         >>> from lightning_hybrid.comm.topology import Topology
         >>> [CommPlan().num_columns("two_level", Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=k))
@@ -213,69 +241,79 @@ class CommPlan:
         if algorithm == "flat":
             return 1
         if algorithm == "two_level" and topology.ranks_per_node is not None:
-            return max(
-                1,
-                min(
-                    self.num_parallel_groups,
-                    2 * self.num_parallel_groups // topology.ranks_per_node,
-                ),
-            )
+            num_sets = 2 * self.num_parallel_groups // topology.ranks_per_node
+            return max(1, min(self.num_parallel_groups, num_sets))
         return self.num_parallel_groups
 
     def bucket_caps(
         self, tensor_bytes: Sequence[int], *, num_nodes: int, on_cuda: bool = False
     ) -> list[int]:
-        """Return the bytes of each bucket, for tensors in the order in which their gradients get ready.
+        """Return the size of each bucket in bytes.
 
-        Small tensors are fused until the next would pass `bucket_bytes`, or less (see `num_buckets`); a larger one
-        travels alone; from the end, tensors are fused up to `last_bucket_bytes`, and at least the last one is in that
-        bucket.
+        Small tensors are fused up to `bucket_bytes`, or into smaller buckets (see `num_buckets`). A larger tensor has a
+        bucket to itself. The last bucket holds tensors of up to `last_bucket_bytes`, and at least one tensor.
+
+        Args:
+            tensor_bytes: Size of each tensor in bytes, in the order in which the gradients are ready.
+            num_nodes: Number of nodes.
+            on_cuda: Whether the gradients are on CUDA.
         """
         if self.has_ddp_buckets(on_cuda=on_cuda):
             return ddp_buckets(tensor_bytes, self.bucket_bytes)
-        is_left_whole = self.num_buckets is None and num_nodes == 1
-        num_buckets = self.num_buckets or (1 if is_left_whole else NUM_BUCKETS_ACROSS_NODES)
-        # More buckets hide more of the communication, smaller ones cost more starts: never below LEAST_FUSED_BYTES.
-        fused_bytes = min(
-            self.bucket_bytes, max(sum(tensor_bytes) // num_buckets, LEAST_FUSED_BYTES)
-        )
-        last_bytes = (
-            fused_bytes if is_left_whole else min(self.last_bucket_bytes, fused_bytes)
-        )  # exposed in any case
-        num_last, last = (
-            0,
-            0,
-        )  # from the end: the bucket that is ready last, of which backward hides nothing
+        is_default_on_one_node = self.num_buckets is None and num_nodes == 1
+        num_buckets = self.num_buckets or NUM_BUCKETS_ACROSS_NODES
+        if is_default_on_one_node:
+            num_buckets = 1
+        # More buckets hide more of the communication, but each one has a cost.
+        fused_bytes = max(sum(tensor_bytes) // num_buckets, LEAST_FUSED_BYTES)
+        fused_bytes = min(self.bucket_bytes, fused_bytes)
+        last_limit = fused_bytes
+        if not is_default_on_one_node:
+            last_limit = min(self.last_bucket_bytes, fused_bytes)
+
+        # The bucket that is ready last, which backward cannot hide, is filled from the end.
+        num_in_last = 0
+        last_bytes = 0
         for size in reversed(tensor_bytes):
-            if num_last and last + size > last_bytes:  # at least one tensor, however large
+            if num_in_last > 0 and last_bytes + size > last_limit:
                 break
-            num_last = num_last + 1
-            last = last + size
-        caps: list[int] = []
+            num_in_last += 1
+            last_bytes += size
+
+        sizes: list[int] = []
         open_bytes = 0
-        for size in tensor_bytes[: len(tensor_bytes) - num_last]:
-            if open_bytes and open_bytes + size > fused_bytes:
-                caps.append(open_bytes)
+        for size in tensor_bytes[: len(tensor_bytes) - num_in_last]:
+            if open_bytes > 0 and open_bytes + size > fused_bytes:
+                sizes.append(open_bytes)
                 open_bytes = 0
             open_bytes += size
-        return [*caps, *([open_bytes] if open_bytes else []), *([last] if num_last else [])]
+        if open_bytes > 0:
+            sizes.append(open_bytes)
+        if num_in_last > 0:
+            sizes.append(last_bytes)
+        return sizes
 
     def has_ddp_buckets(self, *, on_cuda: bool) -> bool:
-        """Return whether buckets are left to DistributedDataParallel."""
+        """Return whether DistributedDataParallel chooses the buckets."""
         return on_cuda and self.num_buckets is None
 
     def algorithm_for(
         self, num_bytes: int, topology: NodeShape, *, on_cuda: bool = False, is_half: bool = True
     ) -> Algorithm:
-        """Choose the algorithm of a bucket of `num_bytes` on the wire, of a 16-bit dtype or not, by the table above."""
-        # Shards need as many ranks on every node. `fallback` says it to the user.
+        """Return the algorithm of a bucket, by the rule in the class docstring.
+
+        Args:
+            num_bytes: Size of the bucket on the wire, in bytes.
+            topology: Topology or cluster.
+            on_cuda: Whether the bucket is on CUDA.
+            is_half: Whether the dtype of the bucket has 16 bits.
+        """
+        # Shards need equally many ranks on every node. `fallback` returns the warning for the user.
         if self.algorithm == "two_level" and topology.ranks_per_node is None:
             return "flat"
         if self.algorithm != "auto":
             return self.algorithm
-        if (
-            on_cuda or topology.world_size == 1
-        ):  # NCCL has its own hierarchy; alone there is nothing to sum
+        if on_cuda or topology.world_size == 1:  # NCCL has its own hierarchy.
             return "flat"
         if topology.num_nodes == 1 and not is_half and num_bytes >= self.hierarchical_below_bytes:
             return "flat"
@@ -286,7 +324,7 @@ class CommPlan:
         return "two_level"
 
     def algorithms(self, topology: NodeShape, *, on_cuda: bool = False) -> tuple[Algorithm, ...]:
-        """List every algorithm that some bucket may get, the one for small buckets first."""
+        """Return every algorithm that a bucket may get. The one for small buckets is first."""
         algorithms = (
             self.algorithm_for(size, topology, on_cuda=on_cuda, is_half=is_half)
             for size, is_half in self._cases
@@ -294,13 +332,17 @@ class CommPlan:
         return tuple(dict.fromkeys(algorithms))
 
     def columns(self, topology: NodeShape, *, on_cuda: bool = False) -> dict[Algorithm, int]:
-        """Return the number of sets of process groups of every algorithm that some bucket may get: one on CUDA."""
-        names = self.algorithms(topology, on_cuda=on_cuda)
-        return {name: 1 if on_cuda else self.num_columns(name, topology) for name in names}
+        """Return the number of sets of process groups for every algorithm that a bucket may get. It is one on CUDA."""
+        columns = {}
+        for name in self.algorithms(topology, on_cuda=on_cuda):
+            columns[name] = 1
+            if not on_cuda:
+                columns[name] = self.num_columns(name, topology)
+        return columns
 
     @property
     def _cases(self) -> tuple[tuple[int, bool], ...]:
-        # Bytes, and whether of 16 bits: one case of each kind between which `algorithm_for` distinguishes.
+        """Size in bytes, and whether the dtype has 16 bits, for each case that `algorithm_for` distinguishes."""
         return (
             (0, True),
             (self.hierarchical_below_bytes, True),
@@ -308,13 +350,13 @@ class CommPlan:
         )
 
     def fallback(self, topology: NodeShape) -> str | None:
-        """Return a sentence for the user if this plan cannot be followed to the letter, or None."""
+        """Return a warning if another algorithm is used than the one that was set, or None."""
         if self.algorithm != "two_level" or topology.ranks_per_node is not None:
             return None
         return (
             f"`algorithm` (='two_level') needs nodes of equal size, and the {topology.world_size} ranks are spread "
-            f"unevenly over {topology.num_nodes} nodes: the flat ring is used instead. "
-            "comm=Comm(algorithm='hierarchical') works with uneven nodes."
+            f"unevenly over {topology.num_nodes} nodes. The flat ring is used instead. Set "
+            "comm=Comm(algorithm='hierarchical'), which works with uneven nodes, to silence this warning."
         )
 
     def describe(self, topology: NodeShape, *, on_cuda: bool = False) -> str:
@@ -354,8 +396,7 @@ class CommPlan:
 
     @property
     def plan_hash(self) -> str:
-        """16 hexadecimal digits (64 bits) that differ where plans differ."""
-        # Keys are sorted, so equal plans have equal hashes.
+        """Hash of the plan: 16 hexadecimal digits. Equal plans have equal hashes, because keys are sorted."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -364,55 +405,62 @@ class CommPlan:
 
     @classmethod
     def from_json(cls, text: str) -> CommPlan:
-        """Read the plan that `to_json` wrote.
+        """Read a plan that `to_json` wrote.
 
         Raises:
-            ValueError: for a key that is no argument, or that is there twice, and for text that is no JSON (NaN too).
+            ValueError: A key is not an argument or occurs twice, or the text is not JSON, which also excludes NaN.
         """
         try:
-            values = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+            values = json.loads(
+                text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
+            )
         except RecursionError:
             raise ValueError(
-                "a plan must be a JSON object of numbers and words: this one is nested without end"
+                f"a plan (={text[:80]!r}) must be a JSON object of numbers and strings, and this one is nested too "
+                "deeply. Write it with `CommPlan.to_json`."
             ) from None
         if not isinstance(values, dict):
             raise ValueError(
-                f"a plan (={text[:80]!r}) must be a JSON object whose keys are the arguments of CommPlan"
+                f"a plan (={text[:80]!r}) must be a JSON object whose keys are the arguments of CommPlan. Write it "
+                "with `CommPlan.to_json`."
             )
         field_names = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(field_names))
         if unknown:
             raise ValueError(
-                f"`{unknown[0]}` (={values[unknown[0]]!r}) is no key of a plan: keys are {field_names}"
+                f"`{unknown[0]}` (={values[unknown[0]]!r}) is not a key of a plan. Use only these keys: {field_names}."
             )
         return cls(**values)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Of two values for one key JSON would take the last without a word.
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        twice = next(name for name in values if sum(name == key for key, _ in pairs) > 1)
-        raise ValueError(
-            f"`{twice}` must stand in a plan once, and is there twice: take one of the values out"
-        )
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # If a key occurs twice, JSON would silently take the last value.
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(
+                f"`{name}` must occur only once in a plan, and it occurs twice. Remove one of the values."
+            )
+        values[name] = value
     return values
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} must not stand in a plan: it is no number, and no JSON")
+def _refuse_constant(name: str) -> None:
+    raise ValueError(
+        f"{name} must not occur in a plan, because it is neither a number nor valid JSON. Write a number."
+    )
 
 
 def _require_bytes(name: str, value: int, *, least: int, cure: str) -> None:
     require_whole(name, value, cure, least=least, unit="bytes")
     if value > MAX_BYTES:
         raise ValueError(
-            f"`{name}` (={value}) must be at most {MAX_BYTES} (1 PiB), as no memory is larger: {cure}."
+            f"`{name}` (={value}) must be at most {MAX_BYTES} bytes (1 PiB), because no memory is larger: {cure}."
         )
 
 
 def _count(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 node", "2 nodes"."""
+    """Return a number with its noun, such as "1 node" or "2 nodes"."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}s"

@@ -14,17 +14,22 @@ import torch.distributed as dist
 
 from lightning_hybrid.checks import require_whole
 
-# The ranks among which a stage talks. `world`: all. `node`: those of one node. `leaders`: the first of every node.
-# `across`: those with the same local rank, one of every node (equal nodes only).
+# Sets of ranks between which an all-reduce stage communicates. `world`: all ranks. `node`: the ranks of one node.
+# `leaders`: the first rank of every node. `across`: the ranks of equal local rank, one on every node, which needs nodes
+# of equal size.
 Scope = Literal["world", "node", "leaders", "across"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The ranks of every node, seen from one rank.
+    """Ranks of every node, seen from one rank.
 
-    `nodes` holds the global ranks of each node, ascending; nodes are ordered by their first rank, the node's leader.
-    Ranks of a node need not be consecutive (cyclic launchers interleave them), nor nodes of equal size.
+    The ranks of a node need not be consecutive, because some launchers assign ranks to nodes in turn. Nodes may differ
+    in size.
+
+    Args:
+        rank: Rank of this process.
+        nodes: Global ranks of each node, in ascending order. Nodes are ordered by their first rank, the node's leader.
 
     >>> topology = Topology(rank=3, nodes=((0, 2), (1, 3)))
     >>> topology.leader, topology.local_rank, topology.ranks_per_node
@@ -33,7 +38,7 @@ class Topology:
     True
 
     Raises:
-        ValueError: if `nodes` is not such a partition of 0 ... world_size - 1, or `rank` is not in it.
+        ValueError: `nodes` is not a partition of 0 ... world_size - 1 in this order, or `rank` is not in it.
     """
 
     rank: int
@@ -43,18 +48,19 @@ class Topology:
         ranks = [rank for node in self.nodes for rank in node]
         if not ranks or not all(self.nodes) or sorted(ranks) != list(range(len(ranks))):
             raise ValueError(
-                f"`nodes` (={self.nodes}) must hold every rank from 0 to world_size - 1 exactly once and no empty node"
+                f"`nodes` (={self.nodes}) must hold every rank from 0 to world_size - 1 exactly once, and no empty "
+                "node. Leave `nodes` to `Topology.discover`, or list all ranks."
             )
-        if any(list(node) != sorted(node) for node in self.nodes) or list(self.nodes) != sorted(
-            self.nodes
-        ):
+        sorted_nodes = sorted(tuple(sorted(node)) for node in self.nodes)
+        if [tuple(node) for node in self.nodes] != sorted_nodes:
             raise ValueError(
-                f"`nodes` (={self.nodes}) must be in ascending order, inside each node and from node to node: "
-                "every rank has to number nodes and leaders in the same way"
+                f"`nodes` (={self.nodes}) must be in ascending order, inside each node and from node to node, because "
+                "every rank has to number nodes and leaders in the same way. Sort the ranks and the nodes."
             )
         if not 0 <= self.rank < len(ranks):
             raise ValueError(
-                f"`rank` (={self.rank}) must be one of the {len(ranks)} ranks in `nodes`"
+                f"`rank` (={self.rank}) must be one of the {len(ranks)} ranks in `nodes`. Pass a rank from 0 to "
+                f"{len(ranks) - 1}."
             )
 
     @cached_property
@@ -69,27 +75,29 @@ class Topology:
 
     @cached_property
     def ranks_per_node(self) -> int | None:
-        """Ranks on each node, or None if nodes differ."""
+        """Number of ranks on each node, or None if nodes differ in size."""
         sizes = {len(node) for node in self.nodes}
-        return sizes.pop() if len(sizes) == 1 else None
+        if len(sizes) > 1:
+            return None
+        return sizes.pop()
 
     @property
     def node(self) -> tuple[int, ...]:
-        """The ranks of this rank's node."""
+        """Ranks of this rank's node."""
         return next(node for node in self.nodes if self.rank in node)
 
     @property
     def local_rank(self) -> int:
-        """Place of this rank in its node."""
+        """Index of this rank in its node."""
         return self.node.index(self.rank)
 
     @property
     def leader(self) -> int:
-        """The first rank of this rank's node."""
+        """First rank of this rank's node."""
         return self.node[0]
 
     def partition(self, scope: Scope) -> tuple[tuple[int, ...], ...]:
-        """Return the sets of ranks, over the whole world, that talk among themselves in this scope.
+        """Return the sets of ranks, over all ranks, that communicate with each other in this scope.
 
         >>> Topology(rank=0, nodes=((0, 1), (2, 3))).partition("across")
         ((0, 2), (1, 3))
@@ -102,40 +110,43 @@ class Topology:
             return (tuple(node[0] for node in self.nodes),)
         if self.ranks_per_node is None:
             raise ValueError(
-                f"`nodes` (={self.nodes}) must be of equal size for groups of equal local rank"
+                f"`nodes` (={self.nodes}) must be of equal size for groups of equal local rank. Launch equally many "
+                "ranks on every node, or use another scope."
             )
-        # The transpose: local rank by node; in ascending order, as torch numbers the ranks of a group.
+        # Ranks are in ascending order, because torch numbers the ranks of a group in this order.
         return tuple(tuple(sorted(ranks)) for ranks in zip(*self.nodes, strict=True))
 
     def sharers(self, scope: Literal["node", "world"]) -> tuple[int, ...]:
-        """Return the ranks that share an update, in the order of their parts: those of a shard of the node in a row.
+        """Return the ranks that share an update, in the order of their parts.
+
+        In the scope `"world"`, ranks of equal local rank follow each other, because they share one shard of the node.
 
         >>> Topology(rank=0, nodes=((0, 1), (2, 3))).sharers("world")
         (0, 2, 1, 3)
         """
-        return (
-            self.node
-            if scope == "node"
-            else tuple(rank for ranks in self.partition("across") for rank in ranks)
-        )
+        if scope == "node":
+            return self.node
+        ranks_in_order: list[int] = []
+        for ranks in self.partition("across"):
+            ranks_in_order.extend(ranks)
+        return tuple(ranks_in_order)
 
     @classmethod
     def from_ranks_per_node(cls, *, rank: int, world_size: int, ranks_per_node: int) -> Topology:
-        """Take consecutive blocks of `ranks_per_node` ranks as nodes: the user says so, nothing is looked up.
+        """Create a topology whose nodes are consecutive blocks of `ranks_per_node` ranks, as the user sets them.
 
         Raises:
-            ValueError: if the blocks do not fit (see `validate_ranks_per_node`).
+            ValueError: The blocks do not fit (see `validate_ranks_per_node`).
         """
         validate_ranks_per_node(world_size=world_size, ranks_per_node=ranks_per_node)
         starts = range(0, world_size, ranks_per_node)
-        return cls(
-            rank=rank, nodes=tuple(tuple(range(start, start + ranks_per_node)) for start in starts)
-        )
+        nodes = tuple(tuple(range(start, start + ranks_per_node)) for start in starts)
+        return cls(rank=rank, nodes=nodes)
 
     @classmethod
     def from_identities(cls, *, rank: int, identities: Sequence[Hashable]) -> Topology:
-        """Take the ranks that gave equal identities as nodes. `identities[r]` is that of rank r."""
-        # A dict keeps the order of insertion: nodes come in the order of their first ranks, the same on every rank.
+        """Create a topology in which ranks with equal identities share a node. `identities[r]` belongs to rank r."""
+        # A dictionary keeps the order of insertion, so on every rank the nodes are in the order of their first ranks.
         nodes: dict[Hashable, list[int]] = {}
         for owner, identity in enumerate(identities):
             nodes.setdefault(identity, []).append(owner)
@@ -147,7 +158,7 @@ class Topology:
 
         Collective: every rank must call it, in the same order.
         """
-        # Not launcher variables or `rank // local_size`: both are wrong for cyclic rank orders and uneven nodes.
+        # Launcher variables and `rank // local_size` are wrong for cyclic rank orders and uneven nodes.
         identities: list[tuple[str, ...]] = [()] * dist.get_world_size()
         dist.all_gather_object(identities, host_identity())
         return cls.from_identities(rank=dist.get_rank(), identities=identities)
@@ -155,62 +166,63 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSets:
-    """Disjoint sets of ranks that cover the world. Each set averages among itself, as the replicas of one stage.
+    """Disjoint sets of ranks that cover all ranks. Each set averages its own gradients, as replicas of one stage do.
+
+    Args:
+        world: Topology of all ranks.
+        sets: Ranks of each set.
 
     >>> world = Topology.from_ranks_per_node(rank=3, world_size=8, ranks_per_node=4)
     >>> sets = ReplicaSets(world=world, sets=((0, 2, 4, 6), (1, 3, 5, 7)))
-    >>> sets.own.rank, sets.own.nodes           # ranks of the own set, numbered from 0
+    >>> sets.own.rank, sets.own.nodes           # ranks of this rank's set, numbered from 0
     (1, ((0, 1), (2, 3)))
-    >>> sets.partition("node")                  # ranks of the world
+    >>> sets.partition("node")                  # global ranks
     ((0, 2), (4, 6), (1, 3), (5, 7))
 
     Raises:
-        ValueError: the sets do not hold every rank once, or are spread over nodes in different ways.
+        ValueError: The sets do not hold every rank exactly once, or they are spread over nodes in different ways.
     """
 
     world: Topology
     sets: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        if sorted(rank for ranks in self.sets for rank in ranks) != list(
-            range(self.world.world_size)
-        ):
+        all_ranks: list[int] = []
+        for ranks in self.sets:
+            all_ranks.extend(ranks)
+        if sorted(all_ranks) != list(range(self.world.world_size)):
             raise ValueError(
-                f"`sets` (={self.sets}) must hold every rank of the world exactly once"
+                f"`sets` (={self.sets}) must hold every rank from 0 to {self.world.world_size - 1} exactly once. "
+                "Divide all ranks between the sets."
             )
-        if (
-            len(
-                {
-                    (topology.num_nodes, topology.ranks_per_node)
-                    for topology in map(self._of, self.sets)
-                }
-            )
-            > 1
-        ):
-            # Plans choose stages by the topology, and every rank takes part in making the groups of all sets.
+        topologies = [self._of(ranks) for ranks in self.sets]
+        shapes = {(topology.num_nodes, topology.ranks_per_node) for topology in topologies}
+        if len(shapes) > 1:
+            # Plans choose stages by the topology, and every rank takes part in creating the groups of all sets.
             raise ValueError(
-                f"`nodes` (={self.world.nodes}) must hold as many ranks of each of the sets {self.sets}: here they are "
-                "spread over nodes in different ways. Launch nodes of equal size, a multiple of the number of sets."
+                f"`nodes` (={self.world.nodes}) must hold equally many ranks of each of the sets {self.sets}, which "
+                "are spread over nodes in different ways. Launch nodes of equal size, with a multiple of "
+                f"{len(self.sets)} ranks on each."
             )
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the world."""
+        """Global rank of this process."""
         return self.world.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the world."""
+        """Number of ranks in all sets."""
         return self.world.world_size
 
     @property
     def own(self) -> Topology:
-        """The topology of this rank's set, whose ranks are numbered from 0."""
+        """Topology of this rank's set, with its ranks numbered from 0."""
         return self._of(next(ranks for ranks in self.sets if self.rank in ranks))
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes of this rank's set."""
+        """Nodes of this rank's set."""
         return self.own.nodes
 
     @property
@@ -220,54 +232,70 @@ class ReplicaSets:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """Ranks of this rank's set on each node, or None if nodes differ."""
+        """Number of ranks of this rank's set on each node, or None if nodes differ."""
         return self.own.ranks_per_node
 
     @property
     def node(self) -> tuple[int, ...]:
-        """The ranks of the world that are of this rank's set and node."""
+        """Global ranks of this rank's set that are on its node."""
         return next(ranks for ranks in self.partition("node") if self.rank in ranks)
 
     def sharers(self, scope: Literal["node", "world"]) -> tuple[int, ...]:
-        """Return the ranks of this rank's set, numbered from 0, that share an update, in the order of their parts."""
+        """Return the ranks that share an update with this rank, in the order of their parts.
+
+        Ranks are those of this rank's set, numbered from 0.
+        """
         return self.own.sharers(scope)
 
     def _of(self, ranks: tuple[int, ...]) -> Topology:
-        nodes = (
-            tuple(index for index, rank in enumerate(ranks) if rank in node)
-            for node in self.world.nodes
-        )
-        rank = ranks.index(self.rank) if self.rank in ranks else 0
-        return Topology(rank=rank, nodes=tuple(sorted(node for node in nodes if node)))
+        """Return the topology of a set, with its ranks numbered from 0."""
+        nodes = []
+        for node in self.world.nodes:
+            indices = tuple(index for index, rank in enumerate(ranks) if rank in node)
+            if indices:
+                nodes.append(indices)
+        set_rank = 0
+        if self.rank in ranks:
+            set_rank = ranks.index(self.rank)
+        return Topology(rank=set_rank, nodes=tuple(sorted(nodes)))
 
     def partition(self, scope: Scope) -> tuple[tuple[int, ...], ...]:
-        """Return the sets of ranks of the world that talk among themselves in this scope."""
-        return tuple(
-            tuple(ranks[index] for index in part)
-            for ranks in self.sets
-            for part in self._of(ranks).partition(scope)
-        )
+        """Return the groups of global ranks that communicate with each other in this scope, for all sets."""
+        groups = []
+        for ranks in self.sets:
+            for indices in self._of(ranks).partition(scope):
+                groups.append(tuple(ranks[index] for index in indices))
+        return tuple(groups)
 
 
 def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
-    """Check an explicit node size. Needs no process group, so it can run before anything is launched."""
-    why = "it counts the ranks that share a node. Leave `ranks_per_node` unset to have nodes found"
+    """Check a node size set by the user. It needs no process group, so it can run before ranks are launched.
+
+    Raises:
+        ValueError: `ranks_per_node` is not a positive whole number, or does not divide `world_size`.
+    """
+    why = "it counts the ranks that share a node. Leave `ranks_per_node` unset to detect nodes"
     require_whole("ranks_per_node", ranks_per_node, why)
-    if world_size % ranks_per_node:  # a last node with fewer ranks
+    num_left = world_size % ranks_per_node
+    if num_left > 0:
         raise ValueError(
-            f"`ranks_per_node` (={ranks_per_node}) must divide `world_size` (={world_size}): it says that nodes are "
-            f"consecutive blocks of equal size, and here the last node would hold {world_size % ranks_per_node} "
-            f"ranks. Either launch a multiple of {ranks_per_node} ranks, or leave `ranks_per_node` unset so "
-            "that nodes are found by themselves, or use the flat ring with comm=Comm(algorithm='flat')."
+            f"`ranks_per_node` (={ranks_per_node}) must divide `world_size` (={world_size}): nodes are consecutive "
+            f"blocks of equal size, and the last node would hold only {num_left} ranks. Launch a multiple of "
+            f"{ranks_per_node} ranks, leave `ranks_per_node` unset so that nodes are detected, or use the flat ring "
+            "with comm=Comm(algorithm='flat')."
         )
 
 
 def host_identity() -> tuple[str, ...]:
-    """Return an identity that processes of one node share: host name, boot, network namespace. Empty if unreadable."""
-    # The boot id separates hosts that share a name; the network namespace separates containers (and emulated hosts) on
-    # one machine, which reach each other over a network and not over loopback. Not cgroups: launchers give each rank
-    # of one node its own.
-    boot_id = network_namespace = ""
+    """Return an identity that the processes of a node share: its host name, boot id and network namespace.
+
+    An entry that cannot be read is an empty string.
+    """
+    # The boot id separates hosts that share a name. The network namespace separates containers (and emulated hosts) on
+    # one machine, which reach each other over a network and not over loopback. Cgroups are not used, because launchers
+    # may give each rank of a node its own.
+    boot_id = ""
+    network_namespace = ""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         boot_id = file.read().strip()
     with suppress(OSError):

@@ -1,1 +1,1 @@
-"""Build and cache of C++ sources: compiled once per machine. Each has an equivalent in Python."""
+"""Build and cache of C++ sources, which are compiled once per machine. Each one has an equivalent in Python."""

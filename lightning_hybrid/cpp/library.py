@@ -1,4 +1,4 @@
-"""Build, cache and load C++ passes over memory, which run without Python's lock."""
+"""Build, cache and loading of C++ functions, which run without Python's interpreter lock."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from lightning_hybrid.atomic_file import atomic_path
 
-# -ffast-math is not used, because inf and nan must be detected. The last two flags only say that square roots set no
-# errno and comparisons do not trap.
+# -ffast-math is not used, because inf and nan must be detected. The last two flags only state that square roots do not
+# set errno and that comparisons do not trap.
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -39,7 +39,7 @@ COUNT = ctypes.c_int64
 
 
 class CannotBuildError(RuntimeError):
-    """Error raised when there is no C++ compiler, or it fails. The message is meant for a warning."""
+    """Error raised when there is no C++ compiler, or when it fails. The message is part of a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +55,21 @@ class CppSource:
     functions: Mapping[str, tuple[type, ...]]
 
     def library(self) -> ctypes.CDLL:
-        """Load the functions into this process, from the cache or from a new build, which takes a few seconds.
+        """Load the functions into this process. If they are not in the cache, they are built in a few seconds.
 
         Raises:
             CannotBuildError: There is no compiler, or it fails.
         """
         compiler = find_compiler()
-        # Not every compiler can detect the processor.
+        # Some compilers cannot detect the processor, so the flag is optional.
         with suppress(CannotBuildError):
             return self.load(compiler, (*FLAGS, _NATIVE), cache_dir())
         return self.load(compiler, FLAGS, cache_dir())
 
     def load(self, compiler: tuple[str, ...], flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-        """Load the functions from `folder`, and build them first if they are not there.
+        """Load the functions from `folder`, and build them first if they are missing.
 
-        If `folder` is not writable, or others could have written to it, a private temporary folder is used and removed.
+        If `folder` is not writable, or if other users can write to it, a private temporary folder is used and removed.
 
         Raises:
             CannotBuildError: The compiler fails.
@@ -84,16 +84,18 @@ class CppSource:
                     return self._open(path)
             self._build(compiler, flags, path)
             return self._open(path)
-        except OSError:  # The folder is not writable, or libraries cannot be loaded from it.
+        except (
+            OSError
+        ):  # The folder is not writable or not private, or libraries cannot be loaded from it.
             with tempfile.TemporaryDirectory() as private_folder:
                 path = Path(private_folder, file_name)
                 self._build(compiler, flags, path)
                 return self._open(path)
 
     def fingerprint(self, compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
-        """Return a hash of source, command, compiler and processor."""
-        # The processor is included, because `-march=native` code of one machine may crash another machine that shares
-        # the home folder.
+        """Return a hash of the sources, the command, the compiler and the processor."""
+        # The processor is included, because `-march=native` code may crash on another machine that shares the home
+        # folder.
         inputs = [file.read_text() for file in self.files]
         inputs += compiler
         inputs += flags
@@ -103,7 +105,7 @@ class CppSource:
         return hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
 
     def _build(self, compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> None:
-        # The processes of a node may build at the same time. Each loads a complete file, its own or another's.
+        # The processes of a node may build at the same time. With an atomic file each one loads a complete library.
         with atomic_path(path, has_rivals=True) as temporary_path:
             _run([*compiler, *flags, "-o", str(temporary_path), str(self.files[0])])
             temporary_path.chmod(0o700)
@@ -118,7 +120,7 @@ class CppSource:
 
 
 def find_compiler() -> tuple[str, ...]:
-    """Return the command of the C++ compiler: `$CXX` if set, else the first of c++, g++ and clang++.
+    """Return the command of the C++ compiler, which is `$CXX` or the first installed one of c++, g++ and clang++.
 
     Raises:
         CannotBuildError: There is no such compiler.
@@ -127,16 +129,16 @@ def find_compiler() -> tuple[str, ...]:
     if command:
         if shutil.which(command[0]):
             return tuple(command)
-        raise CannotBuildError(f"there is no {command[0]}, which $CXX names")
+        raise CannotBuildError(f"the compiler {command[0]}, set by $CXX, was not found")
 
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return (name,)
-    raise CannotBuildError("there is no c++, g++ or clang++")
+    raise CannotBuildError("none of c++, g++ and clang++ was found")
 
 
 def cache_dir() -> Path:
-    """Return the package's folder in `$XDG_CACHE_HOME`, `~/.cache`, or on macOS `~/Library/Caches`."""
+    """Return this package's cache folder in `$XDG_CACHE_HOME`, `~/.cache`, or on macOS in `~/Library/Caches`."""
     user_cache = os.environ.get("XDG_CACHE_HOME")
     if not user_cache and sys.platform == "darwin":
         user_cache = "~/Library/Caches"
@@ -146,13 +148,13 @@ def cache_dir() -> Path:
 
 
 def _require_private(folder: Path) -> None:
-    """Warn and raise PermissionError if others may write to a folder: code is loaded from it."""
+    """Warn and raise PermissionError if other users may write to a folder, because code is loaded from it."""
     if _is_private(folder):
         return
     warnings.warn(
-        f"`{folder}` must be yours, and writable by no other user, because code is loaded from it. The library is "
-        f"built for this process alone, in seconds. Run `chmod go-w {folder}`, or remove the folder if it is not "
-        "yours.",
+        f"`{folder}` must belong to you and must not be writable by other users, because code is loaded from it. The "
+        f"library is now built for this process only, which takes seconds. Run `chmod go-w {folder}`, or remove the "
+        "folder if it is not yours.",
         stacklevel=3,
     )
     raise PermissionError(folder)
@@ -162,7 +164,7 @@ def _is_private(path: Path) -> bool:
     """Return whether a path belongs to this user and no other user may write to it."""
     status = path.stat()
     if not hasattr(os, "getuid"):
-        # Windows has neither owner nor mode, and a folder in the user's profile belongs to the user.
+        # Windows has neither owners nor modes, and a folder in the user's profile belongs to the user.
         return True
     return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
@@ -171,14 +173,14 @@ def _run(command: list[str]) -> str:
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotBuildError(f"{command[0]} did not run: {error}") from error
+        raise CannotBuildError(f"{command[0]} could not be run: {error}") from error
     if process.returncode != 0:
-        raise CannotBuildError(f"{command[0]} said: {process.stderr.strip()[-300:]}")
+        raise CannotBuildError(f"{command[0]} failed: {process.stderr.strip()[-300:]}")
     return process.stdout
 
 
 def _processor() -> str:
-    """Return the processor's properties on which `-march=native` depends, as far as the system tells them."""
+    """Return the properties of the processor on which `-march=native` depends, if the system provides them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

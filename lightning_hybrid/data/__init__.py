@@ -1,6 +1,6 @@
-"""Input pipelines: what a rank reads, in which order, and how it gets to the device in time.
+"""Input pipelines: the order of the images, the share of each rank, exact resume, and prefetching to the device.
 
-README.md shows the way of an image through these modules.
+README.md describes how an image passes through these modules.
 """
 
 from lightning_hybrid.data.order import EpochOrder, ResumableLoader, batch_size_per_rank

@@ -1,4 +1,4 @@
-"""Lightning's counters of epochs and batches after a resume, corrected to what the interrupted run had done."""
+"""Correction of Lightning's counters of epochs and batches after a resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 
 class ResumedPlace(NamedTuple):
-    """Place at which a resumed fit continues, in batches of the interrupted run."""
+    """Position at which a resumed fit continues, in batches of the interrupted run."""
 
     epoch: int
     batches_done: int
@@ -18,14 +18,15 @@ class ResumedPlace(NamedTuple):
 
 
 def uncount_cut_epoch(trainer: pl.Trainer) -> None:
-    """Take back an epoch that Lightning counted as processed although `max_steps` or a stop ended it before its end.
+    """Correct the counters if Lightning counted an epoch as processed that `max_steps` or a stop ended early.
 
-    Otherwise a resumed run leaves out the rest of its images, and ends at once where `max_epochs` is reached. A loader
-    may be made before Lightning has read the counters from the checkpoint (`estimated_stepping_batches`), or after.
+    Otherwise a resumed run would skip the remaining samples of that epoch, and would end at once if it was the last
+    epoch. The function may be called before or after Lightning has read the counters from the checkpoint, because
+    loaders may be created early (`estimated_stepping_batches`).
     """
     fit = trainer.fit_loop
-    if fit._data_fetcher is not None:
-        return  # the fit has begun
+    if fit._data_fetcher is not None:  # The fit has begun.
+        return
     if fit.is_resuming:
         epochs = fit.epoch_progress.state_dict()
         _uncount(epochs, fit.epoch_loop.batch_progress.state_dict())
@@ -47,13 +48,14 @@ def _uncount(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
 
 
 def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
-    """Correct the counters of epochs. Return True if the checkpoint's epoch continues, False if the next one begins.
+    """Correct the counters of epochs, and return whether the epoch of the checkpoint continues.
 
-    With `max_steps` Lightning 2.6 ends an epoch that was saved at its end once more: it counts it twice, asks for the
-    order of the epoch after the next, and the run ends an epoch early. Nor does a checkpoint of an epoch's last batch,
-    or of an error at the start of an epoch, leave counters from which a run can be resumed twice.
+    If it does not, the next epoch begins. With `max_steps`, Lightning 2.6 ends an epoch that was saved at its end a
+    second time. It counts that epoch twice and skips the order of the next epoch, and the run ends an epoch early. A
+    checkpoint of an epoch's last batch, or of an error at the beginning of an epoch, also has counters from which a run
+    cannot be resumed twice.
 
-    Call it when Lightning asks for the order of the first epoch, after `FitLoop.reset`. A second call changes nothing.
+    Call the function when Lightning sets the first epoch, after `FitLoop.reset`. A second call changes nothing.
     """
     fit = trainer.fit_loop
     loop = fit.epoch_loop
@@ -65,23 +67,25 @@ def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
         counts.ready = counts.started
         counts.completed = counts.processed
     if not goes_on:
-        # Saved before Lightning counted that step.
+        # The checkpoint was saved before Lightning counted the step.
         loop._batches_that_stepped += loop.restarted_on_train_batch_end
         _set_all(batches.total, batches.total.processed)
 
-    # Not by the setter of `fit`: with `max_steps` it makes True of everything.
+    # The attribute is set directly, because with `max_steps` the setter of `fit` would make it True in any case.
     fit._restarting = goes_on
     loop.restarting = goes_on
     fit.update_restart_stage()
-    # Lightning did not, if it had made the loader before it read the checkpoint (`estimated_stepping_batches`).
+    # Lightning has not loaded them if it created the loader before it read the checkpoint
+    # (`estimated_stepping_batches`).
     fit._load_combined_loader_states()
     return goes_on
 
 
 def resumed_place(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> ResumedPlace:
-    """Return the epoch and its batches done to which `goes_on_in_epoch` and `rewind_to_whole_steps` set the counters.
+    """Return the position to which `goes_on_in_epoch` and `rewind_to_whole_steps` will set the counters.
 
-    It changes nothing. Lightning asks a loader without a length for its first batch before `FitLoop.reset`.
+    The function changes no counter. It is needed, because Lightning requests the first batch of a loader without a
+    length before `FitLoop.reset`.
     """
     epochs: Any = trainer.fit_loop.epoch_progress.current
     batches = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
@@ -93,15 +97,15 @@ def resumed_place(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -
         num_over = num_done % accumulate_grad_batches_before
         return ResumedPlace(epochs.processed, num_done - num_over, is_epoch_done=False)
     if batches["current"]["processed"] > batches["current"]["completed"]:
-        # Saved by a hook at the end of its last batch.
+        # The checkpoint was saved by a hook at the end of the last batch.
         return ResumedPlace(epochs.processed + 1, 0, is_epoch_done=False)
     return ResumedPlace(epochs.processed, num_done, is_epoch_done=True)
 
 
 def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> int:
-    """Correct the counters of batches in the epoch that continues. Return how many of its batches are done.
+    """Correct the counters of batches in the epoch that continues, and return its number of finished batches.
 
-    Batches of a step that was not made are read again, because a checkpoint has no gradients.
+    Batches of an unfinished step are read again, because a checkpoint contains no gradients.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     batches = loop.batch_progress
@@ -123,18 +127,25 @@ def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before
 
 
 def count_batches_as(trainer: pl.Trainer, num_before: int, num_now: int) -> None:
-    """Count the `num_before` batches that are done in this epoch as `num_now` batches of another size.
+    """Convert the counters of finished batches in this epoch to batches of another size.
 
-    Lightning 2.6 ends an epoch and an accumulation by these counters, and restores them as they were saved. The total
-    over all epochs stays what it is: batches that ran. Call it after `rewind_to_whole_steps`, also for equal numbers.
+    Lightning 2.6 uses these counters to end an epoch and an accumulation, and restores them unchanged. The total over
+    all epochs is not converted, because it counts batches that ran. Call the function after `rewind_to_whole_steps`,
+    even if the numbers are equal.
+
+    Args:
+        trainer: Trainer whose counters are changed.
+        num_before: Number of finished batches of the interrupted run.
+        num_now: Number of batches of this run with the same samples.
     """
     fit: Any = trainer.fit_loop
     loop = fit.epoch_loop
     current = loop.batch_progress.current
-    # All move by the same number: their differences tell Lightning in which hook the checkpoint was written.
+    # All counters change by the same number, because their differences tell Lightning in which hook the checkpoint was
+    # written.
     for name in _COUNTS:
         setattr(current, name, getattr(current, name) + num_now - num_before)
-    # Lightning passes over a validation that is due here, and then counts the step for loggers: if it had not before.
+    # If a validation is due here, Lightning skips it and counts the step for loggers, even if it was counted before.
     if loop.restarted_on_last and loop._batches_that_stepped == trainer.global_step:
         loop._batches_that_stepped -= loop._should_check_val_fx(fit._data_fetcher)
 
@@ -147,7 +158,7 @@ def _set_all(counts: Any, number: int) -> None:
 def _num_done(batches: dict[str, Any]) -> int:
     """Return the number of finished batches of the epoch.
 
-    A hook at the end of a batch saves it before it is complete.
+    A hook at the end of a batch saves the counters before the batch is counted as completed.
     """
     return int(max(batches["current"]["processed"], batches["current"]["completed"]))
 
@@ -157,16 +168,16 @@ def _is_epoch_done(batches: dict[str, Any]) -> bool:
 
 
 def share_of(trainer: pl.Trainer | None) -> dict[str, int]:
-    """Return the number of ranks that read different data, and this rank's place among them.
+    """Return the number of ranks that read different data, and this rank's index among them.
 
-    The ranks of a pipeline read the same batches. Without a trainer, one rank reads everything.
+    The ranks of a pipeline read the same batches. Without a trainer, a single rank reads all data.
 
     >>> share_of(None)
     {'world_size': 1, 'rank': 0}
     """
     if trainer is None:
         return {"world_size": 1, "rank": 0}
-    # A strategy of one device has none.
+    # A strategy of one device has no such options.
     sampler_options = getattr(trainer, "distributed_sampler_kwargs", None)
     if sampler_options is None:
         return {"world_size": trainer.world_size, "rank": trainer.global_rank}

@@ -1,11 +1,12 @@
-"""Exact mid-epoch resume for a user's own `DataLoader`: the remaining images, in order, with their random numbers.
+"""Exact resume in the middle of an epoch for a user's `DataLoader`, with the same samples and random numbers.
 
-    index list n     is drawn from the user's sampler; a resumed run draws the lists before it again, and drops them
-    global streams   are seeded by (seed, epoch, cycle, n), for content by the rank too, in the worker that reads it
-    own streams      of samplers are saved as they were when the iteration began
-    checksum         of the index lists so far: an order that is not repeated is refused, on any rank
+    index lists       are drawn from the user's sampler. A resumed run draws the earlier lists again, and drops them.
+    global streams    of random numbers are seeded by (seed, epoch, cycle, batch), and for the content of a batch also
+                      by the rank, in the worker that reads the batch.
+    own streams       of samplers are saved with their state at the beginning of the iteration.
+    checksum          of the index lists. If a resumed order differs, an error is raised on every rank.
 
-Only the training loop's own iterator takes and moves the place. Any other reader gets a plain pass over the data.
+Only the training loop's own iterator begins at the position and changes it. Other iterators run over all data.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ __all__ = ["ExactLoader", "NotExactError", "can_be_exact", "exact"]
 
 
 def can_be_exact(loader: object) -> bool:
-    """Return whether `exact` supports this loader: torch's, without a state of its own that would be restored.
+    """Return whether `exact` supports a loader.
 
-    torchdata's loader qualifies. Under a distributed sampler its own state is lost, and with it a batch of a stream.
+    It supports torch's loaders without their own state, and torchdata's loader. torchdata's own state is not used,
+    because with a distributed sampler it is incomplete, and one batch of a stream would be lost.
     """
     is_torchdata = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
     return isinstance(loader, DataLoader) and (
@@ -35,7 +37,7 @@ def can_be_exact(loader: object) -> bool:
 
 
 def exact(loader: DataLoader[Any], reader: Reader) -> Any:
-    """Return a copy of `loader`, of its class, that resumes exactly. The user's own object stays as it is."""
+    """Return a copy of a loader that resumes exactly. The user's own object is not changed."""
     copied = copy_of_loader(loader)
     copied.__class__ = type(
         type(loader).__name__, (ExactLoader, type(loader)), {"__module__": __name__}
@@ -45,7 +47,7 @@ def exact(loader: DataLoader[Any], reader: Reader) -> Any:
 
 
 class ExactLoader(DataLoader[Any]):
-    """Methods that `exact` adds to the class of a loader. Everything else is in its attribute `exact_resume`."""
+    """Base class that `exact` adds to the class of a loader. The implementation is in its `exact_resume`."""
 
     exact_resume: ExactResume
 
@@ -53,7 +55,7 @@ class ExactLoader(DataLoader[Any]):
         return PlaceIterator(self.exact_resume)
 
     def of_user_class(self) -> Any:
-        """Return the loader with the methods of the user's class."""
+        """Return a proxy of the loader with the methods of the user's class."""
         return super()
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,12 +63,12 @@ class ExactLoader(DataLoader[Any]):
         return self.exact_resume.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state that strategies of this package saved, with the states of all ranks."""
+        """Resume from a state that a strategy of this package saved, which contains the states of all ranks."""
         self.exact_resume.load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Workers that are not forked receive the loader with a `collate_fn` that is a method of it.
-        # The derived class is not in any module, where unpickling would look for it.
+        # A worker that is not forked receives the loader if its `collate_fn` is a method of the loader. The derived
+        # class cannot be pickled, because it is not in any module.
         return _unpickled, (self.exact_resume.without_resume(),)
 
     def __copy__(self) -> Any:

@@ -1,4 +1,4 @@
-"""Exact resume of one training loader: its place, the random numbers of its batches, and checks of a resumed order."""
+"""Exact resume of one training loader: its position, the random state of its batches, and a check of its order."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from lightning_hybrid.data.training_pass import TrainingPass
 from lightning_hybrid.lightning_names import lightning_function
 
 _LACKS_SAMPLER_STATE = (
-    "the checkpoint lacks the state of its sampler: one rank alone wrote it, it is of other ranks, or its last step "
-    "was not made"
+    "the checkpoint lacks the state of its sampler, because only one rank saved it, the number of ranks has changed, "
+    "or the last step was not finished"
 )
-_NO_BATCH_PER_LIST = "it does not give one batch for each index list of its sampler"
-_OUT_OF_ORDER = "in_order=False lets its workers decide on the order"
+_NO_BATCH_PER_LIST = "it does not return one batch for each index list of its sampler"
+_OUT_OF_ORDER = "with in_order=False the order of batches depends on its workers"
 
 
 class NotExactError(RuntimeError):
-    """The rest of an epoch cannot be the one of the interrupted run: images would be repeated or left out."""
+    """Error raised when a resumed run would repeat or skip samples of the interrupted epoch."""
 
 
 class Reader(Protocol):
-    """The rank that reads a loader, and where its iterations begin."""
+    """Rank that reads a loader, and source of the position at which iterations begin."""
 
     rank: int
     world_size: int
@@ -57,54 +57,56 @@ class Reader(Protocol):
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches of a step."""
+        """Number of batches per optimizer step."""
 
     @property
     def sets_epochs(self) -> bool:
-        """True if a pass sets the epoch of samplers, because no training loop of Lightning does."""
+        """True if an iteration sets the epoch of samplers, because Lightning's training loop does not."""
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return whether training holds this iterator, and no look of user code."""
+        """Return whether the training loop holds this iterator, rather than user code."""
 
     def is_within_training(self) -> bool:
-        """Return whether training is reading loaders now."""
+        """Return whether the training loop is reading loaders now."""
 
     def place_of(self, resume: ExactResume) -> Place:
-        """Return the place at which an iteration begins now."""
+        """Return the position at which an iteration begins now."""
 
 
 class ExactResume:
-    """Place of a training loader, the random numbers of its batches, and the checks of a resumed order.
+    """Exact resume of one training loader: its position, the random state of its batches, and a check of its order.
 
     Args:
-        loader: The copy of the user's loader, of a class derived from `ExactLoader`.
-        user_loader: The user's.
-        reader: The rank that reads it.
+        loader: Copy of the user's loader, of a class derived from `ExactLoader`.
+        user_loader: Loader of the user.
+        reader: Rank that reads the loader.
     """
 
     def __init__(self, loader: Any, user_loader: DataLoader[Any], reader: Reader) -> None:
         self.loader = loader
         self.reader = reader
-        self.number = 0  # of this loader among several
+        self.number = 0  # index of this loader among several loaders
         self.is_stream = isinstance(loader.dataset, IterableDataset)
         self.traits = SamplerTraits(user_loader, reader.world_size, reader.rank)
         self._seed_of_script = reader.seed
         self._seed_of_checkpoint = reader.seed
-        self.loaded: dict[str, Any] | None = None  # until the first iteration begins
-        self.has_state = False  # of the interrupted run
+        # State to resume, until the first iteration begins.
+        self.loaded: dict[str, Any] | None = None
+        self.has_state = False  # whether a state of the interrupted run was loaded
         self.has_begun = False
         self.current = TrainingPass(Place(-1))
         self.user_loader = user_loader
         self._has_ended_once = False
         self._num_looks = 0
-        self._batches_of_epoch = 0  # over all cycles
+        self._batches_of_epoch = 0  # number of batches in all cycles of the epoch
         self._seeded = SeededStreams()
         sampler_name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         index_lists = IndexLists(getattr(user_loader, sampler_name), self)
-        object.__setattr__(loader, sampler_name, index_lists)  # `DataLoader` refuses to set it
+        # `DataLoader` does not allow to set it.
+        object.__setattr__(loader, sampler_name, index_lists)
 
     def without_resume(self) -> DataLoader[Any]:
-        """Return a loader of the user's class, with the attributes that its own methods have changed."""
+        """Return a loader of the user's class, with the attributes that its methods have changed."""
         plain = copy_of_loader(self.user_loader)
         for name, value in vars(self.loader).items():
             is_replaced = name in ("exact_resume", "sampler", "batch_sampler", "_iterator")
@@ -123,13 +125,16 @@ class ExactResume:
 
     @property
     def length(self) -> int | None:
-        """Batches of an iteration, None if the loader has no length."""
+        """Number of batches of an iteration, or None if the loader has no length."""
         length: int | None = lightning_function("fabric.utilities.data.sized_len")(self.loader)
         return length
 
     @property
     def _keeper(self) -> Any:
-        """Owner of the state of a stream: torchdata's loader, or a data set that no worker has copied."""
+        """Object that saves and restores the state of a stream, or None.
+
+        It is torchdata's loader, or the data set if there are no workers, which would have copies of it.
+        """
         if not self.is_stream:
             return None
         of_user_class = self.loader.of_user_class()
@@ -142,7 +147,7 @@ class ExactResume:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch of training. The entry `own` differs between ranks."""
+        """Return the state after the last batch of training. Its entry `own` differs between ranks."""
         current = self.current
         own: dict[str, Any] = {
             "seed": self.reader.seed,
@@ -173,9 +178,9 @@ class ExactResume:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state whose entry `of_ranks` holds `own` of each rank.
+        """Resume from a state whose entry `of_ranks` holds the entry `own` of each rank.
 
-        The state that torchdata's loader saves under `ddp` is not used.
+        A state that torchdata's loader has saved under `ddp` is ignored.
         """
         if "of_ranks" not in state_dict:
             return
@@ -187,7 +192,7 @@ class ExactResume:
         if own is not None:
             self.loaded |= {"batches": own["batches"], "total": own["total"]}
         self.has_state = True
-        # Ranks differ in the other words of a seed, so that any rank's seed serves another number of ranks.
+        # Another number of ranks can use the seed of any rank, because the seeds of batches also depend on the rank.
         seed_of = own if own is not None else next(iter(of_ranks.values()))
         self._seed_of_checkpoint = seed_of["seed"]
         self.reader.seed = self._seed_of_checkpoint
@@ -211,10 +216,13 @@ class ExactResume:
         if not self.current.matches_index_lists:
             return _NO_BATCH_PER_LIST
         if self.is_stream:
-            counts = "counts that a stream keeps from epoch to epoch are not restored"
+            counts = "counters that a stream keeps from epoch to epoch are not restored"
             if self._keeper is not None:
                 return counts
-            return f"it reads the batches before the checkpoint again, because its state is out of reach, and {counts}"
+            return (
+                "it reads the batches before the checkpoint again, because its state is not accessible, and "
+                f"{counts}"
+            )
         loader = self.user_loader
         names = stream_names(loader.dataset, loader.collate_fn, loader.worker_init_fn)
         if names:
@@ -225,7 +233,7 @@ class ExactResume:
     # ---- random numbers --------------------------------------------------------------------------------------------
 
     def words(self, purpose: int, batch_number: int = 0) -> tuple[int, ...]:
-        """Return the numbers that seed the global streams for a purpose."""
+        """Return the numbers that seed the global random streams for a purpose."""
         place = self.current.place
         words = (
             self.reader.seed % 2**64,
@@ -238,14 +246,14 @@ class ExactResume:
         return (*words, self.reader.rank) if purpose == CONTENT else words
 
     def seeded_for(self, purpose: int, batch_number: int = 0) -> AbstractContextManager[None]:
-        """Return the context in which the global streams are seeded for a purpose."""
+        """Return a context in which the global random streams are seeded for a purpose."""
         return self._seeded(*self.words(purpose, batch_number))
 
     def _states_of_streams(self) -> list[Any]:
         return [state_of_stream(stream) for stream in self.traits.own_streams]
 
     def _restore_streams(self, states: Sequence[Any]) -> None:
-        # A checkpoint of `ddp` has no states.
+        # A checkpoint of `ddp` has no such states.
         for stream, state in zip(self.traits.own_streams, states, strict=False):
             restore_stream(stream, state)
 
@@ -256,16 +264,16 @@ class ExactResume:
         return self.reader.is_reading(holder)
 
     def plain_pass(self) -> Iterator[Any]:
-        """Begin an iteration over all batches, which moves nothing."""
+        """Begin an iteration over all batches that does not change the position."""
         self._num_looks += 1
         words = (self.reader.seed % 2**64, self.number, self._num_looks, LOOK, self.reader.rank)
         return plain_pass(self.user_loader, *words, is_training=self.reader.is_within_training())
 
     def rest_of_epoch(self) -> Iterator[Any]:
-        """Begin the training loop's iteration, at the place that the reader says."""
+        """Begin the training loop's iteration, at the position that the reader returns."""
         place = self.reader.place_of(self)
         if place.cycle and not self.has_begun and not self._has_ended_once:
-            # Lightning then asks again, and remembers that this loader has ended once.
+            # Lightning then requests another iterator, and records that this loader has ended once.
             self._has_ended_once = True
             return iter(())
         return _Batches(self, self._start(place))
@@ -284,7 +292,7 @@ class ExactResume:
         self.has_begun = True
         self._check_order_before(place, state)
         if not is_saved_pass or is_over:
-            # A sampler that is drawn to its end again may draw once more, so that its last state is taken.
+            # The state is restored, because a sampler that is exhausted again may draw once more.
             self._restore_streams(own.get("streams_now", ()))
 
         self.current = TrainingPass(place)
@@ -300,7 +308,7 @@ class ExactResume:
 
         self._set_epochs(state, is_saved_pass)
         if is_first or not self.loader.persistent_workers:
-            # A `DataLoader` draws the seed of its workers here, so that the run's other numbers stay those of `ddp`.
+            # A `DataLoader` draws the seed of its workers here. This draw keeps other random numbers equal to `ddp`.
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
         if is_saved_pass and own:
             self._restore_streams(own.get("streams", ()))
@@ -317,7 +325,7 @@ class ExactResume:
         self.current.dataset_epoch = state["dataset_epoch"]
 
     def _iterator_after_place(self, stream_states: Mapping[int, Any]) -> Iterator[Any]:
-        """Return the user's iterator, moved to the place of the pass."""
+        """Return the user's iterator, advanced to the position of the pass."""
         place = self.current.place
         num_restored = max(
             (number for number in stream_states if number <= place.batches), default=0
@@ -342,9 +350,10 @@ class ExactResume:
         return batches
 
     def _set_epochs(self, state: Mapping[str, Any], is_saved_pass: bool) -> None:
-        """Set samplers, and a data set with epochs, to what the interrupted run had set them to.
+        """Set samplers, and a data set with epochs, to the epochs of the interrupted run.
 
-        Without a checkpoint Lightning and the user's hooks set them. In mid-epoch these hooks do not run again.
+        Without a checkpoint, Lightning and the user's hooks set them. These hooks do not run again in the middle of an
+        epoch.
         """
         place = self.current.place
         if self.reader.sets_epochs:
@@ -360,11 +369,11 @@ class ExactResume:
         self.current.dataset_epoch = epoch_of(self.loader.dataset)
 
     def _check_order_before(self, place: Place, state: Mapping[str, Any]) -> None:
-        """Warn if the order cannot be the interrupted run's from the next epoch on."""
+        """Warn if the order of later epochs cannot be that of the interrupted run."""
         own = state.get("own") or {}
         if state and not own and self.traits.own_streams and not self.traits.follows_from_epoch:
             warnings.warn(
-                f"The training loader's order may be another one: {_LACKS_SAMPLER_STATE}.",
+                f"The training loader's order may differ from the interrupted run: {_LACKS_SAMPLER_STATE}.",
                 stacklevel=2,
             )
         if self.is_stream or self.traits.follows_from_epoch or own.get("checksum") is None:
@@ -376,7 +385,10 @@ class ExactResume:
     def _replay_index_lists(
         self, place: Place, state: Mapping[str, Any], own: Mapping[str, Any]
     ) -> None:
-        """Draw the index lists of the epoch before again, because there are none of the next one to compare with."""
+        """Draw the index lists of the previous epoch again, and compare them with the interrupted run.
+
+        There are no index lists of the next epoch to compare with.
+        """
         epochs = self.traits.epochs()
         self._restore_streams(own.get("streams", ()))
         self.current = TrainingPass(Place(state["epoch"], state["cycle"]))
@@ -386,7 +398,10 @@ class ExactResume:
         try:
             deque(islice(index_lists, state["batches"]), maxlen=0)
         except NotExactError as error:
-            warnings.warn(f"{error} From this epoch's end on, images may be others.", stacklevel=2)
+            warnings.warn(
+                f"{error} In later epochs, samples may differ from the interrupted run.",
+                stacklevel=2,
+            )
         self.traits.set_epochs(epochs, place.epoch)
 
     def read(self, batches: Iterator[Any]) -> Any:
@@ -401,7 +416,7 @@ class ExactResume:
         if batch is END:
             current.is_exhausted = True
             if current.expects_batch:
-                # The sampler had given all index lists by then.
+                # The sampler has returned all index lists.
                 current.matches_index_lists = False
                 raise self.error(_NO_BATCH_PER_LIST)
             raise StopIteration
@@ -416,7 +431,8 @@ class ExactResume:
         keeper = self._keeper
         if keeper is not None:
             current.stream_states[current.batches_done] = copy.deepcopy(keeper.state_dict())
-            # Lightning may hold one batch, and a step that was not made is read again.
+            # States of earlier batches are needed, because Lightning may hold one batch, and the batches of an
+            # unfinished step are read again.
             num_needed = self.reader.accumulate_grad_batches + 2
             current.stream_states.pop(current.batches_done - num_needed, None)
         elif self.is_stream:
@@ -435,7 +451,7 @@ class ExactResume:
     # ---- checks ----------------------------------------------------------------------------------------------------
 
     def compare(self, batch_number: int, checksum: int | None) -> None:
-        """Compare the order with the interrupted run's, at the batch where that run was saved."""
+        """Compare the order with the interrupted run at the batch where that run was saved."""
         expected = self.current.expected
         if expected is None or batch_number != expected[0]:
             return
@@ -473,15 +489,15 @@ class ExactResume:
             )
 
     def compare_end_of_order(self) -> None:
-        """Refuse an order that ends before the batch where the interrupted run was saved."""
+        """Raise an error if the order has ended before the batch where the interrupted run was saved."""
         if self.current.expected is not None:
             self.compare(self.current.expected[0], None)
 
     def batches_after(self, batches_done: int) -> int:
-        """Return the place in batches of this run after `batches_done` batches of the loaded state's run.
+        """Convert a number of finished batches of the interrupted run to batches of this run.
 
         Raises:
-            NotExactError: The images of a step differ.
+            NotExactError: The samples of a step differ.
         """
         if self.loaded is None:
             return batches_done
@@ -494,15 +510,15 @@ class ExactResume:
             raise self.error(str(error)) from None
 
     def has_other_batches(self) -> bool:
-        """Return whether the batches of the loaded state's run hold other images than the batches of this run."""
+        """Return whether the batches of the interrupted run contain other samples than the batches of this run."""
         return self.loaded is not None and not self.layout.has_batches_of(
             StepLayout.from_state(self.loaded)
         )
 
     def refuse_second_reader(self) -> None:
-        """Refuse a second iteration of the training loop while the first one has batches left.
+        """Raise an error if the training loop begins an iteration while the previous one has batches left.
 
-        A user who iterates over the `CombinedLoader` of a fit puts other iterators in the place of training's.
+        This happens if user code iterates over the `CombinedLoader` of a fit, which replaces the loop's iterators.
         """
         length = self.length
         is_over = self.current.is_exhausted or (
@@ -511,8 +527,8 @@ class ExactResume:
         if not is_over:
             raise RuntimeError(
                 f"The training loader (={type(self.loader).__name__}) must be read by one training loop at a time, and "
-                "is read again in the middle of an epoch: images would be left out. Iterate over "
-                "`trainer.train_dataloader` in place of the `CombinedLoader` that holds it."
+                "it is read again in the middle of an epoch, so that samples would be skipped. Iterate over "
+                "`trainer.train_dataloader` instead of the `CombinedLoader` that holds it."
             )
 
     def _is_dealt_as(self, state: Mapping[str, Any]) -> bool:
@@ -521,7 +537,10 @@ class ExactResume:
     def _refuse_unless_exact(
         self, state: Mapping[str, Any], place: Place, is_saved_pass: bool
     ) -> None:
-        """Refuse a place in mid-epoch after which batches would be others. A checkpoint of `ddp` says nothing."""
+        """Raise an error if a position in the middle of an epoch cannot be resumed exactly.
+
+        A checkpoint of `ddp` has no state, and is not checked.
+        """
         if self.loader.num_workers and not self.loader.in_order:
             raise self.error(_OUT_OF_ORDER)
         if not state:
@@ -538,7 +557,8 @@ class ExactResume:
         elif self.is_stream and num_workers != state["num_workers"]:
             saved_workers = state["num_workers"]
             raise self.error(
-                f"`num_workers` (={num_workers}) must be that of the checkpoint: set num_workers={saved_workers}"
+                f"`num_workers` (={num_workers}) must equal the value of the checkpoint. "
+                f"Set num_workers={saved_workers}"
             )
         else:
             lacks_own = own is None and not self.traits.follows_from_epoch
@@ -552,21 +572,21 @@ class ExactResume:
             saved_value = getattr(saved, name)
             if value != saved_value:
                 raise self.error(
-                    f"it has ended once in this epoch and began again, where `{name}` (={value}) must be that of the "
-                    f"checkpoint: set {name}={saved_value}"
+                    f"it has ended once in this epoch and started again, so `{name}` (={value}) must equal the value "
+                    f"of the checkpoint. Set {name}={saved_value}"
                 )
 
     def error(self, reason: str) -> NotExactError:
-        """Return the error that names this loader and the reason."""
+        """Return an error with the name of this loader and the reason."""
         return NotExactError(
             f"The training loader ({type(self.loader).__name__} of {type(self.loader.dataset).__name__}) cannot be "
-            f"resumed in the middle of an epoch: {reason}. Or resume from an epoch's end, or with exact_resume=False "
-            "from other images."
+            f"resumed in the middle of an epoch: {reason}. Alternatively, resume from the end of an epoch, or set "
+            "exact_resume=False to continue with different samples."
         )
 
 
 class _Batches(Iterator[Any]):
-    """Iterator of the training loop, which counts what it gives."""
+    """Iterator of the training loop, which counts its batches."""
 
     def __init__(self, resume: ExactResume, batches: Iterator[Any]) -> None:
         self._resume = resume

@@ -1,4 +1,4 @@
-"""Index lists of a loader that resumes exactly: drawn from the user's sampler, checked, and skipped up to a place."""
+"""Index lists of a loader that resumes exactly, which are drawn from the user's sampler, checked and skipped."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from lightning_hybrid.data.random_streams import SeededIndex, streams_of
 from lightning_hybrid.data.training_pass import TrainingPass
 
-# Purposes of random numbers, which are a part of their seed.
+# Purposes of random numbers. The purpose is a part of their seed.
 START, ITER, ORDER, CONTENT, LOOK = range(5)
 END = object()
 
 _ORDER_FROM_EPOCH = (DistributedSampler, data.SequentialSampler)
-# These samplers draw from the global streams before their first index, and not again.
+# These samplers draw from the global streams only before their first index.
 _DRAW_AT_ONCE = (
     *_ORDER_FROM_EPOCH,
     data.RandomSampler,
@@ -33,12 +33,19 @@ _DRAW_AT_ONCE = (
 
 
 class SamplerTraits:
-    """Facts about the samplers of a loader that decide how its order can be restored.
+    """Properties of a loader's samplers, which determine how its order can be restored.
 
     Args:
-        loader: The loader, with the user's samplers.
-        world_size: Ranks that read different images.
-        rank: This rank among them.
+        loader: Loader with the user's samplers.
+        world_size: Number of ranks that read different samples.
+        rank: Index of this rank among them.
+
+    Attributes:
+        samplers: Sampler of the loader, and the samplers that it draws from.
+        own_streams: Streams of random numbers that the loader and its samplers hold.
+        draws_at_once: Whether all random numbers are drawn before the first index.
+        follows_from_epoch: Whether the order depends only on the epoch and the sampler's seed.
+        dealt: Values that determine the order of a `DistributedSampler` for any number of ranks. None: another sampler.
     """
 
     def __init__(self, loader: DataLoader[Any], world_size: int, rank: int) -> None:
@@ -100,18 +107,18 @@ class SamplerTraits:
         return None
 
     def epochs(self) -> list[int | None]:
-        """Return the epochs to which the samplers are set, None where one does not say."""
+        """Return the epoch of each sampler, or None for a sampler that does not store its epoch."""
         return [epoch_of(sampler) for sampler in self.samplers]
 
     def set_epochs(self, epochs: list[int | None], default: int) -> None:
-        """Set the samplers to these epochs, and those that do not say theirs to `default`."""
+        """Set the epochs of the samplers. None stands for `default`."""
         for sampler, epoch in zip(self.samplers, epochs, strict=False):
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(default if epoch is None else epoch)
 
 
 def epoch_of(owner: Any) -> int | None:
-    """Return the number that `owner.set_epoch` was given, if `owner` keeps it as `epoch` or `_epoch`."""
+    """Return the epoch of an object with a method `set_epoch`, or None if it does not store its epoch."""
     if not callable(getattr(owner, "set_epoch", None)):
         return None
     epoch = getattr(owner, "epoch", getattr(owner, "_epoch", None))
@@ -121,7 +128,7 @@ def epoch_of(owner: Any) -> int | None:
 
 
 def _chain_of(sampler: Any) -> list[Any]:
-    """Return a sampler and the samplers that it draws from, also those in Lightning's wrapper of other samplers."""
+    """Return a sampler and the samplers that it draws from, including those in Lightning's wrapper of samplers."""
     chain: list[Any] = []
     waiting = [sampler]
     while waiting:
@@ -138,7 +145,7 @@ def _chain_of(sampler: Any) -> list[Any]:
 
 
 class FollowsOrder(Protocol):
-    """Follows the order of a loader: it knows the place, seeds random numbers and compares checksums."""
+    """Interface of `ExactResume` for `IndexLists`: position, random seeds and comparison of checksums."""
 
     loader: Any
     traits: SamplerTraits
@@ -146,37 +153,38 @@ class FollowsOrder(Protocol):
     current: TrainingPass
 
     def words(self, purpose: int, batch_number: int = 0) -> tuple[int, ...]:
-        """Return the numbers that seed the global streams for a purpose."""
+        """Return the numbers that seed the global random streams for a purpose."""
 
     def seeded_for(self, purpose: int, batch_number: int = 0) -> AbstractContextManager[None]:
-        """Return the context in which the global streams are seeded for a purpose."""
+        """Return a context in which the global random streams are seeded for a purpose."""
 
     def compare(self, batch_number: int, checksum: int | None) -> None:
-        """Compare the order so far with the interrupted run's."""
+        """Compare the order with the interrupted run."""
 
     def compare_end_of_order(self) -> None:
-        """Refuse an order that ends too early."""
+        """Raise an error if the order has ended too early."""
 
 
 class IndexLists:
-    """Stand-in for the sampler, or batch sampler, in the copy of its loader.
+    """Replacement of the sampler or batch sampler in the copy of a loader.
 
     Args:
-        sampler: The user's.
-        resume: Follows the order.
+        sampler: Sampler or batch sampler of the user.
+        resume: Exact resume of the loader.
     """
 
     def __init__(self, sampler: Any, resume: FollowsOrder) -> None:
         vars(self).update(_sampler=sampler, _resume=resume)
 
     def __iter__(self) -> Iterator[Any]:
-        # Now, and not at the first index: a `DataLoader` with workers makes two iterators, and asks one of them.
+        # The sampler's iterator is created here, and not with the first index, as a `DataLoader` would. With workers a
+        # `DataLoader` creates two iterators and uses one.
         with self._resume.seeded_for(ITER):
             indices = iter(self._sampler)
         return self._after_place(indices)
 
     def _after_place(self, indices: Iterator[Any]) -> Iterator[Any]:
-        """Yield the index lists after the place of the resume. Those before it are drawn, checked and dropped."""
+        """Yield the index lists after the position of the resume. Earlier lists are drawn, checked and dropped."""
         resume = self._resume
         batch_number = 0
         checksum = 0
@@ -204,7 +212,7 @@ class IndexLists:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_sampler", "_resume"):
-            raise AttributeError(name)  # copying asks before there is one
+            raise AttributeError(name)  # `copy` asks for attributes before they exist.
         return getattr(self._sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -212,18 +220,19 @@ class IndexLists:
 
 
 def _checksum_of_index(index: Any, before: int) -> int:
-    """Return the checksum of all index lists up to this one."""
+    """Return the checksum of index lists up to `index`, given the checksum of the lists before it."""
     numbers = index if isinstance(index, list | tuple) else [index]
     try:
         return zlib.crc32(array("q", numbers), before)
     except (TypeError, OverflowError):
-        # Keys of other types. The default `repr` of an object holds its address, which differs in each process.
+        # Indices may have other types. The default `repr` of an object contains its address, which is removed because
+        # it differs between processes.
         text = re.sub(r" at 0x[0-9a-f]+", "", repr(index))
         return zlib.crc32(text.encode(), before)
 
 
 def checksum_of_index_lists(index_lists: Iterable[Any]) -> int:
-    """Return the checksum of index lists, as a loader that resumes exactly has it after their batches."""
+    """Return the checksum that a loader with exact resume has after the batches of these index lists."""
     checksum = 0
     for index in index_lists:
         checksum = _checksum_of_index(index, checksum)
@@ -231,7 +240,10 @@ def checksum_of_index_lists(index_lists: Iterable[Any]) -> int:
 
 
 def checksum_of_batch(batch: Any) -> int:
-    """Return a checksum of a batch by the first 64 numbers of each tensor: all of them would take too long."""
+    """Return a checksum of a batch.
+
+    It covers the first 64 numbers of each tensor, because all numbers would take too long.
+    """
     values: list[Any] = []
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):

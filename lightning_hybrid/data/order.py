@@ -1,4 +1,4 @@
-"""The order of images, a pure function of (seed, epoch, step, rank, world size), and loaders that resume in it."""
+"""Order of images as a function of (seed, epoch, step, rank, world size), and loaders that resume in this order."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Indices = NDArray[np.int64]
 def batch_size_per_rank(
     *, global_batch_size: int, world_size: int, accumulate_grad_batches: int = 1
 ) -> int:
-    """Divide the global batch: `global_batch_size / (world_size * accumulate_grad_batches)`.
+    """Return the number of images per rank and batch: `global_batch_size / (world_size * accumulate_grad_batches)`.
 
     Raises:
-        ValueError: The quotient is no whole number.
+        ValueError: The quotient is not a whole number.
     """
     num_parts = world_size * accumulate_grad_batches
     if global_batch_size < 1 or global_batch_size % num_parts:
@@ -41,9 +41,8 @@ def batch_size_per_rank(
         nearest = f"{below} or {below + num_parts}" if below else f"{num_parts}"
         raise ValueError(
             f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * accumulate_grad_batches` "
-            f"(={world_size} * {accumulate_grad_batches}): {global_batch_size / num_parts:.2f} images per rank is not "
-            f"a whole number{' above zero' if global_batch_size < 1 else ''}. Nearest that fit: "
-            f"global_batch_size={nearest}."
+            f"(={world_size} * {accumulate_grad_batches}), because {global_batch_size / num_parts:.2f} images per rank "
+            f"is not a positive whole number. Set global_batch_size={nearest}."
         )
     return global_batch_size // num_parts
 
@@ -51,7 +50,7 @@ def batch_size_per_rank(
 def largest_global_batch_size(
     num_images: int, *, world_size: int, accumulate_grad_batches: int = 1
 ) -> int:
-    """Return the largest global batch size that divides the images, with at least one image per part.
+    """Return the largest global batch size for a number of images, with at least one image per rank and batch.
 
     >>> largest_global_batch_size(41, world_size=2, accumulate_grad_batches=4)
     40
@@ -62,18 +61,26 @@ def largest_global_batch_size(
 
 @dataclass(frozen=True, kw_only=True)
 class EpochOrder:
-    """The images of every batch of one rank.
+    """Order of the images in all batches of one rank.
 
-    The order of an epoch is a permutation P drawn from (seed, epoch) alone. With G = `global_batch_size`, A =
-    `accumulate_grad_batches`, W = `world_size` and b = G / (A W), rank r takes as its batch a of step s
+    The order of an epoch is a permutation P that depends only on (seed, epoch). With G = `global_batch_size`, A =
+    `accumulate_grad_batches`, W = `world_size` and b = G / (A W), batch a of step s of rank r is
 
         P[s G + (a W + r) b : s G + (a W + r + 1) b]
 
-    so that ranks are disjoint, and together take `num_images // G` whole steps; other images are left out each epoch.
-    The images of a step do not depend on W and A, which may change between steps.
+    So ranks read disjoint images. An epoch has `num_images // G` steps, and the remaining images are left out, in each
+    epoch others. The images of a step do not depend on W and A, which may change between steps.
+
+    Args:
+        num_images: Number of training images.
+        global_batch_size: Number of images per step, over all ranks.
+        seed: Seed of the order.
+        world_size: Number of ranks.
+        rank: Rank of this process.
+        accumulate_grad_batches: Number of batches per step on each rank.
 
     Raises:
-        ValueError: G does not divide by A W, exceeds `num_images`, or there is no such rank.
+        ValueError: G is not a multiple of A W or exceeds `num_images`, or `rank` is out of range.
 
     >>> order = EpochOrder(num_images=10, global_batch_size=4, seed=0, world_size=2, rank=1)
     >>> permutation = order.permutation(epoch=0)
@@ -109,16 +116,17 @@ class EpochOrder:
             )
             raise ValueError(
                 f"`global_batch_size` (={self.global_batch_size}) must be at most the number of training images "
-                f"(={self.num_images}): an epoch would have no step. Set global_batch_size={most} or less."
+                f"(={self.num_images}), or an epoch would have no step. Set global_batch_size={most} or less."
             )
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"`rank` (={self.rank}) must be from 0 to `world_size - 1` (={self.world_size - 1})."
+                f"`rank` (={self.rank}) must be from 0 to `world_size - 1` (={self.world_size - 1}). Pass the rank of "
+                "this process."
             )
 
     @property
     def batch_size_per_rank(self) -> int:
-        """Images that one rank takes at a time."""
+        """Number of images in a batch of one rank."""
         return batch_size_per_rank(
             global_batch_size=self.global_batch_size,
             world_size=self.world_size,
@@ -127,85 +135,84 @@ class EpochOrder:
 
     @property
     def num_steps(self) -> int:
-        """Whole global batches in an epoch."""
+        """Number of steps in an epoch."""
         return self.num_images // self.global_batch_size
 
     @property
     def num_batches(self) -> int:
-        """Batches of this rank in an epoch."""
+        """Number of batches of this rank in an epoch."""
         return self.num_steps * self.accumulate_grad_batches
 
     def permutation(self, epoch: int) -> Indices:
-        """Draw the order of all images in an epoch. The same on every rank."""
-        # The last number names the purpose: augmentation draws from [seed, epoch, 1].
+        """Return the order of all images in an epoch, which is equal on all ranks."""
+        # The last number of the seed is the purpose. Augmentation uses [seed, epoch, 1].
         return np.random.default_rng([self.seed, epoch, 0]).permutation(self.num_images)
 
     def share(self, permutation: Indices, batch: int) -> Indices:
-        """Return the images of this rank's batch number `batch` of the epoch. A view of the permutation."""
-        # s G + a W b = (s A + a) W b: batches of successive steps follow one another
+        """Return the images of this rank's batch number `batch` in the epoch, as a view of the permutation."""
+        # Batches of successive steps are adjacent, because s G + a W b = (s A + a) W b.
         start = (batch * self.world_size + self.rank) * self.batch_size_per_rank
         return permutation[start : start + self.batch_size_per_rank]
 
 
 class ResumableLoader(ABC):
-    """Batches of one rank in the order of an `EpochOrder`, from any place on.
+    """Base class of loaders that return one rank's batches in the order of an `EpochOrder`, from any position.
 
-    The state counts steps of the global batch, and is the same on every rank: Lightning saves only rank zero's. A
-    checkpoint between two steps continues exactly under any `world_size` and `accumulate_grad_batches`; one within a
-    step of several batches only under the same two. A new epoch begins by `sampler.set_epoch` or by iterating again.
+    The state counts steps of the global batch, so it is equal on all ranks, and Lightning saves only rank zero's state.
+    A checkpoint between two steps resumes exactly with any `world_size` and `accumulate_grad_batches`. A checkpoint
+    within a step of several batches resumes exactly only with the same values. A new epoch begins with
+    `sampler.set_epoch` or with another iteration.
 
-    With a trainer, the place after a resume is that of the trainer's counters, which are mended first (see
-    `batch_counters`): the images of a step that was not made come again, under any number of ranks.
+    With a trainer, the position after a resume is taken from the trainer's counters, which are corrected first (see
+    `batch_counters`). The images of an unfinished step are then read again, for any number of ranks.
 
     Args:
-        order: The order of the images.
-        trainer: The trainer that iterates over the loader. The strategies of this package give it to a loader that has
-            none; with another strategy a run with `max_steps` cannot go on exactly from the end of an epoch without it.
+        order: Order of the images.
+        trainer: Trainer that iterates over the loader. The strategies of this package set it if it is None. With other
+            strategies it is needed to resume a run with `max_steps` exactly from the end of an epoch.
     """
 
-    _SAME: ClassVar[tuple[str, ...]] = (
-        "seed",
-        "global_batch_size",
-        "num_images",
-    )  # or the order is another one
+    # Without equal values the order of an epoch differs.
+    _SAME: ClassVar[tuple[str, ...]] = ("seed", "global_batch_size", "num_images")
     _SAME_IN_STEP: ClassVar[tuple[str, ...]] = ("world_size", "accumulate_grad_batches")
 
     def __init__(self, order: EpochOrder, *, trainer: pl.Trainer | None = None) -> None:
         self.order = order
-        self.epoch = self.batches_done = 0
-        self._accumulated_before = order.accumulate_grad_batches  # by the run that goes on
-        self._is_resumed = False  # and no batch was read since
-        # A copy of the loader is not one of the trainer.
+        self.epoch = 0
+        self.batches_done = 0
+        self._accumulated_before = order.accumulate_grad_batches  # value of the interrupted run
+        self._is_resumed = False  # whether no batch was read since a resume
+        # A weak reference, so that copies of the loader do not copy the trainer.
         self._trainer = None if trainer is None else weakref.ref(trainer)
 
     @abstractmethod
     def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
-        """Yield one batch for each share of images. The generator is closed when the consumer leaves."""
+        """Yield one batch for each share of images. The generator is closed when the consumer stops."""
 
     @property
     def sampler(self) -> ResumableLoader:
-        """The loader itself: Lightning looks for `set_epoch` here."""
+        """The loader itself, because Lightning calls `sampler.set_epoch`."""
         return self
 
     @property
     def trainer(self) -> pl.Trainer | None:
-        """The trainer that iterates over the loader, if it is known."""
+        """Trainer that iterates over the loader, or None if it is unknown."""
         return None if self._trainer is None else self._trainer()
 
     def bind_trainer(self, trainer: pl.Trainer) -> None:
-        """Take the place after a resume from this trainer's counters."""
+        """Set the trainer whose counters determine the position after a resume."""
         self._trainer = weakref.ref(trainer)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`, unless that epoch has already begun (as after a resume).
+        """Move to the beginning of `epoch`, unless that epoch has already begun, for example after a resume.
 
         Raises:
-            RuntimeError: There is no trainer to ask, and `epoch` does not follow the place that was resumed.
+            RuntimeError: The trainer is unknown, and `epoch` does not follow the resumed position.
         """
         trainer = self.trainer
         if trainer is not None and trainer.training and trainer.fit_loop.is_resuming:
             self._resume_by_counters(trainer)
-        # Lightning sets the epoch after a resume too: that must not lose the place within it.
+        # Lightning sets the epoch after a resume as well, which must not change the position in that epoch.
         elif epoch != self.epoch:
             if (
                 self._is_resumed
@@ -213,9 +220,9 @@ class ResumableLoader(ABC):
                 and (epoch, len(self)) != (self.epoch + 1, self.batches_done)
             ):
                 raise RuntimeError(
-                    f"`epoch` (={epoch}) must follow the place that was resumed, {self.batches_done} of {len(self)} "
-                    f"batches of epoch {self.epoch}: images would be left out. With `max_steps` Lightning counts an "
-                    f"epoch twice. Give the loader its trainer: {type(self).__name__}(..., trainer=trainer)."
+                    f"`epoch` (={epoch}) must follow the resumed position, which is {self.batches_done} of {len(self)} "
+                    f"batches of epoch {self.epoch}, or images would be skipped. With `max_steps` Lightning counts an "
+                    f"epoch twice. Pass the trainer to the loader: {type(self).__name__}(..., trainer=trainer)."
                 )
             self.epoch = epoch
             self.batches_done = 0
@@ -236,18 +243,22 @@ class ResumableLoader(ABC):
             count_batches_as(trainer, num_before, self.batches_done)
 
     def every_image(self) -> Iterator[Batch]:
-        """Yield batches of this rank in which every image comes exactly once over all ranks, as in epoch 0."""
+        """Yield this rank's batches of a pass in which the ranks together read every image exactly once.
+
+        Augmentation is that of epoch 0.
+        """
         order = self.order
         shares = eval_shares(
             num_images=order.num_images,
             world_size=order.world_size,
             rank=order.rank,
-            batch_size_per_rank=max(1, order.batch_size_per_rank - 1),  # one may have an image more
+            # A batch may have one more image.
+            batch_size_per_rank=max(1, order.batch_size_per_rank - 1),
         )
         return self._batches(0, iter(shares))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place of this loader. The same on every rank."""
+        """Return the position of this loader, which is equal on all ranks."""
         steps_done, batches_done = divmod(self.batches_done, self.order.accumulate_grad_batches)
         place = {
             "epoch": self.epoch,
@@ -257,24 +268,27 @@ class ResumableLoader(ABC):
         return place | {name: getattr(self.order, name) for name in self._SAME + self._SAME_IN_STEP}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the place in `state`.
+        """Resume at the position in `state`.
 
         Raises:
-            ValueError: The checkpoint is of another order of images, or from the middle of a step shared otherwise.
+            ValueError: The checkpoint has another order of images, or is from the middle of a step that was divided in
+                another way.
         """
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(
-                f"`{missing[0]}` must be in the checkpoint's state of the training loader, which has {sorted(state)}: "
-                "another loader or version wrote it. Train with the data of the interrupted run."
+                f"`{missing[0]}` must be in the checkpoint's state of the training loader, which contains only "
+                f"{sorted(state)}, because another loader or version wrote it. Train with the data of the interrupted "
+                "run."
             )
         self._refuse_other(
-            state, self._SAME, "the resumed epoch would repeat some images and miss others"
+            state, self._SAME, "the resumed epoch would repeat some images and skip others"
         )
-        # Between two steps nothing depends on how many ranks and batches shared them. A trainer begins the step again.
+        # Between two steps the numbers of ranks and batches may change. In the middle of a step they may change if
+        # there is a trainer, because it begins the step again.
         if state["batches_done_of_step"] and self._trainer is None:
             why = (
                 f"the checkpoint is from the middle of a step ({state['batches_done_of_step']} of "
-                f"{state['accumulate_grad_batches']} batches), which other ranks would share in another way"
+                f"{state['accumulate_grad_batches']} batches), whose images would be divided in another way"
             )
             self._refuse_other(state, self._SAME_IN_STEP, why)
         self.epoch = state["epoch"]
@@ -285,20 +299,21 @@ class ResumableLoader(ABC):
 
     def _refuse_other(self, state: dict[str, Any], names: tuple[str, ...], why: str) -> None:
         cures = {
-            "num_images": "the data as it was in the interrupted run: the same images",
-            "world_size": "`devices` and `num_nodes` of the Trainer as they were in the interrupted run",
-            "accumulate_grad_batches": "`accumulate_grad_batches` of the Trainer as it was in the interrupted run",
+            "num_images": "the data to that of the interrupted run, with the same images",
+            "world_size": "`devices` and `num_nodes` of the Trainer as in the interrupted run",
+            "accumulate_grad_batches": "`accumulate_grad_batches` of the Trainer as in the interrupted run",
         }
         for name in names:
             own_value = getattr(self.order, name)
             if state[name] != own_value:
-                cure = cures.get(name, f"{name}={state[name]} as it was in the interrupted run")
+                cure = cures.get(name, f"{name}={state[name]} as in the interrupted run")
                 raise ValueError(
-                    f"`{name}` (={own_value}) must be that of the checkpoint (={state[name]}): {why}. Set {cure}."
+                    f"`{name}` (={own_value}) must equal the value of the checkpoint (={state[name]}), because {why}. "
+                    f"Set {cure}."
                 )
 
     def __len__(self) -> int:
-        # Lightning asks for it after it has read a checkpoint, and before it looks whether there is an epoch left.
+        # Lightning calls this after it has read a checkpoint, and before it checks whether an epoch is left.
         if self.trainer is not None:
             uncount_cut_epoch(self.trainer)
         return self.order.num_batches
@@ -307,11 +322,14 @@ class ResumableLoader(ABC):
         return PlaceIterator(self)
 
     def is_read_by_training(self, holder: Iterator[Batch]) -> bool:
-        """Return whether an iterator moves the place: every one, or with a trainer the one that its loop holds."""
+        """Return whether an iterator changes the position.
+
+        With a trainer only the iterator of its training loop does. Without a trainer every iterator does.
+        """
         return self.trainer is None or is_held_by_training(self.trainer, holder)
 
     def plain_pass(self) -> Iterator[Batch]:
-        """Yield all batches of the epoch, and leave the place as it is."""
+        """Yield all batches of the epoch without changing the position."""
         reader = copy.copy(self)
         permutation = self.order.permutation(self.epoch)
         shares = (self.order.share(permutation, batch) for batch in range(self.order.num_batches))
@@ -319,9 +337,10 @@ class ResumableLoader(ABC):
             yield from batches
 
     def rest_of_epoch(self) -> Iterator[Batch]:
-        """Yield the batches from the place on, and move it. After an epoch's end those of the next epoch."""
+        """Yield the remaining batches of the epoch, and change the position. After its end, begin the next epoch."""
         if self.batches_done >= len(self):
-            # At the end, and `set_epoch` was not called. Lightning itself never exhausts a loader that has a length.
+            # `set_epoch` was not called at the end of the epoch.
+            # Lightning itself never exhausts a loader with a length.
             self.epoch += 1
             self.batches_done = 0
         permutation = self.order.permutation(self.epoch)
@@ -330,7 +349,7 @@ class ResumableLoader(ABC):
         )
         with closing(self._batches(self.epoch, shares)) as batches:  # type: ignore[type-var]
             for batch in batches:
-                # Before the yield: nothing after the last one would run.
+                # The position is changed before the yield, because code after the last yield would not run.
                 self.batches_done += 1
                 self._is_resumed = False
                 yield batch
@@ -339,10 +358,11 @@ class ResumableLoader(ABC):
 def eval_shares(
     *, num_images: int, world_size: int, rank: int, batch_size_per_rank: int
 ) -> list[Indices]:
-    """Divide images into batches of one rank such that every image comes exactly once over all ranks.
+    """Return the images in each batch of one rank, such that the ranks together read every image exactly once.
 
-    Rank r takes images r, r + world_size, ...; none is repeated, so that shares differ by up to one image. All ranks
-    have as many batches, at least one; so a batch has up to one image more than `batch_size_per_rank`.
+    Rank r reads the images r, r + world_size, ... No image is repeated, so the numbers of images per rank differ by up
+    to one. All ranks have the same number of batches, at least one, so a batch may have one more image than
+    `batch_size_per_rank`.
 
     Raises:
         ValueError: There are more ranks than images.
@@ -353,11 +373,11 @@ def eval_shares(
     smallest_share, num_left = divmod(num_images, world_size)
     if smallest_share < 1:
         raise ValueError(
-            f"`world_size` (={world_size}) must be at most the number of images to evaluate (={num_images}): a rank "
-            "would have none. Use fewer ranks, or set limit_val_batches=0."
+            f"`world_size` (={world_size}) must be at most the number of images to evaluate (={num_images}), because "
+            "every rank needs an image. Use fewer ranks, or set limit_val_batches=0."
         )
-    # As many batches on every rank: collectives at a batch, such as DDP's broadcast of BatchNorm statistics before the
-    # first, need all ranks. No batch may be empty, so there are at most as many as the smallest share has images.
+    # The number of batches is equal on all ranks, because collectives in a batch, such as DDP's broadcast of BatchNorm
+    # statistics, need all ranks. No batch may be empty, so their number is at most that of the smallest share's images.
     largest_share = smallest_share + (num_left > 0)
     num_batches = min(-(-largest_share // batch_size_per_rank), smallest_share)
     return np.array_split(np.arange(rank, num_images, world_size), num_batches)

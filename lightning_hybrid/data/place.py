@@ -1,4 +1,4 @@
-"""The place of a training loader, and the iterator that may move it: the training loop's own."""
+"""Position of a training loader, which only the training loop's own iterator may change."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Place(NamedTuple):
-    """Position at which an iteration begins: after `batches` of a cycle of an epoch.
+    """Position at which an iteration begins.
 
-    A cycle is an iteration within an epoch: shorter loaders of a `CombinedLoader` have several.
+    Args:
+        epoch: Index of the epoch.
+        cycle: Index of the iteration in the epoch. Shorter loaders of a `CombinedLoader` have several iterations.
+        batches: Number of finished batches in the cycle.
     """
 
     epoch: int
@@ -19,33 +22,36 @@ class Place(NamedTuple):
 
 
 class HasPlace(Protocol):
-    """Loader whose place only the training loop moves."""
+    """Loader with a position that only the training loop changes."""
 
     def is_read_by_training(self, holder: Iterator[Any]) -> bool:
         """Return whether the training loop holds this iterator."""
 
     def rest_of_epoch(self) -> Iterator[Any]:
-        """Begin an iteration from the loader's place on, which moves the place."""
+        """Begin an iteration at the loader's position, which changes the position."""
 
     def plain_pass(self) -> Iterator[Any]:
-        """Begin an iteration over all batches, which moves nothing."""
+        """Begin an iteration over all batches that does not change the position."""
 
 
 class PlaceIterator(Iterator[Any]):
-    """Iterator over a loader with a place: the rest of the epoch for the training loop, a plain pass for user code.
+    """Iterator over a loader with a position.
 
-    The iterator begins with its first batch, because Lightning makes iterators before it knows the epoch. A copy begins
-    again, as Lightning leaves iterators of torch's loaders out of its own copies.
+    In the training loop it yields the remaining batches of the epoch, and in user code all batches. It starts with its
+    first batch, because Lightning creates iterators before it sets the epoch. A copy starts again, because Lightning
+    does not copy iterators of torch's loaders either.
 
     Args:
-        loader: The loader with a place.
+        loader: Loader with a position.
+
+    Attributes:
+        holder: Iterator of a prefetcher that the training loop or user code holds instead of this one.
     """
 
     def __init__(self, loader: HasPlace) -> None:
         self._loader = loader
         self._batches: Iterator[Any] | None = None
-        # A prefetcher puts its own iterator here, which Lightning or the user holds in place of this one. The first
-        # batch takes it away again: of iterators that hold each other the workers would live on.
+        # It is removed with the first batch, because workers would stay alive if iterators referred to each other.
         self.holder: Iterator[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,7 +80,7 @@ class OuterIterator(Iterator[Any]):
 
 
 def is_held_by_training(trainer: Any, iterator: Iterator[Any]) -> bool:
-    """Return whether the training loop of `trainer` holds `iterator`, and False for one that user code made.
+    """Return whether the training loop of `trainer` holds `iterator`.
 
     `iter(trainer.train_dataloader)` in a hook, or after the fit, makes an iterator that the loop does not hold. The
     loop also holds an iterator that is the inner one of another.
@@ -97,12 +103,12 @@ def _leads_to(held: Iterator[Any] | None, iterator: Iterator[Any]) -> bool:
 
 
 class IteratorsOfTraining:
-    """Test for iterators that the training loop of a trainer holds.
+    """Function that tells whether the training loop of a trainer holds an iterator.
 
-    It does not keep the trainer alive. A copy asks the same trainer. An unpickled one knows no trainer.
+    It does not keep the trainer alive. A copy uses the same trainer, and an unpickled object has no trainer.
 
     Args:
-        trainer: The trainer whose loop reads loaders, or None.
+        trainer: Trainer whose loop reads loaders, or None.
     """
 
     def __init__(self, trainer: Any) -> None:

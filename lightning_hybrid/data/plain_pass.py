@@ -1,4 +1,4 @@
-"""Passes over a training loader that move nothing of training: neither a sampler, nor a stream, nor the loader."""
+"""Passes over a training loader by user code, which do not change the state of training."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_hybrid.data.random_streams import SeededStreams
 
 
 def plain_pass(loader: DataLoader[Any], *words: int, is_training: bool) -> Iterator[Any]:
-    """Yield all batches of a copy of `loader`, with random numbers that follow from `words`.
+    """Yield all batches of a copy of `loader`, with random numbers that depend only on `words`.
 
     Args:
-        loader: The user's loader, with its own samplers.
-        *words: Numbers that seed the global streams during the pass.
+        loader: Loader of the user, with its own samplers.
+        *words: Numbers that seed the global random streams during the pass.
         is_training: Whether a training loop is reading the same loader now.
 
     Raises:
-        RuntimeError: A sampler, or a stream's data set, cannot be copied while training draws from it.
+        RuntimeError: A sampler, or the data set of a stream, cannot be copied while training uses it.
     """
     separate = _separate_copy(loader, is_training)
     seeded = SeededStreams()
@@ -40,9 +40,9 @@ def plain_pass(loader: DataLoader[Any], *words: int, is_training: bool) -> Itera
 
 
 def copy_of_loader(loader: DataLoader[Any]) -> Any:
-    """Return a shallow copy whose bound methods, such as a `collate_fn` of its class, are bound to the copy."""
+    """Return a shallow copy of a loader. Bound methods of the loader, such as a `collate_fn`, are bound to the copy."""
     copied = copy.copy(loader)
-    copied._iterator = None  # workers that persist belong to the loader itself
+    copied._iterator = None  # Persistent workers belong to the original loader.
     for name, value in vars(loader).items():
         if not is_bound_to(loader, value):
             continue
@@ -61,15 +61,15 @@ def is_bound_to(loader: DataLoader[Any], value: Any) -> bool:
 
 
 def _separate_copy(loader: DataLoader[Any], is_training: bool) -> DataLoader[Any]:
-    """Return a copy with samplers and generators of its own. It shares a data set of images."""
+    """Return a copy of a loader with its own samplers and generators. Map-style data sets are shared."""
     copied = copy_of_loader(loader)
     dataset = loader.dataset
     names = ["sampler", "batch_sampler", "generator"]
-    # A stream counts what it has given, so that it needs a copy. Workers make copies by themselves.
+    # A stream has a position, so it must be copied. Workers have their own copies.
     copies_stream = isinstance(dataset, IterableDataset) and not loader.num_workers
     if copies_stream:
         names.append("dataset")
-    # Samplers hold the data set, or the data set below a `Subset`, and images must not be copied with them.
+    # Samplers hold the data set, or the data set of a `Subset`, which must not be copied with them.
     memo = {}
     for part in _below(dataset):
         if not (copies_stream and isinstance(part, IterableDataset)):
@@ -81,12 +81,12 @@ def _separate_copy(loader: DataLoader[Any], is_training: bool) -> DataLoader[Any
             if is_training:
                 raise RuntimeError(_cannot_copy(loader, name, error)) from error
             value = getattr(loader, name)
-        object.__setattr__(copied, name, value)  # `DataLoader` refuses to set some of them
+        object.__setattr__(copied, name, value)  # `DataLoader` does not allow to set some of them.
     return copied
 
 
 def _below(dataset: Any) -> list[Any]:
-    """Return a data set and the data sets that it consists of."""
+    """Return a data set and all data sets that it contains."""
     datasets: list[Any] = []
     waiting = [dataset]
     while waiting:
@@ -105,6 +105,6 @@ def _cannot_copy(loader: DataLoader[Any], name: str, error: Exception) -> str:
     kind = type(getattr(loader, name)).__name__
     return (
         f"The training loader (={type(loader).__name__}) cannot be read outside of the training loop, because its "
-        f"`{name}` (={kind}) cannot be copied ({error}), and a second reader would move it. Read a loader of your own "
-        "there, or set exact_resume=False."
+        f"`{name}` (={kind}) cannot be copied ({error}), and a second reader would change its state. Create another "
+        "loader for this purpose, or set exact_resume=False."
     )

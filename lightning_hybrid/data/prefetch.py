@@ -1,4 +1,4 @@
-"""Batches on the device in time: the next one before the current step ends, if the loader itself reads ahead."""
+"""Prefetching to the device, which copies the next batch during the current step if the loader itself prefetches."""
 
 from __future__ import annotations
 
@@ -57,22 +57,23 @@ class LoaderInPlace:
 
 
 class DevicePrefetcher(LoaderInPlace):
-    """An iterable over `loader` with each batch on `device`.
+    """Iterable over the batches of a loader, moved to a device.
 
-    On CUDA the copy runs on a side stream (truly asynchronous from pinned memory: `DataLoader(pin_memory=True)`). If
-    the loader reads ahead by itself and gives new memory (a `DataLoader` with workers; any loader with a true attribute
-    `reads_ahead`), batch `i + 1` is fetched and moved while step `i` runs. Any other loader is asked for a batch only
-    when it is due, after the copy of the one before. On a CPU nothing is fetched ahead. Lightning then moves nothing.
+    On CUDA the copy runs on a side stream. It is asynchronous only if the batch is in pinned memory
+    (`DataLoader(pin_memory=True)`). Batch `i + 1` is fetched and copied while step `i` runs, if the loader itself
+    prefetches and returns new memory for each batch. A `DataLoader` with workers does so, and other loaders declare it
+    with an attribute `reads_ahead = True`. Any other loader is asked for a batch only when it is needed, after the copy
+    of the previous batch. On a CPU nothing is prefetched. Lightning does not move these batches again.
 
-    A method `on_device(batch)` of the loader, such as normalisation of images that travel as uint8, is applied after
-    the move, and its floating-point images get the compute dtype. All other batches have their own dtypes.
+    If the loader has a method `on_device(batch)`, for example to normalise uint8 images, it is called after the copy,
+    and the floating-point tensors that it returns are cast to the compute dtype. Other batches keep their dtypes.
 
     Args:
-        loader: Any iterable of batches.
-        device: Where batches go.
-        compute_dtype: dtype of the images that `on_device` returns; None: as they are.
-        is_training: Returns whether the training loop holds an iterator. All other iterators belong to user code, and
-            leave state and waiting time as they are. None: every iterator counts.
+        loader: Iterable of batches.
+        device: Device to which batches are moved.
+        compute_dtype: Dtype of the floating-point tensors that `on_device` returns. None: their own dtype.
+        is_training: Function that returns whether the training loop holds an iterator. Other iterators belong to user
+            code, and do not change the state and the waiting time. None: every iterator belongs to training.
     """
 
     _own_attributes = _OWN_ATTRIBUTES
@@ -92,13 +93,16 @@ class DevicePrefetcher(LoaderInPlace):
         self._is_training = is_training
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
-        # Other loaders may fill the same tensors again, and their data set may change between two steps.
+        # Other loaders may reuse tensors, and their data set may change between two steps.
         self._looks_ahead = self._stream is not None and _reads_ahead(loader)
         self._state: dict[str, Any] | None = None
         self._wait_s = 0.0
 
     def take_wait_s(self) -> float:
-        """Return the host's seconds of waiting for the loader since the last call, near 0 if it is fast enough."""
+        """Return the seconds for which the host has waited for the loader since the last call.
+
+        They are near 0 if the loader is fast enough.
+        """
         wait_s = self._wait_s
         self._wait_s = 0.0
         return wait_s
@@ -107,10 +111,11 @@ class DevicePrefetcher(LoaderInPlace):
         return _Batches(self)
 
     def _fetch(self, batches: Iterator[Any], *, is_look: bool) -> _Fetched | Exception:
-        # An error is returned and not raised: it is due after the batch that the consumer has yet to get.
+        # An error is returned, because it must be raised after the previous batch,
+        # which the consumer does not have yet.
         try:
             if self._copied is not None and not self._looks_ahead:
-                # Waits for the last copy alone, which was a step ago: the loader may fill that memory again.
+                # The loader may reuse the memory of the last batch, so its copy, which was a step ago, must be done.
                 self._copied.synchronize()
             start_s = perf_counter()
             try:
@@ -120,7 +125,7 @@ class DevicePrefetcher(LoaderInPlace):
                     self._wait_s += perf_counter() - start_s
             state: dict[str, Any] | None = None
             if self._has_state and not is_look:
-                # Now, and not when a checkpoint is written: by then the loader may be one batch ahead of the consumer.
+                # The state is saved here, because the loader may be one batch ahead when a checkpoint is written.
                 state = self._loader.state_dict()
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 moved = self._prepare(lightning_function(_MOVE)(batch, self._device))
@@ -147,9 +152,9 @@ class DevicePrefetcher(LoaderInPlace):
         if self._stream is None:
             return
         stream = torch.cuda.current_stream(self._device)
-        # The device waits, not the host.
+        # The device waits for the copy, and the host does not.
         stream.wait_stream(self._stream)
-        # The allocator must not reuse this memory for the side stream while the consumer still reads it.
+        # The allocator must not reuse this memory for the side stream while the consumer still uses it.
         apply_to_collection(
             batch, dtype=Tensor, function=lambda tensor: tensor.record_stream(stream)
         )
@@ -165,8 +170,8 @@ class _Fetched(NamedTuple):
 class _Batches(Iterator[Any]):
     """Iterator of a `DevicePrefetcher`.
 
-    A class and not a generator, because what users copy within a fit, such as the trainer, holds it. A copy begins at
-    the first batch, as Lightning leaves iterators of torch's out of its own copies.
+    It is not a generator, because users may copy objects that hold it, such as the trainer. A copy starts at the first
+    batch, because Lightning does not copy iterators of torch's loaders either.
     """
 
     def __init__(self, prefetcher: DevicePrefetcher) -> None:
@@ -174,7 +179,7 @@ class _Batches(Iterator[Any]):
         self._batches: Iterator[Any] | None = None
         self._upcoming: _Fetched | Exception | None = None
         self._is_over = False
-        self._is_look = False  # of user code
+        self._is_look = False  # whether user code holds the iterator
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_batches": None, "_upcoming": None}
@@ -188,14 +193,15 @@ class _Batches(Iterator[Any]):
         fetched = self._upcoming
         if fetched is None:
             fetched = ahead._fetch(self._batches, is_look=self._is_look)
-        if isinstance(fetched, Exception):  # StopIteration is one
+        if isinstance(fetched, Exception):  # It may be a StopIteration.
             self._is_over = True
             self._batches = None
             self._upcoming = None
             raise fetched
         ahead._wait(fetched.batch)
         if ahead._looks_ahead:
-            # Fetched before the consumer gets the current batch: its step hides the copy.
+            # The next batch is fetched before the consumer gets the current one,
+            # so that the copy overlaps with its step.
             self._upcoming = ahead._fetch(self._batches, is_look=self._is_look)
         if not self._is_look:
             ahead._state = fetched.state
@@ -220,16 +226,16 @@ def _reads_ahead(loader: object) -> bool:
 
 
 class StatefulDevicePrefetcher(DevicePrefetcher):
-    """A `DevicePrefetcher` over a loader with state: its own is that of the last batch that the consumer got."""
+    """`DevicePrefetcher` over a loader with state. Its state does not include prefetched batches."""
 
     _has_state = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch that the consumer got."""
+        """Return the loader's state after the last batch that the consumer has received."""
         return self._loader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch of `state`."""
+        """Resume after the last batch recorded in `state`."""
         self._state = None
         self._loader.load_state_dict(state)
 
@@ -240,7 +246,7 @@ def prefetch(
     compute_dtype: torch.dtype | None = None,
     is_training: Callable[[Iterator[Any]], bool] | None = None,
 ) -> DevicePrefetcher:
-    """Return the prefetcher that fits `loader`, or `loader` itself if it already is one."""
+    """Return a prefetcher for `loader`, or `loader` itself if it is a prefetcher already."""
     if isinstance(loader, DevicePrefetcher):
         return loader
     has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -249,7 +255,10 @@ def prefetch(
 
 
 def unwrapped(loader: Any) -> Any:
-    """Return the loader that a user gave, if `loader` is the one of a fit before: it belongs to that fit's trainer."""
+    """Return the user's loader, if `loader` is the wrapper that an earlier fit has made of it.
+
+    The wrapper belongs to the trainer of that fit, so it cannot be used in another one.
+    """
     while isinstance(loader, LoaderInPlace):
         loader = loader._loader
     if hasattr(loader, "exact_resume"):

@@ -1,4 +1,4 @@
-"""Random numbers that follow from a place in a run: the global streams, and the streams that samplers hold."""
+"""Streams of random numbers: seeding of the global streams, and state of the streams that samplers hold."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 _STREAM_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_GLOBAL_NUMPY: Any = np.random.mtrand  # the module whose bit generator can be exchanged
+_GLOBAL_NUMPY: Any = np.random.mtrand  # module whose bit generator can be replaced
 
-# Objects of these packages are not searched for streams: a trainer leads to everything that takes part in a fit.
+# Objects of these packages are not searched for streams, because a trainer refers to all objects of a fit.
 _UNSEARCHED_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_hybrid")
-_MAX_SEARCHED = 5000  # objects
-_MAX_CONTAINER = 100  # longer lists and dicts hold samples, not transforms
+_MAX_SEARCHED = 5000  # maximum number of objects
+_MAX_CONTAINER = 100  # Longer lists and dicts hold samples, not transforms.
 
 
 def seed_streams(*words: int) -> None:
-    """Seed the global streams of torch, NumPy and Python by these numbers of 64 bits."""
+    """Seed the global random streams of torch, NumPy and Python by 64-bit numbers."""
     key = 1
     for word in words:
         key = key << 64 | word
-    # Python's stream takes a seed of any length, all of which counts. The two others are seeded from it.
+    # Python's stream uses all bits of a seed of any length, and the other two streams are seeded from it.
     random.seed(key)
-    # Not by `torch.manual_seed`: that would also seed the streams of GPUs, from which dropout draws.
+    # `torch.manual_seed` would also seed the streams of GPUs, from which dropout draws.
     torch.default_generator.manual_seed(random.getrandbits(64))
     numpy_seed = random.getrandbits(32)
     try:
-        # The call behind `np.random.seed`, which accepts any kind of bit generator without a word.
+        # This is the function behind `np.random.seed`, which would silently accept any kind of bit generator.
         _GLOBAL_NUMPY._rand.seed(numpy_seed)
     except TypeError:
-        # A worker of a `DataLoader` may have exchanged the bit generator, and no other kind can be seeded.
+        # A worker of a `DataLoader` may have replaced the bit generator, and other kinds cannot be seeded.
         _GLOBAL_NUMPY.set_bit_generator(np.random.MT19937(0))
         _GLOBAL_NUMPY._rand.seed(numpy_seed)
 
 
 class SeededStreams:
-    """Contexts that seed the global streams, and afterwards put the streams back as they were.
+    """Contexts that seed the global random streams, and restore them afterwards.
 
-    After an inner context the outer context's streams begin again.
+    After an inner context, the streams of the outer context are seeded again.
     """
 
     def __init__(self) -> None:
-        # Exchanging NumPy's bit generator takes a tenth of the time of copying its state back.
+        # Replacing NumPy's bit generator takes a tenth of the time of restoring its state.
         self._spare = np.random.MT19937()
-        # Checksum of NumPy's bit generator when it was last seen without the half of a pair of normal numbers.
+        # Checksum of NumPy's bit generator when it was last known to hold no second number of a normal pair.
         self._checksum_without_half: int | None = None
         self._outer: tuple[int, ...] | None = None
 
     @contextmanager
     def __call__(self, *words: int) -> Iterator[None]:
-        """Seed the global streams by `words` within the context."""
+        """Seed the global random streams by `words` within the context."""
         outer = self._outer
         self._outer = words
         if outer is None:
@@ -84,9 +84,10 @@ class SeededStreams:
                     np.random.set_state(numpy_state)
 
     def _state_with_half(self, bit_generator: Any) -> Any:
-        """Return NumPy's state if it holds the second of a pair of normal numbers, which an exchange would lose.
+        """Return NumPy's state if it holds the second number of a normal pair, else None.
 
-        Reading the state takes most of a context's time, so it is not read again if nothing was drawn since.
+        That number would be lost if only the bit generator was replaced. Reading the state takes most of a context's
+        time, so it is not read again if nothing was drawn since the last time.
         """
         checksum = None
         if type(bit_generator) is np.random.MT19937:
@@ -104,9 +105,13 @@ class SeededStreams:
 
 
 class SeededIndex:
-    """Index list on its way to a worker of a `DataLoader`, which receives the plain list and seeded streams.
+    """Index list for a worker of a `DataLoader`. Unpickling it seeds the worker's streams and returns the plain list.
 
-    The list is unpickled in the worker's main thread, just before the worker reads the batch.
+    It is unpickled in the worker's main thread, immediately before the worker reads the batch.
+
+    Args:
+        index: Index list.
+        words: Numbers that seed the global random streams.
     """
 
     def __init__(self, index: Any, words: tuple[int, ...]) -> None:
@@ -123,7 +128,7 @@ def _seeded_index(index: Any, words: tuple[int, ...]) -> Any:
 
 
 def is_stream(value: object) -> bool:
-    """Return whether `value` is a stream of random numbers with a state, other than the global streams."""
+    """Return whether `value` is a random generator with a state, other than the global ones."""
     if not isinstance(value, _STREAM_TYPES) or isinstance(value, random.SystemRandom):
         return False
     global_streams = (torch.default_generator, _GLOBAL_NUMPY._rand, getattr(random, "_inst", None))
@@ -131,7 +136,7 @@ def is_stream(value: object) -> bool:
 
 
 def streams_of(owners: Iterable[object]) -> list[Any]:
-    """Return the streams of random numbers in the attributes of these objects, each stream once."""
+    """Return the distinct random generators in the attributes of these objects."""
     streams: dict[int, Any] = {}
     for owner in owners:
         for value in getattr(owner, "__dict__", {}).values():
@@ -141,11 +146,11 @@ def streams_of(owners: Iterable[object]) -> list[Any]:
 
 
 def stream_names(*roots: object) -> list[str]:
-    """Return the names, by class and attribute, of streams that these objects hold at any depth.
+    """Return the names (class and attribute) of random generators that these objects hold at any depth.
 
-    The search follows attributes, short containers, `functools.partial`, bound methods and the variables that a
-    function has closed over. It finds the generator of a transform in a `Compose`, in a data set below a `Subset`, and
-    of a `collate_fn`.
+    The search follows attributes, short containers, `functools.partial`, bound methods and closure variables. So it
+    finds, for example, the generator of a transform in a `Compose`, in the data set of a `Subset`, or in a
+    `collate_fn`.
     """
     names: list[str] = []
     seen: set[int] = set()
@@ -163,7 +168,7 @@ def stream_names(*roots: object) -> list[str]:
 
 
 def _parts_of(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield what `value` consists of, with names for its attributes."""
+    """Yield the parts of a value, with names for its attributes."""
     if isinstance(value, str | bytes | int | float | Tensor | np.ndarray | type | ModuleType):
         return
     if isinstance(value, dict):
@@ -190,12 +195,12 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, object]]:
     for cell in function.__closure__ or ():
         try:
             yield name, cell.cell_contents
-        except ValueError:  # a variable that has no value yet
+        except ValueError:  # The variable has no value yet.
             continue
 
 
 def state_of_stream(stream: Any) -> Any:
-    """Return the state of a stream as numbers and tensors, which a checkpoint can hold."""
+    """Return the state of a random generator as numbers and tensors, which a checkpoint can hold."""
     if isinstance(stream, torch.Generator):
         return stream.get_state()
     if isinstance(stream, random.Random):
@@ -208,7 +213,7 @@ def state_of_stream(stream: Any) -> Any:
 
 
 def restore_stream(stream: Any, state: Any) -> None:
-    """Set a stream to a state that `state_of_stream` returned."""
+    """Set a random generator to a state that `state_of_stream` returned."""
     if isinstance(stream, torch.Generator):
         stream.set_state(state)
         return

@@ -1,6 +1,7 @@
-"""Training loaders of an elastic run: a step has the same shards on any number of hosts, and a rank has some of them.
+"""Training loaders of an elastic run, in which a step has the same shards for any number of hosts.
 
-shard s of step n       batch n of rank s of `max_hosts` x `devices` ranks
+Each rank reads some shards of a step. Shard s of step n is batch n of rank s in a run with `max_hosts` x `devices`
+ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from lightning_hybrid.data.place import Place, PlaceIterator
 from lightning_hybrid.data.random_streams import SeededStreams
 from lightning_hybrid.data.sharded_place import ShardedPlace
 
-_START = 0  # word that seeds the global streams while the loader of a shard starts
+_START = 0  # number that seeds the global random streams while the loader of a shard starts
 
 
 def shards_of(rank: int, world_size: int, num_shards: int) -> list[int]:
-    """Return the shards of a rank: consecutive, and on all ranks as many, or one less on the later ones.
+    """Return the shards of a rank, which are consecutive. Later ranks may have one shard less.
 
     >>> [shards_of(rank, 3, 8) for rank in range(3)]
     [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -32,17 +33,17 @@ def shards_of(rank: int, world_size: int, num_shards: int) -> list[int]:
 
 
 class ShardLoader:
-    """Loader that gives Lightning the batch of a rank's first shard, and the strategy those of all its shards.
+    """Loader that returns the batch of a rank's first shard to Lightning, and the batches of all its shards on request.
 
-    Everything but iteration is the user's loader's. Only the training loop's own iterator moves the place.
+    All other attributes are those of the user's loader. Only the training loop's own iterator changes the position.
 
     Args:
-        loader: A loader of `lightning_hybrid.data`, or a `DataLoader` under a `DistributedSampler`.
-        reader: The run's: it says where the iterations of a `DataLoader` begin, and has the seed of the run.
-        prepare: Puts what moves batches to the device around the loader of a shard.
+        loader: Loader of `lightning_hybrid.data`, or `DataLoader` with a `DistributedSampler`.
+        reader: Reader with the seed of the run, which returns the position at which iterations of a `DataLoader` begin.
+        prepare: Function that wraps the loader of a shard in a prefetcher.
 
     Raises:
-        ValueError: The loader's order is not a function of (seed, epoch, shard).
+        ValueError: The loader's order does not depend only on (seed, epoch, shard).
     """
 
     def __init__(self, loader: Any, reader: Any, prepare: Callable[[Any], Any]) -> None:
@@ -53,30 +54,30 @@ class ShardLoader:
             source = _SourceOfUser(loader, reader)
         else:
             raise ValueError(
-                f"An elastic run cannot deal the batches of the training loader (={_name_of(loader)}) to other ranks: "
-                "its order must follow from seed and epoch. Give a loader of `lightning_hybrid.data`, or a "
-                "`DataLoader` without a batch sampler of its own, whose sampler is left to Lightning, or is a "
-                "`DistributedSampler`."
+                f"The order of the training loader (={_name_of(loader)}) must depend only on seed and epoch, because "
+                "an elastic run assigns its batches to other ranks. Use a loader of `lightning_hybrid.data`, or a "
+                "`DataLoader` without its own batch sampler, and with a `DistributedSampler` or the sampler that "
+                "Lightning sets."
             )
         self._loader = loader
         self._source = source
         self._prepare = prepare
-        self.shards: Sequence[int] = (0,)  # of this rank
-        self.first = 0  # shard of the batch that Lightning has
+        self.shards: Sequence[int] = (0,)  # shards of this rank
+        self.first = 0  # shard whose batch Lightning has
         self._streams: dict[int, Iterator[Any]] = {}
-        self._batches: dict[int, Any] = {}  # of the step, by shard
-        self._number = 0  # of the step in its epoch
+        self._batches: dict[int, Any] = {}  # batches of the current step, by shard
+        self._number = 0  # index of the current step in its epoch
         self._seeded = SeededStreams()
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_loader", "_source", "__getstate__", "__setstate__"):
-            raise AttributeError(name)  # copying asks before there is one
+            raise AttributeError(name)  # `copy` asks for attributes before they exist.
         if name == "exact_resume" and self._source.exact_resume is not None:
             return self._source.exact_resume
         return getattr(self._loader, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardLoader:
-        copied = copy.copy(self)  # as loaders of torch's: without what is being read
+        copied = copy.copy(self)  # A copy has no iterators, like a copy of torch's loaders.
         copied._streams = {}
         copied._batches = {}
         return copied
@@ -88,11 +89,11 @@ class ShardLoader:
         return PlaceIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of training in the epoch."""
+        """Return the position of training in the epoch."""
         return self._source.state_dict(self.shards[0])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the place of a state."""
+        """Resume at the position in `state`."""
         self._source.load_state_dict(state)
 
     # ---- iterators -------------------------------------------------------------------------------------------------
@@ -102,11 +103,11 @@ class ShardLoader:
         return self._source.is_read_by_training(holder)
 
     def plain_pass(self) -> Iterator[Any]:
-        """Begin an iteration over the batches of this rank's first shard, which moves nothing."""
+        """Yield all batches of this rank's first shard, without changing the position."""
         yield from self._prepare(self._source.of_shard(self.shards[0], 0))
 
     def rest_of_epoch(self) -> Iterator[Any]:
-        """Yield the batches of the first shard from the place on, and move it."""
+        """Yield the remaining batches of this rank's first shard, and change the position."""
         self._drop(list(self._streams))
         for number in range(self._source.begin(), len(self)):
             self._number = number
@@ -117,37 +118,37 @@ class ShardLoader:
             yield batch
 
     def batch_of(self, shard: int) -> Any:
-        """Return this step's batch of a shard."""
+        """Return a shard's batch of the current step."""
         if shard in self._batches:
             return self._batches[shard]
         if shard in self._streams:
             self._batches[shard] = next(self._streams[shard])
             return self._batches[shard]
-        # A `DataLoader` draws as it starts. Hosts start the loaders of shards at different steps, and draw the same.
+        # A `DataLoader` draws random numbers when it starts. Hosts start the loaders of a shard in different steps, and
+        # must draw the same numbers.
         with self._seeded(_START):
             self._streams[shard] = iter(self._prepare(self._source.of_shard(shard, self._number)))
             self._batches[shard] = next(self._streams[shard])
         return self._batches[shard]
 
     def use(self, shards: Sequence[int]) -> None:
-        """Let this rank have these shards from now on, of the present step too."""
+        """Set the shards of this rank, beginning with the current step."""
         self.shards = shards
         self._drop([shard for shard in self._streams if shard not in shards])
 
     def _drop(self, shards: Sequence[int]) -> None:
         for shard in shards:
-            del self._streams[
-                shard
-            ]  # a generator ends its threads, and a `DataLoader`'s iterator its workers
+            # When an iterator is deleted, its threads or the workers of a `DataLoader` end.
+            del self._streams[shard]
             self._batches.pop(shard, None)
 
     def description(self) -> str:
-        """Return what decides on the images of shards, in words: the same on all hosts."""
+        """Describe the settings that determine the samples of shards. They must be equal on all hosts."""
         return self._source.description()
 
 
 class _Source:
-    # The loaders of shards, and the place of training in the user's loader.
+    """Source of the loaders of shards, with the position of training in the user's loader."""
 
     exact_resume: ShardedPlace | None = None
 
@@ -155,7 +156,7 @@ class _Source:
         raise NotImplementedError
 
     def begin(self) -> int:
-        # Batches of the epoch that are done as training begins to iterate.
+        """Return the number of finished batches of the epoch when the training loop begins to iterate."""
         raise NotImplementedError
 
     def note_batches_done(self, batches_done: int) -> None:
@@ -178,7 +179,7 @@ class _Source:
 
 
 class _SourceOfData(_Source):
-    # A loader of `lightning_hybrid.data`, which has a place of its own.
+    """Source for a loader of `lightning_hybrid.data`, which has its own position."""
 
     def __init__(self, loader: ResumableLoader, reader: Any) -> None:
         loader.order = replace(
@@ -215,16 +216,14 @@ class _SourceOfData(_Source):
 
     def description(self) -> str:
         order = self._loader.order
-        return (
-            f"{order.num_images} images, seed {order.seed}, {order.global_batch_size} images a step"
-        )
+        return f"{order.num_images} images, seed {order.seed}, {order.global_batch_size} images per step"
 
     def __len__(self) -> int:
         return len(self._loader)
 
 
 class _SourceOfUser(_Source):
-    # A `DataLoader`, whose place is that of a loader that resumes exactly.
+    """Source for a `DataLoader`, with the position of a loader that resumes exactly."""
 
     def __init__(self, loader: DataLoader[Any], reader: Any) -> None:
         self._loader = loader
@@ -257,25 +256,26 @@ class _SourceOfUser(_Source):
 
     def description(self) -> str:
         sampler = _sampler_of(self._loader)
-        order = f"shuffled with seed {sampler.seed}" if sampler.shuffle else "in their own order"
+        order = f"shuffled with seed {sampler.seed}" if sampler.shuffle else "not shuffled"
         cut = f"drop_last={self._loader.drop_last}"
         return f"{len(sampler.dataset)} images {order}, batches of {self._loader.batch_size}, {cut}"
 
     def __len__(self) -> int:
         length = self._place.length
-        assert length is not None  # as `DistributedSampler` has one
+        assert length is not None  # A `DistributedSampler` has a length.
         return length
 
 
 @dataclass
 class _ReaderOfShard:
-    # Who reads a shard, and from where on: for `exact`.
+    """Reader of the loader of a shard, for `exact`."""
+
     rank: int
     world_size: int
     seed: int
     place: Place
     accumulate_grad_batches: int = 1
-    sets_epochs: bool = True  # each shard has a sampler that Lightning does not see
+    sets_epochs: bool = True  # Lightning does not know the sampler of a shard.
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
         return True
@@ -288,7 +288,10 @@ class _ReaderOfShard:
 
 
 def can_be_dealt(loader: Any) -> bool:
-    """Return whether other ranks can read the batches of this loader: its order follows from seed, epoch and shard."""
+    """Return whether other ranks can read the batches of a loader.
+
+    They can if its order depends only on seed, epoch and shard.
+    """
     if not isinstance(loader, DataLoader) or type(_sampler_of(loader)) is not DistributedSampler:
         return False
     return loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
@@ -305,7 +308,7 @@ def _loader_of_shard(loader: DataLoader[Any], shard: int, num_shards: int) -> An
         seed=dealt.seed,
         drop_last=dealt.drop_last,
     )
-    object.__setattr__(copied, "sampler", sampler)  # `DataLoader` refuses to set it
+    object.__setattr__(copied, "sampler", sampler)  # `DataLoader` does not allow to set it.
     of_batches: Any = loader.batch_sampler
     if of_batches is not None:
         batch_sampler = BatchSampler(sampler, of_batches.batch_size, of_batches.drop_last)

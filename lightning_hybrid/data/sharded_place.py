@@ -1,4 +1,4 @@
-"""Place of training in a user's `DataLoader` whose shards several ranks read, saved as any other run saves it."""
+"""Position of training in a user's `DataLoader` whose shards several ranks read, in the state format of other runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lightning_hybrid.data.training_pass import TrainingPass
 
 
 class ShardedPlace(ExactResume):
-    """Place in a loader whose order Lightning's `DistributedSampler` deals to the shards of a step.
+    """Position in a loader whose order a `DistributedSampler` divides between the shards of a step.
 
-    It keeps and restores the place. The loaders of shards read the data.
+    It only stores and restores the position. The loaders of shards read the data.
 
     Args:
-        loader: The loader of shard 0.
-        reader: The run's, whose `world_size` is the number of shards.
+        loader: Loader of shard 0.
+        reader: Reader of the run, whose `world_size` is the number of shards.
     """
 
     def __init__(self, loader: DataLoader[Any], reader: Any) -> None:
         super().__init__(copy_of_loader(loader), loader, reader)
-        # Shard 0 stands for all, whichever this rank has.
+        # Shard 0 represents all shards, even if this rank has others.
         self.traits = SamplerTraits(loader, reader.world_size, 0)
 
     def _take_sampler_seeds(self, seeds: list[int | None]) -> None:
@@ -34,22 +34,23 @@ class ShardedPlace(ExactResume):
         return
 
     def begin(self) -> Place:
-        """Return the place at which training begins to iterate now, and note it.
+        """Return and store the position at which the training loop begins to iterate.
 
         Raises:
-            NotExactError: The rest of the epoch cannot be that of the interrupted run.
+            NotExactError: The run would repeat or skip samples of the interrupted epoch.
         """
         place = self.reader.place_of(self)
         if place.cycle and not self.has_begun and self.length is not None:
-            place = Place(place.epoch, 0, self.length)  # the epoch is over
+            place = Place(place.epoch, 0, self.length)  # The epoch has ended.
         state = self.loaded
         self.loaded = None
         if state is not None and place.batches:
             self._refuse_other_seed(state)
         if state is not None and place.batches and state["dealt"] != self.traits.dealt:
             raise self.error(
-                f"another order dealt its images (number of images, seed, shuffle, drop_last: {state['dealt']}, here "
-                f"{self.traits.dealt}). Give it the data set and the sampler of the interrupted run"
+                "its order (number of samples, seed, shuffle, drop_last of sampler and loader) is "
+                f"{self.traits.dealt}, and that of the checkpoint is {state['dealt']}. Use the data set, the sampler "
+                "and the seed of the checkpoint"
             )
         self.has_begun = True
         self.current = TrainingPass(place)
@@ -59,7 +60,7 @@ class ShardedPlace(ExactResume):
             and state["epoch"] == place.epoch
             and state["dataset_epoch"] is not None
         ):
-            # The user's hooks have set it in the interrupted run, and do not run again in mid-epoch.
+            # The user's hooks set it in the interrupted run, and do not run again in the middle of an epoch.
             dataset.set_epoch(state["dataset_epoch"])  # type: ignore[attr-defined]
         return place
 
@@ -67,7 +68,7 @@ class ShardedPlace(ExactResume):
         """Return the state after the last batch of training, with the checksum of one shard's order.
 
         Args:
-            loader_of_shard: The loader of this rank's first shard.
+            loader_of_shard: Loader of this rank's first shard.
         """
         current = self.current
         sampler: Any = loader_of_shard.batch_sampler

@@ -1,4 +1,4 @@
-"""Progress of one iteration of the training loop over a loader that resumes exactly."""
+"""Progress of a training loop's iteration over a loader that resumes exactly."""
 
 from __future__ import annotations
 
@@ -12,26 +12,32 @@ class TrainingPass:
     """Progress of one iteration of the training loop.
 
     Args:
-        place: Where it begins.
+        place: Position at which the iteration begins.
+
+    Attributes:
+        batches_done: Number of finished batches in the cycle.
+        is_exhausted: Whether the iteration has ended.
+        expects_batch: Whether another batch must come, because the sampler has index lists left.
+        matches_index_lists: Whether each batch belongs to one index list.
+        checksum: Checksum of the index lists up to the last batch. None: batches do not match index lists.
+        pending_checksums: Checksums of index lists whose batches are still in the workers.
+        expected: Number of batches at which the interrupted run was saved, and its checksum there.
+        stream_states: States of a stream, by number of batches.
+        own_streams: States of the samplers' random generators at the beginning of the iteration.
+        sampler_epochs: Epochs of the samplers at the beginning of the iteration.
+        dataset_epoch: Epoch of the data set at the beginning of the iteration.
     """
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.batches_done = place.batches
         self.is_exhausted = False
-        # The sampler has index lists left, so that a first batch must come.
         self.expects_batch = False
-        # One batch comes for each index list.
         self.matches_index_lists = True
-        # Of index lists up to the last batch; None once batches no longer match index lists.
         self.checksum: int | None = 0
-        # Of index lists whose batches are still in the workers.
         self.pending_checksums: deque[int] = deque()
-        # Number of batches, and the checksum that the interrupted run had there.
         self.expected: tuple[int, int | None] | None = None
-        # States of a stream, by number of batches.
         self.stream_states: dict[int, Any] = {}
-        # The streams and epochs of samplers when the iteration began.
         self.own_streams: list[Any] = []
         self.sampler_epochs: list[int | None] = []
         self.dataset_epoch: int | None = None

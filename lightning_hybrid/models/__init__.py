@@ -1,4 +1,4 @@
-"""Network tools that the strategies need: BatchNorm under gradient accumulation, and activation checkpointing."""
+"""Tools for networks: BatchNorm with gradient accumulation, and activation checkpointing."""
 
 from lightning_hybrid.models.batch_norm import correct_momentum_, corrected_momentum
 

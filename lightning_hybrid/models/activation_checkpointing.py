@@ -1,4 +1,4 @@
-"""Activation checkpointing that counts each batch once in BatchNorm's running statistics."""
+"""Activation checkpointing in which each batch counts once in BatchNorm's running statistics."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.utils.checkpoint import checkpoint
 def checkpointed(
     stage: Callable[..., Any], *xs: Tensor, norms: nn.Module, preserve_rng_state: bool = False
 ) -> Any:
-    """Compute `stage(*xs)` without storing its activations, which backward computes again.
+    """Compute `stage(*xs)` without storing activations, which backward recomputes.
 
-    Values and gradients equal those of `stage(*xs)` bit for bit, if its kernels are deterministic and draw no random
+    Values and gradients are bitwise equal to those of `stage(*xs)` if its kernels are deterministic and use no random
     numbers. Running statistics of the normalisation layers in `norms` are updated once, in forward. Without autograd
     (`torch.no_grad`) the stage runs only once.
 
     Args:
         stage: Function to compute.
-        *xs: Its arguments.
+        *xs: Arguments of the function.
         norms: Module whose normalisation layers the stage uses.
-        preserve_rng_state: Whether both passes draw the same random numbers (dropout), which costs a copy of the random
-            state.
+        preserve_rng_state: Whether the recomputation uses the same random numbers (dropout), which costs a copy of the
+            random state.
 
     Source: Chen et al. 2016, arXiv:1604.06174.
     """
@@ -46,10 +46,10 @@ def checkpointed(
 
 
 def second_pass(norms: nn.Module) -> AbstractContextManager[None]:
-    """Return a context for a second pass, with the current function modes and without updates of running statistics.
+    """Return a context for a recomputation, with the current function modes and unchanged running statistics.
 
     Args:
-        norms: Module whose normalisation layers keep their running statistics.
+        norms: Module whose normalisation layers must not update their running statistics.
     """
     modes = current_function_modes()
 
@@ -65,17 +65,17 @@ def second_pass(norms: nn.Module) -> AbstractContextManager[None]:
 
 
 def current_function_modes() -> list[Any]:
-    """Return the active modes that change the results of torch functions, to be entered again for a second pass."""
-    # An example is the emulated fp16 of precision="16-true" on a CPU: backward must see the numbers of forward. torch's
-    # checkpoint restores only the innermost DeviceContext.
+    """Return the active torch function modes, which a recomputation must enter again."""
+    # An example is the emulated fp16 of precision="16-true" on a CPU, where a recomputation must have the results of
+    # forward. torch's checkpoint restores only the innermost DeviceContext.
     modes = _get_current_function_mode_stack()
     return [mode for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 @contextmanager
 def _copies_of_running_statistics(norms: nn.Module) -> Iterator[None]:
-    # Otherwise each batch would count twice in the running statistics, and also in `num_batches_tracked`.
-    # `track_running_stats=False` is no alternative: both passes must save equally many tensors, including these.
+    # Without copies, each batch would count twice in the running statistics and in `num_batches_tracked`.
+    # `track_running_stats=False` cannot be used, because both passes must save the same number of tensors.
     originals = []
     for module in norms.modules():
         if isinstance(module, _NormBase):

@@ -1,4 +1,4 @@
-"""Momentum of BatchNorm's running statistics when an optimizer step has several micro-batches."""
+"""Momentum of BatchNorm's running statistics for optimizer steps with several micro-batches."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_hybrid.checks import require_whole
 
 
 def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> float:
-    """Compute the momentum with which k updates forget as much as one update with `momentum`.
+    """Return the momentum with which k updates decay the old average as much as one update with `momentum`.
 
         m' = 1 - (1 - m)^(1/k)          (1 - m')^k = 1 - m
 
     Args:
-        momentum: m, the weight of the new batch, as in torch.
-        accumulate_grad_batches: k, the number of micro-batches per step.
+        momentum: Weight m of the new batch, as in torch.
+        accumulate_grad_batches: Number k of micro-batches per step.
 
     Raises:
         ValueError: `accumulate_grad_batches` is below 1, or `momentum` is outside [0, 1].
@@ -26,51 +26,52 @@ def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> floa
     >>> round(corrected, 6), round((1 - corrected) ** 4, 12)
     (0.025996, 0.9)
     """
-    why = "a step has no fewer micro-batches. Give that of the Trainer"
+    why = "it is the number of micro-batches per step. Pass the value of the Trainer"
     require_whole("accumulate_grad_batches", accumulate_grad_batches, why)
     if not 0 <= momentum <= 1:
         raise ValueError(
-            f"`momentum` (={momentum}) must be in [0, 1]: it weighs the new batch against the old average. "
-            "0.1 is torch's."
+            f"`momentum` (={momentum}) must be in [0, 1], because it is the weight of the new batch. Use 0.1, which is "
+            "torch's default."
         )
-    # log1p(-1) is -inf, and a single micro-batch must leave the momentum unchanged, bit for bit.
+    # log1p(-1) is -inf, and with a single micro-batch the momentum must not change by rounding.
     if momentum == 1 or accumulate_grad_batches == 1:
         return momentum
-    # The plain formula 1 - (1 - m)^(1/k) would lose digits if k makes the result small.
+    # The formula 1 - (1 - m)^(1/k) itself would lose digits for a large k.
     return -math.expm1(math.log1p(-momentum) / accumulate_grad_batches)
 
 
 def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int:
-    """Correct the momentum of `module`'s layers so that running statistics decay per step, not per micro-batch.
+    """Correct the momentum of BatchNorm layers in place for optimizer steps with several micro-batches.
 
-    BatchNorm updates its running statistics r in every forward, k times a step with k micro-batches:
+    BatchNorm updates its running statistics r in every forward, which is k times per step with k micro-batches:
 
         r <- (1 - m) r + m * statistics of this micro-batch
 
-    With an unchanged momentum m, only (1 - m)^k of the old average remains after a step: 0.43 instead of 0.9 for
-    m = 0.1 and k = 8. Evaluation then uses noisier statistics. With m' of `corrected_momentum`, 1 - m remains, and if
-    all micro-batches agree, r is the result of a single update. Two differences from one batch of all images remain:
+    With an unchanged momentum m, only (1 - m)^k of the old average remains after a step. For m = 0.1 and k = 8 this is
+    0.43 instead of 0.9, so evaluation uses noisier statistics. With m' of `corrected_momentum`, 1 - m remains. If all
+    micro-batches have equal statistics, r is then the result of a single update. Two differences from one batch of all
+    images remain:
 
-    * The last micro-batch weighs more than the first, by (1 - m')^-(k - 1), at most 1 / (1 - m).
+    * The last micro-batch has a larger weight than the first, by the factor (1 - m')^-(k - 1), at most 1 / (1 - m).
     * The variance does not include the variance between the means of micro-batches.
 
-    Each micro-batch is normalised by itself, as before.
+    Each micro-batch is normalised with its own statistics, as before.
 
-    The function changes, in place, BatchNorm, SyncBatchNorm and InstanceNorm layers with running statistics and a
-    momentum. Layers whose momentum is None (plain average over all batches) forget nothing and stay unchanged. Call it
-    once for each network that is built: a second call would correct again.
+    The function changes BatchNorm, SyncBatchNorm and InstanceNorm layers with running statistics and a momentum. Layers
+    whose momentum is None (plain average over all batches) are not changed. Call it once for each network that you
+    create, because a second call would correct the momentum again.
 
     Returns:
         The number of corrected layers. With `accumulate_grad_batches=1` it is 0.
 
     Raises:
-        ValueError: As in `corrected_momentum`.
+        ValueError: `accumulate_grad_batches` is below 1, or the momentum of a layer is outside [0, 1].
 
     >>> norm = nn.BatchNorm2d(8, momentum=0.19)
     >>> correct_momentum_(norm, accumulate_grad_batches=2), round(norm.momentum, 12)
     (1, 0.1)
     """
-    # Checks the argument even if the module has no such layer.
+    # This call checks the argument even if the module has no such layer.
     corrected_momentum(0.0, accumulate_grad_batches=accumulate_grad_batches)
 
     num_corrected = 0
@@ -78,7 +79,7 @@ def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int
         if not isinstance(layer, _NormBase):
             continue
         if layer.track_running_stats and layer.momentum is not None:
-            # The momentum is not part of a checkpoint, so a resumed network is corrected when it is built.
+            # The momentum is not part of a checkpoint, so the network of a resumed run must be corrected as well.
             layer.momentum = corrected_momentum(
                 layer.momentum, accumulate_grad_batches=accumulate_grad_batches
             )

@@ -1,4 +1,4 @@
-"""Layer-wise optimizers for large batches, the parameter groups they need and their learning-rate schedule."""
+"""Layer-wise optimizers for large batches, with their parameter groups and learning-rate schedule."""
 
 from lightning_hybrid.optim.lamb import LAMB
 from lightning_hybrid.optim.lars import LARS

@@ -1,4 +1,4 @@
-"""Trust ratios of LARS and LAMB for loggers, computed on request because a step does not store them."""
+"""Trust ratios of LARS and LAMB for loggers. They are computed on request, because a step does not store them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from lightning_hybrid.optim.trust_ratio import (
 def trust_ratios(
     optimizer: Optimizer, *, grad_scale: Tensor | None = None
 ) -> list[dict[Tensor, Tensor]]:
-    """Compute the trust ratio of every tensor that has one, per parameter group: `{parameter: ratio}`, ratios 0-dim.
+    """Compute the trust ratios of an optimizer, as a dictionary `{parameter: ratio}` for each parameter group.
 
-    The ratio is the q of the optimizer's docstring, before any bound on it, for the current weights,
-    gradients and moments. Before a step of LARS it is the ratio of that step. After a step it differs
-    by about the relative size of the step. Excluded groups, tensors without gradient or state (LAMB
-    before its first step) and other optimizers have no ratio. Nothing is written, and nothing waits
-    for the device.
+    A ratio is a 0-dim tensor. It is the q of the optimizer's docstring, before any bound, for the current
+    weights, gradients and moments. Before a step of LARS it is the ratio of that step. After a step it
+    differs by about the relative size of the step. Excluded groups, tensors without gradient or state
+    (LAMB before its first step) and other optimizers have no ratio. Nothing is changed, and the host does
+    not wait for the device.
 
-    If ranks share an update (`LayerwiseOptimizer.parts`, DTensors), the ratio is that of the whole
-    tensor. Collective in this case: every rank that holds parts must call it, in the same order.
+    If ranks share an update (`LayerwiseOptimizer.parts`, DTensors), ratios are computed from the full
+    tensors. Collective in this case: every rank that holds parts must call it, in the same order.
 
     Args:
-        optimizer: Any optimizer.
-        grad_scale: Factor that the gradients still contain, 0-dim. None: 1. LAMB does not read gradients.
+        optimizer: Optimizer of any type.
+        grad_scale: Loss scale by which the gradients are still multiplied, 0-dim. None: 1. LAMB does not
+            read gradients.
 
     >>> weight, bias = torch.nn.Parameter(torch.tensor([3.0, 4.0])), torch.nn.Parameter(torch.ones(1))
     >>> groups = [{"params": [weight]}, {"params": [bias], "trust_ratio": False}]
@@ -60,7 +61,7 @@ def trust_ratios(
 
 
 def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor, Tensor]]:
-    """Compute the trust ratios by parameter group, for parameters that are plain tensors."""
+    """Compute the trust ratios of each parameter group, for parameters that are plain tensors."""
     inverse_scale = None
     if grad_scale is not None:
         inverse_scale = grad_scale.detach().float().reciprocal()
@@ -83,7 +84,10 @@ def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor
 
 
 def _norms_of_parts(optimizer: Optimizer, scaling: GradScaling) -> dict[Tensor, list[Tensor]]:
-    """Compute the norms of whole tensors for all parameters that are parts, over the ranks that hold parts."""
+    """Compute the norms of the full tensors for all parameters that are parts.
+
+    Collective: every rank that holds parts must call it, in the same order.
+    """
     if not isinstance(optimizer, LayerwiseOptimizer) or not optimizer.parts:
         return {}
     vectors: dict[Tensor, list[ShardedVector]] = {}
@@ -115,13 +119,13 @@ def _lars_ratio(
     scaling: GradScaling,
     norms: list[Tensor] | None,
 ) -> Tensor:
-    """Compute the ratio of a parameter. `norms` are those of the whole tensor if the parameter is a part."""
+    """Compute the ratio of a parameter. If it is a part, `norms` are the norms of the full tensors."""
     if norms is not None:
         norms = [norm.view(1) for norm in norms]
     ratios = lars_ratios(
         [param],
         [grad],
-        # The clip bounds the step and is no property of the layer. Without it the ratio does not depend on lr.
+        # The ratio is computed without the clip, which depends on lr and is not a property of the layer.
         group={**group, "trust_clip": None},
         lr=1.0,
         scaling=scaling.to(param.device),
@@ -134,7 +138,7 @@ def _lars_ratio(
 def _lamb_ratio(
     optimizer: LAMB, group: dict[str, Any], param: Tensor, norms: list[Tensor] | None
 ) -> Tensor:
-    """Compute the ratio of a parameter. `norms` are those of the whole tensor if the parameter is a part."""
+    """Compute the ratio of a parameter. If it is a part, `norms` are the norms of the full tensors."""
     if norms is not None:
         return trust_ratio(*norms)
     state = optimizer.state[param]
@@ -148,7 +152,7 @@ def _lamb_ratio(
 
 
 def _step_of(state: dict[str, Any]) -> float | Tensor:
-    """Return the step count as `LAMB` uses it: a number if it is on the CPU, else float64."""
+    """Return the step count for `LAMB`, as a number if it is on the CPU, else as a float64 tensor."""
     step: Tensor = state["step"]
     if step.device.type == "cpu":
         return step.item()

@@ -1,15 +1,15 @@
-"""DTensor parameters (FSDP2, tensor parallelism): a step on this rank's shards, with norms of the whole tensors.
+"""Optimizer steps on DTensor parameters (FSDP2, tensor parallelism), with norms of the full tensors.
 
 A step of LARS or LAMB is elementwise except for the norms. So each rank updates its shards as plain
-tensors. Only sums of squares are added over the ranks that hold the other shards: a few float64 per
-tensor, for all tensors at once.
+tensors. Only sums of squares are added over the ranks that hold the other shards. These are a few
+float64 numbers per tensor, added for all tensors at once.
 
     placement on a dimension of the mesh      sums of squares
-    Shard, _StridedShard                      added over that dimension's ranks: shards are disjoint
-    Replicate                                 not added: every rank has the whole tensor
-    Partial                                   an error: the parameter itself is a sum that has yet to be computed
+    Shard, _StridedShard                      added over that dimension's ranks, because shards are disjoint
+    Replicate                                 not added, because every rank has the full tensor
+    Partial                                   error, because the parameter is a sum that is not computed yet
 
-Collective: all ranks of a mesh must step together. Afterwards ranks with equal shards hold the same bits.
+Collective: all ranks of a mesh must step together. Afterwards equal shards are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -26,34 +26,33 @@ from torch import Tensor
 
 from lightning_hybrid.optim.gradients import param_name
 
-_Group = tuple[
-    dist.ProcessGroup, str
-]  # a process group, and the type of device on which it reduces
+# A process group, and the type of device on which it reduces.
+_Group = tuple[dist.ProcessGroup, str]
 
 
 def is_dtensor(value: Any) -> bool:
-    """Return True if `value` is a DTensor."""
-    # If there is a DTensor, its module has been imported. Importing it takes a second.
+    """Return whether `value` is a DTensor."""
+    # The module is not imported here, which would take a second. If there is a DTensor, it has been imported.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """Return the shard of a DTensor on this rank, after any pending collective. Return other tensors as they are."""
+    """Return this rank's shard of a DTensor, after any pending collective. Other tensors are returned unchanged."""
     if not is_dtensor(tensor):
         return tensor
-    local = tensor._local_tensor  # `to_local` makes another object each time
+    local = tensor._local_tensor  # `to_local` would create another object in each call.
     if hasattr(local, "wait"):
         return local.wait()
     return local
 
 
 def has_dtensors(groups: Iterable[dict[str, Any]]) -> bool:
-    """Return True if a parameter of the groups is a DTensor."""
+    """Return whether a parameter of the groups is a DTensor, without importing `torch.distributed.tensor`."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return False
-    # By distinct types, because every step of every optimizer calls this.
+    # Distinct types are checked, because every step of every optimizer calls this function.
     param_types: set[type] = set()
     for group in groups:
         param_types.update(map(type, group["params"]))
@@ -64,7 +63,7 @@ def check_placements(group: dict[str, Any]) -> None:
     """Check that a group's parameters can be updated as shards.
 
     Raises:
-        ValueError: A parameter is Partial on a dimension of its mesh, or sharded where the rule needs whole matrices.
+        ValueError: A parameter is Partial on a dimension of its mesh, or sharded although the rule needs full matrices.
     """
     for index, param in enumerate(group["params"]):
         if not is_dtensor(param):
@@ -72,15 +71,17 @@ def check_placements(group: dict[str, Any]) -> None:
         name = f"`{param_name(group, index)}.placements` (={param.placements})"
         if any(placement.is_partial() for placement in param.placements):
             raise ValueError(
-                f"{name} must be Shard or Replicate: a Partial parameter is a sum that has yet to be made, and no rank "
-                "can compute its norm or update it. Make it a parameter after `redistribute(placements=[Replicate()])`."
+                f"{name} must be Shard or Replicate, because a Partial parameter is a sum that is not computed yet, so "
+                "no rank can compute its norm or update it. Call `redistribute(placements=[Replicate()])` before you "
+                "create the parameter."
             )
         is_sharded = any(not placement.is_replicate() for placement in param.placements)
-        if is_sharded and group.get("direction") == "orthogonal":
+        is_orthogonal = group.get("direction") == "orthogonal"
+        if is_sharded and is_orthogonal:
             raise ValueError(
-                f'{name} and `direction` (="orthogonal") cannot be combined: singular values are of whole matrices, '
-                'and a rank holds a shard. Set direction="momentum", or train on whole weights: '
-                'strategy="hybrid_allreduce" or "ddp".'
+                f'{name} and `direction` (="orthogonal") cannot be combined, because singular values need the full '
+                'matrix, and a rank holds a shard. Set direction="momentum", or use strategy="hybrid_allreduce" or '
+                '"ddp", which do not shard weights.'
             )
 
 
@@ -88,13 +89,13 @@ class ShardSums:
     """Sums over ranks of values that each rank computes from its shards.
 
     Args:
-        params: The parameters by their local tensors, as in `local_shards`.
+        params: Parameter of each local tensor, as in `local_shards`.
     """
 
     def __init__(self, params: dict[Tensor, Any]) -> None:
         self._groups: dict[Tensor, list[_Group]] = {}
-        # The columns that each group adds, by the tensors of the table. Kept, because sending indices to a GPU makes
-        # the host wait.
+        # The columns that each group adds, by the tensors of a table. They are cached, because the host waits when it
+        # sends indices to a GPU.
         self._columns: dict[Any, list[tuple[_Group, Tensor | None]]] = {}
         for local, param in params.items():
             if is_dtensor(param):
@@ -103,13 +104,14 @@ class ShardSums:
     def add_up_(self, locals_: Sequence[Tensor], table: Tensor) -> None:
         """Add the columns of `table`, one per local tensor, over the ranks that hold the tensor's other shards.
 
-        Collective: every rank of these groups must call it, in the same order. There is one all-reduce
-        for each process group that shards one of the tensors. Columns of replicated tensors keep their
-        bits.
+        There is one all-reduce for each process group that shards one of the tensors. Columns of
+        replicated tensors are not changed.
+
+        Collective: every rank of these groups must call it, in the same order.
 
         Args:
-            locals_: The local tensors.
-            table: float64, (any, tensors), changed in place.
+            locals_: Local tensors.
+            table: Table of float64 numbers, of shape (any, tensors), changed in place.
         """
         for (group, device_type), columns in self._columns_of(locals_, table.device):
             selected = table
@@ -123,16 +125,21 @@ class ShardSums:
                 table.copy_(sums)
 
     def norms(self, locals_: Sequence[Tensor], *norms: Tensor) -> list[Tensor]:
-        """Return the norms of whole tensors, from one or several norms of each local tensor.
+        """Return the norms of full tensors, combined from the norms of their local shards.
 
-        Collective: every rank of the groups must call it, in the same order, as `add_up_`.
+        Collective: every rank of the groups must call it, in the same order.
+
+        Args:
+            locals_: Local tensors.
+            *norms: Tensors with one norm for each local tensor. Each one is combined separately.
         """
         squares = torch.stack([local_norms.double().square() for local_norms in norms])
         self.add_up_(locals_, squares)
-        return list(squares.sqrt().to(norms[0].dtype))
+        combined = squares.sqrt()
+        return list(combined.to(norms[0].dtype))
 
     def largest(self, value: Tensor) -> Tensor:
-        """Return the largest `value` (0-dim) of all ranks that hold shards of any tensor.
+        """Return the maximum of `value` (0-dim) over all ranks that hold shards of any tensor.
 
         Collective: every rank of the groups must call it, in the same order.
         """
@@ -148,7 +155,7 @@ class ShardSums:
     def _columns_of(
         self, locals_: Sequence[Tensor], device: torch.device
     ) -> list[tuple[_Group, Tensor | None]]:
-        """Return for each group the columns that it adds, or None for all columns."""
+        """Return each group with the columns that it adds. None stands for all columns."""
         key = (tuple(map(id, locals_)), device)
         if key not in self._columns:
             self._columns[key] = self._sort_columns(locals_, device)
@@ -173,7 +180,7 @@ class ShardSums:
 
 def _sharding_groups(param: Any) -> list[_Group]:
     """Return the process groups that hold the shards of a DTensor, each with the device type of its mesh."""
-    # The mesh of parameters that are offloaded to the host is still that of the accelerator.
+    # If parameters are offloaded to the host, their mesh still has the device type of the accelerator.
     mesh = param.device_mesh
     groups: list[_Group] = []
     for dim, placement in enumerate(param.placements):
@@ -184,14 +191,14 @@ def _sharding_groups(param: Any) -> list[_Group]:
 
 @contextmanager
 def local_shards(optimizer: Any) -> Iterator[Any]:
-    """Yield a view of `optimizer` on this rank, whose parameters, gradients and state are plain local tensors.
+    """Yield a view of `optimizer` whose parameters, gradients and state are this rank's local tensors.
 
     The local tensors share memory with the DTensors, so a step on the view updates the DTensors. New
-    state becomes state of `optimizer`. Lists take all tensors at once unless `foreach` says otherwise,
-    because one tensor at a time would need a collective for each.
+    state becomes state of `optimizer`. By default `foreach` is True, because one tensor at a time would
+    need a collective for each tensor.
 
     Raises:
-        ValueError: A parameter cannot be updated as a shard, see `check_placements`.
+        ValueError: A parameter cannot be updated as a shard (see `check_placements`).
     """
     view = optimizer.__dict__.get("_local_view")
     if view is None:
@@ -209,11 +216,11 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
         for local in sharded:
             local.grad = None
         for local, param in view.wholes.items():
-            # "step" of LAMB has no shards. All other state is in the memory of the optimizer's state already.
+            # The state "step" of LAMB has no shards. All other state shares memory with the optimizer's state.
             if "step" in view.state[local]:
                 optimizer.state[param]["step"] = view.state[local]["step"]
 
-    # A DTensor does not see writes to its shard: without this, backward would use a changed weight without an error.
+    # A DTensor does not notice writes to its shard. Without this, backward would silently use a changed weight.
     written = []
     for (local, param), version in zip(sharded.items(), versions, strict=True):
         if local._version != version:
@@ -222,10 +229,10 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
 
 
 def _new_view(optimizer: Any) -> Any:
-    """Make an empty view of the optimizer, of the same class.
+    """Create an empty view of an optimizer, of the same class.
 
-    It is kept from step to step, since the fused step holds addresses. It is never saved, because torch
-    saves groups and state only.
+    The view is kept between steps, because the fused step holds addresses. It is never saved, because
+    torch saves only groups and state.
     """
     view = object.__new__(type(optimizer))
     view.__dict__.update(
@@ -240,7 +247,7 @@ def _new_view(optimizer: Any) -> Any:
 
 
 def _refresh(optimizer: Any, view: Any) -> None:
-    """Bring the groups, parameters and state of the view up to date. Unchanged local tensors stay the same objects."""
+    """Update the groups, parameters and state of the view. Unchanged local tensors stay the same objects."""
     local_by_id = {id(param): local for local, param in view.wholes.items()}
     locals_of_groups: list[list[Tensor]] = []
     wholes: dict[Tensor, Any] = {}
@@ -256,7 +263,7 @@ def _refresh(optimizer: Any, view: Any) -> None:
         view.shard_sums = ShardSums(wholes)
         view.state = defaultdict(dict)
 
-    # The dicts of the view's groups stay the same objects, because the fused step recognises groups by them.
+    # The dicts of the view's groups stay the same objects, because the fused step identifies groups by their `id`.
     del view.param_groups[len(locals_of_groups) :]
     while len(view.param_groups) < len(locals_of_groups):
         view.param_groups.append({})
@@ -276,25 +283,26 @@ def _refresh(optimizer: Any, view: Any) -> None:
 
 
 def _current_local(local: Tensor | None, param: Tensor) -> Tensor:
-    """Return the local tensor of a parameter: the last step's `local` if it is still the same memory."""
+    """Return the local tensor of a parameter, which is `local` if it still has the same memory."""
     if not is_dtensor(param):
         return param
     shard = local_shard(param)
     if local is not None:
-        is_same_memory = local.data_ptr() == shard.data_ptr() and local.dtype == shard.dtype
+        is_same_memory = local.data_ptr() == shard.data_ptr()
+        is_same_dtype = local.dtype == shard.dtype
         is_same_view = local.shape == shard.shape and local.stride() == shard.stride()
-        if is_same_memory and is_same_view:
+        if is_same_memory and is_same_dtype and is_same_view:
             return local
     local = shard.detach()
-    local.grad_dtype = None  # gradients may have another dtype than their parameter
+    local.grad_dtype = None  # None allows a gradient of another dtype than the parameter's.
     return local
 
 
 def _state_lists(optimizer: Any, view: Any, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
-    """Return lists of state as `LayerwiseOptimizer.state_lists` does, of local tensors."""
+    """Return lists of state of local tensors, as `LayerwiseOptimizer.state_lists` does for parameters."""
     for local in params:
         for key in keys:
-            # State that the rule has added to the view itself, such as the step count of LAMB, is equal on all ranks.
+            # State that the rule has added to the view, such as the step count of LAMB, has no shards.
             if key not in view.state[local]:
                 states = optimizer.state_lists([view.wholes[local]], key)
                 view.state[local][key] = local_shard(states[0][0])
@@ -305,12 +313,12 @@ def _state_lists(optimizer: Any, view: Any, params: list[Tensor], *keys: str) ->
 
 
 def _local_grad(param: Any) -> Tensor | None:
-    """Return this rank's shard of the gradient, placed as the parameter is."""
+    """Return this rank's shard of the gradient, with the placements of the parameter."""
     grad: Any = param.grad
     if grad is None:
         return None
     if is_dtensor(grad) and grad.placements != param.placements:
-        # The gradient of a replicated parameter on sharded activations is Partial: autograd leaves its all-reduce to
-        # the reader.
+        # The gradient of a replicated parameter with sharded activations is Partial, because autograd does not
+        # all-reduce it.
         grad = grad.redistribute(placements=param.placements)
     return local_shard(grad)

@@ -9,27 +9,27 @@ from torch import Tensor
 from lightning_hybrid.optim.fused.contiguous import is_dense
 from lightning_hybrid.placement import flattened
 
-# Elements per thread that are worked on at once on the CPU (2 MiB of float32). The allocator reuses temporaries of this
-# size, while those of a tensor of 150 MB would come from the operating system, page by page.
+# Number of elements per thread that are processed at a time on the CPU (2 MiB of float32). The allocator reuses
+# temporaries of this size, while temporaries of a tensor of 150 MB would need new memory pages.
 _BLOCK = 1 << 19
 
 
 def as_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the tensors in `dtype`: the same list if they have it, else copies."""
+    """Return the tensors in `dtype`. If they have this dtype, the list itself is returned."""
     if tensors[0].dtype == dtype:
         return tensors
     return copied(tensors, dtype)
 
 
 def copied(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Copy the tensors to `dtype`, or without one in their own dtype. On a GPU this is one launch."""
+    """Copy the tensors in one launch. None as `dtype` keeps their dtype."""
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
 
 
 def add_scaled_(tensors: list[Tensor], addends: list[Tensor], factor: float | Tensor) -> None:
-    """Add factor * addends to tensors, list-wise and in place. `factor` may be a 0-dim tensor on their device."""
+    """Add factor * addends to tensors in place. `factor` may be a 0-dim tensor on their device."""
     if isinstance(factor, Tensor):
         torch._foreach_add_(tensors, torch._foreach_mul(addends, factor))
     else:
@@ -37,9 +37,10 @@ def add_scaled_(tensors: list[Tensor], addends: list[Tensor], factor: float | Te
 
 
 def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
-    """Yield views of lists of equal shapes, to work on in turn.
+    """Yield views of lists of tensors, to process one after the other.
 
-    A list of one large CPU tensor is yielded in blocks. All other lists are yielded once, as they are.
+    If each list holds one large CPU tensor, the tensors are split into blocks. Otherwise the lists are yielded once,
+    unchanged. Tensors at the same index must have equal shapes.
     """
     if not _is_cut(lists):
         yield list(lists)
@@ -52,24 +53,27 @@ def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
 
 
 def _is_cut(lists: tuple[list[Tensor], ...]) -> bool:
-    """Return True if `in_blocks` cuts the tensors of these lists."""
-    # Not while torch.compile traces, because it would unroll the blocks into its graph.
+    """Return whether `in_blocks` splits the tensors of these lists."""
+    # While torch.compile traces they are not split, because it would unroll the blocks into its graph.
     if torch.compiler.is_compiling():
         return False
     first = lists[0][0]
     if len(lists[0]) > 1 or first.device.type != "cpu" or first.numel() <= block_numel():
         return False
-    # Blocks are stretches of memory. They correspond only if all lists have their elements in one order.
+    # Blocks are ranges of memory, so they correspond only if all tensors have the same memory order.
     return is_dense([tensors[0] for tensors in lists])
 
 
 def block_numel() -> int:
-    """Return the number of elements of the blocks of `in_blocks`."""
+    """Return the number of elements of a block of `in_blocks`."""
     return _BLOCK * torch.get_num_threads()
 
 
 def scaled(tensors: list[Tensor], factors: float | Tensor, keep: list[Tensor]) -> list[Tensor]:
-    """Multiply `tensors` by one factor, or each by its own. Works in place unless `tensors` is the list to `keep`."""
+    """Multiply `tensors` by one factor, or each tensor by its own factor.
+
+    The result is written in place, unless `tensors` is the list `keep`.
+    """
     multiplier: Any = factors
     if isinstance(factors, Tensor) and factors.dim() == 1:
         multiplier = factors.unbind()

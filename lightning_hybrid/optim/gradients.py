@@ -1,4 +1,4 @@
-"""Gradients and learning rate of a parameter group, and the loss scale, by the protocol of `torch.amp.GradScaler`."""
+"""Gradients, learning rate and loss scale of a parameter group, as `torch.amp.GradScaler` passes them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_hybrid.optim.foreach_ops import as_dtype, copied
 
 @dataclass(frozen=True, kw_only=True)
 class GradScaling:
-    """The factor on gradients for one step, and the flag that skips the step. All tensors are 0-dim, on a device.
+    """Factor on the gradients of one step, and flag that skips the step. All tensors are 0-dim.
 
     Attributes:
-        inverse_scale: Factor on gradients. None: gradients are not scaled.
-        found_inf: float32. If it is above 0, the step writes nothing. None: the step is never skipped.
-        found_inf_out: Flag that is 0 at first. Passes over gradients may set it to 1.0 if a gradient is inf or nan.
+        inverse_scale: Factor by which gradients are multiplied. None: gradients are not scaled.
+        found_inf: float32 flag. If it is above 0, the step writes nothing. None: the step is never skipped.
+        found_inf_out: Flag that is initially 0. Passes over gradients may set it to 1.0 if a gradient is inf or nan.
     """
 
     inverse_scale: Tensor | None = None
@@ -27,7 +27,7 @@ class GradScaling:
     found_inf_out: Tensor | None = None
 
     def to(self, device: torch.device) -> GradScaling:
-        """Copy to another device, without `found_inf_out`, which each device has for itself."""
+        """Return a copy on another device, without `found_inf_out`, because each device has its own flag."""
         inverse_scale = self.inverse_scale
         if inverse_scale is not None:
             inverse_scale = inverse_scale.to(device, non_blocking=True)
@@ -37,7 +37,10 @@ class GradScaling:
         return GradScaling(inverse_scale=inverse_scale, found_inf=found_inf)
 
     def unscale(self, tensors: list[Tensor], *, keep: list[Tensor]) -> list[Tensor]:
-        """Unscale `tensors`. Works in place unless `tensors` is the list to `keep`."""
+        """Return the tensors divided by the loss scale.
+
+        They are changed in place unless `tensors` is the list `keep`.
+        """
         if self.inverse_scale is None:
             return tensors
         if tensors is keep:
@@ -46,9 +49,9 @@ class GradScaling:
         return tensors
 
     def scratch(self, tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Return memory for the next values of `tensors`.
+        """Return tensors for the next values of `tensors`.
 
-        These are copies if `dtype` is another one, or if the step may be skipped, and else the tensors themselves.
+        They are copies if `dtype` is another dtype or if the step may be skipped, else the tensors themselves.
         """
         wide = tensors
         if dtype is not None:
@@ -58,12 +61,12 @@ class GradScaling:
         return wide
 
     def commit_(self, tensors: list[Tensor], new_values: list[Tensor]) -> None:
-        """Write `new_values`, rounded, to `tensors`. If the step is skipped, no bit of `tensors` changes."""
+        """Write `new_values`, rounded, to `tensors`, unless the step is skipped."""
         if self.found_inf is None:
             if tensors is not new_values:
                 torch._foreach_copy_(tensors, new_values)
             return
-        # A selection and not a product with 0 or 1, because 0 * inf is nan.
+        # `where` is used instead of a product with 0 or 1, because 0 * inf is nan.
         skip = self.found_inf > 0
         for tensor, new_value in zip(tensors, new_values, strict=True):
             torch.where(skip, tensor, new_value.to(tensor.dtype), out=tensor)
@@ -73,35 +76,36 @@ UNSCALED = GradScaling()
 
 
 def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return 1.0 if an element of `tensors` is inf or nan, else 0.0: 0-dim float32, on the device of all of them."""
+    """Return a 0-dim float32 flag on the tensors' device, which is 1.0 if an element is inf or nan, else 0.0."""
     extremes: list[Tensor] = []
     non_empty = [tensor for tensor in tensors if tensor.numel()]
     if tensors[0].device.type == "cpu":
-        # One pass: torch's norm by inf takes 20 times as long there. nan survives both minimum and maximum.
+        # This takes one pass, while torch's inf-norm takes 20 times as long on a CPU. Minimum and maximum propagate
+        # nan.
         for tensor in non_empty:
             extremes.extend(torch.aminmax(tensor))
     else:
         extremes.extend(torch._foreach_norm(non_empty, torch.inf))
     if not extremes:
         return torch.zeros((), device=tensors[0].device)
-    # Stacked, so that there is one test and one result on the device for all of them.
+    # The results are stacked, so that one test is enough for all tensors.
     return (~torch.isfinite(torch.stack(extremes)).all()).float()
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of optimizer state and arithmetic for a parameter of `dtype`: at least float32."""
+    """Return the dtype of optimizer state and arithmetic for a parameter of `dtype`, which is at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def param_name(group: dict[str, Any], index: int) -> str:
-    """Return the name of a parameter of a group for error messages."""
+    """Return the name of a group's parameter for error messages."""
     if "param_names" in group:
         return group["param_names"][index]
     return f"params[{index}]"
 
 
 def dense_gradients(group: dict[str, Any]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """Yield `(index in the group, (parameter, gradient))` of each parameter that has a gradient.
+    """Yield `(index in the group, (parameter, gradient))` for each parameter that has a gradient.
 
     Raises:
         ValueError: A gradient is sparse.
@@ -112,28 +116,31 @@ def dense_gradients(group: dict[str, Any]) -> Iterator[tuple[int, tuple[Tensor, 
             continue
         if grad.layout != torch.strided:
             raise ValueError(
-                f"`{param_name(group, index)}.grad.layout` (={grad.layout}) must be torch.strided: a sparse gradient "
-                "touches some rows, but the trust ratio is of the whole layer. Build the layer with `sparse=False`, "
-                "or give it to `torch.optim.SparseAdam`."
+                f"`{param_name(group, index)}.grad.layout` (={grad.layout}) must be torch.strided, because a sparse "
+                "gradient covers some rows, but the trust ratio needs the full layer. Create the layer with "
+                "`sparse=False`, or use `torch.optim.SparseAdam` for it."
             )
         yield index, (param, grad)
 
 
 def is_together(group: dict[str, Any], param: Tensor) -> bool:
-    """Return True if a step updates `param` in one list with other parameters."""
-    # On the CPU one tensor at a time is faster, because its temporaries stay in cache. On an
-    # accelerator the number of launches counts.
+    """Return whether a step updates `param` in one list with other parameters."""
+    # On the CPU one tensor at a time is faster, because its temporaries stay in the cache. On an
+    # accelerator fewer launches are faster.
     if group["foreach"] is None:
         return param.device.type != "cpu"
     return bool(group["foreach"])
 
 
 def lr_of(group: dict[str, Any], device: torch.device) -> float | Tensor:
-    """Return the learning rate of a group, for excluded groups times `excluded_lr_mult`. A tensor goes to `device`."""
+    """Return the learning rate of a group. For excluded groups it is multiplied by `excluded_lr_mult`.
+
+    If the learning rate is a tensor, the result is a number or a tensor on `device`.
+    """
     lr = group["lr"]
     if isinstance(lr, Tensor):
         lr = lr.detach()
-        # Reading a CPU tensor waits for nothing. But a number would be frozen into the graph of torch.compile or CUDA.
+        # A CPU tensor can be read without a wait. But a number would be a constant in a compiled or captured graph.
         may_be_read = (
             lr.device.type == "cpu"
             and not torch.compiler.is_compiling()
@@ -155,10 +162,13 @@ def decayed_gradients(
     group: dict[str, Any],
     scaling: GradScaling = UNSCALED,
 ) -> list[Tensor]:
-    """Unscale, negate (to climb) and decay gradients, at least in float32. Return `grads` itself if nothing changes."""
+    """Return the gradients unscaled, negated for `maximize`, and with weight decay added.
+
+    The arithmetic is at least float32. If nothing changes, `grads` itself is returned.
+    """
     dtype = state_dtype(params[0].dtype)
     directions = scaling.unscale(as_dtype(grads, dtype), keep=grads)
-    # The sign comes before the decay, as in torch.optim.SGD: climbing the objective must not grow the weights.
+    # As in torch.optim.SGD, gradients are negated before the decay, which must not make the weights grow.
     if group["maximize"]:
         directions = list(torch._foreach_neg(directions))
     if group["weight_decay"] != 0:

@@ -1,4 +1,4 @@
-"""LAMB: AdamW in which each layer's step is proportional to the norm of its weights."""
+"""Optimizer LAMB, which is AdamW with each layer's step proportional to the norm of the layer's weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from lightning_hybrid.placement import Part
 
 
 class LAMB(LayerwiseOptimizer):
-    """Layer-wise adaptive moments for batch training (You et al. 2019, arXiv:1904.00962).
+    """Optimizer with layer-wise adaptive moments for batch training (You et al. 2019, arXiv:1904.00962).
 
     For each parameter tensor w with gradient g, at its t-th step:
 
@@ -32,36 +32,38 @@ class LAMB(LayerwiseOptimizer):
         q  = phi(|w|) / |u|                           w <- w - lr * q * u
 
     m, v and t are the state `"exp_avg"`, `"exp_avg_sq"` and `"step"`, as in `torch.optim.AdamW`. phi clamps
-    the norm to the two `weight_norm_bounds`, and leaves it as it is without them.
+    the norm to `weight_norm_bounds`. Without bounds it is the identity.
 
-    `bias_correction=True` is that rule, Algorithm 2 of the published paper. False puts M = m and V = v, as in
-    the early arXiv versions and most PyTorch ports of them. The trust ratio removes the scale of u, so only
-    the first steps' balance between moments, `eps` and weight decay differs.
+    `bias_correction=True` is Algorithm 2 of the published paper. False sets M = m and V = v, as in the early
+    arXiv versions and most PyTorch ports. The trust ratio removes the scale of u, so only the balance between
+    moments, `eps` and weight decay differs in the first steps.
 
-    A tensor with phi(|w|) = 0 or |u| = 0 gets q = 1. The paper leaves this open. `trust_clip=c` replaces q by
-    min(q, c). Unlike in `LARS`, q is not divided by lr.
+    A tensor with phi(|w|) = 0 or |u| = 0 gets q = 1. The paper does not define this case. `trust_clip=c`
+    replaces q by min(q, c). Unlike in `LARS`, q is not divided by lr.
 
-    `max_grad_norm=c` first scales all gradients, of all groups together, by min(1, c / norm), as NVIDIA's
-    LAMB does with c = 1. The paper does not, so the default is off. It is one bound for the optimizer, and
-    groups cannot set it.
+    `max_grad_norm=c` first scales the gradients of all groups by min(1, c / norm), where norm is that of all
+    gradients together. NVIDIA's LAMB does this with c = 1. The paper does not, so the default is off. The bound
+    belongs to the optimizer, and groups cannot set it.
 
-    A group with `trust_ratio=False` is excluded: its update is AdamW at lr * `excluded_lr_mult`, bit for bit
-    `torch.optim.AdamW` in float32 and float64 (with `bias_correction` and without `max_grad_norm`). Biases and
-    normalisation are commonly excluded, without weight decay: see `param_groups`.
+    A group with `trust_ratio=False` is excluded from layer scaling. Its update is AdamW with
+    lr * `excluded_lr_mult`. In float32 and float64 it is bitwise equal to `torch.optim.AdamW` (with
+    `bias_correction` and without `max_grad_norm`). Biases and normalisation layers are commonly excluded,
+    without weight decay (see `param_groups`).
 
-    Dtypes, rounding, a tensor as `lr` and `foreach` are as in `LARS`, with |u| in place of the norm for "joint".
+    Dtypes, rounding, `foreach` and an `lr` that is a tensor are as in `LARS`, where |u| takes the place of the
+    norm of "joint".
 
-    `fused=True` is two passes over memory for the whole model: moments with |w| and |u|, then the update. It
-    is three passes if a check for inf and nan, or `max_grad_norm`, needs the gradients first. The passes are
-    C++ and for the CPU. Requirements, rounding and protocol are those of `LARS`. There are no kernels for
-    CUDA: None steps on lists there, with temporaries of some 16 bytes per parameter, and True raises an error.
-    If a checkpoint from a CPU brings True, the step works on lists, too.
+    `fused=True` makes two passes over the memory of the whole model: moments with |w| and |u|, then the update.
+    It makes three passes if a check for inf and nan, or `max_grad_norm`, needs the gradients first. The passes
+    are written in C++ for the CPU. Requirements, rounding and protocol are those of `LARS`. There are no kernels
+    for CUDA. There None processes lists, with temporaries of about 16 bytes per parameter, and True raises an
+    error. If a checkpoint from a CPU has True, the step processes lists as well.
 
-    `capturable=True` is as in `LARS`, and counts steps on the parameters' device. `differentiable=True` raises
-    an error.
+    `capturable=True` is as in `LARS`, and steps are then counted on the parameters' device.
+    `differentiable=True` raises an error.
 
     Raises:
-        ValueError: An option breaks its rule, a group key is a misspelt option, a parameter is complex, or a
+        ValueError: An option has an invalid value, a group key is a misspelt option, a parameter is complex, or a
             gradient is sparse.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -73,7 +75,7 @@ class LAMB(LayerwiseOptimizer):
     """
 
     _fused_step_type = FusedLamb
-    # Of the step in progress: the factor of `max_grad_norm`, and the step counts of parameters that are parts.
+    # State of the current step: the factor of `max_grad_norm`, and the step counts of parameters that are parts.
     _clip_factor: Tensor | None = None
     _part_steps: dict[Tensor, float | Tensor]
 
@@ -119,37 +121,42 @@ class LAMB(LayerwiseOptimizer):
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise ValueError(
-                f"`betas` (={betas!r:.80}) must be a pair: the decay rates of the first and of the second moment. "
-                "(0.9, 0.999) is usual."
+                f"`betas` (={betas!r:.80}) must be two numbers, the decay rates of the first and of the second moment. "
+                "Use (0.9, 0.999), for example."
             )
         for index, beta in enumerate(betas):
             require_number(
-                f"betas[{index}]", beta, "at 1 the moment would never see a gradient", high=1
+                f"betas[{index}]", beta, "with 1, the moment would ignore gradients", high=1
             )
         require_number(
-            "eps", group["eps"], "it is added to the root of the second moment; 1e-6 is usual"
+            "eps",
+            group["eps"],
+            "it is added to the root of the second moment. Use 1e-6, for example",
         )
         require_choice(
-            "bias_correction", group["bias_correction"], (True, False), "see the LAMB docstring"
+            "bias_correction",
+            group["bias_correction"],
+            (True, False),
+            "it enables the bias correction of the moments",
         )
         require_bounds(group["weight_norm_bounds"])
         bound = group["max_grad_norm"]
         if bound is not None:
-            reason = "it bounds all gradients together; None is no bound"
+            reason = "it bounds the norm of all gradients. Set None for no bound"
             require_number("max_grad_norm", bound, reason, above=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, after a check of its options.
+        """Add a parameter group after a check of its options.
 
         Raises:
-            ValueError: The base class refuses the group, or its `max_grad_norm` is not that of the optimizer.
+            ValueError: The base class rejects the group, or its `max_grad_norm` is not that of the optimizer.
         """
         bound = plain_value(param_group.get("max_grad_norm"))
         common = self.defaults["max_grad_norm"]
         if bound is not None and bound != common:
             raise ValueError(
-                f"`max_grad_norm` (={bound!r:.80}) must be the optimizer's (={common}): it bounds the norm of the "
-                "gradients of all groups together. Give it to LAMB, not to a group."
+                f"`max_grad_norm` (={bound!r:.80}) must equal the optimizer's value (={common}), because it bounds the "
+                "norm of the gradients of all groups. Pass it to LAMB instead of a group."
             )
         super().add_param_group(param_group)
 
@@ -157,7 +164,7 @@ class LAMB(LayerwiseOptimizer):
         norms_of_grads: dict[Tensor, list[Tensor]] = {}
         if self.parts:
             norms_of_grads = self._norms_over_ranks(self._vectors_of_grad)
-        # Any group has the bound, because `add_param_group` raises an error for a bound that is not the optimizer's.
+        # All groups have the same bound, because `add_param_group` raises an error for another one.
         bound = self.param_groups[0]["max_grad_norm"]
         self._clip_factor = None
         if bound is not None:
@@ -172,9 +179,11 @@ class LAMB(LayerwiseOptimizer):
     def _compute_clip_factor(
         self, bound: float, norms_of_parts: dict[Tensor, list[Tensor]]
     ) -> Tensor | None:
-        """Return min(1, bound / norm) for the norm of all gradients, or None without gradients.
+        """Return min(1, bound / norm) for the norm of all gradients, or None if there are no gradients.
 
-        `norms_of_parts` holds the norms of whole gradients for the parameters that are parts.
+        Args:
+            bound: Maximum norm.
+            norms_of_parts: Norms of the full gradients, for the parameters that are parts.
         """
         by_dtype: dict[Any, list[Tensor]] = {}
         for group in self.param_groups:
@@ -192,7 +201,7 @@ class LAMB(LayerwiseOptimizer):
         if not norms:
             return None
 
-        # The bound is on unscaled gradients, because it must not change with the loss scale.
+        # The bound applies to unscaled gradients, because it must not depend on the loss scale.
         device = norms[0].device
         on_one_device = [some_norms.to(device) for some_norms in norms]
         norm = torch.linalg.vector_norm(torch.cat(on_one_device))
@@ -202,7 +211,7 @@ class LAMB(LayerwiseOptimizer):
     def _vectors_of_grad(
         self, group: dict[str, Any], _: Tensor, grad: Tensor, part: Part
     ) -> list[ShardedVector]:
-        """Return the gradient of a part as vector, if gradients are bounded."""
+        """Return the gradient of a part as a vector if `max_grad_norm` is set."""
         if group["max_grad_norm"] is None:
             return []
         return [ShardedVector(part=part, pieces=[grad])]
@@ -211,7 +220,8 @@ class LAMB(LayerwiseOptimizer):
         self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part
     ) -> list[ShardedVector]:
         """Update the moments of a part, and return the vectors w and u of its trust ratio."""
-        # The moments of all parts before the first update: the norms of all u then need one sum over ranks.
+        # The moments of all parts are updated before the first weight, so that the norms of all u need one sum over
+        # ranks.
         (step,) = self._update_moments(group, [param], [grad])
         self._part_steps[param] = step
         moments = [self.state[param]["exp_avg"], self.state[param]["exp_avg_sq"]]
@@ -235,8 +245,8 @@ class LAMB(LayerwiseOptimizer):
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         lr = lr_of(group, params[0].device)
         scaling = self._scaling
-        # Three passes over the blocks: moments, |u|, update. The first block is updated when |u| of
-        # the whole tensor is known.
+        # There are three passes over the blocks: moments, |u|, update. No block is updated before |u| of the full
+        # tensor is known.
         part_norms = self._whole_norms(params)
         if part_norms is None:
             steps = self._update_moments(group, params, grads)
@@ -267,18 +277,18 @@ class LAMB(LayerwiseOptimizer):
         ratios = lamb_ratios(weight_norms, update_norms, group=group)
         for param_blocks, means, squares in blocks:
             if updates is None or len(blocks) > 1:
-                # Reading two moments again costs less than keeping a large u between its norm and its use.
+                # Reading two moments again takes less time than keeping a large u between its norm and its use.
                 updates = lamb_updates(param_blocks, means, squares, steps, group=group)
             lamb_(param_blocks, updates, lr=lr, ratios=ratios, scaling=scaling)
 
     def _next_steps(self, params: list[Tensor], capturable: bool) -> list[Any]:
-        """Count this step unless it is skipped. Return the counts as `_corrections` needs them."""
+        """Count this step unless it is skipped, and return the step counts for `_corrections`."""
         device = params[0].device
         found_inf = self._scaling.found_inf
         reads_on_host = found_inf is None
-        if capturable:  # not `and not capturable`, which torch.compile does not trace in torch 2.15
+        if capturable:  # In one expression with `and not capturable`, torch.compile of torch 2.15 could not trace it.
             reads_on_host = False
-        # Reading a count on the CPU waits for nothing, wherever the parameter is.
+        # A count on the CPU can be read without a wait, on whichever device the parameter is.
         count_device = device
         if reads_on_host:
             count_device = torch.device("cpu")
@@ -289,7 +299,7 @@ class LAMB(LayerwiseOptimizer):
             if "step" not in state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=count_device)
             elif not reads_on_host and state["step"].device != device:
-                # The host does not know whether this step is skipped, so the count moves to the device of `found_inf`.
+                # The host does not know whether this step is skipped, so the count is moved to the device.
                 state["step"] = state["step"].to(device, non_blocking=True)
             steps.append(state["step"])
 
@@ -300,7 +310,7 @@ class LAMB(LayerwiseOptimizer):
             torch._foreach_add_(steps, [increment] * len(steps))
         if reads_on_host:
             return [_count(step, device) for step in steps]
-        # A skipped first step divides by 1 - beta ** 0, but its result is not written.
+        # If the first step is skipped, it divides by 1 - beta ** 0, but its result is not written.
         wide = torch.empty(len(steps), dtype=torch.float64, device=device).unbind()
         torch._foreach_copy_(wide, steps)
         return list(wide)
@@ -315,17 +325,26 @@ def moments_(
     clip_factor: Tensor | None,
     scaling: GradScaling = UNSCALED,
 ) -> None:
-    """Update both moments in place by `grads`, unscaled and then scaled by `clip_factor` if there is one."""
+    """Update both moments in place.
+
+    Args:
+        grads: Gradients, which are still multiplied by the loss scale.
+        exp_avgs: First moments.
+        exp_avg_sqs: Second moments.
+        group: Parameter group, with the options of `LAMB`.
+        clip_factor: Factor of `max_grad_norm` on the unscaled gradients. None: no bound.
+        scaling: Loss scale of the gradients, and whether to skip the step.
+    """
     beta1, beta2 = group["betas"]
     grads = scaling.unscale(as_dtype(grads, exp_avgs[0].dtype), keep=grads)
     if group["maximize"]:
         grads = list(torch._foreach_neg(grads))
     if clip_factor is not None:
-        # In the dtype of the gradients, because a 0-dim gradient would take on the dtype of the factor.
+        # The factor is cast, because a 0-dim gradient would otherwise be promoted to the dtype of the factor.
         grads = list(torch._foreach_mul(grads, clip_factor.to(grads[0].dtype)))
     means = scaling.scratch(exp_avgs)
     squares = scaling.scratch(exp_avg_sqs)
-    # The operations and their order are those of torch.optim.AdamW, for the same bits.
+    # The operations and their order are those of torch.optim.AdamW, so that results are bitwise equal.
     torch._foreach_lerp_(means, grads, 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
@@ -341,7 +360,15 @@ def lamb_updates(
     *,
     group: dict[str, Any],
 ) -> list[Tensor]:
-    """Compute the u of `LAMB` for tensors of one device and dtype. `steps` counts the current step, 1 at the first."""
+    """Compute the updates u of `LAMB` for tensors of one device and dtype.
+
+    Args:
+        params: Weights.
+        exp_avgs: First moments.
+        exp_avg_sqs: Second moments.
+        steps: Step count of each tensor, which is 1 in the first step.
+        group: Parameter group, with the options of `LAMB`.
+    """
     updates = list(torch._foreach_div(exp_avgs, _denominators(exp_avg_sqs, steps, group)))
     if group["bias_correction"]:
         torch._foreach_div_(updates, _corrections(steps, group))
@@ -359,7 +386,10 @@ def lamb_vectors(
     group: dict[str, Any],
     step: float | Tensor,
 ) -> list[ShardedVector]:
-    """Return the vectors w and u of a part, whose norms make its trust ratio, or no vector if the ratio is off."""
+    """Return the vectors w and u of a part, from whose norms the trust ratio is computed.
+
+    There are no vectors if the trust ratio is off.
+    """
     if not group["trust_ratio"]:
         return []
     exp_avg, exp_avg_sq = moments
@@ -374,7 +404,7 @@ def lamb_vectors(
 
 
 def lamb_ratios(weight_norms: Tensor, update_norms: Tensor, *, group: dict[str, Any]) -> Tensor:
-    """Compute q of `LAMB` from |w| and |u|, clipped if the group has a bound."""
+    """Compute the trust ratios q of `LAMB` from |w| and |u|, with the bounds of the group."""
     if group["weight_norm_bounds"] is not None:
         weight_norms = weight_norms.clamp(*group["weight_norm_bounds"])
     ratios = trust_ratio(weight_norms, update_norms)
@@ -391,7 +421,7 @@ def lamb_(
     ratios: Tensor,
     scaling: GradScaling = UNSCALED,
 ) -> None:
-    """Update `params` by -lr * ratio * u, in place. `updates` hold u and are overwritten."""
+    """Update `params` in place by -lr * ratio * u. `updates` contain u and are overwritten."""
     weights = scaling.scratch(params, updates[0].dtype)
     torch._foreach_mul_(updates, ratios.to(updates[0].dtype).unbind())
     add_scaled_(weights, updates, -lr)
@@ -408,13 +438,13 @@ def adamw_(
     lr: float | Tensor,
     scaling: GradScaling = UNSCALED,
 ) -> None:
-    """Update `params` as AdamW does, in place, with the order of operations of `torch.optim.AdamW`."""
+    """Update `params` in place by the rule of AdamW, with the operations of `torch.optim.AdamW` in the same order."""
     weights = scaling.scratch(params, exp_avgs[0].dtype)
     if group["weight_decay"] != 0:
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
     denominators = _denominators(exp_avg_sqs, steps, group)
     corrections = _corrections(steps, group)
-    # addcdiv reads its factors on the host, so tensors on a device need separate operations.
+    # addcdiv reads its factors on the host, so factors on a device need separate operations.
     if isinstance(lr, Tensor) or isinstance(corrections[0], Tensor):
         torch._foreach_mul_(denominators, corrections)
         add_scaled_(weights, list(torch._foreach_div(exp_avgs, denominators)), -lr)
@@ -425,8 +455,8 @@ def adamw_(
 
 
 def _count(step: Tensor, device: torch.device) -> float | Tensor:
-    """Return a step count on the CPU as a number, or as float64 on `device` while torch.compile traces."""
-    # A number would be frozen into a compiled graph. In float32, 1 - 0.999 ** step would lose half its digits.
+    """Return a step count on the CPU as a number, or while torch.compile traces as a float64 tensor on `device`."""
+    # A number would be a constant in a compiled graph. In float32, 1 - 0.999 ** step would lose half its digits.
     if torch.compiler.is_compiling():
         return step.to(device, torch.float64)
     return step.item()
@@ -452,7 +482,7 @@ def _denominators(
     exp_avg_sqs: list[Tensor], steps: list[Any], group: dict[str, Any]
 ) -> list[Tensor]:
     """Return sqrt(V) + eps for each tensor."""
-    # The correction is divided out after the root, as in torch.optim.AdamW, for the same bits.
+    # The correction is applied after the root, as in torch.optim.AdamW, so that results are bitwise equal.
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
     if group["bias_correction"]:
         corrections = _one_minus_powers(group["betas"][1], steps)

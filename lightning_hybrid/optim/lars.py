@@ -1,4 +1,4 @@
-"""LARS: stochastic gradient descent in which each layer's step is proportional to the norm of its weights."""
+"""Optimizer LARS, which is SGD with each layer's step proportional to the norm of the layer's weights."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -39,7 +39,7 @@ _CHOICES = {
 
 
 class LARS(OrthogonalStep):
-    """Layer-wise adaptive rate scaling (You et al. 2017, arXiv:1708.03888).
+    """Optimizer with layer-wise adaptive rate scaling (You et al. 2017, arXiv:1708.03888).
 
     For each parameter tensor w with gradient g, and d = g + weight_decay * w:
 
@@ -53,8 +53,8 @@ class LARS(OrthogonalStep):
     The paper's eta is `trust_coefficient`, its m is `momentum`, its beta (decay) is `weight_decay`, and v is
     the state `"momentum_buffer"`.
 
-    The first two forms differ only while `lr` changes. "lr_inside" remembers the learning rates of past
-    gradients, "lr_outside" scales all of them by the current learning rate. Used by:
+    The first two forms differ only if `lr` changes. With "lr_inside" each gradient keeps the learning rate of
+    its own step. With "lr_outside" the current learning rate scales all of them. Used by:
 
         "lr_inside", "sum"        the paper, MLPerf's TensorFlow reference
         "lr_inside", "joint"      optax
@@ -62,66 +62,65 @@ class LARS(OrthogonalStep):
         "lr_outside", "joint"     Barlow Twins, MoCo v3, VISSL
         "ratio_outside", "sum"    NUS, ColossalAI (which also clamp)
 
-    With `nesterov` the step looks one momentum step ahead: after v is updated, the step uses momentum * v
-    plus the last addend of v in place of v.
+    With `nesterov` the step uses momentum * v plus the last addend of v, instead of the updated v.
 
-    A tensor with |w| = 0 or |g| = 0 ("joint": |d| = 0) gets q = 1, as in the MLPerf reference. The paper
-    leaves this open. Under "sum" a tensor whose gradient is exactly zero thus decays at the full
+    A tensor with |w| = 0 or |g| = 0 ("joint": |d| = 0) gets q = 1, as in the MLPerf reference. The paper does
+    not define this case. So with "sum", a tensor whose gradient is exactly zero decays at the full
     `lr * weight_decay`.
 
     `trust_clip=c` is LARC: q is replaced by min(q / lr, c), after the rule for zeros. With c = 1, as in apex
-    and timm, the step is min(q, lr) * d, so `lr` becomes a ceiling and is no longer a factor. At lr = 0 the
-    step is c * lr * d = 0.
+    and timm, the step is min(q, lr) * d, so `lr` is an upper bound instead of a factor. At lr = 0 the step is
+    c * lr * d = 0.
 
-    A group with `trust_ratio=False` is excluded: q = 1, its learning rate is lr * `excluded_lr_mult`, and it
-    keeps its own weight decay. Biases and normalisation are commonly excluded (see `param_groups`). But the
-    bare `lr` of LARS is hundreds of times that of SGD. In a network with biases and without normalisation,
-    do not exclude the biases, or set `excluded_lr_mult` near 0.01.
+    A group with `trust_ratio=False` is excluded from layer scaling. It has q = 1, its learning rate is
+    lr * `excluded_lr_mult`, and it keeps its own weight decay. Biases and normalisation layers are commonly
+    excluded (see `param_groups`). However, the `lr` of LARS is hundreds of times that of SGD. In a network with
+    biases and without normalisation, do not exclude the biases, or set `excluded_lr_mult` near 0.01.
 
-    Momentum starts from zero, so the first v is the first update. With the trust ratio off, "lr_outside" and
-    "ratio_outside" are `torch.optim.SGD` (dampening 0) bit for bit, in float32 and float64. So is "lr_inside"
-    if momentum = 0 or lr is a constant power of two. Another constant lr changes the rounding, and a changing
-    lr changes the rule.
+    Momentum starts at zero, so the first v is the first update. With the trust ratio off, "lr_outside" and
+    "ratio_outside" are bitwise equal to `torch.optim.SGD` (dampening 0) in float32 and float64. So is
+    "lr_inside" if momentum = 0 or lr is a constant power of two. Another constant lr changes the rounding, and
+    a changing lr changes the rule.
 
     Parameters may be float16, bfloat16, float32 or float64. Arithmetic, norms and buffer are at least
     float32, and a half-precision parameter is rounded once, at the end. `lr` may be a 0-dim tensor on any
-    device, and `step` reads nothing back. `foreach=None` is one tensor at a time on the CPU, and lists
-    elsewhere. On the CPU both give the same bits, except for "joint" beyond half a million elements, whose
-    norm is then summed in another order (in float64).
+    device, and `step` does not read it on the host. With `foreach=None` a step processes one tensor at a time
+    on the CPU, and lists of tensors elsewhere. On the CPU both are bitwise equal, except for "joint" and more
+    than half a million elements, where the norm is summed in another order (in float64).
 
-    `fused=True` is two passes over memory for the whole model: norms of gradients, then the update. On the
-    CPU they are C++ (`fused.cpu`), built by the system's compiler at the first use, which takes a few seconds
-    once per machine. On CUDA they are three Triton kernels (`fused.cuda`), which have not been run on a GPU.
-    None and False work on lists. Without compiler or triton a warning says that lists are used. Only rounding
-    differs: weights agree with the step on lists to 2e-6 of their norm over ten steps, and to 1e-14 in
-    float64. `fused` is an option of the optimizer, and groups cannot set it. With True, `torch.amp.GradScaler`
-    leaves unscaling and skipping to the step, and Lightning then raises an error for gradient clipping under
-    "16-mixed". `torch.compile(optimizer.step)` compiles the step on lists.
+    `fused=True` makes two passes over the memory of the whole model: norms of gradients, then the update. On
+    the CPU they are written in C++ (`fused.cpu`) and built by the system's compiler at the first use, which
+    takes a few seconds once per machine. On CUDA they are three Triton kernels (`fused.cuda`), which have not
+    been run on a GPU. None and False process lists of tensors. Without a compiler or triton, lists are used and
+    a warning is raised. Only the rounding differs: weights agree with the step on lists to 2e-6 of their norm
+    over ten steps, and to 1e-14 in float64. `fused` is an option of the optimizer, and groups cannot set it.
+    With True, `torch.amp.GradScaler` leaves unscaling and skipping to the step, and Lightning then raises an
+    error for gradient clipping with "16-mixed". `torch.compile(optimizer.step)` compiles the step on lists.
 
-    `capturable=True` reads nothing on the host in a step, so that a CUDA graph may capture it. Capture itself
-    has not been run. A learning rate that changes between replays has to be a tensor. `differentiable` is an
+    With `capturable=True` a step reads nothing on the host, so that a CUDA graph can capture it. Capturing has
+    not been tested. A learning rate that changes between replays must be a tensor. `differentiable` is an
     argument of torch's optimizers, and True raises an error.
 
     `direction="orthogonal"` keeps the size of the step and changes its direction. Every singular value of the
-    momentum, taken as the matrix [out, in * height * width], becomes about 1 (`orthogonal.orthogonalized`),
+    momentum, viewed as the matrix [out, in * height * width], becomes about 1 (`orthogonal.orthogonalized`),
     as in Muon:
 
         v <- momentum * v + d;   O = orthogonalized(v);   w <- w - lr * trust_coefficient * |w| * O / |O|
 
-    With `nesterov`, O is computed from momentum * v + d. Large batches leave few updates, and here each moves
-    a layer as far along its weak directions as along its strong ones. `momentum_form`, `denominator` and
-    `eps` are not used. Tensors that are no matrices have O = v, and with |w| = 0 or |v| = 0 the step is
-    lr * v. Excluded groups stay momentum SGD unless they name the direction themselves. Then the step is
-    `w <- w - lr * excluded_lr_mult * sqrt(max(1, rows / columns)) * O`, the size of `torch.optim.Muon`. The
-    step works on lists, and `fused=True` raises an error. With `work_group`, a process group such as the ranks
-    of a node, each rank orthogonalises a part of the tensors and sends it to the other ranks in float16. The
-    bits are the same as without. Source: Jordan et al. 2024 (Muon), Bernstein & Newhouse 2024
-    (arXiv:2409.20325).
+    With `nesterov`, O is computed from momentum * v + d. Large batches have few updates, and with this rule
+    each update moves a layer equally far along its weak and its strong directions. `momentum_form`,
+    `denominator` and `eps` are not used. Tensors that are not matrices have O = v, and with |w| = 0 or |v| = 0
+    the step is lr * v. Excluded groups use momentum SGD unless they set the direction themselves. Then the step
+    is `w <- w - lr * excluded_lr_mult * sqrt(max(1, rows / columns)) * O`, which has the size of
+    `torch.optim.Muon`. The step processes lists, and `fused=True` raises an error. With `work_group`, a process
+    group such as the ranks of a node, each rank orthogonalises a part of the tensors and sends it to the other
+    ranks in float16. The result is bitwise equal to the one without. Sources: Jordan et al. 2024 (Muon),
+    Bernstein & Newhouse 2024 (arXiv:2409.20325).
 
-    For half-precision gradients, loss scale and skipping see `LayerwiseOptimizer`.
+    See `LayerwiseOptimizer` for half-precision gradients, loss scale and skipping.
 
     Raises:
-        ValueError: An option breaks its rule, a group key is a misspelt option, a parameter is complex, or a
+        ValueError: An option has an invalid value, a group key is a misspelt option, a parameter is complex, or a
             gradient is sparse.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -176,7 +175,7 @@ class LARS(OrthogonalStep):
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as `LayerwiseOptimizer` does. An excluded group is momentum SGD unless it names a direction."""
+        """Add a parameter group. An excluded group uses momentum SGD unless it sets a direction."""
         if isinstance(param_group, dict) and not param_group.get("trust_ratio", True):
             param_group = {"direction": "momentum", **param_group}
         super().add_param_group(param_group)
@@ -184,20 +183,21 @@ class LARS(OrthogonalStep):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         require_number(
-            "momentum", group["momentum"], "at 1 past gradients would never fade; 0 is off", high=1
+            "momentum",
+            group["momentum"],
+            "with 1, past gradients would never fade. Set 0 to disable momentum",
+            high=1,
         )
         require_number(
             "trust_coefficient",
             group["trust_coefficient"],
-            "it is |step| / |w| at lr = 1; 0.001 is usual, and a group is excluded with trust_ratio=False",
+            "it is |step| / |w| at lr = 1. Use 0.001, or set trust_ratio=False to exclude a group",
             above=True,
         )
-        require_number("eps", group["eps"], "it is added to a norm; 0 is the paper's rule")
-        require_choice(
-            "nesterov", group["nesterov"], (True, False), "True looks one momentum step ahead"
-        )
+        require_number("eps", group["eps"], "it is added to a norm. Set 0 for the paper's rule")
+        require_choice("nesterov", group["nesterov"], (True, False), "it enables Nesterov momentum")
         for name, choices in _CHOICES.items():
-            require_choice(name, group[name], choices, "see the LARS docstring")
+            require_choice(name, group[name], choices, "see the docstring of LARS")
         self._check_combinations(group)
 
     def _check_combinations(self, group: dict[str, Any]) -> None:
@@ -207,19 +207,18 @@ class LARS(OrthogonalStep):
             reason = ""
             if group["fused"]:
                 conflict = "fused"
-                reason = "there are no kernels for it: it works on lists"
+                reason = "there are no kernels for this direction"
             elif group["trust_clip"] is not None:
                 conflict = "trust_clip"
-                reason = "no ratio enters its step, whose size is lr * trust_coefficient * |w|"
+                reason = "the step has no ratio to clip, because its size is lr * trust_coefficient * |w|"
             if conflict:
                 raise ValueError(
-                    f'`{conflict}` (={group[conflict]!r}) and `direction` (="orthogonal") cannot be combined: '
+                    f'`{conflict}` (={group[conflict]!r}) and `direction` (="orthogonal") cannot be combined, because '
                     f"{reason}. Leave `{conflict}` out."
                 )
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError(
-                "`nesterov` (=True) needs `momentum` (=0) above 0: there is no momentum to look ahead along. "
-                "Set momentum=0.9, or nesterov=False."
+                "`momentum` (=0) must be above 0 if `nesterov` is True. Set momentum=0.9, or nesterov=False."
             )
 
     def _asks_for_fused(self) -> bool:
@@ -236,7 +235,7 @@ class LARS(OrthogonalStep):
     def _vectors(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, part: Part
     ) -> list[ShardedVector]:
-        """Return the vectors whose norms a part needs, as `_norms_over_ranks` asks."""
+        """Return the vectors whose norms a part needs, for `_norms_over_ranks`."""
         if group["direction"] == "orthogonal":
             refuse_part(part)
         return lars_vectors(param, grad, part, group=group, scaling=self._scaling.to(param.device))
@@ -247,7 +246,7 @@ class LARS(OrthogonalStep):
             return
         lr = lr_of(group, params[0].device)
         scaling = self._scaling
-        # The ratio is that of the whole tensor, so it is computed before any block of the tensor is updated.
+        # The ratio depends on the full tensor, so it is computed before any block of the tensor is updated.
         ratios = None
         if group["trust_ratio"]:
             ratios = lars_ratios(
@@ -275,7 +274,7 @@ def lars_vectors(
     group: dict[str, Any],
     scaling: GradScaling = UNSCALED,
 ) -> list[ShardedVector]:
-    """Return the vectors whose norms `lars_ratios` needs for a part, or no vector if the trust ratio is off."""
+    """Return the vectors whose norms `lars_ratios` needs for a part. There are none if the trust ratio is off."""
     if not group["trust_ratio"]:
         return []
     weight = ShardedVector(part=part, pieces=[param])
@@ -299,15 +298,15 @@ def lars_ratios(
     norms: Sequence[Tensor] | None = None,
     shard_sums: ShardSums | None = None,
 ) -> Tensor:
-    """Compute the trust ratios of tensors of one device and dtype, clipped if the group says so: 1-D, on that device.
+    """Compute the trust ratios of tensors of one device and dtype, as a 1-D tensor on that device.
 
     Args:
-        params: The weights.
-        grads: The gradients, which are still scaled.
-        group: The parameter group.
-        lr: The learning rate, by which a clip divides.
+        params: Weights.
+        grads: Gradients, which are still multiplied by the loss scale.
+        group: Parameter group. If it has a `trust_clip`, the ratios are clipped.
+        lr: Learning rate, by which a clip divides.
         scaling: Loss scale of the gradients.
-        norms: If `params` are parts, the norms of the whole weights, and of the whole gradients (still
+        norms: If `params` are parts, the norms of the full weights, and of the full gradients (still
             scaled) or directions.
         shard_sums: Sums over ranks, if `params` are shards of DTensors.
     """
@@ -318,7 +317,7 @@ def lars_ratios(
     elif is_joint:
         norms_of_blocks = []
         for block in in_blocks(params, grads):
-            # No name holds the directions, so that their memory is free before the next block.
+            # The directions are not stored in a variable, so that their memory is free before the next block.
             norms_of_blocks.append(
                 tensor_norms(decayed_gradients(*block, group=group, scaling=scaling))
             )
@@ -329,7 +328,7 @@ def lars_ratios(
         update_norms = tensor_norms(grads)
 
     if not is_joint:
-        # |g / scale| = |g| / scale: unscaling the norms saves a pass over the gradients.
+        # The norms are unscaled instead of the gradients, which saves a pass: |g / scale| = |g| / scale.
         (update_norms,) = scaling.unscale([update_norms], keep=[])
         options["weight_decay"] = group["weight_decay"]
     if shard_sums is not None:
@@ -338,7 +337,7 @@ def lars_ratios(
     ratios = trust_ratio(weight_norms, update_norms, **options)
     if group["trust_clip"] is None:
         return ratios
-    # At lr = 0 the quotient is inf, and the clip remains.
+    # At lr = 0 the quotient is inf, and the clip is the result.
     return (ratios / lr).clamp(max=group["trust_clip"])
 
 
@@ -352,11 +351,18 @@ def lars_(
     ratios: Tensor | None,
     scaling: GradScaling = UNSCALED,
 ) -> None:
-    """Do one LARS step on tensors of one device and dtype, in place, by the rule and options of `LARS`.
+    """Do one LARS step on tensors of one device and dtype in place.
 
-    `buffers` is None if momentum is 0, `ratios` is None if the trust ratio is off.
+    Args:
+        params: Weights.
+        grads: Gradients, which are still multiplied by the loss scale.
+        buffers: Momentum buffers. None if momentum is 0.
+        group: Parameter group, with the options of `LARS`.
+        lr: Learning rate.
+        ratios: Trust ratio of each tensor. None if the trust ratio is off.
+        scaling: Loss scale of the gradients, and whether to skip the step.
     """
-    # The order of operations is that of torch.optim.SGD, so that excluded groups have the bits of SGD.
+    # The order of operations is that of torch.optim.SGD, so that excluded groups are bitwise equal to SGD.
     dtype = state_dtype(params[0].dtype)
     weights = as_dtype(params, dtype)
     directions = decayed_gradients(weights, grads, group=group, scaling=scaling)
@@ -376,7 +382,7 @@ def lars_(
         if ratios is not None:
             factors = lr * ratios
         directions = scaled(directions, factors, keep=grads)
-        # From here on the learning rate is in the buffer, and the step must not apply it again.
+        # The buffer now contains the learning rate, so the step must not apply it again.
         lr = 1.0
     elif momentum_form == "lr_outside" and ratios is not None:
         directions = scaled(directions, ratios, keep=grads)
@@ -402,7 +408,7 @@ def _update_buffers(
     group: dict[str, Any],
     scaling: GradScaling,
 ) -> list[Tensor]:
-    """Write the next momentum to `buffers` unless the step is skipped. Return the next momentum."""
+    """Return the next momentum, and write it to `buffers` unless the step is skipped."""
     new_buffers = scaling.scratch(buffers)
     torch._foreach_mul_(new_buffers, group["momentum"])
     torch._foreach_add_(new_buffers, directions)

@@ -1,4 +1,4 @@
-"""Base class of LARS and LAMB: checks of parameter groups, float32 state, mixed precision, fused steps or lists."""
+"""Base class of LARS and LAMB, which checks parameter groups, keeps float32 state and runs the steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_hybrid.optim.gradients import (
 from lightning_hybrid.optim.trust_ratio import ShardedVector, norms_over_ranks
 from lightning_hybrid.placement import Part
 
-# Group keys that are not our options: torch's own, and those that schedulers and loggers add.
+# Group keys that are not options of these optimizers. torch, schedulers and loggers add them.
 _FOREIGN_KEYS = frozenset(
     {
         "params",
@@ -41,56 +41,58 @@ _FOREIGN_KEYS = frozenset(
 )
 
 _TYPO_SIMILARITY = 0.7
-"""Similarity (`difflib`, our choice) from which a group key counts as a misspelt option. `trust_ration`
-has 0.96, and `layer_decay` has 0.61 to `weight_decay`."""
+"""Similarity (by `difflib`) above which a group key counts as a misspelt option. For example, `trust_ration` has a
+similarity of 0.96 to `trust_ratio`, and `layer_decay` has 0.61 to `weight_decay`."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _REASONS_OF_FLAGS = {
-    "capturable": "True reads nothing on the host in a step, so that a CUDA graph may capture it",
+    "capturable": "with True a step reads nothing on the host, so that a CUDA graph can capture it",
     "trust_ratio": "False excludes the group from layer scaling",
-    "maximize": "True climbs the objective",
+    "maximize": "True maximizes the objective",
 }
 _REASONS_OF_OPTIONAL_FLAGS = {
-    "foreach": "None is one tensor at a time on the CPU, else lists",
+    "foreach": "None processes one tensor at a time on the CPU, and lists of tensors elsewhere",
     "fused": (
-        "True is few passes over memory for the whole model; None and False work on lists of tensors"
+        "True makes few passes over memory for the whole model, and None or False process lists of tensors"
     ),
 }
 
 
 class LayerwiseOptimizer(Optimizer):
-    """Base of optimizers that scale each tensor's step by a trust ratio. The subclasses LARS and LAMB define the rule.
+    """Base of optimizers that scale each tensor's step by a trust ratio. LARS and LAMB define the rule.
 
-    It checks the options of the defaults and of each group. Other keys of a group, such as `lr_scale` for
-    a schedule with layer decay, are kept and not read. A key that is similar to an option is an error.
-    State is float32 for half-precision parameters, also after `load_state_dict`. The rule receives lists
-    of tensors: one tensor per list or, with `foreach`, all tensors of a device and dtype.
+    The class checks the options in the defaults and in each group. Other keys of a group, such as
+    `lr_scale` for a schedule with layer decay, are kept and ignored. A key that is similar to an option
+    raises an error. State is float32 for half-precision parameters, also after `load_state_dict`. The
+    rule receives lists of tensors: one tensor per list or, with `foreach`, all tensors of a device and
+    dtype.
 
     Gradients may have another dtype than their parameters, and may be scaled. `torch.amp.GradScaler`, or a
-    caller that has half-precision gradients of fp32 parameters (`param.grad_dtype = None`), sets and reads
-    plain attributes:
+    caller with half-precision gradients of fp32 parameters (`param.grad_dtype = None`), uses these
+    attributes:
 
-        grad_scale              0-dim tensor: the step divides gradients by it
-        found_inf               0-dim tensor: if above 0, the step writes nothing, bit for bit
-        last_found_inf          result of a step with one of the two: its `found_inf`, or the result of its own check
+        grad_scale              0-dim tensor by which the step divides gradients
+        found_inf               0-dim tensor. If it is above 0, the step writes nothing.
+        last_found_inf          `found_inf` of the last step, or the result of its own check
 
-    All three are on the device, and the host reads none of them. With `grad_scale` and no `found_inf`
-    (absent or None) a step first checks the gradients for inf and nan itself. It does not change
+    All three are on the device, and the host reads none of them. With `grad_scale` but without `found_inf`
+    (missing or None), a step first checks the gradients for inf and nan itself. It does not change
     gradients, so a second step would divide them again.
 
-    Ranks may share the update by two more attributes. The trust ratio is then that of the whole tensor, in
-    the fused step bit for bit.
+    Ranks can share the update with two more attributes. The trust ratio is then computed from the full
+    tensors. In the fused step it is bitwise equal to the trust ratio without sharing.
 
-        parts                   {parameter: `Part`}: a 1-D parameter that is a part of a tensor, and has its gradient,
-                                or a slice in any dimension, whose part is from 0 to its own number of elements
-        add_up_                 adds a float64 tensor over the ranks that hold the parts, in place, the same bits on all
+        parts                   {parameter: `Part`}. A parameter is either 1-D and a part of a tensor, with the part's
+                                gradient, or a slice in any dimension, whose part is from 0 to its number of elements.
+        add_up_                 Function that adds a float64 tensor over the ranks that hold the parts, in place. The
+                                result must be bitwise equal on all of them.
 
-    LARS calls `add_up_` once per step, LAMB twice. Collective: all those ranks must step. Parameters
-    without a part are whole on all of them. If one rank finds inf or nan, or has a `found_inf` above 0,
-    none of them writes.
+    LARS calls `add_up_` once per step, and LAMB twice. Collective: all these ranks must step. Each of them
+    holds all elements of the parameters without a part. If one rank finds inf or nan, or has a `found_inf`
+    above 0, no rank writes.
 
     Attributes:
-        shard_sums: Sums over ranks during a step on shards of DTensors, see `dtensor.local_shards`.
+        shard_sums: Sums over ranks during a step on shards of DTensors (see `dtensor.local_shards`).
     """
 
     # Class attributes, because copied and unpickled optimizers and the views of `local_shards` do not
@@ -101,7 +103,7 @@ class LayerwiseOptimizer(Optimizer):
     shard_sums: ShardSums | None = None
     _fused_step_type: type[FusedStep]
     _one_and_zero: Tensor | None = None
-    # Of the step in progress: its scaling, and the norms of the whole tensors of which parameters are parts.
+    # State of the current step: its scaling, and the norms of the full tensors for parameters that are parts.
     _scaling = GradScaling()
     _part_norms: Mapping[Tensor, list[Tensor]] = {}
 
@@ -110,39 +112,43 @@ class LayerwiseOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise `ValueError` for the first option of the group that breaks its rule."""
+        """Raise `ValueError` if an option of the group has an invalid value."""
         lr = group["lr"]
         if isinstance(lr, Tensor):
             if lr.dim() != 0 or not lr.is_floating_point():
                 raise ValueError(
-                    f"`lr` (={lr!r:.80}) must be a number or a 0-dim floating-point tensor: a group has one learning "
-                    "rate. Use `torch.tensor(0.1)`, and one group per learning rate."
+                    f"`lr` (={lr!r:.80}) must be a number or a 0-dim floating-point tensor, because a group has one "
+                    "learning rate. Use `torch.tensor(0.1)`, and one group per learning rate."
                 )
             lr = lr.item()
-        require_number("lr", lr, "a negative rate would climb; to climb, use `maximize=True`")
+        require_number(
+            "lr",
+            lr,
+            "a negative rate would maximize the objective. Use `maximize=True` to do that",
+        )
         require_number(
             "weight_decay",
             group["weight_decay"],
-            "a negative decay would grow the weights; 0 is off",
+            "a negative decay would make the weights grow. Set 0 to disable it",
         )
         require_number(
             "excluded_lr_mult",
             group["excluded_lr_mult"],
-            "it scales the learning rate of groups with trust_ratio=False; 1 leaves it, 0 freezes them",
+            "it scales the learning rate of groups with trust_ratio=False. Set 1 to keep it, or 0 to freeze them",
         )
         if group["trust_clip"] is not None:
-            reason = "it bounds the trust ratio; None is no bound"
+            reason = "it bounds the trust ratio. Set None for no bound"
             require_number("trust_clip", group["trust_clip"], reason, above=True)
         self._check_switches(group)
 
     def _check_switches(self, group: dict[str, Any]) -> None:
-        """Raise `ValueError` unless the options that are on or off have a valid value."""
+        """Raise `ValueError` if a flag of the group has an invalid value."""
         require_choice(
             "differentiable",
-            group.get("differentiable", False),  # torch leaves False there by itself
+            group.get("differentiable", False),
             (False,),
-            "the step writes in place and records no gradient. To differentiate through it, use torch.optim.SGD or "
-            "AdamW, whose rule is that of groups with trust_ratio=False",
+            "the step writes in place and records no gradient. To differentiate through a step, use torch.optim.SGD "
+            "or AdamW, which have the rule of groups with trust_ratio=False",
         )
         for name, reason in _REASONS_OF_FLAGS.items():
             require_choice(name, group[name], (True, False), reason)
@@ -150,38 +156,40 @@ class LayerwiseOptimizer(Optimizer):
             require_choice(name, group[name], (None, True, False), reason)
         if group["fused"] and group["foreach"]:
             raise ValueError(
-                "`fused` (=True) excludes `foreach` (=True): they are two ways to do the same step. Set one of them."
+                "`fused` (=True) and `foreach` (=True) cannot be combined, because they are two implementations of the "
+                "same step. Set only one of them."
             )
 
     def _refuse_misspelt(self, key: str, value: Any) -> None:
-        """Raise `ValueError` for a group key that is similar to an option. Schedules may read all other keys."""
+        """Raise `ValueError` for a group key that is similar to an option. Other keys are allowed for schedules."""
         options = list(self.defaults)
         for option in difflib.get_close_matches(key, options, n=1, cutoff=_TYPO_SIMILARITY):
-            # `weight_decay_scale` is a key for a schedule, and no misspelt `weight_decay`.
+            # `weight_decay_scale` is a key for a schedule, not a misspelt `weight_decay`.
             if not key.startswith(f"{option}_") and not key.endswith(f"_{option}"):
                 raise ValueError(
-                    f"`{key}` (={value!r:.80}) is no option of {type(self).__name__}, which would not read it. Did you "
-                    f"mean `{option}`? A parameter group may set {', '.join(sorted(self.defaults))}."
+                    f"`{key}` (={value!r:.80}) is not an option of {type(self).__name__}, and would be ignored. Did "
+                    f"you mean `{option}`? A parameter group may set {', '.join(sorted(self.defaults))}."
                 )
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        """Update `params`, which share device and dtype, by one step. Do not change `grads`."""
+        """Update `params`, which have one device and dtype, by one step. `grads` must not be changed."""
         raise NotImplementedError
 
     def _before_updates(self) -> None:
-        """Prepare the updates of one step. Runs after the closure, before the first `_update`."""
+        """Prepare the updates of one step. Called after the closure and before the first `_update`."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, after a check of its options.
+        """Add a parameter group after a check of its options.
 
         Raises:
-            ValueError: An option breaks its rule, a key is a misspelt option, or a parameter is complex or integer.
+            ValueError: An option has an invalid value, a key is a misspelt option, or a parameter is complex or
+                integer.
         """
         if not isinstance(param_group, dict):
             raise TypeError(
-                f"`param_group` (={param_group!r:.80}) must be a dict: a group is its params and options."
+                f"`param_group` (={param_group!r:.80}) must be a dict. Pass dict(params=...) with its options."
             )
-        # A copy: values become plain, torch fills in the defaults, and the caller's dict stays as it was.
+        # The caller's dict is copied, because values are converted and torch adds the defaults.
         param_group = dict(param_group)
         for key, value in param_group.items():
             if key in self.defaults:
@@ -194,45 +202,45 @@ class LayerwiseOptimizer(Optimizer):
         fused = param_group.get("fused", common)
         if fused != common:
             raise ValueError(
-                f"`fused` (={fused!r:.80}) must be the optimizer's (={common}): one check for inf and nan, before "
-                f"anything is written, is for all groups together. Give it to {type(self).__name__}, not to a group."
+                f"`fused` (={fused!r:.80}) must equal the optimizer's value (={common}), because all groups are "
+                f"checked for inf and nan together. Pass it to {type(self).__name__} instead of a group."
             )
         super().add_param_group(param_group)
         try:
             self._check_params(self.param_groups[-1])
         except ValueError:
-            # torch has added the group by now: an error takes it out again.
+            # torch has already added the group, so it is removed again.
             self.param_groups.pop()
             raise
 
     def _check_params(self, group: dict[str, Any]) -> None:
-        """Raise `ValueError` for a parameter of the group that cannot be updated."""
+        """Raise `ValueError` if a parameter of the group cannot be updated."""
         check_placements(group)
         fused_devices = self._fused_step_type.devices
         for index, param in enumerate(group["params"]):
             if param.dtype not in _DTYPES:
                 raise ValueError(
                     f"`{param_name(group, index)}.dtype` (={param.dtype}) must be float16, bfloat16, float32 or "
-                    "float64: the trust ratio is a quotient of real norms. Give this parameter to another optimizer, "
-                    "or store a complex one as its `torch.view_as_real`."
+                    "float64, because the trust ratio is a quotient of real norms. Use another optimizer for this "
+                    "parameter, or store a complex one as its `torch.view_as_real`."
                 )
             if self.defaults["fused"] and param.device.type not in fused_devices:
                 raise ValueError(
-                    f"`fused` (=True) needs parameters on {' or '.join(fused_devices)}, not on `{param.device}`: there "
+                    f"`fused` (=True) needs parameters on {' or '.join(fused_devices)}, not on `{param.device}`, where "
                     f"{type(self).__name__} has no kernels. Use fused=None, or torch.compile(optimizer.step)."
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Groups of an older checkpoint lack the newer options.
+        # Groups of an older checkpoint do not have newer options.
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict as torch does, but with the state of half-precision parameters in float32."""
-        # torch casts each state tensor to the dtype of its parameter, which would round it. Hooks of the user may
-        # replace the dict, so these hooks run right before and right after torch's own work.
+        """Load a state dict. Unlike in torch, the state of half-precision parameters stays in float32."""
+        # torch casts each state tensor to the dtype of its parameter, which would round it. User hooks may replace the
+        # dict, so these hooks run directly before and directly after torch's own code.
         loaded: list[dict[str, Any]] = []
 
         def keep_state_dict(_: Optimizer, final_state_dict: dict[str, Any]) -> None:
@@ -250,7 +258,7 @@ class LayerwiseOptimizer(Optimizer):
             post_hook.remove()
 
     def _restore_float32(self, state_dict: dict[str, Any]) -> None:
-        """Copy the state of half-precision parameters from the checkpoint again, since torch has rounded it."""
+        """Copy the state of half-precision parameters from the checkpoint again, because torch has rounded it."""
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(indices, params, strict=True):
@@ -270,9 +278,15 @@ class LayerwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient by one step. Gradients are read, never written.
+        """Update every parameter that has a gradient by one step, without waiting for the device.
 
-        A `closure` runs first, with autograd on, and its loss is returned. Nothing waits for the device.
+        Gradients are not changed.
+
+        Args:
+            closure: Function that computes gradients and returns the loss. It is called first, with autograd enabled.
+
+        Returns:
+            The loss that the closure returned, or None.
 
         Raises:
             ValueError: A gradient is sparse.
@@ -283,7 +297,7 @@ class LayerwiseOptimizer(Optimizer):
                 loss = closure()
         self._scaling, is_checked = self._read_scaling()
         try:
-            # torch.compile traces the step on lists, because it cannot follow addresses.
+            # torch.compile traces the step on lists, because it cannot trace a fused step.
             if torch.compiler.is_compiling():
                 self._listed_step(is_checked)
             elif has_dtensors(self.param_groups):
@@ -295,7 +309,7 @@ class LayerwiseOptimizer(Optimizer):
             else:
                 self._step(is_checked)
         finally:
-            # Also after an error: the scale of one step must not be applied to the gradients of another.
+            # Reset even after an error, because the scale of one step must not be used in another one.
             self._scaling = GradScaling()
         return loss
 
@@ -304,7 +318,7 @@ class LayerwiseOptimizer(Optimizer):
             self._listed_step(is_checked)
 
     def _read_scaling(self) -> tuple[GradScaling, bool]:
-        """Return the scaling that the caller has set, and True if this step must look for inf and nan itself."""
+        """Return the scaling that the caller has set, and whether this step must check for inf and nan itself."""
         grad_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         self.last_found_inf = found_inf
@@ -314,7 +328,7 @@ class LayerwiseOptimizer(Optimizer):
         scale = grad_scale.detach().float()
         is_fused = self._asks_for_fused() and not torch.compiler.is_compiling()
         if is_fused and found_inf is None and scale.device.type == "cuda":
-            # One launch gives both 1 / scale and a fresh 0 / scale = 0 that the kernels may set. (1, 0) is made once.
+            # One launch computes both 1 / scale and a new 0 / scale = 0, which the kernels may set. (1, 0) is cached.
             if self._one_and_zero is None or self._one_and_zero.device != scale.device:
                 self._one_and_zero = torch.arange(
                     1.0, -1.0, -1.0, dtype=torch.float32, device=scale.device
@@ -324,7 +338,7 @@ class LayerwiseOptimizer(Optimizer):
         return GradScaling(inverse_scale=scale.reciprocal(), found_inf=found_inf), found_inf is None
 
     def _listed_step(self, is_checked: bool) -> None:
-        """Do the step on lists of tensors."""
+        """Run the step on lists of tensors."""
         # All gradients are checked before the first parameter is written.
         if is_checked:
             self._scaling = self._check_gradients(self._scaling)
@@ -336,8 +350,9 @@ class LayerwiseOptimizer(Optimizer):
                 self._update(group, params, grads)
 
     def _check_gradients(self, scaling: GradScaling) -> GradScaling:
-        """Return the scaling with a `found_inf` that says whether any gradient is inf or nan."""
-        # One check per device and dtype. The results are combined on the first device, and the host reads none of them.
+        """Return the scaling with a `found_inf` that tells whether any gradient is inf or nan."""
+        # There is one check per device and dtype. The results are combined on the first device, and the host does not
+        # read them.
         batches: dict[Any, list[Tensor]] = {}
         for group in self.param_groups:
             for param in group["params"]:
@@ -358,7 +373,9 @@ class LayerwiseOptimizer(Optimizer):
     def _norms_over_ranks(
         self, vectors_of: Callable[[dict[str, Any], Tensor, Tensor, Part], list[ShardedVector]]
     ) -> dict[Tensor, list[Tensor]]:
-        """Return the norms of whole tensors for each parameter that is a part, and skip the step on all ranks or none.
+        """Return the norms of the full tensors for each parameter that is a part.
+
+        It also combines `found_inf` over ranks, so that the step is skipped on all ranks or on none.
 
         Collective: every rank that holds parts must call it, in the same order.
 
@@ -384,8 +401,11 @@ class LayerwiseOptimizer(Optimizer):
         return norms
 
     def _whole_norms(self, params: list[Tensor]) -> list[Tensor] | None:
-        """Return the norms of the whole tensors of which `params` are parts, one tensor per vector, or None."""
-        # `_batches` separates parts from whole tensors, so either all of `params` are parts or none is.
+        """Return the norms of the full tensors of which `params` are parts, or None if they are not parts.
+
+        There is one tensor of norms per vector.
+        """
+        # `_batches` separates parts from full tensors, so either all of `params` are parts or none is.
         if params[0] not in self._part_norms:
             return None
         norms_of_params = [self._part_norms[param] for param in params]
@@ -393,21 +413,21 @@ class LayerwiseOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Return True if the step itself unscales and skips. GradScaler and Lightning read this name."""
+        """True if the step itself unscales gradients and skips. GradScaler and Lightning use this name."""
         params = [param for group in self.param_groups for param in group["params"]]
         if not params or not self.param_groups[0]["fused"]:
             return False
         return self._fused_step_type.has_engines(params)
 
     def _asks_for_fused(self) -> bool:
-        """Return True if the user has set `fused=True`."""
+        """Return whether the user has set `fused=True`."""
         return bool(self.param_groups) and bool(self.param_groups[0]["fused"])
 
     def _fused_step(self, is_checked: bool) -> bool:
-        """Do the fused step. Return False if it was not requested, or if a device has no kernels for it."""
+        """Run the fused step, and return False if it was not requested or a device has no kernels for it."""
         if not self._asks_for_fused():
             return False
-        # Made here and not in __init__: it holds addresses, and a copied or unpickled optimizer needs its own.
+        # Created here, because it holds addresses, and a copied or unpickled optimizer does not run `__init__`.
         if "_fused" not in self.__dict__:
             self._fused = self._fused_step_type()
         scaling = self._fused.step(self, self._scaling, is_checked=is_checked)
@@ -417,7 +437,7 @@ class LayerwiseOptimizer(Optimizer):
         return True
 
     def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
-        """Return one list of state tensors per key, parallel to `params`. Missing state is created as zeros."""
+        """Return one list of state tensors per key, with a tensor for each parameter. Missing state is set to zero."""
         for param in params:
             state = self.state[param]
             for key in keys:
@@ -430,7 +450,7 @@ class LayerwiseOptimizer(Optimizer):
 
 
 def options_of(**arguments: Any) -> dict[str, Any]:
-    """Return the defaults of parameter groups from the arguments of a constructor, as plain values."""
+    """Return the arguments of a constructor as plain values, for the defaults of parameter groups."""
     options: dict[str, Any] = {"trust_ratio": True}
     for name, value in arguments.items():
         options[name] = plain_value(value)
@@ -440,10 +460,10 @@ def options_of(**arguments: Any) -> dict[str, Any]:
 def _batches(
     group: dict[str, Any], parts: Mapping[Tensor, Part]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield lists of parameters and of their gradients, which the group's updates process together.
+    """Yield lists of parameters and their gradients, which an update processes together.
 
-    A list has one device and one pair of dtypes. Parts and whole tensors are in separate lists, because
-    the update itself computes the norms of whole tensors.
+    The tensors of a list have one device and one pair of dtypes. Parts and full tensors are in separate
+    lists, because the update itself computes the norms of full tensors.
     """
     batches: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for index, (param, grad) in dense_gradients(group):

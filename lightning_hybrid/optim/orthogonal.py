@@ -1,4 +1,4 @@
-"""The step of LARS along the orthogonalised momentum, and its Newton-Schulz iterations, which ranks can share."""
+"""LARS step along the orthogonalised momentum, and its Newton-Schulz iterations, which ranks can share."""
 
 from __future__ import annotations
 
@@ -22,30 +22,35 @@ from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
 from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
 from lightning_hybrid.placement import Part
 
-# Jordan et al. 2024. An iteration maps a singular value s in (0, 1] to a*s + b*s^3 + c*s^5. These coefficients have the
-# largest slope at zero for which five iterations end near 1, namely within [0.68, 1.21] for values from 0.01 on. The
-# classical coefficients (1.5, -0.5) take twice as many iterations.
+# Coefficients of Jordan et al. 2024. An iteration maps a singular value s in (0, 1] to a*s + b*s^3 + c*s^5. With these
+# coefficients the slope at zero is as large as possible, and five iterations map values of at least 0.01 to
+# [0.68, 1.21]. The classical coefficients (1.5, -0.5) need twice as many iterations.
 _A = 3.4445
 _B = -4.7750
 _C = 2.0315
 NUM_ITERATIONS = 5
-# Maximum number of elements of a batch of equal shapes: 64 MiB of float32, and about three times that for temporaries.
+# Maximum number of elements of a batch of equal shapes. It takes 64 MiB in float32, and three times that for
+# temporaries.
 _BATCH = 1 << 24
 
 
 class OrthogonalStep(LayerwiseOptimizer):
-    """Base of `LARS` with the step of groups that have `direction="orthogonal"`, on lists of tensors.
+    """Base of `LARS` that defines the step of groups with `direction="orthogonal"`, on lists of tensors.
 
     Attributes:
         work_group: Process group whose ranks share the work. None: this rank does all of it.
     """
 
     work_group: dist.ProcessGroup | None = None
-    _orthogonal: dict[Tensor, Tensor]  # the directions of the step in progress, by parameter
+    _orthogonal: dict[Tensor, Tensor]  # directions of the current step, by parameter
 
     def _orthogonalize(self) -> None:
-        """Compute the directions of all groups. Collective over `work_group`: every rank of it must call it."""
-        # All tensors at once, so that ranks can share the work, and equal shapes can share one multiplication.
+        """Compute the directions of all groups.
+
+        Collective: every rank of `work_group` must call it, in the same order.
+        """
+        # All tensors are processed together, so that ranks can share the work and equal shapes are multiplied as a
+        # batch.
         self._orthogonal = {}
         batches: dict[Any, list[tuple[Tensor, Tensor, dict[str, Any]]]] = {}
         for group in self.param_groups:
@@ -76,7 +81,10 @@ class OrthogonalStep(LayerwiseOptimizer):
     def _moments(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the tensors to orthogonalise, and the next momentum or None without momentum. Nothing is written."""
+        """Return the tensors to orthogonalise, and the next momentum, which is None without momentum.
+
+        No state is changed.
+        """
         weights = as_dtype(params, state_dtype(params[0].dtype))
         scaling = self._scaling.to(params[0].device)
         directions = decayed_gradients(weights, grads, group=group, scaling=scaling)
@@ -93,7 +101,7 @@ class OrthogonalStep(LayerwiseOptimizer):
     def _orthogonal_update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> None:
-        """Update parameters of a group with `direction="orthogonal"`, which share device and dtype, by one step."""
+        """Update parameters of a group with `direction="orthogonal"`, which have one device and dtype, by one step."""
         lr = lr_of(group, params[0].device)
         scaling = self._scaling
         moments, new_buffers = self._moments(group, params, grads)
@@ -109,10 +117,10 @@ class OrthogonalStep(LayerwiseOptimizer):
     def _sized_steps(
         self, group: dict[str, Any], params: list[Tensor], moments: list[Tensor]
     ) -> list[Tensor]:
-        """Return the steps at a learning rate of 1."""
+        """Return the steps for a learning rate of 1."""
         directions = []
         for param, moment in zip(params, moments, strict=True):
-            # Tensors that are no matrices move along their momentum.
+            # Tensors that are not matrices are updated along their momentum.
             direction = moment
             if param in self._orthogonal:
                 direction = self._orthogonal[param].to(moment.dtype)
@@ -145,18 +153,18 @@ def _muon_size(step: Tensor) -> float:
 
 
 def refuse_part(part: Part) -> NoReturn:
-    """Raise the error for a part of a tensor, because singular values are those of the whole matrix."""
+    """Raise an error, because a part of a tensor cannot be orthogonalised."""
     raise ValueError(
-        f'`direction` (="orthogonal") needs whole tensors, and here is a part of one (={part.begin} to {part.end} of '
-        f"{part.numel} elements): the singular values are those of the whole matrix. Leave `shard_update` out; "
-        "`work_group` shares the work of whole tensors among the ranks of a node."
+        f'`direction` (="orthogonal") needs full tensors, but this rank holds only a part (={part.begin} to {part.end} '
+        f"of {part.numel} elements), and singular values depend on the full matrix. Leave `shard_update` out. To share "
+        "the work between the ranks of a node, set the optimizer's `work_group`."
     )
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """Return True if orthogonalisation changes the direction of `tensor`.
+    """Return whether orthogonalisation changes the direction of `tensor`.
 
-    Such a tensor has at least two dimensions, more than one row and more than one column.
+    It does if the tensor has at least two dimensions, more than one row and more than one column.
 
     >>> [is_matrix(torch.zeros(shape)) for shape in [(2, 3), (8, 3, 5, 5), (4,), (1, 4), (4, 1, 1, 1), (0, 3)]]
     [True, True, False, False, False, False]
@@ -165,10 +173,10 @@ def is_matrix(tensor: Tensor) -> bool:
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the results of `orthogonalized`: float16, or float64 for float64.
+    """Return the dtype of the results of `orthogonalized`, which is float16, or float64 for float64.
 
-    Elements are at most 1.2 and singular values within a third of 1, so the rounding of float16 (5e-4) does
-    not matter, and ranks that share the work send half the bytes.
+    Elements are at most 1.2, and singular values only approximate 1 up to a third. So the rounding of float16
+    (5e-4) does not matter, and ranks that share the work send half the bytes.
     """
     if dtype == torch.float64:
         return torch.float64
@@ -176,9 +184,9 @@ def result_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def num_flops(shape: Sequence[int]) -> int:
-    """Return the number of multiplications and additions that orthogonalise a tensor of `shape`.
+    """Return the number of multiplications and additions of the orthogonalisation of a tensor.
 
-        rows <= columns of the matrix, or of its transpose:   5 * (4 * rows^2 * columns + 2 * rows^3)
+        5 * (4 * rows^2 * columns + 2 * rows^3)         for the matrix or its transpose, with rows <= columns
 
     >>> num_flops((512, 512, 3, 3)) == 5 * (4 * 512**2 * 4608 + 2 * 512**3)
     True
@@ -189,27 +197,27 @@ def num_flops(shape: Sequence[int]) -> int:
 
 
 def orthogonalized(*tensors: Tensor) -> list[Tensor]:
-    """Replace the singular values of each tensor by about 1: the nearest matrix with orthonormal rows or columns.
+    """Return tensors whose singular values are about 1, and whose singular vectors are those of `tensors`.
 
         M = tensor as [out, in * height * width] = U S V'   ->   U S' V',   S' within [0.68, 1.21]
 
         X <- M / |M|,   five times:   G = X X',   X <- a X + (b G + c G G) X
 
-    The result does not depend on the size of M. The iteration is float32 on a CPU, bfloat16 elsewhere, and
-    float64 for float64. Matrices are transposed to have no more rows than columns. Singular values below
-    0.01 of |M| stay smaller.
+    The result approximates the nearest matrix with orthonormal rows or columns, and does not depend on the
+    size of M. The iteration uses float32 on a CPU, bfloat16 on other devices, and float64 for float64.
+    Matrices with more rows than columns are transposed. Singular values below 0.01 |M| remain smaller.
 
     Args:
-        tensors: Tensors of one device and dtype, each a matrix (`is_matrix`), in any memory format. Several
-            tensors must have equal shapes, and are multiplied as a batch, which may change the last bits.
+        tensors: Matrices (see `is_matrix`) of one device and dtype, in any memory format. Several tensors must
+            have equal shapes. They are multiplied as a batch, which may change the last bits.
 
     Returns:
-        Tensors of the same shapes, float16 (float64 for float64), contiguous.
+        Contiguous tensors of the same shapes, in float16, or in float64 for float64.
 
-    Source: Jordan et al. 2024 (Muon); Bernstein & Newhouse 2024 (arXiv:2409.20325).
+    Sources: Jordan et al. 2024 (Muon), Bernstein & Newhouse 2024 (arXiv:2409.20325).
     """
     shape = tensors[0].shape
-    # `flatten` follows the dimensions and not memory, so a channels_last kernel gives the same matrix.
+    # `flatten` uses the order of the dimensions, so a channels_last kernel gives the same matrix.
     matrices = torch.stack([tensor.flatten(1) for tensor in tensors])
     is_tall = matrices.shape[1] > matrices.shape[2]
     if is_tall:
@@ -228,20 +236,21 @@ def orthogonalized_all(
     together: bool,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """Orthogonalise many tensors. With `group`, each of its ranks does a part and sends it to the other ranks.
+    """Orthogonalise many tensors. The ranks of `group` share the work and send each other the results.
 
-    Collective: every rank of the group must call it, with the same shapes, in the same order. Afterwards all
-    ranks hold the same bits, those of `orthogonalized` on the rank that did the work. The parts are about
-    equal in `num_flops`. A rank receives the bytes of all results of the other ranks.
+    Each rank processes some of the tensors, with about equal `num_flops`, and receives all results of the other
+    ranks. Afterwards the results are bitwise equal on all ranks.
+
+    Collective: every rank of the group must call it, with the same shapes, in the same order.
 
     Args:
-        shapes: The shape of each tensor.
-        tensor_of: Function that returns a tensor, float32 or float64, by its index. With `group` it is called
-            for the tensors of this rank only.
-        dtype: The dtype of the tensors.
-        device: The device of the tensors.
-        together: True to multiply tensors of equal shapes as a batch.
-        group: Process group whose ranks share the work. None: this rank does all of it.
+        shapes: Shape of each tensor.
+        tensor_of: Function that returns a tensor, float32 or float64, by its index. With `group` it is only
+            called for the tensors of this rank.
+        dtype: Dtype of the tensors.
+        device: Device of the tensors.
+        together: Whether to multiply tensors of equal shapes as a batch.
+        group: Process group whose ranks share the work. None: this rank processes all tensors.
     """
     num_ranks = 1
     rank = 0
@@ -254,7 +263,7 @@ def orthogonalized_all(
 
     results: list[Tensor] = [torch.empty(0)] * len(shapes)
     for batch in _batches(shapes, indices_of_ranks[rank], together=together):
-        # No name holds the tensors, so that their memory is free before the next batch is made.
+        # The tensors are not stored in a variable, so that their memory is free before the next batch.
         batch_results = orthogonalized(*map(tensor_of, batch))
         for index, result in zip(batch, batch_results, strict=True):
             results[index] = result
@@ -271,12 +280,12 @@ def _exchange(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> None:
-    """Send the results of this rank to the other ranks, and fill in their results.
+    """Send the results of this rank to the other ranks, and add their results to `results`.
 
     Collective: every rank of the group must call it, in the same order.
     """
     rank = dist.get_rank(group)
-    works: list[Any] = []  # never None, because this rank is in the group
+    works: list[Any] = []
     for owner, indices in enumerate(indices_of_ranks):
         if not indices:
             continue
@@ -294,9 +303,9 @@ def _exchange(
 
 
 def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
-    """Choose a rank for each tensor, the costliest first, always the rank with the least work.
+    """Assign each tensor to a rank. The costliest tensors come first, and each goes to the rank with the least work.
 
-    Every rank gets the same result.
+    The result is equal on every rank.
 
     >>> owners_by_flops([torch.Size((64, 64)), torch.Size((512, 512)), torch.Size((64, 64))], 2)
     [1, 0, 1]
@@ -315,7 +324,7 @@ def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
 def _batches(
     shapes: Sequence[torch.Size], indices: Sequence[int], *, together: bool
 ) -> list[list[int]]:
-    """Return the indices in batches of equal shapes with at most `_BATCH` elements, or each alone."""
+    """Return the indices in batches of equal shapes with at most `_BATCH` elements, or in batches of one."""
     if not together:
         return [[index] for index in indices]
     open_batches: dict[torch.Size, list[int]] = {}
@@ -332,16 +341,16 @@ def _batches(
 
 
 def _iterate(matrices: Tensor) -> Tensor:
-    """Do the iterations on a batch `"matrix row column"`, whose matrices have no more rows than columns."""
-    # Scaled twice, because the squares of very small or large elements would leave the range of float32.
+    """Run the iterations on a batch (matrix, row, column) of matrices with no more rows than columns."""
+    # The matrices are scaled twice, because squares of very small or large elements would exceed the range of float32.
     largest = matrices.abs().amax(dim=(1, 2), keepdim=True)
     iterate = matrices / largest.clamp(min=torch.finfo(matrices.dtype).tiny)
     norms = torch.linalg.vector_norm(iterate, dim=(1, 2), keepdim=True)
-    iterate = iterate / norms.clamp(min=1.0)  # below 1 only for a matrix of zeros
+    iterate = iterate / norms.clamp(min=1.0)  # A norm is below 1 only for a matrix of zeros.
     if iterate.device.type != "cpu" and iterate.dtype != torch.float64:
-        # The range of bfloat16 holds the small elements of large matrices, unlike that of float16.
+        # bfloat16 can represent the small elements of large matrices, and float16 cannot.
         iterate = iterate.bfloat16()
-    # A manual loop steps inside `training_step`, and so inside its autocast, which would multiply in another dtype.
+    # In manual optimization the step is inside `training_step`, whose autocast would multiply in another dtype.
     with torch.autocast(iterate.device.type, enabled=False):
         for _ in range(NUM_ITERATIONS):
             gram = iterate @ iterate.mT

@@ -1,4 +1,4 @@
-"""The choice of parameters that a layer-wise optimizer scales and decays, by module type and name."""
+"""Parameter groups for layer-wise optimizers, which select parameters by module type and name."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -16,18 +16,18 @@ Rule = Literal["normalisation", "bias", "vector"]
 Predicate = Callable[[str, nn.Parameter, nn.Module], bool]
 Exclusion = type[nn.Module] | str | Predicate
 
-# _NormBase is every BatchNorm, SyncBatchNorm and InstanceNorm, lazy ones too.
+# _NormBase is the base class of BatchNorm, SyncBatchNorm and InstanceNorm, including lazy modules.
 NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamChoice:
-    """The group of one parameter.
+    """Decision whether one parameter is adapted or excluded.
 
     Attributes:
         name: Full name of the parameter.
-        param: The parameter.
-        reason: Why the parameter is excluded, or an empty string if it is adapted.
+        param: Parameter.
+        reason: Reason why the parameter is excluded, or an empty string if it is adapted.
     """
 
     name: str
@@ -36,11 +36,11 @@ class ParamChoice:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Two parameter groups for any optimizer: adapted and excluded parameters.
+    """Group of adapted parameters and group of excluded parameters, for any optimizer.
 
     Args:
-        groups: The adapted and the excluded group.
-        choices: The choice for each parameter and its reason, in the order of the model.
+        groups: Adapted group and excluded group.
+        choices: Decision for each parameter, in the order of the model.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], choices: tuple[ParamChoice, ...]) -> None:
@@ -88,39 +88,40 @@ def param_groups(
     include_frozen: bool = False,
     named: bool = False,
 ) -> ParamGroups:
-    """Split the parameters of `model` into those to scale and decay, and those to leave alone.
+    """Split the parameters of a model into a group with layer scaling and weight decay, and a group without.
 
         adapted     weight_decay = `weight_decay`    trust_ratio = True
         excluded    weight_decay = 0                 trust_ratio = False
 
-    A parameter is excluded if one of `rules` (default all three) or of `exclude` applies to it:
+    A parameter is excluded if one of `rules` (default: all three) or one of `exclude` applies to it:
 
-        "normalisation"   a parameter of any shape in a normalisation module, known by type: BatchNorm, SyncBatchNorm,
-                          InstanceNorm, LayerNorm, GroupNorm, RMSNorm, LocalResponseNorm and their subclasses
-        "bias"            a parameter that its module, of any type, calls `bias`, `bias_...` or `..._bias`
-        "vector"          a parameter with at most one dimension, also of hand-written normalisation, scales and gates
-        a module type     a parameter in such a module, or anywhere below one
+        "normalisation"   any parameter in a normalisation module: BatchNorm, SyncBatchNorm, InstanceNorm,
+                          LayerNorm, GroupNorm, RMSNorm, LocalResponseNorm and their subclasses
+        "bias"            a parameter with the name `bias`, `bias_...` or `..._bias` in its module
+        "vector"          a parameter with at most one dimension, such as a scale or a gate
+        a module type     a parameter in such a module or in one of its submodules
         a pattern         a parameter whose full name matches, as in `fnmatch` and case-sensitive: "head.*"
         a predicate       a parameter for which `predicate(name, param, module)` is true, where `module` holds it
 
-    `rules=("normalisation",)` is the paper's rule, which adapts biases too. `rules=()` adapts all parameters.
+    `rules=("normalisation",)` is the paper's rule, which adapts biases as well. `rules=()` adapts all parameters.
 
-    A parameter that modules share is listed once, under its first name. It is excluded if it is excluded in
-    any of these modules. Both groups have the order of `model.named_parameters()`, and are present even if
-    one is empty. They are plain dicts: torch's optimizers accept them and ignore `trust_ratio`.
+    A parameter that modules share is listed once, with its first name. It is excluded if a rule applies to it
+    in any of these modules. Both groups have the order of `model.named_parameters()`, and exist even if they
+    are empty. They are plain dicts, so torch's optimizers accept them and ignore `trust_ratio`.
 
     Args:
-        model: The module whose parameters are split.
+        model: Module whose parameters are split.
         weight_decay: Weight decay of the adapted group.
-        exclude: One module type, pattern or predicate, or a collection of them.
+        exclude: Module type, pattern or predicate, or a collection of these.
         rules: Names of the rules that exclude parameters.
-        include_frozen: True to include frozen parameters (`requires_grad=False`).
-        named: True to add the names of parameters to the groups. torch then raises an error for later groups
+        include_frozen: Whether to include frozen parameters (`requires_grad=False`).
+        named: Whether to add the names of parameters to the groups. torch then raises an error for later groups
             without names, which `BaseFinetuning` adds.
 
     Raises:
         TypeError: `model` is not a module, for example `net.parameters()`.
-        ValueError: Nothing is trainable, a lazy module has not run, a rule is unknown, or an exclusion matches nothing.
+        ValueError: No parameter is trainable, a lazy module has not run, a rule is unknown, or an exclusion matches no
+            parameter.
 
     >>> model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2), nn.LayerNorm(2))
     >>> adapted, excluded = param_groups(model, weight_decay=0.1, exclude=[nn.Embedding], named=True)
@@ -131,13 +132,14 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"`model` (=a {type(model).__name__}) must be the module itself: the rules look at the types of layers, "
-            "which parameters do not have. Write param_groups(net, ...) in place of "
-            "param_groups(net.parameters(), ...)."
+            f"`model` (=a {type(model).__name__}) must be a module, because the rules depend on the types of layers. "
+            "Write param_groups(net, ...) instead of param_groups(net.parameters(), ...)."
         )
     weight_decay = plain_value(weight_decay)
     require_number(
-        "weight_decay", weight_decay, "a negative decay would grow the weights; 0 is off"
+        "weight_decay",
+        weight_decay,
+        "a negative decay would make the weights grow. Set 0 to disable it",
     )
     exclusions = _checked_exclusions(exclude)
     _check_rules(rules)
@@ -148,17 +150,17 @@ def param_groups(
         if include_frozen or param.requires_grad:
             choices.append(ParamChoice(name=name, param=param, reason=reason))
     if not choices:
-        state = "it has none at all"
+        state = "it has no parameters"
         if reasons:
             state = f"all {len(reasons)} are frozen"
         raise ValueError(
-            f"`model` (={type(model).__name__}) must have trainable parameters: {state}. Call `requires_grad_(True)` "
-            "on what is to be trained, or pass `include_frozen=True`."
+            f"`model` (={type(model).__name__}) must have trainable parameters, and {state}. Call "
+            "`requires_grad_(True)` on the parameters to train, or pass `include_frozen=True`."
         )
 
     adapted = [choice for choice in choices if not choice.reason]
     excluded = [choice for choice in choices if choice.reason]
-    # Both groups even if one is empty, so that schedules see a constant number of groups.
+    # Empty groups are kept, so that the number of groups is constant for schedules.
     groups = [
         _group_of(adapted, weight_decay, is_adapted=True, named=named),
         _group_of(excluded, 0.0, is_adapted=False, named=named),
@@ -169,7 +171,7 @@ def param_groups(
 def _group_of(
     choices: Collection[ParamChoice], weight_decay: float, *, is_adapted: bool, named: bool
 ) -> dict[str, Any]:
-    """Make the parameter group of these parameters."""
+    """Create the parameter group of these parameters."""
     group: dict[str, Any] = {"params": [choice.param for choice in choices]}
     if named:
         group["param_names"] = [choice.name for choice in choices]
@@ -181,19 +183,19 @@ def _group_of(
 def _exclusion_reasons(
     model: nn.Module, exclusions: tuple[Exclusion, ...], rules: Collection[Rule]
 ) -> dict[nn.Parameter, tuple[str, str]]:
-    """Return the first name of each parameter, and the reason why it is excluded or an empty string."""
+    """Return the first name of each parameter, and the reason why it is excluded, or an empty string."""
     names: dict[nn.Parameter, str] = {}
     reasons: dict[nn.Parameter, str] = {}
     matched: set[int] = set()
     for name, param, ancestors in _walk_parameters(model):
         if is_lazy(param):
             raise ValueError(
-                f"`{name}` (={type(param).__name__}) must have a shape: its lazy module has not seen a batch. Run one "
-                "batch through the model before `param_groups`."
+                f"`{name}` (={type(param).__name__}) must have a shape, and its lazy module has not seen a batch. Run "
+                "one batch through the model before `param_groups`."
             )
-        # A shared parameter appears several times: the first name stays, and each of its modules may exclude it.
+        # A shared parameter appears several times. It keeps its first name, and each of its modules may exclude it.
         names.setdefault(param, name)
-        # All exclusions are tried even if a rule excludes already, because one that matches nothing is an error below.
+        # All exclusions are tried even if a rule applies, because an exclusion that matches nothing is an error below.
         applying = []
         for index, exclusion in enumerate(exclusions):
             if _applies(exclusion, name, param, ancestors):
@@ -213,8 +215,8 @@ def _check_rules(rules: Collection[Rule]) -> None:
     for rule in rules:
         if rule not in get_args(Rule):
             raise ValueError(
-                f"`rules` (={rules!r}) must hold only {', '.join(map(repr, get_args(Rule)))}: {rule!r} is no rule. "
-                "Patterns, types and predicates go to `exclude`."
+                f"`rules` (={rules!r}) must contain only {', '.join(map(repr, get_args(Rule)))}, and {rule!r} is not a "
+                "rule. Pass patterns, types and predicates as `exclude`."
             )
 
 
@@ -223,7 +225,7 @@ def _walk_parameters(
 ) -> Iterator[tuple[str, nn.Parameter, tuple[nn.Module, ...]]]:
     """Yield the name of each parameter, the parameter, and all modules that contain it.
 
-    Unlike `named_parameters` this yields a shared parameter once for each module that holds it.
+    Unlike `named_parameters`, the function yields a shared parameter once for each module that holds it.
     """
 
     def walk(
@@ -234,7 +236,7 @@ def _walk_parameters(
             if param is not None:
                 yield prefix + name, param, ancestors_and_self
         for name, child in module._modules.items():
-            # A module that contains itself would be walked without end.
+            # A module that contains itself would lead to endless recursion.
             if child is not None and child not in ancestors_and_self:
                 yield from walk(child, f"{prefix}{name}.", ancestors_and_self)
 
@@ -245,7 +247,7 @@ def _rule_reason(
     name: str, param: nn.Parameter, ancestors: tuple[nn.Module, ...], rules: Collection[Rule]
 ) -> str:
     if "normalisation" in rules:
-        # All ancestors, because a module inside the normalisation holds a parametrized weight.
+        # All ancestors are checked, because a parametrized weight belongs to a submodule of the normalisation module.
         for module in ancestors:
             if isinstance(module, NORMALISATION):
                 return type(module).__name__
@@ -289,13 +291,13 @@ def _checked_exclusions(exclude: Any) -> tuple[Exclusion, ...]:
     for exclusion in exclusions:
         if isinstance(exclusion, type) and not issubclass(exclusion, nn.Module):
             raise ValueError(
-                f"`exclude` (={exclusion.__name__}) must be a module type, a name pattern or a predicate: this type "
-                "is no subclass of nn.Module. To choose by parameter, use a predicate(name, param, module)."
+                f"`exclude` (={exclusion.__name__}) must be a module type, a name pattern or a predicate, and this "
+                "type is not a subclass of nn.Module. To choose by parameter, use a predicate(name, param, module)."
             )
         if not isinstance(exclusion, str) and not callable(exclusion):
             raise ValueError(
-                f"`exclude` (={exclusion!r:.80}) must be a module type, a name pattern or a predicate: this is none. "
-                'Examples: nn.Embedding, "head.*", lambda name, param, module: param.numel() < 100.'
+                f"`exclude` (={exclusion!r:.80}) must be a module type, a name pattern or a predicate. Pass, for "
+                'example, nn.Embedding, "head.*" or lambda name, param, module: param.numel() < 100.'
             )
     return exclusions
 
@@ -311,11 +313,11 @@ def _check_all_matched(
             if not similar:
                 similar = names[:3]
             raise ValueError(
-                f"`exclude` (={exclusion!r}) matches none of {len(names)} parameter names: it would exclude "
-                f"nothing. Patterns match the whole name; near it are {', '.join(similar)}."
+                f"`exclude` (={exclusion!r}) matches none of {len(names)} parameter names, so it would exclude "
+                f"nothing. Use a pattern for the full name, such as one of {', '.join(similar)}."
             )
         if isinstance(exclusion, type):
             raise ValueError(
-                f"`exclude` (={exclusion.__name__}) matches none of {len(names)} parameters: no module of this type "
-                "holds one. Leave it out, or check that the model is built of the type you mean."
+                f"`exclude` (={exclusion.__name__}) matches none of {len(names)} parameters, because no module of this "
+                "type holds a parameter. Leave it out, or check the types of the model's modules."
             )

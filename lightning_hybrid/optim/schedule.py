@@ -1,4 +1,4 @@
-"""Learning-rate schedule with warm-up and polynomial decay, and a learning rate from which to start a search."""
+"""Learning-rate schedule with warm-up and polynomial decay, and suggestions for a first learning rate."""
 
 import math
 from typing import Any, Literal, get_args
@@ -29,7 +29,7 @@ def warmup_polynomial_lr(
     warmup_start_lr: float,
     decay_from: DecayFrom = "warmup_end",
 ) -> Any:
-    """Compute the learning rate of update number `step`, which counts from 0, as `WarmupPolynomialDecay` does.
+    """Compute the learning rate of update number `step`, counted from 0, by the rule of `WarmupPolynomialDecay`.
 
     >>> rule = dict(total_steps=6, warmup_steps=2, power=2.0, end_lr=0.0, warmup_start_lr=0.0)
     >>> [warmup_polynomial_lr(step, 16.0, **rule) for step in range(8)]
@@ -46,7 +46,7 @@ def warmup_polynomial_lr(
 
 
 class WarmupPolynomialDecay(LRScheduler):
-    """Learning-rate schedule with linear warm-up and polynomial decay to `end_lr`, stepped once per optimizer step.
+    """Learning-rate schedule with linear warm-up and polynomial decay, which steps once per optimizer step.
 
     For update s = 0, 1, 2, ... with W = warmup_steps, T = total_steps - W:
 
@@ -54,30 +54,30 @@ class WarmupPolynomialDecay(LRScheduler):
         s >= W    lr = end_lr + (base - end_lr) * (1 - min(s - W, T) / T) ** power
 
     base is the learning rate of the group at construction. So the peak, at s = W, is the learning rate that
-    you pass to the optimizer. `end_lr` is reached at s = total_steps, one after the last update, and holds
-    from then on. This is MXNet's rule. The TensorFlow reference divides by T + 1, which makes no difference
-    at thousands of steps. As in both, update 0 runs at `warmup_start_lr`, so that at 0 it changes nothing.
-    Power 2 with an end at 1e-4 is MLPerf's schedule for LARS (mlcommons/training, image classification).
+    you pass to the optimizer. `end_lr` is reached at s = total_steps, one step after the last update, and is
+    kept from then on. This is MXNet's rule. The TensorFlow reference divides by T + 1, which makes no
+    difference for thousands of steps. As in both, update 0 uses `warmup_start_lr`, so by default it changes no
+    weight. Power 2 with `end_lr` 1e-4 is MLPerf's schedule for LARS (mlcommons/training, image classification).
 
-    With `decay_from="start"` the decay counts from update 0 (W = 0 in the second line): at s = W the learning
-    rate falls from near base to base * (1 - W / total_steps) ** power. This is Caffe's "poly" with NVCaffe's
-    `rampup_interval`.
+    With `decay_from="start"` the decay begins at update 0 (W = 0 in the second line). At s = W the learning
+    rate then falls from nearly base to base * (1 - W / total_steps) ** power. This is Caffe's "poly" with
+    NVCaffe's `rampup_interval`.
 
-    A 0-dim tensor as `lr` is filled in place, through the host.
+    If `lr` is a 0-dim tensor, its value is set in place from the host.
 
     Args:
-        optimizer: The optimizer whose groups get the learning rate.
-        total_steps: Number of optimizer steps of the run, with the warm-up.
+        optimizer: Optimizer whose groups get the learning rate.
+        total_steps: Number of optimizer steps of the run, including the warm-up.
         warmup_steps: Number of optimizer steps of the warm-up.
         power: Power of the decay. 1 is linear.
-        end_lr: Learning rate at the end, of all groups.
-        warmup_start_lr: Learning rate of update 0, of all groups.
+        end_lr: Learning rate of all groups at the end.
+        warmup_start_lr: Learning rate of all groups in update 0.
         last_epoch: Index of the last update, as in torch's schedules. -1 starts the schedule.
-        decay_from: Update from which the decay counts: `"warmup_end"` or `"start"`.
+        decay_from: Beginning of the decay: `"warmup_end"` or `"start"`.
 
     Raises:
         TypeError: `optimizer` is not an optimizer.
-        ValueError: An argument is out of range, or a group has a smaller base than `end_lr`.
+        ValueError: An argument is out of range, or the base of a group is below `end_lr`.
     """
 
     def __init__(
@@ -97,10 +97,12 @@ class WarmupPolynomialDecay(LRScheduler):
         end_lr = plain_value(end_lr)
         warmup_start_lr = plain_value(warmup_start_lr)
         _check_numbers(total_steps, warmup_steps, power, end_lr, warmup_start_lr)
-        require_choice("decay_from", decay_from, get_args(DecayFrom), "start is Caffe's rule")
+        reason = 'it is the beginning of the decay. Set "start" for Caffe\'s rule'
+        require_choice("decay_from", decay_from, get_args(DecayFrom), reason)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"`optimizer` (={optimizer!r:.80}) must be a torch.optim.Optimizer: its groups are changed."
+                f"`optimizer` (={optimizer!r:.80}) must be a torch.optim.Optimizer, because the schedule sets the "
+                "learning rate of its groups. Pass the optimizer."
             )
         _check_base_rates(optimizer, end_lr)
 
@@ -114,7 +116,7 @@ class WarmupPolynomialDecay(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """Compute the learning rate of each group at update `last_epoch`."""
-        # In closed form, so that rounding does not add up.
+        # The closed form avoids accumulated rounding errors.
         rates = []
         for base_lr in self.base_lrs:
             rate = warmup_polynomial_lr(
@@ -130,35 +132,38 @@ class WarmupPolynomialDecay(LRScheduler):
             rates.append(rate)
         return rates
 
-    _get_closed_form_lr = get_lr  # torch calls this name for `step(epoch)`
+    _get_closed_form_lr = get_lr  # torch calls this method for `step(epoch)`.
 
 
 def _check_numbers(
     total_steps: Any, warmup_steps: Any, power: Any, end_lr: Any, warmup_start_lr: Any
 ) -> None:
-    """Raise `ValueError` for the first number that is out of range."""
+    """Raise `ValueError` if a number is out of range."""
     reason = "it counts optimizer steps, not epochs. Multiply epochs by steps per epoch and round"
     require_whole("total_steps", total_steps, reason)
     require_whole("warmup_steps", warmup_steps, reason, least=0)
     if warmup_steps >= total_steps:
         raise ValueError(
-            f"`warmup_steps` (={warmup_steps}) must be less than `total_steps` (={total_steps}): the peak would "
-            "come after the end. Count both in optimizer steps, and let `total_steps` include the warm-up."
+            f"`warmup_steps` (={warmup_steps}) must be less than `total_steps` (={total_steps}), which includes the "
+            "warm-up. Count both in optimizer steps."
         )
-    require_number("power", power, "2 is MLPerf's, 1 is linear; 0 would never decay", above=True)
-    require_number("end_lr", end_lr, "it is a learning rate; 1e-4 is MLPerf's")
-    require_number("warmup_start_lr", warmup_start_lr, "it is a learning rate; 0 is usual")
+    reason = (
+        "with 0 the learning rate would never decay. Use 1 for a linear decay, or 2 as MLPerf does"
+    )
+    require_number("power", power, reason, above=True)
+    require_number("end_lr", end_lr, "it is a learning rate. Use 1e-4, as MLPerf does")
+    require_number("warmup_start_lr", warmup_start_lr, "it is a learning rate. Use 0, for example")
 
 
 def _check_base_rates(optimizer: Optimizer, end_lr: float) -> None:
     """Raise `ValueError` if the learning rate of a group is below `end_lr`."""
     for index, group in enumerate(optimizer.param_groups):
-        # After a resume `lr` is that of the middle of the schedule. torch saves the base next to it.
+        # After a resume, `lr` is a value from the middle of the schedule, and torch stores the base next to it.
         base_lr = group.get("initial_lr", group["lr"])
         if base_lr < end_lr:
             raise ValueError(
-                f"`end_lr` (={end_lr}) must not exceed the learning rate of group {index} (={float(base_lr)}): the "
-                "decay would be a rise. Lower `end_lr`, or raise the group's `lr`."
+                f"`end_lr` (={end_lr}) must not exceed the learning rate of group {index} (={float(base_lr)}), because "
+                "the learning rate would grow instead of decaying. Lower `end_lr`, or raise the group's `lr`."
             )
 
 
@@ -176,21 +181,21 @@ def starting_rate(
     sgd_lr: float = 0.1,
     sgd_batch_size: int = 256,
 ) -> float:
-    """Suggest a peak learning rate for a large batch, as a starting point for a search by factors of two.
+    """Suggest a peak learning rate for a large batch, from which to search by factors of two.
 
-        s = sgd_lr * 256 / sgd_batch_size / 0.1              compares your SGD rate with that of ResNet-50
+        s = sgd_lr * 256 / sgd_batch_size / 0.1              your SGD learning rate relative to that of ResNet-50
         sgd    sgd_lr * batch_size / sgd_batch_size          Goyal et al. 2017, who validated it up to 8,192
-        lars   s * MLPerf's rate at that batch               interpolated in log space, linear below 4,096
+        lars   s * MLPerf's learning rate at that batch      interpolated in log space, linear below 4,096
         lamb   s * 0.04 * sqrt(batch_size / 32,768)          You et al. 2020, ResNet-50
 
-    It is our assumption that LARS and LAMB rates scale with the SGD rate. The function only returns a number,
-    and changes no optimizer.
+    The scaling of the LARS and LAMB learning rates with the SGD learning rate is our assumption. The function
+    only returns a number, and changes no optimizer.
 
     Args:
         optimizer: `"sgd"`, `"lars"` or `"lamb"`.
         batch_size: Number of samples per optimizer step, over all ranks.
-        sgd_lr: A learning rate that works with SGD.
-        sgd_batch_size: The batch size at which it works.
+        sgd_lr: Learning rate that works with SGD.
+        sgd_batch_size: Batch size for which `sgd_lr` works.
 
     Raises:
         ValueError: `optimizer` is unknown, a number is not positive, or `batch_size` exceeds 65,536 for LARS.
@@ -202,11 +207,11 @@ def starting_rate(
     >>> round(starting_rate("lamb", batch_size=8192, sgd_lr=0.2, sgd_batch_size=512), 3)
     0.02
     """
-    require_choice("optimizer", optimizer, ("sgd", "lars", "lamb"), "whose rate is asked for")
-    reason = "it is a rate, or counts samples"
-    require_positive("batch_size", batch_size, reason)
-    require_positive("sgd_lr", sgd_lr, reason)
-    require_positive("sgd_batch_size", sgd_batch_size, reason)
+    reason = "there are suggestions for these only"
+    require_choice("optimizer", optimizer, ("sgd", "lars", "lamb"), reason)
+    require_positive("batch_size", batch_size, "it is a number of samples")
+    require_positive("sgd_lr", sgd_lr, "it is a learning rate")
+    require_positive("sgd_batch_size", sgd_batch_size, "it is a number of samples")
 
     scale = sgd_lr * 256 / sgd_batch_size / 0.1
     if optimizer == "sgd":
@@ -217,14 +222,17 @@ def starting_rate(
 
 
 def _scaled_lars_rate(batch_size: int, scale: float) -> float:
-    """Return `scale` times MLPerf's rate for LARS, interpolated in log space and linear below the first point."""
+    """Return MLPerf's learning rate for LARS times `scale`.
+
+    It is interpolated in log space, and linear below the first point.
+    """
     batch_sizes = list(MLPERF_LARS)
     smallest = batch_sizes[0]
     largest = batch_sizes[-1]
     if batch_size > largest:
         raise ValueError(
-            f"`batch_size` (={batch_size}) must be at most {largest} for LARS: no larger reference point is "
-            "published. Search from the rate of that batch."
+            f"`batch_size` (={batch_size}) must be at most {largest} for LARS, because no larger reference point is "
+            f"published. Use the learning rate of batch size {largest}, and search from there."
         )
     if batch_size <= smallest:
         return scale * MLPERF_LARS[smallest] * batch_size / smallest

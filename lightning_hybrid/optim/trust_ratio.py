@@ -1,4 +1,4 @@
-"""Layer norms that are accurate at any size, also of tensors that ranks share, and the trust ratio of two norms."""
+"""Euclidean norms that are accurate at any size, also for tensors that ranks share, and trust ratios of norms."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,13 @@ from torch import Tensor
 from lightning_hybrid.optim.foreach_ops import block_numel
 from lightning_hybrid.placement import Part, flattened
 
-# A row is summed in float32, the rows in float64. 256 float32 additions spread over a vector register keep the relative
-# error near 1e-7 even where every addend is equal, and a row is long enough that memory, not arithmetic, is the limit.
+# A row is summed in float32, and the sums of rows in float64. The relative error of 256 float32 additions in a vector
+# register is near 1e-7 even if all addends are equal. Rows of this length are limited by memory, not by arithmetic.
 _ROW = 256
-# Elements per call. Half-precision input is widened to a temporary of this size (4 MiB), which stays in cache.
+# Number of elements per call. Half-precision input is converted to a temporary of this size (4 MiB), which stays in the
+# cache.
 _CHUNK = 1 << 20
-# Below this a float64 sum costs nothing measurable, and it is exact.
+# Number of elements up to which a float64 sum, which is exact, takes no measurable time.
 _SMALL = 1 << 15
 
 
@@ -31,12 +32,12 @@ def trust_ratio(
 
         ratio = trust_coefficient * |w| / (|u| + weight_decay * |w| + eps)
 
-    The paper's eta is `trust_coefficient`. |w| is `weight_norm` and |u| is `update_norm`: tensors of one shape, with
-    one element per layer. If the norm of the decayed direction is known, pass it as `update_norm` and leave
+    The paper's eta is `trust_coefficient`. |w| is `weight_norm`, and |u| is `update_norm`. They are tensors of the same
+    shape with one element per layer. If the norm of the decayed direction is known, pass it as `update_norm` and leave
     `weight_decay` at 0.
 
-    A layer whose weights or update are all zero gets ratio 1, as in MLPerf's reference, optax and
-    timm. The paper leaves this open.
+    A layer whose weights or updates are all zero gets the ratio 1, as in MLPerf's reference, optax and timm. The paper
+    does not define this case.
 
     Source: You et al. 2017 (arXiv:1708.03888).
 
@@ -49,16 +50,16 @@ def trust_ratio(
     """
     denominator = update_norm + weight_decay * weight_norm + eps
     defined = (weight_norm > 0) & (update_norm > 0)
-    # where() drops the inf or nan of a division by zero.
+    # `where` replaces the inf or nan of a division by zero.
     return torch.where(defined, trust_coefficient * weight_norm / denominator, 1.0)
 
 
 def require_bounds(bounds: Any) -> None:
-    """Raise `ValueError` unless `weight_norm_bounds` is None, or two numbers that bound a norm."""
+    """Raise `ValueError` unless `weight_norm_bounds` is None or two numbers that bound a norm."""
     if bounds is not None and not _are_bounds(bounds):
         raise ValueError(
-            f"`weight_norm_bounds` (={bounds!r:.60}) must be (low, high), two numbers, low <= high, neither negative, "
-            "high above 0: they bound a layer's |w| in the trust ratio. None is no bound."
+            f"`weight_norm_bounds` (={bounds!r:.60}) must be two numbers (low, high) with 0 <= low <= high and "
+            "high > 0, because they bound a layer's |w| in the trust ratio. Set None for no bounds."
         )
 
 
@@ -73,21 +74,20 @@ def _are_bounds(bounds: Any) -> bool:
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute the Euclidean norms of several tensors on one device, as one 1-D tensor that stays on that device.
+    """Compute the Euclidean norms of several tensors on one device, as a 1-D tensor on that device.
 
         norms[i] = sqrt(sum(tensors[i] ** 2))
 
-    The tensors may have any shape, and are float16, bfloat16, float32 or float64. On the CPU the
-    result is float64, with a relative error below 1e-6 at any size. Elsewhere it is float32, or
-    float64 for float64 tensors. Squares are float32: elements above 1e19 give inf, elements below
-    1e-23 count as zero.
+    The tensors may have any shape, and the dtype float16, bfloat16, float32 or float64. On the CPU the result is
+    float64, with a relative error below 1e-6 at any size. Elsewhere it is float32, or float64 for float64 tensors.
+    Squares are float32, so elements above 1e19 give inf and elements below 1e-23 count as zero.
 
     >>> tensor_norms([torch.tensor([3.0, 4.0]), torch.full((4,), 60000.0, dtype=torch.float16)])
     tensor([5.0000e+00, 1.2000e+05], dtype=torch.float64)
     """
-    # torch's own CPU norm adds millions of squares into a few float32 sums, and is off by 0.2 % on 37.7 million normal
-    # numbers and by 1 % on equal ones. Elsewhere torch's multi-tensor norm sums blocks in a tree. A norm is never half
-    # precision, because beyond 65504 it would be inf, and its layer would never move again.
+    # torch's CPU norm adds millions of squares to a few float32 sums. For 37.7 million numbers its error is 0.2 % if
+    # they are normal, and 1 % if they are equal. On other devices torch's multi-tensor norm sums blocks in a tree. A
+    # norm is never in half precision, because above 65504 it would be inf, and its layer would not be updated any more.
     if tensors[0].device.type == "cpu":
         return torch.stack([_norm_cpu(tensor) for tensor in tensors])
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -97,21 +97,21 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
 def _norm_cpu(tensor: Tensor) -> Tensor:
     if not numel_in_rows(tensor.numel(), tensor.dtype):
         return torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    # In the order of memory, in which a channels_last weight needs no copy.
+    # Elements are read in memory order, so that a channels_last weight needs no copy.
     return norm_in_rows(flattened(tensor, tensor).contiguous())
 
 
 def norm_in_rows(tensor: Tensor) -> Tensor:
-    """Compute the norm of a 1-D tensor by rows: float64, 0-dim.
+    """Compute the norm of a 1-D tensor row by row, as a 0-dim float64 tensor.
 
-    The relative error is below 1e-6 at any size. It takes one pass at any dtype.
+    The relative error is below 1e-6 at any size. It takes one pass over memory for any dtype.
 
     >>> norm_in_rows(torch.full((1 << 20,), 2.0, dtype=torch.float16))
     tensor(2048., dtype=torch.float64)
     """
     norms = []
     for chunk in tensor.split(_CHUNK):
-        # The elements that fill no row are fewer than one row: a sum of their own is as exact.
+        # The remaining elements are fewer than one row, so their sum is as accurate.
         num_in_rows = chunk.numel() // _ROW * _ROW
         rows = chunk[:num_in_rows].view(-1, _ROW)
         tail = chunk[num_in_rows:]
@@ -121,9 +121,9 @@ def norm_in_rows(tensor: Tensor) -> Tensor:
 
 
 def numel_in_rows(numel: int, dtype: torch.dtype) -> int:
-    """Return the number of leading elements of a tensor that `tensor_norms` sums in rows of float32.
+    """Return how many elements of a tensor `tensor_norms` sums in rows of float32.
 
-    These are all elements of a large tensor, and none of a small or float64 tensor.
+    These are all elements of a large tensor, and no elements of a small tensor or a float64 tensor.
 
     >>> [numel_in_rows(1 << 20, dtype) for dtype in (torch.float16, torch.float64)], numel_in_rows(5, torch.float32)
     ([1048576, 0], 0)
@@ -134,7 +134,7 @@ def numel_in_rows(numel: int, dtype: torch.dtype) -> int:
 
 
 def combined_norms(norms_of_blocks: list[Tensor]) -> Tensor:
-    """Combine the norms of the blocks of tensors into the norms of the tensors."""
+    """Return the norms of tensors, combined from the norms of their blocks."""
     if len(norms_of_blocks) == 1:
         return norms_of_blocks[0]
     return torch.linalg.vector_norm(torch.stack(norms_of_blocks), dim=0)
@@ -142,13 +142,13 @@ def combined_norms(norms_of_blocks: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedVector:
-    """A vector that ranks share, whose norm is needed.
+    """Vector that ranks share and whose norm is needed.
 
     Attributes:
-        part: The part of the vector that this rank holds.
-        pieces: The elements of that part in order. They are read once.
-        is_in_blocks: True if a single rank would sum the vector by `in_blocks`. Then the last block may be so small
-            that it is summed in float64.
+        part: Part of the vector that this rank holds.
+        pieces: Elements of the part in order. They are read once.
+        is_in_blocks: Whether a single rank would sum the vector with `in_blocks`, so that a small last block is summed
+            in float64.
     """
 
     part: Part
@@ -161,24 +161,24 @@ def norms_over_ranks(
     found_inf: Tensor,
     add_up_: Callable[[Tensor], None],
 ) -> tuple[dict[Tensor, list[Tensor]], Tensor]:
-    """Compute the norms of whole vectors, and combine the `found_inf` of all ranks, in one call of `add_up_`.
+    """Compute the norms of full vectors and combine the `found_inf` of all ranks, in one call of `add_up_`.
 
-    Collective: every rank that holds parts must call it, with vectors in the same order. Afterwards all ranks hold the
-    same bits.
+    Collective: every rank that holds parts must call it, with vectors in the same order. Afterwards the results are
+    bitwise equal on all ranks.
 
     Each rank sums the squares of its part as `tensor_norms` does on the CPU, and the sums of the ranks are added in
-    float64. A norm differs from `tensor_norms` of the whole tensor by the order of additions alone. That is 1e-15 of
-    it, which float32 arithmetic rounds away except about once in a hundred million norms. The difference is 1e-13 in
-    float64, and 1e-6 on an accelerator, which sums in another way.
+    float64. A norm differs from `tensor_norms` of the full tensor only by the order of additions. The relative
+    difference is 1e-15, which changes a float32 result about once in a hundred million norms. It is 1e-13 for float64
+    tensors, and 1e-6 on an accelerator, which sums in another way.
 
     Args:
-        vectors: The vectors of each parameter.
-        found_inf: 0-dim tensor, above 0 if this rank has found an inf or nan.
+        vectors: Vectors of each parameter.
+        found_inf: 0-dim tensor that is above 0 if this rank has found inf or nan.
         add_up_: Function that adds a float64 tensor over the ranks, in place.
 
     Returns:
-        The norms of each parameter's vectors, float64 and 0-dim, on its device. And 1.0 if any rank has found an inf or
-        nan, else 0.0: float32 and 0-dim, on the device of `found_inf`.
+        The norms of each parameter's vectors, as 0-dim float64 tensors on its device, and a 0-dim float32 tensor on the
+        device of `found_inf`, which is 1.0 if any rank has found inf or nan, else 0.0.
     """
     device = found_inf.device
     addends = [found_inf.double()]
@@ -197,7 +197,7 @@ def norms_over_ranks(
 
 
 def _sum_of_squares(vector: ShardedVector) -> Tensor:
-    """Sum the squares of this rank's part, in rows of float32 and in float64 where `tensor_norms` would."""
+    """Sum the squares of this rank's part, with the same choice of float32 rows and float64 as `tensor_norms`."""
     part = vector.part
     numel_of_last_block = part.numel
     if vector.is_in_blocks:

@@ -1,1 +1,1 @@
-"""Half-precision training on fp32 weights, as a Lightning precision plugin. `README.md` is the page for users."""
+"""Half-precision training with fp32 master weights, as a Lightning precision plugin (see `README.md`)."""

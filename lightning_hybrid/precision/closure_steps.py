@@ -1,4 +1,4 @@
-"""Steps of optimizers that evaluate the loss themselves: LBFGS, SAM, and any that is neither torch's nor ours."""
+"""Steps of optimizers that evaluate the loss themselves, such as LBFGS, SAM and other third-party optimizers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 
 class _StepSkipped(Exception):  # noqa: N818  no error
-    """The first evaluation overflowed, before the optimizer had changed anything."""
+    """Exception that leaves an optimizer's step after an overflow in the first evaluation."""
 
 
 class ClosureStep:
-    """One step of an optimizer that is given a closure.
+    """Step of an optimizer that calls a closure.
 
     If the gradients of the first evaluation overflow and no weight has changed since the step began, the step is
-    skipped: an exception leaves the optimizer before it has done anything. If weights have changed, as SAM's have at
-    its second evaluation, leaving would keep them changed. Then the closure is evaluated again, at a lower loss scale.
+    skipped by an exception that leaves the optimizer. If weights have changed, as in SAM's second evaluation, leaving
+    the optimizer would keep the changed weights. So the closure is then evaluated again, with a lower loss scale.
 
     Args:
-        window: closed.
-        evaluate: evaluates the closure and returns the loss.
-        has_overflowed: returns whether the gradients are inf or nan, and lowers the loss scale if so.
+        window: Window, which must be closed.
+        evaluate: Function that evaluates the closure and returns the loss.
+        has_overflowed: Function that returns whether gradients are inf or nan, and then also lowers the loss scale.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class ClosureStep:
         self.was_skipped = False
 
     def run(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Step, and return the optimizer's result, or the loss of a step that was skipped."""
-        self._window.cast()  # a later write is seen in the difference to these copies
+        """Run the step, and return the optimizer's result, or the loss if the step was skipped."""
+        self._window.cast()  # Later writes are detected by comparing with these copies.
         try:
             return optimizer.step(closure=self._closure, **kwargs)
         except _StepSkipped:
@@ -64,6 +64,6 @@ class ClosureStep:
             if may_skip:
                 raise _StepSkipped
         raise EndlessOverflowError(
-            f"Gradients were inf or nan in {MAX_SKIPPED_STEPS_IN_A_ROW} evaluations of one step's closure, each at a "
-            "lower loss scale. The loss itself is probably inf or nan: look at the learning rate and at the data."
+            f"Gradients were inf or nan in {MAX_SKIPPED_STEPS_IN_A_ROW} evaluations of one step's closure, each with a "
+            "lower loss scale, so the loss itself is probably inf or nan. Check the learning rate and the data."
         )

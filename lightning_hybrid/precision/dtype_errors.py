@@ -1,7 +1,7 @@
-"""Recognition of errors about half-precision dtypes, and the note with a cure that they get.
+"""Detection of errors about half-precision dtypes, and a note that explains how to fix them.
 
-Trained parameters are half inside a step. An operation that takes one dtype only, or no half precision at all, then
-raises an error that says nothing about the cause.
+Trained parameters are in half precision inside of a step. An operation that does not support half precision, or that
+needs equal dtypes, then raises an error which does not name this cause.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import nn
 
 _MIXED_PRECISION = {"16-true": "16-mixed", "bf16-true": "bf16-mixed"}
 
-# A half-precision dtype as torch spells it (Half, c10::BFloat16, ComplexHalf, torch.HalfTensor, CPUBFloat16Type,
-# torch.float16) and as numpy does. HalfCauchy is a distribution, and a bare float16 may be the value of an option.
+# Half-precision dtypes as torch spells them (Half, c10::BFloat16, ComplexHalf, torch.HalfTensor, CPUBFloat16Type,
+# torch.float16) and as NumPy does. HalfCauchy is a distribution, and float16 without a prefix may be an option's value.
 _HALF_DTYPE = re.compile(
     r"(Half|BFloat16|BComplex32)(?=Tensor|Type|\W|$)"
     r"|(torch\.|array type |dtype\(')(b?float16|b?complex32)"
@@ -30,17 +30,17 @@ _REFUSAL = re.compile(
     re.IGNORECASE,
 )
 
-# Some operations name no dtype ("both inputs should have same dtype"), and some only those that they accept.
+# Some messages name no dtype ("both inputs should have same dtype"), and some name only the accepted ones.
 _DTYPE_WORD = re.compile(r"dtype|scalar type|data type", re.IGNORECASE)
 _COMPARISON = re.compile(r"\b(same|equal|different)\b|match", re.IGNORECASE)
 _ONLY_FULL_DTYPES = re.compile(r"types? (of|other than) float\b", re.IGNORECASE)
 
-# The tensors that `torch.compile` and debuggers of collectives print: `FakeTensor(..., dtype=torch.float16)`.
+# Tensors as `torch.compile` and debuggers of collectives print them: `FakeTensor(..., dtype=torch.float16)`.
 _TENSOR_DESCRIPTION = re.compile(r"\w*dtypes?=[\w.]+", re.IGNORECASE)
 
 
 def is_about_half_precision(message: str) -> bool:
-    """Return whether a message complains about a half-precision dtype, or about dtypes that it does not name.
+    """Return whether an error message is about a half-precision dtype, or about dtypes that it does not name.
 
     >>> is_about_half_precision("expected scalar type Float but found Half")
     True
@@ -49,16 +49,16 @@ def is_about_half_precision(message: str) -> bool:
     >>> is_about_half_precision("expected scalar type Float but found Double")
     False
 
-    Some operations raise the same text when an integer tensor is the cause: "Expected self.dtype to be equal to
-    src.dtype". These are taken to be about half precision.
+    Some messages are the same if an integer tensor is the cause, such as "Expected self.dtype to be equal to
+    src.dtype". They count as messages about half precision.
     """
-    # Words that belong together share a line. Other lines of the message may be a traceback or the user's code.
+    # Words that belong together are in the same line. Other lines of the message may be a traceback or user code.
     lines = _TENSOR_DESCRIPTION.sub("", message).splitlines()
     return any(_refuses_half(line) or _compares_unnamed_dtypes(line) for line in lines)
 
 
 def _refuses_half(line: str) -> bool:
-    # An integer tensor is refused together with fp32 parameters as well.
+    # An integer tensor would be rejected with fp32 parameters as well.
     if _INTEGER_DTYPE.search(line):
         return False
     return bool(_HALF_DTYPE.search(line) and _REFUSAL.search(line))
@@ -73,10 +73,11 @@ def _compares_unnamed_dtypes(line: str) -> bool:
 
 
 def add_cure(error: BaseException, precision: object) -> None:
-    """Add a note to an error about half-precision dtypes: trained parameters are half, and how to avoid the error.
+    """Add a note to an error about half-precision dtypes that explains the cause and the cure.
 
-    The note names the module type to keep in fp32 if the traceback shows a module that trains half parameters of its
-    own: to be called while the module shows these. An error that has a note stays as it is.
+    If the traceback contains a module with trained half-precision parameters, the note names the module type to keep in
+    fp32. So the function must be called while the parameters are in half precision. An error that has a note already is
+    not changed.
 
     >>> error = RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Half")
     >>> add_cure(error, "16-true")
@@ -97,7 +98,7 @@ def add_cure(error: BaseException, precision: object) -> None:
 
 
 def _innermost_owner_of_parameters(error: BaseException) -> nn.Module | None:
-    """Return the module with trained half parameters whose method is innermost in the traceback."""
+    """Return the module with trained half-precision parameters whose method is innermost in the traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         candidate = frame.f_locals.get("self")
@@ -120,14 +121,17 @@ def _note_for_module(module: nn.Module | None, precision: str) -> str:
     return (
         f"`precision` (={precision!r}) keeps trained parameters in half precision, and this operation does not accept "
         "the dtypes of its operands. In your own code, cast the parameter (`self.weight.float()`) or the other operand "
-        f"(`x.to(self.weight.dtype)`). If the code is a library's, keep the module's own parameters in fp32 with "
+        f"(`x.to(self.weight.dtype)`). In library code, keep the module's own parameters in fp32 with "
         f"plugins=[MasterWeightPrecision({precision!r}, keep_fp32=({names}{types[-1]},))], or train with "
         f"precision={_MIXED_PRECISION[precision]!r}."
     )
 
 
 def _types_to_keep(module: nn.Module | None) -> list[str]:
-    """Return the names of the module types that hold a module's own trained half-precision parameters."""
+    """Return the names of the module types that hold a module's own trained half-precision parameters.
+
+    The module itself may hold them, or its parameter lists and dictionaries.
+    """
     if module is None:
         return []
     lists = [

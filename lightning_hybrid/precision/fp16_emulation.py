@@ -1,8 +1,8 @@
-"""fp16 matrix products on a CPU, as tensor cores compute them.
+"""fp16 matrix products on a CPU, computed as tensor cores compute them.
 
 CPUs without native fp16 arithmetic run half-precision convolutions 30 to 100 times slower than fp32 ones. Here operands
-are rounded to fp16, arithmetic is in fp32 and the result is rounded to fp16, in forward and (through autograd's casts)
-in backward: a GPU's numbers up to the order of summation, at fp32 speed.
+are rounded to fp16, the arithmetic is in fp32, and the result is rounded to fp16. The same holds in backward, because
+autograd applies the casts there as well. So results equal those of a GPU up to the order of summation, at fp32 speed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-# The matrix-product family by name: functional, method and operator spellings. Recurrent cells and attention run
-# whole in fp32 between two roundings: their inner products never surface as calls of their own.
+# Names of functions, methods and operators that compute matrix products. Recurrent cells and attention run completely
+# in fp32 between two roundings, because their inner products are not separate calls.
 _MATRIX_PRODUCTS = frozenset(
     "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution "
     "matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm einsum chain_matmul multi_dot tensordot "
@@ -25,25 +25,25 @@ _MATRIX_PRODUCTS = frozenset(
     "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split()
 )
 
-# Autocast makes these in fp32 on CUDA; on a CPU it leaves them alone, and they take no half-precision weights.
+# On CUDA, autocast runs these in fp32. On a CPU it does not, and they do not accept half-precision weights.
 _IN_FP32 = frozenset("layer_norm group_norm rms_norm".split())
 
-# Of fp32 operands alone, autocast makes these in fp32 on CUDA too.
+# With fp32 operands only, autocast runs these in fp32 on CUDA as well.
 _NOT_CAST = frozenset("dot vdot inner outer bilinear tensordot".split())
 
 _WITHOUT_TENSORS = frozenset({type(None), int, float, bool, str})
 
 
 class Fp16MatmulEmulation(TorchFunctionMode):
-    """A mode that runs the matrix-product family on fp16 operands with fp32 arithmetic.
+    """Torch function mode that computes matrix products of fp16 operands with fp32 arithmetic.
 
         y = half( f( float(half(x)), float(half(w)) ) )
 
-    A call is taken over when one of its tensors is fp16, or where `torch.autocast` is on, which would round fp32
-    operands to fp16. Functional normalisation with half-precision weights runs in fp32, as under autocast on CUDA.
+    It applies to a call if one of its tensors is fp16, or if `torch.autocast` is enabled, which would round fp32
+    operands to fp16. Functional normalisation with half-precision weights runs in fp32, as with autocast on CUDA.
 
     Args:
-        with_products: whether matrix products are taken over; not for bfloat16, which CPUs have.
+        with_products: Whether the mode applies to matrix products. It is False for bfloat16, which CPUs support.
     """
 
     def __init__(self, *, with_products: bool = True) -> None:
@@ -59,8 +59,8 @@ class Fp16MatmulEmulation(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward:
-            # torch leaves the mode while it handles a call: what `torch.utils.checkpoint` recomputes in backward would
-            # then differ from the forward. So the mode is entered again around backward.
+            # torch disables the mode while it handles a call. Without entering it again, activations that
+            # `torch.utils.checkpoint` recomputes in backward would differ from the forward.
             with self:
                 return _backward(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -71,12 +71,12 @@ class Fp16MatmulEmulation(TorchFunctionMode):
         dtypes = _dtypes_of((args, kwargs))
         is_autocast = torch.is_autocast_enabled("cpu")
         if not is_autocast and dtypes == {torch.float16, torch.float32}:
-            return func(*args, **kwargs)  # refused, as on a GPU
+            return func(*args, **kwargs)  # It raises an error, as on a GPU.
         if torch.float16 not in dtypes and not (
             is_autocast and torch.float32 in dtypes and name not in _NOT_CAST
         ):
             return func(*args, **kwargs)
-        # fp16 operands in fp32 arithmetic: products of two fp16 numbers are exact in fp32, as in tensor cores.
+        # The products of two fp16 numbers are exact in fp32, as in tensor cores.
         args, kwargs = _map_tensors(_operand, (args, kwargs))
         with torch.autocast("cpu", enabled=False):
             result = func(*args, **kwargs)
@@ -90,7 +90,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    # `Tensor.backward` by the engine's own entry: each Python layer of torch's would leave the mode.
+    # This calls the autograd engine directly, because torch's Python functions would disable the mode.
     if gradient is None:
         gradient = torch.ones_like(tensor)
     if retain_graph is None:
@@ -123,8 +123,9 @@ def _dtypes_of(arguments: Any) -> set[torch.dtype]:
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `function` to each tensor in plain containers, and in those that `torch.utils._pytree` knows."""
-    # Most arguments are plain. The general walk takes longer than the arithmetic of a small layer.
+    """Apply `function` to each tensor in nested containers."""
+    # Plain containers, which are the most frequent, are handled here, because `tree_map_only` takes longer than the
+    # arithmetic of a small layer.
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([_map_tensors(function, element) for element in value])

@@ -1,4 +1,4 @@
-"""fp32 accumulation of half-precision matrix products on CUDA, while a fit lasts."""
+"""fp32 accumulation of half-precision matrix products on CUDA during a fit."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ _FLAGS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precisio
 
 
 class FullAccumulation:
-    """Switch of torch's flags that allow cuBLAS to add the parts of a split product in half precision, its default."""
+    """Switch for torch's flags that by default allow cuBLAS to add the parts of a split product in half precision.
+
+    The weight gradient of a large batch is such a product. With a loss scale, its parts can exceed 65,504 even if the
+    sum does not, and they would be rounded. The flags are those of the process and exist without CUDA as well.
+    """
 
     def __init__(self) -> None:
-        self._forbidden: list[str] = []
+        self._disabled: list[str] = []
 
-    # A weight gradient of a large batch is such a product. Under a loss scale its parts can exceed 65,504 where the sum
-    # does not, and they are rounded as well. The flags belong to the process, with or without CUDA.
     def begin(self) -> None:
-        """Turn off the flags that the user has left on."""
+        """Disable the flags that are enabled."""
         for flag in _FLAGS:
             if getattr(torch.backends.cuda.matmul, flag):
                 setattr(torch.backends.cuda.matmul, flag, False)
-                self._forbidden.append(flag)
+                self._disabled.append(flag)
 
     def end(self) -> None:
-        """Turn these flags on again."""
-        while self._forbidden:
-            setattr(torch.backends.cuda.matmul, self._forbidden.pop(), True)
+        """Restore the flags that `begin` has disabled."""
+        while self._disabled:
+            setattr(torch.backends.cuda.matmul, self._disabled.pop(), True)

@@ -1,6 +1,6 @@
-"""Search for user code that may look at gradients between a backward and the next one.
+"""Search for user code that may read gradients between two backward passes.
 
-If nothing does, LARS and LAMB take the half-precision gradients as they are, and no fp32 ones are made.
+If there is none, LARS and LAMB use the scaled half-precision gradients, and no fp32 gradients are made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_hybrid")
 
 
 def grads_are_observed(optimizers: Iterable[Optimizer], module: LightningModule) -> bool:
-    """Return whether clipping, a hook of the module or a callback, or a step hook of an optimizer may read `p.grad`."""
+    """Return whether gradient clipping, a hook or a callback may read `p.grad`."""
     trainer: Any = module.trainer
     if trainer.gradient_clip_val:
         return True
@@ -58,8 +58,8 @@ def runs_code_before_backward(module: LightningModule) -> bool:
 def _observes(callback: object, trainer: Any) -> bool:
     if any(is_overridden(hook, callback, "pytorch.callbacks.Callback") for hook in _CALLBACK_HOOKS):
         return True
-    # Callbacks of this library say when they read gradients: at logged steps, say. Progress bars and the like have the
-    # hook below, and do not look at gradients.
+    # Callbacks of this package tell whether they read gradients now, for example at logged steps. Callbacks of
+    # Lightning, such as progress bars, use `on_train_batch_end` and do not read gradients there.
     reads_gradients: Callable[[Any], bool] | None = getattr(callback, "reads_gradients", None)
     library = type(callback).__module__.partition(".")[0]
     if library == "lightning_hybrid" and reads_gradients is not None:

@@ -1,11 +1,11 @@
-"""Gradients around one backward: earlier gradients are kept, new ones are converted to fp32 and unscaled.
+"""Gradients before and after a backward, which keeps earlier gradients and converts new ones to unscaled fp32.
 
-    before      p.grad   fp32, unscaled, or None          the user's own
-    backward    p.grad   half, times the loss scale       in DDP's buckets
-    after       p.grad   fp32, unscaled                   the sum of both
+    before      p.grad   fp32, unscaled, or None                      gradient of the user
+    backward    p.grad   half precision, times the loss scale         in DDP's buckets
+    after       p.grad   fp32, unscaled                               sum of both
 
-Of a step of several batches the gradients are summed in fp32. Into the last backward, which averages over ranks, the
-sum goes back as the gradient to which autograd adds, and is rounded once.
+If a step has several batches, their gradients are summed in fp32. Before the last backward, which averages over ranks,
+the sum is rounded once and becomes the gradient to which autograd adds.
 """
 
 from __future__ import annotations
@@ -21,29 +21,33 @@ from lightning_hybrid.precision.loss_scale import unscale_
 from lightning_hybrid.precision.window import HALF_DTYPES, HalfPrecisionWindow
 
 _BLOCK_NUMEL = 1 << 26
-"""Elements that are converted to fp32 at a time where they are added to a sum: 256 MiB."""
+"""Number of elements that are converted to fp32 at a time when they are added to a sum (256 MiB)."""
 
 
 @dataclass(eq=False)
 class GradientRecord:
-    """Facts about a gradient that the precision plugin made, stored on the tensor itself."""
+    """Properties of a gradient that the precision plugin has made, stored on the tensor itself.
 
-    found_inf: (
-        Tensor | None
-    )  # above 0 if it, or one that was checked with it, is inf or nan; None: not known
-    is_local: bool  # of this rank alone: a backward under `no_sync` made it
+    Args:
+        found_inf: Tensor that is above 0 if this gradient, or another one checked with it, is inf or nan. None:
+            unknown.
+        is_local: Whether the gradient was not averaged over ranks, because its backward ran under `no_sync`.
+    """
+
+    found_inf: Tensor | None
+    is_local: bool
 
 
 def record_of(gradient: Tensor) -> GradientRecord | None:
-    """Return the record of a gradient, or None for one that user code has made."""
+    """Return the record of a gradient, or None if user code has made the gradient."""
     record: GradientRecord | None = vars(gradient).get("_half_precision_record")
     return record
 
 
 class GradientMemory:
-    """Memory of fp32 gradients on a CPU, used again once the gradient that was in it is gone.
+    """Memory of fp32 gradients on a CPU, which is reused when its gradient has been freed.
 
-    Fresh pages cost five times what the conversion does. A device's allocator has memory at hand.
+    New memory pages would take five times as long as the conversion. On a device the caching allocator reuses memory.
     """
 
     def __init__(self) -> None:
@@ -55,7 +59,7 @@ class GradientMemory:
             return torch.empty_like(gradient, dtype=torch.float32)
         storage = self._storages.get(id(parameter))
         num_bytes = 4 * gradient.numel()
-        # One holder is this dictionary.
+        # A use count of 1 means that only this dictionary holds the memory.
         is_free = storage is not None and torch._C._storage_Use_Count(storage._cdata) == 1
         if storage is None or not is_free or storage.nbytes() != num_bytes:
             fresh = torch.empty_like(gradient, dtype=torch.float32)
@@ -70,10 +74,15 @@ class GradientMemory:
 
 
 class BackwardGradients:
-    """The gradients of a window's modules before, in and after each backward.
+    """Gradients of a window's modules before, during and after each backward.
 
-    `scaled`: gradients that were left as backward made them, by `id` of their parameter, for an optimizer that unscales
-    them in its step, out of sight of all other code. `unscaled_in_step`: those that such a step has used, for errors.
+    Args:
+        window: Window of the modules.
+
+    Attributes:
+        scaled: Scaled half-precision gradients by the `id` of their parameter, for an optimizer that unscales them in
+            its step. Other code does not see them.
+        unscaled_in_step: Scaled gradients that such a step has used, for error messages.
     """
 
     def __init__(self, window: HalfPrecisionWindow) -> None:
@@ -92,12 +101,12 @@ class BackwardGradients:
         scale: Tensor | None,
         averages: Callable[[Tensor], bool],
     ) -> None:
-        """Set aside the gradients that a backward must not change. The window is open.
+        """Save the gradients that a backward must not change. The window must be open.
 
         Args:
-            parameters: all that the backward may reach.
-            scale: the loss scale of this backward, or None.
-            averages: returns whether this backward averages a parameter's gradient over ranks.
+            parameters: All parameters that the backward may reach.
+            scale: Loss scale of this backward. None: the loss is not scaled.
+            averages: Function that returns whether this backward averages a parameter's gradient over ranks.
         """
         self.scaled.clear()
         self.unscaled_in_step.clear()
@@ -122,7 +131,7 @@ class BackwardGradients:
     def _return_sums(
         self, parameters: list[nn.Parameter], sums: list[Tensor], scale: Tensor | None
     ) -> None:
-        """Put sums of this rank, scaled and rounded, where autograd adds to them: DDP averages the result."""
+        """Set `p.grad` to the scaled and rounded sums of this rank, to which autograd adds before DDP averages."""
         if scale is not None:
             sums = list(torch._foreach_mul(sums, scale))
         rounded = [
@@ -135,11 +144,11 @@ class BackwardGradients:
 
     @torch.no_grad()
     def add_outside_terms(self, loss: Tensor) -> None:
-        """Add the gradients of terms that were computed from the fp32 parameters, outside of a forward.
+        """Add the gradients of loss terms that were computed from the fp32 parameters outside of a forward.
 
-        Such a term, as a weight penalty in a loop of the user's own, reaches the fp32 tensors, of which DDP knows
-        nothing. A backward to these tensors alone comes first, and what it brings joins the gradients in DDP's buckets.
-        It visits only the nodes between them and the loss: most often none.
+        An example is a weight penalty in a user's own loop. Its graph leads to the fp32 tensors, which DDP does not
+        know. So a backward to these tensors runs first, and its gradients are added to those in DDP's buckets. It only
+        visits the nodes between these tensors and the loss, of which there are usually none.
         """
         pairs = [
             pair for pair in self._window.pairs.values() if pair.is_open and pair.fp32.requires_grad
@@ -168,18 +177,16 @@ class BackwardGradients:
         scale: Tensor | None,
         averages: Callable[[Tensor], bool],
     ) -> None:
-        """Put fp32 gradients, divided by the scale, into `p.grad`, and add the gradients that were set aside.
-
-        The window is open.
+        """Set `p.grad` to the unscaled fp32 gradient plus the gradient that `begin` has saved. The window must be open.
 
         Args:
-            groups: the parameters of each optimizer, and others. One gradient of a group that is inf or nan makes the
-                optimizer skip its step.
-            scale: what the gradients were multiplied by; None: they need no division and no check.
-            averages: as in `begin`.
+            groups: Parameters of each optimizer, and a group of other parameters. If a gradient of a group is inf or
+                nan, its optimizer skips the step.
+            scale: Loss scale of this backward. None: gradients are neither divided nor checked.
+            averages: Function that returns whether this backward averages a parameter's gradient over ranks.
 
         Raises:
-            RuntimeError: a gradient is sparse.
+            RuntimeError: A gradient is sparse.
         """
         self._drop_outside_terms()
         for group in groups:
@@ -192,7 +199,7 @@ class BackwardGradients:
         self._aside.clear()
 
     def keep_scaled(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leave the gradients as backward made them, out of sight, in `scaled`."""
+        """Move the scaled half-precision gradients of a backward from `p.grad` to `scaled`."""
         self._drop_outside_terms()
         for parameter in parameters:
             if parameter.grad is not None:
@@ -207,13 +214,13 @@ class BackwardGradients:
             _show(parameter, self._aside.pop(id(parameter), None))
 
     def _drop_outside_terms(self) -> None:
-        # The backward of everything has made them again.
+        # The main backward has computed these terms again.
         for pair in self._window.pairs.values():
             if pair.is_open:
                 pair.fp32.grad = None
 
     def _blocks(self, group: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        # All at once if nothing is added up: their fp32 gradients stay. Else the converted ones are for a moment.
+        """Yield the parameters with gradients, in blocks if converted gradients are added to sums and then freed."""
         with_gradient = [parameter for parameter in group if parameter.grad is not None]
         if not any(id(parameter) in self._aside for parameter in with_gradient):
             yield with_gradient
@@ -247,7 +254,7 @@ class BackwardGradients:
             if total is None:
                 total = gradient
             else:
-                # A sum may hold an inf of an earlier backward: it is looked through once more before the step.
+                # A sum may contain an inf of an earlier backward, so it is checked again before the step.
                 record.found_inf = None
             vars(total)["_half_precision_record"] = record
             _show(parameter, total)
@@ -273,7 +280,7 @@ class BackwardGradients:
             assert gradient is not None
             _refuse_sparse(gradient)
             if gradient.dtype.itemsize > 2:
-                # A copy: DDP's bucket is written by the next backward, and user code may keep the gradient.
+                # A copy is needed, because the next backward writes DDP's bucket, and user code may keep the gradient.
                 converted.append(gradient.clone(memory_format=torch.preserve_format))
                 continue
             if id(parameter) in self._aside:
@@ -291,7 +298,10 @@ class BackwardGradients:
 
     @torch.no_grad()
     def found_inf(self, parameters: Iterable[Tensor], *, device: torch.device) -> Tensor:
-        """Return 1.0 if a gradient of these is inf or nan, else 0.0. Gradients of unknown content are read."""
+        """Return 1.0 if a gradient of these parameters is inf or nan, else 0.0, as a 0-dim tensor.
+
+        Only gradients that were not checked before are read.
+        """
         verdicts: dict[int, Tensor] = {}
         unknown: list[Tensor] = []
         for parameter in parameters:
@@ -311,14 +321,18 @@ class BackwardGradients:
 
     @contextmanager
     def given_scaled(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Put the gradients that were kept in `scaled` into `p.grad`, for the step of an optimizer that unscales."""
+        """Set `p.grad` to the gradients in `scaled` while an optimizer that unscales them steps."""
         for parameter in parameters:
             gradient = self.scaled.pop(id(parameter), None)
             if gradient is not None:
-                if self._window.pairs:  # DDP's buckets hold them anyway
+                if (
+                    self._window.pairs
+                ):  # This takes no memory, because DDP's buckets hold these gradients anyway.
                     self.unscaled_in_step[id(parameter)] = gradient
                 parameter.grad = None
-                parameter.grad_dtype = None  # half gradients on an fp32 parameter
+                parameter.grad_dtype = (
+                    None  # None allows a half-precision gradient on an fp32 parameter.
+                )
                 parameter.grad = gradient
         try:
             yield
@@ -329,7 +343,7 @@ class BackwardGradients:
 
     @contextmanager
     def hidden(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Hide all gradients for a while, because DDP would round them when it makes its buckets again."""
+        """Hide all gradients within the block, because DDP would round them when it rebuilds its buckets."""
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -340,11 +354,11 @@ class BackwardGradients:
                 parameter.grad = gradient
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's gradient of the last backward, also if a step has used it unseen."""
+        """Return a parameter's gradient of the last backward, even if an optimizer step has already unscaled it."""
         return self.unscaled_in_step.get(id(parameter), parameter.grad)
 
     def clear(self) -> None:
-        """Forget all gradients and free their memory."""
+        """Free all gradients and their memory."""
         self._aside.clear()
         self.scaled.clear()
         self.unscaled_in_step.clear()
@@ -352,15 +366,15 @@ class BackwardGradients:
 
 
 def _empty(parameter: nn.Parameter) -> None:
-    # The dtype decides, not the window: with `shard_update` some parameters are in half precision and have no pair.
+    # The window is not used here, because with `shard_update` some half-precision parameters have no pair in it.
     parameter.grad = None
-    parameter.grad_dtype = parameter.dtype  # backward casts what it brings
+    parameter.grad_dtype = parameter.dtype  # Backward casts gradients to this dtype.
 
 
 def _show(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     parameter.grad = None
     if parameter.dtype in HALF_DTYPES:
-        parameter.grad_dtype = None  # allows fp32 gradients
+        parameter.grad_dtype = None  # None allows fp32 gradients.
     parameter.grad = gradient
 
 
@@ -368,6 +382,7 @@ def _refuse_sparse(gradient: Tensor) -> None:
     if gradient.layout is torch.strided:
         return
     raise RuntimeError(
-        f"A gradient of shape {tuple(gradient.shape)} is sparse (layout={gradient.layout}). Half precision on fp32 "
-        "weights and the all-reduce of buckets need dense gradients. Build the embedding with `sparse=False`."
+        f"A gradient of shape {tuple(gradient.shape)} must be dense, and its layout is {gradient.layout}, because "
+        "half precision and the all-reduce of buckets do not support sparse gradients. Create the embedding with "
+        "`sparse=False`."
     )

@@ -1,9 +1,9 @@
-"""Loss scales: the factor that keeps small fp16 gradients above the underflow threshold.
+"""Loss scales, which keep small fp16 gradients above the underflow threshold.
 
-    scaled_loss = scale * loss        =>  every gradient is `scale` times too large, and is divided back in fp32
+    scaled_loss = scale * loss        =>  every gradient is `scale` times too large, and is divided in fp32
 
-The scale is always a power of two, so scaling and unscaling are exact in fp16 and fp32 as long as nothing overflows
-(Micikevicius et al. 2017, arXiv:1710.03740). State lives in 0-dim device tensors: no class makes the host wait.
+The scale is always a power of two, so scaling and unscaling are exact in fp16 and fp32 if nothing overflows
+(Micikevicius et al. 2017, arXiv:1710.03740). The state is kept in 0-dim device tensors, so that the host never waits.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from torch import Tensor
 from lightning_hybrid.checks import plain_value, require_number, require_whole
 
 NUM_LOOKS = 24
-"""Number of first steps in which the largest gradient is measured (our choice: from 2^24 to 1 by halving)."""
+"""Number of first steps in which the largest gradient is measured: the number of halvings from 2^24 to 1."""
 
 
 class LossScale(ABC):
-    """A power-of-two factor for the loss, with its own rule for following overflows."""
+    """Power-of-two factor for the loss, with a rule for its change after each step.
+
+    Args:
+        scale: Initial scale.
+    """
 
     def __init__(self, scale: float) -> None:
         self.scale = torch.tensor(float(scale), dtype=torch.float32)
 
     @property
     def value(self) -> float:
-        """The scale as a Python number. Reading it waits for the device: for logging, not for every step."""
+        """Scale as a Python number, for logging. Reading it waits for the device."""
         return float(self.scale)
 
     def to(self, device: torch.device) -> None:
@@ -43,16 +47,16 @@ class LossScale(ABC):
 
     @abstractmethod
     def update(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
-        """Follow the outcome of one training step.
+        """Update the scale after one training step.
 
         Args:
-            found_inf: bool, 0-dim, on the scale's device: True if any gradient of the step was inf or nan.
-            largest: fp32, 0-dim, on that device: the largest element of a gradient, unscaled. None: unknown.
+            found_inf: Whether any gradient of the step was inf or nan, a 0-dim bool tensor on the scale's device.
+            largest: Largest magnitude of an unscaled gradient, a 0-dim fp32 tensor on that device. None: unknown.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, float]:
-        """Return plain numbers, so that a checkpoint loads with `weights_only=True`."""
+        """Return the state as plain numbers, so that a checkpoint loads with `weights_only=True`."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -60,7 +64,7 @@ class LossScale(ABC):
 
 
 class StaticLossScale(LossScale):
-    """One fixed scale for the whole run. A step that overflows is still skipped.
+    """Fixed loss scale. Steps that overflow are skipped.
 
     Args:
         loss_scale: A power of two.
@@ -78,44 +82,44 @@ class StaticLossScale(LossScale):
         super().__init__(loss_scale)
 
     def update(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
-        """Change nothing: the scale is fixed."""
+        """Do nothing, because the scale is fixed."""
 
     def state_dict(self) -> dict[str, float]:
         """Return the scale."""
         return {"scale": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the configured scale, which takes precedence over the scale of the checkpoint."""
+        """Do nothing, because the configured scale takes precedence over the scale of the checkpoint."""
 
 
 class DynamicLossScale(LossScale):
-    """A scale that halves on overflow and doubles after `growth_interval` clean steps in a row.
+    """Loss scale that halves after an overflow and doubles after `growth_interval` clean steps in a row.
 
         overflow:                        clean <- 0;  left <- max(left - 1, 0)
-            and then left = 0:           scale <- max(scale * backoff_factor, min_scale)
-        `growth_interval` clean steps: scale <- min(scale * growth_factor, max_scale);  clean, left <- 0, hysteresis
+            if then left = 0:            scale <- max(scale * backoff_factor, min_scale)
+        `growth_interval` clean steps:   scale <- min(scale * growth_factor, max_scale);  clean, left <- 0, hysteresis
 
-    This is the rule of `torch.amp.GradScaler` (same defaults), with two bounds that it lacks. `hysteresis` is the
-    rule of Megatron and DeepSpeed: between two growths, `hysteresis - 1` overflows leave the scale as it is.
+    This is the rule of `torch.amp.GradScaler`, with the same defaults and additional bounds. `hysteresis` is the rule
+    of Megatron and DeepSpeed: between two growths, the first `hysteresis - 1` overflows do not change the scale.
 
-    A first scale that is far too high would cost a step for each halving. If the first steps overflow and the
-    largest gradient g is known, the scale falls to `min_scale`. After a clean step there it jumps to a scale that
-    leaves room for g:
+    An initial scale that is far too high would cost a step for each halving. So if the first steps overflow and the
+    largest gradient g is known, the scale falls to `min_scale`. After a clean step it jumps to a scale at which g does
+    not overflow:
 
         scale <- min(2^12 / g rounded down to a power of two, init_scale * backoff_factor)       2^12 = fp16's 2^16 / 16
 
     Args:
-        init_scale: First scale, a power of two.
+        init_scale: Initial scale, a power of two.
         growth_factor: Factor by which the scale grows, a power of two of at least 1.
         backoff_factor: Factor by which the scale falls, a power of two below 1.
         growth_interval: Number of clean steps before the scale grows.
         min_scale: Lower bound of the scale, a power of two.
         max_scale: Upper bound of the scale, a power of two.
-        hysteresis: Number of the overflow since the last growth that is the first to lower the scale. 1: every
-            overflow lowers it.
+        hysteresis: Number of overflows since the last growth after which the scale falls. 1: every overflow lowers the
+            scale.
 
     Raises:
-        ValueError: A value is not a power of two, is not positive, or the bounds are out of order.
+        ValueError: A value is not a power of two or is out of its range, or `init_scale` is not between the bounds.
 
     >>> scale = DynamicLossScale(init_scale=8.0, growth_interval=2)
     >>> scale.update(torch.tensor(True)); scale.value
@@ -152,7 +156,7 @@ class DynamicLossScale(LossScale):
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(
                 f"`init_scale` (={init_scale}) must lie between `min_scale` (={min_scale}) and `max_scale` "
-                f"(={max_scale})."
+                f"(={max_scale}). Change it or the bounds."
             )
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
@@ -169,7 +173,7 @@ class DynamicLossScale(LossScale):
 
     @property
     def wants_largest(self) -> bool:
-        """True in the first steps, in which the host does not ask the device for overflow."""
+        """True in the first steps, in which the scale may jump to a value that fits the largest gradient."""
         return self._num_looks > 0
 
     def to(self, device: torch.device) -> None:
@@ -179,10 +183,10 @@ class DynamicLossScale(LossScale):
             setattr(self, name, getattr(self, name).to(device))
 
     def update(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
-        """Follow the outcome of one step, on the device."""
-        scale = self.scale.clone()  # gradients that wait for a step still contain the old scale
+        """Update the scale after one step, on the device."""
+        scale = self.scale.clone()  # Gradients that wait for a step still contain the old scale.
         if self.hysteresis == 1:
-            # This is torch's rule, in one launch.
+            # torch's kernel applies this rule in one launch.
             torch._amp_update_scale_(
                 scale,
                 self.num_clean_steps,
@@ -192,9 +196,9 @@ class DynamicLossScale(LossScale):
                 self.growth_interval,
             )
         else:
-            # The same rule with a count of forgiven overflows, without a branch on the host, which does
-            # not know `found_inf`. (apex forgives all overflows that are not in a row, so its scale may
-            # stay too high for ever.)
+            # This is the same rule with a count of tolerated overflows, without a branch on the host, which does not
+            # know `found_inf`. (apex tolerates all overflows that are not in a row, so its scale may stay too high
+            # forever.)
             self.num_clean_steps.add_(1).masked_fill_(found_inf, 0)
             grows = self.num_clean_steps >= self.growth_interval
             self.hysteresis_left.sub_(found_inf.int()).clamp_(min=0)
@@ -207,21 +211,21 @@ class DynamicLossScale(LossScale):
             self.hysteresis_left.masked_fill_(grows, self.hysteresis)
         if largest is not None:
             scale = self._adjust_at_start(scale, found_inf, largest)
-        # Without bounds a long run could drive the scale to inf, and a burst of overflows to 0, where it would stay.
+        # Without bounds the scale could reach inf in a long run, or 0 after many overflows, and would stay there.
         self.scale = scale.clamp_(self.min_scale, self.max_scale)
 
     def _adjust_at_start(self, scale: Tensor, found_inf: Tensor, largest: Tensor) -> Tensor:
-        """Return the scale after one of the first steps, see the class."""
+        """Return the scale after one of the first steps, by the rule in the class docstring."""
         falls = found_inf & self._is_starting
         leaps = self._has_fallen & ~found_inf
-        # 2^(12 - exponent), from the bits of a float, because other ways of computing a power need not be exact.
+        # 2^(12 - exponent) is assembled from the bits of a float, because other functions may not be exact.
         exponent = (127 + 12 - torch.frexp(largest).exponent).clamp(1, 254)
         fits = (
             (exponent.to(torch.int32) << 23).view(torch.float32).clamp(max=self._highest_at_start)
         )
         self._is_starting = self._is_starting & found_inf
         self._has_fallen = falls
-        # On the CPU the host can read at once that the first steps are over.
+        # On a CPU the host can read without a wait that the first steps are over.
         if scale.device.type == "cpu" and not self._is_starting:
             self._num_looks = 0
         else:
@@ -229,7 +233,10 @@ class DynamicLossScale(LossScale):
         return torch.where(leaps, fits, scale.masked_fill(falls, self.min_scale))
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale, the clean steps since the last overflow or growth, and the remaining hysteresis."""
+        """Return the scale, the clean steps since the last overflow or growth, and the remaining hysteresis.
+
+        The state also tells if the run is still in its first steps.
+        """
         state: dict[str, float] = {
             "scale": self.value,
             "num_clean_steps": int(self.num_clean_steps),
@@ -242,17 +249,17 @@ class DynamicLossScale(LossScale):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's scale, clamped to this object's bounds."""
+        """Restore the state of a checkpoint, with the scale clamped to this object's bounds."""
         scale = min(max(float(state["scale"]), self.min_scale), self.max_scale)
         _check_power_of_two("scale", scale)
         self.scale = torch.full_like(self.scale, scale)
-        # At most one step below the interval, so that the next clean step is enough.
+        # The count is at most one below the interval, so that the next clean step lets the scale grow.
         num_clean_steps = min(int(state.get("num_clean_steps", 0)), self.growth_interval - 1)
         self.num_clean_steps = torch.full_like(self.num_clean_steps, num_clean_steps)
         hysteresis_left = min(int(state.get("hysteresis_left", self.hysteresis)), self.hysteresis)
         self.hysteresis_left = torch.full_like(self.hysteresis_left, hysteresis_left)
         has_fallen = bool(state.get("has_fallen", 0))
-        # True before the first step, for example if the hosts of an elastic run begin with the state of the first host.
+        # It is True in states from before the first step, such as the first host's state in an elastic run.
         is_starting = has_fallen or bool(state.get("is_starting", 0))
         self._num_looks = 0
         if is_starting:
@@ -264,26 +271,29 @@ class DynamicLossScale(LossScale):
 def _check_rule(
     growth_factor: float, backoff_factor: float, growth_interval: int, hysteresis: int
 ) -> None:
-    """Raise `ValueError` for the first number of a dynamic scale's rule that is out of range."""
-    reason = "a clean step never lowers the scale. 2 is usual"
+    """Raise `ValueError` if a number of a dynamic scale's rule is out of range."""
+    reason = "clean steps must not lower the scale. Use 2, for example"
     require_number("growth_factor", growth_factor, reason, low=1)
     reason = (
-        "after an overflow the scale has to fall, or every later step overflows too. 0.5 is usual"
+        "an overflow must lower the scale, or every later step overflows too. Use 0.5, for example"
     )
     require_number("backoff_factor", backoff_factor, reason, high=1, above=True)
-    reason = "it counts clean steps before the scale grows. 2000 is usual"
+    reason = "it is the number of clean steps before the scale grows. Use 2000, for example"
     require_whole("growth_interval", growth_interval, reason, unit="steps")
     reason = (
-        "it says which one is the first to lower the scale. 1 is every one, 2 is usual elsewhere"
+        "it is the number of overflows that lower the scale. Use 1 to lower it at each overflow"
     )
     require_whole("hysteresis", hysteresis, reason, unit="overflows")
 
 
 def loss_scale_from(setting: str | float | LossScale) -> LossScale:
-    """Make the loss scale for a setting: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
+    """Return the loss scale for a user's setting.
+
+    Args:
+        setting: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
 
     Raises:
-        ValueError: The setting is none of these.
+        ValueError: `setting` has another value.
 
     >>> type(loss_scale_from("dynamic")).__name__, loss_scale_from(128).value, loss_scale_from("1024").value
     ('DynamicLossScale', 128.0, 1024.0)
@@ -295,20 +305,21 @@ def loss_scale_from(setting: str | float | LossScale) -> LossScale:
         return DynamicLossScale()
     if isinstance(setting, bool) or not isinstance(setting, (int, float)):
         raise ValueError(
-            f'`loss_scale` (={setting!r}) must be "dynamic", a power of two such as 1024, or a LossScale object.'
+            f'`loss_scale` (={setting!r}) must be "dynamic", a power of two such as 1024, or a LossScale object. Leave '
+            'it out for "dynamic".'
         )
     return StaticLossScale(float(setting))
 
 
 def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
-    """Divide gradients by the scale in place, in the same pass that checks for inf and nan, as `GradScaler` does.
+    """Divide gradients by the loss scale in place, and check them for inf and nan in the same pass.
 
     Args:
-        gradients: At least one gradient, all on one device, fp32 or wider.
-        scale: The loss scale, a power of two: 0-dim fp32, on that device.
+        gradients: Gradients, at least one, all on one device, in fp32 or wider.
+        scale: Loss scale, a power of two, as a 0-dim fp32 tensor on that device.
 
     Returns:
-        1.0 if an element was inf or nan, else 0.0: 0-dim fp32.
+        A 0-dim fp32 tensor, which is 1.0 if an element was inf or nan, else 0.0.
     """
     found_inf = torch.zeros((), device=scale.device)
     inverse_scale = scale.reciprocal()
@@ -317,7 +328,7 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
         if gradient.is_complex():
             gradient = torch.view_as_real(gradient)
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    # torch's own kernel, which `GradScaler` calls: it takes a list of one dtype, and no complex numbers.
+    # This is the kernel of `GradScaler`. It needs lists of one dtype, and does not support complex numbers.
     for same_dtype in by_dtype.values():
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inverse_scale)
     return found_inf
@@ -325,10 +336,12 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
 
 def _check_power_of_two(name: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-        raise ValueError(f"`{name}` (={value!r}) must be a positive power of two.")
+        raise ValueError(
+            f"`{name}` (={value!r}) must be a positive power of two. Set 1024, for example."
+        )
     lower = 2.0 ** math.floor(math.log2(value))
     if value != lower:
         raise ValueError(
-            f"`{name}` (={value}) must be a power of two: only then is scaling exact in fp16. Nearest: {lower:g} or "
-            f"{2 * lower:g}."
+            f"`{name}` (={value}) must be a power of two, because otherwise scaling is not exact in fp16. Use "
+            f"{lower:g} or {2 * lower:g}."
         )

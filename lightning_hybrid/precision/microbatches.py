@@ -1,4 +1,4 @@
-"""The precision plugin's part in a pipeline, whose schedule runs forward and backward of micro-batches by itself."""
+"""Methods of the precision plugin for pipelines, whose schedule runs forward and backward of micro-batches."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ else:
 
 
 class MicrobatchMixin(_Base):
-    """Precision mixin that unscales and sums the gradients of micro-batches, and agrees with stages whether to skip.
+    """Precision mixin that unscales and sums the gradients of micro-batches, and skips steps on all stages or on none.
 
-    The gradients of a stage are checked by its own ranks alone. The verdict is the largest of all stages', known before
-    anything is written.
+    The ranks of a stage check only its own gradients. If a stage finds inf or nan, all stages skip the step, and they
+    know it before any weight is written.
     """
 
     loss_scale: Any
@@ -47,10 +47,12 @@ class MicrobatchMixin(_Base):
     def connect_stages(
         self, agree: Callable[[Tensor], Tensor] | None, *, is_of_slices: bool = False
     ) -> None:
-        """Connect a function that combines the decisions of all stages, or None if this stage decides alone.
+        """Add a function that combines the overflow flags of all stages, or remove all such functions.
 
-        The function takes a 0-dim fp32 tensor and returns the largest of all stages. Several are called one after the
-        other: of the stages of a pipeline, and of the slices of a stage.
+        Args:
+            agree: Function that takes a 0-dim fp32 tensor and returns its maximum over all stages, or over all slices
+                of a stage. If there are several functions, they are called one after the other. None: remove all.
+            is_of_slices: Whether the function combines the flags of slices.
         """
         if agree is None:
             self._agree_on_overflow = ()
@@ -61,7 +63,7 @@ class MicrobatchMixin(_Base):
 
     @contextmanager
     def schedule_context(self) -> Iterator[Tensor | None]:
-        """Run the schedule of a step on half-precision parameters, and yield the loss scale or None."""
+        """Enter the context of a pipeline schedule, with half-precision parameters. Yield the loss scale or None."""
         assert self.window is not None
         assert self._user_steps is not None
         self._user_steps.begin_step()
@@ -76,12 +78,12 @@ class MicrobatchMixin(_Base):
     def backward_of_microbatch(
         self, parameters: Iterable[nn.Parameter], *, is_last: bool
     ) -> Iterator[None]:
-        """Run one backward inside, and add its gradients to `p.grad`, in fp32 and unscaled.
+        """Enter the context of one backward, whose gradients are added to `p.grad` in unscaled fp32.
 
         Args:
-            parameters: all that the backward may reach. No others are touched: those of another stage of this rank
-                have finished gradients.
-            is_last: whether this backward averages the sum of all micro-batches over ranks.
+            parameters: All parameters that the backward may reach. Other parameters are not changed, because another
+                stage of this rank may have finished its gradients.
+            is_last: Whether this backward averages the sum of all micro-batches over ranks.
         """
         assert self.gradients is not None
         reached = list(parameters)
@@ -91,7 +93,7 @@ class MicrobatchMixin(_Base):
         self.gradients.finish(self._groups_of(reached), self._scale, lambda _: is_last)
 
     def _groups_of(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Return `parameters` by optimizer, and nothing else that these optimizers train."""
+        """Return `parameters` grouped by optimizer."""
         reached = {id(parameter): parameter for parameter in parameters}
         groups = []
         for group in self.optimizer_steps.parameters_by_optimizer(parameters):
@@ -101,18 +103,18 @@ class MicrobatchMixin(_Base):
         return groups
 
     def end_microbatches(self, loss: Tensor) -> None:
-        """Close the window, and note the loss of the whole batch for the error that ends endless overflow."""
+        """Close the window, and store the loss of the batch for the message of an `EndlessOverflowError`."""
         assert self.window is not None
         self.window.close()
         if self.loss_scale is not None:
             self._last_loss = loss.detach()
 
     def call_before_backward(self, loss: Tensor, module: LightningModule) -> Tensor:
-        """Call the hooks `on_before_backward` alone, of a backward that the schedule has run."""
+        """Call the hooks `on_before_backward` for a backward that the schedule has run."""
         return super().pre_backward(loss, module)
 
     def call_after_backward(self, loss: Tensor, module: LightningModule) -> Tensor:
-        """Call the hooks `on_after_backward` alone."""
+        """Call the hooks `on_after_backward` for a backward that the schedule has run."""
         return super().post_backward(loss, module)
 
     def _agreed(self, found_inf: Tensor | None) -> Tensor | None:
@@ -122,6 +124,6 @@ class MicrobatchMixin(_Base):
         return found_inf
 
     def _decides_alone(self, optimizer: Optimizer) -> bool:
-        # Or with the ranks that hold other parts of its parameters, in its own step.
+        # An optimizer with parts agrees in its own step with the ranks that hold the other parts of its parameters.
         has_parts = not self._has_stages and bool(getattr(optimizer, "parts", None))
         return not self._agree_on_overflow or self.loss_scale is None or has_parts

@@ -1,8 +1,8 @@
-"""Hooks on the modules of a half-precision model, which act while the window is open.
+"""Hooks on the modules of a half-precision model, which are active while the window is open.
 
 normalisation layers     compute in fp32 and return the compute dtype
-state dicts              hold and take fp32 values, of any part of the model
-other threads            may not use the model meanwhile
+state dicts              contain and load fp32 values, for any part of the model
+other threads            get an error if they call the model
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_hybrid.precision.parameter_pair import ParameterPair
 
 
 class Window(Protocol):
-    """The window for which the hooks act."""
+    """Window to which the hooks belong."""
 
     is_open: bool
 
@@ -28,14 +28,14 @@ class Window(Protocol):
 
 
 class ModuleHooks:
-    """The hooks of one window.
+    """Module hooks of one window.
 
-    Those of normalisation layers are on the modules only while the window is open: outside, modules can be scripted,
-    exported, copied and pickled as they are. Those of state dicts stay, and do nothing while it is closed.
+    Forward hooks are registered only while the window is open. So outside of a step, modules can be scripted, exported,
+    copied and pickled without hooks. Hooks of state dicts stay registered, and do nothing while the window is closed.
 
     Args:
-        window: has the parameters.
-        dtype: what normalisation layers return.
+        window: Window that holds the parameters.
+        dtype: Dtype that normalisation layers return.
     """
 
     def __init__(self, window: Window, dtype: torch.dtype) -> None:
@@ -50,12 +50,12 @@ class ModuleHooks:
         self.is_in_backward = False
 
     def compute_in_fp32(self, module: nn.Module) -> None:
-        """Let a normalisation layer compute in fp32 and return the compute dtype."""
+        """Make a normalisation layer compute in fp32 and return the compute dtype."""
         if not isinstance(module, torch.jit.ScriptModule):
             self._normalisation_layers.append(module)
 
     def show_fp32_in_state_dicts(self, module: nn.Module) -> None:
-        """Let a state dict taken inside of a step hold fp32 values of the module's own parameters, and loading too."""
+        """Make state dicts of a module contain and load fp32 values of its own parameters inside of a step."""
         if module in self._with_state_hooks:
             return
         self._with_state_hooks.add(module)
@@ -65,13 +65,13 @@ class ModuleHooks:
         ]
 
     def refuse_other_threads(self, module: nn.Module) -> None:
-        """Let a call of the module, or of a child of it, from another thread be an error while the window is open."""
+        """Raise an error if another thread calls the module or one of its children while the window is open."""
         for child in (module, *module.children()):
             if not isinstance(child, torch.jit.ScriptModule):
                 self._checked_modules.append(child)
 
     def attach(self) -> None:
-        """Register the hooks of forward on the modules."""
+        """Register the forward hooks on the modules."""
         self._thread = threading.get_ident()
         for layer in self._normalisation_layers:
             self._attached += [
@@ -84,7 +84,7 @@ class ModuleHooks:
             )
 
     def detach(self) -> None:
-        """Remove the hooks of forward."""
+        """Remove the forward hooks."""
         for handle in self._attached:
             handle.remove()
         self._attached.clear()
@@ -100,7 +100,7 @@ class ModuleHooks:
         self._checked_modules.clear()
 
     def to_fp32(self, values: Any) -> Any:
-        """Return `values` with its tensors of the compute dtype in fp32."""
+        """Convert tensors of the compute dtype in nested containers to fp32."""
         return tree_map_only(Tensor, self._tensor_to_fp32, values)
 
     def _tensor_to_fp32(self, tensor: Tensor) -> Tensor:
@@ -120,30 +120,32 @@ class ModuleHooks:
         return tree_map_only(Tensor, self._tensor_to_half, output)
 
     def _check_thread(self, module: nn.Module, args: Any) -> None:
-        # On CUDA autograd has threads of its own, in which activation checkpoints compute forward again.
+        # On CUDA, autograd has its own threads, in which activation checkpoints recompute the forward.
         if self.is_in_backward or threading.get_ident() == self._thread:
             return
         raise RuntimeError(
             f"`{type(module).__name__}` was called in the thread `{threading.current_thread().name}` while a training "
-            "step runs in another one. During a step the parameters are in half precision, and they change at its end. "
-            "Give that thread a copy of the module (`copy.deepcopy` in a hook such as `on_train_batch_end`), or call "
-            "the module between steps."
+            "step runs in another one. This is not possible, because during a step the parameters are in half "
+            "precision, and they change at its end. Use a copy of the module in that thread (`copy.deepcopy` in a hook "
+            "such as `on_train_batch_end`), or call the module between steps."
         )
 
     def _give_fp32(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
+        """Replace half-precision values in a state dict by fp32 values while the window is open."""
         if not self._window.is_open:
             return
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             pair = self._window.pair_of(parameter)
-            # With `keep_vars=True` the parameter is itself there.
+            # With `keep_vars=True` the state dict holds the parameter itself, which is not replaced.
             if pair is not None and state.get(prefix + name, parameter) is not parameter:
                 state[prefix + name] = pair.shown_in_fp32()
 
     def _take_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Load values of a state dict into the fp32 values while the window is open."""
         if not self._window.is_open:
             return
         for name, parameter in module._parameters.items():
@@ -156,9 +158,9 @@ class ModuleHooks:
 
 
 class ModuleHook(partial[Any]):
-    """A hook whose copies and pickles do nothing: those of a copied module must not reach the original."""
+    """Hook whose copies and pickles do nothing, because hooks of a copied module must not change the original."""
 
-    __name__ = "half_precision_hook"  # TorchScript asks for it
+    __name__ = "half_precision_hook"  # TorchScript needs a name.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
         return ModuleHook(_do_nothing)

@@ -1,9 +1,9 @@
-"""Abilities of an optimizer that the precision plugin uses.
+"""Features of an optimizer that the precision plugin uses.
 
-Attributes decide, never the type, so that any optimizer may join:
+An optimizer declares them by attributes, so that they do not depend on its type:
 
     _step_supports_amp_scaling    torch's protocol: the step reads `grad_scale` and `found_inf` on the device
-    last_found_inf                the step takes half-precision gradients and their scale, and finds inf and nan itself
+    last_found_inf                the step accepts scaled half-precision gradients, and checks them for inf and nan
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 
 def takes_scaled_gradients(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether `step` takes scaled half-precision gradients and skips by itself."""
+    """Return whether `step` accepts scaled half-precision gradients and skips itself after an overflow."""
     return hasattr(optimizer, "last_found_inf") and supports_device_skip(optimizer, device)
 
 
 def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether `step` changes nothing if `optimizer.found_inf` is 1, without a read by the host."""
-    # Only the first step of torch's fused SGD leaves dampening out, and where that is skipped no later one does.
+    """Return whether `step` changes nothing if `optimizer.found_inf` is 1, without waiting for the device."""
+    # torch's fused SGD omits dampening in its first step only. If that step is skipped, no later step omits it.
     if isinstance(optimizer, SGD) and any(
         group["momentum"] and group["dampening"] for group in optimizer.param_groups
     ):
         return False
-    # An eager step without the answer needs a second place for every new value until it is known to be wanted: on a CPU
-    # 39 ms instead of 24 for LARS on 8 million parameters. There the answer is free, so the host asks.
+    # If the host does not know whether to skip, an eager step needs additional memory for every new value. On a CPU
+    # this takes 39 ms instead of 24 ms for LARS with 8 million parameters. There the host can read the flag without
+    # a wait, so it does.
     is_declared = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     return is_declared or (hasattr(optimizer, "last_found_inf") and device.type != "cpu")
 
 
 def evaluates_closure(optimizer: Optimizer) -> bool:
-    """Return whether `step` needs the closure, because the optimizer may evaluate the loss at other weights.
+    """Return whether `step` needs the closure, because the optimizer may evaluate the loss with other weights.
 
-    torch's own optimizers, except LBFGS, and those that declare an ability above call it once, before anything else.
+    torch's optimizers except LBFGS do not need it, nor do optimizers that declare a feature of this module. They call
+    the closure once at the beginning of a step.
     """
     if isinstance(optimizer, LBFGS):
         return True
@@ -50,8 +52,9 @@ def evaluates_closure(optimizer: Optimizer) -> bool:
 
 
 def prepare_to_skip_(optimizer: Optimizer) -> None:
-    """Make momentum zero before the first step of torch's fused SGD."""
-    # If skipped, that step leaves it uninitialised (torch 2.11 to 2.13). SGD starts with `momentum * 0 + gradient`.
+    """Set the momentum buffers of torch's SGD to zero before its first step."""
+    # If its first step is skipped, fused SGD leaves the buffers uninitialised (torch 2.11 to 2.13). With zeros, the
+    # first step computes `momentum * 0 + gradient`.
     if isinstance(optimizer, SGD):
         for group in optimizer.param_groups:
             if not group["momentum"]:
@@ -65,7 +68,7 @@ def prepare_to_skip_(optimizer: Optimizer) -> None:
 
 
 def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
-    """Return `optimizer` and those that it wraps, such as Lookahead's or SAM's base optimizer."""
+    """Return an optimizer and the optimizers that it wraps, such as the base optimizer of Lookahead or SAM."""
     optimizers = [optimizer]
     for outer in optimizers:
         for value in vars(outer).values():
@@ -75,7 +78,7 @@ def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """Yield the parameters in the groups of `optimizer`, in order, or none for None."""
+    """Yield the parameters of an optimizer in the order of its groups. None has no parameters."""
     if optimizer is None:
         return
     for group in optimizer.param_groups:
@@ -84,7 +87,7 @@ def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
 
 @contextmanager
 def temporary_attributes(owner: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an optimizer or a module for a while, as `torch.amp.GradScaler` does for a step."""
+    """Set attributes of an object within the block, as `torch.amp.GradScaler` does for a step."""
     before = {name: value for name, value in vars(owner).items() if name in attributes}
     vars(owner).update(attributes)
     try:
@@ -96,7 +99,7 @@ def temporary_attributes(owner: object, **attributes: Any) -> Iterator[None]:
 
 
 def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """Return the closure among the arguments of `Optimizer.step`, of which the first is the optimizer."""
+    """Return the closure among the arguments of `Optimizer.step`, or None. The first argument is the optimizer."""
     closure = kwargs.get("closure")
     if closure is None and len(args) > 1:
         closure = args[1]

@@ -1,11 +1,11 @@
-"""A parameter in two precisions behind one Python object: fp32 outside of forward and backward, half precision inside.
+"""Parameter in two precisions with one Python object, in half precision during forward and backward and else in fp32.
 
-The object that user code, optimizers and lists hold never changes. What it points to does: torch exchanges the C++
+User code, optimizers and lists always hold the same Python object. Only its C++ tensor changes: torch swaps the C++
 tensors of two Python objects (`torch._C._swap_tensor_impl`, the core of `torch.utils.swap_tensors`).
 
                      closed                       open
-    parameter   ->   fp32 value, fp32 gradient    half copy, on which DDP was built
-    hidden      ->   half copy                    fp32 value
+    parameter   ->   fp32 value, fp32 gradient    half-precision copy, on which DDP was built
+    hidden      ->   half-precision copy          fp32 value
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from lightning_hybrid.placement import flattened, has_gaps
 from lightning_hybrid.precision.device_writes import WriteSearch
 
 _BLOCK = 1 << 20
-"""Elements compared at once on a CPU. The expected values of a block (2 MiB) stay in cache."""
+"""Number of elements compared at a time on a CPU, where the expected values of a block (2 MiB) stay in the cache."""
 
 _BLOCK_ON_DEVICE = 1 << 26
-"""Elements compared at once on other devices, for which memory is taken: 128 MiB."""
+"""Number of elements compared at a time on other devices, where a block takes 128 MiB of memory."""
 
 _HOST_DEVICES = {"cpu"}
 """Types of devices on which a closing waits for the comparison of a copy and its fp32 value."""
 
 
 class ParameterPair:
-    """A parameter with its fp32 value and its half-precision copy, of which it shows one at a time.
+    """Parameter that shows either its fp32 value or its half-precision copy.
 
     Args:
-        name: the parameter's name, for errors.
-        parameter: an fp32 parameter.
+        name: Name of the parameter, for errors.
+        parameter: fp32 parameter.
         dtype: `torch.float16` or `torch.bfloat16`.
 
     Attributes:
@@ -50,46 +50,47 @@ class ParameterPair:
         self.dtype = dtype
         half = parameter.detach().to(dtype)
         self._hidden = nn.Parameter(half, requires_grad=parameter.requires_grad)
-        # The address of the C++ tensor tells which side is shown, also after an interrupt between two statements.
+        # The address of the C++ tensor tells which one is shown, even after an interrupt between two statements.
         self._half_address: int = self._hidden._cdata
         self.was_written = False
-        # How often torch had counted a write to each side when the copy was made.
+        # torch's version counters, which count writes, at the time of the copy.
         self._fp32_version: int = parameter._version
         self._half_version: int = self._hidden._version
 
     @property
     def is_open(self) -> bool:
-        """True while the parameter shows its half-precision copy."""
+        """True if the parameter shows its half-precision copy."""
         return self.parameter._cdata == self._half_address
 
     @property
     def fp32(self) -> Tensor:
-        """The tensor that holds the fp32 value, whichever side is shown."""
+        """Tensor that holds the fp32 value."""
         if self.is_open:
             return self._hidden
         return self.parameter
 
     @property
     def half(self) -> Tensor:
-        """The tensor that holds the half-precision copy, whichever side is shown."""
+        """Tensor that holds the half-precision copy."""
         if self.is_open:
             return self.parameter
         return self._hidden
 
     def open(self) -> None:
-        """Show the half-precision copy, with the fp32 gradient that the parameter has."""
+        """Show the half-precision copy, with the parameter's fp32 gradient."""
         if self.is_open:
             return
         gradient = self.parameter.grad
         self.parameter.grad = None
         self._exchange()
         self.show_gradient(gradient)
-        # `copy.deepcopy` and `pickle` ask the object before its class. A copy made inside of a step is fp32.
+        # `copy.deepcopy` and `pickle` use attributes of the object before those of its class. With these, a copy made
+        # inside of a step is fp32.
         vars(self.parameter)["__deepcopy__"] = self._deepcopy
         vars(self.parameter)["__reduce_ex__"] = self._reduce_ex
 
     def close(self) -> None:
-        """Show the fp32 value. The gradient goes along, in fp32."""
+        """Show the fp32 value, with the gradient converted to fp32."""
         if not self.is_open:
             return
         vars(self.parameter).pop("__deepcopy__", None)
@@ -103,15 +104,17 @@ class ParameterPair:
             self.parameter.grad = gradient
 
     def show_gradient(self, gradient: Tensor | None) -> None:
-        """Put an fp32 gradient into `parameter.grad` while the half-precision copy is shown, as user code may too."""
+        """Set `parameter.grad` to an fp32 gradient while the half-precision copy is shown."""
         self.parameter.grad = None
-        self.parameter.grad_dtype = None  # allows a gradient of another dtype than the parameter's
+        self.parameter.grad_dtype = (
+            None  # None allows a gradient of another dtype than the parameter's.
+        )
         self.parameter.grad = gradient
 
     def hide_gradient(self) -> None:
-        """Empty `parameter.grad` while the half-precision copy is shown, ready for a backward."""
+        """Set `parameter.grad` to None before a backward while the half-precision copy is shown."""
         self.parameter.grad = None
-        self.parameter.grad_dtype = self.dtype  # backward casts what it brings
+        self.parameter.grad_dtype = self.dtype  # Backward casts gradients to this dtype.
 
     def _exchange(self) -> None:
         parameter = self.parameter
@@ -125,7 +128,7 @@ class ParameterPair:
             parameter.requires_grad_(requires_grad)
         if self._hidden.requires_grad != requires_grad:
             self._hidden.requires_grad_(requires_grad)
-        # Hooks belong to the C++ tensor. The user registered them on the Python object.
+        # Hooks belong to the C++ tensor, but the user has registered them on the Python object.
         if backward_hooks:
             parameter._backward_hooks = backward_hooks
         if accumulate_hooks:
@@ -134,11 +137,11 @@ class ParameterPair:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def note_cast(self) -> None:
-        """Note that the copy was made from the current fp32 value.
+        """Record that the copy holds the current fp32 value.
 
-        The cast itself is not counted as a write: a graph that waits for its backward holds the copy, and the same
-        bits were written. If torch has counted a write to the fp32 value since, the graph is out of date, and torch's
-        own error about a modified variable has to come.
+        The cast does not count as a write, because it wrote the same values, and a graph that waits for its backward
+        may hold the copy. But if the fp32 value was written since the previous cast, such a graph is out of date. The
+        version counter of the copy is then increased, so that torch raises its error about a modified variable.
         """
         version = self.fp32._version
         if version != self._fp32_version:
@@ -147,25 +150,26 @@ class ParameterPair:
         self._half_version = self.half._version
 
     def is_exact_cast(self) -> bool:
-        """Return whether the copy has the bits of the fp32 value, rounded. Waits for the device."""
+        """Return whether the copy equals the rounded fp32 value bit for bit. This waits for the device."""
         return is_rounded(self.half.detach(), self.fp32.detach())
 
     @property
     def is_written_as_fp32(self) -> bool:
-        """True if the fp32 value was written inside of the step, through another tensor in its memory.
+        """True if the fp32 value was written inside of the step, and the copy was not.
 
-        A value of a state dict is such a tensor. The copy, which was not written, is then out of date.
+        User code may write the fp32 value through another tensor with the same memory, such as a value of a state dict.
+        The copy is then out of date.
         """
         return self.fp32._version != self._fp32_version and self.half._version == self._half_version
 
     @torch.no_grad()
     def take_writes_(self) -> None:
-        """Copy into the fp32 value the elements that user code wrote into the half-precision copy.
+        """Copy elements that user code wrote into the half-precision copy to the fp32 value.
 
             fp32 <- where(half == half_dtype(fp32), fp32, half)
 
-        Elements that were not written keep all fp32 bits. On a CPU nothing is written if nothing differs. On other
-        devices the host does not wait for the answer.
+        Other elements keep all fp32 bits. On a CPU nothing is written if no element differs. On other devices the host
+        does not wait for the comparison.
         """
         self.check_dtype()
         if self.is_written_as_fp32:
@@ -185,23 +189,23 @@ class ParameterPair:
 
     @torch.no_grad()
     def take_writes_without_waiting_(self, cast: Tensor | None = None) -> None:
-        """Do the same on a device, by one `where`: the host does not ask whether anything differs.
+        """Copy written elements to the fp32 value on a device with one `where`, without waiting for the device.
 
         Args:
-            cast: the fp32 value in half precision, if it is known.
+            cast: fp32 value rounded to half precision, if the caller has computed it.
         """
         half = self.half.detach()
-        # Through `data`, as most often the same bits are written: a graph of the fp32 value stays valid.
+        # Most often the same values are written. With `data`, a graph that uses the fp32 value stays valid.
         value = self.fp32.data
         if cast is None:
             cast = value.to(self.dtype)
         torch.where(raw_bits(cast) == raw_bits(half), value, half, out=value)
 
     def check_dtype(self) -> None:
-        """Check that user code has not given the parameter memory of another dtype or shape inside of a step.
+        """Check that user code has not replaced the parameter's data by another dtype or shape inside of a step.
 
         Raises:
-            RuntimeError: it has.
+            RuntimeError: The dtype or the shape has changed.
         """
         half = self.half
         fp32 = self.fp32
@@ -209,13 +213,13 @@ class ParameterPair:
             return
         raise RuntimeError(
             f"`{self.name}.data` was replaced inside of a training step by a tensor of shape {tuple(half.shape)} and "
-            f"dtype {half.dtype}. Inside of a step a parameter keeps its shape {tuple(fp32.shape)} and dtype "
-            f"{self.dtype}, as DDP reduces gradients into buckets of these. Write into it with `p.copy_(value)` under "
+            f"dtype {half.dtype}. Inside of a step a parameter must keep its shape {tuple(fp32.shape)} and dtype "
+            f"{self.dtype}, because DDP's buckets are built for these. Write into it with `p.copy_(value)` under "
             "`torch.no_grad()`, or replace it in a hook outside of the step, such as `on_train_batch_end`."
         )
 
     def load_(self, value: Tensor) -> None:
-        """Load the value of a state dict in full precision. torch writes the rounded value into the copy."""
+        """Write a value of a state dict into the fp32 value. torch itself writes the rounded value into the copy."""
         with torch.no_grad():
             self.fp32.detach().copy_(value)
         self._fp32_version = self.fp32._version
@@ -224,9 +228,10 @@ class ParameterPair:
 
     @torch.no_grad()
     def shown_in_fp32(self) -> Tensor:
-        """Return the value that is shown inside of a step, with all fp32 digits of elements that were not written.
+        """Return the parameter's current value inside of a step in fp32.
 
-        Nothing is taken over: what user code writes for a moment and puts back leaves the fp32 value as it was.
+        Elements that were not written have all their fp32 digits. The fp32 value itself is not changed, so it stays the
+        same if user code writes the copy and later restores it.
         """
         self.check_dtype()
         fp32 = self.fp32.detach()
@@ -250,11 +255,11 @@ class ParameterPair:
 
 @torch.no_grad()
 def cast_(pairs: Iterable[ParameterPair]) -> None:
-    """Round the fp32 values into the half-precision copies, in one pass over memory."""
+    """Write the rounded fp32 values into the half-precision copies, in one pass over memory."""
     pairs = list(pairs)
     if not pairs:
         return
-    # `data` has a version counter of its own: see `ParameterPair.note_cast`.
+    # `data` has a version counter of its own (see `ParameterPair.note_cast`).
     copies = [pair.half.data for pair in pairs]
     torch._foreach_copy_(copies, [pair.fp32.detach() for pair in pairs])
     for pair in pairs:
@@ -303,10 +308,10 @@ def _take_writes_of_block_(block: list[ParameterPair], search: WriteSearch) -> N
 
 @cache
 def check_exchange() -> None:
-    """Check that the installed torch exchanges tensors as half precision needs it.
+    """Check that the installed torch can swap the tensors of two parameters.
 
     Raises:
-        MisconfigurationException: it does not.
+        MisconfigurationException: The result of a swap is not as expected.
     """
     parameter = nn.Parameter(torch.tensor([1.0, 1.0 + 2**-12]))
     before = id(parameter)
@@ -330,19 +335,19 @@ def check_exchange() -> None:
             and view.data_ptr() == parameter.data_ptr()
             and parameter.tolist() == [1.0, 1.0 + 2**-12]
         )
-        cause = "parameters or gradients are not what they should be afterwards"
+        cause = "parameters or gradients are not as expected afterwards"
     except (AttributeError, RuntimeError, TypeError) as error:
         works = False
         cause = f"{type(error).__name__}: {error}"
     if not works:
         raise misconfiguration(
-            f"`torch` (={torch.__version__}) does not exchange the tensors of two parameters as half precision on fp32 "
-            f'weights needs it ({cause}). Install torch 2.11 to 2.15, or use precision="16-mixed".'
+            f"`torch` (={torch.__version__}) cannot swap the tensors of two parameters, which half precision with fp32 "
+            f'master weights requires ({cause}). Install torch 2.11 to 2.15, or use precision="16-mixed".'
         )
 
 
 def is_rounded(half: Tensor, fp32: Tensor) -> bool:
-    """Return whether `half` has the bits of `fp32`, rounded. Waits for the device."""
+    """Return whether `half` equals the rounded `fp32` bit for bit. This waits for the device."""
     if half.numel() <= _BLOCK or half.stride() != fp32.stride() or has_gaps(half):
         return torch.equal(raw_bits(half), raw_bits(fp32.to(half.dtype)))
     half_blocks = flattened(half, half).split(_BLOCK)
@@ -356,12 +361,12 @@ def is_rounded(half: Tensor, fp32: Tensor) -> bool:
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
-    # Four elements at a time, where `torch.equal` would compare them one by one.
+    # Four elements are compared at a time, because `torch.equal` on 16-bit elements compares them one by one.
     if first.numel() % 4 or first.storage_offset() % 4 or second.storage_offset() % 4:
         return torch.equal(raw_bits(first), raw_bits(second))
     return torch.equal(first.view(torch.int64), second.view(torch.int64))
 
 
 def raw_bits(tensor: Tensor) -> Tensor:
-    """Return the memory of a half-precision tensor as integers. They compare equal for equal NaN too."""
+    """Return the bits of a half-precision tensor as integers, which compare equal for equal NaNs as well."""
     return tensor.view(torch.int16)

@@ -1,7 +1,7 @@
-"""Half-precision training on fp32 weights, as a Lightning precision plugin.
+"""Lightning precision plugin for half-precision training with fp32 master weights.
 
-Methods stand in the order in which a run calls them: module conversion, then per step forward, backward, optimizer
-step, then checkpoint, then teardown.
+Methods are in the order in which a run calls them: module conversion, then forward, backward and optimizer step of each
+training step, then checkpoint and teardown.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ else:
 
 
 class MasterWeightMixin(MicrobatchMixin, _Base):
-    """A plugin for training in fp16 (or bf16) on fp32 weights, with fp32 gradients and optimizer state.
+    """Precision plugin that trains in fp16 or bf16, with fp32 weights, gradients and optimizer state.
 
-    One step, with scale `s`, weights `w` and the loss `L`:
+    One step with loss scale `s`, weights `w` and loss `L`:
 
         open                w16 = half(w)                               the module shows w16
         forward, backward   g16 = grad of s * L at w16                  matrix products accumulate in fp32
@@ -63,32 +63,34 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         close, unscale      g   = fp32(g16) / s                         the module shows w, and `p.grad` is g
         skip or step        any(g is inf or nan): w unchanged, s backs off;  else w <- optimizer(w, g)
 
-    Outside of forward and backward, parameters, gradients and optimizer state are the user's own fp32 objects: in
-    every hook from `on_after_backward` on, in optimizers, callbacks and checkpoints. In manual optimization parameters
-    are in half precision inside of `training_step`, except in the steps of optimizers; `p.grad` is fp32 and unscaled
-    after each `manual_backward`, and each optimizer has a loss scale of its own. A backward takes the smallest of those
-    that it can reach, and they go on from it.
+    Outside of forward and backward, parameters, gradients and optimizer state are the user's own fp32 objects. This
+    includes every hook after a backward (`on_after_backward` and later), optimizers, callbacks and checkpoints.
 
-    The gradients of a step of several batches (`accumulate_grad_batches`) are summed in fp32, in `p.grad`, and rounded
-    once, into the last backward.
+    In manual optimization, parameters are in half precision inside of `training_step`, except while an optimizer steps.
+    After each `manual_backward`, `p.grad` is fp32 and unscaled. Each optimizer has a loss scale of its own. A backward
+    uses the smallest scale of the optimizers that it can reach, and sets it for all of these.
 
-    LARS and LAMB (on a CPU: if `fused=True`) unscale, check and update in passes of their own if nothing looks at
-    gradients; `p.grad` is None then after the step. More in this folder's `README.md`.
+    If a step has several batches (`accumulate_grad_batches`), their gradients are summed in fp32 in `p.grad`. The sum
+    is rounded once, for the last backward.
+
+    If no other code reads gradients, LARS and LAMB (on a CPU with `fused=True`) unscale, check and update in their own
+    passes. After such a step `p.grad` is None. See `README.md` in this folder.
 
     Args:
-        precision: `"16-true"`, or `"bf16-true"`, which has fp32's range and therefore no loss scale.
-        loss_scale: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
-        keep_fp32: module types that stay fp32 like the normalisation layers (their own tensors, not submodules').
+        precision: `"16-true"` or `"bf16-true"`. bf16 needs no loss scale, because it has the range of fp32.
+        loss_scale: `"dynamic"` (default), a power of two for a fixed scale, or a `LossScale`.
+        keep_fp32: Module types whose own parameters stay in fp32, as those of normalisation layers do. Their submodules
+            are converted.
 
     Attributes:
-        window: the module's parameters in both precisions, while a run lasts.
-        gradients: their gradients, likewise.
+        window: Parameters of the module in both precisions. None outside of a run.
+        gradients: Gradients of these parameters. None outside of a run.
 
     Raises:
-        ValueError: unknown `precision`; a `loss_scale` that is no power of two; a `loss_scale` with bf16.
-        RuntimeError: in training, after 40 skipped steps in a row; asked at logged steps and at the end.
+        ValueError: `precision` is unknown, `loss_scale` is not a power of two, or `loss_scale` is set with bf16.
+        RuntimeError: 40 steps in a row were skipped. Raised in training, at a logged step or at the end.
 
-    Source: Micikevicius et al. 2017 (arXiv:1710.03740); LARS on fp32 weights: Jia et al. 2018 (arXiv:1807.11205).
+    Sources: Micikevicius et al. 2017 (arXiv:1710.03740). LARS with fp32 weights: Jia et al. 2018 (arXiv:1807.11205).
     """
 
     precision: Literal["16-true", "bf16-true"]
@@ -101,12 +103,13 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     ) -> None:
         if precision not in ("16-true", "bf16-true"):
             raise ValueError(
-                f'`precision` (={precision!r}) must be "16-true" or "bf16-true" for master weights.'
+                f'`precision` (={precision!r}) must be "16-true" or "bf16-true" to keep fp32 master weights. Set one '
+                "of these, or leave the plugin out."
             )
         if precision == "bf16-true" and loss_scale is not None:
             raise ValueError(
-                f'`loss_scale` (={loss_scale!r}) has no meaning with precision="bf16-true": bf16 has the range of fp32 '
-                "and gradients do not underflow. Leave it out."
+                f'`loss_scale` (={loss_scale!r}) must not be set with precision="bf16-true", because bf16 has the '
+                "range of fp32 and gradients do not underflow. Leave it out."
             )
         self.precision = precision
         self.dtype = torch.bfloat16
@@ -127,27 +130,29 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             self.optimizer_steps.skip_flags_of, self._may_put_off_schedules
         )
         self._num_schedules = 0
-        self._has_strategy = False  # one that knows the window, see `connect_strategy`
-        # `partial(bool, True)` can be pickled, for `hybrid_allreduce_spawn`.
+        self._has_strategy = False  # whether the strategy has called `connect_strategy`
+        # `hybrid_allreduce_spawn` pickles the plugin, and `partial(bool, True)` can be pickled.
         self._is_last_backward: Callable[[], bool] = partial(bool, True)
-        self._flush_backward: Callable[[Tensor], object] = torch.is_tensor  # nothing to do
+        self._flush_backward: Callable[[Tensor], object] = (
+            torch.is_tensor
+        )  # Does nothing by default.
         self._last_loss: Tensor | None = None
-        self._scale: Tensor | None = None  # of the loss in the last backward
+        self._scale: Tensor | None = None  # scale of the loss in the last backward
         self._is_arithmetic_on = False
         self._full_accumulation = FullAccumulation()
-        # Of the ranks' parts, where they share the update: the largest gradient. Collective.
+        # Collective function that returns the largest gradient of all ranks, if ranks share the update.
         self.largest_of_parts: Callable[[Iterator[Tensor]], Tensor] | None = None
-        # Entered around every step of an optimizer that trains parameters of the module.
+        # Context for every step of an optimizer that trains parameters of the module.
         self.update_context: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The loss scale of the first optimizer, or None with bf16."""
+        """Loss scale of the first optimizer, or None with bf16."""
         return self.optimizer_steps[0].loss_scale
 
     @property
     def num_skipped_steps(self) -> int:
-        """Number of skipped steps of all optimizers. Reading it waits for the device."""
+        """Total number of skipped optimizer steps. Reading it waits for the device."""
         return sum(int(state.num_skipped) for state in self.optimizer_steps)
 
     # ---- before training -------------------------------------------------------------------------------------------
@@ -161,15 +166,16 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         """Connect the functions that a strategy provides.
 
         Args:
-            is_last_backward_of_step: returns whether the backward in progress averages over ranks, for a step after it.
-            flush_backward: ends DDP's own work for a backward, given the loss, before gradients are unscaled.
+            is_last_backward_of_step: Function that returns whether the current backward averages gradients over ranks,
+                because an optimizer step follows.
+            flush_backward: Function that ends DDP's work for a backward, given the loss, before gradients are unscaled.
         """
         self._has_strategy = True
         self._is_last_backward = is_last_backward_of_step
         self._flush_backward = flush_backward
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Remember the module. `follow_device` makes its half-precision copies, where the module is by then."""
+        """Store the module. `follow_device` creates its half-precision copies when the module is on its device."""
         self._end_window()
         self._module = module
         return module
@@ -191,7 +197,12 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return HalfPrecisionWindow(self._module, self.dtype, self.keep_fp32, frozen=is_evaluated)
 
     def follow_device(self, device: torch.device, *, host: torch.device | None = None) -> None:
-        """Make the half-precision copies on `device`, and move the scales there or to the weights' `host`."""
+        """Create the half-precision copies, and move the loss scales to the weights.
+
+        Args:
+            device: Device that computes.
+            host: Device of the weights, if it differs from `device`.
+        """
         self._compute_device = device
         self._device = host or device
         self._full_accumulation.begin()
@@ -223,15 +234,19 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Raise an error for a strategy that cannot work, and guard per-step schedules against skipped steps."""
+        """Check the strategy, and make per-step schedules wait when a step is skipped.
+
+        Raises:
+            MisconfigurationException: The strategy does not support this plugin.
+        """
         trainer: Any = None
         if self._lightning_module is not None:
             trainer = self._lightning_module.trainer
         if trainer is not None and not self._has_strategy:
             raise misconfiguration(
-                f"`strategy` (={type(trainer.strategy).__name__}) does not know when to show half-precision "
-                "parameters: DDP would be built on fp32 ones. Use strategy='hybrid_allreduce', which works with one "
-                "device as well."
+                f"`strategy` (={type(trainer.strategy).__name__}) does not support MasterWeightPrecision, because it "
+                "would build DDP on the fp32 parameters instead of their half-precision copies. Use "
+                "strategy='hybrid_allreduce', which also works with one device."
             )
         if trainer is not None:
             self.optimizer_steps.follow(optimizers)
@@ -248,9 +263,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Run on half-precision parameters under autocast.
+        """Enter a context with half-precision parameters and autocast.
 
-        Matrix products take half operands, losses and other delicate functions are fp32.
+        Matrix products use half-precision operands. Losses and other sensitive functions use fp32.
         """
         assert self.window is not None
         with self.window.opened(), self._half_arithmetic():
@@ -258,7 +273,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """Run `training_step`, and leave the window open for its backward unless user code runs in between."""
+        """Enter the context of `training_step`. The window stays open for its backward unless user code runs before."""
         assert self.window is not None
         assert self._user_steps is not None
         self._user_steps.begin_step()
@@ -277,14 +292,14 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
                 self.window.close()
 
     def _follow_optimizers(self) -> None:
-        # A callback may have replaced some since the last step.
+        # A callback may have replaced optimizers since the last step.
         if self._lightning_module is not None:
             self.optimizer_steps.follow(self._lightning_module.trainer.strategy.optimizers)
 
     @contextmanager
     def _half_arithmetic(self) -> Iterator[None]:
-        # The default dtype stays fp32: what is logged or accumulated in a step is not rounded to fp16. Batches keep
-        # their dtypes too: operands are cast where they are used, targets are not.
+        # The default dtype stays fp32, so that values which are logged or accumulated in a step are not rounded to
+        # fp16. Batches keep their dtypes as well, because operands are cast where they are used, and targets are not.
         with (
             torch.autocast(self._compute_device.type, dtype=self.dtype),
             self._emulation(),
@@ -294,7 +309,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @contextmanager
     def _with_cure(self) -> Iterator[None]:
-        # While the module still shows its half-precision parameters, of which the note speaks.
+        # The note is added here, where the module still shows its half-precision parameters, which the note mentions.
         try:
             yield
         except Exception as error:
@@ -305,9 +320,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _emulation(self) -> Iterator[None]:
         with ExitStack() as stack:
             if not self._is_arithmetic_on and self._compute_device.type == "cpu":
-                from lightning_hybrid.precision.fp16_emulation import (
-                    Fp16MatmulEmulation,
-                )  # here: not on CUDA
+                # Imported here, because it is not needed on CUDA.
+                from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation
 
                 stack.enter_context(Fp16MatmulEmulation(with_products=self.dtype is torch.float16))
                 self._is_arithmetic_on = True
@@ -317,7 +331,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Multiply the loss by its scale in fp32, and call the hooks `on_before_backward`."""
+        """Call the hooks `on_before_backward`, and multiply the loss by its scale in fp32."""
         tensor = super().pre_backward(tensor, module)
         assert self.window is not None
         self.window.open()
@@ -330,7 +344,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         if self.loss_scale is not None:
             self._scale = self.optimizer_steps.scale_for_backward()
             self._last_loss = loss.detach()
-            # In fp32: a half-precision loss times a scale of 65,536 would overflow.
+            # The product is computed in fp32, because a half-precision loss times a scale of 65,536 would overflow.
             loss = loss.float() * self._scale
         self.gradients.begin(parameters, self._scale, self._averages)
         return loss
@@ -339,7 +353,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return self._is_last_backward()
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward, with the arithmetic of forward for activations that `torch.utils.checkpoint` recomputes."""
+        """Run backward. Activations that `torch.utils.checkpoint` recomputes use the arithmetic of forward."""
         parameters = list(model.parameters())
         with self._in_backward(parameters):
             self.gradients.add_outside_terms(tensor)  # type: ignore[union-attr]
@@ -365,7 +379,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             self.window.hooks.is_in_backward = False
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Unscale the gradients, close the window, and then call the hooks `on_after_backward`."""
+        """Unscale the gradients, close the window, and call the hooks `on_after_backward`."""
         assert self.window is not None
         assert self.gradients is not None
         try:
@@ -382,11 +396,11 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return super().post_backward(tensor, module)
 
     def _may_keep_scaled(self, module: LightningModule) -> bool:
-        """Return whether the optimizers unscale the gradients of this backward in their steps, unseen by others."""
+        """Return whether the optimizers may unscale the gradients of this backward in their steps."""
         return self._is_last_backward() and self.steps_on_scaled(module)
 
     def steps_on_scaled(self, module: LightningModule) -> bool:
-        """Return whether nothing but the steps of optimizers looks at gradients, and these take them scaled."""
+        """Return whether all optimizers accept scaled gradients and no other code reads gradients."""
         if not module.automatic_optimization:
             return False
         optimizers = module.trainer.strategy.optimizers
@@ -406,9 +420,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, call hooks and clip, then step or skip the step whole."""
-        # Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks take the
-        # same decision with no further collective.
+        """Run the closure, call hooks, clip gradients, and then step, or skip the step on all ranks."""
+        # All ranks make the same decision without a further collective, because gradients are equal on all ranks after
+        # the all-reduce, and inf and nan survive a sum.
         assert isinstance(optimizer, Optimizer)
         assert self.window is not None
         state = self.optimizer_steps.of(optimizer)
@@ -416,12 +430,12 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             return self._step_with_closure(optimizer, state, model, closure, **kwargs)
 
         closure_result = closure()
-        # The learning rate of this step may depend on how the last step ended. It is not needed before.
+        # The learning rate of this step may depend on whether the last step was skipped. It is not needed earlier.
         self.run_deferred_schedules()
         state.skip_flag = None
         with self.window.shut():
             if closure_result is None and model.automatic_optimization:
-                # `training_step` returned None, so there was no backward. The gradients of earlier batches go.
+                # `training_step` returned None, so there was no backward. Gradients of earlier batches are dropped.
                 for parameter in parameters_of(optimizer):
                     parameter.grad = None
                 self._after_closure(model, optimizer)
@@ -435,7 +449,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         assert self.gradients is not None
         largest = self._largest_gradient(optimizer, state)
         if any(id(parameter) in self.gradients.scaled for parameter in parameters_of(optimizer)):
-            # This calls the hooks, none of which reads gradients.
+            # This calls hooks, none of which reads gradients.
             self._after_closure(model, optimizer)
             found_inf = self._step_on_scaled(optimizer, state, **kwargs)
         else:
@@ -449,7 +463,10 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             self._stop_if_stuck(state, model)
 
     def _largest_gradient(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
-        # Where all ranks have the same gradients; for the first steps of a dynamic scale.
+        """Return the largest unscaled gradient, for the first steps of a dynamic loss scale, or None.
+
+        It is None if the optimizer's gradients may differ between ranks.
+        """
         assert self.gradients is not None
         is_alone = self._is_automatic and not self._agree_on_overflow
         if (
@@ -463,7 +480,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         divisor = torch.ones_like(state.grad_scale)
         if scaled:
             divisor = state.grad_scale
-        if self.largest_of_parts is not None:  # each rank has parts
+        if self.largest_of_parts is not None:  # Each rank has only a part of the gradients.
             return self.largest_of_parts(parameters_of(optimizer)) / divisor
         gradients = []
         for parameter in parameters_of(optimizer):
@@ -484,7 +501,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @contextmanager
     def _running_step(self, optimizer: Optimizer) -> Iterator[None]:
-        # A manual loop steps inside of `training_step`, and so of its autocast.
+        # In manual optimization the step is inside of `training_step`, and therefore inside of its autocast.
         assert self._user_steps is not None
         self._user_steps.are_ignored = True
         try:
@@ -508,7 +525,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             return None
         found_inf: Tensor | None = getattr(optimizer, "last_found_inf", None)
         if found_inf is None:
-            # There was no gradient at all. The step counts as a clean one.
+            # There was no gradient, so the step counts as clean.
             return torch.zeros((), device=self._device)
         return found_inf
 
@@ -529,7 +546,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
                 prepare_to_skip_(optimizer)
                 optimizer.step(**kwargs)
             return
-        # An optimizer that cannot skip by itself makes the host wait for the device here, once per step.
+        # If an optimizer cannot skip by itself, the host waits for the device here, once per step.
         state.skip_flag = SkipFlag(bool(found_inf))
         if not state.skip_flag.was_skipped():
             with self._running_step(optimizer):
@@ -543,7 +560,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Let the optimizer evaluate the loss itself, as under `ddp`: it may do so at several weights."""
+        """Step with an optimizer that evaluates the loss itself, possibly several times with different weights."""
         assert self.window is not None
         self.run_deferred_schedules()
         state.skip_flag = None
@@ -569,10 +586,10 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate a closure inside of an optimizer's step, and close the window after it."""
+        """Evaluate a closure inside of an optimizer's step. Afterwards the window is closed."""
         assert self.window is not None
         if self._is_automatic:
-            return closure()  # opens and closes the window by itself
+            return closure()  # It opens and closes the window itself.
         with self.window.opened(), self._half_arithmetic():
             return closure()
 
@@ -580,7 +597,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _is_automatic(self) -> bool:
         return getattr(self._module, "automatic_optimization", True)
 
-    # ---- steps that user code makes past Lightning -----------------------------------------------------------------
+    # ---- optimizer steps that user code makes without Lightning ----------------------------------------------------
 
     def _owns(self, optimizer: Optimizer) -> bool:
         if self._module is None:
@@ -589,7 +606,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return any(id(parameter) in module_parameters for parameter in parameters_of(optimizer))
 
     def _state_for_user(self, optimizer: Optimizer) -> OptimizerStepState:
-        """Return the state of an optimizer, or of the one that trains its parameters and may wrap it."""
+        """Return the state of an optimizer, or of the optimizer that wraps it."""
         parameters = {id(parameter) for parameter in parameters_of(optimizer)}
         for state in self.optimizer_steps:
             if any(id(parameter) in parameters for parameter in parameters_of(state.optimizer)):
@@ -601,7 +618,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None
         ]
         if all(record_of(gradient) is None for gradient in gradients):
-            return False  # user code has made them: no loss scale was in them, and none of ours counts this step
+            # User code has made the gradients without a loss scale, so no loss scale counts this step.
+            return False
         state = self._state_for_user(optimizer)
         found_inf = self._verdict(optimizer, state)
         if found_inf is None:
@@ -617,7 +635,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _stop_if_stuck(
         self, state: OptimizerStepState, model: Any, *, is_end: bool = False
     ) -> None:
-        # Only where the host knows of a skip, and at logged steps: else it would wait for the device in each step.
+        # Checked if the host knows that the step was skipped, and at logged steps. Otherwise the host would wait for
+        # the device in each step.
         flag = state.skip_flag
         every = model.trainer.log_every_n_steps
         is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
@@ -631,7 +650,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     # ---- schedules -------------------------------------------------------------------------------------------------
 
     def _may_put_off_schedules(self) -> bool:
-        # On CUDA, unless the rate is read before the next step: logged, or scheduled by epochs as well.
+        # Only on CUDA, and not if the learning rate is read before the next step, because it is logged or there are
+        # schedules by epoch as well.
         trainer = self._module.trainer
         every = trainer.log_every_n_steps
         next_is_logged = every > 0 and (trainer.global_step + 1) % every == 0
@@ -644,11 +664,14 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         )
 
     def run_deferred_schedules(self) -> None:
-        """Make the schedules' steps that wait for an optimizer step's flag: before a checkpoint, and at the end."""
+        """Step the schedules that were deferred until it is known whether the optimizer step was skipped.
+
+        It must be called before a checkpoint and at the end of training.
+        """
         self._schedules.run_deferred()
 
     def on_train_end(self) -> None:
-        """Run deferred schedules, and raise `EndlessOverflowError` if no logged step has seen the overflow yet."""
+        """Step the deferred LR schedules, and raise `EndlessOverflowError` if an overflow was not reported yet."""
         self.run_deferred_schedules()
         for state in self.optimizer_steps:
             self._stop_if_stuck(state, self._lightning_module, is_end=True)
@@ -656,29 +679,29 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scales and skip counters of all optimizers: plain numbers."""
+        """Return the loss scales and skip counters of all optimizers as plain numbers."""
         if self.loss_scale is None:
             return {}
         return self.optimizer_steps.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the checkpoint's loss scales and counters."""
+        """Restore the loss scales and counters of a checkpoint."""
         if state_dict:
             self.optimizer_steps.load_state_dict(state_dict)
 
     # ---- after training --------------------------------------------------------------------------------------------
 
     def close_window(self) -> None:
-        """Show fp32 parameters, wherever a step has ended: after an error, or without a backward."""
+        """Show the fp32 parameters if a step has left the window open, after an error or without a backward."""
         if self.window is not None:
             self.window.close()
 
     def end_run(self) -> None:
-        """Leave the module with its fp32 parameters, before Lightning moves it away."""
+        """Restore the module's fp32 parameters before Lightning moves the module to the CPU."""
         self._end_window()
 
     def teardown(self) -> None:
-        """Leave the module with its fp32 parameters, and give schedulers their own class back."""
+        """Restore the module's fp32 parameters and the classes of its LR schedulers."""
         self._end_window()
         self._module = None
         self._full_accumulation.end()
@@ -694,5 +717,5 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
 
 def _does_nothing(closure: Callable[[], Any]) -> bool:
-    # Lightning's stand-in for the closure of `optimizer.step()` in manual optimization.
+    # Lightning passes this closure for `optimizer.step()` in manual optimization.
     return getattr(closure, "__name__", "") == "do_nothing_closure"

@@ -1,15 +1,16 @@
-"""Learning-rate schedules that wait when a step was skipped.
+"""Learning-rate schedules that do not step when the optimizer step was skipped.
 
-A warm-up would lose steps to the first search for a loss scale, and PyTorch would warn that the scheduler ran first.
-The schedule runs on the host; whether the step was skipped is known on the device. F forward, B backward, U update:
+Otherwise the search for a loss scale would use up steps of the warm-up, and PyTorch would warn that the scheduler ran
+before the optimizer. The schedule runs on the host, but the flag that tells whether a step was skipped is on the
+device. With forward F, backward B and update U:
 
     device   | F1 B1 U1 | F2 B2 U2 | F3 ..
     host     queue F1 B1 U1, F2 B2 | wait for U1's flag | schedule of step 1 | queue U2, F3 B3 | wait for U2's flag ..
 
-The rate is needed when U2 is queued, not before, so the schedule's step 1 is put off until then: the one wait of a
-step, while the device still has F2 and B2 in store. Elsewhere the host waits at once: on a CPU, which knows the flag;
-before a logged step and after the last batch of an epoch; and at a checkpoint. In between, on CUDA,
-`optimizer.param_groups[0]["lr"]` and `scheduler.get_last_lr()` are those of the step just made.
+The learning rate is not needed before U2 is queued, so step 1 of the schedule is deferred until then. The host waits
+once per step, while the device still has F2 and B2 in its queue. In other cases the host waits at once: on a CPU,
+before a logged step, after the last batch of an epoch, and at a checkpoint. While a step of the schedule is deferred on
+CUDA, `optimizer.param_groups[0]["lr"]` and `scheduler.get_last_lr()` are the values of the last optimizer step.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class ScheduleGuard:
-    """Guard that lets schedules step when, and only if, the optimizer's step is known to have been made.
+    """Guard that lets schedules step only if the optimizer step was not skipped.
 
     Args:
-        skip_flags_of: returns the flags of an optimizer's last step; of every optimizer, for None.
-        may_put_off: returns whether a schedule's step may be made later, before the next optimizer step.
+        skip_flags_of: Function that returns the flags of the last step of an optimizer, or of all optimizers for None.
+        may_put_off: Function that returns whether a step of a schedule may be deferred until the next optimizer step.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class ScheduleGuard:
         return len(self._guarded)
 
     def guard(self, config: LRSchedulerConfig) -> None:
-        """Make `config.scheduler.step()` do nothing where its optimizer's last step was skipped.
+        """Make `config.scheduler.step()` do nothing if the last step of its optimizer was skipped.
 
-        Only schedulers with `interval="step"`, and not `ReduceLROnPlateau`, which follows a metric.
+        This applies to schedulers with `interval="step"`. A scheduler that counts epochs must step in any case, and
+        `ReduceLROnPlateau` follows a metric.
         """
-        # One that counts epochs has to move however its last step ended. The object stays itself and an instance of its
-        # class; the check is in the namespace of a subclass, not of the instance, so `state_dict()` is unchanged.
+        # The scheduler's class becomes a subclass with another `step`. So the scheduler remains the same object and an
+        # instance of its class, and `state_dict()`, which contains the instance's attributes, is unchanged.
         scheduler = config.scheduler
         if (
             config.interval != "step"
@@ -80,7 +82,7 @@ class ScheduleGuard:
             self.run_deferred()
 
     def run_deferred(self) -> None:
-        """Make the steps that were put off, in order. Wait for the optimizer steps that they follow."""
+        """Run the deferred steps in order. This waits for the optimizer steps that they follow."""
         waiting = self._waiting
         self._waiting = []
         for flags, advance in waiting:
@@ -88,7 +90,7 @@ class ScheduleGuard:
                 advance()
 
     def release(self) -> None:
-        """Give the schedulers their own classes back."""
+        """Restore the classes of the schedulers."""
         for config in self._guarded:
             release_schedule(config)
         self._guarded.clear()
@@ -96,7 +98,7 @@ class ScheduleGuard:
 
 
 def release_schedule(config: LRSchedulerConfig) -> None:
-    """Give a scheduler its own class back, with which it steps however its optimizer's step ended."""
+    """Restore the class of a scheduler, so that it steps even if the optimizer step was skipped."""
     scheduler: Any = config.scheduler
     if is_guarded(scheduler):
         scheduler.__class__ = type(scheduler)._unguarded

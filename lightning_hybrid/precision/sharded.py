@@ -1,4 +1,4 @@
-"""Half precision on the shards of FSDP2 (torch's `fully_shard`), which are the fp32 master weights already."""
+"""Half precision with FSDP2 (torch's `fully_shard`), whose shards are the fp32 master weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ else:
 
 
 class HostShards(_Strategy):
-    """Additions to Lightning's `ModelParallelStrategy`, the next base class, for FSDP2's `CPUOffloadPolicy`.
+    """Mixin for Lightning's `ModelParallelStrategy` that supports FSDP2's `CPUOffloadPolicy`.
 
-    Shards (the master weights), gradients and optimizer state stay on the host. The ranks can all-reduce
-    there, which the check for inf and nan and the norm for clipping need. With `offload=False` nothing
-    changes.
+    Shards (the master weights), gradients and optimizer state stay on the host. The process group can all-reduce host
+    tensors, which is necessary for the check for inf and nan and for the norm in gradient clipping.
+
+    Attributes:
+        offload: Whether the mixin is active. False: nothing changes.
     """
 
     offload = True
@@ -49,9 +51,14 @@ class HostShards(_Strategy):
 
 
 class _ShardsStay(TorchFunctionMode):
-    # Lightning moves the whole module, and state that optimizers make in their constructors.
+    """Torch function mode in which DTensors are not moved between devices.
+
+    Lightning would move the module, and the state that optimizers create in their constructors.
+    """
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch.distributed.tensor import DTensor  # here: it takes a second
+        # Imported here, because the import takes a second.
+        from torch.distributed.tensor import DTensor
 
         if func is Tensor.to and isinstance(args[0], DTensor):
             return args[0]
@@ -59,14 +66,14 @@ class _ShardsStay(TorchFunctionMode):
 
 
 class CallsOutsideOfSteps:
-    """Hooks that let a call of a sharded module, or of a child of it, outside of a step run as in one.
+    """Hooks that enter the context of a step when user code calls a sharded module, or one of its children.
 
-    FSDP gathers half-precision parameters for calls by user code, too. They need the context of a step.
+    FSDP gathers half-precision parameters for such calls as well, so outside of a step they need the same context.
 
     Args:
-        module: the LightningModule.
-        window: open in a step.
-        step_context: makes the context of a step.
+        module: LightningModule.
+        window: Window, which is open inside of a step.
+        step_context: Function that returns the context of a step.
     """
 
     def __init__(
@@ -82,7 +89,7 @@ class CallsOutsideOfSteps:
         children = [child for child in module.children() if child.forward != nn.Module.forward]
         for called in (module, *children):
             self._handles.append(called.register_forward_pre_hook(self._enter, prepend=True))
-            # `always_call` leaves the context after an error too.
+            # With `always_call` the context is left after an error as well.
             self._handles.append(called.register_forward_hook(self._leave, always_call=True))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -106,31 +113,33 @@ class CallsOutsideOfSteps:
 
 
 class ShardedHalfMixin(MasterWeightMixin):
-    """A plugin for `fully_shard` under Lightning's `ModelParallelStrategy`: half weights, gathered from fp32 shards.
+    """Precision plugin for `fully_shard` and Lightning's `ModelParallelStrategy`, with fp32 shards as master weights.
 
         gather, forward, backward    w16 = half(w), g16 = grad of s * L at w16          normalisation layers: fp32
         reduce                       g   = mean over ranks of g16, in `reduce_dtype`    fp32, a shard on each rank
         skip or step                 any(g / s is inf or nan) on any rank: skip;  else  w <- optimizer(w, g / s)
 
-    The network is given to `shard_`. Arguments, and all else, are those of `MasterWeightPrecision`, but for the first
-    scale, which falls by halves alone, and that each step has one all-reduce more, of the verdict.
+    Call `shard_` to shard the network. Arguments and behaviour are those of `MasterWeightPrecision`, with two
+    exceptions: the initial loss scale only falls by halves, and each step has an additional all-reduce of the overflow
+    flag.
 
-    Source: Zhao et al. 2023 (arXiv:2304.11277), for `fully_shard`'s predecessor.
+    Source: Zhao et al. 2023 (arXiv:2304.11277), for the predecessor of `fully_shard`.
     """
 
     _calls_outside: CallsOutsideOfSteps | None = None
     reduce_dtype = torch.float32
-    """In which gradients are summed, over ranks and over the batches of a step; `torch.float16` sends half."""
+    """Dtype in which gradients are summed over ranks and over the batches of a step. `torch.float16` sends half the
+    bytes."""
 
     def shard_(self, network: nn.Module, blocks: Iterable[nn.Module], **options: Any) -> None:
-        """Shard `network` in place: each block, which is gathered alone, then the modules in fp32 and all others.
+        """Shard a network in place, with a unit for each block, for the fp32 modules, and for all other modules.
 
-        Collective: every rank of the mesh must call it, in the same order, as `fully_shard`.
+        Collective: every rank of the mesh must call it, in the same order, as for `fully_shard`.
 
         Args:
-            network: The network.
+            network: Network to shard.
             blocks: Modules of the network that are gathered one at a time.
-            **options: Arguments of `fully_shard`, such as `mesh`. An `offload_policy` needs a strategy with
+            **options: Arguments of `fully_shard`, such as `mesh`. An `offload_policy` requires a strategy with
                 `HostShards`. Master weights, gradients, optimizer state and loss scale are then on the host.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -141,7 +150,7 @@ class ShardedHalfMixin(MasterWeightMixin):
             if isinstance(module, kept) and list(module.parameters(recurse=False)):
                 fp32_modules.append(module)
         if fp32_modules:
-            # In a single group, because they are small, and stay gathered from forward to backward.
+            # They are in a single group, because they are small and stay gathered from forward to backward.
             fp32_options = options | {"reshard_after_forward": False}
             fully_shard(fp32_modules, **fp32_options)
         # Autocast casts the operands of half-precision operations, so inputs keep their dtype.
@@ -154,11 +163,11 @@ class ShardedHalfMixin(MasterWeightMixin):
         fully_shard(network, **options)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Connect the module, whose shards are the master weights already.
+        """Connect the module, whose shards are the master weights.
 
         Raises:
-            MisconfigurationException: The strategy is another one, `shard_` has not sharded the module, or shards are
-                offloaded without `HostShards`.
+            MisconfigurationException: The strategy is not `ModelParallelStrategy`, `shard_` has not sharded the module,
+                or shards are offloaded without `HostShards`.
         """
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
@@ -171,9 +180,10 @@ class ShardedHalfMixin(MasterWeightMixin):
         is_sharded = any(isinstance(submodule, FSDPModule) for submodule in module.modules())
         if not isinstance(strategy, strategy_types) or not is_sharded:
             raise misconfiguration(
-                f"`strategy` (={type(strategy).__name__}) must be ModelParallelStrategy, and the module sharded by "
-                f"{type(self).__name__}: it has no masters but the shards. Call `self.trainer.precision_plugin.shard_("
-                "self.net, self.net.children(), mesh=...)` in `configure_model`, or take strategy='hybrid_allreduce'."
+                f"`strategy` (={type(strategy).__name__}) must be ModelParallelStrategy, and {type(self).__name__} "
+                "must shard the module, because the shards are its master weights. Call "
+                "`self.trainer.precision_plugin.shard_(self.net, self.net.children(), mesh=...)` in `configure_model`, "
+                "or use strategy='hybrid_allreduce'."
             )
         self.connect_strategy(is_last_backward_of_step=partial(bool, True))
         super().convert_module(module)
@@ -184,9 +194,9 @@ class ShardedHalfMixin(MasterWeightMixin):
         is_offloaded = device_types != {strategy.root_device.type}
         if is_offloaded and not (isinstance(strategy, HostShards) and strategy.offload):
             raise misconfiguration(
-                f"`strategy` (={type(strategy).__name__}) moves shards to the device, and those of an `offload_policy` "
-                "must be held on the host. Take `class Offloading(HostShards, ModelParallelStrategy)` of no body, with "
-                "`HostShards` from lightning_hybrid.precision.sharded."
+                f"`strategy` (={type(strategy).__name__}) must not move shards to the device, because an "
+                "`offload_policy` keeps them on the host. Define `class Offloading(HostShards, ModelParallelStrategy): "
+                "pass` with `HostShards` from lightning_hybrid.precision.sharded, and use it as the strategy."
             )
         host = None
         if is_offloaded:
@@ -195,7 +205,7 @@ class ShardedHalfMixin(MasterWeightMixin):
         return module
 
     def _new_window(self) -> HalfPrecisionWindow:
-        # Of no parameter: FSDP shows half-precision ones by itself.
+        # The window has no parameters, because FSDP provides half-precision parameters itself.
         window = HalfPrecisionWindow(nn.Module(), self.dtype)
         for child in self._module.modules():
             if isinstance(child, NORMALISATION_TYPES) and not isinstance(child, _BatchNorm):
@@ -210,4 +220,4 @@ class ShardedHalfMixin(MasterWeightMixin):
         super()._end_window()
 
     def _largest_gradient(self, *_: Any) -> Tensor | None:
-        return None  # a rank has shards alone
+        return None  # A rank has only shards of the gradients.

@@ -1,6 +1,6 @@
 """Loss scale and counters of skipped steps for each optimizer.
 
-They are on the device. The host reads them at a logged step, at a checkpoint and at the end of training.
+The counters are on the device. The host reads them at a logged step, at a checkpoint and at the end of training.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from torch.optim import Optimizer
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.optimizer_protocol import parameters_of
 
-# From 2**16 a dynamic scale reaches its floor after 16 halvings, from its ceiling 2**24 after 24. Overflow
-# that still lasts after 40 steps in a row comes from non-finite numbers that no scale can cure.
+# A dynamic scale reaches its minimum after 16 halvings from 2**16, and after 24 from its maximum 2**24. So an overflow
+# that lasts for 40 steps in a row comes from non-finite numbers that no scale can prevent.
 MAX_SKIPPED_STEPS_IN_A_ROW = 40
 
 
 class EndlessOverflowError(RuntimeError):
-    """Overflow in every step that no loss scale can cure."""
+    """Error raised when gradients overflow in every step, so that no loss scale can help."""
 
 
 class SkipFlag:
-    """The flag that says whether a step was skipped, while it is copied from the device to the host.
+    """Flag that tells whether a step was skipped. It may still be on its way from the device to the host.
 
-    On CUDA the flag is copied to pinned memory after the work of the step, and an event marks its arrival.
+    On CUDA the flag is copied to pinned memory after the work of the step, and an event marks the end of the copy.
 
     Args:
-        found_inf: 0-dim tensor, above 0 if the step was skipped. Or a bool, if the host knows already.
+        found_inf: 0-dim tensor that is above 0 if the step was skipped, or a bool if the host knows the flag.
     """
 
     def __init__(self, found_inf: Tensor | bool) -> None:
         self._answer: Tensor | bool = found_inf
         self._arrival: torch.cuda.Event | None = None
         if isinstance(found_inf, Tensor) and found_inf.is_cuda:
-            # The device is explicit, because with `torch.set_default_device("cuda")` the tensor could not
-            # be pinned.
+            # The device is explicit, because with `torch.set_default_device("cuda")` the tensor could not be pinned.
             self._answer = torch.empty((), dtype=found_inf.dtype, device="cpu", pin_memory=True)
             self._answer.copy_(found_inf, non_blocking=True)
             self._arrival = torch.cuda.Event()
@@ -49,11 +48,11 @@ class SkipFlag:
 
     @property
     def is_known(self) -> bool:
-        """True if the host knows the flag, so that `was_skipped` reads nothing."""
+        """True if the host knows the flag, so that `was_skipped` does not read a tensor."""
         return isinstance(self._answer, bool)
 
     def was_skipped(self) -> bool:
-        """Return the flag. Wait for this step, not for what was queued after it."""
+        """Return whether the step was skipped. This waits for the step, but not for work that was queued after it."""
         if self._arrival is not None:
             self._arrival.synchronize()
         if isinstance(self._answer, Tensor):
@@ -63,15 +62,15 @@ class SkipFlag:
 
 @dataclass(eq=False)
 class OptimizerStepState:
-    """One optimizer's loss scale and counters.
+    """Loss scale and counters of one optimizer.
 
     Attributes:
         loss_scale: Loss scale for the next backward. None with bf16.
-        optimizer: The optimizer, or None before it is known.
-        grad_scale: Factor in the gradients that wait for the next step.
+        optimizer: Optimizer. None: it is not known yet.
+        grad_scale: Factor in the gradients for the next step.
         skip_flag: Flag of the last step. None: that step was not skipped.
         num_skipped: Number of skipped steps.
-        num_in_a_row: Number of steps that were skipped in a row, up to the last one.
+        num_in_a_row: Number of successive skipped steps, up to and including the last step.
     """
 
     loss_scale: LossScale | None
@@ -82,16 +81,18 @@ class OptimizerStepState:
     num_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
     def to(self, device: torch.device) -> None:
-        """Move scale and counters to `device`."""
+        """Move the scale and the counters to `device`."""
         self.num_skipped = self.num_skipped.to(device)
         self.num_in_a_row = self.num_in_a_row.to(device)
         if self.loss_scale is not None:
             self.loss_scale.to(device)
 
     def count(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
-        """Count one step on the device, in few operations, because each operation on one element is a launch there.
+        """Count one step, and update the loss scale, without waiting for the device.
 
-        `largest` is the argument of `LossScale.update`.
+        Args:
+            found_inf: 0-dim tensor that is above 0 if the step was skipped.
+            largest: Largest magnitude of an unscaled gradient. None: unknown.
 
         >>> state = OptimizerStepState(loss_scale=None)
         >>> for overflow in (1.0, 0.0, 1.0, 1.0): state.count(torch.tensor(overflow))
@@ -102,11 +103,15 @@ class OptimizerStepState:
         if self.loss_scale is not None:
             self.loss_scale.update(skipped, largest)
         self.num_skipped.add_(skipped)
-        # A clean step multiplies by 0, which needs no branch on the host.
+        # Multiplying by 0 after a clean step needs no branch on the host. Few operations are used, because each one is
+        # a launch on the device.
         self.num_in_a_row.add_(1).mul_(skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers, so that a checkpoint loads with `weights_only=True`. Wait for the device."""
+        """Return the state as plain numbers, so that a checkpoint loads with `weights_only=True`.
+
+        This waits for the device.
+        """
         loss_scale: dict[str, Any] = {}
         if self.loss_scale is not None:
             loss_scale = self.loss_scale.state_dict()
@@ -117,7 +122,7 @@ class OptimizerStepState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.num_skipped = torch.full_like(self.num_skipped, int(state["num_skipped_steps"]))
@@ -125,7 +130,11 @@ class OptimizerStepState:
 
 
 class OptimizerStepStates(list[OptimizerStepState]):
-    """The states of all optimizers, in the trainer's order. Further loss scales are copies of the first one."""
+    """States of all optimizers, in the trainer's order.
+
+    Args:
+        loss_scale: Loss scale of the first optimizer. Other optimizers get copies of it.
+    """
 
     def __init__(self, loss_scale: LossScale | None) -> None:
         super().__init__([OptimizerStepState(loss_scale=loss_scale)])
@@ -133,13 +142,16 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self._followed: list[Optimizer] = []
 
     def to(self, device: torch.device) -> None:
-        """Move all to `device`."""
+        """Move all states to `device`."""
         self._device = device
         for state in self:
             state.to(device)
 
     def of(self, optimizer: Optimizer) -> OptimizerStepState:
-        """Return the state of `optimizer`: its own, or the first without an optimizer, or a new one."""
+        """Return the state of `optimizer`.
+
+        If it has no state yet, it gets the first state without an optimizer, or a new state.
+        """
         for state in self:
             if state.optimizer is optimizer:
                 return state
@@ -147,7 +159,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
             if state.optimizer is None:
                 state.optimizer = optimizer
                 return state
-        # A copy: each optimizer's scale follows its own overflows.
+        # The scale is a copy, because each optimizer's scale follows its own overflows.
         loss_scale = copy.deepcopy(self[0].loss_scale)
         new_state = OptimizerStepState(loss_scale=loss_scale, optimizer=optimizer)
         new_state.to(self._device)
@@ -155,7 +167,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
         return new_state
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let the states be those of a trainer's optimizers. One that replaces another takes over its state."""
+        """Assign the states to a trainer's optimizers. An optimizer that replaces another one gets its state."""
         current = list(optimizers)
         is_same = len(current) == len(self._followed) and all(
             map(operator.is_, current, self._followed)
@@ -176,14 +188,14 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self[:] = current_states or self[:1]
 
     def skip_flags_of(self, optimizer: Optimizer | None) -> list[SkipFlag]:
-        """Return the flags of the last step of `optimizer`, or of every optimizer for None, if there are any."""
+        """Return the known flags of the last step of `optimizer`. None: of every optimizer."""
         states: list[OptimizerStepState] = self
         if optimizer is not None:
             states = [self.of(optimizer)]
         return [state.skip_flag for state in states if state.skip_flag is not None]
 
     def parameters_by_optimizer(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Return the parameters of each optimizer, and last the remaining ones of `parameters`."""
+        """Return the parameters of each optimizer, followed by the remaining ones of `parameters`."""
         parameter_lists = [list(parameters_of(state.optimizer)) for state in self]
         optimized: set[int] = set()
         for optimizer_parameters in parameter_lists:
@@ -194,8 +206,8 @@ class OptimizerStepStates(list[OptimizerStepState]):
 
     @torch.no_grad()
     def scale_for_backward(self) -> Tensor:
-        """Return the smallest scale of the optimizers that a backward can reach, and give it to all of them."""
-        # One backward has one loss and so one scale, which is in the gradients of all parameters that it reaches.
+        """Return the smallest scale of the optimizers that a backward can reach, and set it for all of them."""
+        # A backward has one loss and therefore one scale, which is a factor of all gradients that it computes.
         reached = list(self)
         if len(reached) > 1:
             reached = [state for state in self if _is_trained(state)] or list(self)
@@ -210,7 +222,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
         return scale
 
     def release(self) -> None:
-        """Forget the optimizers and their last step, but keep scales and counters."""
+        """Release the optimizers and the flags of their last step, but keep scales and counters."""
         for state in self:
             state.optimizer = None
             state.skip_flag = None
@@ -218,21 +230,21 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self._followed = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the first optimizer's state, which holds the states of further optimizers under one more key."""
+        """Return the first optimizer's state, with the states of other optimizers under an additional key."""
         first, *further = (state.state_dict() for state in self)
         if further:
             first["other_optimizers"] = further
         return first
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the states of the optimizers that both the checkpoint and this run have."""
+        """Restore the states of the optimizers that are both in the checkpoint and in this run."""
         saved_states = [state, *state.get("other_optimizers", ())]
         for step_state, saved_state in zip(self, saved_states, strict=False):
             step_state.load_state_dict(saved_state)
 
 
 def _is_trained(state: OptimizerStepState) -> bool:
-    """Return True if a parameter of the optimizer requires a gradient."""
+    """Return whether a parameter of the optimizer requires a gradient."""
     return any(parameter.requires_grad for parameter in parameters_of(state.optimizer))
 
 
@@ -244,18 +256,18 @@ def raise_if_stuck(
     gradient_of: Callable[[Tensor], Tensor | None],
     step: str,
 ) -> None:
-    """End a run whose overflows no scale seems to cure. Wait for the device.
+    """Raise an error if an optimizer has skipped too many steps in a row. This waits for the device.
 
     Args:
         state: State of the optimizer.
-        model: The model, which has the names of parameters.
+        model: Model, which has the names of the parameters.
         last_loss: Loss of the last backward.
         gradient_of: Function that returns the last gradient of a parameter.
-        step: The last step, in words.
+        step: Description of the last step.
 
     Raises:
-        EndlessOverflowError: At least the last 40 steps of the optimizer were all skipped. The message names the cause
-            as far as it can be seen here. The callback `NumericsMonitor` adds layer, batch and rank.
+        EndlessOverflowError: The last `MAX_SKIPPED_STEPS_IN_A_ROW` steps of the optimizer were all skipped. The message
+            names a probable cause. The callback `NumericsMonitor` also finds layer, batch and rank.
     """
     if (
         state.loss_scale is None
@@ -272,18 +284,18 @@ def raise_if_stuck(
     loss = float(last_loss.float().sum())
     if torch.isfinite(last_loss).all():
         cause = (
-            "The loss itself is finite, so the gradients overflow in backward: look for a division by zero, a log or "
-            "square root at 0, or fp16 activations above 65504 in the layers named."
+            "The loss itself is finite, so the gradients overflow in backward. Look for a division by zero, a log or "
+            "square root at 0, or fp16 activations above 65504 in these layers."
         )
     else:
         cause = (
-            "The loss itself is not finite: look at the learning rate, at the data of this step, and for a log or "
-            "division of 0 in the loss."
+            "The loss itself is not finite. Check the learning rate and the data of this step, and look for a log of 0 "
+            "or a division by 0 in the loss."
         )
     raise EndlessOverflowError(
-        f"Gradients were inf or nan for {int(state.num_in_a_row)} steps in a row, up to {step}; the "
-        f"loss scale is {state.loss_scale.value:g} and no scale can cure this. "
+        f"Gradients were inf or nan for {int(state.num_in_a_row)} steps in a row, up to {step}. The loss scale is "
+        f"{state.loss_scale.value:g}, and no scale can prevent this. "
         f"Last loss: {loss:g}. First parameters with non-finite gradients: {', '.join(non_finite[:3])} "
-        f"({len(non_finite)} in all). {cause} The weights are those of the last good step; resume from the last "
-        "checkpoint after the cure."
+        f"({len(non_finite)} in all). {cause} The weights have not changed since the last step without overflow. Fix "
+        "the cause, and resume from the last checkpoint."
     )

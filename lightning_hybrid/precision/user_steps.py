@@ -1,6 +1,6 @@
-"""Steps of optimizers that user code makes by itself, past Lightning: torch's hooks for all optimizers see them.
+"""Optimizer steps that user code makes without Lightning, which are detected by torch's hooks for all optimizers.
 
-Such a step runs outside of the window, on fp32 parameters with fp32 gradients, and on none after an overflow.
+Such a step runs outside of the window, on fp32 parameters with fp32 gradients. After an overflow gradients are None.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class UserSteps:
     """Hooks around the steps of every torch optimizer that holds parameters of a window.
 
     Args:
-        window: is closed for the time of such a step.
-        owns: returns whether an optimizer trains parameters of the run.
-        has_overflowed: returns whether the gradients of an optimizer hold inf or nan, after counting the step.
-        evaluate: evaluates a closure in an open window and closes it.
-        update_context: is entered around the update, and left while a closure is evaluated.
+        window: Window, which is closed during such a step.
+        owns: Function that returns whether an optimizer trains parameters of the run.
+        has_overflowed: Function that counts a step, and returns whether the optimizer's gradients contain inf or nan.
+        evaluate: Function that evaluates a closure in an open window, and closes the window.
+        update_context: Function that returns a context for the update. The context is left while a closure is
+            evaluated.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class UserSteps:
         self._stepping: Optimizer | None = None
         self._entered: AbstractContextManager[Any] | None = None
         self._reopens = False
-        self.are_ignored = False  # while Lightning's own step runs
+        self.are_ignored = False  # True while Lightning's own step runs
         self.is_in_backward = False
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -60,14 +61,15 @@ class UserSteps:
     ) -> Any:
         if self.are_ignored or not self._owns(optimizer):
             return None
-        # A wrapped optimizer steps within its wrapper's step. One that steps twice has raised an error the first time.
+        # A wrapped optimizer steps within the step of its wrapper, and is ignored. If the same optimizer steps again,
+        # its previous step has raised an error.
         if self._stepping is not None and self._stepping is not optimizer:
             return None
         if self.is_in_backward:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step was called inside of backward, where gradients are in half "
-                "precision, multiplied by the loss scale and not yet averaged over ranks. Step after `backward`, or "
-                'use precision="32-true".'
+                f"{type(optimizer).__name__}.step must not be called inside of backward, because gradients are still "
+                "in half precision, multiplied by the loss scale, and not averaged over ranks. Call it after "
+                '`backward`, or use precision="32-true".'
             )
         self._stepping = optimizer
         self._reopens = self._window.is_open
@@ -115,7 +117,7 @@ class UserSteps:
             self._window.open()
 
     def begin_step(self) -> None:
-        """Begin a training step: a step of an optimizer that raised an error has left nothing to end."""
+        """Reset the state at the beginning of a training step, because an optimizer step may have raised an error."""
         self._stepping = None
         self._entered = None
 

@@ -1,10 +1,11 @@
-"""The window in which a module has half-precision parameters: open while forward and backward run, else closed.
+"""Half-precision window, in which a module's parameters are in half precision while forward and backward run.
 
     closed    parameters, gradients and optimizer state are the user's own fp32 objects
     open      parameters show the half-precision copies on which DDP was built
 
-Opening rounds the fp32 values into the copies, always. Closing takes over what user code wrote inside, which is known
-from the bits of both. Nothing that happens outside needs to be noticed.
+When the window opens, all fp32 values are rounded into the copies. When it closes, elements that user code wrote
+inside are copied to the fp32 values. They are found by comparing the bits of both. So writes outside of the window need
+not be tracked.
 """
 
 from __future__ import annotations
@@ -43,21 +44,23 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class HalfPrecisionWindow:
-    """The parameters of a module in two precisions, and which of the two is shown.
+    """Parameters of a module in fp32 and in half precision, of which one version is shown at a time.
 
-    Parameters of normalisation layers, weights that are computed from others (`parametrizations`, `weight_norm`,
-    `spectral_norm`, pruning), embeddings with `max_norm`, scripted modules, buffers and, in a fit, frozen parameters
-    keep their own dtype. So does a parameter of which one place does.
+    The following keep their own dtype: parameters of normalisation layers, weights that are computed from other
+    parameters (`parametrizations`, `weight_norm`, `spectral_norm`, pruning), embeddings with `max_norm`, scripted
+    modules, buffers, and during a fit frozen parameters. A parameter that several modules share keeps its dtype if one
+    of these modules requires it.
 
-    A trained parameter that the user has made in half precision becomes fp32 until `end`.
+    A trained parameter that the user has created in half precision is fp32 until `end`.
 
     Args:
-        module: its values must be the final ones. Further modules may be added by `add`.
+        module: Module with its final values. `add` adds further modules.
         dtype: `torch.float16` or `torch.bfloat16`.
-        keep_fp32: module types whose own parameters stay fp32. Their submodules are converted.
-        frozen: whether parameters that do not require gradients have a half-precision copy too. Not in a fit: teachers
-            and averages are written there, in steps that half precision would round away.
-        on_meta: whether parameters on the meta device have one too. In a fit they are those of other stages.
+        keep_fp32: Module types whose own parameters stay in fp32. Their submodules are converted.
+        frozen: Whether parameters that do not require gradients have a half-precision copy as well. It must be False
+            during a fit, because teachers and averages are updated in steps that half precision would round away.
+        on_meta: Whether parameters on the meta device have a half-precision copy as well. During a fit these belong to
+            other pipeline stages.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class HalfPrecisionWindow:
         self.add(module)
 
     def add(self, module: nn.Module) -> None:
-        """Make the half-precision copies of a module's parameters."""
+        """Create the half-precision copies of a module's parameters."""
         modules = list(_modules_outside_metrics(module))
         kept: set[int] = set()
         for child in modules:
@@ -102,7 +105,7 @@ class HalfPrecisionWindow:
                     self.pairs[id(parameter)] = ParameterPair(name, parameter, self.dtype)
 
         for child in modules:
-            # BatchNorm takes half activations and fp32 parameters by itself.
+            # BatchNorm supports half-precision activations with fp32 parameters itself.
             if isinstance(child, NORMALISATION_TYPES) and not isinstance(child, _BatchNorm):
                 self.hooks.compute_in_fp32(child)
             if any(id(parameter) in self.pairs for parameter in child.parameters(recurse=False)):
@@ -114,7 +117,7 @@ class HalfPrecisionWindow:
         is_kept_type = isinstance(
             module, (*NORMALISATION_TYPES, torch.jit.ScriptModule, *self._keep_fp32)
         )
-        # `max_norm`: the forward writes the weight, by torch's own code.
+        # With `max_norm`, the forward writes the weight.
         is_written_in_forward = getattr(module, "max_norm", None) is not None
         return is_kept_type or is_written_in_forward or is_reparametrised(module)
 
@@ -138,17 +141,21 @@ class HalfPrecisionWindow:
         return self.pairs.get(id(parameter))
 
     def add_stand_in(self, stand_in: nn.Parameter, parameter: Tensor) -> None:
-        """Show a tensor that takes the place of a parameter in both precisions too, until `remove_stand_in`.
+        """Create a half-precision copy for a tensor that replaces a parameter until `remove_stand_in`.
 
-        Nothing happens while the window is open, where the stand-in was made of the half-precision copy, or if the
-        parameter keeps its own dtype.
+        Nothing happens if the parameter keeps its own dtype, or while the window is open, because the stand-in was then
+        made from the half-precision copy.
+
+        Args:
+            stand_in: Tensor that replaces the parameter.
+            parameter: Parameter that is replaced.
         """
         pair = self.pair_of(parameter)
         if pair is not None and not self.is_open:
             self.pairs[id(stand_in)] = ParameterPair(pair.name, stand_in, self.dtype)
 
     def remove_stand_in(self, stand_in: Tensor) -> None:
-        """Forget the tensor that `add_stand_in` has added."""
+        """Remove a tensor that `add_stand_in` has added."""
         pair = self.pairs.pop(id(stand_in), None)
         if pair is not None:
             pair.close()
@@ -156,18 +163,18 @@ class HalfPrecisionWindow:
     # ---- open and close ----------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Round the fp32 values into the half-precision copies, and show these."""
+        """Round the fp32 values into the half-precision copies, and show the copies."""
         if self.is_open:
             return
         for prepare in self.before_open:
             prepare()
-        self.is_open = True  # already while the first are shown: an interrupt may come
+        self.is_open = True  # Set first, because an interrupt may come while some copies are shown.
         cast_(self.pairs.values())
         self._exchange()
         self.hooks.attach()
 
     def close(self) -> None:
-        """Take over writes to the copies, and show the fp32 values."""
+        """Copy elements that user code wrote into the copies to the fp32 values, and show the fp32 values."""
         if not self.is_open:
             return
         self.hooks.detach()
@@ -196,7 +203,7 @@ class HalfPrecisionWindow:
         )
 
     def _exchange(self, *, to_fp32: bool = False) -> None:
-        # Autocast keeps casts of parameters, by references that forbid an exchange, and of values that now change.
+        # Autocast caches casts of parameters. Its references would prevent a swap, and the cached values are now wrong.
         torch.clear_autocast_cache()
         for pair in self.pairs.values():
             if to_fp32:
@@ -206,7 +213,7 @@ class HalfPrecisionWindow:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open for a while, unless it is open already."""
+        """Open the window within the block. If it is open already, it stays open afterwards."""
         was_open = self.is_open
         self.open()
         try:
@@ -217,7 +224,7 @@ class HalfPrecisionWindow:
 
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """Close for a while, and open again if it was open."""
+        """Close the window within the block, and open it again afterwards if it was open."""
         was_open = self.is_open
         self.close()
         yield
@@ -225,32 +232,38 @@ class HalfPrecisionWindow:
             self.open()
 
     def check_dtypes(self) -> None:
-        """Check before a backward that parameters have the dtype on which DDP was built, see `check_dtype`."""
+        """Check before a backward that user code has not replaced parameters (see `ParameterPair.check_dtype`)."""
         for pair in self.pairs.values():
             pair.check_dtype()
 
     def is_written(self) -> bool:
-        """Return whether an fp32 value has changed since the copies were made. Waits for the device."""
+        """Return whether an fp32 value has changed since the copies were made. This waits for the device."""
         return not all(pair.is_exact_cast() for pair in self.pairs.values())
 
     def cast(self) -> None:
-        """Round the fp32 values into the copies without showing them."""
+        """Round the fp32 values into the half-precision copies without showing the copies."""
         cast_(self.pairs.values())
 
     def _refresh_pruned_weights(self) -> None:
-        # A pruned weight is a product that the last forward has left behind, in half precision.
+        # A pruned weight is a product that the last forward has computed in half precision.
         for module in self._modules:
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, BasePruningMethod):
                     hook(module, ())
 
-    # ---- the way in and out ------------------------------------------------------------------------------------------
+    # ---- begin and end of a run --------------------------------------------------------------------------------------
 
     def broadcast_(self, module: nn.Module, ignored: Container[str] = ()) -> None:
-        """Copy rank zero's fp32 values to all ranks, except parameters that DDP ignores. Collective.
+        """Copy rank zero's fp32 values to all ranks.
 
-        DDP broadcasts what it wraps, which are the copies. Ranks that began with other weights, as without a common
-        seed, would keep other low digits.
+        DDP broadcasts only the half-precision copies. Without this, ranks with different initial weights, for example
+        without a common seed, would keep different low digits.
+
+        Collective: every rank must call it, in the same order.
+
+        Args:
+            module: Module with the parameters.
+            ignored: Names of parameters that DDP ignores. They are not copied.
         """
         values = []
         for name, parameter in module.named_parameters():
@@ -260,7 +273,7 @@ class HalfPrecisionWindow:
         broadcast_first_(values)
 
     def end(self) -> None:
-        """Show the fp32 values for good, in the dtypes of before, and remove all hooks."""
+        """Show the fp32 values permanently, restore the user's dtypes, and remove all hooks."""
         self.close()
         self.hooks.remove()
         self.pairs.clear()

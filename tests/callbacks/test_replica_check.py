@@ -160,7 +160,7 @@ def test_a_sound_check_sends_16_bytes_and_there_is_none_between(two_ranks):
 def test_a_tensor_that_one_rank_lacks_is_named():
     error = first_difference([{"`a`": 1}, {"`a`": 1, "`b`": 3}], ["x", "y"])
     assert error.startswith(
-        "`b`, which some do not have, on rank 1 (host y) is not that of rank 0 (host x)"
+        "`b`, which some ranks do not have, on rank 1 (host y) differs from its value on rank 0 (host x)"
     )
 
 

@@ -230,19 +230,19 @@ def _fit_with(
     [
         (
             Layout(2, 1, 2),
-            "must give the 8 images of a step, over 2 ranks and 1 batches: set batch_size=4.",
+            "times 2 ranks and 1 batches must be the 8 samples per step of the checkpoint. Set batch_size=4.",
         ),
         (
             Layout(1, 2, 8),
-            "must give the 8 images of a step, over 1 ranks and 2 batches: set batch_size=4.",
+            "times 1 ranks and 2 batches must be the 8 samples per step of the checkpoint. Set batch_size=4.",
         ),
         (
             Layout(3, 1, 2),
-            "set batch_size=4, accumulate_grad_batches=1 and train on 2 ranks, as in the checkpoint",
+            "Set batch_size=4, accumulate_grad_batches=1 and train on 2 ranks, as in the checkpoint",
         ),
         (
             Layout(2, 2, 4),
-            "`accumulate_grad_batches` (=2) must divide the 3 batches of the epoch that are done",
+            "`accumulate_grad_batches` (=2) must divide the number of finished batches of the epoch (=3)",
         ),
     ],
     ids=str,
@@ -264,7 +264,7 @@ def test_an_order_that_lightning_does_not_deal_is_refused_under_other_ranks(
     rank_pool, tmp_path, make, settings
 ):
     text = refusal(rank_pool, layout(2, 1), layout(1, 2), tmp_path, make, **settings)
-    assert "`world_size` (=1) must be that of the checkpoint: set world_size=2" in text
+    assert "`world_size` (=1) must equal the value of the checkpoint. Set world_size=2" in text
 
 
 def test_a_larger_accumulation_of_the_same_batches_resumes_between_its_steps(rank_pool, tmp_path):

@@ -114,7 +114,8 @@ def test_another_number_of_ranks_reads_the_remaining_images_of_each_step(rank_po
     assert steps(on_one_rank) == steps(whole)[3:]
     (refused,) = rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 2)
     assert (
-        "must give the 4 images of a step, over 1 ranks and 1 batches: set batch_size=4." in refused
+        "`batch_size` (=2) times 1 ranks and 1 batches must be the 4 samples per step of the checkpoint. "
+        "Set batch_size=4." in refused
     )
 
 
@@ -327,7 +328,7 @@ def test_an_order_that_differs_in_an_early_batch_is_refused(one_rank, tmp_path):
     """The checksum is that of all batches before the checkpoint."""
     swapped = [1, 0, *range(2, 32)]
     (error,) = one_rank.run(with_other_order, str(tmp_path), swapped)
-    assert "its sampler does not repeat what it gave before the checkpoint" in error
+    assert "its sampler does not repeat its samples before the checkpoint" in error
     assert one_rank.run(with_other_order, str(tmp_path), list(range(32))) == [""]
 
 
@@ -340,7 +341,7 @@ def under_workers(name: str, folder: str, workers: int) -> str:
 def test_a_stream_is_refused_under_other_workers(one_rank, tmp_path):
     """Each worker reads its part, so that the batches are others."""
     (error,) = one_rank.run(under_workers, "stream", str(tmp_path), 2)
-    assert "`num_workers` (=2) must be that of the checkpoint: set num_workers=0" in error
+    assert "`num_workers` (=2) must equal the value of the checkpoint. Set num_workers=0" in error
 
 
 def test_a_checkpoint_keeps_few_states_of_a_stream(one_rank, tmp_path):
@@ -448,7 +449,7 @@ def test_a_loop_of_the_users_own_converts_its_batches_or_refuses(rank_pool, tmp_
     ]
     assert rank_pool.ranks(1).run(continued_loop, str(tmp_path), 4) == [batches[3:8]]
     (error,) = rank_pool.ranks(1).run(toy.error_of, continued_loop, str(tmp_path), 2)
-    assert "must give the 4 images of a step" in error
+    assert "must be the 4 samples per step" in error
 
 
 def test_global_random_streams_continue_after_a_seeded_context():

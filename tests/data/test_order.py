@@ -110,13 +110,16 @@ def batch_of_two_ranks(global_batch_size):
         (lambda: loader(ranks=2, rank=2), r"^`rank` \(=2\) must be from 0 to `world_size - 1`"),
         (
             lambda: batch_of_two_ranks(0),
-            r"whole number above zero\. Nearest that fit: global_batch_size=4\.",
+            r"is not a positive whole number\. Set global_batch_size=4\.",
         ),
         (
             lambda: eval_share(world_size=4),
             r"^`world_size` \(=4\) must be at most the number of images to evaluate",
         ),
-        (lambda: resumed_from({"seed": 4}), r"^`seed` \(=.*must be that of the checkpoint.*Set "),
+        (
+            lambda: resumed_from({"seed": 4}),
+            r"^`seed` \(=.*must equal the value of the checkpoint.*Set ",
+        ),
         (lambda: resumed_from({"global_batch_size": 24}), r"^`global_batch_size` \(="),
         (lambda: resumed_from({"num_images": 104}), r"^`num_images` \(="),
         (

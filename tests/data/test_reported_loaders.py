@@ -413,6 +413,6 @@ def test_a_stream_resumes_after_whole_steps_of_the_interrupted_run(tmp_path):
         assert run(accumulate, ckpt_path=f"{tmp_path}/3.ckpt") == whole[2:]
     text = toy.error_of(run, 4, ckpt_path=f"{tmp_path}/3.ckpt")
     assert (
-        "`accumulate_grad_batches` (=4) must divide the 2 batches of the epoch that are done"
+        "`accumulate_grad_batches` (=4) must divide the number of finished batches of the epoch (=2)"
         in text
     )

@@ -134,32 +134,32 @@ def test_every_bad_argument_is_refused_for_the_optimizer_and_for_a_group(rule, n
             LARS,
             {"trust_ration": False},
             {},
-            r"^`trust_ration` \(=False\) is no option of LARS",
+            r"^`trust_ration` \(=False\) is not an option of LARS",
         ),
         (LAMB, {"trust_ratio": 0}, {}, r"^`trust_ratio` \(=0\)"),
         (
             LAMB,
             {"max_grad_norm": 2.0},
             {"max_grad_norm": 1.0},
-            r"\(=2.0\) must be the optimizer's \(=1.0\)",
+            r"\(=2.0\) must equal the optimizer's value \(=1.0\)",
         ),
         (
             LARS,
             {},
             {"momentum": 0.0, "nesterov": True},
-            r"`nesterov` \(=True\) needs `momentum` \(=0\)",
+            r"`momentum` \(=0\) must be above 0 if `nesterov` is True",
         ),
         (
             LARS,
             {},
             {"fused": True, "foreach": True},
-            r"`fused` \(=True\) excludes `foreach` \(=True\)",
+            r"`fused` \(=True\) and `foreach` \(=True\) cannot be combined",
         ),
         (
             LAMB,
             {"fused": True},
             {},
-            r"`fused` \(=True\) must be the optimizer's \(=None\).* to LAMB",
+            r"`fused` \(=True\) must equal the optimizer's value \(=None\).* to LAMB",
         ),
         (LARS, {}, {"direction": "orthogonal", "fused": True}, "`fused` .* cannot be combined"),
         (
@@ -204,7 +204,7 @@ def test_a_group_keeps_the_keys_that_a_schedule_of_the_user_reads(rule, keys):
 )
 def test_a_misspelt_option_of_a_group_is_refused_with_the_option_that_was_meant(key):
     with pytest.raises(
-        ValueError, match=rf"^`{key}` \(=0.5\) is no option of LARS, .* Did you mean `\w+`\?"
+        ValueError, match=rf"^`{key}` \(=0.5\) is not an option of LARS, .* Did you mean `\w+`\?"
     ):
         LARS([{"params": parameters((2,)), key: 0.5}], lr=0.1)
 
@@ -291,6 +291,7 @@ def test_a_group_of_lamb_with_a_bound_of_its_own_is_refused():
     """One bound holds for the gradients of all groups together."""
     for bound in (None, 1.0):
         with pytest.raises(
-            ValueError, match=rf"^`max_grad_norm` \(=2.0\) must be the optimizer's \(={bound}\)"
+            ValueError,
+            match=rf"^`max_grad_norm` \(=2.0\) must equal the optimizer's value \(={bound}\)",
         ):
             LAMB([{"params": parameters((2,)), "max_grad_norm": 2.0}], lr=0.1, max_grad_norm=bound)

@@ -123,7 +123,7 @@ def test_an_update_whose_rate_is_as_before_copies_nothing_and_another_in_a_captu
     monkeypatch.setattr(option_table, "is_capturing", lambda: True)
     optimizer.step()
     optimizer.param_groups[0]["lr"] *= 0.5
-    with pytest.raises(RuntimeError, match="changed inside a CUDA-graph capture"):
+    with pytest.raises(RuntimeError, match="must not change inside a CUDA graph capture"):
         optimizer.step()
 
 

@@ -54,7 +54,7 @@ REFUSED = [
         {"every": 4, "dtype": "fp16"},
         r"`between_nodes.dtype` \(='fp16'\) cannot carry changes of weights",
     ),
-    (Comm, {"algorithm": "ring"}, r"`algorithm` \(='ring'\).* Write algorithm='auto'"),
+    (Comm, {"algorithm": "ring"}, r"`algorithm` \(='ring'\).* Set algorithm='auto'"),
     (
         Comm,
         {"plan": "no/such/plan.json"},

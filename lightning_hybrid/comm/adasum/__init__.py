@@ -1,1 +1,1 @@
-"""Adasum between nodes: what is done with a bucket, and the sum of two gradients that nodes share the work of."""
+"""Adasum between nodes: its DDP hook, and the combination of the gradients of several nodes."""

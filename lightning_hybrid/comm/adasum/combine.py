@@ -1,19 +1,19 @@
-"""Adasum of a bucket over nodes: tensors that agree are averaged, tensors that are orthogonal are added.
+"""Adasum of a bucket over nodes. Gradients that agree are averaged, and orthogonal gradients are added.
 
-    a (+) b = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b          a factor is 1 where its norm is 0
+    a (+) b = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b          a factor is 1 if its norm is 0
 
-a, b: gradients of one parameter; of more than two nodes in a binary tree, ((0 + 1) + (2 + 3)) + ... By recursive vector
-halving, on four nodes:
+a and b are two nodes' gradients of one parameter. More nodes are combined in a binary tree, ((0 + 1) + (2 + 3)) + ...
+The tree is computed by recursive vector halving. On four nodes:
 
-    0 <-> 1, 2 <-> 3    a node sends the half that the other one keeps; inner products are summed over both; combine
+    0 <-> 1, 2 <-> 3    each node sends the half that the other one keeps; inner products are summed over both; combine
     0 <-> 2, 1 <-> 3    the same with quarters, inner products summed over all four
     0 <-> 2, 1 <-> 3    quarters are gathered to halves
     0 <-> 1, 2 <-> 3    halves are gathered to the whole
 
-Each element is computed on one node and copied to the others, so all hold the same bits. Messages have the tensor's own
-dtype; between them a node keeps at least fp32, and inner products are in float64, whose range no square of fp32 leaves.
-The result is homogeneous of degree 1, so a loss scale passes through. inf and nan survive: with either an inner product
-is nan, and then so is the whole parameter, on every node.
+Each element is computed on one node and copied to the others, so the result is bitwise equal on all nodes. Messages
+have the tensor's own dtype. Between messages a node keeps at least fp32. Inner products are computed in float64, where
+squares of fp32 values cannot overflow. The result is homogeneous of degree 1, so a loss scale passes through. If a
+gradient holds inf or nan, an inner product is nan, and then the whole parameter is nan on every node.
 
 Source: Maleki et al. 2020 (arXiv:2006.02924).
 """
@@ -31,7 +31,7 @@ from lightning_hybrid.comm.bucket_layout import ALIGNMENT
 from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.topology import Topology
 
-# Inner products convert so many elements at a time to float64: what does not stay in the cache takes longer.
+# Inner products convert so many elements at a time to float64, because blocks that stay in the cache take less time.
 BLOCK_NUMEL = 2**17
 
 
@@ -42,77 +42,122 @@ def adasum_(
     *,
     sum_: Callable[[Tensor, dist.ProcessGroup], None],
 ) -> None:
-    """Replace `flat` (1-D, contiguous) by the Adasum of the group's tensors, parameter by parameter, in place.
+    """Replace `flat` (1-D, contiguous) by the Adasum of the group's tensors, parameter by parameter.
 
-    Collective: every rank of the group must call it, in the same order. Afterwards all ranks hold
-    the same bits. With N ranks each sends 2 (N - 1) / N of the bytes of `flat`, in 2 log2 N
-    messages, and takes part in log2 N sums of inner products: 12 N bytes for each tensor in the
-    first sum, half as many in each further one.
+    Collective: every rank of the group must call it, in the same order. Afterwards `flat` is bitwise equal on all
+    ranks. With N ranks, each sends 2 (N - 1) / N of the bytes of `flat` in 2 log2 N messages. It also takes part in
+    log2 N sums of inner products: 12 N bytes per tensor in the first sum, and half as many in each further one.
 
     Args:
-        flat: The gradients of this node, in fp16, bf16, fp32 or fp64.
-        numels: Elements of each tensor in `flat`, in order. What follows them, such as the checksum
-            of a step, is summed.
-        group: A power of two of ranks, numbered as the tree combines them.
+        flat: Gradients of this node, in fp16, bf16, fp32 or fp64.
+        numels: Number of elements of each tensor in `flat`, in order. Elements after them, such as the checksum of a
+            step, are summed.
+        group: Process group with a power of two of ranks, numbered as the tree combines them.
         sum_: Function that sums a flat float64 tensor over a group, in place.
     """
-    rank = dist.get_rank(group)
-    num_ranks = dist.get_world_size(group)
-    bounds = [0, *accumulate(numels)]
-    num_levels = num_ranks.bit_length() - 1
-
-    # This node combines `values`, the elements `begin` to `end` of the bucket. Each level halves them.
-    values = flat
-    begin = 0
-    end = flat.numel()
-    halves: list[tuple[slice, slice]] = []
+    combination = _Combination(flat, numels, group, sum_)
+    num_levels = dist.get_world_size(group).bit_length() - 1
     for level in range(num_levels):
-        partner = rank ^ (1 << level)
-        kept, sent = _halves(begin, end, is_lower=rank < partner)
-        halves.append((kept, sent))
-        if values.dtype != flat.dtype:
-            # Messages have the tensor's own dtype.
-            flat[sent].copy_(values[sent.start - begin : sent.stop - begin])
-        received = torch.empty_like(flat[kept])
-        _swap(flat[sent], received, partner, group)
+        combination.combine_level(level)
+    combination.write_back()
+    for level in reversed(range(num_levels)):
+        combination.gather_level(level)
 
-        kept_values = values[kept.start - begin : kept.stop - begin]
-        values = kept_values.to(torch.promote_types(flat.dtype, torch.float32))
-        begin = kept.start
-        end = kept.stop
 
-        # Every set of nodes that combines its tensors has a row. One sum over all nodes serves them
-        # all, because 0 + x is exact.
-        num_sets = num_ranks >> (level + 1)
-        table_shape = (num_sets, len(numels), 3)
-        table = torch.zeros(table_shape, dtype=torch.float64, device=flat.device)
-        products = table[rank >> (level + 1)]
+class _Combination:
+    """Adasum of one bucket in progress, as seen from one node.
+
+    The node combines a range of the bucket's elements, which each level halves.
+
+    Args:
+        flat, numels, group, sum_: Arguments of `adasum_`.
+    """
+
+    def __init__(
+        self,
+        flat: Tensor,
+        numels: Sequence[int],
+        group: dist.ProcessGroup,
+        sum_: Callable[[Tensor, dist.ProcessGroup], None],
+    ) -> None:
+        self._flat = flat
+        self._bounds = [0, *accumulate(numels)]
+        self._group = group
+        self._sum_ = sum_
+        self._rank = dist.get_rank(group)
+        self._num_ranks = dist.get_world_size(group)
+        self._values = flat  # values of this node's range, in at least fp32 from the first level on
+        self._begin = 0
+        self._end = flat.numel()
+        self._halves: list[tuple[slice, slice]] = []  # kept and sent, for each level
+
+    def combine_level(self, level: int) -> None:
+        """Swap halves with the partner of a level, and combine both nodes' values of the kept half."""
+        partner = self._rank ^ (1 << level)
+        received = self._swap_halves(partner)
         segments = None
-        if _takes_segments(flat):
-            segments = _segments(bounds, begin, end, flat.device)
-        lower = values
-        upper = received
-        if rank > partner:
-            lower = received
-            upper = values
-        _write_products_(products, lower, upper, segments, _parts(bounds, begin, end))
-        sum_(table.view(-1), group)
+        if _takes_segments(self._flat):
+            segments = _segments(self._bounds, self._begin, self._end, self._flat.device)
 
-        factors = adasum_factors(products)
-        if rank > partner:
+        factors = adasum_factors(self._inner_products(level, partner, received, segments))
+        if self._rank > partner:
             factors = factors.flip(-1)
         if segments is not None:
-            combine_segments_(values, received, factors, segments)
-        else:
-            _combine_parts_(values, received, factors, _parts(bounds, begin, end))
-            tail = slice(max(begin, bounds[-1]) - begin, end - begin)
-            values[tail].add_(received[tail])
+            combine_segments_(self._values, received, factors, segments)
+            return
+        _combine_parts_(self._values, received, factors, self._parts())
+        tail_begin = max(self._begin, self._bounds[-1]) - self._begin
+        self._values[tail_begin:].add_(received[tail_begin:])
 
-    if values.dtype != flat.dtype:
-        flat[begin:end].copy_(values)
-    for level in reversed(range(num_levels)):
-        kept, sent = halves[level]
-        _swap(flat[kept], flat[sent], rank ^ (1 << level), group)
+    def write_back(self) -> None:
+        """Write this node's combined values into the bucket."""
+        if self._values.dtype != self._flat.dtype:
+            self._flat[self._begin : self._end].copy_(self._values)
+
+    def gather_level(self, level: int) -> None:
+        """Swap the combined halves with the partner of a level."""
+        kept, sent = self._halves[level]
+        _swap(self._flat[kept], self._flat[sent], self._rank ^ (1 << level), self._group)
+
+    def _swap_halves(self, partner: int) -> Tensor:
+        """Send the half that the partner keeps. Return the partner's values of the half that this node keeps."""
+        flat = self._flat
+        begin = self._begin
+        kept, sent = _halves(begin, self._end, is_lower=self._rank < partner)
+        self._halves.append((kept, sent))
+        if self._values.dtype != flat.dtype:
+            # Messages have the tensor's own dtype.
+            flat[sent].copy_(self._values[sent.start - begin : sent.stop - begin])
+        received = torch.empty_like(flat[kept])
+        _swap(flat[sent], received, partner, self._group)
+
+        kept_values = self._values[kept.start - begin : kept.stop - begin]
+        self._values = kept_values.to(torch.promote_types(flat.dtype, torch.float32))
+        self._begin = kept.start
+        self._end = kept.stop
+        return received
+
+    def _inner_products(
+        self, level: int, partner: int, received: Tensor, segments: Tensor | None
+    ) -> Tensor:
+        """Return |a|^2, |b|^2 and a.b of each tensor, for the two halves of the tree that the level combines."""
+        # Every set of nodes that combines its tensors has a row. One sum over all nodes is enough for all sets, because
+        # 0 + x is exact.
+        num_sets = self._num_ranks >> (level + 1)
+        shape = (num_sets, len(self._bounds) - 1, 3)
+        table = torch.zeros(shape, dtype=torch.float64, device=self._flat.device)
+        products = table[self._rank >> (level + 1)]
+        lower = self._values
+        upper = received
+        if self._rank > partner:
+            lower = received
+            upper = self._values
+        _write_products_(products, lower, upper, segments, self._parts())
+        self._sum_(table.view(-1), self._group)
+        return products
+
+    def _parts(self) -> Iterator[tuple[int, slice]]:
+        return _parts(self._bounds, self._begin, self._end)
 
 
 def _write_products_(
@@ -122,7 +167,7 @@ def _write_products_(
     segments: Tensor | None,
     parts: Iterable[tuple[int, slice]],
 ) -> None:
-    """Write the inner products of each tensor, of the lower node's values and the upper node's."""
+    """Write the inner products of the lower and the upper node's values, for each tensor."""
     if segments is not None:
         products.copy_(inner_products_of_segments(lower, upper, segments)[:-1])
         return
@@ -133,7 +178,7 @@ def _write_products_(
 def _combine_parts_(
     values: Tensor, received: Tensor, factors: Tensor, parts: Iterable[tuple[int, slice]]
 ) -> None:
-    """Combine two nodes' values of each tensor, in place of the first."""
+    """Combine two nodes' values of each tensor, and write the result into `values`."""
     for index, part in parts:
         values[part].mul_(factors[index, 0])
         values[part].addcmul_(received[part].to(values.dtype), factors[index, 1])
@@ -150,20 +195,34 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor:
-    """Return `inner_products` of each segment, by as many kernels whatever their number. `segments`: their lengths."""
+    """Return the `inner_products` of each segment. The number of kernels does not depend on the number of segments.
+
+    Args:
+        a: Flat tensor of one node.
+        b: Flat tensor of the other node.
+        segments: Length of each segment.
+    """
     a = a.double()
     b = b.double()
-    # `unsafe`: else the host would read the lengths back to check their sum.
+    # With `unsafe=True` the host does not read the lengths back to check their sum.
     sums = []
-    for x, y in ((a, a), (b, b), (a, b)):  # one product at a time: each is a float64 bucket
+    for x, y in (
+        (a, a),
+        (b, b),
+        (a, b),
+    ):  # One product at a time, because each takes as much memory as the bucket.
         sums.append(torch.segment_reduce(x * y, "sum", lengths=segments, unsafe=True))
     return torch.stack(sums, -1)
 
 
 def combine_segments_(values: Tensor, received: Tensor, factors: Tensor, segments: Tensor) -> None:
-    """Combine the segments of two tensors in place of the first, by their factors (shape `[segments - 1, 2]`).
+    """Combine the segments of two tensors, and write the result into `values`. The last segment is summed.
 
-    The last segment is summed.
+    Args:
+        values: Flat tensor of this node.
+        received: Flat tensor of the other node.
+        factors: Factors of both tensors for each segment except the last, of shape `[segments - 1, 2]`.
+        segments: Length of each segment.
     """
     segment_factors = torch.nn.functional.pad(factors, (0, 0, 0, 1), value=1.0).to(values.dtype)
     element_factors = torch.repeat_interleave(
@@ -175,7 +234,7 @@ def combine_segments_(values: Tensor, received: Tensor, factors: Tensor, segment
 
 
 def _segments(bounds: Sequence[int], begin: int, end: int, device: torch.device) -> Tensor:
-    # The elements of each tensor between `begin` and `end`, and last of what follows them.
+    """Return how many elements of each tensor are between `begin` and `end`, and how many follow the last tensor."""
     ends = [min(max(bound, begin), end) for bound in (*bounds, end)]
     lengths = torch.tensor([high - low for low, high in pairwise(ends)])
     if device.type == "cuda":
@@ -184,7 +243,7 @@ def _segments(bounds: Sequence[int], begin: int, end: int, device: torch.device)
 
 
 def _takes_segments(flat: Tensor) -> bool:
-    # On a CPU one tensor after the other, in blocks that stay in the cache, is faster.
+    # On a CPU it is faster to combine one tensor after the other, in blocks that stay in the cache.
     return flat.is_cuda
 
 
@@ -202,7 +261,7 @@ def adasum_factors(products: Tensor) -> Tensor:
 
 
 def _halves(begin: int, end: int, *, is_lower: bool) -> tuple[slice, slice]:
-    # What the lower and the upper node of a pair keep, seen from one of them: its own first.
+    """Return the half that this node of a pair keeps, and the half that it sends."""
     middle = min(end, begin + -(-(end - begin) // (2 * ALIGNMENT)) * ALIGNMENT)
     lower = slice(begin, middle)
     upper = slice(middle, end)
@@ -212,7 +271,7 @@ def _halves(begin: int, end: int, *, is_lower: bool) -> tuple[slice, slice]:
 
 
 def _parts(bounds: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, slice]]:
-    # Each tensor that has elements between `begin` and `end`, and where these are, counted from `begin`.
+    """Yield the index of each tensor with elements between `begin` and `end`, and their positions from `begin` on."""
     for index, (first, last) in enumerate(pairwise(bounds)):
         low = max(first, begin)
         high = min(last, end)
@@ -232,12 +291,12 @@ def _swap(sent: Tensor, received: Tensor, partner: int, group: dist.ProcessGroup
             work.wait()
 
 
-def refuse_cut_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nodes: object) -> None:
-    """Check that a bucket can be combined by Adasum.
+def check_adasum_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nodes: object) -> None:
+    """Check that Adasum can combine a bucket.
 
     Raises:
-        ValueError: The plan does not sum over the leaders of nodes, cuts the bucket although inner products are of
-            whole parameters, or sends it between nodes in another dtype.
+        ValueError: The plan does not sum over the leaders of nodes, splits the bucket into chunks, or uses another
+            dtype between nodes.
     """
     refuse_odd_nodes(topology)
     if (
@@ -247,29 +306,29 @@ def refuse_cut_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nodes
     ):
         raise ValueError(
             f"bucket {bucket.index} (={bucket.algorithm!r} in {bucket.num_chunks} chunks, in {dtype_across_nodes} "
-            "between nodes) must be 'hierarchical' in one chunk and in its own dtype for Adasum: the leaders of the "
-            "nodes combine whole parameters. Take the plan of `HybridAllReduceStrategy(between_nodes=Adasum())`, or "
+            "between nodes) must be 'hierarchical', in one chunk and in its own dtype for Adasum, because the leaders "
+            "of the nodes combine whole parameters. Use HybridAllReduceStrategy(between_nodes=Adasum()), or "
             "CommPlan(algorithm='hierarchical', chunk_bytes=2**50)."
         )
 
 
 def refuse_odd_nodes(topology: Topology) -> None:
-    """Check that Adasum's binary tree fits the nodes. Needs no process group.
+    """Check that the nodes fit Adasum's binary tree. It needs no process group.
 
     Raises:
-        ValueError: The number of nodes is not a power of two, or nodes hold different numbers of ranks, whose means
-            would have equal weight.
+        ValueError: The number of nodes is not a power of two, or nodes hold different numbers of ranks. The averages of
+            nodes of different sizes would have equal weight.
     """
     num_nodes = topology.num_nodes
     sizes = [len(node) for node in topology.nodes]
     if num_nodes & (num_nodes - 1):
         below = 1 << (num_nodes.bit_length() - 1)
         raise ValueError(
-            f"`between_nodes` (=Adasum()) needs a power of two of nodes, and there are {num_nodes}: its tree combines "
-            f"them two by two. Launch {below} or {2 * below} nodes, or write between_nodes=Mean()."
+            f"`between_nodes` (=Adasum()) needs a power of two of nodes, and there are {num_nodes}, because its tree "
+            f"combines nodes in pairs. Launch {below} or {2 * below} nodes, or set between_nodes=Mean()."
         )
     if topology.ranks_per_node is None:
         raise ValueError(
-            f"`between_nodes` (=Adasum()) needs nodes of equal size, and these hold {sizes} ranks: the mean of a small "
-            "node would count as much as that of a large one. Launch equal nodes, or write between_nodes=Mean()."
+            f"`between_nodes` (=Adasum()) needs nodes of equal size, and the nodes hold {sizes} ranks. The average of "
+            "a small node would have the weight of a large one. Launch equal nodes, or set between_nodes=Mean()."
         )

@@ -1,12 +1,14 @@
-"""The hook of DistributedDataParallel for `Adasum`: mean inside the node, Adasum between nodes.
+"""DDP communication hook for `Adasum`, which averages gradients inside a node and combines nodes by Adasum.
 
     buffer  --/ before-->  wire  --sum in the node, Adasum of the nodes-->  wire  --/ after-->  buffer
 
-`before * after` is the number of ranks on a node, as Adasum is homogeneous of degree 1. `before` is that of hook.py,
-chosen for all ranks: of orthogonal gradients Adasum is the sum, which on a wire of fp16 needs the same room.
+`before * after` is the number of ranks on a node, because Adasum is homogeneous of degree 1. `before` is chosen as in
+`comm/hook.py`, for the number of all ranks. Adasum of orthogonal gradients is their sum, so an fp16 sum could overflow
+as it could there.
 """
 
-# As in hook.py no `from __future__ import annotations`: DistributedDataParallel compares the annotations with classes.
+# There is no `from __future__ import annotations` here, because DistributedDataParallel compares the hook's annotations
+# with the classes themselves.
 
 from functools import partial
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hybrid.comm.codec.padded_bucket import num_reals
 from lightning_hybrid.comm.hook import (
     HookState,
     engine_and_buffer,
@@ -25,26 +28,25 @@ from lightning_hybrid.comm.hook import (
 
 
 def adasum_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Combine a bucket over all ranks, in place, in the background. For `register_comm_hook(state, adasum_bucket)`.
+    """Combine a bucket over all ranks in the background, as a hook for `register_comm_hook(state, adasum_bucket)`.
 
-        bucket = Adasum over nodes (mean over the ranks of a node (bucket)), for each parameter by itself
+        bucket = Adasum over nodes (mean over the ranks of a node (bucket)), for each parameter separately
 
-    Collective: every rank must call it, in the same bucket order; DistributedDataParallel does. In place: the future
-    holds `bucket.buffer()`. Afterwards all ranks hold the same bits. A complex parameter is a pair of reals.
+    Collective: every rank must call it, in the same order of buckets, as DistributedDataParallel does. The future holds
+    `bucket.buffer()`, which is changed in place. Afterwards it is bitwise equal on all ranks. A complex element counts
+    as a pair of reals.
 
     Raises:
-        TypeError: for sparse gradients.
-        ValueError: if nodes or plan do not fit (`combine.py`).
-        RuntimeError: if the engine has failed or is closed.
+        TypeError: The gradients are sparse.
+        ValueError: The nodes or the plan do not fit (see `combine.py`).
+        RuntimeError: The engine has failed or is closed.
 
     Source: Maleki et al. 2020 (arXiv:2006.02924).
     """
     engine, buffer = engine_and_buffer(state, bucket)
     topology = engine.topology
-    # Of parameters, not of `bucket.gradients()`: of a complex one that has the first half of the reals alone.
-    numels = tuple(
-        parameter.numel() * (1 + parameter.is_complex()) for parameter in bucket.parameters()
-    )
+    # Not the sizes of `bucket.gradients()`, which returns only the first half of the reals of a complex gradient.
+    numels = tuple(num_reals(parameter) for parameter in bucket.parameters())
     is_fp16 = (state.comm_dtype or buffer.dtype) == torch.float16
     before, _ = split_divisor(topology.world_size, is_fp16=is_fp16)
     return engine.submit(

@@ -1,1 +1,1 @@
-"""Codec of sums between nodes, with 8 or 4 bits per element: the same bits on every rank, and unbiased noise."""
+"""Codec of sums between nodes, with 8 or 4 bits per element. Its results are bitwise equal on every rank."""

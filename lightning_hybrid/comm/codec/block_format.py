@@ -1,34 +1,36 @@
 """Message format of sums between nodes: blocks of 256 elements, each with one scale.
 
     message    | scales: uint16 per block | codes: 256 bytes per block (8 bits) or 128 (4 bits) |
-    scale      the upper half of a float32 (bfloat16): max |y| / MOST, rounded up; nan where an element is inf or nan
+    scale      the upper half of a float32 (bfloat16): max |y| / MOST, rounded up; nan if an element is inf or nan
     code       floor(y / scale + u), in [-MOST, MOST]        MOST = 127 or 7;  u: uniform in [0, 1), or 1/2 (nearest)
     8 bits     y = x                       element i in byte i
     4 bits     y = H (signs * x) / 16      elements i and i + 128 in the lower and upper half of byte i
 
-H is the Walsh-Hadamard matrix of order 256: H H / 256 is the identity, so that |y| = |x|. It spreads a few large
-elements over their block, whose maximum, and with it the scale, is then about 3 roots of the mean square, whatever the
-gradients are. Its entries are sums and differences only, and 16 is a power of two.
+H is the Walsh-Hadamard matrix of order 256. H H / 256 is the identity, so that |y| = |x|. The rotation spreads a few
+large elements over their block. So for any gradients, the maximum of a block is about 3 times its root mean square. The
+rotation computes only sums and differences, and 16 is a power of two.
 
-u is a function of (seed, step, sum in the step, sender, block, element): Philox-4x32-10 of these words.
-So there is no generator state, and a resumed run draws the same noise as an uninterrupted one. A code is unbiased:
-E[scale * code] = y except for 2^-23 of a scale, because the quotient is cut to 23 fractional bits. |scale * code - y|
-is below one scale, or half of one when rounding to the nearest. Blocks whose maximum is below 2^-96 count as zeros.
-With 4 bits, finite elements from 2e36 on may decode to inf, because the rotation adds up 256 of them before it divides.
-Elements up to 1e35 are safe.
+u is a function of (seed, step, sum in the step, sender, block, element), namely Philox-4x32-10 of these words. So there
+is no generator state, and a resumed run draws the same noise as an uninterrupted one. A code is unbiased:
+E[scale * code] = y except for 2^-23 of a scale, because the quotient is truncated to 23 fractional bits.
+|scale * code - y| is below one scale, or below half a scale when rounding to the nearest. Blocks whose maximum is below
+2^-96 count as zeros. With 4 bits, finite elements of 2e36 or more may decode to inf, because the rotation adds 256 of
+them before it divides. Elements up to 1e35 are safe.
 
-A decoded element, scale * code, is exact in float32: it is a product of two numbers of 8 bits. Every other rounded
-result comes from a single operation. So C++, torch and Triton give the same bits, with fused multiply-adds and without.
+A decoded element, scale * code, is exact in float32, because it is the product of two numbers of 8 bits. Every other
+rounded result comes from a single operation. So C++, torch and Triton give bitwise equal results, with and without
+fused multiply-adds.
 
-Why 256: an element costs 258 / 256 bytes with 8 bits and 130 / 256 bytes with 4. Blocks of 128 elements would double
-the cost of the scales and multiply squared errors by 0.86. Blocks of 1,024 would save 0.6 and 1.2 % of the bytes and
-multiply squared errors by 1.3. Squared errors, relative to the sum of squares:
+A block has 256 elements, because an element then costs 258 / 256 bytes with 8 bits and 130 / 256 bytes with 4 bits.
+Blocks of 128 elements would double the cost of the scales and multiply squared errors by 0.86. Blocks of 1,024 elements
+would save 0.6 % of the bytes with 8 bits and 1.2 % with 4 bits, and multiply squared errors by 1.3. Squared errors,
+relative to the sum of squares:
 
-    2^20 normal numbers                         9.8e-5 with 8 bits, 3.2e-2 with 4; half of that to the nearest
+    2^20 normal numbers                         9.8e-5 with 8 bits, 3.2e-2 with 4 bits; half of that to the nearest
     Student's t with 3 degrees of freedom       2.9e-2 with 4 bits, 0.17 without the rotation
 
-Sources: counters, Salmon et al. 2011 (SC '11); blocks with a maximum, Alistarh et al. 2017 (QSGD, arXiv:1610.02132);
-the rotation, Suresh et al. 2017 (arXiv:1611.00429).
+Sources: Salmon et al. 2011 (SC '11) for counters, Alistarh et al. 2017 (QSGD, arXiv:1610.02132) for blocks with a
+maximum, Suresh et al. 2017 (arXiv:1611.00429) for the rotation.
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ import struct
 BLOCK = 256
 SCALE_BYTES = 2
 
-# Seed, step, sender, and index of the sum in the step: the arguments of the noise besides block and element.
+# Seed, step, sender, and index of the sum in the step. The noise depends on these, and on block and element.
 NoiseKey = tuple[int, int, int, int]
 
 # Sender of the second encoding, which rounds a sum. No rank has this number.
 OF_A_SUM = 2**32 - 1
 
-# Fractional bits of a code in fixed point. The largest code, 127, plus one step fits into 31 bits.
+# Number of fractional bits of a code in fixed point. The largest code, 127, plus one step fits into 31 bits.
 FRACTION_BITS = 23
 
-# Bits in float32 of inf, and of 2^-96. Blocks whose maximum is below the latter count as zeros, so that all numbers
-# computed from a maximum stay normal.
+# float32 bit patterns of inf and of 2^-96. Blocks whose maximum is below 2^-96 count as zeros, so that all numbers
+# computed from a maximum are normal.
 INFINITE_BITS = 0x7F800000
 LEAST_MAXIMUM_BITS = 31 << 23
 
@@ -63,7 +65,7 @@ def num_blocks_of(numel: int) -> int:
 
 
 def most_code(bits: int) -> int:
-    """Return MOST, the largest code.
+    """Return the largest code of a number format, called MOST in the module's docstring.
 
     >>> most_code(8), most_code(4)
     (127, 7)
@@ -72,7 +74,7 @@ def most_code(bits: int) -> int:
 
 
 def reciprocal_of(most: int) -> float:
-    """Return 1 / MOST rounded to float32, the factor from a block's maximum to its scale.
+    """Return 1 / MOST rounded to float32, by which a block's maximum is multiplied to get its scale.
 
     >>> reciprocal_of(7) == 1 / 7, abs(reciprocal_of(7) * 7 - 1) < 2**-24
     (False, True)
@@ -81,7 +83,7 @@ def reciprocal_of(most: int) -> float:
 
 
 def message_bytes(numel: int, bits: int) -> int:
-    """Return the number of bytes of a message of `numel` elements. The last block is sent in full.
+    """Return the number of bytes of a message of `numel` elements. The last block is padded.
 
     >>> message_bytes(1024, 8), message_bytes(1024, 4), message_bytes(1, 8)
     (1032, 520, 258)

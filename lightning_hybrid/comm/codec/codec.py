@@ -1,4 +1,4 @@
-"""Codec of sums between nodes: the user's choice, and the coder that encodes and adds up messages on a device."""
+"""Codec of sums between nodes: its options, and the coder that encodes and adds messages on a device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _ignore(*_: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """Number format of an element between nodes: 8 bits, or 4 bits after a rotation. See `block_format`.
+    """Number format of an element between nodes, which is 8 bits, or 4 bits after a rotation (see `block_format`).
 
     Args:
-        bits: Bits per element.
-        seed: Seed of the noise of stochastic rounding and of the rotation's signs, the same on every rank.
-        error_feedback: Whether sums of a node are rounded to the nearest code, with the rounding error added to the
-            node's next sums.
+        bits: Number of bits per element.
+        seed: Seed of the rounding noise and of the rotation's signs. It must be equal on all ranks.
+        error_feedback: Whether the sums of a node are rounded to the nearest code, and the rounding errors are added to
+            its next sums. False: stochastic rounding.
 
     >>> str(Codec(bits=4, seed=1)), Codec(bits=4).message_bytes(2**20) / 2**20
     ('int4 (seed 1)', 0.5078125)
@@ -57,7 +57,7 @@ class Codec:
 
 
 class Passes(Protocol):
-    """Interface of the encoder and adder for one type of device. All give the same bits as `TorchPasses`."""
+    """Interface of an implementation of the codec. All implementations are bitwise equal to `TorchPasses`."""
 
     def encode(
         self,
@@ -74,20 +74,19 @@ class Passes(Protocol):
 
 
 class Coder:
-    """Codec on one device, with the position in the training on which its noise depends.
+    """Codec on one device, with the training step on which its noise depends.
 
-    Methods may be called by several threads at once.
+    Several threads may call its methods at the same time.
 
     Args:
         codec: Number format.
         device: Device of the tensors.
-        count_rounding: Function called on the CPU after each message of this rank, with two sums of squares over every
-            16th block: of the errors, and of the encoded values.
+        count_rounding: Function called after each message of this rank on a CPU. Its arguments are the sum of squared
+            errors and the sum of squared values, both over every 16th block.
 
     Attributes:
-        step: Step of the training. The caller sets it, so that a resumed run draws the same noise as an uninterrupted
-            one.
-        turn: Number of sums of all gradients in this step so far.
+        step: Training step. The caller sets it, so that a resumed run draws the same noise as an uninterrupted one.
+        turn: Number of sums of all gradients that this step has had so far.
     """
 
     def __init__(
@@ -101,16 +100,23 @@ class Coder:
         self.turn = 0
         self._count_rounding = count_rounding
         self._passes = _passes_for(device, codec)
-        self._measures = device.type == "cpu"  # on CUDA the host would have to wait for the result
+        self._measures = device.type == "cpu"  # On CUDA the host would have to wait for the result.
 
     def begin_step(self, step: int) -> None:
-        """Set the step of the training. If it changes, the count of sums restarts at zero."""
+        """Set the training step. If it changes, the count of sums restarts at zero."""
         if step != self.step:
             self.step = step
             self.turn = 0
 
     def encode(self, flat: Tensor, ids: Tensor, key: NoiseKey | None, message: Tensor) -> None:
-        """Write `flat` into `message` with the noise of (seed, step, sender, turn), or to the nearest code (None)."""
+        """Encode `flat` into `message`.
+
+        Args:
+            flat: Elements to encode, 1-D, float32.
+            ids: Number of each block, int32.
+            key: Seed, step, sender and turn, on which the noise depends. None: round to the nearest code.
+            message: Encoded blocks, uint8. A matrix holds one message in each row.
+        """
         is_matrix = message.dim() == 2
         if is_matrix and not hasattr(self._passes, "decode"):
             for first_block, elements, row in self._split_rows(flat, message):
@@ -128,16 +134,19 @@ class Coder:
             self._count_rounding(error, power)
 
     def encode_nearest(self, flat: Tensor, ids: Tensor, message: Tensor) -> None:
-        """Write `flat` (1-D, float32) into `message` (uint8), each element to the nearest code."""
+        """Encode `flat` (1-D, float32) into `message` (uint8), with each element rounded to the nearest code."""
         self.encode(flat, ids, None, message)
 
     def add(self, messages: Tensor, to: Tensor) -> None:
-        """Write the sum of `messages`, one in each row, in their order and in float32, into `to` (1-D, float32)."""
+        """Decode messages, one in each row, and write their sum into `to` (1-D, float32).
+
+        They are added in order, in float32.
+        """
         self._passes.add(messages, to)
 
     def decode(self, rows: Tensor, to: Tensor) -> None:
         """Decode the message in each row, as `Blocks.encode` wrote it, into its range of `to` (1-D, float32)."""
-        if hasattr(self._passes, "decode"):  # one kernel for all rows
+        if hasattr(self._passes, "decode"):  # One kernel decodes all rows.
             self._passes.decode(rows, to)
             return
         for _, elements, row in self._split_rows(to, rows):
@@ -163,14 +172,16 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
             passes = TritonPasses(bits, signs)
             passes.try_out(device)
             return passes
-        except Exception as error:  # of the compiler, the linker, the driver, or Triton itself
+        except (
+            Exception
+        ) as error:  # The compiler, the linker, the driver or Triton itself may fail.
             problem = (
-                "on CUDA needs kernels that triton can build, and a first one failed "
+                "on CUDA needs kernels that triton builds, and building the first one failed "
                 f"({type(error).__name__}: {error!s:.300})"
             )
             remedy = (
-                "It needs triton, a C compiler (`apt install gcc`), Python's headers (python3-dev), "
-                "a GPU of its list"
+                "Install triton, a C compiler (`apt install gcc`) and Python's headers (python3-dev), and use a GPU "
+                "that triton supports"
             )
             _warn_of_slow_passes(bits, problem, remedy)
     if device.type == "cpu":
@@ -181,15 +192,15 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
             return CppPasses(bits, signs)
         except CannotBuildError as error:
             problem = f"on a CPU needs a C++ compiler to be fast, and {error}"
-            remedy = "Install one (`apt install g++`), or name it in the environment variable CXX"
+            remedy = "Install one (`apt install g++`), or set the environment variable CXX to it"
             _warn_of_slow_passes(bits, problem, remedy)
     return TorchPasses(bits, signs)
 
 
 def _warn_of_slow_passes(bits: int, problem: str, remedy: str) -> None:
     warnings.warn(
-        f"`between_nodes.dtype` (='int{bits}') {problem}: operations of torch do the same, bit for bit, several times "
-        f"slower. {remedy}.",
+        f"`between_nodes.dtype` (='int{bits}') {problem}. torch operations are used instead, with bitwise equal "
+        f"results, but they take several times as long. {remedy}.",
         RuntimeWarning,
         stacklevel=3,
     )

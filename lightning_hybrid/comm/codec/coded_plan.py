@@ -1,4 +1,4 @@
-"""Communication plans for codecs between nodes and for sharded updates, which both need sums within nodes."""
+"""Communication plans for codecs between nodes and for sharded updates. Both need sums within nodes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lightning_hybrid.comm.plan import CommPlan, NodeShape
 
 
 def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: bool) -> CommPlan:
-    """Return a plan in which the ranks of a node add up before their sum is rounded, based on `plan`.
+    """Return a plan, based on `plan`, in which a codec rounds the sum of a node and not the gradient of each rank.
 
     Raises:
-        ValueError: The plan names an algorithm that would round the gradient of each rank.
+        ValueError: The plan sets an algorithm that would round the gradient of each rank.
 
     >>> from lightning_hybrid.comm.topology import Topology
     >>> topology = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)
@@ -21,7 +21,7 @@ def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: b
     if topology.num_nodes == 1 or topology.ranks_per_node == 1:
         return plan
     if plan.algorithm == "auto" and on_cuda:
-        # With `auto` on CUDA, NCCL chooses the hierarchy, and NCCL has no codec.
+        # On CUDA, `auto` leaves the hierarchy to NCCL, which has no codec.
         has_equal_nodes = topology.ranks_per_node is not None
         if has_equal_nodes:
             return replace(plan, algorithm="two_level")
@@ -33,18 +33,22 @@ def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: b
     if plan.algorithm == "two_level":
         reason = "needs nodes of equal size"
     raise ValueError(
-        f"`algorithm` (={plan.algorithm!r}) {reason}, and `between_nodes.dtype` (='int{bits}') is for the sums that "
-        "nodes send each other: the gradient of every rank would be rounded, and as often as a node has ranks it would "
-        "send as many bytes. Leave `comm.algorithm` and such a `comm.plan` out, or write "
+        f"`algorithm` (={plan.algorithm!r}) {reason}, so it cannot be combined with `between_nodes.dtype` "
+        f"(='int{bits}'), which encodes sums of nodes: the gradient of every rank would be rounded, and a node would "
+        "send as many messages as it has ranks. Leave `comm.algorithm` and `comm.plan` out, or set "
         "comm=Comm(algorithm='hierarchical')."
     )
 
 
 def plan_for_owners(plan: CommPlan, *, is_flat: bool) -> CommPlan:
-    """Return a plan that can skip the gather of gradients when the update is sharded over ranks.
+    """Return a plan, based on `plan`, that can skip the gather of gradients when the update is sharded over ranks.
 
-    If `auto` means flat (`is_flat`), it averages all gradients on all ranks, and the gather of weights would be added
-    to that. Such a plan becomes two-level.
+    If `auto` means `flat`, all ranks average all gradients, and the gather of weights would be added to that. So such a
+    plan becomes `two_level`.
+
+    Args:
+        plan: Communication plan.
+        is_flat: Whether `auto` means `flat`.
 
     >>> plan_for_owners(CommPlan(), is_flat=True).algorithm, plan_for_owners(CommPlan(), is_flat=False).algorithm
     ('two_level', 'auto')
@@ -55,7 +59,7 @@ def plan_for_owners(plan: CommPlan, *, is_flat: bool) -> CommPlan:
 
 
 def adds_up_in_nodes(plan: CommPlan, topology: NodeShape) -> bool:
-    """Return whether nodes exchange sums over their ranks, for every bucket.
+    """Return whether, for every bucket, nodes exchange sums over their ranks.
 
     >>> from lightning_hybrid.comm.topology import Topology
     >>> two_by_two = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)

@@ -1,4 +1,4 @@
-"""C++ implementation of the codec, for tensors on the CPU: it reads the tensor once, without Python's lock."""
+"""C++ implementation of the codec for CPU tensors. It reads a tensor once, and releases Python's interpreter lock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_hybrid.comm.codec.block_format import NoiseKey
 from lightning_hybrid.cpp.library import ADDRESS, COUNT, FLOAT_BITS, CppSource
 
-# The error of every 16th block of a message is measured. To measure every block would take too long.
+# The error of every 16th block of a message is measured, because measuring every block would take too long.
 SAMPLE_EVERY = 16
 
 SOURCE = CppSource(
@@ -29,7 +29,11 @@ def _library() -> ctypes.CDLL:
 
 
 class CppPasses:
-    """Codec passes in C++, bit for bit equal to `TorchPasses`. They run in the calling thread only.
+    """Codec passes in C++, bitwise equal to `TorchPasses`. They run in the calling thread only.
+
+    Args:
+        bits: Number of bits per element.
+        signs: Signs of the rotation. None: blocks are not rotated.
 
     Raises:
         CannotBuildError: There is no compiler, or it fails.
@@ -38,7 +42,7 @@ class CppPasses:
     def __init__(self, bits: int, signs: Tensor | None) -> None:
         self._library = _library()
         self._bits = bits
-        self._signs = signs  # kept alive here, because calls only take its address
+        self._signs = signs  # Kept alive here, because calls only take its address.
 
     def encode(
         self,
@@ -48,7 +52,7 @@ class CppPasses:
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
-        """Write `flat` into `message`. The arguments are those of `TorchPasses.encode`."""
+        """Encode `flat` into `message`. The arguments are those of `TorchPasses.encode`."""
         key_words = None
         if key is not None:
             key_words = (ctypes.c_uint32 * 4)(*key)

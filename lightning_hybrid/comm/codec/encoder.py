@@ -1,4 +1,4 @@
-"""Encoding of a tensor between nodes: with stochastic rounding, or to the nearest code with error feedback."""
+"""Encoding of a tensor between nodes, with stochastic rounding or with error feedback."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MASK = 2**32 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Blocks of a tensor on its way between nodes, with the position in the training at which it was submitted.
+    """Blocks of a tensor that is sent between nodes, with the training step in which it was submitted.
 
     Args:
         coder: Codec on the tensor's device.
         ids: Number of each block, int32.
-        step: Step of the training.
-        turn: Index of the sum in the step.
+        step: Training step.
+        turn: Index of the sum of all gradients in the step.
         feedback: Residuals to add before a node's sum is rounded. None: no error feedback.
     """
 
@@ -40,7 +40,7 @@ class Blocks:
         ids: Tensor | None = None,
         feedback: BucketFeedback | None = None,
     ) -> Blocks:
-        """Return the blocks of a tensor that is submitted now.
+        """Create the blocks of a tensor that is submitted now.
 
         Args:
             coder: Codec on the tensor's device.
@@ -53,21 +53,25 @@ class Blocks:
         return cls(coder=coder, ids=ids, step=coder.step, turn=coder.turn, feedback=feedback)
 
     def since(self, begin: int) -> Blocks:
-        """Return the blocks from element `begin`, a multiple of 256, to the end."""
+        """Return the blocks from element `begin` to the end. `begin` must be a multiple of 256."""
         if begin == 0:
             return self
         return replace(self, ids=self.ids[begin // BLOCK :])
 
     def encode(self, flat: Tensor, message: Tensor, *, sender: int) -> None:
-        """Write `flat` (1-D, float32), which begins with the first of these blocks, into `message` (uint8).
+        """Encode `flat` into `message`.
 
-        If `message` is a matrix, each row holds the message of as many blocks as fit. The last row may hold fewer.
+        Args:
+            flat: Elements to encode, 1-D, float32. They begin with the first of these blocks.
+            message: Encoded blocks, uint8. Each row of a matrix holds as many blocks as fit, and the last row may hold
+                fewer.
+            sender: Number on which the rounding noise depends.
         """
         if self.feedback is not None and sender != OF_A_SUM and len(self.ids) > 0:
             self.feedback.encode(flat, self.ids, message, self.coder)
             return
 
-        # Shards of equal size may extend beyond the tensor. They hold zeros there, which stay zeros with any noise.
+        # Shards of equal size may extend beyond the tensor. They hold zeros there, which are encoded exactly.
         ids = self.ids
         num_missing = num_blocks_of(flat.numel()) - len(ids)
         if num_missing > 0:

@@ -1,17 +1,16 @@
-"""Error feedback: adds the rounding errors of a node's sum to its next sum.
+"""Error feedback, which adds the rounding errors of a node's sum to its next sum.
 
-    e = g + r           g: the sum of a node's gradients, r: its residual, zeros at first; float32
-    send Q(e)           each element to the nearest code
-    r <- e - Q(e)       if the optimizer makes its step; a skipped step leaves r unchanged
+    e = g + r           g: sum of a node's gradients, r: residual of the node, initially zero; float32
+    send Q(e)           with each element rounded to the nearest code
+    r <- e - Q(e)       if the optimizer takes the step; a skipped step leaves r unchanged
 
-So errors do not accumulate: the sum of everything that was sent equals the sum of all gradients, up to one residual. A
-node has one residual. The rank that encodes a block holds the residual of that block. Algorithm, chunks and buckets
-determine which rank it is. When they change, residuals move to the rank that needs them. With more than two nodes the
-second rounding, of the sum, stays stochastic: it is unbiased and needs no state, which would belong to one node's part
-of the sum.
+So errors do not accumulate: the sum of all sent values equals the sum of all gradients, up to one residual. A node has
+one residual, and the rank that encodes a block holds the residual of that block. Algorithm, chunks and buckets
+determine this rank. When they change, residuals move to another rank. With more than two nodes the sum is rounded a
+second time, and that rounding stays stochastic: it is unbiased and needs no state.
 
-Between runs, residuals are kept in the units of gradients without loss scale and divisor, summed over ranks. Loss scale
-and divisor are powers of two, so nothing is rounded.
+Between runs, residuals are kept in units of the sum of all ranks' gradients, without loss scale and divisor. Loss scale
+and divisor are powers of two, so the conversion is exact.
 
 Sources: Seide et al. 2014 (Interspeech); Karimireddy et al. 2019 (arXiv:1901.09847).
 """
@@ -31,11 +30,13 @@ from lightning_hybrid.comm.codec.residual import FeedbackStep, Residual, Residua
 
 
 class BucketFeedback:
-    """Residuals of one bucket, one for each encoded range, as long as the bucket's layout and cut stay the same.
+    """Residuals of one bucket, one for each range that this rank encodes.
+
+    They are used as long as the layout of the bucket and `cut` do not change.
 
     Args:
         padded: Bucket with padded gradients.
-        cut: Values that determine, equally on every rank of the node, which rank encodes which range.
+        cut: Values that determine which rank encodes which range. They are equal on all ranks of the node.
         begin: Initial residual of the node in all blocks of the bucket, float32. None: zeros.
         options: Options of each residual.
     """
@@ -50,17 +51,17 @@ class BucketFeedback:
         self.padded = padded
         self.cut = cut
         self.begin = begin
-        self.residuals: dict[int, Residual] = {}  # by the first block, counted in the bucket
+        self.residuals: dict[int, Residual] = {}  # by the index of the first block in the bucket
         self.step = FeedbackStep()
-        self.num_sum = 0  # index of the last sum of all gradients that used it
+        self.num_sum = 0  # index of the last sum of all gradients that used this object
         self._options = options
 
     def encode(self, flat: Tensor, ids: Tensor, message: Tensor, coder: Coder) -> None:
-        """Write `flat`, a range of the bucket, plus its residual into `message`.
+        """Encode a range of the bucket plus its residual into `message`.
 
         Args:
             flat: Elements to encode, 1-D, float32.
-            ids: Number of each block, a view of the bucket's numbers.
+            ids: Number of each block, a view of the bucket's block numbers.
             message: Encoded blocks, uint8.
             coder: Codec on the tensor's device.
         """
@@ -88,7 +89,7 @@ class BucketFeedback:
 
 
 class ErrorFeedback:
-    """Residuals of everything that this rank encodes, over all steps of a fit.
+    """Residuals of all blocks that this rank encodes, over all steps of a fit.
 
     Collective if `add_up_` is given: every rank of the node must call `bucket` and `load`, in the same order.
 
@@ -96,10 +97,10 @@ class ErrorFeedback:
         num_blocks: Number of blocks of all parameters, as counted by `BlockNumbers`.
         device: Device of the gradients.
         add_up_: Function that sums a float32 tensor over the ranks of the node, in place. None: each node has one rank.
-        is_leader: Whether this rank is the first of its node.
+        is_leader: Whether this rank is the first rank of its node.
 
     Attributes:
-        may_skip: Whether the optimizer may skip steps, in which case residuals take twice the memory. To be set before
+        may_skip: Whether the optimizer may skip steps, so that residuals take twice the memory. It must be set before
             the first sum.
     """
 
@@ -118,27 +119,27 @@ class ErrorFeedback:
         self._is_leader = is_leader
         self._step = FeedbackStep()
         self._buckets: dict[int, BucketFeedback] = {}
-        self._retired: list[Residual] = []  # of buckets whose layout or cut has changed since
+        self._retired: list[Residual] = []  # residuals of buckets whose layout or cut has changed
         self._loaded: Tensor | None = None  # residual of the node from `load`, until the next sum
         self._num_sums = 0
 
     def begin_step(self, loss_scale: Tensor | None) -> None:
-        """Set the loss scale of the next sum's gradients, 0-dim. None: they are not scaled."""
+        """Set the loss scale of the next sum's gradients, a 0-dim tensor. None: they are not scaled."""
         self._step = FeedbackStep(loss_scale=loss_scale)
 
     def end_step(self, is_skipped: Tensor) -> None:
-        """Set whether the optimizer has skipped the step of the last sum, 0-dim, bool."""
+        """Record whether the optimizer has skipped the step of the last sum, as a 0-dim bool tensor."""
         self._step.is_skipped = is_skipped
 
     def bucket(
         self, index: int, padded: PaddedBucket, *, cut: tuple[Any, ...], divisor: int, is_last: bool
     ) -> BucketFeedback:
-        """Return the residuals of a bucket of the sum that is being submitted.
+        """Return the residuals of a bucket that is being submitted.
 
         Args:
             index: Index of the bucket.
             padded: Bucket with padded gradients.
-            cut: Values that determine, equally on every rank of the node, which rank encodes which range.
+            cut: Values that determine which rank encodes which range. They are equal on all ranks of the node.
             divisor: Number by which gradients were divided before the sum.
             is_last: Whether this is the last bucket of the sum.
         """
@@ -166,7 +167,7 @@ class ErrorFeedback:
     def _residual_of_node(
         self, numbers: Tensor, device: torch.device, divisor: int
     ) -> Tensor | None:
-        """Return the residual of the node in these blocks, in units of this step, or None if there is none yet."""
+        """Return the node's residual in blocks, in the units of this step, or None if there is no residual yet."""
         if self._loaded is not None:
             rows = self._loaded.view(-1, BLOCK)[numbers].to(device)
             loss_scale = self._step.loss_scale
@@ -190,7 +191,7 @@ class ErrorFeedback:
         return begin.view(-1)
 
     def _residuals_of_earlier_sums(self) -> Iterator[Residual]:
-        # Residuals of this sum are left out: threads are encoding them, and they hold other blocks.
+        # Residuals of the current sum are left out, because threads are using them, and they hold other blocks.
         yield from self._retired
         for bucket in self._buckets.values():
             if bucket.num_sum < self._num_sums:
@@ -199,9 +200,9 @@ class ErrorFeedback:
     # ---- between runs ----------------------------------------------------------------------------------------------
 
     def share(self, begin: int, end: int, device: torch.device) -> Tensor:
-        """Return this rank's residuals of a range of blocks, 256 elements each, with zeros for blocks of other ranks.
+        """Return this rank's residuals of a range of 256-element blocks, with zeros for blocks of other ranks.
 
-        The sum over the ranks of the node is the residual of the node. To be called only between two steps.
+        The sum over the ranks of the node is the residual of the node. The method may only be called between two steps.
 
         Args:
             begin: Number of the first block.
@@ -226,9 +227,10 @@ class ErrorFeedback:
         return values.view(-1)
 
     def load(self, values: Tensor | None) -> None:
-        """Continue with the given residual of the node: 256 elements per block, float32, in the units of `share`.
+        """Set the residual of the node.
 
-        None: zeros.
+        Args:
+            values: Residual of all blocks with 256 elements each, float32, in the units of `share`. None: zeros.
         """
         self._buckets = {}
         self._retired = []
@@ -238,7 +240,7 @@ class ErrorFeedback:
             self._loaded = values.cpu()
 
     def release_device(self) -> None:
-        """Move this rank's share to the CPU at the end of a fit, so that `share` still works."""
+        """Move this rank's residuals to the CPU at the end of a fit, so that `share` can still be called."""
         self._loaded = self.share(0, self._num_blocks, self._device).cpu()
         self._is_leader = True
         self._buckets = {}

@@ -1,4 +1,4 @@
-"""Buckets in which every gradient begins a new block, so that blocks do not depend on the layout of buckets."""
+"""Buckets in which every gradient begins with a new block, so that blocks do not depend on the layout of buckets."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_hybrid.comm.codec.block_format import BLOCK, num_blocks_of
 
 
 class PaddedBucket:
-    """Buffer for a bucket in which zeros follow each gradient, up to a multiple of 256 elements.
+    """Buffer of a bucket in which each gradient is padded with zeros to a multiple of 256 elements.
 
-    The buffer is reused in each step. DistributedDataParallel forms other buckets in its first step than later, also in
-    a resumed run, and plans cut them differently. Scales and noise belong to a block. With padding, they depend only on
-    the gradient and on the position in it.
+    The buffer is reused in each step. DistributedDataParallel uses other buckets in its first step than later, also in
+    a resumed run, and plans split them differently. Scales and noise belong to a block. With padding, they depend only
+    on the gradient and on the position in it.
 
     Args:
         numels: Number of elements of each gradient, in the order of the bucket.
@@ -25,9 +25,9 @@ class PaddedBucket:
 
     Attributes:
         numbers: Numbers of the blocks, int64, on the host.
-        ids: The same numbers, int32, on the device.
-        partial: Blocks that a gradient does not fill, as pairs of the block, counted in the bucket, and the number of
-            the gradient's elements in it.
+        ids: Numbers of the blocks, int32, on the device.
+        partial: Blocks that a gradient does not fill, as pairs of the block's index in the bucket and the number of the
+            gradient's elements in it.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class PaddedBucket:
             self._padding.append(row[numel:])
 
     def load(self, buffer: Tensor, *, before: int) -> Tensor:
-        """Return `buffer / before`, padded, in the dtype of the sum. `buffer` itself may change."""
+        """Return `buffer / before`, padded, in the dtype of the sum. `buffer` may be changed."""
         # The division uses the wider of the two dtypes.
         is_wire_wider = self._wire.element_size() > buffer.element_size()
         if before > 1 and not is_wire_wider:
             buffer.div_(before)
         torch._foreach_copy_(self._gradients, list(buffer.split(self._numels)))
-        # The last sum of rotated blocks has left noise in the padding.
+        # The previous sum of rotated blocks left noise in the padding.
         torch._foreach_zero_(self._padding)
         if before > 1 and is_wire_wider:
             self._wire.div_(before)
@@ -85,9 +85,9 @@ class PaddedBucket:
 
 
 class BlockNumbers:
-    """Numbering of the blocks of all parameters' gradients.
+    """Numbering of the blocks of all gradients.
 
-    Parameters are numbered in the order of `parameters`. Those that are not in it follow in the order of first use.
+    Blocks are numbered in the order of `parameters`. Blocks of other parameters follow in the order of first use.
 
     >>> weight, bias, late_parameter = torch.zeros(3), torch.zeros(300), torch.zeros(1)
     >>> numbers = BlockNumbers([weight, bias])
@@ -96,7 +96,7 @@ class BlockNumbers:
     """
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
-        self._first: dict[int, int] = {}  # by `id`
+        self._first: dict[int, int] = {}  # by the `id` of a parameter
         self._num_blocks = 0
         for parameter in parameters:
             self.first_of(parameter)
@@ -107,7 +107,7 @@ class BlockNumbers:
         return self._num_blocks
 
     def first_of(self, parameter: Tensor) -> int:
-        """Return the number of a parameter's first block, and assign one if the parameter has none."""
+        """Return the number of a parameter's first block, and number the parameter's blocks at the first call."""
         if id(parameter) not in self._first:
             self._first[id(parameter)] = self._num_blocks
             self._num_blocks += num_blocks_of(num_reals(parameter))
@@ -115,7 +115,7 @@ class BlockNumbers:
 
 
 def num_reals(parameter: Tensor) -> int:
-    """Return the number of real elements of a gradient in its bucket, where a complex element is a pair of reals.
+    """Return the number of elements of a gradient in its bucket, where a complex element is a pair of reals.
 
     >>> num_reals(torch.zeros(2, 3)), num_reals(torch.zeros(3, dtype=torch.complex64))
     (6, 6)

@@ -1,4 +1,4 @@
-"""Residuals of error feedback: the rounding errors of a node's sums, which are added to its next sums."""
+"""Residuals of error feedback, which are the rounding errors of a node's sums and are added to its next sums."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class FeedbackStep:
     """Properties of a training step that residuals depend on.
 
     Args:
-        loss_scale: Loss scale of the step's gradients, 0-dim, a power of two. None: 1.
-        is_skipped: Whether the optimizer skipped the step, 0-dim, on the device. None: not known, or not yet.
+        loss_scale: Loss scale of the step's gradients, a power of two, 0-dim. None: 1.
+        is_skipped: Whether the optimizer skipped the step, 0-dim, on the device. None: unknown.
     """
 
     loss_scale: Tensor | None = None
@@ -43,15 +43,15 @@ class ResidualOptions:
 
 
 class Residual:
-    """Residual of the blocks that this rank encodes, float32, in the units of the gradients of `step`.
+    """Residual of blocks that this rank encodes, float32, in the units of the gradients of `step`.
 
-    If steps may be skipped, two versions are kept, before and after the last step, until the outcome of the step is
-    known.
+    If steps may be skipped, the values before and after the last step are kept until it is known whether the step was
+    skipped.
 
     Args:
         numbers: Numbers of the blocks, int64, on the CPU.
-        values: Initial values, 256 for each block. They are kept, not copied.
-        padding: Ranges (begin, end) of elements that belong to no gradient. They stay zeros.
+        values: Initial values, 256 for each block. The tensor is used without a copy.
+        padding: Ranges (begin, end) of elements that belong to no gradient. They stay zero.
         step: Step whose units the initial values have.
         options: Options that all residuals of the bucket share.
     """
@@ -70,13 +70,13 @@ class Residual:
         self._step = step
         self._padding = padding
         self._values = values
-        self._values_after: Tensor | None = None  # valid if the optimizer does not skip `_step`
+        self._values_after: Tensor | None = None  # values if the optimizer does not skip `_step`
         self._is_undecided = False  # whether `_values_after` may still replace `_values`
 
     def encode(
         self, flat: Tensor, ids: Tensor, message: Tensor, coder: Coder, step: FeedbackStep
     ) -> None:
-        """Write `flat` plus the residual into `message`, to the nearest code, and keep the error as residual."""
+        """Encode `flat` plus the residual into `message`, and keep the rounding error as the new residual."""
         values = self.rescaled_(step)[: flat.numel()]
         if self._options.may_skip:
             if self._values_after is None:
@@ -91,15 +91,15 @@ class Residual:
         coder.decode(message.view(-1, message.shape[-1]), decoded)
         error = corrected.sub_(decoded)
 
-        # The padding of rotated blocks holds noise, which is sent and belongs to no gradient.
+        # The padding of rotated blocks holds noise, which belongs to no gradient.
         if self._padding:
             torch._foreach_zero_([error[begin:end] for begin, end in self._padding])
-        # inf and nan turn their block into nan. Without a loss scale no step is skipped, and they would stay forever.
+        # inf and nan turn their block into nan. Without a loss scale no step is skipped, and nan would stay forever.
         if self._options.on_cuda or _has_nan_scale(message, error.numel()):
             error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decided(self) -> Tensor:
-        """Return the values after the last step, or before it if it was skipped or has no outcome yet."""
+        """Return the values after the last step, or before it if the step was skipped or its outcome is unknown."""
         is_skipped = self._step.is_skipped
         if self._is_undecided and is_skipped is not None:
             assert self._values_after is not None
@@ -117,7 +117,7 @@ class Residual:
         earlier_scale = self._step.loss_scale
         later_scale = step.loss_scale
         self._step = step
-        self._is_undecided = False  # A step whose outcome never came counts as skipped.
+        self._is_undecided = False  # A step without a known outcome counts as skipped.
         if earlier_scale is None or later_scale is None or earlier_scale is later_scale:
             return values
 
@@ -158,7 +158,7 @@ class Residual:
 
 
 def _record_use(*tensors: Tensor) -> None:
-    # Another stream allocated them, and would otherwise reuse their memory before this stream has read it.
+    # Another stream allocated the tensors, and could otherwise reuse their memory before this stream has read it.
     for tensor in tensors:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 

@@ -1,4 +1,4 @@
-"""Implementation of the codec in torch operations, for any device and for machines without a compiler."""
+"""Implementation of the codec in torch operations, for all devices and for machines without a compiler."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from lightning_hybrid.comm.codec.philox import philox
 
 _ONE = 1 << FRACTION_BITS
 _NAN_SCALE = 0x7FC0
-_SLAB = (
-    1 << 10
-)  # number of blocks processed at a time: intermediate results take 8 bytes per element
+# Number of blocks processed at a time. It limits memory, because intermediate results take 8 bytes per element.
+_SLAB = 1 << 10
 
 
 class TorchPasses:
-    """Codec passes in torch operations: encode float32 tensors, and add up messages. See `block_format`.
+    """Codec passes in torch operations, which encode float32 tensors and add messages (see `block_format`).
 
     Args:
-        bits: Bits per element, 8 or 4.
-        signs: Signs of the rotation: 256 elements, +-1/16, float32. None: blocks are not rotated.
+        bits: Number of bits per element, 8 or 4.
+        signs: Signs of the rotation, 256 elements of +-1/16, float32. None: blocks are not rotated.
     """
 
     def __init__(self, bits: int, signs: Tensor | None) -> None:
@@ -45,14 +44,15 @@ class TorchPasses:
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
-        """Write `flat` into `message`.
+        """Encode `flat` into `message`.
 
         Args:
             flat: Elements to encode, 1-D, float32.
             ids: Number of each block, int32.
             key: Seed, step, sender, and index of the sum in the step. None: round to the nearest code.
             message: Encoded blocks, 1-D, uint8.
-            noise: float64 [2], to which two sums of squares are added: of the errors, and of the encoded values.
+            noise: Tensor, float64 [2], to which the sum of squared errors and the sum of squared values are added.
+                None: they are not computed.
         """
         num_blocks = num_blocks_of(flat.numel())
         scales, codes = self._split(message, num_blocks)
@@ -69,12 +69,18 @@ class TorchPasses:
             scales[first:last] = upper.where(is_finite, _NAN_SCALE).flatten().to(torch.int16)
             codes[first:last] = _packed(code, self._bits)
             if noise is not None:
-                error = (code * _ONE - fixed).double() * scale / _ONE
+                decoded = code * _ONE
+                error = (decoded - fixed).double() * scale / _ONE
                 value = fixed.double() * scale / _ONE
-                noise += torch.stack([error.square().sum(), value.square().sum()])
+                squared_error = error.square().sum()
+                squared_value = value.square().sum()
+                noise += torch.stack([squared_error, squared_value])
 
     def add(self, messages: Tensor, to: Tensor) -> None:
-        """Write the sum of `messages` (uint8, one in each row) into `to`. It is added in their order, in float32."""
+        """Decode messages (uint8, one in each row), and write their sum into `to`.
+
+        They are added in order, in float32.
+        """
         num_blocks = num_blocks_of(to.numel())
         for first in range(0, num_blocks, _SLAB):
             last = min(first + _SLAB, num_blocks)
@@ -94,7 +100,7 @@ class TorchPasses:
             target.copy_(total.flatten()[: target.numel()])
 
     def _split(self, message: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Return views of a message: scales, int16 [blocks], and codes, uint8 [blocks, bytes]."""
+        """Return two views of a message: its scales, int16 [blocks], and its codes, uint8 [blocks, bytes]."""
         scale_bytes = SCALE_BYTES * num_blocks
         scales = message[:scale_bytes].view(torch.int16)
         codes = message[scale_bytes:].view(num_blocks, BLOCK * self._bits // 8)
@@ -102,25 +108,25 @@ class TorchPasses:
 
     def _scales_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the bits of each block's scale, and whether the block is finite, both [blocks, 1]."""
-        # Magnitudes are compared by their bits, in which inf and nan are the largest.
+        # Magnitudes are compared by their bits. inf and nan have the largest ones.
         maximum_bits = (y.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True)
         is_finite = maximum_bits < INFINITE_BITS
         is_coded = is_finite & (maximum_bits >= LEAST_MAXIMUM_BITS)
         maximum = maximum_bits.view(torch.float32).where(is_coded, 0.0)
-        # Rounded up to bfloat16, so that no code exceeds the largest one.
+        # The scale is rounded up to bfloat16, so that no code exceeds the largest one.
         exact_scale = maximum * reciprocal_of(most_code(self._bits))
         upper = (exact_scale.view(torch.int32) + 0xFFFF) >> 16
         return upper, is_finite
 
     def _fixed_point(self, y: Tensor, scale: Tensor) -> Tensor:
-        """Return y / scale in fixed point, int32, cut to the range of the codes."""
+        """Return y / scale in fixed point, int32, clamped to the range of the codes."""
         is_coded = scale > 0
         steps = (float(_ONE) / scale).where(is_coded, 0.0)
         limit = most_code(self._bits) * _ONE
         return (y.where(is_coded, 0.0) * steps).to(torch.int32).clamp_(-limit, limit)
 
     def _addends(self, ids: Tensor, key: NoiseKey | None) -> Tensor | int:
-        """Return the numbers to add before rounding down: uniform noise in fixed point, or one half."""
+        """Return the numbers to add before rounding down, which are uniform noise or one half, in fixed point."""
         if key is None:
             return _ONE // 2
         seed, step, sender, turn = key
@@ -134,7 +140,9 @@ class TorchPasses:
 
 
 def hadamard(y: Tensor) -> Tensor:
-    """Return H y of each row of 256 elements, in 8 stages of sums and differences that begin with neighbours.
+    """Return the Walsh-Hadamard transform H y of each row of 256 elements.
+
+    It is computed in 8 stages of sums and differences, beginning with neighbours.
 
     >>> y = torch.zeros(1, 256); y[0, 1] = 1.0
     >>> hadamard(y)[0, :4].tolist(), bool((hadamard(hadamard(y)) == 256 * y).all())
@@ -149,7 +157,7 @@ def hadamard(y: Tensor) -> Tensor:
 
 
 def _as_float(upper: Tensor) -> Tensor:
-    """Return the float32 whose upper 16 bits are given as int32."""
+    """Return the float32 numbers whose upper 16 bits are `upper`, int32, and whose lower bits are zero."""
     return (upper << 16).view(torch.float32)
 
 
@@ -161,7 +169,7 @@ def _blocks(flat: Tensor) -> Tensor:
 
 
 def _packed(code: Tensor, bits: int) -> Tensor:
-    code = code.to(torch.uint8)  # modulo 256, which is two's complement
+    code = code.to(torch.uint8)  # The conversion modulo 256 gives the two's complement.
     if bits == 8:
         return code
     lower, upper = code.view(len(code), 2, -1).bitwise_and_(15).unbind(1)

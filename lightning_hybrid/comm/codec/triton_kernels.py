@@ -1,6 +1,6 @@
-"""Triton kernels of the codec: one program for each block of 256 elements, in the format of `block_format`.
+"""Triton kernels of the codec, with one program for each block of 256 elements (see `block_format`).
 
-They have run in Triton's interpreter, and on no GPU yet.
+They have been tested in Triton's interpreter only, not yet on a GPU.
 """
 
 import triton
@@ -20,7 +20,7 @@ def _butterflies(y, HALF: tl.constexpr):
 
 @triton.jit
 def _hadamard(y):
-    """Compute H y, (256), in 8 stages of sums and differences that begin with neighbours."""
+    """Compute the Walsh-Hadamard transform H y (256) in 8 stages, beginning with neighbours."""
     for stage in tl.static_range(8):
         y = _butterflies(y, 1 << stage)
     return y
@@ -28,13 +28,13 @@ def _hadamard(y):
 
 @triton.jit
 def _addends(ids, block, key, sender, turn):
-    """Draw 23 random bits for each element: word w of counter j belongs to element 64 w + j."""
+    """Draw 23 random bits for each element. Word w of counter j belongs to element 64 w + j."""
     lanes = tl.arange(0, _LANES)
     number = (lanes * 0 + tl.load(ids + block)).to(tl.uint32)
     sender = (lanes * 0 + sender).to(tl.uint32)
     turn = (lanes * 0 + turn).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(key, lanes.to(tl.uint32), number, sender, turn)
-    # The axes are: counter, lower bit of the word's index, upper bit of it.
+    # The axes are the counter, the lower bit of the word's index, and the upper bit of the word's index.
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
     in_order = tl.reshape(tl.permute(words, (2, 1, 0)), [_BLOCK])
     return (in_order >> 9).to(tl.int32)
@@ -59,10 +59,9 @@ def encode_block(
     LEAST: tl.constexpr,
     IS_NEAREST: tl.constexpr,
 ):
-    """Write scale and codes of one block of `flat`, float32. `key` is the seed, plus the step from bit 32 on.
+    """Write the scale and the codes of one block of `flat`, float32. `key` holds the seed, and from bit 32 on the step.
 
-    Every `row_blocks` blocks form a message of their own. Messages begin `row_bytes` apart, and the last one may have
-    fewer blocks.
+    Every `row_blocks` blocks form a message. Messages begin `row_bytes` apart, and the last one may have fewer blocks.
     """
     block = tl.program_id(0)
     row = block // row_blocks
@@ -77,16 +76,16 @@ def encode_block(
     if MOST == 7:
         y = _hadamard(y * tl.load(signs + elements))
 
-    # Magnitudes are compared by their bits, in which inf and nan are the largest.
+    # Magnitudes are compared by their bits. inf and nan have the largest ones.
     maximum_bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     is_finite = maximum_bits < 0x7F800000
     is_coded = is_finite & (maximum_bits >= LEAST)
     maximum = tl.where(is_coded, maximum_bits, 0).to(tl.float32, bitcast=True)
-    # Rounded up to bfloat16, so that no code exceeds the largest one.
+    # The scale is rounded up to bfloat16, so that no code exceeds the largest one.
     upper = ((maximum * RECIPROCAL).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     scale = tl.where(is_coded, (upper << 16).to(tl.float32, bitcast=True), 1.0)
 
-    steps = tl.div_rn(8388608.0, scale)  # rounded as in IEEE 754, as on the CPU
+    steps = tl.div_rn(8388608.0, scale)  # IEEE 754 rounding, as on the CPU
     fixed = (tl.where(is_coded, y, 0.0) * steps).to(tl.int32)
     fixed = tl.minimum(tl.maximum(fixed, -MOST * 8388608), MOST * 8388608)
     if IS_NEAREST:
@@ -120,7 +119,7 @@ def add_block(
     to,
     MOST: tl.constexpr,
 ):
-    """Write the sum of one block over messages, in their order, into `to`, float32. Rows are as in `encode_block`."""
+    """Add one block of all messages in order, and write the sum into `to`, float32. Rows are as in `encode_block`."""
     block = tl.program_id(0)
     elements = tl.arange(0, _BLOCK)
     total = tl.zeros([_BLOCK], tl.float32)
@@ -139,7 +138,7 @@ def add_block(
             codes += block_in_row.to(tl.int64) * (_BLOCK // 2)
             packed = tl.load(codes + tl.arange(0, _BLOCK // 2)).to(tl.int32)
             halves = tl.permute(tl.join(packed << 28, packed << 24), (1, 0))
-            code = tl.reshape(halves, [_BLOCK]) >> 28  # extends the sign
+            code = tl.reshape(halves, [_BLOCK]) >> 28  # The shift extends the sign.
         else:
             codes += block_in_row.to(tl.int64) * _BLOCK
             code = tl.load(codes + elements).to(tl.int8, bitcast=True).to(tl.int32)

@@ -1,4 +1,4 @@
-"""Triton implementation of the codec, for tensors on CUDA. It has run in Triton's interpreter, and on no GPU yet."""
+"""Triton implementation of the codec for CUDA tensors. Tested in Triton's interpreter only, not yet on a GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from torch import Tensor
 from lightning_hybrid.comm.codec import block_format, triton_kernels
 from lightning_hybrid.comm.codec.block_format import BLOCK, NoiseKey, num_blocks_of
 
-# A block has 8 elements for each thread of a warp. The fusion of products and sums changes no bit, and Triton warns
-# unless a value is set.
+# With one warp, each thread processes 8 elements of a block. Fused multiply-adds do not change the result, but Triton
+# warns if the option is not set.
 _LAUNCH: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": True}
 
 
 class TritonPasses:
-    """Codec passes on CUDA, bit for bit equal to `TorchPasses`: one kernel per call, and the host never waits."""
+    """Codec passes on CUDA, bitwise equal to `TorchPasses`. Each call launches one kernel, and the host never waits.
+
+    Args:
+        bits: Number of bits per element.
+        signs: Signs of the rotation. None: blocks are not rotated.
+    """
 
     def __init__(self, bits: int, signs: Tensor | None) -> None:
         self._largest_code = block_format.most_code(bits)
@@ -24,7 +29,7 @@ class TritonPasses:
         self._signs = signs
 
     def try_out(self, device: torch.device) -> None:
-        """Compile and launch both kernels on one block. If that fails, Triton's error passes through."""
+        """Compile and launch both kernels on one block. If that fails, Triton's error is raised."""
         flat = torch.zeros(BLOCK, device=device)
         ids = torch.zeros(1, dtype=torch.int32, device=device)
         messages = torch.zeros(1, self._block_bytes, dtype=torch.uint8, device=device)
@@ -39,9 +44,10 @@ class TritonPasses:
         message: Tensor,
         noise: Tensor | None,
     ) -> None:
-        """Write `flat` into `message`, or in pieces into the rows of a matrix. Rounding noise is not measured.
+        """Encode `flat` into `message`, which may be a matrix with one message in each row.
 
-        The arguments are those of `TorchPasses.encode`.
+        The arguments are those of `TorchPasses.encode`, but `noise` is ignored, because rounding errors are not
+        measured.
         """
         num_blocks = num_blocks_of(flat.numel())
         row_bytes = message.shape[-1]
@@ -53,7 +59,7 @@ class TritonPasses:
             key = (0, 0, 0, 0)
         seed, step, sender, turn = key
 
-        # Triton launches on the current device, whichever device the tensors are on.
+        # Triton launches on the current device, which may not be the device of the tensors.
         with torch.cuda.device_of(flat):
             triton_kernels.encode_block[(num_blocks,)](
                 flat,
@@ -116,7 +122,7 @@ class TritonPasses:
         return row_bytes // self._block_bytes
 
     def _signs_or(self, unused: Tensor) -> Tensor:
-        """Return the signs of the rotation, or a tensor that the kernel does not read if blocks are not rotated."""
+        """Return the signs of the rotation, or `unused` if blocks are not rotated and the kernel needs no signs."""
         if self._signs is None:
             return unused
         return self._signs

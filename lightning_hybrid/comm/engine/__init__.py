@@ -1,1 +1,1 @@
-"""Carries buckets through the stages of an all-reduce, by threads on the CPU and by streams on CUDA."""
+"""Engine that passes buckets through the stages of an all-reduce, on threads on the CPU and on streams on CUDA."""

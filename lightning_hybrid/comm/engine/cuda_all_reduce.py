@@ -1,9 +1,9 @@
-"""A bucket on CUDA: torch's own all-reduce and its future, as in DistributedDataParallel's default hook.
+"""All-reduce of a bucket on CUDA by torch's own function, as in DistributedDataParallel's default hook.
 
-    all_reduce(wire, async_op=True)     on the backend's stream, behind what the current stream has done so far
-        .get_future().then(finish)      divides the sum, on a stream that waits for it; the host waits for nothing
+    all_reduce(wire, async_op=True)     on the backend's stream, after the work that is on the current stream
+        .get_future().then(finish)      divides the sum on a stream that waits for it, so that the host does not wait
 
-Nothing is recorded besides: see cuda_events.py for the times.
+No event is recorded here. Times are measured in cuda_events.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from lightning_hybrid.comm.engine.in_flight import InFlightBucket
 def all_reduce(
     bucket: InFlightBucket, group: dist.ProcessGroup | None, device: torch.device
 ) -> Future[Tensor]:
-    """Sum a bucket over a group, or over this rank alone if it is None. The future holds the finished sum."""
+    """Sum a bucket over a group, and return the future of the finished sum.
+
+    Args:
+        bucket: Bucket to sum.
+        group: Process group. None: this is the only rank.
+        device: Device of the bucket.
+    """
     finish = bucket.finish
 
     def finished(summed: Future[list[Tensor]]) -> Tensor:
@@ -35,8 +41,7 @@ def all_reduce(
         summed = dist.all_reduce(bucket.flat, group=group, async_op=True).get_future()
     bucket.stage = "finish"
     future = summed.then(finished)
-    if (
-        future.done()
-    ):  # over NCCL at once, as far as the host is concerned: raise what `finish` raised
+    # With NCCL the future is done at once for the host. Its value raises the error of `finish`, if there is one.
+    if future.done():
         future.value()
     return future

@@ -1,13 +1,12 @@
-"""The way of buckets on CUDA: which code sums them, what happens where one hangs, and the end.
+"""Sums of buckets on CUDA: the choice of the code that sums a bucket, the handling of hangs, and the shutdown.
 
-By default a bucket is torch's own all-reduce (cuda_all_reduce.py), and nothing besides. What was asked for by name goes
-stage by stage over streams of our own (cuda_streams.py), and so does everything over Gloo, whose asynchronous sums end
-in a thread of its own: there each call is synchronous. Times of buckets are taken by events where somebody reads them
-(cuda_events.py). Both files are imported then.
+By default a bucket is summed by torch's own all-reduce (cuda_all_reduce.py). An algorithm that was set by name runs
+stage by stage on our own streams (cuda_streams.py). So does everything over Gloo, with synchronous calls, because
+Gloo's asynchronous sums end in a thread of their own. Times of buckets are measured with events if they are read
+(cuda_events.py). The last two files are imported only if they are needed.
 
-The host waits for none of it. The watchdog asks four times a second whether the device gets on, and notices what hangs
-(health/device_waits.py). Failures are seen one step late: what the device did meanwhile to the weights is not to be
-used.
+The host never waits for the device. Four times a second the watchdog checks whether the device makes progress, and so
+notices a hang (health/device_waits.py). A failure is noticed one step late, so the weights are invalid afterwards.
 """
 
 from __future__ import annotations
@@ -40,10 +39,15 @@ if TYPE_CHECKING:
 
 
 class CudaCarrier:
-    """The buckets of an engine on CUDA.
+    """Carrier of an engine's buckets on CUDA.
 
-    `trace` counts them, and gets the times of each step once the device is through with it, where it wants them;
-    `watchdog` compares new buckets, and reports what a stage raises to all ranks.
+    Args:
+        device: CUDA device of the buckets.
+        groups: Process groups of the stages.
+        trace: Trace that counts buckets. If it measures devices, it gets the times of a step when the device has
+            finished the step.
+        latch: Buckets in flight and the first failure.
+        watchdog: Watchdog that compares new buckets, and reports errors of stages to all ranks.
     """
 
     def __init__(
@@ -61,37 +65,36 @@ class CudaCarrier:
         self._latch = latch
         self._watchdog = watchdog
         self._streams: CudaStreams | None = None
-        self._issued: IssuedBuckets | None = None  # those with events; None: there was none yet
+        self._issued: IssuedBuckets | None = None  # buckets with events
         self._aborting = threading.Lock()
-        self._stuck: list[str] | None = (
-            None  # groups that would not end; None while there is no failure
-        )
+        self._stuck: list[str] | None = None  # groups that did not end after a failure
         self._waits = DeviceWaits(device, also=partial(self.look, with_places=True))
         latch.look = self._waits.stalled_s
         latch.give_up = self._give_up
         trace.look_first(self.look)
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
-        """Do nothing: there is one set of groups, whatever the algorithms. More would only share the streams."""
+        """Do nothing, because one set of groups serves all algorithms. More sets would only share the streams."""
 
     def accept(
         self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None
     ) -> None:
-        """Cut a bucket into the chunks of its plan. The submitting thread also puts them on the streams."""
+        """Split a bucket into the chunks of its plan. `carry` then puts them on the streams."""
         if is_any_captured():
             raise RuntimeError(
-                "a bucket was handed over inside a CUDA-graph capture, which this engine cannot be part of: its order "
-                "is compared, and its failures are told, step by step. Capture forward and backward without "
-                "DistributedDataParallel's hook (`no_sync`), or leave the capture out."
+                "buckets must not be submitted inside a CUDA graph capture, because this engine compares the order of "
+                "buckets and reports failures in every step. Capture forward and backward without "
+                "DistributedDataParallel's hook (`no_sync`), or remove the capture."
             )
-        # Chunks are cut so that the ranks of the largest node get equal, aligned shards without padding.
-        alignment = max(map(len, self._groups.topology.nodes)) * (
-            BLOCK if bucket.is_coded else SHARD_ALIGNMENT
-        )
+        alignment = SHARD_ALIGNMENT
+        if bucket.is_coded:
+            alignment = BLOCK
+        # With this alignment the ranks of the largest node get equal, aligned shards without padding.
+        alignment *= max(map(len, self._groups.topology.nodes))
         bucket.split(job, bucket.plan.num_chunks, checksum=None, alignment=alignment)
 
     def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
-        """Put all chunks of a bucket on the streams. The future carries a CUDA event."""
+        """Put all chunks of a bucket on the streams, and return a future that holds a CUDA event."""
         try:
             bucket.compare_contents(self._watchdog)
             future = self._put(bucket)
@@ -103,21 +106,21 @@ class CudaCarrier:
             self._latch.raise_if_tripped()
             raise
         bucket.release_tensors()
-        self._latch.raise_if_tripped()  # another rank may have failed meanwhile
+        self._latch.raise_if_tripped()  # Another rank may have failed meanwhile.
         return future
 
     def _put(self, bucket: InFlightBucket) -> Future[Tensor]:
-        if not self._is_torchs_own(bucket):
+        if not self._uses_torch_all_reduce(bucket):
             return self._put_in_stages(bucket)
         group = self._groups.by_stage["all_reduce"]
         if self._trace.measures_devices:
             return self._put_with_events(bucket, group)
         future = all_reduce(bucket, group, self._device)
         self._trace.count(bucket.plan, bucket.traffic, is_last=bucket.is_last)
-        self._latch.remove(bucket)  # from here on the device alone knows where it is
+        self._latch.remove(bucket)  # Without events the host cannot follow its progress.
         return future
 
-    def _is_torchs_own(self, bucket: InFlightBucket) -> bool:
+    def _uses_torch_all_reduce(self, bucket: InFlightBucket) -> bool:
         job = bucket.chunks[0].job
         if (
             bucket.plan.algorithm != "flat"
@@ -171,33 +174,43 @@ class CudaCarrier:
         return self._issued
 
     def look(self, *, with_places: bool = False) -> None:
-        """See which buckets with events the device is through with. Never waits for it."""
+        """Check which buckets with events the device has finished, without waiting.
+
+        Args:
+            with_places: Whether to note the current stage of the oldest unfinished bucket.
+        """
         if self._issued is not None:
             self._issued.look(with_places=with_places)
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- shutdown --------------------------------------------------------------------------------------------------
 
     def _give_up(self, lost: Sequence[InFlightBucket] = ()) -> None:
-        # Once: aborting communicators frees hosts and devices that wait in them.
-        with self._aborting:  # a second thread that fails comes back when the first has done it
+        # Aborting the communicators, once, releases hosts and devices that wait in them. A second thread that fails
+        # waits here until the first one is done.
+        with self._aborting:
             if self._stuck is None:
-                self._stuck = []  # from here on no one looks
+                self._stuck = []
                 if self._issued is not None:
                     self._issued.give_up()
-                if self._groups.topology.world_size > 1:  # else no other rank waits
+                if self._groups.topology.world_size > 1:
                     self._stuck = self._groups.abort(limit_s=ABORT_LIMIT_S)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """Free the communicators when the device is done or `limit_s` is over. Return names that do not end."""
-        # After a failure nothing is waited for. Not `synchronize`: after a rank is lost a kernel may never end, and the
-        # host would hang with it.
+        """Free the communicators when the device is done, and return the names of groups that do not end.
+
+        After a failure nothing is waited for.
+
+        Args:
+            limit_s: Function that returns how many seconds from now the device may still be waited for.
+        """
+        # The device is polled, because `synchronize` would hang if a kernel waits for a rank that was lost.
         is_busy = self._stuck is None and self._waits.stalled_s() > 0
         while is_busy and self._stuck is None and limit_s() > 0:
             time.sleep(0.001)
             is_busy = self._waits.stalled_s() > 0
         if is_busy and self._stuck is None:
             self._give_up()
-            self._stuck = self._stuck or ["of buckets that the device did not finish"]
+            self._stuck = self._stuck or ["buckets on the device"]
         if self._stuck is None:
             self.look()
             if self._issued is not None:

@@ -1,7 +1,7 @@
-"""Events of buckets on CUDA: how long each took, and which of them the device is through with.
+"""CUDA events of buckets, which tell how long a bucket took and which buckets the device has finished.
 
-Recorded for the stages that were asked for by name (`cuda_streams.py`), and where somebody reads the times: a timeline
-(`report.trace_dir`), or a callback such as `TrainingMetrics`. Other buckets have none.
+Events are recorded for algorithms that were set by name (`cuda_streams.py`), and if the times are read by a timeline
+(`report.trace_dir`) or a callback such as `TrainingMetrics`. Other buckets have no events.
 """
 
 from __future__ import annotations
@@ -19,18 +19,27 @@ from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlight
 from lightning_hybrid.comm.health.device_waits import is_any_captured
 from lightning_hybrid.comm.stats.trace import CommTrace, DeviceTimes
 
-# The trace gets the times of a step's buckets together, but of this many at most: a step may have no end.
+# Maximum number of buckets whose times the trace gets at once. It usually gets all buckets of a step, but the last
+# bucket of a step may be missing.
 MOST_UNREPORTED = 64
 
 
 def new_event() -> torch.cuda.Event:
-    """Return an event that takes times."""
+    """Return a CUDA event with timing enabled."""
     return torch.cuda.Event(enable_timing=True)
 
 
 @dataclass(kw_only=True)
 class StageEvents:
-    """Stage of a chunk on a stream. `begin` is None unless a timeline needs it."""
+    """Events of one stage of a chunk.
+
+    Args:
+        chunk: Chunk that the stage processes.
+        name: Name of the stage.
+        num_bytes: Size of the chunk in bytes.
+        begin: Event at the beginning of the stage. None unless a timeline needs it.
+        end: Event at the end of the stage.
+    """
 
     chunk: Chunk
     name: str
@@ -41,7 +50,14 @@ class StageEvents:
 
 @dataclass
 class BucketEvents:
-    """The events of a bucket all of whose work is on streams, which alone hold its tensors."""
+    """Events of a bucket whose work has been put on streams.
+
+    Args:
+        bucket: Bucket, without its tensors.
+        ready: Event after which the gradients are available.
+        done: Event after which the bucket is averaged.
+        stages: Events of each stage of each chunk.
+    """
 
     bucket: InFlightBucket
     ready: torch.cuda.Event = field(default_factory=new_event)
@@ -50,19 +66,19 @@ class BucketEvents:
     _is_done_recorded: bool = False
 
     def record_done(self, stream: torch.cuda.Stream) -> None:
-        """Record the end of the bucket."""
+        """Record the event `done` on a stream."""
         self.done.record(stream)
         self._is_done_recorded = True
 
     def is_through(self) -> bool:
-        """Return whether the device has done all of it."""
-        # CUDA says of an event that was never recorded that it is through.
+        """Return whether the device has finished the bucket."""
+        # For an event that was never recorded, CUDA reports that it is completed.
         return self._is_done_recorded and self.done.query()
 
     def finishing(
         self, finish: Callable[[Tensor], Tensor], device: torch.device
     ) -> Callable[[Tensor], Tensor]:
-        """Return `finish`, with the end of the bucket recorded behind it."""
+        """Return a function that calls `finish` and then records the event `done`."""
 
         def finish_and_record(flat: Tensor) -> Tensor:
             result = finish(flat)
@@ -72,20 +88,29 @@ class BucketEvents:
         return finish_and_record
 
     def note_places(self) -> None:
-        """Note where the chunks of the bucket are, in the words of stage_threads.py."""
+        """Set the description of every chunk's current stage, in the words of stage_threads.py."""
         if not self.ready.query():
             self.bucket.chunks[0].place = "waiting for its gradients"
             return
         for chunk in self.bucket.chunks:
             chunk.place = "through"
             for stage in self.stages:
-                is_over = self.is_through() if stage.end is self.done else stage.end.query()
-                if stage.chunk is chunk and not is_over:
+                if stage.chunk is not chunk:
+                    continue
+                if stage.end is self.done:
+                    is_over = self.is_through()
+                else:
+                    is_over = stage.end.query()
+                if not is_over:
                     chunk.place = f"in stage `{stage.name}`"
                     break
 
     def times(self, at_s: Callable[[torch.cuda.Event], float]) -> DeviceTimes:
-        """Return the times of the bucket. `at_s` returns the time of an event."""
+        """Return the times of the bucket.
+
+        Args:
+            at_s: Function that returns the time of an event in seconds.
+        """
         stages = []
         for stage in self.stages:
             if stage.begin is not None:
@@ -102,9 +127,11 @@ class BucketEvents:
 
 
 class IssuedBuckets:
-    """The buckets with events, in the order in which they were put on the streams.
+    """Buckets with events, in the order in which they were put on the streams.
 
-    `trace` gets the times of each step once the device is through with it; `latch` loses each bucket then.
+    Args:
+        trace: Trace that gets the times of a step when the device has finished the step.
+        latch: Latch from which finished buckets are removed.
     """
 
     def __init__(self, trace: CommTrace, latch: FailureLatch) -> None:
@@ -112,7 +139,7 @@ class IssuedBuckets:
         self._latch = latch
         self._issued: deque[BucketEvents] = deque()
         self._unreported: list[BucketEvents] = []
-        self._lock = threading.Lock()  # of looks; taken before the engine's, never after it
+        self._lock = threading.Lock()  # taken before the latch's lock, never after it
         self._anchor: tuple[torch.cuda.Event, float] | None = None
         self._is_over = False
 
@@ -121,10 +148,14 @@ class IssuedBuckets:
         self._issued.append(events)
 
     def look(self, *, with_places: bool) -> None:
-        """See which buckets the device is through with, and where the oldest other one is. Never waits for it."""
+        """Remove the buckets that the device has finished, without waiting.
+
+        Args:
+            with_places: Whether to note the current stage of the oldest unfinished bucket.
+        """
         if not self._issued or is_any_captured():
             return
-        # What the driver raises the host meets too, and says so.
+        # Errors of the driver are ignored, because the host gets and reports them as well.
         with self._lock, suppress(RuntimeError, ValueError):
             while self._issued and not self._is_over and self._issued[0].is_through():
                 events = self._issued.popleft()
@@ -136,11 +167,11 @@ class IssuedBuckets:
                 self._issued[0].note_places()
 
     def give_up(self) -> None:
-        """Look no more: the communicators are aborted."""
+        """Stop checking the buckets, because the communicators were aborted."""
         self._is_over = True
 
     def close(self) -> None:
-        """Report the times that the trace has not got yet."""
+        """Pass the remaining times to the trace."""
         with suppress(RuntimeError, ValueError):
             self._report()
 
@@ -150,7 +181,8 @@ class IssuedBuckets:
         if not finished:
             return
         first = finished[0].ready
-        # From step to step, as an event gives milliseconds in fp32: after an hour 0.25 ms would be its smallest step.
+        # Times are added up from step to step, because an event returns milliseconds in fp32. After an hour, its
+        # resolution would be only 0.25 ms.
         begin_s = self._trace.now_s() - first.elapsed_time(finished[-1].done) / 1e3
         if self._anchor is not None:
             begin_s = self._anchor[1] + self._anchor[0].elapsed_time(first) / 1e3

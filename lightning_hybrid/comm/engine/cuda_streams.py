@@ -1,18 +1,18 @@
-"""The stages of what was asked for by name on CUDA: hierarchies, codecs, Adasum, a shared update.
+"""All-reduce stages on CUDA streams, for hierarchical algorithms, codecs, Adasum and sharded updates.
 
     network    [ring 0]    [ring 1]    [ring 2]
     node   [reduce 0] [reduce 1] [broadcast 0] [reduce 2] [broadcast 1] [broadcast 2]
 
-What stays in the node has a stream, and so has what leaves it; chunks follow each other: one comes back into the node
-while the next one is on the network. Both streams have high priority, as the few blocks of NCCL's kernels would else
-queue behind thousands of backward's. Events alone order what is written and read:
+Communication inside the node has one stream, and communication between nodes has another. So one chunk is broadcast in
+the node while the next one is on the network. Both streams have high priority, because otherwise the few blocks of
+NCCL's kernels would queue behind the thousands of blocks of backward. Reads and writes are ordered by events only:
 
-    ready    recorded where the hook runs         the first stage's stream waits: the gradients are there
-    end      of every stage of every chunk        the next stage's stream waits, where it is another one
-    done     after the last, and `finish`         the future's own event follows it: who waits for it waits for all
+    ready    recorded where the hook runs         The stream of the first stage waits for it.
+    end      after every stage of every chunk     The stream of the next stage waits for it, if it is the other stream.
+    done     after the last stage and `finish`    The future's own event follows it.
 
-What only two GPUs can show: that NCCL runs both streams' kernels at the same time, and that aborting its communicators
-ends them. All else is tested with streams, events and communicators that only record what is asked of them.
+Only a machine with two GPUs can show that NCCL runs the kernels of both streams at the same time, and that aborting its
+communicators ends them. Everything else is tested with streams, events and communicators that only record calls.
 """
 
 from __future__ import annotations
@@ -32,39 +32,49 @@ HIGH_PRIORITY = -1
 
 
 class CudaStreams:
-    """The two streams of an engine, on which `put` runs a bucket's stages. `keep_events` records the begin of each."""
+    """Streams of an engine: one for the stages inside the node, and one for the stages between nodes.
+
+    Args:
+        device: CUDA device.
+        groups: Process groups of the stages.
+        keep_events: Whether to record the beginning of each stage, which only a timeline needs.
+    """
 
     def __init__(self, device: torch.device, groups: CommGroups, *, keep_events: bool) -> None:
         self._device = device
         self._groups = groups
         self._keep_events = keep_events
-        self._network, self._node = (
-            torch.cuda.Stream(device, priority=HIGH_PRIORITY) for _ in range(2)
-        )
+        self._network = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+        self._node = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
     def put(self, events: BucketEvents) -> Future[Tensor]:
-        """Put all stages of a bucket on the streams. The future carries a CUDA event."""
+        """Put all stages of a bucket on the streams, and return a future that holds a CUDA event."""
         bucket = events.bucket
         flat = events.bucket.flat
         stages = stages_by_name(bucket.plan.algorithm)
-        streams = [self._node if stage.scope == "node" else self._network for stage in stages]
+        streams = []
+        for stage in stages:
+            if stage.scope == "node":
+                streams.append(self._node)
+            else:
+                streams.append(self._network)
         streams[0].wait_event(events.ready)
-        flat.record_stream(
-            streams[-1]
-        )  # the allocator must not give it away before: that stream waits for the others
+        # The allocator must not reuse the memory before the last stream is done, which waits for the other one.
+        flat.record_stream(streams[-1])
         ends: dict[Chunk, torch.cuda.Event] = {}
         for chunk, index in _in_order(bucket.chunks, streams):
             stage = stages[index]
             stream = streams[index]
             group = self._groups.by_stage[stages[index].name]
             bucket.stage = stage.name
-            # An event costs the host some time: the begin of a stage is wanted for a timeline only.
-            begin = new_event() if self._keep_events else None
+            # An event costs the host some time, so the beginning of a stage is recorded for a timeline only.
+            begin = None
+            if self._keep_events:
+                begin = new_event()
             end = new_event()
             if index and stream is not streams[index - 1]:
-                stream.wait_event(
-                    ends[chunk]
-                )  # now, and not before: another chunk's stage is between
+                # The stream waits only now, because it has run another chunk's stage meanwhile.
+                stream.wait_event(ends[chunk])
             with torch.cuda.stream(stream):
                 if begin is not None:
                     begin.record(stream)
@@ -87,24 +97,23 @@ class CudaStreams:
             result.record_stream(streams[-1])
             events.record_done(streams[-1])
             future: Future[Tensor] = Future(devices=[self._device])
-            future.set_result(
-                result
-            )  # records an event on this stream; who waits makes its own stream wait for it
+            # This records an event on the current stream, for which the streams of waiting threads wait.
+            future.set_result(result)
         return future
 
 
 def _in_order(chunks: Sequence[Chunk], streams: Sequence[object]) -> Iterator[tuple[Chunk, int]]:
-    """Yield chunks and indices of their stages in the order of issue.
+    """Yield pairs of a chunk and the index of its stage, in the order in which they are put on the streams.
 
-    A stage that comes back to a stream lets the next chunk's earlier stages go first: in issue order, the reduce of
-    chunk b is on the node's stream before the broadcast of chunk a, which waits for the network.
+    If a stage returns to a stream, the earlier stages of the next chunk come first. So the reduce of chunk b is on the
+    node's stream before the broadcast of chunk a, which waits for the network.
 
     >>> [(chunk, index) for chunk, index in _in_order("ab", ["node", "network", "node"])]
     [('a', 0), ('a', 1), ('b', 0), ('b', 1), ('a', 2), ('b', 2)]
     >>> [(chunk, index) for chunk, index in _in_order("ab", ["network"])]
     [('a', 0), ('b', 0)]
     """
-    # A slot is the time of one chunk: the stages that come back to a stream run one slot later.
+    # Stages that return to a stream run one slot later than the other stages of their chunk.
     is_back = [stream in streams[:index] for index, stream in enumerate(streams)]
     for slot in range(len(chunks) + 1):
         for index, late in enumerate(is_back):

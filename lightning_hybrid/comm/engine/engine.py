@@ -1,4 +1,4 @@
-"""Runs the stages of successive all-reduces at the same time, in one order on every rank.
+"""Engine that runs the stages of successive all-reduces at the same time, in the same order on every rank.
 
     submit(bucket 0), submit(bucket 1), ...                                 caller: enqueues and returns
         -> [reduce]     bucket 2        one queue, one thread
@@ -6,9 +6,10 @@
         -> [broadcast]  bucket 0        for every stage and column
         -> finish -> future
 
-Large buckets go in chunks (in_flight.py). What must be equal on all ranks is checked: the plan when the engine is made,
-each bucket's contents when they are first seen, the order of everything once per step (order_check.py). What fails on
-one rank fails on all (health/watchdog.py). On CUDA torch does it, or side streams (cuda_carrier.py).
+Large buckets are split into chunks (in_flight.py). The engine checks that ranks agree: on the plan when it is created,
+on a bucket's contents when it is new, and on the order of all buckets once per step (order_check.py). A failure on one
+rank raises the same error on all ranks (health/watchdog.py). On CUDA, torch's all-reduce or side streams take the place
+of the threads (cuda_carrier.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.adasum.combine import refuse_cut_bucket
+from lightning_hybrid.comm.adasum.combine import check_adasum_bucket
 from lightning_hybrid.comm.bucket_layout import Exchange, is_exchange
 from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.comm.codec.encoder import Blocks
@@ -49,38 +50,40 @@ if TYPE_CHECKING:
     from lightning_hybrid.comm.engine.cuda_carrier import CudaCarrier
     from lightning_hybrid.comm.engine.stage_threads import StageThreads
 
-# After a failure, how long closing waits for stages that may hang until their group's timeout.
+# Seconds for which closing waits, after a failure, for stages that may hang until their group's timeout.
 FAILED_CLOSE_LIMIT_S = 5.0
 
-# Of the timeout: on CUDA a bucket in flight for longer is a failure, before torch's watchdog makes it its own.
+# Share of the timeout after which a bucket in flight on CUDA counts as failed. It is below 1, so that our error is
+# raised before torch's watchdog raises its own.
 GIVE_UP_AT = 0.9
 
 
 class CommEngine:
-    """Sums flat tensors over all ranks in the background.
+    """Engine that sums flat tensors over all ranks in the background.
 
-    Collective: every rank of WORLD must construct it, in the same order, with the same plan, and submit tensors of the
-    same sizes in the same order. Warns once, on rank 0, where the plan cannot be followed to the letter on this
-    topology.
+    Collective: every rank of WORLD must construct it, in the same order and with the same plan. Every rank must submit
+    tensors of the same sizes in the same order. If the plan does not fit the topology, rank 0 warns once.
 
     Args:
-        topology: seen from this rank.
-        plan: chooses the algorithm of each tensor by its bytes, and its chunks.
-        timeout: of every collective; a rank that waits longer for the others fails.
-        device: where tensors will be. `cuda`: torch's own sums or side streams carry them; else threads do.
-        trace: counts what is submitted; None makes one.
-        dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's, or the
-            codec through which they do; inside the node they keep their own. None: their own everywhere.
-        shares_update: the ranks whose exchanges in the update `submit` is to carry, too: `"node"`, `"world"`; or None.
-        replicas: where each of several sets of ranks has an engine of its own: all sets. `topology` is then that of the
-            own set. None: all ranks average together.
-        group: the ranks of the own set; None: WORLD.
-        compared: further settings that must be equal on all ranks, by name.
-        num_terms: gradients in a sum, by which the hook divides; None: one of each rank. The attribute may be changed
-            between backwards, on all ranks to the same number, which need not be whole if gradients have weights.
+        topology: Topology, seen from this rank.
+        plan: Plan that chooses the algorithm and the number of chunks of each tensor by its size.
+        timeout: Time limit of every collective. A rank that waits longer for the others fails.
+        device: Device of the tensors. On CUDA they are summed by torch's all-reduce or on side streams, else by
+            threads.
+        trace: Trace that counts the tensors. None: a new one.
+        dtype_across_nodes: Dtype of sums between nodes, if it is narrower than the tensor's, or their codec. Inside the
+            node a tensor keeps its dtype. None: tensors keep their dtype everywhere.
+        shares_update: Ranks that share the optimizer update, whose exchanges `submit` can carry out: `"node"` or
+            `"world"`. None: the update is not shared.
+        replicas: All sets of ranks, if each set has an engine of its own. `topology` is then that of this rank's set.
+            None: all ranks average together.
+        group: Ranks of this rank's set. None: WORLD.
+        compared: Further settings that must be equal on all ranks, by name.
+        num_terms: Number of gradients in a sum, by which the hook divides. None: one per rank. The attribute may change
+            between backwards, to the same number on all ranks, which need not be whole if gradients have weights.
 
     Raises:
-        ValueError: on every rank, if plan or topology differ between ranks.
+        ValueError: The plan or the topology differ between ranks. Raised on every rank.
     """
 
     def __init__(
@@ -105,15 +108,15 @@ class CommEngine:
         self.dtype_across_nodes = dtype_across_nodes
         self.num_terms: float = num_terms or topology.world_size
         self.update_scope: Literal["node", "world"] = shares_update or "node"
-        self._exchanging = {
-            shares_update,
-            "node" if getattr(dtype_across_nodes, "error_feedback", False) else None,
-        }
+        self._exchange_scopes: set[str] = set()
+        if shares_update is not None:
+            self._exchange_scopes.add(shares_update)
+        if getattr(dtype_across_nodes, "error_feedback", False):
+            self._exchange_scopes.add("node")
         self._timeout = timeout
         self._is_closed = False
-        self._turn = (
-            threading.RLock()
-        )  # to submit: what is put on streams comes there in the order that is recorded
+        # Held while a bucket is submitted, so that buckets are put on streams in the order that is recorded.
+        self._turn = threading.RLock()
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
             warnings.warn(fallback, stacklevel=2)
@@ -127,36 +130,54 @@ class CommEngine:
         self._buckets: dict[tuple[Any, ...], tuple[BucketPlan, Traffic]] = {}
         self._order = BucketOrder()
         self._latch = FailureLatch(self._order)
-        # Before any group is made: ranks with different plans would make different groups, and wait for each other.
         topology = self.topology
         on_cuda = self._on_cuda
         dtype = self.dtype_across_nodes
-        alone = topology.world_size == 1
-        found = (
-            ("", [], [])
-            if alone
-            else compare_plans(self.plan, topology, self.device, dtype, group, compared)
+
+        # Plans are compared before any group is created, because ranks with different plans would create different
+        # groups and wait for each other.
+        token = ""
+        hosts: list[str] = []
+        addresses: list[list[str]] = []
+        if topology.world_size > 1:
+            token, hosts, addresses = compare_plans(
+                self.plan, topology, self.device, dtype, group, compared
+            )
+        self._watchdog = self._new_watchdog(token, hosts, addresses)
+        dtype_across = None
+        if not isinstance(dtype, Codec):
+            dtype_across = dtype
+        self._new_job = partial(
+            Job, topology=topology, dtype_across=dtype_across, by_backend=on_cuda
         )
-        self._watchdog = self._new_watchdog(*found)
-        across = None if isinstance(dtype, Codec) else dtype
-        self._new_job = partial(Job, topology=topology, dtype_across=across, by_backend=on_cuda)
         self._groups = groups or CommGroups(
             topology=replicas or topology, timeout=self._timeout, share=on_cuda
         )
         self._carrier = self._new_carrier()
         self._prepare()
-        self._watchdog.start()  # after all groups are made, as they need the store and its client serves one at a time
+        # The watchdog starts last, because creating groups needs the store, whose client serves one thread at a time.
+        self._watchdog.start()
 
     def _new_watchdog(self, token: str, hosts: list[str], addresses: list[list[str]]) -> Any:
-        rank = self.topology.rank
-        size = self.topology.world_size
-        store = dist.HashStore() if size == 1 else private_store(f"lightning_hybrid/{token}")
-        limit_s = GIVE_UP_AT * self._timeout.total_seconds() if self._on_cuda else None
-        options: Any = {"hosts": hosts, "addresses": addresses, "give_up_after_s": limit_s}
-        return Watchdog(store=store, rank=rank, world_size=size, watched=self._latch, **options)
+        world_size = self.topology.world_size
+        store: dist.Store = dist.HashStore()
+        if world_size > 1:
+            store = private_store(f"lightning_hybrid/{token}")
+        give_up_after_s = None
+        if self._on_cuda:
+            give_up_after_s = GIVE_UP_AT * self._timeout.total_seconds()
+        return Watchdog(
+            store=store,
+            rank=self.topology.rank,
+            world_size=world_size,
+            watched=self._latch,
+            give_up_after_s=give_up_after_s,
+            hosts=hosts,
+            addresses=addresses,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommEngine:
-        # Threads and process groups are there once: what user code copies in a fit, such as the trainer, shares them.
+        # Threads and process groups exist once. Copies that user code makes, such as of the trainer, share them.
         return self
 
     def _new_carrier(self) -> StageThreads | CudaCarrier:
@@ -183,8 +204,8 @@ class CommEngine:
             return Coder(codec, self.device, self.trace.count_rounding)
         if topology.rank == 0:
             warnings.warn(
-                f"`between_nodes.dtype` (='int{codec.bits}') has nothing to do: all ranks are on one node, where "
-                "sums keep their dtype",
+                f"`between_nodes.dtype` (='int{codec.bits}') has no effect, because all ranks are on one node, where "
+                "sums keep their dtype. Leave it out, or use several nodes.",
                 stacklevel=3,
             )
         return None
@@ -195,7 +216,9 @@ class CommEngine:
 
     def _prepare(self) -> None:
         columns: dict[Any, int] = dict(self.plan.columns(self.topology, on_cuda=self._on_cuda))
-        columns |= {name: 1 for name in EXCHANGES if name.partition("_")[0] in self._exchanging}
+        for name in EXCHANGES:
+            if name.partition("_")[0] in self._exchange_scopes:
+                columns[name] = 1
         self._groups.add(stage_scopes(columns))
         self._carrier.use(columns)
 
@@ -214,96 +237,113 @@ class CommEngine:
         is_in_update: bool | None = False,
         is_exact: bool = False,
     ) -> Future[Tensor]:
-        """Sum `flat` (1-D, contiguous) in place over all ranks, soon. Returns at once.
+        """Start to sum `flat` over all ranks in place, and return a future of the result without waiting.
 
-        The future holds `finish(flat)`, computed where the last stage ran. `bucket_index` names the tensor in
-        errors, `is_last` marks the end of a step: with it the order of everything so far is compared over ranks.
-        `exchange`: what ranks that share the update do with `flat` instead of an all-reduce, see `node_exchange`.
-        `keeps_shard`: of each chunk this rank gets its own of the sharers' equal shards alone; only with `two_level`.
-        `block_ids` numbers the blocks of 256 elements for a codec (int32, on the device of `flat`); None: from zero on.
-        `feedback`: the residuals of these blocks; None: the codec rounds by chance.
-        `is_in_update`: it holds no gradients, and the step waits for it, as for an `exchange`; None: it does not wait.
-        `is_exact`: between nodes, too, it travels in its own dtype.
+        If a stage fails on any rank, or if ranks submit different tensors, exit or hang, then on every rank the future
+        of every tensor in flight raises the same `RuntimeError`, and so does every later call. The error names the
+        rank, bucket, stage, algorithm and cause. On CUDA a future only orders streams, so the next call raises.
 
-        Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
-        future of every tensor in flight raises one `RuntimeError` that names rank, bucket, stage, algorithm and cause,
-        and so does every later call. On CUDA a future only orders streams, and the next call raises.
-
-        With `adasum_numels`, the elements of each tensor in `flat`, it is summed inside nodes only, and its tensors are
-        combined over nodes by Adasum (adasum.py).
+        Args:
+            flat: Tensor to sum, 1-D and contiguous.
+            bucket_index: Index that names the tensor in errors.
+            is_last: Whether this is the last tensor of a step. The order of all tensors is then compared over ranks.
+            adasum_numels: Number of elements of each tensor in `flat`. If given, `flat` is summed inside nodes only,
+                and Adasum combines its tensors over nodes.
+            finish: Function applied to the sum where the last stage ran. Its result is the future's value.
+            exchange: Exchange of a sharded update that replaces the all-reduce (see `node_exchange`). None: all-reduce.
+            keeps_shard: Whether this rank gets only its own shard of each chunk. Requires `two_level`.
+            block_ids: Number of each block of 256 elements for a codec, int32, on the device of `flat`. None: blocks
+                are numbered from zero.
+            feedback: Residuals of these blocks. None: the codec rounds stochastically.
+            is_in_update: Whether `flat` holds no gradients and the optimizer step waits for the result. An `exchange`
+                implies True. None: it holds no gradients and the step does not wait.
+            is_exact: Whether `flat` keeps its dtype between nodes as well.
 
         Raises:
-            ValueError: if `flat` has another shape, or Adasum cannot combine it.
+            ValueError: `flat` is not 1-D and contiguous, or Adasum cannot combine it.
         """
         if flat.dim() != 1 or not flat.is_contiguous():
             raise ValueError(
                 f"`flat` (of shape {tuple(flat.shape)}, strides {flat.stride()}) must be one-dimensional and "
-                "contiguous: it is summed in place. Pass a bucket's buffer or `tensor.view(-1)`."
+                "contiguous, because it is summed in place. Pass a bucket's buffer or `tensor.view(-1)`."
             )
         plan, traffic = self._planned(bucket_index, flat.numel(), flat.dtype, exchange, is_exact)
         bucket = InFlightBucket(
             flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last
         )
-        bucket.is_in_update = (
-            is_in_update if is_in_update is None else is_in_update or exchange is not None
-        )
+        bucket.is_in_update = is_in_update
+        if is_in_update is not None and exchange is not None:
+            bucket.is_in_update = True
         bucket.is_coded = self.coder is not None and exchange is None and not is_exact
-        new_job = self._jobs_of(bucket, block_ids, feedback) if bucket.is_coded else self._new_job
+        new_job: Callable[[Tensor], Job] = self._new_job
+        if bucket.is_coded:
+            new_job = self._new_coded_job(bucket, block_ids, feedback)
         if keeps_shard:
-            bucket.num_owners = owners = len(self.topology.sharers(self.update_scope))
+            bucket.num_owners = len(self.topology.sharers(self.update_scope))
             bucket.traffic = traffic.without_gather(self.update_scope)
-            new_job = partial(self._new_job, num_owners=owners)
-        new_job = partial(self._new_job, dtype_across=None) if is_exact else new_job
+            new_job = partial(self._new_job, num_owners=bucket.num_owners)
+        if is_exact:
+            new_job = partial(self._new_job, dtype_across=None)
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         if adasum_numels:
-            refuse_cut_bucket(plan, self.topology, self.dtype_across_nodes)
+            check_adasum_bucket(plan, self.topology, self.dtype_across_nodes)
             bucket.adasum_numels = adasum_numels
         with self._turn:
-            with self._latch.lock:  # counts, queues and closing see submits in one order
+            # Under the lock, counts, queues and closing see submissions in one order.
+            with self._latch.lock:
                 if self._latch.error or self._is_closed:
                     self._raise_as_unusable()
                 self._carrier.accept(bucket, new_job, self._record(bucket))
-                self._latch.in_flight[bucket] = (
-                    None  # it fails or ends under this lock, so not before
-                )
-            return self._carrier.carry(bucket)  # without the lock: on CUDA it may report a failure
+                self._latch.in_flight[bucket] = None
+            # Not under the lock, because on CUDA the carrier may report a failure.
+            return self._carrier.carry(bucket)
 
-    def _jobs_of(
+    def _new_coded_job(
         self, bucket: InFlightBucket, block_ids: Tensor | None, feedback: BucketFeedback | None
     ) -> Callable[[Tensor], Job]:
+        """Return a function that creates the job of a chunk, with the chunk's blocks."""
         assert self.coder is not None
         flat = bucket.flat
         new_job = self._new_job
-        blocks = Blocks.of(self.coder, bucket.flat, block_ids, feedback)
-        self.coder.turn += int(bucket.is_last)  # a step may have several sums of all gradients
+        all_blocks = Blocks.of(self.coder, bucket.flat, block_ids, feedback)
+        self.coder.turn += int(bucket.is_last)  # A step may have several sums of all gradients.
 
         def job(part: Tensor) -> Job:
-            # The empty part is that of the checksum, which is exact: it travels as it is.
-            begin = int(part.storage_offset() - flat.storage_offset())
-            return new_job(part, blocks=blocks.since(begin) if part.numel() else None)
+            # The checksum has an empty part. It must be exact, so it is not encoded.
+            blocks = None
+            if part.numel() > 0:
+                begin = int(part.storage_offset() - flat.storage_offset())
+                blocks = all_blocks.since(begin)
+            return new_job(part, blocks=blocks)
 
         return job
 
     def _record(self, bucket: InFlightBucket) -> int | None:
-        # Returns the checksum of the order, of a step's last bucket. One with a new record gets `contents` to compare.
-        reduction = (
-            f", Adasum of {len(bucket.adasum_numels)} tensors" if bucket.adasum_numels else ""
-        )
+        """Add a bucket to the order of submissions, and set what ranks compare of it.
+
+        Returns:
+            The checksum of the order if this is a step's last bucket, else None.
+        """
+        reduction = ""
+        if bucket.adasum_numels:
+            reduction = f", Adasum of {len(bucket.adasum_numels)} tensors"
         record = self._order.add(bucket.plan, is_last=bucket.is_last, reduction=reduction)
         if self.topology.world_size == 1:
             return None
         is_checked = bucket.is_last and self.plan.check_order
         text = f"{self._order.recent[-1]}; all so far: {self._order.value:016x}"
-        contents = f"order/{self._order.num_submitted}", text
+        contents = (f"order/{self._order.num_submitted}", text)
         if record is not None:
             bucket.contents = contents
         elif self._on_cuda and is_checked and self._order.is_step_to_compare:
             bucket.contents_of_step = contents
-        return self._order.value if is_checked else None
+        if is_checked:
+            return self._order.value
+        return None
 
     def planned(self, bucket_index: int, numel: int, dtype: torch.dtype) -> BucketPlan:
-        """Return how a tensor would be carried."""
+        """Return the plan of a bucket of gradients."""
         return self._planned(bucket_index, numel, dtype)[0]
 
     def _planned(
@@ -314,12 +354,14 @@ class CommEngine:
         exchange: Exchange | None = None,
         is_exact: bool = False,
     ) -> tuple[BucketPlan, Traffic]:
-        # Decided once: it runs in every step, in the thread of backward.
+        # Cached, because it runs in every step in the thread of backward.
         key = (index, numel, dtype, exchange, is_exact)
         if key not in self._buckets:
             num_bytes = numel * dtype.itemsize
             topology = self.topology
-            narrow = None if is_exact else self.dtype_across_nodes
+            dtype_across = None
+            if not is_exact:
+                dtype_across = self.dtype_across_nodes
             name = str(dtype).removeprefix("torch.")
             plan = self.plan.bucket(
                 index=index,
@@ -331,36 +373,44 @@ class CommEngine:
             )
             if exchange is not None:
                 plan = replace(plan, algorithm=exchange, num_chunks=1)  # type: ignore[arg-type]
-            is_coded = isinstance(narrow, Codec)
-            if isinstance(narrow, Codec):
-                across = narrow.message_bytes(numel)
-            else:
-                across = num_bytes if narrow is None else min(num_bytes, numel * narrow.itemsize)
+            is_coded = isinstance(dtype_across, Codec)
+            num_bytes_across = num_bytes
+            if isinstance(dtype_across, Codec):
+                num_bytes_across = dtype_across.message_bytes(numel)
+            elif dtype_across is not None:
+                num_bytes_across = min(num_bytes, numel * dtype_across.itemsize)
             traffic = traffic_of(
-                plan.algorithm, topology, num_bytes, num_bytes_across=across, is_ring=not is_coded
+                plan.algorithm,
+                topology,
+                num_bytes,
+                num_bytes_across=num_bytes_across,
+                is_ring=not is_coded,
             )
-            self._buckets[key] = plan, traffic
+            self._buckets[key] = (plan, traffic)
         return self._buckets[key]
 
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
-        """Every bucket of gradients that was submitted so far, by contents."""
+        """Plans of all distinct buckets of gradients that were submitted so far."""
         plans = (plan for plan, _ in self._buckets.values() if not is_exchange(plan.algorithm))
         return tuple(sorted(plans, key=lambda plan: (plan.index, plan.numel, plan.dtype)))
 
     @property
     def failure(self) -> str:
-        """The error of all ranks, empty while there is none."""
+        """Error of all ranks, or an empty string if there is none."""
         return self._latch.error
 
     def raise_if_failed(self) -> None:
-        """Raise the error of all ranks, if any. Never waits: on CUDA what the device has yet to do is not known."""
+        """Raise the error of all ranks, if there is one.
+
+        It never waits, so on CUDA it does not know of failures in work that the device has not reached.
+        """
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         self._latch.raise_if_tripped()
 
     def abort(self, reason: str) -> None:
-        """Fail on every rank with `reason`, unless failed or closed: for errors of the caller on this rank."""
+        """Fail on every rank because the caller has an error on this rank. Do nothing if failed or closed already."""
         with self._latch.lock:
             if self._latch.error or self._is_closed:
                 return
@@ -369,47 +419,48 @@ class CommEngine:
         )
 
     def explain(self, error: BaseException) -> str:
-        """Say which rank is the cause of a foreign collective that failed here, then `error`. Fail on every rank."""
+        """Return a message with the rank that caused a collective of other code to fail here, and fail on every rank.
+
+        Args:
+            error: Error of the collective, such as one of Lightning's or the user's.
+        """
         if not self._latch.error and not self._is_closed:
             self._latch.waited = place_of_error(error)
             noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
             self._latch.trip(self._watchdog.collect_status(noticed), error)
         failure = self.failure
-        return (
-            str(error)
-            if failure in str(error)
-            else f"{failure} Seen here as {type(error).__name__}: {error}"
-        )
+        if failure in str(error):
+            return str(error)
+        return f"{failure} Seen here as {type(error).__name__}: {error}"
 
     def close(self) -> list[str]:
-        """End the threads, after the buckets in flight if all is well, and free the groups.
+        """End the threads and free the groups, and return the names of stages that do not end.
 
-        Return stages that would not end.
+        Without a failure, the buckets in flight are finished first. After a failure, stages have `FAILED_CLOSE_LIMIT_S`
+        to return. A stage that is still inside a collective then is left with its group, and a warning names it. On
+        CUDA nothing is waited for after a failure, because all communicators are aborted.
         """
-        # After a failure it waits `FAILED_CLOSE_LIMIT_S` for stages to come back; one still inside a collective then is
-        # left there with its group, and warned of. On CUDA it waits for nothing: all communicators are aborted.
         with self._latch.lock:
             if self._is_closed:
                 return []
             self._is_closed = True
         healthy_until_s = monotonic() + self._timeout.total_seconds() + FAILED_CLOSE_LIMIT_S
 
-        # From a failure on the short limit counts.
         def limit_s() -> float:
+            # A failure, which may happen at any time, begins the short limit.
             if self._latch.error and self._close_limit_s is None:
                 self._close_limit_s = monotonic() + FAILED_CLOSE_LIMIT_S
-            return (
-                healthy_until_s if self._close_limit_s is None else self._close_limit_s
-            ) - monotonic()
+            if self._close_limit_s is not None:
+                return self._close_limit_s - monotonic()
+            return healthy_until_s - monotonic()
 
-        stuck = self._carrier.end(
-            limit_s=limit_s
-        )  # before leaving: until then others can ask for our status
+        # The watchdog leaves last, so that other ranks can ask for this rank's status until then.
+        stuck = self._carrier.end(limit_s=limit_s)
         self._watchdog.leave()
         if stuck:
             warnings.warn(
-                f"comm: rank {self.topology.rank} closed while stages {stuck} were still waiting for other ranks: "
-                "their process groups are left as they are",
+                f"comm: rank {self.topology.rank} closed its engine while the all-reduce stages {stuck} were still "
+                "waiting for other ranks. Their process groups are not freed.",
                 stacklevel=2,
             )
         return stuck
@@ -417,5 +468,6 @@ class CommEngine:
     def _raise_as_unusable(self) -> None:
         self._latch.raise_if_tripped()
         raise RuntimeError(
-            "the engine is closed: a bucket was handed over after the strategy's teardown"
+            "the communication engine is closed, because the strategy was torn down, and a bucket was submitted "
+            "after that. Run backward only within a fit."
         )

@@ -8,11 +8,11 @@
     exchange_           every tensor -> every rank, which adds them
     all_to_all_         tensor r of every rank -> rank r, unchanged
 
-Each function is one round of messages, all in flight at the same time: it costs one latency, where
-a ring of Gloo costs 2 to 4 (n - 1). Tensors are added in rank order, so that all ranks get the same
-bits. 16-bit tensors are added in fp32 and rounded once, where Gloo rounds at every hop. However, n
-messages at a time compete for a slow link, so Gloo's ring is faster for large tensors between nodes
-(`between_nodes_form` chooses).
+Each function is one round of messages, which are all in flight at the same time. It takes one
+latency, where a Gloo ring takes 2 to 4 (n - 1) latencies. Tensors are added in rank order, so that
+the result is bitwise equal on all ranks. 16-bit tensors are added in fp32 and rounded once, where
+Gloo rounds at every hop. However, n messages at a time compete for a slow link, so Gloo's ring is
+faster for large tensors between nodes (`between_nodes_form` chooses).
 
 Collective: every rank of the group must call these functions, in the same order, with tensors of
 the same size and dtype (1-D, contiguous, on the CPU). The group's timeout limits every wait. NCCL
@@ -30,12 +30,12 @@ from torch import Tensor
 
 from lightning_hybrid.comm.bucket_layout import ALIGNMENT
 
-# Each stage thread has its own scratch memory, so two collectives at the same time share none.
+# Each stage thread has its own scratch memory, so that collectives that run at the same time share none.
 _thread_local = threading.local()
 
 
 def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `flat` over the group into the tensor of its rank 0. Tensors of the other ranks stay."""
+    """Sum `flat` over the group, and write the result on its rank 0 only."""
     rank = dist.get_rank(group)
     if rank != 0:
         _send(flat, 0, group).wait()
@@ -49,7 +49,7 @@ def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def broadcast_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Copy `flat` of the group's rank 0 to all others."""
+    """Copy `flat` from the group's rank 0 to all others."""
     if dist.get_rank(group) != 0:
         _receive(flat, 0, group).wait()
         return
@@ -65,7 +65,7 @@ def part_of(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) 
 
 
 def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> None:
-    """Sum each rank's `part_of(flat)` over the group, in place. The other parts stay."""
+    """Sum `part_of(flat)` over the group on each rank, in place. Other parts are unchanged."""
     rank = dist.get_rank(group)
     num_ranks = dist.get_world_size(group)
     parts = _parts(flat, num_ranks, alignment)
@@ -116,7 +116,7 @@ def collect_parts_(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `flat` over the group on every rank. Each sends (n - 1) times its bytes."""
+    """Sum `flat` over the group on every rank. Each rank sends its tensor n - 1 times."""
     rank = dist.get_rank(group)
     num_ranks = dist.get_world_size(group)
     buffer = scratch("rows", num_ranks * flat.numel(), flat.dtype)
@@ -129,7 +129,7 @@ def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
     departures = [_send(flat, peer, group) for peer in _peers(rank, num_ranks)]
 
     rows[rank] = flat  # at its own index, because every rank adds in rank order
-    # The sends read `flat`: they must be complete before the sum is written into it.
+    # The sends read `flat`, so they must be complete before the sum is written into it.
     _add_up(rows, arrivals, out=flat, before_writing=lambda: _wait(departures))
 
 
@@ -144,7 +144,7 @@ def all_to_all_(
 
 
 def _parts(flat: Tensor, num_parts: int, alignment: int = ALIGNMENT) -> list[Tensor]:
-    """Split into consecutive views of equal length. The last ones may be shorter, or empty.
+    """Split a tensor into consecutive views of equal length. The last ones may be shorter, or empty.
 
     >>> [part.numel() for part in _parts(torch.zeros(40), 4)]
     [16, 16, 8, 0]
@@ -154,12 +154,15 @@ def _parts(flat: Tensor, num_parts: int, alignment: int = ALIGNMENT) -> list[Ten
 
 
 def _peers(rank: int, num_ranks: int) -> list[int]:
-    """Return all other ranks, beginning with the next one, so that not all ranks send to the same one first."""
+    """Return all other ranks, beginning with the next one.
+
+    With this order, not all ranks send to the same rank first.
+    """
     return [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
 
 
 def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
-    # The group's own method takes the rank in the group, where `dist.isend(dst=...)` takes the global one.
+    # The group's method takes the rank in the group, whereas `dist.isend(dst=...)` takes the global rank.
     return group.send([tensor], rank, 0)
 
 
@@ -179,12 +182,12 @@ def _add_up(
     out: Tensor,
     before_writing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Add the rows in their order, each as soon as it has arrived, and write the sum to `out`.
+    """Add the rows in order, each as soon as it has arrived, and write the sum to `out`.
 
-    Sums are kept at least in fp32, and rounded once. `out` may be one of the rows, so it is written
+    Sums are kept in at least fp32, and rounded once. `out` may be one of the rows, so it is written
     after all rows are added, and after `before_writing`.
     """
-    if len(rows) == 2:  # one addition, hence one rounding, in any dtype
+    if len(rows) == 2:  # One addition rounds once, in any dtype.
         for work in arrivals:
             if work is not None:
                 work.wait()
@@ -205,9 +208,9 @@ def _add_up(
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return memory that this thread uses again: fresh pages cost more than the work done in them.
+    """Return a reused buffer of this thread, because new memory pages would take more time than the work in them.
 
-    Memory of one name grows to the largest request and never shrinks.
+    A buffer grows to the largest request for its name, and never shrinks.
     """
     buffers: dict[str, Tensor] = _thread_local.__dict__
     num_bytes = numel * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Buckets in flight, the chunks in which they go through the stages, and the failure that ends them all."""
+"""Buckets in flight, their chunks, and the first failure, which fails all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from lightning_hybrid.comm.plan import KIB, MIB, BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.trace import CommTrace
 
-# A last chunk above this size is cut, so that only this many elements are copied for the checksum.
+# The last chunk of a step is copied to append the checksum. Above this size it is split first, so that only
+# CHECKSUMMED_NUMEL elements are copied.
 CHECKSUMMED_BYTES_LIMIT = 4 * MIB
 CHECKSUMMED_NUMEL = 16 * KIB
 
@@ -31,38 +32,47 @@ _NOTHING = torch.empty(0)
 
 @dataclass(eq=False)
 class Chunk:
-    """A part of a bucket on its way through the stages."""
+    """Part of a bucket that passes through the stages.
+
+    Args:
+        bucket: Bucket that the chunk belongs to.
+        part: Elements of the chunk, a view of the bucket.
+        job: Job that the stages run, for the part or for a copy of it with the checksum appended.
+        place: Description of the current stage, for messages.
+        checksum: Checksum of the order of buckets. None: no checksum is appended.
+        is_last: Whether this is the last chunk of the step.
+    """
 
     bucket: InFlightBucket
-    part: Tensor  # a view of the bucket
-    job: Job  # what the stages see: the part, or a copy with the checksum behind it
-    place: str = "waiting for its first stage"  # where it is now, in words
+    part: Tensor
+    job: Job
+    place: str = "waiting for its first stage"
     checksum: int | None = None
-    is_last: bool = False  # nothing follows it in this step
+    is_last: bool = False
     _copy: ChecksummedCopy | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the part."""
+        """Size of the part in bytes."""
         return self.part.numel() * self.part.element_size()
 
     def begin(self, watchdog: Watchdog, copies: CopyPool) -> None:
-        """Prepare the first stage: compare the bucket with those of other ranks, and add the checksum."""
+        """Compare the bucket with those of other ranks, and append the checksum, before the first stage."""
         self.bucket.compare_contents(watchdog)
         if self.checksum is not None:
             self._copy = copies.take(self.part, self.checksum)
             self.job.flat = self._copy.whole
 
     def end(self, copies: CopyPool) -> bool:
-        """Write the sum to its destination after the last stage. Return whether the bucket has no chunk left.
+        """Write the sum into the bucket after the last stage, and return whether all chunks of the bucket are done.
 
         Raises:
-            OrderError: if the checksum says that ranks submitted different buckets.
+            OrderError: The checksum shows that ranks submitted different buckets.
         """
         if self._copy is not None and self.checksum is not None:
             self.part.copy_(self._copy.body)
             is_wrong = self._copy.is_wrong(self.checksum)
-            copies.give_back(self._copy)  # also after a mismatch: the memory is sound
+            copies.give_back(self._copy)
             if is_wrong:
                 raise OrderError("the order of buckets in this step was not the same on all ranks")
         return self.bucket.chunk_done()
@@ -70,31 +80,44 @@ class Chunk:
 
 @dataclass(eq=False)
 class InFlightBucket:
-    """A bucket that was submitted, and the future of its sum."""
+    """Submitted bucket, and the future of its sum.
+
+    Args:
+        flat: Tensor to sum.
+        plan: Plan of the bucket.
+        finish: Function applied to the sum.
+        traffic: Bytes on the links of a node.
+        adasum_numels: Number of elements of each tensor in `flat`, if Adasum combines them. Such a bucket is not split.
+        contents: Store key and text by which ranks compare a new bucket. None: the bucket is not new.
+        contents_of_step: Store key and text by which ranks compare a step, on CUDA, if its last bucket is not new.
+        is_last: Whether this is the last bucket of its step.
+        is_in_update: Whether the bucket holds no gradients and the optimizer step waits for it. None: it holds no
+            gradients and the step does not wait.
+        num_owners: Number of ranks of which each keeps only its own part, because `two_level` ends before the gather.
+            0: every rank gets the whole sum.
+        is_coded: Whether a codec encodes the bucket between nodes. The checksum of the order then has a chunk of its
+            own, which is not encoded.
+        stage: Stage in which an error is raised while the bucket is put on streams.
+        done: Future of the sum.
+        error: Error of all ranks. None: no failure.
+        cause: Exception behind the error, if it was raised on this rank.
+        chunks: Chunks of the bucket.
+        submitted_s: Time of the submission, in seconds of `monotonic`.
+        traced_s: Time of the submission, in seconds of the trace's clock.
+    """
 
     flat: Tensor
     plan: BucketPlan
-    finish: Callable[[Tensor], Tensor]  # applied to the sum
+    finish: Callable[[Tensor], Tensor]
     traffic: Traffic = NO_TRAFFIC
-    adasum_numels: tuple[
-        int, ...
-    ] = ()  # of its tensors, where they are combined by Adasum, which needs them whole
-    contents: tuple[str, str] | None = (
-        None  # store key and text by which ranks compare a bucket that is new
-    )
-    contents_of_step: tuple[str, str] | None = (
-        None  # the same of a step that ends with it and is not new; on CUDA
-    )
-    is_last: bool = False  # of its step
-    # No gradients: the optimizer's step waits for it; None: it does not.
+    adasum_numels: tuple[int, ...] = ()
+    contents: tuple[str, str] | None = None
+    contents_of_step: tuple[str, str] | None = None
+    is_last: bool = False
     is_in_update: bool | None = False
-    num_owners: int = (
-        0  # `two_level` stops before the gather: so many ranks have a part each; 0: all have all
-    )
-    is_coded: bool = (
-        False  # between nodes; the checksum of the order then goes in a chunk of its own, as it is
-    )
-    stage: str = "order"  # in which an error comes while it is put there
+    num_owners: int = 0
+    is_coded: bool = False
+    stage: str = "order"
     done: Future = field(default_factory=Future)
     error: str | None = None
     cause: BaseException | None = None
@@ -112,33 +135,41 @@ class InFlightBucket:
         checksum: int | None,
         alignment: int = ALIGNMENT,
     ) -> None:
-        """Cut the job into chunks. A checksum is appended to the last chunk, which is cut once more if it is long."""
-        if self.num_owners:  # whole parts for each, as the caller has packed them
+        """Split the bucket into chunks.
+
+        Args:
+            job: Function that creates the job of a part.
+            num_chunks: Number of chunks.
+            checksum: Checksum to append to the last chunk. None: no checksum.
+            alignment: Number of elements at whose multiples chunks begin.
+        """
+        if self.num_owners:  # Every owner gets complete parts, as the caller has packed them.
             alignment = SHARD_ALIGNMENT * self.num_owners
         parts = [self.flat]
         if num_chunks > 1:
-            parts = list(
-                self.flat.split(chunk_numels(self.flat.numel(), num_chunks, alignment=alignment))
-            )
-        size = (
-            0 if self.adasum_numels else parts[-1].numel() * self.flat.element_size()
-        )  # Adasum needs it whole
-        if self.is_coded and checksum is not None:
+            numels = chunk_numels(self.flat.numel(), num_chunks, alignment=alignment)
+            parts = list(self.flat.split(numels))
+
+        last_bytes = parts[-1].numel() * self.flat.element_size()
+        is_last_long = last_bytes > CHECKSUMMED_BYTES_LIMIT and not self.adasum_numels
+        if checksum is not None and self.is_coded:
+            # The checksum has a chunk of its own, whose part is empty.
             parts.append(self.flat[self.flat.numel() :])
-        # The chunk with the checksum is copied: one short message more takes less time than a copy of a long chunk.
-        elif checksum is not None and size > CHECKSUMMED_BYTES_LIMIT:
-            parts[-1:] = parts[-1].split([parts[-1].numel() - CHECKSUMMED_NUMEL, CHECKSUMMED_NUMEL])
+        elif checksum is not None and is_last_long:
+            # The chunk with the checksum is copied. An additional short message takes less time than a long copy.
+            numel_before = parts[-1].numel() - CHECKSUMMED_NUMEL
+            parts[-1:] = parts[-1].split([numel_before, CHECKSUMMED_NUMEL])
         self.chunks = [Chunk(bucket=self, part=part, job=job(part)) for part in parts]
         if self.adasum_numels:
             self.chunks[-1].job.adasum_numels = self.adasum_numels
         self.chunks[-1].checksum = checksum
         self.chunks[-1].is_last = self.is_last
-        self._num_open = len(self.chunks)  # counted down by `chunk_done`
+        self._num_open = len(self.chunks)
 
     @property
     def place(self) -> str:
-        """The place of the bucket in words: a stage that runs one of its chunks, or else a stage where one waits."""
-        # A chunk inside a collective says more of where a rank hangs than one that waits behind it.
+        """Description of the bucket's current stage."""
+        # A chunk inside a collective tells more about a hang than a chunk that waits behind it.
         inside = [chunk for chunk in self.chunks if chunk.place.startswith("in ")]
         waiting = [chunk for chunk in self.chunks if chunk.place.startswith("waiting")]
         chunk = (inside or waiting or self.chunks)[0]
@@ -146,73 +177,77 @@ class InFlightBucket:
 
     @property
     def is_inside(self) -> bool:
-        """True if one of its chunks is in a stage."""
+        """True if a stage is running one of its chunks."""
         return any(chunk.place.startswith("in ") for chunk in self.chunks)
 
     def compare_contents(self, watchdog: Watchdog) -> None:
-        """Compare a bucket that is new with those of other ranks, once. Other threads of this rank wait meanwhile.
+        """Compare a new bucket with those of other ranks, once. Other threads of this rank wait meanwhile.
 
         Raises:
-            OrderError: if another rank submitted something else here.
+            OrderError: Another rank submitted a different bucket.
         """
-        # Before the first byte is sent: where sizes differ, Gloo calls abort(), which ends the process.
+        # This happens before the first byte is sent, because Gloo ends the process by abort() if sizes differ.
         if self.contents is not None:
             with self._lock:
-                # Asked again under the lock: another column's thread may have compared it meanwhile.
+                # Another column's thread may have compared it before this thread got the lock.
                 if self.contents is not None:
                     _compare(self.contents, watchdog)
                     self.contents = None
 
     def compare_step(self, watchdog: Watchdog) -> None:
-        """Compare the order of the step that ends here with that of other ranks, if this is one of the steps for it.
+        """Compare the order of a finished step with that of other ranks, if `contents_of_step` is set.
 
         Raises:
-            OrderError: if another rank submitted something else, or in another order.
+            OrderError: Another rank submitted different buckets, or in a different order.
         """
-        # Once all of it is on its way: no rank waits for this one while it reports.
+        # The whole step has been submitted, so no rank waits for this one while it reports.
         if self.contents_of_step is not None:
             _compare(self.contents_of_step, watchdog)
 
     def chunk_done(self) -> bool:
-        """Count one chunk as done. Returns whether it was the last."""
+        """Count one chunk as done, and return whether it was the last one."""
         with self._lock:
             self._num_open -= 1
             return self._num_open == 0
 
     def complete(self, latch: FailureLatch, trace: CommTrace) -> None:
-        """Finish the sum and set the future, unless a failure was first and has set it."""
+        """Finish the sum and set the future, unless a failure has set it already."""
         result = self.finish(self.flat)
-        if latch.remove(self):  # else a failure has set the future already
+        if latch.remove(self):
             trace.end(self.plan, self.traced_s, self.traffic)
             self.done.set_result(result)
-            self.chunks.clear()  # they refer back: without this the gradients stay until Python looks for cycles
+            # Chunks refer to the bucket. Without this, the garbage collector would free the gradients later.
+            self.chunks.clear()
 
     def result(self, done: Future) -> Tensor:
-        """Return the finished sum, or raise if the bucket failed. `Future.then` calls this."""
+        """Return the finished sum, or raise the error if the bucket failed. Called by `Future.then`."""
         if self.error is not None:
             raise RuntimeError(self.error) from self.cause
         return done.value()
 
     def fail(self, error: str, cause: BaseException | None) -> None:
-        """Let the future raise."""
+        """Make the future raise an error."""
         self.error = error
         self.cause = cause
-        # Not `set_exception`: DDP would report a failed cast in place of the error.
-        self.done.set_result(None)  # `result` then raises
+        # `result` raises the error. With `set_exception`, DDP would report a failed cast instead of it.
+        self.done.set_result(None)
 
     def failed_in(self, stage: str, cause: Exception) -> str:
-        """Say in words that this rank failed in a stage."""
-        reason = str(cause) if isinstance(cause, OrderError) else f"{type(cause).__name__}: {cause}"
+        """Return a message that this rank failed in a stage."""
+        reason = f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, OrderError):
+            reason = str(cause)
         return (
             f"rank {self.chunks[0].job.topology.rank} failed on bucket {self.plan.index} in stage `{stage}` of the "
             f"{words_of(self.plan.algorithm)}: {reason}"
         )
 
     def release_tensors(self) -> None:
-        """Drop all tensors of a bucket whose work is on the streams."""
-        # They may go before the device is done: the allocator knows by `record_stream` who still uses them.
+        """Release all tensors of a bucket whose work is on the streams."""
+        # They may be released before the device is done, because `record_stream` tells the allocator who uses them.
         for chunk in self.chunks:
-            chunk.part = chunk.job.flat = _NOTHING
+            chunk.part = _NOTHING
+            chunk.job.flat = _NOTHING
             chunk.job.shard = None
         self.flat = _NOTHING
         self.finish = _unchanged
@@ -222,7 +257,7 @@ def _compare(contents: tuple[str, str], watchdog: Watchdog) -> None:
     key, own_value = contents
     first = watchdog.compare(key, own_value)
     if first != own_value:
-        raise OrderError(f"this rank hands over {own_value}, and another {first}")
+        raise OrderError(f"this rank submitted {own_value}, and another rank {first}")
 
 
 def _unchanged(flat: Tensor) -> Tensor:
@@ -230,15 +265,22 @@ def _unchanged(flat: Tensor) -> Tensor:
 
 
 class FailureLatch:
-    """Buckets in flight, and the first failure, which ends them all: later ones change nothing.
+    """Buckets in flight, and the first failure, which fails all of them. Later failures have no effect.
 
-    Engine, threads or streams, and watchdog share one latch and ask it, so that none of them calls another back.
+    The engine, its threads or streams, and the watchdog share one latch, so that none of them calls another back.
+
+    Args:
+        order: Order of the submitted buckets.
 
     Attributes:
-        error: that of all ranks; empty while there is none. `cause`: the exception behind it, if it was raised here.
-        lock: protects what is in flight, `error` and the order of submits. Nothing that waits runs under it.
-        look: sees how far the device is, before that is asked, and for how long it waits; on CUDA only.
-        give_up: ends the communication of buckets that a failure has lost. Run once for each `trip`, without the lock.
+        error: Error of all ranks, or an empty string.
+        cause: Exception behind the error, if it was raised on this rank.
+        lock: Lock that protects `in_flight`, `error` and the order of submissions. No code waits under it.
+        look: Function that queries the progress of the device and returns the seconds for which the device has waited.
+            Used on CUDA only.
+        give_up: Function that ends the communication of failed buckets. `trip` calls it once, without the lock.
+        in_flight: Buckets in flight, in the order of submission.
+        waited: Position in the code at which a collective of other code failed, because it waited for other ranks.
     """
 
     def __init__(self, order: BucketOrder) -> None:
@@ -247,35 +289,32 @@ class FailureLatch:
         self.lock = threading.Lock()
         self.look: Callable[[], float] = lambda: 0.0
         self.give_up: Callable[[Sequence[InFlightBucket]], None] = _nothing
-        self.in_flight: dict[InFlightBucket, None] = {}  # in the order of submits
-        self.waited = ""  # where a collective of the caller's failed: it waited for others
+        self.in_flight: dict[InFlightBucket, None] = {}
+        self.waited = ""
         self._order = order
         self._caller = threading.get_ident()
-        self._device_s = 0.0  # for how long the device has been at one thing
+        self._device_s = 0.0  # seconds since the device made progress
 
     def remove(self, bucket: InFlightBucket) -> bool:
-        """Remove a bucket that is averaged. Return False if a failure came first."""
+        """Remove an averaged bucket, and return False if a failure has removed it already."""
         with self.lock:
             is_there = bucket in self.in_flight
             self.in_flight.pop(bucket, None)
             return is_there
 
     def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """Fail every bucket in flight with the first error ever given here."""
+        """Fail every bucket in flight. The error of the first call is used in all calls."""
         with self.lock:
             if not self.error:
-                self.error = (
-                    error + " The gradients of this step are lost, and this engine takes no more."
-                )
+                self.error = f"{error} The gradients of this step are lost, and the engine accepts no more buckets."
                 self.cause = cause
             lost = list(self.in_flight)
             self.in_flight = {}
-            for (
-                bucket
-            ) in lost:  # before anything waits: a thread may be about to put one on the streams
+            # The error is set at once, because another thread may be about to put a bucket on the streams.
+            for bucket in lost:
                 bucket.error = self.error
                 bucket.cause = self.cause
-        # Without the lock: on CUDA it waits for communicators to end, and other threads ask for the status meanwhile.
+        # Not under the lock: on CUDA this waits for communicators to end, and other threads need the status meanwhile.
         self.give_up(lost)
         for bucket in lost:
             bucket.fail(self.error, self.cause)
@@ -286,7 +325,7 @@ class FailureLatch:
             raise RuntimeError(self.error) from self.cause
 
     def status(self) -> RankStatus:
-        """Return where this rank stands, for the diagnosis of a failure."""
+        """Return the progress and current activity of this rank, for the diagnosis of a failure."""
         place, is_inside = place_of(self._caller)
         with self.lock:
             oldest = next(iter(self.in_flight), None)
@@ -308,11 +347,16 @@ class FailureLatch:
             )
 
     def stalled_s(self) -> float:
-        """Return how long the oldest bucket has been in flight, or the device waits outside of one, else 0."""
+        """Return the age in seconds of the oldest bucket in flight.
+
+        If there is none, return for how long the device has waited, which is 0 if it makes progress.
+        """
         self._device_s = self.look()
         with self.lock:
             oldest = next(iter(self.in_flight), None)
-            return self._device_s if oldest is None else monotonic() - oldest.submitted_s
+            if oldest is None:
+                return self._device_s
+            return monotonic() - oldest.submitted_s
 
 
 def _nothing(*_: object) -> None:

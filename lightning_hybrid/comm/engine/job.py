@@ -1,4 +1,4 @@
-"""Jobs: buckets on their way through the stages of an algorithm."""
+"""Job of an all-reduce: a tensor that passes through the stages of an algorithm."""
 
 from __future__ import annotations
 
@@ -12,33 +12,43 @@ from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.codec.encoder import Blocks
 from lightning_hybrid.comm.topology import Topology
 
-# On CUDA shards begin at multiples of this many elements: NCCL moves 16 bytes at a time where addresses allow it.
+# On CUDA shards begin at multiples of this many elements, because NCCL moves 16 bytes at a time if addresses allow it.
 SHARD_ALIGNMENT = 128
 
 
 @dataclass
 class Job:
-    """One tensor on its way through the stages of an algorithm."""
+    """Tensor that passes through the stages of an algorithm, with the state that the stages share.
 
-    flat: Tensor  # 1-D, contiguous; summed in place
+    Args:
+        flat: Tensor to sum in place, 1-D and contiguous.
+        topology: Topology, seen from this rank.
+        adasum_numels: Number of elements of each tensor in `flat`, if leaders combine the tensors by Adasum. Empty:
+            leaders sum.
+        dtype_across: Dtype between nodes, if it is narrower than the tensor's. None: the tensor's dtype.
+        shard: This rank's part of `flat` between the stages of `two_level`.
+        num_owners: Number of ranks of which each keeps only its own part, because `two_level` ends before the gather.
+            0: every rank gets the whole sum.
+        shard_begin: Index in `flat` of the first element of the shard.
+        by_backend: Whether every stage is a collective of the backend, as on CUDA. False: our own messages over Gloo.
+        blocks: Blocks in which a codec encodes the tensor between nodes. None: the tensor is not encoded.
+    """
+
+    flat: Tensor
     topology: Topology
-    adasum_numels: tuple[
-        int, ...
-    ] = ()  # of the tensors in `flat`, where leaders combine them by Adasum; else they sum
-    dtype_across: torch.dtype | None = (
-        None  # in which it travels between nodes, where narrower; None: its own
-    )
-    shard: Tensor | None = None  # this rank's part of it between two-level stages
-    num_owners: int = 0  # two-level stops before the gather: each of so many ranks has its own part alone, in its place
-    shard_begin: int = 0  # the element of `flat` with which the shard begins
-    by_backend: bool = (
-        False  # every stage is a collective of the backend's, as on CUDA, and no message of our own
-    )
-    blocks: Blocks | None = None  # those in which a codec carries it between nodes; None: as it is
+    adasum_numels: tuple[int, ...] = ()
+    dtype_across: torch.dtype | None = None
+    shard: Tensor | None = None
+    num_owners: int = 0
+    shard_begin: int = 0
+    by_backend: bool = False
+    blocks: Blocks | None = None
 
     @property
     def shard_alignment(self) -> int:
-        """Shards begin at multiples of this many elements."""
+        """Number of elements at whose multiples shards begin."""
         if self.blocks is not None:
             return BLOCK
-        return SHARD_ALIGNMENT if self.by_backend else ALIGNMENT
+        if self.by_backend:
+            return SHARD_ALIGNMENT
+        return ALIGNMENT

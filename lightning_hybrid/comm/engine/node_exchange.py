@@ -1,11 +1,12 @@
-"""Exchanges among ranks that share an update: small sums, weights and optimizer state.
+"""Exchanges between ranks that share an update: small sums, weights and optimizer state.
 
-    add_up_           flat <- sum of flat over the ranks                    a table of block sums, on every rank
-    gather_           part r of flat <- the part of sharer r, everywhere    weights after the update
-    gather_across_    the same for this rank's shard within its node        if all ranks share: before `gather_`
-    collect_          part r of flat <- the part of sharer r, on the first  state for a checkpoint
+    add_up_           flat <- sum of flat over the ranks                        table of block sums, on every rank
+    gather_           part r of flat <- part of sharer r, on every rank         weights after the update
+    gather_across_    as `gather_`, for this rank's shard of the node           if all ranks share, before `gather_`
+    collect_          part r of flat <- part of sharer r, on the first rank     state for a checkpoint
 
-`flat` holds one part of equal length for each rank, in the order of `Topology.sharers`. All functions work in place.
+`flat` holds one part for each rank, in the order of `Topology.sharers`. Parts have equal lengths. All functions work in
+place.
 
 Collective: every rank of the group must call them, in the same order.
 """
@@ -18,26 +19,27 @@ from torch import Tensor
 from lightning_hybrid.comm.engine import gloo_p2p
 from lightning_hybrid.comm.engine.job import Job
 
-# torch 2.13 renames both and warns at every call by the old names; 2.11 and 2.12 know only those.
+# torch 2.13 renames both functions, and warns at every call by the old names. torch 2.11 and 2.12 have only the old
+# names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 PART_ALIGNMENT = 128
-"""Elements: parts of a `flat` begin at multiples of it, as messages of the backend and of `gloo_p2p` ask."""
+"""Number of elements at whose multiples the parts of `flat` begin, as the backend and `gloo_p2p` require."""
 
 
 def add_up_(job: Job, group: dist.ProcessGroup) -> None:
-    """Sum over the group. All its ranks get the same bits."""
+    """Sum the job's tensor over the group. The result is bitwise equal on all its ranks."""
     dist.all_reduce(job.flat, group=group)
 
 
 def gather_(job: Job, group: dist.ProcessGroup) -> None:
-    """Give every rank of the node all parts."""
+    """Copy the part of every rank of the node to all of them."""
     _gather(job.flat, job, group)
 
 
 def gather_across_(job: Job, group: dist.ProcessGroup) -> None:
-    """Give ranks of equal local rank all parts of their shard."""
+    """Copy the parts of this rank's shard to all ranks of equal local rank."""
     shards = job.flat.chunk(len(job.topology.node))
     _gather(shards[job.topology.local_rank], job, group)
 
@@ -51,7 +53,7 @@ def _gather(flat: Tensor, job: Job, group: dist.ProcessGroup) -> None:
 
 
 def scatter_across_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum this rank's part of `flat` over the group, by the backend. Other parts stay."""
+    """Sum this rank's part of `flat` over the group with a collective of the backend. Other parts are unchanged."""
     parts = flat.chunk(dist.get_world_size(group))
     part = parts[dist.get_rank(group)]
     total = part.new_empty(part.numel())
@@ -60,7 +62,7 @@ def scatter_across_(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def collect_(job: Job, group: dist.ProcessGroup) -> None:
-    """Give the first rank all parts."""
+    """Copy the part of every rank to the first rank."""
     rank = dist.get_rank(group)
     num_ranks = dist.get_world_size(group)
     topology = job.topology

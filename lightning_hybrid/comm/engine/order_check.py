@@ -1,15 +1,15 @@
-"""The check that every rank submits the same tensors in the same order.
+"""Check that every rank submits the same tensors in the same order.
 
-Gloo matches collectives by order of arrival and nothing else: two ranks that submit two buckets of equal size in
-different order get sums of different buckets, without a word. So every rank keeps a rolling hash of what it submitted,
-and its 64 bits b travel at the end of the last bucket of a step, as a checksum of 128 elements 0 or 1:
+Gloo matches collectives only by their order. If two ranks submit two buckets of equal size in different order, Gloo
+silently adds different buckets. So every rank keeps a rolling hash of the tensors that it submitted. The 64 bits b of
+the hash are appended to the last bucket of a step, as a checksum of 128 elements that are 0 or 1:
 
-    copy = [tail of the bucket | b | 1 - b]        summed over ranks        sum == 0 wherever own element is 0
+    copy = [tail of the bucket | b | 1 - b]        summed over ranks        sum == 0 where this rank's element is 0
 
-Where two ranks differ in a bit, each finds a 1 of the other's where its own element is 0, and so does every rank that
-agrees with either. Sums of zeros are exact, in any dtype. It costs no message of its own, but a copy of one chunk.
+If two ranks differ in a bit, each rank finds a 1 of one of them at a position where its own element is 0. Sums of zeros
+are exact in any dtype. The check needs no message of its own, but it copies one chunk.
 
-On CUDA it would be a message of its own. There ranks compare their hashes in some of the steps, through the store.
+On CUDA the check would need a message of its own, so there ranks compare their hashes through the store in some steps.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ NUM_BITS = 64
 NUM_CHECKSUM_ELEMENTS = 2 * NUM_BITS
 _MASK = (1 << NUM_BITS) - 1
 
-# How many records of buckets a rank remembers, to say where it went another way than others.
+# Number of recent buckets that a rank remembers, so that an error can name the first difference.
 NUM_RECENT = 64
 
-# On CUDA ranks compare what is new, as everywhere, the first steps, and later ones more and more rarely. The order
-# changes where DistributedDataParallel rebuilds its buckets, after the first step, or where somebody changes the plan.
-# The hash is of all steps so far, so that none is left out.
+# On CUDA ranks compare new buckets, the first steps, and later steps at growing intervals. The order changes when
+# DistributedDataParallel rebuilds its buckets after the first step, or when the plan changes. The hash covers all
+# previous steps, so that none is left out.
 NUM_COMPARED_STEPS = 8
 MOST_STEPS_BETWEEN = 1024
 
-# A pool has copies of so many sizes; before DistributedDataParallel rebuilds its buckets there are two.
+# Maximum number of sizes of which a pool holds copies. Before DistributedDataParallel rebuilds its buckets there are
+# two.
 MOST_SIZES_IN_POOL = 4
 
 
 class RollingHash:
-    """64 bits that differ where two sequences of records do.
+    """Hash of 64 bits of a sequence of records.
 
-    >>> one, other = RollingHash(), RollingHash()
-    >>> for record in ("a", "b"): one.add(record)
-    >>> for record in ("b", "a"): other.add(record)
-    >>> one.value == other.value
+    >>> first, second = RollingHash(), RollingHash()
+    >>> for record in ("a", "b"): first.add(record)
+    >>> for record in ("b", "a"): second.add(record)
+    >>> first.value == second.value
     False
     """
 
@@ -56,7 +57,8 @@ class RollingHash:
 
     def add(self, record: str) -> None:
         """Append a record."""
-        # The hash so far is the key, so that the order of records counts. Not `hash()`: Python salts that.
+        # The previous hash is the key, so that the order of records counts. Python's `hash()` differs between
+        # processes.
         digest = hashlib.blake2b(
             record.encode(), digest_size=8, key=self.value.to_bytes(8, "little")
         ).digest()
@@ -64,17 +66,31 @@ class RollingHash:
 
 
 class BucketOrder:
-    """The buckets submitted so far, in order. `value`: hash of all of them."""
+    """Order of the submitted buckets.
+
+    Attributes:
+        num_submitted: Number of submitted buckets.
+        num_steps: Number of finished steps.
+        value: Hash of all submitted buckets.
+        recent: Records of the latest buckets, oldest first.
+    """
 
     def __init__(self) -> None:
-        self.num_submitted = self.num_steps = self.value = 0
+        self.num_submitted = 0
+        self.num_steps = 0
+        self.value = 0
         self.recent: deque[str] = deque(maxlen=NUM_RECENT)
         self._all = RollingHash()
         self._step = RollingHash()
-        self._known: set[int] = set()  # hashes of the beginnings of steps
+        self._compared: set[int] = set()  # hashes of the beginnings of steps
 
     def add(self, bucket: BucketPlan, *, is_last: bool, reduction: str = "") -> str | None:
-        """Append a bucket, and how it is reduced. Returns its record if no step began like this before, else None.
+        """Append a bucket. Return its record if no earlier step began with the same buckets, else None.
+
+        Args:
+            bucket: Plan of the bucket.
+            is_last: Whether this is the last bucket of its step.
+            reduction: Description of the reduction, appended to the record.
 
         >>> bucket = BucketPlan(index=0, numel=4, num_bytes=16, dtype="float32", algorithm="flat", num_chunks=1)
         >>> order = BucketOrder()
@@ -92,16 +108,18 @@ class BucketOrder:
         self._all.add(record)
         self._step.add(record)
         self.value = self._all.value
-        is_new = self._step.value not in self._known  # else it was compared in an earlier step
-        self._known.add(self._step.value)
+        is_new = self._step.value not in self._compared
+        self._compared.add(self._step.value)
         if is_last:
             self._step = RollingHash()
             self.num_steps += 1
-        return record if is_new else None
+        if is_new:
+            return record
+        return None
 
     @property
     def is_step_to_compare(self) -> bool:
-        """True if ranks compare the last step through the store.
+        """True if ranks compare the latest step through the store.
 
         >>> order = BucketOrder()
         >>> steps = []
@@ -118,9 +136,11 @@ class BucketOrder:
 
 
 class ChecksummedCopy:
-    """Memory for a copy of a tensor with a checksum behind it, to be filled again and again.
+    """Buffer for a copy of a tensor, followed by a checksum. It is reused.
 
-    `whole`: what is to be summed, `numel + NUM_CHECKSUM_ELEMENTS` elements of `dtype`.
+    Attributes:
+        whole: Tensor to sum, of `numel + NUM_CHECKSUM_ELEMENTS` elements of `dtype`.
+        body: Copy of the tensor, a view of `whole`.
 
     >>> equal = [ChecksummedCopy(3, torch.float32) for _ in range(2)]
     >>> for copy in equal: copy.fill(torch.ones(3), 5)
@@ -135,44 +155,48 @@ class ChecksummedCopy:
         self._checksum = self.whole[numel:]
 
     def fill(self, flat: Tensor, value: int) -> None:
-        """Copy `flat` and put the checksum of `value` behind it."""
+        """Copy `flat`, and append the checksum of `value`."""
         self.body.copy_(flat)
         self._checksum.copy_(_elements(value))
 
     def is_wrong(self, value: int) -> bool:
-        """Return whether the checksum of some rank was not that of `value`."""
-        # The ones of other ranks where the own element is 0 are counted: no term is negative, so none hides another.
+        """Return whether any rank's checksum differed from the checksum of `value`."""
+        # This counts the ones of other ranks at positions where this rank's element is 0. They cannot cancel out,
+        # because none is negative.
         return bool(self._checksum.dot(_elements(~value).to(self._checksum.dtype)))
 
 
 class CopyPool:
-    """Copies that are not in use, by size and dtype: fresh pages of memory cost more than the copy itself."""
+    """Pool of unused copies, by size and dtype. New memory pages would cost more time than the copy itself."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[ChecksummedCopy]] = {}
         self._lock = threading.Lock()
 
     def take(self, part: Tensor, value: int) -> ChecksummedCopy:
-        """Return a copy of `part` with the checksum of `value` behind it."""
+        """Return a copy of `part`, followed by the checksum of `value`."""
+        copy = None
         with self._lock:
             free = self._free.get((part.numel(), part.dtype))
-            copy = free.pop() if free else None
-        copy = copy or ChecksummedCopy(part.numel(), part.dtype)
+            if free:
+                copy = free.pop()
+        if copy is None:
+            copy = ChecksummedCopy(part.numel(), part.dtype)
         copy.fill(part, value)
         return copy
 
     def give_back(self, copy: ChecksummedCopy) -> None:
-        """Take a copy back."""
-        key = copy.body.numel(), copy.body.dtype
+        """Return a copy to the pool."""
+        key = (copy.body.numel(), copy.body.dtype)
         with self._lock:
-            # Sizes change with the plan and when DDP rebuilds its buckets: old ones must not stay for good.
+            # Sizes change with the plan and when DDP rebuilds its buckets, and old ones must not stay forever.
             if key not in self._free and len(self._free) >= MOST_SIZES_IN_POOL:
                 self._free.clear()
             self._free.setdefault(key, []).append(copy)
 
 
 def _elements(value: int) -> Tensor:
-    """Return the 64 lowest bits of `value`, lowest first, and their complements, as `uint8`.
+    """Return the 64 lowest bits of `value`, lowest bit first, followed by their complements, as `uint8`.
 
     >>> _elements(1)[:3].tolist(), _elements(1)[64:67].tolist()
     ([1, 0, 0], [0, 1, 1])

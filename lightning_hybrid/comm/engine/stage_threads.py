@@ -1,10 +1,10 @@
-"""The threads of the stages: for each a queue, a thread and a process group, in columns.
+"""Threads of the all-reduce stages. Each stage has a queue, a thread and a process group in every column.
 
     column 0    [reduce] -> [ring] -> [broadcast]          chunks 0, 2, 4, ...
     column 1    [reduce] -> [ring] -> [broadcast]          chunks 1, 3, 5, ...
 
-A stage thread has one predecessor, so its queue, and with it the order of collectives on its group, is the order in
-which chunks were put in: the same on every rank. Columns share nothing, so their order to each other does not matter.
+A stage thread has one predecessor. So the order of its queue, and the order of collectives on its group, is the order
+of submission, which is the same on every rank. Columns share nothing, so they need no order relative to each other.
 """
 
 from __future__ import annotations
@@ -32,35 +32,52 @@ from lightning_hybrid.comm.stats.trace import CommTrace
 
 @dataclass(eq=False)
 class StageThread:
-    """One stage in one column, and the thread that runs it."""
+    """Stage in one column, and the thread that runs it.
+
+    Args:
+        stage: Stage to run.
+        column: Column of the stage.
+        group_name: Name of the process group.
+        is_first: Whether this is the first stage of the algorithm.
+        successor: Thread of the next stage.
+        num_put: Number of chunks put into the queue. Only one thread writes it, so it needs no lock.
+        num_done: Number of chunks done. Only one thread writes it, so it needs no lock.
+        is_inside: Whether a thread, this one or its predecessor, is in the stage or about to enter it.
+        queue: Chunks to process. None ends the thread, and then its successor.
+        thread: Thread that runs the stage.
+    """
 
     stage: Stage
     column: int
     group_name: str
     is_first: bool = False
     successor: StageThread | None = None
-    num_put: int = 0  # this and the next have one writer each, so they need no lock
+    num_put: int = 0
     num_done: int = 0
-    is_inside: bool = (
-        False  # some thread, its own or its predecessor's, is in this stage, or about to be
-    )
-    # None ends the thread, and then its successor.
+    is_inside: bool = False
     queue: queue.SimpleQueue[Chunk | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
 
     @property
     def is_alive(self) -> bool:
-        """True until the thread has ended."""
+        """True if the thread has not ended yet."""
         return self.thread is not None and self.thread.is_alive()
 
     def put(self, chunk: Chunk) -> None:
-        """Put a chunk into the queue. Only one thread at a time may call it."""
+        """Put a chunk into the queue. Only one thread may call it at a time."""
         self.num_put += 1
         self.queue.put(chunk)
 
 
 class StageThreads:
-    """All stage threads of an engine. `watchdog` compares new buckets, and reports what a stage raises to all ranks."""
+    """All stage threads of an engine.
+
+    Args:
+        groups: Process groups of the stages.
+        trace: Trace that counts buckets.
+        latch: Buckets in flight and the first failure.
+        watchdog: Watchdog that compares new buckets, and reports errors of stages to all ranks.
+    """
 
     def __init__(
         self, *, groups: CommGroups, trace: CommTrace, latch: FailureLatch, watchdog: Watchdog
@@ -75,26 +92,26 @@ class StageThreads:
         latch.give_up = self._give_up
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
-        """Start the threads of this many columns of each algorithm."""
+        """Start the threads of the given number of columns for each algorithm."""
         for algorithm, num_columns in columns.items():
             self._columns[algorithm] = [
                 self._start(algorithm, column) for column in range(num_columns)
             ]
-            # From zero on every rank: the round robin over columns must be the same everywhere.
+            # The count begins at zero on every rank, because all ranks must put a chunk into the same column.
             self._num_put[algorithm] = 0
 
     def _start(self, algorithm: Algorithm, column: int) -> list[StageThread]:
-        stage_threads = [
-            StageThread(stage=stage, column=column, group_name=group_name(stage, column))
-            for stage in stages_by_name(algorithm)
-            if self._groups.by_stage[group_name(stage, column)] is not None
-        ]
+        stage_threads = []
+        for stage in stages_by_name(algorithm):
+            name = group_name(stage, column)
+            if self._groups.by_stage[name] is not None:
+                stage_threads.append(StageThread(stage=stage, column=column, group_name=name))
+
         for index, stage_thread in enumerate(stage_threads):
             stage_thread.is_first = index == 0
-            stage_thread.successor = (
-                stage_threads[index + 1] if index + 1 < len(stage_threads) else None
-            )
-            # A daemon: a thread that hangs in a collective must not keep the process from ending.
+            if index + 1 < len(stage_threads):
+                stage_thread.successor = stage_threads[index + 1]
+            # A daemon thread that hangs in a collective does not keep the process from ending.
             name = f"comm-{stage_thread.group_name}"
             stage_thread.thread = threading.Thread(
                 target=self._serve, args=(stage_thread,), name=name, daemon=True
@@ -105,13 +122,14 @@ class StageThreads:
     def accept(
         self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None
     ) -> None:
-        """Cut a bucket into chunks, and queue them, round the columns. Called in the order of submits."""
-        bucket.split(
-            job,
-            bucket.plan.num_chunks,
-            checksum=checksum,
-            alignment=BLOCK if bucket.is_coded else ALIGNMENT,
-        )
+        """Split a bucket into chunks, and put them into the queues of the columns in turn.
+
+        It must be called in the order of submission.
+        """
+        alignment = ALIGNMENT
+        if bucket.is_coded:
+            alignment = BLOCK
+        bucket.split(job, bucket.plan.num_chunks, checksum=checksum, alignment=alignment)
         bucket.traced_s = self._trace.begin(
             num_bytes=bucket.plan.num_bytes,
             is_last=bucket.is_last,
@@ -120,33 +138,32 @@ class StageThreads:
         )
         columns = self._columns[bucket.plan.algorithm]
         for chunk in bucket.chunks:
-            column = columns[
-                self._num_put[bucket.plan.algorithm] % len(columns)
-            ]  # round robin, the same on every rank
+            column = columns[self._num_put[bucket.plan.algorithm] % len(columns)]
             self._num_put[bucket.plan.algorithm] += 1
-            if column:  # empty where this rank is alone
+            if column:  # It is empty if there is only one rank.
                 column[0].put(chunk)
 
     def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
-        """Return the future of a bucket that was accepted."""
-        future = bucket.done.then(bucket.result)  # raises there, so that DDP sees our error
-        if not self._columns[bucket.plan.algorithm][0]:  # one rank alone
+        """Return the future of an accepted bucket."""
+        # The error is raised in `then`, so that DDP gets our error.
+        future = bucket.done.then(bucket.result)
+        is_single_rank = not self._columns[bucket.plan.algorithm][0]
+        if is_single_rank:
             for chunk in bucket.chunks:
                 self._end_chunk(chunk)
         return future
 
     def _give_up(self, lost: Sequence[InFlightBucket]) -> None:
-        # Only counted: threads inside a collective of Gloo's stay there until their groups end.
+        # The buckets are only counted, because threads inside a Gloo collective stay there until their groups end.
         for _ in lost:
             self._trace.end()
 
     def _serve(self, stage_thread: StageThread) -> None:
         for chunk in iter(stage_thread.queue.get, None):
             self._pass_through(stage_thread, chunk)
-            stage_thread.num_done += (
-                1  # after the chunk was handed on: "idle" means empty and at rest
-            )
-            del chunk  # a thread that waits keeps no gradients alive
+            # Counted after the chunk was passed on, so that equal counts mean an idle stage.
+            stage_thread.num_done += 1
+            del chunk  # A waiting thread must not keep gradients alive.
         if stage_thread.successor is not None:
             stage_thread.successor.queue.put(None)
 
@@ -159,18 +176,18 @@ class StageThreads:
             self._end_chunk(chunk)
             return
         chunk.place = f"waiting for stage `{successor.stage.name}`"
-        # Equal counts: the next stage is idle. Nothing follows this chunk in its step, so no other thread runs that
-        # stage meanwhile. The step waits for this chunk, and waking another thread takes time.
-        if chunk.is_last and successor.num_put == successor.num_done:
+        # The step waits for its last chunk, and waking another thread takes time. So if the next stage is idle, this
+        # thread runs it. No other chunk follows in the step, so no other thread runs that stage meanwhile.
+        is_successor_idle = successor.num_put == successor.num_done
+        if chunk.is_last and is_successor_idle:
             self._pass_through(successor, chunk)
         else:
             successor.put(chunk)
 
     def _has_run(self, stage_thread: StageThread, chunk: Chunk) -> bool:
-        """Run a stage. Returns False where it failed, or something else did before."""
-        stage_thread.is_inside = (
-            True  # set before the look at failures: after one the group of an idle stage is freed
-        )
+        """Run a stage, and return False if it failed or if another failure came first."""
+        # Set before the check for failures, because after a failure the group of an idle stage is freed.
+        stage_thread.is_inside = True
         if self._latch.error:
             stage_thread.is_inside = False
             return False
@@ -184,9 +201,8 @@ class StageThreads:
                 chunk.begin(self._watchdog, self._copies)
             run_stage(stage, chunk.job, self._groups.by_stage[stage_thread.group_name])
         except Exception as error:
-            traceback.clear_frames(
-                error.__traceback__
-            )  # they hold the group, whose end sets other ranks free
+            # The frames hold the group, and other ranks are released when the group is freed.
+            traceback.clear_frames(error.__traceback__)
             self._fail(chunk, stage.name, error)
             return False
         finally:
@@ -198,49 +214,51 @@ class StageThreads:
         return True
 
     def _end_chunk(self, chunk: Chunk) -> None:
-        at = "order"
+        stage = "order"
         try:
             if chunk.end(self._copies):
-                at = "finish"
+                stage = "finish"
                 chunk.bucket.complete(self._latch, self._trace)
         except Exception as error:
-            self._fail(chunk, at, error)
+            self._fail(chunk, stage, error)
 
     def _fail(self, chunk: Chunk, stage: str, error: Exception) -> None:
         self._watchdog.report(chunk.bucket.failed_in(stage, error), error)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """End the threads after what they were given, and free their groups. Returns the stages that would not end.
+        """End the threads when their queues are empty, free the groups, and return the names of stages that do not end.
 
-        `limit_s` is asked again and again: how long, from now on, a stage may still be waited for.
+        Args:
+            limit_s: Function that returns how many seconds from now a stage may still be waited for. It is called
+                repeatedly, because a failure shortens the limit.
         """
-        found = [
-            stage_thread
-            for columns in self._columns.values()
-            for column in columns
-            for stage_thread in column
-        ]
-        for stage_thread in found:
+        stage_threads: list[StageThread] = []
+        for columns in self._columns.values():
+            for column in columns:
+                stage_threads.extend(column)
+
+        for stage_thread in stage_threads:
             if stage_thread.is_first:
                 stage_thread.queue.put(None)
         has_ended_all = False
-        while any(stage_thread.is_alive for stage_thread in found) and limit_s() > 0:
+        while limit_s() > 0:
+            waiting = next((thread for thread in stage_threads if thread.is_alive), None)
+            if waiting is None:
+                break
             if self._latch.error:
-                if not has_ended_all:  # a predecessor that hangs would never pass the None on
-                    for stage_thread in found:
+                if not has_ended_all:  # A predecessor that hangs would never pass on the None.
+                    for stage_thread in stage_threads:
                         stage_thread.queue.put(None)
                     has_ended_all = True
-                # A group is freed as soon as its thread is out of it: that lets ranks go that wait there for this one.
-                for stage_thread in found:
+                # A group is freed as soon as its thread has left it, which releases the ranks that wait there.
+                for stage_thread in stage_threads:
                     if not stage_thread.is_alive and not stage_thread.is_inside:
                         self._groups.destroy_stage(stage_thread.group_name)
-            waiting = next((stage_thread for stage_thread in found if stage_thread.is_alive), None)
-            if waiting is not None and waiting.thread is not None:
-                # Short waits, as a failure may come meanwhile and then groups have to be freed here.
+            if waiting.thread is not None:
+                # The wait is short, because after a failure groups have to be freed here.
                 waiting.thread.join(0.02)
-        stuck = [
-            stage_thread.group_name for stage_thread in found if stage_thread.is_alive
-        ]  # their groups must outlive them
-        if not stuck:
+
+        stuck = [thread.group_name for thread in stage_threads if thread.is_alive]
+        if not stuck:  # A thread that is stuck still needs its group.
             self._groups.destroy()
         return stuck

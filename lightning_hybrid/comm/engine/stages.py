@@ -1,23 +1,22 @@
-"""Four ways to sum a flat tensor over all ranks, each a sequence of stages.
+"""Four all-reduce algorithms for a flat tensor, each a sequence of stages.
 
     flat            all_reduce
-    parallel_flat   parallel_all_reduce: of chunks, in several groups at once
+    parallel_flat   parallel_all_reduce, of chunks in several groups at the same time
     hierarchical    reduce to the node's leader -> ring of the leaders -> broadcast to the node's other ranks
-    two_level       scatter_reduce, each rank of a node a shard -> shard_all_reduce, equal local ranks -> gather
+    two_level       scatter_reduce, one shard per rank of a node -> shard_all_reduce over equal local ranks -> gather
 
-`hierarchical` is that of Jia et al. 2018 (arXiv:1807.11205): with k ranks per node and P ranks it takes
-4 (k - 1) + 2 (P / k - 1) hops where a ring takes 2 (P - 1), but all bytes leave a node through its leader.
-`two_level` moves as few bytes between nodes and lets every rank's link carry 1 / k of them.
+`hierarchical` is the algorithm of Jia et al. 2018 (arXiv:1807.11205). With k ranks per node and P ranks it takes
+4 (k - 1) + 2 (P / k - 1) hops, where a ring takes 2 (P - 1), but all bytes leave a node through its leader.
+`two_level` moves equally few bytes between nodes, and every rank's link carries 1 / k of them.
 
-`flat` is the backend's own all-reduce. On CUDA the other stages are the backend's own collectives too, which add in
-the tensor's own dtype, inside the node as between nodes. On the CPU they are messages of our own over Gloo
-(gloo_p2p.py), which add 16-bit tensors in fp32: how near a sum comes to the exact one there says nothing of CUDA.
-Between nodes they depend on the bytes of a chunk (`bucket_layout.between_nodes_form`), or are those of a codec
-(coded_sum.py).
+`flat` is the backend's own all-reduce. On CUDA the other stages are collectives of the backend as well, which add in
+the tensor's dtype, both inside the node and between nodes. On the CPU the other stages are our own messages over Gloo
+(gloo_p2p.py), which add 16-bit tensors in fp32. So the accuracy of sums on CPUs does not hold on CUDA. The messages
+between nodes depend on the size of a chunk (`bucket_layout.between_nodes_form`), or are encoded (coded_sum.py).
 
-A stage knows nothing of the other stages but the `Job` they pass on, so that an engine can run stages of successive
-tensors at the same time. Each is collective: every rank of its group must call it, in the same order; in place;
-after the last one all ranks hold the same bits.
+Stages only share the `Job` that one passes to the next, so that an engine can run stages of successive tensors at the
+same time. Each stage is collective: every rank of its group must call it, in the same order. It works in place. After
+the last stage the tensor is bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -41,9 +40,15 @@ from lightning_hybrid.comm.topology import Scope
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A named step of an algorithm: which ranks talk in it, and what they do on a job."""
+    """Stage of an all-reduce algorithm.
 
-    # Unique over all algorithms: a stage has one predecessor, hence one order of jobs on every rank.
+    Args:
+        name: Name, which is unique over all algorithms. So a stage has one predecessor, and therefore one order of jobs
+            on every rank.
+        scope: Ranks that communicate with each other.
+        run: Function that processes a job over a group.
+    """
+
     name: str
     scope: Scope
     run: Callable[[Job, dist.ProcessGroup], None]
@@ -54,22 +59,21 @@ def _all_reduce(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def _all_reduce_chunk(job: Job, group: dist.ProcessGroup) -> None:
-    # With several ranks on a node the group mixes links: the forms by bytes are for one rank on each node.
-    _sum_across_(
-        job.flat, job, group, _all_reduce_by_bytes if job.topology.ranks_per_node == 1 else _ring
-    )
+    # The choice by size is made for one rank on each node. With several ranks, links inside and between nodes mix.
+    all_reduce = _ring
+    if job.topology.ranks_per_node == 1:
+        all_reduce = _all_reduce_by_bytes
+    _sum_across_(job.flat, job, group, all_reduce)
 
 
 def _all_reduce_leaders(job: Job, group: dist.ProcessGroup) -> None:
-    if job.adasum_numels:
-        adasum_(
-            job.flat,
-            job.adasum_numels,
-            group,
-            sum_=_ring if job.by_backend else _all_reduce_by_bytes,
-        )
+    if not job.adasum_numels:
+        _sum_across_(job.flat, job, group, _all_reduce_by_bytes)
         return
-    _sum_across_(job.flat, job, group, _all_reduce_by_bytes)
+    sum_ = _all_reduce_by_bytes
+    if job.by_backend:
+        sum_ = _ring
+    adasum_(job.flat, job.adasum_numels, group, sum_=sum_)
 
 
 def _sum_across_(
@@ -80,23 +84,25 @@ def _sum_across_(
 ) -> None:
     if job.blocks is not None:
         nodes = job.topology.nodes
-        node = job.topology.node
-        # Noise that depends on the node alone is the same in every algorithm in which nodes send one message.
-        sender = (
-            nodes.index(node) if dist.get_world_size(group) == len(nodes) else dist.get_rank(group)
-        )
+        sender = dist.get_rank(group)
+        if dist.get_world_size(group) == len(nodes):
+            # The noise depends on the node only, so it is equal for all algorithms in which a node sends one message.
+            sender = nodes.index(job.topology.node)
         blocks = job.blocks.since(job.shard_begin)
         sum_coded_(flat, blocks, group, sender=sender, by_backend=job.by_backend)
         return
+
+    if job.by_backend:
+        all_reduce = _ring  # NCCL chooses the form of its messages itself.
+    if job.num_owners > len(job.topology.node):  # Each rank of the group owns a part of the shard.
+        all_reduce = gloo_p2p.scatter_reduce_
+        if job.by_backend:
+            all_reduce = node_exchange.scatter_across_
     dtype = job.dtype_across
-    # The choice by bytes is between messages of Gloo; NCCL has its own.
-    all_reduce = _ring if job.by_backend else all_reduce
-    if job.num_owners > len(job.topology.node):  # each rank across has a part of the shard
-        all_reduce = node_exchange.scatter_across_ if job.by_backend else gloo_p2p.scatter_reduce_
     if dtype is None or dtype.itemsize >= flat.dtype.itemsize or job.topology.num_nodes == 1:
         all_reduce(flat, group)
         return
-    wire = flat.to(dtype)  # a copy: the tensor keeps its dtype inside the node
+    wire = flat.to(dtype)  # A copy, because the tensor keeps its dtype inside the node.
     all_reduce(wire, group)
     flat.copy_(wire)
 
@@ -118,9 +124,8 @@ def _all_reduce_by_bytes(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 def _reduce_to_leader(job: Job, group: dist.ProcessGroup) -> None:
     if job.by_backend:
-        dist.reduce(
-            job.flat, dst=dist.get_global_rank(group, 0), group=group
-        )  # the node's leader is its first
+        leader = dist.get_global_rank(group, 0)
+        dist.reduce(job.flat, dst=leader, group=group)
     else:
         gloo_p2p.reduce_to_first_(job.flat, group)
 
@@ -133,7 +138,10 @@ def _broadcast_from_leader(job: Job, group: dist.ProcessGroup) -> None:
 
 
 def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
-    """Sum shard r of the node's tensors on local rank r: on the CPU in its place in `flat`, on CUDA in a new tensor."""
+    """Sum shard r of the node's tensors on local rank r.
+
+    On the CPU the shard is a view of `flat`, and on CUDA it is a new tensor.
+    """
     alignment = job.shard_alignment
     if not job.by_backend:
         gloo_p2p.scatter_reduce_(job.flat, group, alignment)
@@ -144,22 +152,30 @@ def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
     numel_shard = -(-job.flat.numel() // (num_shards * alignment)) * alignment
     job.shard_begin = dist.get_rank(group) * numel_shard
     numel_missing = num_shards * numel_shard - job.flat.numel()
-    # The backend asks for shards of equal size. A copy, but of the last chunk only: an engine cuts the others to fit.
-    padded = torch.nn.functional.pad(job.flat, (0, numel_missing)) if numel_missing else job.flat
-    job.shard = job.flat.new_empty(numel_shard)  # of equal size on all ranks, as the backend asks
+    padded = job.flat
+    if numel_missing > 0:
+        # The backend requires shards of equal size. Only a bucket's last chunk is copied here, because the engine
+        # splits a bucket so that the other chunks fit.
+        padded = torch.nn.functional.pad(job.flat, (0, numel_missing))
+    job.shard = job.flat.new_empty(numel_shard)
     node_exchange.reduce_scatter(job.shard, padded, group=group)
 
 
 def _all_reduce_shard(job: Job, group: dist.ProcessGroup) -> None:
-    shard = job.flat if job.shard is None else job.shard
-    if shard.numel() > 0:  # small tensors may leave no part for this rank
+    shard = job.shard
+    if shard is None:
+        shard = job.flat
+    if shard.numel() > 0:  # A small tensor may have no part for this rank.
         _sum_across_(shard, job, group, _all_reduce_by_bytes)
 
 
 def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
-    shard, job.shard = job.shard, None  # its memory is free after this stage
-    if shard is None:  # a fault of the engine: stages out of order
-        raise RuntimeError("the gather stage was given a job whose shard was never scattered")
+    shard = job.shard
+    job.shard = None  # Its memory is free after this stage.
+    if shard is None:
+        raise RuntimeError(
+            "the gather stage ran before the scatter stage. This is a bug in lightning_hybrid: please report it."
+        )
     if job.num_owners:
         if job.by_backend:
             job.flat.chunk(dist.get_world_size(group))[dist.get_rank(group)].copy_(shard)
@@ -167,11 +183,11 @@ def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
     if not job.by_backend:
         gloo_p2p.gather_parts_(job.flat, group, job.shard_alignment)
         return
-    whole = shard.numel() * dist.get_world_size(group)
-    if whole == job.flat.numel():
+    padded_numel = shard.numel() * dist.get_world_size(group)
+    if padded_numel == job.flat.numel():
         node_exchange.all_gather(job.flat, shard, group=group)
         return
-    padded = shard.new_empty(whole)
+    padded = shard.new_empty(padded_numel)
     node_exchange.all_gather(padded, shard, group=group)
     job.flat.copy_(padded[: job.flat.numel()])
 
@@ -191,7 +207,7 @@ STAGES: dict[Algorithm, tuple[Stage, ...]] = {
     ),
 }
 
-# Not of all-reduces: what the ranks of a node, or all, send one another where they share the update.
+# Exchanges of a sharded update, between the ranks of a node or all ranks.
 EXCHANGES: dict[Exchange, tuple[Stage, ...]] = {
     "node_sum": (Stage(name="add_up", scope="node", run=node_exchange.add_up_),),
     "node_gather": (Stage(name="gather_weights", scope="node", run=node_exchange.gather_),),
@@ -208,34 +224,39 @@ EXCHANGES: dict[Exchange, tuple[Stage, ...]] = {
 
 
 def stages_by_name(name: Any) -> tuple[Stage, ...]:
-    """Return the stages of an algorithm, or of an exchange in the update."""
-    return EXCHANGES[name] if name in EXCHANGES else STAGES[name]
+    """Return the stages of an all-reduce algorithm, or of an exchange of a sharded update."""
+    if name in EXCHANGES:
+        return EXCHANGES[name]
+    return STAGES[name]
 
 
 def group_name(stage: Stage, column: int = 0) -> str:
-    """Return the name of a stage's groups in a column. In the first column it is the name of the stage."""
-    return f"{stage.name}.{column}" if column else stage.name
+    """Return the name of a stage's process groups in a column. In the first column it is the name of the stage."""
+    if column == 0:
+        return stage.name
+    return f"{stage.name}.{column}"
 
 
 def stage_scopes(columns: Mapping[Any, int]) -> dict[str, Scope]:
-    """Return the scope of every stage of these algorithms by group name, from which `CommGroups` is built.
+    """Return the scope of every stage of several algorithms, by the name of its process groups.
 
-    `columns`: how many independent sets of groups each has.
+    Args:
+        columns: Number of independent sets of process groups for each algorithm.
 
     >>> stage_scopes({"flat": 1, "hierarchical": 1})
     {'all_reduce': 'world', 'reduce': 'node', 'ring': 'leaders', 'broadcast': 'node'}
     >>> list(stage_scopes({"flat": 1, "parallel_flat": 2}))
     ['all_reduce', 'parallel_all_reduce', 'parallel_all_reduce.1']
     """
-    return {
-        group_name(stage, column): stage.scope
-        for algorithm, num_columns in columns.items()
-        for column in range(num_columns)
-        for stage in stages_by_name(algorithm)
-    }
+    scopes = {}
+    for algorithm, num_columns in columns.items():
+        for column in range(num_columns):
+            for stage in stages_by_name(algorithm):
+                scopes[group_name(stage, column)] = stage.scope
+    return scopes
 
 
 def run_stage(stage: Stage, job: Job, group: dist.ProcessGroup | None) -> None:
-    """Run one stage of a job. Do nothing without a group, or if there is nothing to add."""
+    """Run one stage of a job, unless there is no group or the tensor is empty."""
     if group is not None and job.flat.numel() > 0:
         stage.run(job, group)

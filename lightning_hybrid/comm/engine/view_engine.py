@@ -1,4 +1,4 @@
-"""An engine whose ranks change: it sums over those of a view, and between two views it is closed."""
+"""Engine of an elastic run. It sums over the ranks of the current view, and is closed between two views."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from lightning_hybrid.comm.engine.view_groups import ViewGroups, ViewWatch
 
 
 class ViewEngine(CommEngine):
-    """A `CommEngine` that takes nothing until `enter`. Its `topology` is the largest that may come until then."""
+    """`CommEngine` whose ranks change with the view of an elastic run.
+
+    It accepts no buckets before the first `enter`. Until then its `topology` is that of the largest possible view.
+    """
 
     _view: ViewGroups | None = None
 
@@ -23,7 +26,7 @@ class ViewEngine(CommEngine):
         if self._view is None:
             self._is_closed = True
             self._compared = compared
-            self._latch = FailureLatch(BucketOrder())  # errors of before are asked for
+            self._latch = FailureLatch(BucketOrder())  # Its error is read before the first view.
         else:
             super()._begin(compared, **more)
 
@@ -32,17 +35,19 @@ class ViewEngine(CommEngine):
         return ViewWatch(dist.PrefixStore("watch", self._view.store), self._latch)
 
     def _record(self, bucket: InFlightBucket) -> int | None:
-        # What a host exchanges within itself, as for a checkpoint, others need not do: it has no place in their order.
-        return None if is_exchange(bucket.plan.algorithm) else super()._record(bucket)
+        # Exchanges within one host, as for a checkpoint, need not happen on other hosts. So the order excludes them.
+        if is_exchange(bucket.plan.algorithm):
+            return None
+        return super()._record(bucket)
 
     def enter(self, view: ViewGroups) -> None:
-        """Open the engine for the ranks of a view, which sum from now on.
+        """Open the engine for sums over the ranks of a view.
 
         Collective: every rank of the view must call it.
 
         Raises:
-            ValueError: on every rank, if plans differ.
-            RuntimeError: a rank is lost meanwhile.
+            ValueError: Plans differ between ranks. Raised on every rank.
+            RuntimeError: A rank was lost meanwhile.
         """
         self._view = view
         self.topology = view.of_view
@@ -50,19 +55,21 @@ class ViewEngine(CommEngine):
         self._is_closed = False
 
     def wait(self) -> None:
-        """Wait until the device has the sums so far: on CUDA futures do not say whether these are whole.
+        """Wait until the device has finished all submitted sums.
+
+        On CUDA this is necessary, because a future does not tell whether its sum is complete.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: A sum failed.
         """
         if self._on_cuda:
             torch.cuda.current_stream(self.device).synchronize()
         self.raise_if_failed()
 
     def cut(self, reason: str) -> None:
-        """End what is in flight, for `reason`, and every wait in the groups of the view.
+        """Fail all buckets in flight with `reason`, and end every wait in the groups of the view.
 
-        May be called from any thread.
+        It may be called from any thread.
         """
         if not self._is_closed:
             self._latch.trip(reason)

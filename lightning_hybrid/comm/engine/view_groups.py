@@ -1,11 +1,15 @@
-"""The groups of a view: of the hosts that an elastic run has now. torch's default group is one host's.
+"""Process groups of a view, which is the set of hosts that an elastic run has at present.
 
-made         by members alone, through a store that ends with the view
-cut          waits in them end by an error, also those of others for this rank; Gloo's own `abort` ends none
-left behind  Gloo forgets the waits for a message that is half through as its connection closes: they end with the
-             timeout. So the main thread waits no longer than it has to, and such a group stays until the process ends
-on CUDA      stages have groups of NCCL, which are aborted; plans, state and logs stay with Gloo, whose waits say so
-             where they fail: what is read after an abort may be anything
+torch's default group holds the ranks of one host only. The groups of a view hold ranks of all its hosts.
+
+creation     Only members of the view take part, through a store that ends with the view.
+end          Every wait in the groups ends with an error, including waits of other ranks for this one. Gloo's own
+             `abort` does not end waits.
+stuck waits  If a connection closes in the middle of a message, Gloo does not end the wait for the message before the
+             timeout. So the main thread stops waiting soon after the end of a view, and such a group is kept until the
+             process ends.
+CUDA         Stages use NCCL groups, which are aborted. Plans, state and logs use Gloo, because its waits raise errors
+             when they fail, whereas data that is read after an abort of NCCL is undefined.
 """
 
 from __future__ import annotations
@@ -30,33 +34,36 @@ from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, abort_together, end_waits
 from lightning_hybrid.comm.topology import Topology
 
-# How long one request to the store of a view may take.
+# Time limit of one request to the store of a view.
 STORE_LIMIT = timedelta(seconds=10)
 
-# How long a group that is being made is waited for when its view has ended; then it is left to its timeout.
+# Seconds to wait for a group that is being created when its view ends. Afterwards the group is left to its timeout.
 CONNECT_LIMIT_S = 0.5
 
 _PATIENCE = timedelta(seconds=CONNECT_LIMIT_S / 2)
 
-_LEFT: list[list[dist.ProcessGroup]] = []  # that are left behind: to free them would be to wait
+# Groups with a stuck wait. They are kept until the process ends, because freeing them would block.
+_STUCK_GROUPS: list[list[dist.ProcessGroup]] = []
 
 
 class ViewGroups(CommGroups):
-    """Groups of one view. Collective: every rank of the view makes them.
+    """Process groups of one view of an elastic run.
+
+    Collective: every rank of the view must create them.
 
     Args:
-        topology: of the view, seen from this rank.
-        store: `"ip:port"` of a store of this view alone.
-        number: of the view; no other view of the run has it.
-        timeout: of every collective.
-        device: of gradients.
+        topology: Topology of the view, seen from this rank.
+        store: Address `"ip:port"` of a store that only this view uses.
+        number: Number of the view, which no other view of the run has.
+        timeout: Time limit of every collective.
+        device: Device of the gradients.
 
     Attributes:
-        world: a group of all ranks, over Gloo; None where this rank is alone.
-        is_stuck: whether a wait in them has not ended after a cut.
+        world: Gloo group of all ranks. None: there is only one rank.
+        is_stuck: Whether a wait in the groups has not ended after `cut`.
 
     Raises:
-        RuntimeError: a rank is lost meanwhile, or the store.
+        RuntimeError: A rank or the store was lost meanwhile.
     """
 
     def __init__(
@@ -70,26 +77,29 @@ class ViewGroups(CommGroups):
     ) -> None:
         on_cuda = device.type == "cuda"
         super().__init__(topology=topology, timeout=timeout)
-        self._share = on_cuda  # from here on: the default group, of one host, outlives the view
-        # Ranks of one GPU have Gloo, as NCCL takes one rank on each.
-        self._backend = "nccl" if on_cuda and dist.get_backend() != "gloo" else "gloo"
+        # Set after the parent's `__init__`, which would otherwise share the default group of one host.
+        self._share = on_cuda
+        self._backend = "gloo"
+        # Ranks that share one GPU use Gloo, because NCCL accepts one rank per GPU.
+        if on_cuda and dist.get_backend() != "gloo":
+            self._backend = "nccl"
         self.of_view = topology
         self._device = device
         self.world: dist.ProcessGroup | None = None
         self._aborting = threading.Lock()
-        self._stuck = list[str]()
-        self._on_devices: dict[str, dist.ProcessGroup] = {}  # those to abort, until they are
-        self._on_gloo: list[dist.ProcessGroup] = []
+        self._stuck: list[str] = []
+        self._nccl_groups: dict[str, dist.ProcessGroup] = {}  # by name, until they are aborted
+        self._gloo_groups: list[dist.ProcessGroup] = []
         self.is_stuck = False
         self.number = number
-        self._store_at = store
+        self._store_address = store
         self._is_cut = False
         self._cut_s = 0.0
 
     def open(self) -> None:
-        """Connect to the store, and make the group of all ranks. From here on `cut` may be called."""
-        host, _, port = self._store_at.rpartition(":")
-        # A client alone: its server ends with the rank that coordinates the view, or sooner.
+        """Connect to the store, and create the group of all ranks. From then on `cut` may be called."""
+        host, _, port = self._store_address.rpartition(":")
+        # Only a client: the server ends with the rank that coordinates the view, or earlier.
         connect = partial(
             dist.TCPStore, is_master=False, timeout=STORE_LIMIT, wait_for_workers=False
         )
@@ -97,10 +107,9 @@ class ViewGroups(CommGroups):
             partial(connect, host, int(port)), self._device, is_over=self._is_late
         )
         if self.topology.world_size > 1:
-            world = self.world = self._new_group(
-                tuple(range(self.topology.world_size)), "view", "gloo"
-            )
-            self._owned.append(world)
+            all_ranks = tuple(range(self.topology.world_size))
+            self.world = self._new_group(all_ranks, "view", "gloo")
+            self._owned.append(self.world)
 
     def _make(
         self, missing: list[tuple[int, ...]], desc: str
@@ -110,7 +119,7 @@ class ViewGroups(CommGroups):
         return [(ranks, groups.get(ranks)) for ranks in missing]
 
     def _new_group(self, ranks: tuple[int, ...], desc: str, backend: str) -> dist.ProcessGroup:
-        # What `init_process_group` does for a second world: `new_group` knows the ranks of the default group alone.
+        # This creates a group as `init_process_group` would, because `new_group` only knows ranks of the default group.
         torch_groups: Any = dist.distributed_c10d
         rank = ranks.index(self.topology.rank)
         name = f"view {self.number}, {desc}, {ranks}"
@@ -131,27 +140,30 @@ class ViewGroups(CommGroups):
         )
         group, _ = _in_thread(make, self._device, is_over=self._is_late)
         if backend == "nccl":
-            self._on_devices[name] = group
+            self._nccl_groups[name] = group
         else:
-            self._on_gloo.append(group)
-        # torch finds a rank's place in a group by its number in the default group, which other hosts' ranks have too:
-        # they stand under numbers that no rank has.
-        numbers = {index: -1 - index for index in range(len(ranks))} | {rank: dist.get_rank()}
-        torch_groups._world.pg_group_ranks[group] = {
-            number: group_rank for group_rank, number in numbers.items()
-        }
-        if self._is_cut:  # it may have been too late for the cut
+            self._gloo_groups.append(group)
+        # torch looks up a rank in a group by its rank in the default group. Ranks of other hosts have the same numbers
+        # there, so they get negative numbers, which no rank has.
+        group_ranks = {}
+        for group_rank in range(len(ranks)):
+            number = -1 - group_rank
+            if group_rank == rank:
+                number = dist.get_rank()
+            group_ranks[number] = group_rank
+        torch_groups._world.pg_group_ranks[group] = group_ranks
+        if self._is_cut:  # `cut` may not have seen this group.
             self.cut()
             raise RuntimeError("comm: the view has ended")
         return group
 
     def run(self, do: Callable[[], Any]) -> Any:
-        """Run `do`, which waits for other ranks, and return its result.
+        """Run a function that waits for other ranks, and return its result.
 
         Collective: every rank of the view must call it.
 
         Raises:
-            RuntimeError: the view has ended meanwhile.
+            RuntimeError: The view has ended meanwhile.
         """
         try:
             return _in_thread(do, self._device, is_over=self._is_late)
@@ -160,13 +172,25 @@ class ViewGroups(CommGroups):
             raise
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
-        """Copy a tensor of one rank to all others, which have such. Collective. Raises as `run`."""
+        """Copy a tensor from the rank `source` into the tensors of all other ranks.
+
+        Collective: every rank of the view must call it, in the same order.
+
+        Raises:
+            RuntimeError: The view has ended meanwhile.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._wait(self._all.broadcast([tensor], options))
 
     def add_up(self, tensor: Tensor) -> None:
-        """Sum a tensor over all ranks, in its place. Collective. Raises as `run`."""
+        """Sum a tensor over all ranks in place.
+
+        Collective: every rank of the view must call it, in the same order.
+
+        Raises:
+            RuntimeError: The view has ended meanwhile.
+        """
         if self.world is not None:
             self._wait(self._all.allreduce([tensor]))
 
@@ -189,53 +213,67 @@ class ViewGroups(CommGroups):
                 raise _LeftBehindError("comm: the view has ended")
 
     def cut(self) -> None:
-        """End all waits in the groups and for the store.
+        """End all waits in the groups and for the store with an error.
 
-        May be called from any thread. A group that is being made is left behind.
+        It may be called from any thread. It does not wait for a group that is being created.
         """
         self._cut_s = self._cut_s or monotonic()
         self._is_cut = True
-        for group in list(self._on_gloo):
+        for group in list(self._gloo_groups):
             end_waits(group)
-        _shut_clients_of(self._store_at)
+        _shut_clients_of(self._store_address)
         self.abort(limit_s=ABORT_LIMIT_S)
 
     def abort(self, *, limit_s: float) -> list[str]:
-        """Abort NCCL's work in these groups only, and wait until it is aborted. May be called from any thread."""
+        """Abort the NCCL groups of this view, and return the names of groups that take longer than the limit.
+
+        It may be called from any thread.
+        """
         with self._aborting:
-            groups = self._on_devices
-            self._on_devices = {}
+            groups = self._nccl_groups
+            self._nccl_groups = {}
             self._stuck += abort_together(groups.items(), limit_s=limit_s)
             return self._stuck
 
     def _is_late(self) -> bool:
-        limit_s = ABORT_LIMIT_S if self._device.type == "cuda" else CONNECT_LIMIT_S
+        limit_s = CONNECT_LIMIT_S
+        if self._device.type == "cuda":
+            limit_s = ABORT_LIMIT_S
         return self._is_cut and monotonic() > self._cut_s + limit_s
 
     def _give_up(self) -> list[dist.ProcessGroup]:
-        # What an attempt has put on streams may yet write into gradients, which the next one needs.
+        # Work that is still on streams could write into gradients that the next attempt needs.
         if self._is_cut and self._device.type == "cuda":
             self._cut_s = monotonic()
             _in_thread(torch.cuda.synchronize, self._device, is_over=self._is_late)
             if self._stuck:
                 raise RuntimeError(
-                    f"comm: groups {self._stuck} of the former view do not end on {self._device}"
+                    f"comm: groups {self._stuck} of the previous view do not end on {self._device}"
                 )
         return super()._give_up()
 
     def destroy(self) -> None:
-        """Free the groups, but for those that are stuck. After a cut nothing of NCCL's is waited for."""
+        """Free the groups, except stuck ones. After `cut`, NCCL groups are freed without waiting."""
         if self.is_stuck:
-            _LEFT.append(self._on_gloo)
-        (self.forget if self._is_cut and self._backend == "nccl" else super().destroy)()
-        self.world, self._on_gloo = None, []  # threads and sockets end with the last reference
+            _STUCK_GROUPS.append(self._gloo_groups)
+        if self._is_cut and self._backend == "nccl":
+            self.forget()
+        else:
+            super().destroy()
+        # Threads and sockets end with the last reference.
+        self.world = None
+        self._gloo_groups = []
 
 
 class _LeftBehindError(RuntimeError): ...
 
 
 def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable[[], bool]) -> Any:
-    # What a cut may not end: NCCL and Gloo that wait to be connected to by a rank which has left, CUDA.
+    """Return the result of `do`, or raise an error when `is_over` returns True.
+
+    The function runs in a thread of its own, because `cut` cannot end every wait. NCCL and Gloo may wait for a
+    connection from a rank that was lost, and CUDA may wait for a kernel.
+    """
     results: list[Any] = []
 
     def run() -> None:
@@ -251,14 +289,14 @@ def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable
     while thread.is_alive() and not is_over():
         thread.join(0.02)
     if not results:
-        raise _LeftBehindError(f"comm: groups on {device} still wait for a host that is gone")
+        raise _LeftBehindError(f"comm: groups on {device} still wait for a host that was lost")
     if isinstance(results[0], Exception):
         raise results[0]
     return results[0]
 
 
 def options_of_nccl(timeout: timedelta) -> Any:
-    """Return the options of a group that torch does not split from its default group, which has other ranks."""
+    """Return the options of an NCCL group that torch must not split from the default group, which has other ranks."""
     options = dist.ProcessGroupNCCL.Options()
     options.lazy_init = True
     options._timeout = timeout
@@ -266,9 +304,13 @@ def options_of_nccl(timeout: timedelta) -> Any:
 
 
 class ViewWatch:
-    """Watchdog of a view: compares buckets over its ranks and ends its sums if one fails.
+    """Watchdog of a view, which compares buckets between ranks and fails the buckets in flight if one fails.
 
-    Membership handles lost hosts.
+    Lost hosts are detected by the membership protocol.
+
+    Args:
+        store: Store of the view.
+        latch: Buckets in flight and the first failure.
     """
 
     def __init__(self, store: dist.Store, latch: FailureLatch) -> None:
@@ -276,37 +318,36 @@ class ViewWatch:
         self._latch = latch
 
     def start(self) -> None:
-        """Do nothing: there is no thread."""
+        """Do nothing, because there is no thread."""
 
     def compare(self, key: str, value: str) -> str:
-        """Return what the first rank to come wrote under `key`."""
+        """Write `value` under `key` unless another rank was first, and return the value that the first rank wrote."""
         return str(self._store.compare_set(key, "", value).decode())
 
     def report(self, noticed: str, cause: Exception) -> None:
-        """End the sums of this rank."""
+        """Fail all buckets in flight on this rank."""
         self._latch.trip(f"comm: {noticed}.", cause)
 
     def raise_alarm(self, error: str) -> str:
-        """Return the error: other ranks learn of it when this process ends."""
+        """Return the error unchanged. Other ranks are informed when this process ends."""
         return error
 
     def collect_status(self, noticed: str) -> str:
-        """Return what was noticed."""
+        """Return the event as an error message, without asking other ranks."""
         return f"comm: {noticed}."
 
     def leave(self) -> None:
-        """Do nothing: none asks."""
+        """Do nothing, because no rank asks for the status."""
 
 
 def _shut_clients_of(address: str) -> None:
-    # Those of this process: torch has no way to end the wait of a store's client.
+    # torch cannot end the wait of a store's client, so this process's sockets to the store are shut down.
     host, _, port = address.rpartition(":")
+    store_addresses = ((host, int(port)), (f"::ffff:{host}", int(port)))
     for name in os.listdir("/proc/self/fd"):
         if not Path(f"/proc/self/fd/{name}").is_socket():
             continue
-        with (
-            suppress(OSError),
-            socket.socket(fileno=os.dup(int(name))) as client,
-        ):  # the copy's number stays what it is
-            if client.getpeername()[:2] in ((host, int(port)), (f"::ffff:{host}", int(port))):
+        # A duplicate is wrapped, because Python closes the descriptor that it wraps.
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as client:
+            if client.getpeername()[:2] in store_addresses:
                 client.shutdown(socket.SHUT_RDWR)

@@ -1,1 +1,1 @@
-"""Failure handling: the failure of one rank becomes the same error on all ranks, with the name of the rank."""
+"""Failure handling: the failure of one rank becomes an error on all ranks that names the failed rank."""

@@ -1,9 +1,9 @@
-"""Abort of this process's communicators, so that kernels which wait in them for a failed rank end at once.
+"""Abort of this process's communicators, so that kernels which wait for a failed rank end at once.
 
-When a rank's host waits for its device (to print a loss, for example), it waits behind a kernel of NCCL that spins
-until its peers join. Only an abort of that communicator, from another thread, frees it. The kernel may wait in any
-group, including that of DistributedDataParallel, so all groups are aborted. A process that continues after that needs
-new groups.
+When the host waits for its device, for example to print a loss, it waits for an NCCL kernel that spins until its peers
+join. Only an abort of that communicator from another thread ends the wait. The kernel may belong to any group,
+including that of DistributedDataParallel, so all groups are aborted. A process that continues afterwards needs new
+groups.
 """
 
 from __future__ import annotations
@@ -18,25 +18,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Seconds that a failure waits for communicators to end. Afterwards they continue to end in their threads.
+# Seconds to wait for aborts after a failure. Aborts that take longer continue in their threads.
 ABORT_LIMIT_S = 5.0
 
-# Backends that wait on the host. All others run kernels on a device: torch has given NCCL's backend several names.
+# Backends that wait on the host. All others count as device backends, because torch has given NCCL several names.
 _HOST_BACKENDS = ("gloo", "mpi", "fake")
 
 _UNUSED_TAG = 0x4C48  # message tag that no rank ever sends with
 
 
 def abort_all(*, limit_s: float) -> list[str]:
-    """Abort every group of this process that has a GPU communicator, and return the names of those that take longer."""
-    # All are aborted at the same time, as the abort of one may wait for the kernel of another (pytorch#119797). torch's
-    # own `_abort_process_group` puts them into one NCCL group for that, but such a group belongs to a thread, and since
-    # torch 2.6 each abort has its own thread.
+    """Abort all groups of this process that have a GPU communicator.
+
+    Returns:
+        The names of the groups that are not aborted within the limit.
+    """
+    # All groups are aborted at the same time, because the abort of one may wait for the kernel of another one
+    # (pytorch#119797). torch's `_abort_process_group` uses an NCCL group call for this. But such a call belongs to one
+    # thread, and since torch 2.6 each abort has its own thread.
     return abort_together(list(_device_groups()), limit_s=limit_s)
 
 
 def abort_together(groups: Iterable[tuple[str, dist.ProcessGroup]], *, limit_s: float) -> list[str]:
-    """Abort these groups, each in a thread, and return the names of those that have not ended within the limit."""
+    """Abort groups, each in its own thread.
+
+    Returns:
+        The names of the groups that are not aborted within the limit.
+    """
     threads = []
     for name, group in groups:
         thread = threading.Thread(
@@ -55,20 +63,20 @@ def abort_together(groups: Iterable[tuple[str, dist.ProcessGroup]], *, limit_s: 
 def end_waits(group: dist.ProcessGroup) -> None:
     """End every wait in a Gloo group with an error, on this rank and on the ranks that wait for it.
 
-    May be called from any thread. When one wait exceeds its timeout, Gloo closes all connections of the group; here,
-    that wait is a receive with a timeout of one millisecond. To shut the sockets is not enough: Gloo does not look at a
-    connection again if its message is for a wait that has failed.
+    It may be called from any thread. Gloo closes all connections of a group when one wait exceeds its timeout, so this
+    function waits for a message with a timeout of one millisecond. Shutting down the sockets would not be enough,
+    because Gloo ignores a connection if its message belongs to a failed wait.
     """
     peers = set(range(group.size())) - {group.rank()}
     for rank in peers:
-        # The receive exceeds its time, or the connection is closed already. The next connection may still be open.
+        # RuntimeError: the receive timed out, or the connection is closed already. The next one may still be open.
         with suppress(RuntimeError):
             request = group.recv([torch.empty(1)], rank, _UNUSED_TAG)
             request.wait(timedelta(milliseconds=1))
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """Remove an aborted group from torch's tables, which `destroy_process_group` would only do after a wait."""
+    """Remove an aborted group from torch's tables without waiting, as `destroy_process_group` would wait."""
     # ValueError: the default group was destroyed, and this group with it.
     with suppress(ValueError):
         if dist.is_initialized():
@@ -91,7 +99,7 @@ def _device_groups() -> Iterator[tuple[str, dist.ProcessGroup]]:
 
 
 def is_on_hosts(group: Any) -> bool:
-    """Return whether a group moves GPU tensors through its hosts. Without a group (None), return False."""
+    """Return whether a group communicates GPU tensors through host memory. False if `group` is None."""
     if group is None:
         return False
     return _is_host_backend(group._get_backend(torch.device("cuda")))

@@ -23,7 +23,7 @@ class OrderError(RuntimeError):
 
 
 def hash_of_sources(package: Path) -> str:
-    """Return the first twelve hexadecimal digits of a hash of a package's source files, as they are on disk now."""
+    """Return a hash of a package's source files on disk: twelve hexadecimal digits."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         relative_path = str(path.relative_to(package))
@@ -31,7 +31,7 @@ def hash_of_sources(package: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-# Computed at import, some milliseconds after the files were read: files may change while a job runs.
+# Computed at import, because files may change while a job runs.
 SOURCES = hash_of_sources(Path(__file__).resolve().parents[2])
 
 
@@ -65,13 +65,13 @@ def compare_plans(
         compared: Further values to compare, by name.
 
     Returns:
-        A token that is the same on all ranks and new each time, the host of every rank, and the addresses under which
-        other hosts know it.
+        A new token that is equal on all ranks, the host of every rank, and the addresses under which other hosts know
+        that host.
 
     Raises:
         ValueError: Software or plan differ. Raised on every rank, with the names that differ.
     """
-    # Builtin types only: ranks may run different versions of this package, and must still be able to unpickle it.
+    # Only builtin types are sent, because ranks with different versions of this package must be able to unpickle them.
     setup = {
         "plan": _compared_values(plan, topology, device, across_nodes, compared),
         "versions": software(),
@@ -108,11 +108,12 @@ def _check_equal(setups: Sequence[dict[str, Any]], hosts: Sequence[str]) -> None
     if difference:
         raise ValueError(
             f"the software must be the same on all ranks: {difference}. Different code rounds differently, so the "
-            f"ranks' weights would silently diverge. Install one environment on every host.{places_of([], hosts)}"
+            "ranks' weights would silently diverge. Install the same environment on every host."
+            f"{places_of([], hosts)}"
         )
     difference = differing([setup["plan"] for setup in setups])
     if difference:
         raise ValueError(
-            f"the plan of communication must be the same on all ranks: {difference}. Give every rank the same "
-            f"`strategy` options, from one configuration.{places_of([], hosts)}"
+            f"the communication plan must be the same on all ranks: {difference}. Use the same `strategy` options on "
+            f"every rank, from one configuration.{places_of([], hosts)}"
         )

@@ -1,4 +1,4 @@
-"""Diagnosis of a collective that does not end: finds the rank that causes it, from the status of every rank."""
+"""Diagnosis of a collective that does not end, which finds the rank that causes it by the status of every rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_hybrid.comm.health.tcp_info import Liveness, describe_liveness, m
 
 Key = TypeVar("Key")
 
-# Prefix of the place of a rank whose engine is idle. The current activity of its caller follows.
+# Prefix of the `place` of a rank whose engine is idle. The current activity of its caller follows.
 IDLE = "with no bucket in flight"
 
-# Place of a rank that waits for its device, or whose device is busy for long, outside of any bucket.
+# `place` of a rank that waits for its device, or whose device is busy for long, outside of any bucket.
 BEHIND_DEVICE = "waiting for its device, with no bucket in flight"
 
 # Numbers of list entries that a message shows.
@@ -33,8 +33,8 @@ class RankStatus:
         place: Current activity, in words.
         recent: Latest of these buckets, oldest first.
         has_left: Whether the rank has closed its engine.
-        is_inside: Whether its oldest bucket in flight, or the rank itself, is inside a collective. False: it waits for
-            its turn, or works.
+        is_inside: Whether the oldest bucket in flight, or the rank itself, is inside a collective. False: the bucket
+            waits for its turn, or the rank computes.
         liveness: Liveness of the hosts at other addresses, as seen from this rank.
     """
 
@@ -68,12 +68,12 @@ def diagnose(
     hosts: Sequence[str] = (),
     addresses: Sequence[Sequence[str]] = (),
 ) -> str:
-    """Write the error for all ranks: the cause, judged by the status of every rank, and the event that was noticed.
+    """Return the error message for all ranks, which names the cause of a failure and the event that was noticed.
 
     Args:
         noticed: Event that led to the diagnosis, and the rank that noticed it.
         statuses: Status of every rank. None: the rank did not answer.
-        hosts: Host of every rank, if known. The message names the hosts of the ranks to blame, or all of them.
+        hosts: Host of every rank, if known. The message names the hosts of the ranks to blame, or all hosts.
         addresses: Addresses under which other hosts know the host of every rank.
     """
     silent = []
@@ -90,13 +90,13 @@ def diagnose(
     different_order = _describe_different_order(present)
     behind = _ranks_behind(present)
     absent = _ranks_outside(present)
-    # The order of the tests matters: a rank that failed makes others look late, and a late rank makes others wait. A
-    # rank in another order also has another number of buckets.
+    # The order of the tests matters, because a failed rank makes others look late, and a late rank makes others wait. A
+    # rank with a different order may also have submitted a different number of buckets.
     if silent:
         blame = _describe_silent(silent, statuses, hosts, addresses)
     elif left:
-        verb = _verb_for(left, "has", "have")
-        blame = f"{name_ranks(left)} {verb} left: closed the engine while others still averaged"
+        closed = _verb_for(left, "has closed its engine", "have closed their engines")
+        blame = f"{name_ranks(left)} {closed} while other ranks were still averaging"
     elif different_order is not None:
         blame = different_order
     elif behind:
@@ -111,15 +111,15 @@ def diagnose(
 
 
 def _ranks_behind(present: Mapping[int, RankStatus]) -> list[int]:
-    """Return the ranks that submitted fewer buckets than others, reduced to those that can be the cause."""
+    """Return the ranks that submitted fewer buckets than others and can be the cause."""
     most = _most_submitted(present)
     behind = [rank for rank, status in present.items() if status.num_submitted < most]
 
-    # A rank inside a collective waits for the ranks that do not join it.
+    # A rank inside a collective waits for ranks that do not join it, so it is not the cause.
     outside = [rank for rank in behind if not present[rank].is_inside]
     if outside:
         behind = outside
-    # A rank whose bucket waits for its turn is in a step that a rank without a bucket has not reached.
+    # A rank with a waiting bucket has reached a step that a rank without a bucket has not reached.
     idle = [rank for rank in behind if present[rank].place.startswith(IDLE)]
     if idle:
         behind = idle
@@ -127,8 +127,8 @@ def _ranks_behind(present: Mapping[int, RankStatus]) -> list[int]:
 
 
 def _ranks_outside(present: Mapping[int, RankStatus]) -> list[int]:
-    """Return the ranks that are outside of every collective, among those that still have a bucket in flight."""
-    # A rank without a bucket in flight has done its share of the buckets for which others wait.
+    """Return the ranks outside of every collective that still have a bucket in flight."""
+    # A rank without a bucket in flight has done its part of the buckets that others wait for.
     busy = [rank for rank, status in present.items() if not status.place.startswith(IDLE)]
     candidates = busy or list(present)
     return [rank for rank in candidates if not present[rank].is_inside]
@@ -139,11 +139,12 @@ def _most_submitted(present: Mapping[int, RankStatus]) -> int:
 
 
 def _describe_behind(behind: Sequence[int], present: Mapping[int, RankStatus]) -> str:
-    verb = _verb_for(behind, "stands", "stand")
+    verb = _verb_for(behind, "is", "are")
+    submitted = _verb_for(behind, "it has submitted", "they have submitted")
     first = present[behind[0]]
     return (
-        f"{name_ranks(behind)} {verb} behind: {first.num_submitted} buckets handed over where others "
-        f"have {_most_submitted(present)}; now {first.place}. Look there for a hang, an error or a batch less"
+        f"{name_ranks(behind)} {verb} behind: {submitted} {first.num_submitted} of {_most_submitted(present)} buckets. "
+        f"State of rank {behind[0]}: {first.place}. Look there for a hang, an error or a missing batch"
     )
 
 
@@ -152,26 +153,28 @@ def _describe_wait(absent: Sequence[int], present: Mapping[int, RankStatus]) -> 
     if absent and len(absent) < len(present):
         verb = _verb_for(absent, "does", "do")
         return (
-            f"{name_ranks(absent)} {verb} not come to the collective in which others wait; now "
+            f"{name_ranks(absent)} {verb} not join the collective in which others wait. State of rank {absent[0]}: "
             f"{present[absent[0]].place}. Look there for a hang"
         )
 
     places = _describe_places(present)
-    if absent:  # The network is not the cause while a rank is outside of the collectives.
-        return f"every rank answers, and none is in a collective: {places}. Look for the one that hangs"
+    if absent:  # While a rank is outside of the collectives, the network is not the cause.
+        return f"every rank answers, and none is in a collective: {places}. Look for the rank that hangs"
 
     distinct_places = {status.place for status in present.values()}
     are_in_collectives = all(", called by " in words for words in distinct_places)
     if len(distinct_places) > 1 and are_in_collectives:
         return (
-            f"ranks wait in different collectives: {places}. Look for one behind a condition that ranks see "
-            "differently"
+            f"ranks wait in different collectives: {places}. Look for a collective that only some ranks call, because "
+            "a condition differs between ranks"
         )
     return f"every rank answers, so the network between them is the cause ({places})"
 
 
 def is_lost(statuses: Sequence[RankStatus | None]) -> bool:
-    """Return whether the collectives in flight cannot end: a rank is silent, has left, or submitted other buckets.
+    """Return whether the collectives in flight cannot end.
+
+    This is so if a rank does not answer, has closed its engine, or has submitted other buckets.
 
     >>> here = RankStatus(num_submitted=1, order="a", place=IDLE, recent=("x",))
     >>> is_lost([here, here]), is_lost([here, None])
@@ -191,7 +194,7 @@ def _describe_silent(
     hosts: Sequence[str],
     addresses: Sequence[Sequence[str]],
 ) -> str:
-    """Describe the ranks that do not answer, and the state of their hosts as far as other ranks know it."""
+    """Describe the ranks that do not answer, and the state of their hosts if other ranks know it."""
     states = [_state_of_host(rank, statuses, hosts, addresses) for rank in silent]
     descriptions = []
     for state, ranks in grouped(zip(states, silent, strict=True)).items():
@@ -211,11 +214,10 @@ def _state_of_host(
     hosts: Sequence[str],
     addresses: Sequence[Sequence[str]],
 ) -> str:
-    """Describe the state of a silent rank's host as other ranks see it, or return an empty string if they cannot tell.
+    """Describe the state of a silent rank's host as other ranks see it, or return an empty string if it is unknown.
 
-    If all ranks of a host are silent, the ranks that answer may know more, and a host that lives must not be called
-    dead. If other ranks of the host answer, or no rank knows anything, a silent rank may be dead, stopped or
-    unreachable.
+    If all ranks of a host are silent, other ranks may know whether the host is alive. If other ranks of the host
+    answer, or if no rank knows anything, a silent rank may be dead, stopped or unreachable.
     """
     if rank >= len(hosts) or rank >= len(addresses):
         return ""
@@ -236,7 +238,7 @@ def _state_of_host(
 
 
 def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Write a sentence with the host of each of these ranks, or of all ranks if there are none.
+    """Return a sentence that names the host of each of these ranks, or of all ranks if `ranks` is empty.
 
     The sentence is empty if the hosts are not known.
     """
@@ -252,24 +254,24 @@ def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     words = ", ".join(places[:_MAX_HOSTS])
     num_hidden = len(places) - _MAX_HOSTS
     if num_hidden > 0:
-        words += f" and {num_hidden} hosts more"
+        words += f" and {num_hidden} more hosts"
     return f" {words[0].upper()}{words[1:]}."
 
 
 def _describe_different_order(statuses: Mapping[int, RankStatus]) -> str | None:
-    """Name the ranks that submitted other buckets than the rest, at the first position where they differ.
+    """Describe the first bucket that differs between ranks, with the ranks that submitted it.
 
     Each rank remembers only its latest records, which are compared by their position in the order of all submitted
-    buckets. A difference older than that shows in the hashes of the whole order.
+    buckets. An older difference shows in the hashes of all submitted buckets.
     """
-    first_position = {}  # of the records that a rank remembers
+    first_position = {}  # position of the oldest record that a rank remembers
     for rank, status in statuses.items():
         first_position[rank] = status.num_submitted - len(status.recent)
 
     for position in range(max(first_position.values(), default=0), _most_submitted(statuses)):
         records_and_ranks = []
         for rank, status in statuses.items():
-            if position < status.num_submitted:  # A rank that is behind has no record yet.
+            if position < status.num_submitted:  # A rank that is behind has no record here yet.
                 record = status.recent[position - first_position[rank]]
                 records_and_ranks.append((record, rank))
         ranks_by_record = grouped(records_and_ranks)
@@ -285,7 +287,7 @@ def _describe_different_order(statuses: Mapping[int, RankStatus]) -> str | None:
     distinct_counts = {num_submitted for num_submitted, _ in ranks_by_order}
     if len(ranks_by_order) > len(distinct_counts):  # Equal counts must have equal hashes.
         groups = sorted(ranks_by_order.values(), key=lambda ranks: (-len(ranks), ranks))
-        record = "something else, longer ago than is remembered,"
+        record = "different buckets, longer ago than is recorded,"
         return _describe_orders([(record, ranks) for ranks in groups])
     return None
 
@@ -294,9 +296,9 @@ def _describe_orders(ranks_by_record: list[tuple[str, list[int]]]) -> str:
     majority_record, majority = ranks_by_record[0]
     minority_record, minority = ranks_by_record[1]
     return (
-        f"{name_ranks(minority)} handed over {minority_record} where {name_ranks(majority)} handed over "
-        f"{majority_record}: sums of these would mix gradients. Every rank must run the same backward passes of the "
-        "same model in the same order"
+        f"{name_ranks(minority)} submitted {minority_record} where {name_ranks(majority)} submitted "
+        f"{majority_record}, and their sum would mix gradients. Run the same backward passes of the same model in the "
+        "same order on every rank"
     )
 
 
@@ -307,7 +309,7 @@ def _describe_places(statuses: Mapping[int, RankStatus]) -> str:
 
 
 def grouped(pairs: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
-    """Collect the ranks of each key. Keys and ranks keep the order of the pairs."""
+    """Group ranks by key. Keys and ranks keep the order of the pairs."""
     ranks_by_key: dict[Key, list[int]] = {}
     for key, rank in pairs:
         ranks_by_key.setdefault(key, []).append(rank)
@@ -315,7 +317,7 @@ def grouped(pairs: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Write `rank 3`, `ranks 3, 5` or `ranks 0, 1, 2, 3 and 12 more`."""
+    """Return the names of ranks, such as `rank 3`, `ranks 3, 5` or `ranks 0, 1, 2, 3 and 12 more`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) <= _MAX_RANKS:
@@ -339,7 +341,7 @@ def differing(values_by_rank: Sequence[dict[str, Any]]) -> str:
     keys = dict.fromkeys(key for values in values_by_rank for key in values)
     descriptions = []
     for key in keys:
-        # Values are compared by their text, as they may not be hashable.
+        # Values are compared by their text, because they may not be hashable.
         ranks_by_text = grouped(
             (repr(values.get(key)), rank) for rank, values in enumerate(values_by_rank)
         )

@@ -1,9 +1,9 @@
-"""Questions and answers through the store, with which ranks check that all are alive while a bucket is long in flight.
+"""Questions through the store, by which ranks check that all ranks are alive while a bucket is in flight for long.
 
-Over Gloo, a dead rank's connections break and the collective raises an error. A kernel of NCCL that waits for a dead
-rank on the same node waits forever. So a rank that has waited for some seconds puts a numbered question into the store,
-and every watchdog answers it, also that of a slow rank. A rank that does not answer for `PATIENCE_S` is dead or cut
-off. As long as all ranks answer, nothing fails.
+Over Gloo, a dead rank's connections break and the collective raises an error. An NCCL kernel that waits for a dead rank
+on the same node waits forever. So a rank that has waited for some seconds puts a numbered question into the store, and
+every watchdog answers it, even on a slow rank. A rank that does not answer within `PATIENCE_S` is dead or unreachable.
+As long as all ranks answer, nothing fails.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 
-# Seconds that a bucket is in flight before a rank asks. They double each time that all ranks have answered.
+# Seconds that a bucket is in flight before a rank asks a question. They double each time that all ranks have answered.
 ASK_AFTER_S = 3.0
 
-# Seconds for which a watchdog may leave a question unanswered: it needs the interpreter's lock, which foreign code may
-# hold.
+# Seconds for which a watchdog may leave a question unanswered. It needs the interpreter's lock, which other code may
+# hold for long.
 PATIENCE_S = 10.0
 
 Request = Callable[[], Any]
@@ -36,9 +36,10 @@ def collect(
     wait: Callable[[float], bool],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[RankStatus | None]:
-    """Read the status of every rank, or None for a rank that gave none.
+    """Wait for the status of every rank, and return it, with None for ranks whose status is missing.
 
-    Waits until every status is in the store, an error is in the store, the limit is exceeded, or `wait` returns True.
+    The wait ends when every status is in the store, when an error is in the store, when the limit is exceeded, or when
+    `wait` returns True.
 
     Args:
         store: Store that holds the statuses.
@@ -85,7 +86,7 @@ def _first_key_in(store: dist.Store, keys: Sequence[str]) -> str | None:
 
 
 class Presence:
-    """Questions of one engine, and the answers of one rank.
+    """One rank's part in the questions: it asks all ranks of its engine for their status, and answers them.
 
     Args:
         store: Store for questions and answers.
@@ -112,7 +113,7 @@ class Presence:
         self._status = status
         self._wait = wait
         self._num_answered = 0
-        self._num_in_a_row = 0  # questions of any rank since this rank began to wait
+        self._num_in_a_row = 0  # number of questions of any rank since this rank began to wait
 
     def answer(self) -> None:
         """Answer every new question."""
@@ -125,7 +126,10 @@ class Presence:
         self._store.set(key, self._status().to_json())
 
     def is_time_to_ask(self, stalled_s: float) -> bool:
-        """Return whether this rank should ask now. Low ranks ask first, so that few of many ranks ask."""
+        """Return whether this rank should ask a question now.
+
+        Low ranks ask first, so that only few ranks ask.
+        """
         if stalled_s < ASK_AFTER_S:
             self._num_in_a_row = 0
             return False
@@ -133,12 +137,12 @@ class Presence:
         return stalled_s >= ASK_AFTER_S * 2**self._num_in_a_row + delay_of_rank_s
 
     def ask_all(self) -> list[RankStatus | None]:
-        """Ask all ranks for their status, and wait up to `PATIENCE_S` for the answers."""
+        """Ask all ranks for their status, and wait for the answers for up to `PATIENCE_S` seconds."""
         number = self._num_answered
         self._ask(lambda: self._store.set(f"question/{number}", "1"))
-        # A rank that has left does not answer any more, but its last status stays in the store.
+        # A rank that has closed its engine does not answer, but its last status is in the store.
         keys = [(f"answer/{number}/{rank}", f"status/{rank}") for rank in range(self._world_size)]
-        # Another rank may have asked as well, so this rank answers while it waits.
+        # This rank also answers while it waits, because another rank may have asked as well.
         return collect(
             self._store,
             keys,

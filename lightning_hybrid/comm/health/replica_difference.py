@@ -1,4 +1,4 @@
-"""Description of the first tensor that differs between ranks that should hold equal ones."""
+"""Description of the first tensor that differs between ranks which should hold equal tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_hybrid.comm.health.diagnosis import grouped, name_ranks
 
 PART = "elements"
-"""Prefix of the names of tensor parts. Where the ranks of a node share the update, only some ranks hold such a part."""
+"""Prefix of the name of a tensor part. If ranks share the update, only some ranks hold a part."""
 
 _MAX_GROUPS = 4
 _MAX_HOSTS = 3
@@ -18,7 +18,7 @@ class ReplicaDriftError(RuntimeError):
 
 
 def first_difference(values_by_rank: Sequence[dict[str, int]], hosts: Sequence[str]) -> str:
-    """Describe the first tensor that differs between ranks: its name, and the ranks and hosts of each value.
+    """Describe the first tensor that differs between ranks, with the ranks and hosts of each value.
 
     Args:
         values_by_rank: Fingerprint of each named tensor, one dictionary per rank. At least one name must differ.
@@ -29,7 +29,7 @@ def first_difference(values_by_rank: Sequence[dict[str, int]], hosts: Sequence[s
     name = differing[0]
     ranks_by_value = grouped(_values_and_ranks(values_by_rank, name))
 
-    # The value that most ranks hold is taken for the right one. Of equally many, that of the lowest rank.
+    # The value that most ranks hold counts as the right one. In a tie, the value of the lowest rank does.
     groups = sorted(ranks_by_value.values(), key=lambda ranks: (-len(ranks), ranks))
     majority = groups[0]
     minorities = []
@@ -38,18 +38,19 @@ def first_difference(values_by_rank: Sequence[dict[str, int]], hosts: Sequence[s
 
     absent = ""
     if None in ranks_by_value:
-        absent = ", which some do not have,"
+        absent = ", which some ranks do not have,"
     return (
-        f"{name}{absent} on {' and on '.join(minorities[:_MAX_GROUPS])} is not that of {name_ranks(majority)} "
-        f"({_hosts_of(majority, hosts)}); {len(differing)} of {len(all_names)} tensors differ, the last is "
-        f"{differing[-1]}"
+        f"{name}{absent} on {' and on '.join(minorities[:_MAX_GROUPS])} differs from its value on "
+        f"{name_ranks(majority)} ({_hosts_of(majority, hosts)}). {len(differing)} of {len(all_names)} tensors differ, "
+        f"and the last of them is {differing[-1]}"
     )
 
 
 def names_that_differ(values_by_rank: Sequence[dict[str, int]]) -> list[str]:
-    """Return the names of tensors whose values differ between the ranks that should hold them.
+    """Return the names of the tensors that differ between the ranks that should hold them.
 
-    A rank that lacks a tensor counts as different. A rank that lacks a part of a tensor does not.
+    A rank that lacks a tensor counts as different. A rank that lacks a part of a tensor does not, because other ranks
+    hold that part.
 
     >>> names_that_differ([{"`a`": 1, "elements 0 to 4 of `b`": 2}, {"`a`": 1, "elements 4 to 8 of `b`": 3}])
     []
@@ -67,7 +68,7 @@ def names_that_differ(values_by_rank: Sequence[dict[str, int]]) -> list[str]:
 def _values_and_ranks(
     values_by_rank: Sequence[dict[str, int]], name: str
 ) -> list[tuple[int | None, int]]:
-    """Return (value, rank) of every rank that should hold a tensor, with None as the value of ranks that lack it."""
+    """Return pairs (value, rank) for every rank that should hold a tensor. The value is None if the rank lacks it."""
     is_part = name.startswith(PART)
     pairs = []
     for rank, values in enumerate(values_by_rank):

@@ -1,15 +1,16 @@
-"""State of TCP connections as the kernel sees it: tells whether a silent host is cut off, slow or stopped.
+"""State of TCP connections in the kernel, which shows whether a silent host is unreachable, slow or stopped.
 
-A rank that does not answer a question may be dead, stopped, or behind a slow link, and no question tells them apart.
-TCP does: the kernel of a host acknowledges data sent to it, whatever its processes do, and it closes the connections of
-a process that died. So if a rank is missing, the kernel is asked for the state of every TCP connection.
+A rank that does not answer a question may be dead, stopped, or behind a slow link. Further questions cannot tell these
+cases apart, but TCP can: the kernel of a host acknowledges data sent to it, whatever its processes do, and it closes
+the connections of a process that died. So if a rank does not answer, the kernel is asked for the state of every TCP
+connection.
 
-    sent data is not acknowledged, and nothing was heard since the wait began   cut     the host or its link is down
-    sent data is not acknowledged, but something was heard                      slow    the host lives, its link is slow
-    all sent data is acknowledged, and something was heard                      taken   the host lives, its ranks do not
+    sent data is not acknowledged, and nothing was heard since the wait began   cut     host or link is down
+    sent data is not acknowledged, but something was heard                      slow    host is alive, link is slow
+    all sent data is acknowledged, and something was heard                      taken   host is alive, ranks are not
     all sent data is acknowledged, and nothing was heard                        idle    any of these
 
-"Heard" means that data or an acknowledgement arrived. Linux and TCP only: otherwise nothing is known.
+"Heard" means that data or an acknowledgement arrived. The state is known on Linux and with TCP only.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _UNACKED = 24  # tcpi_unacked
 _LAST_DATA_RECV = 52  # tcpi_last_data_recv
 _LAST_ACK_RECV = 56  # tcpi_last_ack_recv
 
-# Seconds after the start of a wait in which data may still arrive that was sent before.
+# Seconds after the start of a wait in which data that was sent before may still arrive.
 MARGIN_S = 1.0
 
-# `cut`, `slow`, `taken` or `idle`, and the seconds since the host was heard.
+# One of the words `cut`, `slow`, `taken` and `idle`, and the seconds since the host was last heard.
 Liveness = tuple[str, float]
 
 
@@ -44,7 +45,7 @@ class TcpConnection:
         peer: Address of the other end.
         port: Port of the other end.
         local: Address of this end.
-        is_open: Whether the connection is established. False: the other end has closed it.
+        is_open: Whether the connection is established. False: the other end has closed the connection.
         heard_s: Seconds since data or an acknowledgement arrived.
         is_waiting: Whether sent data is not acknowledged yet.
     """
@@ -59,7 +60,7 @@ class TcpConnection:
 
 def tcp_connections() -> list[TcpConnection]:
     """Return every TCP connection of this process, or an empty list if the kernel does not report them."""
-    # Under `socket.setdefaulttimeout`, to wrap a descriptor would make it non-blocking, for its owner as well.
+    # With `socket.setdefaulttimeout`, wrapping a descriptor would make it non-blocking for its owner as well.
     if socket.getdefaulttimeout() is not None:
         return []
 
@@ -69,7 +70,7 @@ def tcp_connections() -> list[TcpConnection]:
             with suppress(OSError, struct.error):
                 if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     continue
-                # A duplicate, because Python closes a descriptor that it wraps, and this one belongs to someone else.
+                # A duplicate is wrapped, because Python closes the descriptor that it wraps.
                 with socket.socket(fileno=os.dup(int(name))) as duplicate:
                     connection = _connection_of(duplicate)
                 if connection is not None:
@@ -85,9 +86,9 @@ def _connection_of(tcp_socket: socket.socket) -> TcpConnection | None:
     local = tcp_socket.getsockname()
     info = tcp_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NUM_BYTES)
 
-    # Data that a stopped process does not read is not sent, and therefore not counted in tcpi_unacked.
+    # If a stopped process does not read, further data is not sent to it, and therefore not counted in tcpi_unacked.
     num_unacknowledged = _field(info, _UNACKED)
-    # An acknowledgement is a sign of life, as data is.
+    # An acknowledgement is a sign of life as well as data.
     heard_ms = min(_field(info, _LAST_DATA_RECV), _field(info, _LAST_ACK_RECV))
     return TcpConnection(
         peer=_plain(peer[0]),
@@ -105,12 +106,12 @@ def _field(info: bytes, offset: int) -> int:
 
 
 def _plain(address: str) -> str:
-    # A socket of both families shows an IPv4 peer as an IPv6 address.
+    # A socket for IPv4 and IPv6 shows an IPv4 peer as an IPv6 address.
     return address.removeprefix("::ffff:")
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses of this host that its connections show, without those under which it reaches itself."""
+    """Return the local addresses of this process's connections, except loopback addresses."""
     addresses = {connection.local for connection in tcp_connections()}
     return sorted(addresses - {"127.0.0.1", "::1"})
 
@@ -148,9 +149,9 @@ def _word_for(connection: TcpConnection, waited_s: float) -> str:
 
 
 def most_telling(reports: Sequence[Liveness | None]) -> Liveness | None:
-    """Combine reports on one host: the most telling word, and the shortest time since the host was heard.
+    """Combine several reports on one host to its most informative word and the shortest time since it was heard.
 
-    None if every report is None.
+    The result is None if every report is None.
 
     >>> most_telling([("cut", 20.0), None, ("taken", 3.0), ("slow", 4.0)]), most_telling([None])
     (('slow', 3.0), None)
@@ -162,31 +163,31 @@ def most_telling(reports: Sequence[Liveness | None]) -> Liveness | None:
 
 
 def _combined(states: Sequence[Liveness]) -> Liveness:
-    # One sign of life outweighs all silence. Among silent connections, unacknowledged data says most.
+    # One sign of life outweighs silent connections. Among silent connections, unacknowledged data tells most.
     order = ("slow", "taken", "cut", "idle")
     word = min((word for word, _ in states), key=order.index)
     return word, min(heard_s for _, heard_s in states)
 
 
 def describe_liveness(liveness: Liveness, *, host: str) -> str:
-    """Describe the state of a host none of whose ranks answers."""
+    """Describe the state of a host whose ranks do not answer."""
     word, heard_s = liveness
     if word == "slow":
         return (
-            f"host {host} lives, was last heard {heard_s:.1f} s ago, but its link is so slow that answers do not "
-            "come in time"
+            f"host {host} is alive and was last heard {heard_s:.1f} s ago, but its link is so slow that answers "
+            "arrive too late"
         )
     if word == "taken":
         return (
-            f"host {host} lives and acknowledged all that it was sent, {heard_s:.1f} s ago or later, with "
-            "connections open: stopped, or hanging"
+            f"host {host} is alive, was last heard {heard_s:.1f} s ago and has acknowledged all data, so its "
+            "processes are stopped or hang"
         )
     if word == "cut":
         return (
-            f"nothing has come from host {host} for {heard_s:.0f} s, not even an acknowledgement: its link is cut "
-            "or lets next to nothing through, or the host is down"
+            f"host {host} has sent nothing for {heard_s:.0f} s, not even an acknowledgement, so its link is down or "
+            "almost blocked, or the host is down"
         )
     return (
-        f"nothing has come from host {host} for {heard_s:.0f} s, and its connections are not closed: its ranks "
-        "are stopped, or its link is cut or lets next to nothing through, or the host is down"
+        f"host {host} has sent nothing for {heard_s:.0f} s, and its connections are not closed, so its processes are "
+        "stopped, its link is down or almost blocked, or the host is down"
     )

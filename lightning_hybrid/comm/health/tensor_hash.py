@@ -1,15 +1,17 @@
-"""Fingerprints of tensors: 64-bit hashes that change if any bit of the memory changes, computed on the device.
+"""Fingerprints of tensors: 64-bit hashes of a tensor's bytes, computed on its device.
 
 A tensor's bytes are read as 32-bit integers s, and summed with fixed random odd 64-bit weights m, in rows of 2**14:
 
-    h = sum_i m_i s_i  mod 2**64            then the same over the rows' sums, until one number is left
+    h = sum_i m_i s_i  mod 2**64            repeated for the sums of the rows, until one number is left
 
-A single element that differs is always detected: its difference is below 2**32 and its weight is odd, so their product
-is not 0 mod 2**64. Any other difference is missed with a probability of at most 2**-32 per level (two levels for 20
-million elements): with 2**t the largest power of two in all differences, t < 32, the sum takes one of 2**(63 - t)
-values with equal probability. The weights depend on the position, so exchanged elements are detected as well. (Carter
-and Wegman 1979, "Universal classes of hash functions"; the multilinear form is that of Lemire and Kaser 2014,
-arXiv:1202.4961, who keep the upper 32 bits.)
+A single element that differs is always detected, because its difference is below 2**32 and its weight is odd, so that
+their product is not 0 mod 2**64. Any other difference is missed with a probability of at most 2**-32 per level (two
+levels for 20 million elements). The reason is that the sum takes one of 2**(63 - t) values with equal probability, if
+2**t with t < 32 is the largest power of two that divides all differences. The weights depend on the position, so
+swapped elements are detected as well.
+
+Sources: Carter and Wegman 1979 ("Universal classes of hash functions"). The multilinear form is from Lemire and Kaser
+2014 (arXiv:1202.4961), who keep the upper 32 bits.
 """
 
 from __future__ import annotations
@@ -19,17 +21,22 @@ import torch
 from torch import Tensor
 
 _ROW = 1 << 14
-# Number of rows whose products stay in cache: 2 MiB on a CPU. A GPU takes 16 MiB, because each launch costs more there.
+# Number of rows whose products are computed at a time. On a CPU their 2 MiB stay in the cache. On a GPU they take
+# 16 MiB, because each launch costs time.
 _BLOCK_ROWS = 16
 _BLOCK_ROWS_ON_CUDA = 128
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Fingerprint:
-    """Fingerprint function for tensors. It keeps 128 KiB of weights for each level and device.
+    """Fingerprint function for tensors.
 
-    Fingerprints are computed on each tensor's device and combined on `device`. The weights are the same everywhere, so
-    results can be compared between processes and machines of the same byte order.
+    A fingerprint is computed on its tensor's device. The weights are the same everywhere, so fingerprints can be
+    compared between processes, and between machines of the same byte order. They take 128 KiB for each level and
+    device.
+
+    Args:
+        device: Device on which fingerprints are combined.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,12 +45,12 @@ class Fingerprint:
 
     @torch.no_grad()
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fingerprint of a dense tensor's bytes: 0-dim int64, on the tensor's device, without a wait.
+        """Return the fingerprint of a dense tensor, 0-dim int64, on the tensor's device, without waiting for it.
 
-        Elements count in the order of memory, so two tensors are comparable only if their strides are equal. Shape and
-        dtype are not hashed: the caller compares names, which identify a tensor. A nan counts by its bits.
+        Elements are hashed in memory order, so two tensors are comparable only if their strides are equal. Shape and
+        dtype are not hashed. A nan is hashed by its bits.
         """
-        # Integers are summed rather than floats: float additions round, and differences of opposite sign cancel.
+        # Integers are summed, because float additions round, and differences of opposite sign could cancel.
         level = 0
         sums = self._sum_rows(_integers(tensor), self._weights_of(level, tensor.device))
         while sums.numel() > 1:
@@ -52,12 +59,12 @@ class Fingerprint:
         return sums[0]
 
     def combine(self, fingerprints: list[Tensor]) -> Tensor:
-        """Combine several fingerprints, in order, into one: int64, 0-dim."""
+        """Combine several fingerprints, in order, into one fingerprint, 0-dim int64."""
         moved = [fingerprint.to(self.device, non_blocking=True) for fingerprint in fingerprints]
         return self.of(torch.stack(moved))
 
     def _sum_rows(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each row of `_ROW` integers, of which the last may be shorter."""
+        """Return the weighted sum of each row of `_ROW` integers. The last row may be shorter."""
         numel_in_rows = values.numel() // _ROW * _ROW
         rows = values[:numel_in_rows].view(-1, _ROW)
         remainder = values[numel_in_rows:]
@@ -66,7 +73,7 @@ class Fingerprint:
             block_rows = _BLOCK_ROWS
 
         sums = []
-        if numel_in_rows > 0:  # torch 2.11 cannot trace the split of no rows
+        if numel_in_rows > 0:  # torch 2.11 cannot trace the split of an empty tensor.
             for block in rows.split(block_rows):
                 sums.append((block * weights).sum(1))
         if remainder.numel() > 0 or not sums:
@@ -93,13 +100,13 @@ def _integers(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         flat = tensor.view(-1)
     elif tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
-        # The dimensions are in another order, as in channels_last: take the elements in the order of memory.
+        # The dimensions are in another order, as in channels_last. Elements are read in memory order.
         flat = tensor.as_strided((tensor.numel(),), (1,), 0)
     else:
         flat = tensor.contiguous().view(-1)
 
     if flat.storage_offset() * flat.element_size() % 4 != 0:
-        flat = flat.clone()  # 32-bit integers cannot begin at this address
+        flat = flat.clone()  # A view as 32-bit integers cannot begin at this address.
     width = flat.element_size()
     if flat.numel() * flat.element_size() % 4 == 0:
         width = 4

@@ -1,7 +1,7 @@
-"""Current position of a thread: inside a torch collective, or in user code.
+"""Current position of a thread, which is inside a torch collective or in user code.
 
-It is read from the thread's stack, at no cost to the thread. So every wait for other ranks is known, including those of
-Lightning, torchmetrics and the user, without a wrapper.
+The position is read from the thread's stack, which costs the thread nothing. So every wait for other ranks is known,
+including waits in Lightning, torchmetrics and user code, without wrapping their functions.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """Return the position of a thread, given by its `ident`, in words, and whether it is inside a torch collective."""
+    """Describe the position of a thread, and return whether it is inside a torch collective.
+
+    Args:
+        thread: `ident` of the thread.
+    """
     return _place_of(sys._current_frames().get(thread))
 
 
 def place_of_error(error: BaseException) -> str:
-    """Return the position in the code at which an error was raised, in the words of `place_of`."""
+    """Describe the position in the code at which an error was raised, in the words of `place_of`."""
     last_frame = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         last_frame = frame
@@ -41,14 +45,14 @@ def _place_of(frame: FrameType | None) -> tuple[str, bool]:
         return "at an unknown place", False
     is_inside = _is_in_collective(frame.f_code)
 
-    # The outermost frame in torch.distributed, apart from torch's decorator, has the name of the collective.
+    # The outermost frame in torch.distributed, except torch's decorator, has the name of the collective.
     name = ""
     caller: FrameType | None = frame
     while caller is not None and caller.f_code.co_filename.startswith(_COLLECTIVES):
         if caller.f_code.co_name != "wrapper":
             name = caller.f_code.co_name
         caller = caller.f_back
-    # The caller to report is user code, or the outermost frame if there is none.
+    # The caller to report is user code, or the outermost frame if there is no user code.
     while caller is not None and caller.f_back is not None and _is_library(caller.f_code):
         caller = caller.f_back
     if caller is None:
@@ -62,8 +66,8 @@ def _place_of(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def _is_in_collective(code: CodeType) -> bool:
-    # DDP and this package broadcast buffers by a function that is not written in Python, so its caller is the last
-    # frame. The same holds for backward, which at its end waits for DDP's averages, unless a hook runs.
+    # DDP and this package broadcast buffers by a function in C++, so the last Python frame is its caller. The same
+    # holds for backward, which waits for DDP's averages at its end.
     files = (_COLLECTIVES, ddp.__file__, graph.__file__)
     return code.co_filename.startswith(files) or "broadcast" in code.co_name
 

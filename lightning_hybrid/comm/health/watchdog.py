@@ -1,18 +1,18 @@
-"""Watchdog of one rank, which turns a failure on one rank into the same error on every rank, soon.
+"""Watchdog of one rank, which quickly turns a failure on any rank into the same error on every rank.
 
-A wait of Gloo ends only with its group, and a rank that waits for a dead one would wait for the group's timeout (30
-minutes by default). So every rank has a thread that looks for an alarm in the store through which the ranks met:
+A wait in Gloo ends only with its group, so a rank that waits for a dead rank would wait for the group's timeout (30
+minutes by default). So every rank has a thread that looks for an alarm in the rendezvous store:
 
     a stage raises an error         the rank writes the error; all others read it and fail with the same message
     a collective raises an error    another rank is the cause: this rank asks for the status of all ranks, every
-                                    watchdog answers, and `diagnose` names the rank that is silent, has left, or
-                                    is behind
+                                    watchdog answers, and `diagnose` names the rank that does not answer, has closed
+                                    its engine, or is behind
     the store does not answer       the rank reports it, with the kernel's view of the store's host (tcp_info.py)
-    a bucket is long in flight      on CUDA, where no collective raises an error: the rank asks whether all ranks are
-                                    alive (presence.py), and after the limit for their status
+    a bucket is in flight for long  on CUDA, where no collective raises an error: the rank asks whether all ranks are
+                                    alive (presence.py), and after the limit it asks for their status
 
-The first error written is the one that all ranks report. The thread asks four times a second while a bucket has been in
-flight for half a second, else once a second. With thousands of ranks it asks less often, to spare the store.
+All ranks report the error that was written first. The thread reads the store four times a second if a bucket has been
+in flight for half a second, else once a second. With thousands of ranks it reads less often, to spare the store.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lightning_hybrid.comm.health.backend_errors import comes_from_others
 from lightning_hybrid.comm.health.diagnosis import RankStatus, diagnose, is_lost, places_of
 from lightning_hybrid.comm.health.presence import Presence, collect
 
-# Seconds that a bucket is in flight before its rank asks for alarms often.
+# Seconds that a bucket is in flight before its rank looks for alarms more often.
 STALL_S = 0.5
 
 # Seconds that one request to the store may take before the store's host counts as lost.
 STORE_LIMIT_S = 5.0
 
-# Number of requests in a row that the store may leave unanswered: another thread of this process may be using it.
+# Number of successive requests that the store may leave unanswered, because another thread of this process may use it.
 PATIENCE = 4
 
 # Seconds that a comparison may take. It does not delay the detection of a failure.
@@ -51,8 +51,8 @@ class Watchdog:
     Args:
         store: Store with keys of this engine only. Only this class uses it, because a store's client serves one thread
             at a time.
-        rank, world_size: Rank in the engine, and number of its ranks. A single rank has nothing to watch: errors are
-            only put into words.
+        rank, world_size: Rank in the engine, and number of its ranks. With a single rank, the watchdog only formats
+            errors.
         watched: Object to watch, such as an engine's `FailureLatch`: `status()` returns the status of this rank,
             `stalled_s()` the age of its oldest bucket in flight in seconds, and `trip(error, cause)` fails all buckets
             in flight.
@@ -78,7 +78,7 @@ class Watchdog:
         self._watched = watched
         self._hosts = hosts
         self._addresses = addresses
-        # All ranks ask one store: with thousands of them less often, to spare it.
+        # With thousands of ranks each one reads less often, because all ranks share one store.
         self._poll_s = max(0.25, world_size / 2000)
         self._idle_poll_s = max(1.0, world_size / 500)
         self._error_of_all = ""
@@ -97,7 +97,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="comm-watch", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, unless this rank is alone."""
+        """Start the thread, unless there is only one rank."""
         if self._world_size > 1:
             self._thread.start()
 
@@ -107,19 +107,22 @@ class Watchdog:
 
     def report(self, noticed: str, cause: Exception) -> None:
         """Fail on every rank because a stage raised an error on this rank."""
-        if comes_from_others(cause):  # A backend reports a failure of another rank by this error.
+        if comes_from_others(cause):
             error = self.collect_status(noticed)
         else:
             error = self.raise_alarm(f"comm: {noticed}.")
         self._watched.trip(error, cause)
 
     def raise_alarm(self, error: str) -> str:
-        """Write this rank's error for all ranks, and return the error that all report, which may be an earlier one."""
+        """Write this rank's error for all ranks, and return the error that all ranks report.
+
+        An earlier error of another rank takes precedence.
+        """
         error = error.rstrip(".") + "." + places_of([self._rank], self._hosts)
         return self._agreed(lambda: self._write_error(error), error)
 
     def collect_status(self, noticed: str) -> str:
-        """Ask for the status of every rank and write a diagnosis for all, and return the error that all report."""
+        """Ask for the status of every rank, write a diagnosis for all ranks, and return the error that all report."""
         if self._world_size == 1:
             return f"comm: {noticed}."
 
@@ -131,11 +134,13 @@ class Watchdog:
         return self._agreed(write_diagnosis, f"comm: {noticed}.")
 
     def leave(self) -> None:
-        """End the thread. Ranks that ask for the status of all ranks later learn that this one has left."""
+        """End the thread, and write a status that tells other ranks that this rank has closed its engine."""
         if self._ended.is_set():
             return
         self._ended.set()
-        if self._is_cut_off:  # No rank can be reached, and each request would take its full limit.
+        if (
+            self._is_cut_off
+        ):  # No rank can be reached, and each request would take until its time limit.
             return
         was_started = self._thread.ident is not None
         if was_started:
@@ -147,17 +152,19 @@ class Watchdog:
         )
         try:
             self._ask(lambda: self._store.set(f"status/{self._rank}", left.to_json()))
-            # The store may end with rank 0, so rank 0 waits for a limited time until others have read the error.
+            # The store may end with rank 0, so rank 0 waits for a limited time until other ranks have read the error.
             if self._error_of_all and self._rank == 0:
                 self._ask(self._wait_for_readers)
-        except Exception:  # There may be no rank left to read it.
+        except Exception:  # Other ranks, and the store, may have ended already.
             return
 
     def _wait_for_readers(self) -> None:
         began_s = monotonic()
         while (waited_s := monotonic() - began_s) < STORE_LIMIT_S:
             readers = list(range(1, self._world_size))
-            if waited_s > 2 * self._idle_poll_s:  # By then every living watchdog has asked.
+            if (
+                waited_s > 2 * self._idle_poll_s
+            ):  # By then every living watchdog has written its status.
                 readers = [rank for rank in readers if self._store.check([f"status/{rank}"])]
             if all(self._store.check([f"read/{rank}"]) for rank in readers):
                 return
@@ -172,7 +179,7 @@ class Watchdog:
     def _run(self) -> None:
         since_asked_s = 0.0
         has_answered = False
-        num_unanswered = 0  # requests in a row
+        num_unanswered = 0  # number of successive requests
         while not self._ended.wait(self._poll_s):
             since_asked_s += self._poll_s
             stalled_s = self._watched.stalled_s()
@@ -184,8 +191,8 @@ class Watchdog:
             try:
                 if not has_answered and self._ask(lambda: self._store.check(["alarm"])):
                     self._ask(self._write_status)
-                    has_answered = True  # From now on only the error is awaited.
-                # The error follows the alarm: the rank that raised it collects every status before it writes.
+                    has_answered = True  # From now on this thread only waits for the error.
+                # The error comes after the alarm, because the rank that raised it collects every status first.
                 if has_answered and self._ask(lambda: self._store.check(["error"])):
                     self._fail_with_error_of_all()
                     return
@@ -194,10 +201,10 @@ class Watchdog:
                 num_unanswered = 0
             except Exception as error:
                 num_unanswered += 1
-                # One silent request may be due to another thread. An error of the connection is final.
+                # A timeout may be caused by another thread that uses the store. An error of the connection is final.
                 if isinstance(error, TimeoutError) and num_unanswered < PATIENCE:
                     continue
-                # If nothing is stalled, nothing here waits for the other ranks.
+                # If nothing is stalled, this rank does not wait for other ranks.
                 if is_stalled and not self._ended.is_set():
                     self._fail_without_store(error)
                     return
@@ -210,8 +217,8 @@ class Watchdog:
     def _fail_without_store(self, error: Exception) -> None:
         self._is_cut_off = True
         self._watched.trip(
-            f"{self._store_failed(error)}. Rank {self._rank} noticed, now {self._watched.status().place}: "
-            f"{short(error)}.{places_of([0, self._rank], self._hosts)}"
+            f"{self._store_failed(error)}. Rank {self._rank} noticed it (state: {self._watched.status().place}; error: "
+            f"{short(error)}).{places_of([0, self._rank], self._hosts)}"
         )
 
     def _check_presence(self, stalled_s: float) -> None:
@@ -224,7 +231,7 @@ class Watchdog:
             return
 
         status = self._watched.status()
-        noticed = f"rank {self._rank} has waited {stalled_s:.0f} s, now {status.place}"
+        noticed = f"rank {self._rank} has waited {stalled_s:.0f} s (state: {status.place})"
         if gives_up:
             self.collect_status(noticed)
             return
@@ -241,7 +248,7 @@ class Watchdog:
         connections = []
         if (
             waited_s > 0
-        ):  # Only a rank that waits looks at its connections: each costs a system call.
+        ):  # Only a rank that waits reads its connections, because each costs a system call.
             connections = tcp_info.tcp_connections()
         liveness = tcp_info.liveness_by_address(connections, waited_s=waited_s)
         return replace(status, liveness=liveness)
@@ -261,12 +268,14 @@ class Watchdog:
         elif liveness is None:
             state = "is dead, stopped or unreachable"
         else:
-            state = f"says nothing: {tcp_info.describe_liveness(liveness, host=host)}"
-        holder = "rank 0, or the launcher that keeps it,"
-        return f"comm: the store through which the ranks met does not answer: {holder} {state}"
+            state = f"does not respond: {tcp_info.describe_liveness(liveness, host=host)}"
+        return (
+            "comm: the rendezvous store does not answer: rank 0, or the launcher that runs the store, "
+            f"{state}"
+        )
 
     def _liveness_of_store(self) -> tcp_info.Liveness | None:
-        """Return the state of the store's host, judged by all connections to it: any of them shows that it lives."""
+        """Return the state of the store's host. It is alive if any connection to it shows a sign of life."""
         waited_s = max(self._watched.stalled_s(), STORE_LIMIT_S)
         port = store_port()
         connections = tcp_info.tcp_connections()
@@ -280,13 +289,13 @@ class Watchdog:
 
     def _write_error(self, error: str) -> str:
         self._store.set("alarm", "1")
-        return self._first("error", error)  # All ranks report the first error written.
+        return self._first("error", error)  # All ranks report the error that was written first.
 
     def _collect_all_statuses(self) -> list[RankStatus | None]:
         self._store.set("alarm", "1")
         self._write_status()
         keys = [(f"status/{rank}",) for rank in range(self._world_size)]
-        # As long as the slowest watchdog may take to look. The last term is the time to read so many answers.
+        # The time that the slowest watchdog may take to see the alarm. The last term is the time to read all answers.
         limit_s = self._idle_poll_s + 2 * self._poll_s + 0.5 + self._world_size / 250
         return collect(
             self._store,
@@ -297,23 +306,23 @@ class Watchdog:
         )
 
     def _agreed(self, request: Callable[[], str], fallback: str) -> str:
-        """Return the error that all ranks report, from a request to the store.
+        """Return the error that all ranks report.
 
         Args:
-            request: Function that writes an error and returns the first one that was written.
+            request: Function that writes an error into the store, and returns the error that was written first.
             fallback: Error to report if the store does not answer.
         """
         try:
-            if self._error_of_all:  # Rank 0 may have exited since, and the store with it.
+            if self._error_of_all:  # The store may have ended with rank 0 since.
                 return self._error_of_all
             if self._is_cut_off:
-                raise TimeoutError("no answer before")
+                raise TimeoutError("the store did not answer before")
             limit_s = self._idle_poll_s + STORE_LIMIT_S + self._world_size / 250
             error_of_all: str = self._ask(request, limit_s=limit_s)
         except Exception as error:
             self._is_cut_off = True
             return (
-                f"{self._store_failed(error)}; the other ranks could not be told ({short(error)}). "
+                f"{self._store_failed(error)}. The other ranks could not be informed ({short(error)}). "
                 f"{fallback.removeprefix('comm: ')}{places_of([0], self._hosts)}"
             )
         with suppress(Exception):
@@ -321,7 +330,7 @@ class Watchdog:
         return error_of_all
 
     def _ask(self, request: Callable[[], Any], *, limit_s: float = STORE_LIMIT_S) -> Any:
-        # In its own thread, because a request to a store whose host is cut off may never return.
+        # The request runs in its own thread, because it may never return if the store's host is unreachable.
         answers: list[Any] = []
         errors: list[BaseException] = []
 
@@ -344,7 +353,7 @@ class Watchdog:
 
 
 def short(error: BaseException) -> str:
-    """Return the type and the first line of an error: torch's store errors end in a C++ stack."""
+    """Return the type and the first line of an error, without the C++ stack that torch's store errors contain."""
     first_line = ""
     lines = str(error).splitlines()
     if lines:
@@ -353,9 +362,9 @@ def short(error: BaseException) -> str:
 
 
 def private_store(prefix: str) -> dist.Store:
-    """Return the default process group's store under a prefix, so that keys of other engines do not collide."""
-    # Its client serves one thread at a time. A clone would not wait for other threads, but costs every rank a
-    # connection, and if host names resolve slowly, the store's host blocks for seconds at each.
+    """Return the default process group's store with a prefix, so that keys of engines do not collide."""
+    # The store's client serves one thread at a time. A clone would not wait for other threads, but it costs a
+    # connection per rank. If host names resolve slowly, the store's host blocks for seconds at each connection.
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
 

@@ -1,1 +1,1 @@
-"""Bytes and seconds of every bucket, and the timeline of a run."""
+"""Statistics of communication: bytes and seconds of every bucket, and a timeline of the run."""

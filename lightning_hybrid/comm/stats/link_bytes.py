@@ -1,4 +1,4 @@
-"""The bytes that an all-reduce puts on a node's links: what its algorithm sends, and the least that any must."""
+"""Bytes that an all-reduce sends over a node's links, and the lower bound for any algorithm."""
 
 from __future__ import annotations
 
@@ -12,17 +12,28 @@ from lightning_hybrid.comm.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The bytes of one all-reduce, each of the node that has most. Sums, in one direction, without headers."""
+    """Bytes of one all-reduce on the links of the busiest node, in one direction and without headers.
 
-    least_across: float = 0.0  # what any algorithm must send from a node to the others
-    across: float = 0.0  # what this one sends
-    inside: float = 0.0  # what the ranks of a node send one another
+    Args:
+        least_across: Bytes that any algorithm must send from a node to other nodes.
+        across: Bytes that this algorithm sends from a node to other nodes.
+        inside: Bytes that the ranks of a node send each other.
+    """
+
+    least_across: float = 0.0
+    across: float = 0.0
+    inside: float = 0.0
 
     def without_gather(self, scope: Literal["node", "world"]) -> Traffic:
-        """Return that of a sum of which each rank gets a part, as the ranks of a node share it, or all."""
-        return replace(
-            self, inside=self.inside / 2, across=self.across / (2 if scope == "world" else 1)
-        )
+        """Return the traffic of a sum of which each rank gets only a part.
+
+        Args:
+            scope: Ranks that share the sum: the ranks of a node, or all ranks.
+        """
+        across = self.across
+        if scope == "world":
+            across = self.across / 2
+        return replace(self, inside=self.inside / 2, across=across)
 
 
 NO_TRAFFIC = Traffic()
@@ -36,76 +47,96 @@ def traffic_of(
     num_bytes_across: float | None = None,
     is_ring: bool = True,
 ) -> Traffic:
-    """Count the bytes on the links of the busiest node, for one all-reduce of `num_bytes`.
+    """Return the bytes on the links of the busiest node for one all-reduce.
 
-    With P ranks on N nodes, k on the largest, S bytes, and A bytes where sums travel between nodes in another dtype
-    (`num_bytes_across`; None: A = S):
+    The formulas use P ranks on N nodes, k ranks on the largest node, S = `num_bytes` and A = `num_bytes_across`:
 
         any               least_across = 2 (N - 1) / N A
         flat,             across = e 2 (P - 1) / P A               e, i: edges of the ring 0 -> 1 -> ... -> P - 1 -> 0
-        parallel_flat     inside = i 2 (P - 1) / P A               that leave a node, and that stay in it
+        parallel_flat     inside = i 2 (P - 1) / P A               that leave a node (e) and that stay in it (i)
         hierarchical      across = 2 (N - 1) / N A
-                          inside = (k - 1) S + (k - 1) S           all to the leader, and back
+                          inside = (k - 1) S + (k - 1) S           reduce to the leader, and broadcast
         two_level         across = k 2 (N - 1) / N A / k           one ring for each of k shards
-                          inside = (k - 1) S                       scatter: each rank keeps one shard of k
+                          inside = (k - 1) S                       scatter: each rank keeps one of k shards
                                  + (k - 1) S                       gather
         node_sum          inside = 2 (k - 1) S                     a ring in each node
-        node_gather,      inside = (k - 1) S                       each rank's 1 / k to the others, or
-        node_collect      inside = (k - 1) / k S                   to the node's leader
+        node_gather,      inside = (k - 1) S                       each rank's 1 / k to the other ranks
+        node_collect      inside = (k - 1) / k S                   each rank's 1 / k to the node's leader
         world_sum         as flat
-        world_gather,     across = (N - 1) / N S                   each rank's 1 / P to those of its local rank, then as
-        world_collect                                              node_gather; or straight to rank zero
+        world_gather,     across = (N - 1) / N S                   each rank's 1 / P to equal local ranks, then as
+        world_collect                                              node_gather; or directly to rank zero
 
-    A codec has no ring (`is_ring` False): each rank sends each other one its part, and then its sum of its own part.
-    Nothing changes with one rank of each node in a group; `flat` and `parallel_flat` with several ranks on a node send
+    A codec uses no ring. Each rank sends one part to each other rank, and then the sum of its own part. With one rank
+    of each node in a group, the bytes are the same as above. With several ranks on a node, `flat` and `parallel_flat`
+    send
 
         across = 2 k (P - k) / P A            inside = 2 k (k - 1) / P A
 
-    `e` is 1 where ranks are numbered node by node, k where they go round the nodes. On one node A is S. Left out are
-    the checksum of a step, fractions of a KiB, Adasum's inner products (else it sends as `hierarchical`), and that
-    chunks of few KiB, which nodes exchange whole (`between_nodes_form`), cost N / 2 times `across`; with a codec, that
-    the last part of a chunk may be shorter. These are the algorithms as they are on the CPU; NCCL has its own rings.
+    `e` is 1 if ranks are numbered node by node, and k if ranks are assigned to nodes in turn. On one node A is S.
+    Adasum sends as much as `hierarchical`. The formulas describe the algorithms on the CPU, because NCCL has its own
+    rings. They ignore the checksum of a step, fractions of a KiB, the inner products of Adasum, and with a codec the
+    shorter last part of a chunk. They also ignore that chunks of few KiB, which each node sends to all others
+    (`between_nodes_form`), cost N / 2 times `across`.
+
+    Args:
+        algorithm: All-reduce algorithm, or exchange of a sharded update.
+        topology: Topology.
+        num_bytes: Size of the tensor in bytes.
+        num_bytes_across: Size of the tensor between nodes in bytes. None: `num_bytes`.
+        is_ring: Whether sums between nodes use a ring. False: a codec.
 
     Raises:
-        ValueError: for `two_level` on nodes of different size, which has no shards there.
+        ValueError: `algorithm` is `two_level` and nodes differ in size, so that there are no shards.
 
     Source: Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69); tests/netlab measures `across` and `inside`.
     """
     num_ranks = topology.world_size
     num_nodes = topology.num_nodes
-    most_ranks = max(len(node) for node in topology.nodes)  # the busiest node is the largest
+    most_ranks = max(len(node) for node in topology.nodes)  # The busiest node is the largest.
     if is_exchange(algorithm):
-        if algorithm == "world_sum":
-            return replace(traffic_of("flat", topology, num_bytes), least_across=0.0)
-        scope, _, form = algorithm.partition("_")
-        times = {"sum": 2.0, "gather": 1.0}.get(
-            form, 1 / (most_ranks if scope == "node" else num_ranks)
-        )
-        across = (num_nodes - 1) / num_nodes * num_bytes if scope == "world" else 0.0
-        return Traffic(across=across, inside=times * (most_ranks - 1) * num_bytes)
-    wire = num_bytes if num_bytes_across is None or num_nodes == 1 else num_bytes_across
+        return _traffic_of_exchange(algorithm, topology, num_bytes)
+    wire = num_bytes
+    if num_bytes_across is not None and num_nodes > 1:
+        wire = num_bytes_across
     least_across = 2 * (num_nodes - 1) / num_nodes * wire
     if algorithm in ("flat", "parallel_flat") and not is_ring and num_nodes > 1:
-        part = 2 / num_ranks * wire  # what one rank sends to one other
+        part = 2 / num_ranks * wire  # bytes that one rank sends to one other rank
         across = most_ranks * (num_ranks - most_ranks) * part
         inside = most_ranks * (most_ranks - 1) * part
         return Traffic(least_across=least_across, across=across, inside=inside)
     if algorithm in ("flat", "parallel_flat"):
         edge = 2 * (num_ranks - 1) / num_ranks * wire  # bytes over each edge of the ring
-        # On each node, the edges of the ring 0 -> 1 -> ... -> 0 that leave it, and those that stay inside.
-        leaving = [
-            sum((rank + 1) % num_ranks not in node for rank in node)
-            for node in map(frozenset, topology.nodes)
-        ]
-        staying = [len(node) - out for node, out in zip(topology.nodes, leaving, strict=True)]
+        most_leaving = 0
+        most_staying = 0
+        for node in topology.nodes:
+            ranks = frozenset(node)
+            num_leaving = sum((rank + 1) % num_ranks not in ranks for rank in ranks)
+            most_leaving = max(most_leaving, num_leaving)
+            most_staying = max(most_staying, len(node) - num_leaving)
         return Traffic(
-            least_across=least_across, across=max(leaving) * edge, inside=max(staying) * edge
+            least_across=least_across, across=most_leaving * edge, inside=most_staying * edge
         )
     if algorithm == "two_level" and topology.ranks_per_node is None:
         raise ValueError(
-            f"`algorithm` (={algorithm!r}) needs nodes of equal size, and these hold "
-            f"{[len(node) for node in topology.nodes]} ranks: it is carried by `flat` there, whose bytes to ask for"
+            f"`algorithm` (={algorithm!r}) needs nodes of equal size, and these nodes hold "
+            f"{[len(node) for node in topology.nodes]} ranks. Pass 'flat', which is used instead."
         )
     return Traffic(
         least_across=least_across, across=least_across, inside=2 * (most_ranks - 1) * num_bytes
     )
+
+
+def _traffic_of_exchange(name: str, topology: Topology, num_bytes: float) -> Traffic:
+    """Return the bytes of an exchange of a sharded update, by the formulas of `traffic_of`."""
+    if name == "world_sum":
+        return replace(traffic_of("flat", topology, num_bytes), least_across=0.0)
+    num_nodes = topology.num_nodes
+    most_ranks = max(len(node) for node in topology.nodes)
+    scope, _, form = name.partition("_")
+    across = 0.0
+    num_sharers = most_ranks
+    if scope == "world":
+        across = (num_nodes - 1) / num_nodes * num_bytes
+        num_sharers = topology.world_size
+    factors = {"sum": 2.0, "gather": 1.0, "collect": 1 / num_sharers}
+    return Traffic(across=across, inside=factors[form] * (most_ranks - 1) * num_bytes)

@@ -1,4 +1,4 @@
-"""Summaries of communication: how much, for how long, and how much of that a step had to wait for."""
+"""Summaries of communication: the bytes, the time, and the share of the time that a step had to wait for."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from lightning_hybrid.comm.stats.link_bytes import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSummary:
-    """The counts and times of one bucket. Times are None where none was taken."""
+    """Counts and times of one bucket. Times are None if they were not measured.
 
-    # The first six are as in its `BucketPlan`.
+    Args:
+        index, numel, num_bytes, dtype, algorithm, num_chunks: As in the `BucketPlan`.
+        traffic: Bytes of one all-reduce of the bucket.
+        num_times: Number of averages.
+        in_flight_s: Seconds from submission to the average. Buckets overlap, so the sum over buckets may exceed the
+            `busy_s` of a `CommSummary`.
+        exposed_s: Part of the step's exposed time that belongs to the bucket: the seconds from the end of the bucket
+            finished before it to its own end.
+    """
+
     index: int
     numel: int
     num_bytes: int
     dtype: str
     algorithm: str
     num_chunks: int
-    traffic: Traffic = dataclasses.field(default_factory=Traffic)  # of one all-reduce of it
-    num_times: int = 0  # how often it was averaged
-    in_flight_s: float | None = (
-        0.0  # from submit until averaged; buckets overlap: their sum may exceed `busy_s`
-    )
-    exposed_s: float | None = (
-        0.0  # of the step's exposed time, from the end of the bucket done before it to its own
-    )
+    traffic: Traffic = dataclasses.field(default_factory=Traffic)
+    num_times: int = 0
+    in_flight_s: float | None = 0.0
+    exposed_s: float | None = 0.0
 
     @property
     def contents(self) -> tuple[int, int, str, str, int, Traffic]:
-        """The fields that are equal for the same bucket."""
+        """Fields by which two summaries belong to the same bucket."""
         return self.index, self.numel, self.dtype, self.algorithm, self.num_chunks, self.traffic
 
     def __add__(self, other: BucketSummary) -> BucketSummary:
@@ -46,31 +51,39 @@ class BucketSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class CommSummary:
-    """The communication of one rank since the last summary. Summaries of successive times add up.
+    """Communication of one rank since the previous summary. Summaries of successive periods can be added.
 
-    Times are of the wall clock, on CUDA of the device's, by events, from when a bucket's gradients are there; None
-    where none was taken, as in summaries of older checkpoints.
+    Times are in seconds of the wall clock. On CUDA they are measured by events, beginning when a bucket's gradients are
+    available. They are None if they were not measured, as in summaries of older checkpoints.
+
+    Args:
+        num_steps: Number of backward passes whose gradients were averaged.
+        num_buckets: Number of submitted buckets.
+        num_bytes: Bytes submitted, in the wire dtype.
+        busy_s: Time with at least one bucket in flight.
+        exposed_s: Time that backward did not hide, from the submission of a step's last bucket until all buckets of the
+            step are averaged.
+        least_bytes_across, bytes_across, bytes_inside: Bytes on the links of the busiest node, as in `Traffic`.
+        rounding_error: Sum of the squared errors of a codec between nodes, for a sample of blocks.
+        rounded: Sum of the squares of the encoded values in this sample.
+        buckets: Summaries of the buckets that were averaged, by index.
     """
 
-    num_steps: int = 0  # backward passes that were averaged
+    num_steps: int = 0
     num_buckets: int = 0
-    num_bytes: int = 0  # submitted, as on the wire, before any algorithm multiplies them
-    busy_s: float | None = 0.0  # with at least one bucket in flight
-    exposed_s: float | None = (
-        0.0  # not hidden: from the submit of a step's last bucket until all of the step are done
-    )
-    least_bytes_across: float = 0.0  # these three on the links of the busiest node, see `Traffic`
+    num_bytes: int = 0
+    busy_s: float | None = 0.0
+    exposed_s: float | None = 0.0
+    least_bytes_across: float = 0.0
     bytes_across: float = 0.0
     bytes_inside: float = 0.0
-    rounding_error: float = (
-        0.0  # of a codec between nodes: sum of the squares of its errors, in a sample of blocks
-    )
-    rounded: float = 0.0  # the sum of the squares of what was rounded there
-    buckets: tuple[BucketSummary, ...] = ()  # those averaged since, by index
+    rounding_error: float = 0.0
+    rounded: float = 0.0
+    buckets: tuple[BucketSummary, ...] = ()
 
     @property
     def exposed_by_bucket_s(self) -> dict[int, float]:
-        """The exposed seconds of each bucket, by index, which is empty if no time was taken."""
+        """Exposed seconds of each bucket by index, or an empty dictionary if times were not measured."""
         seconds: dict[int, float] = {}
         for bucket in self.buckets:
             if bucket.exposed_s is not None:
@@ -79,25 +92,32 @@ class CommSummary:
 
     @property
     def achieved_bytes_per_s(self) -> float | None:
-        """Least bytes between nodes by the time in flight, or None on one node, or where no time was taken."""
-        return (
-            self.least_bytes_across / self.busy_s
-            if self.busy_s and self.least_bytes_across
-            else None
-        )
+        """Lower bound of the bytes between nodes, divided by the time in flight.
+
+        It is None on one node, or if times were not measured.
+        """
+        if not self.busy_s or not self.least_bytes_across:
+            return None
+        return self.least_bytes_across / self.busy_s
 
     @property
     def quantisation_nmse(self) -> float | None:
-        """Normalised mean squared error of a codec's rounding. None without a codec, after inf or nan, and on CUDA."""
-        return self.rounding_error / self.rounded if self.rounded else None
+        """Normalised mean squared error of a codec's rounding.
+
+        It is None without a codec, after inf or nan, and on CUDA.
+        """
+        if not self.rounded:
+            return None
+        return self.rounding_error / self.rounded
 
     def __add__(self, other: CommSummary) -> CommSummary:
+        # Buckets are matched by their contents, because a changed plan makes another bucket with the same index.
         buckets: dict[Any, BucketSummary] = {}
         for bucket in (*self.buckets, *other.buckets):
-            seen = buckets.get(
-                bucket.contents
-            )  # a plan that changed makes another bucket of the same index
-            buckets[bucket.contents] = bucket if seen is None else seen + bucket
+            summary = bucket
+            if bucket.contents in buckets:
+                summary = buckets[bucket.contents] + bucket
+            buckets[bucket.contents] = summary
         names = [field.name for field in dataclasses.fields(self) if field.name != "buckets"]
         sums: dict[str, Any] = {
             name: _sum(getattr(self, name), getattr(other, name)) for name in names
@@ -108,17 +128,17 @@ class CommSummary:
         return CommSummary(**sums, buckets=tuple(by_index))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return numbers, strings, lists and dictionaries only, for a checkpoint."""
+        """Return the summary as numbers, strings, lists and dictionaries, for a checkpoint."""
         state = asdict(self)
         return {**state, "buckets": list(state["buckets"])}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> CommSummary:
-        """Read what `state_dict` wrote.
+        """Create a summary from the result of `state_dict`.
 
-        >>> one = CommSummary(buckets=(BucketSummary(index=0, numel=2, num_bytes=4, dtype="float16", algorithm="flat",
-        ...                                          num_chunks=1),))
-        >>> CommSummary.from_state_dict(one.state_dict()) == one
+        >>> bucket = BucketSummary(index=0, numel=2, num_bytes=4, dtype="float16", algorithm="flat", num_chunks=1)
+        >>> summary = CommSummary(buckets=(bucket,))
+        >>> CommSummary.from_state_dict(summary.state_dict()) == summary
         True
         """
         buckets = (
@@ -128,7 +148,7 @@ class CommSummary:
         return cls(**{**state, "buckets": tuple(buckets)})
 
 
-def _sum(one: float | None, other: float | None) -> float | None:
-    return (
-        None if one is None or other is None else one + other
-    )  # a sum with an unknown part is unknown
+def _sum(first: float | None, second: float | None) -> float | None:
+    if first is None or second is None:
+        return None
+    return first + second

@@ -1,7 +1,7 @@
-"""Counters of communication, and if asked for a timeline of it.
+"""Counters of communication, and an optional timeline.
 
-`CommTrace(keep_events=True)` records every bucket and stage and writes them as a timeline that Perfetto
-(https://ui.perfetto.dev) and Chrome (chrome://tracing) show: one process per rank, one row per stage and column.
+`CommTrace(keep_events=True)` records every bucket and stage, and writes a timeline for Perfetto
+(https://ui.perfetto.dev) or Chrome (chrome://tracing). It has one process per rank, and one row per stage and column.
 """
 
 from __future__ import annotations
@@ -19,39 +19,53 @@ from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
-# A timeline ends after so many events (about 100 MB of JSON); the counters go on.
+# Maximum number of events in a timeline (about 100 MB of JSON). The counters continue after that.
 MOST_EVENTS = 500_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTimes:
-    """The times of one bucket on a device, which are known only afterwards, in seconds."""
+    """Times of one bucket on a device, in seconds, as read from its events.
+
+    Args:
+        bucket: Plan of the bucket.
+        traffic: Bytes on the links of a node.
+        is_last: Whether this is the last bucket of its step.
+        ready_s: Time at which the gradients were available.
+        done_s: Time at which the bucket was averaged.
+        stages: Name, begin, end and number of bytes of each stage.
+        is_in_update: Whether the bucket held no gradients and the optimizer step waited for it. None: it held no
+            gradients and the step did not wait.
+    """
 
     bucket: BucketPlan
     traffic: Traffic
     is_last: bool
-    ready_s: float  # its gradients were there
-    done_s: float  # it was averaged
-    stages: Sequence[tuple[str, float, float, int]] = ()  # name, begin, end, bytes
-    is_in_update: bool | None = (
-        False  # no gradients: the optimizer's step waited for it; None: it did not
-    )
+    ready_s: float
+    done_s: float
+    stages: Sequence[tuple[str, float, float, int]] = ()
+    is_in_update: bool | None = False
 
 
-class _Counts:  # the rest of a `BucketSummary`
+class _Counts:
+    """Fields of a `BucketSummary` that are counted."""
+
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
         self.num_times = 0
-        self.in_flight_s = self.exposed_s = 0.0
+        self.in_flight_s = 0.0
+        self.exposed_s = 0.0
 
 
 class CommTrace:
-    """Counters that the threads of an engine may write while another thread drains them.
+    """Counters of communication. Threads of an engine may write them while another thread drains them.
 
-    `clock` returns seconds. `keep_events` is for `write`.
+    Args:
+        clock: Function that returns seconds.
+        keep_events: Whether to record a timeline, which `write` needs.
 
     Attributes:
-        measures_devices: whether a device records when each bucket began and ended. The threads of a CPU always do.
+        measures_devices: Whether buckets on CUDA are timed. Buckets on a CPU always are.
     """
 
     def __init__(
@@ -63,7 +77,7 @@ class CommTrace:
         self._events: list[dict[str, Any]] = []
         self._first_s: float | None = None
         self._last_end_s = 0.0
-        # Re-entrant: `replay` holds it over many calls of `begin` and `end`.
+        # Re-entrant, because `replay` holds it during calls of `begin` and `end`.
         self._lock = threading.RLock()
         self._looks: list[Callable[[], None]] = []
         self._num_in_flight = 0
@@ -73,7 +87,7 @@ class CommTrace:
         self._reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommTrace:
-        return self  # as the engine that counts in it: a copy of a callback or of the trainer shares both
+        return self  # A copy of a callback or of the trainer shares the trace, as it shares the engine.
 
     def _reset(self) -> None:
         self._counts: dict[str, Any] = {
@@ -82,16 +96,21 @@ class CommTrace:
         self._by_bucket: dict[BucketPlan, _Counts] = {}
 
     def measure_devices(self) -> None:
-        """Have a device record the times of buckets from the next one on, as somebody reads them."""
+        """Enable the timing of buckets on CUDA, beginning with the next bucket."""
         self.measures_devices = True
 
     def look_first(self, look: Callable[[], None]) -> None:
-        """Call `look` before counts are read: it replays what a device has done for an engine."""
+        """Register a function that is called before counts are read.
+
+        Args:
+            look: Function of an engine that calls `replay` for the buckets which the device has finished.
+        """
         self._looks.append(look)
 
     def _look_first(self) -> None:
+        # The trace's lock must not be held here. A look takes its own lock first and then, in `replay`, the trace's
+        # lock, and the opposite order could deadlock.
         for look in self._looks:
-            # A look replays, which takes the lock, and takes the lock of looks first: the other order could deadlock.
             look()
 
     def begin(
@@ -103,32 +122,37 @@ class CommTrace:
         at_s: float | None = None,
         is_in_update: bool | None = False,
     ) -> float:
-        """Count a bucket that was submitted. `end` must follow. Returns the time: `at_s`, or now.
+        """Count a submitted bucket, and return the time of its submission. `end` must be called for it later.
 
-        `is_in_update`: it is no bucket of gradients, but an exchange that the optimizer's step waits for; None: nor
-        does the step wait, see `count_wait`.
+        Args:
+            num_bytes: Size of the bucket in bytes.
+            is_last: Whether this is the last bucket of its step.
+            traffic: Bytes on the links of a node.
+            at_s: Time of the submission. None: now.
+            is_in_update: Whether the bucket holds no gradients and the optimizer step waits for it. None: it holds no
+                gradients and the step does not wait (see `count_wait`).
         """
         with self._lock:
             now_s = self._clock() if at_s is None else at_s
             self._count(num_bytes, traffic, is_last=is_last)
             if is_in_update is False:
-                first_s = now_s if self._first_s is None else self._first_s
-                self._first_s = None if is_last else first_s
+                if self._first_s is None:
+                    self._first_s = now_s
                 if is_last:
-                    self._event(
-                        "backward, from its first bucket on", "backward", first_s, now_s, None
-                    )
+                    name = "backward, from its first bucket on"
+                    self._event(name, "backward", self._first_s, now_s, None)
+                    self._first_s = None
             self._num_in_flight += 1
             if self._busy_since_s is None:
                 self._busy_since_s = now_s
             if is_last or (is_in_update and self._exposed_since_s is None):
-                self._exposed_since_s = self._last_end_s = (
-                    now_s  # backward is over: from here on a step waits
-                )
+                # Backward has finished, so from now on the step waits.
+                self._exposed_since_s = now_s
+                self._last_end_s = now_s
             return now_s
 
     def count(self, bucket: BucketPlan, traffic: Traffic, *, is_last: bool) -> None:
-        """Count a bucket whose times are not measured."""
+        """Count a submitted bucket whose times are not measured."""
         with self._lock:
             self._count(bucket.num_bytes, traffic, is_last=is_last)
 
@@ -147,15 +171,22 @@ class CommTrace:
         traffic: Traffic = NO_TRAFFIC,
         at_s: float | None = None,
     ) -> None:
-        """Count a bucket that was averaged, or given up (None), now or at `at_s`. `began_s`: when it was submitted."""
+        """Count a bucket that was averaged or has failed.
+
+        Args:
+            bucket: Plan of the averaged bucket. None: the bucket has failed.
+            began_s: Time of the submission, as `begin` returned it.
+            traffic: Bytes on the links of a node.
+            at_s: Time of the end. None: now.
+        """
         with self._lock:
-            self._num_in_flight -= 1  # several buckets in flight count their time once
-            if self._num_in_flight and bucket is None:  # given up: the last of them ends the time
+            self._num_in_flight -= 1
+            if self._num_in_flight and bucket is None:  # The last failed bucket stops the clock.
                 return
             now_s = self._clock() if at_s is None else at_s
             if bucket is not None:
-                # Exposed time is what passes after the step's last bucket was submitted. It is given to the buckets in
-                # the order in which they are done: each gets the time since the one before.
+                # Exposed time begins when the step's last bucket is submitted. Each bucket gets the time since the
+                # bucket that finished before it.
                 self._event(f"bucket {bucket.index}", "buckets", began_s, now_s, bucket)
                 counts = self._by_bucket.setdefault(bucket, _Counts(traffic))
                 counts.num_times += 1
@@ -163,28 +194,34 @@ class CommTrace:
                 if self._exposed_since_s is not None:
                     counts.exposed_s += now_s - self._last_end_s
                     self._last_end_s = now_s
-            if self._num_in_flight == 0:  # the last one in flight stops the clock
+            if self._num_in_flight == 0:  # The last bucket in flight stops the clock.
                 self._add_times(now_s)
-                self._busy_since_s = self._exposed_since_s = None
+                self._busy_since_s = None
+                self._exposed_since_s = None
 
     def count_wait(self, began_s: float) -> None:
-        """Count the time since then as exposed: forward has waited for what the step did not wait for."""
+        """Count the time since `began_s` as exposed, for a forward that waited for an exchange of the last update."""
         with self._lock:
             self._add(exposed_s=self._clock() - began_s)
 
     def count_rounding(self, error: float, rounded: float) -> None:
-        """Count what a codec lost: sums of squares, of errors and of what was rounded."""
+        """Count the rounding of a codec.
+
+        Args:
+            error: Sum of the squared rounding errors.
+            rounded: Sum of the squares of the rounded values.
+        """
         with self._lock:
             self._add(rounding_error=error, rounded=rounded)
 
     def replay(self, buckets: Iterable[DeviceTimes]) -> None:
-        """Count buckets that a device has averaged, each begun and ended when it was there."""
-        moments = [
-            moment
-            for bucket in buckets
-            for moment in ((bucket.ready_s, False, bucket), (bucket.done_s, True, bucket))
-        ]
-        with self._lock:  # a drain meanwhile would read the host's clock
+        """Count buckets that a device has averaged, with the begin and end times of each bucket on the device."""
+        moments = []
+        for bucket in buckets:
+            moments.append((bucket.ready_s, False, bucket))
+            moments.append((bucket.done_s, True, bucket))
+        # Under the lock, because a `drain` in between would use the host's clock.
+        with self._lock:
             for at_s, is_end, bucket in sorted(moments, key=lambda moment: moment[:2]):
                 if is_end:
                     self.end(bucket.bucket, bucket.ready_s, bucket.traffic, at_s=at_s)
@@ -200,13 +237,21 @@ class CommTrace:
                     )
 
     def now_s(self) -> float:
-        """Read this trace's clock, in seconds."""
+        """Return the time of this trace's clock in seconds."""
         return self._clock()
 
     def stage(
         self, bucket: BucketPlan, stage: str, column: int, began_s: float, num_bytes: int
     ) -> None:
-        """Record that a stage of a chunk of `num_bytes` ended."""
+        """Record the end of a stage in the timeline.
+
+        Args:
+            bucket: Plan of the bucket.
+            stage: Name of the stage.
+            column: Column of the stage's thread.
+            began_s: Time at which the stage began.
+            num_bytes: Size of the chunk in bytes.
+        """
         if self.keep_events:
             with self._lock:
                 self._stage(bucket, stage, column, began_s, self._clock(), num_bytes)
@@ -234,11 +279,9 @@ class CommTrace:
     ) -> None:
         if not self.keep_events or len(self._events) >= MOST_EVENTS:
             return
-        args = (
-            {}
-            if bucket is None
-            else {"bytes": num_bytes or bucket.num_bytes, "algorithm": bucket.algorithm}
-        )
+        args: dict[str, Any] = {}
+        if bucket is not None:
+            args = {"bytes": num_bytes or bucket.num_bytes, "algorithm": bucket.algorithm}
         event = {
             "name": name,
             "row": row,
@@ -250,12 +293,14 @@ class CommTrace:
         self._events.append(event)
 
     def write(self, path: Path, *, rank: int) -> None:
-        """Write the timeline so far as JSON in Chrome's trace format, in microseconds of this host's clock."""
-        # On CUDA they are the device's, set equal to this clock at the first bucket: the device may have been behind
-        # by what was queued then.
+        """Write the timeline as JSON in Chrome's trace format.
+
+        Times are in microseconds of this host's clock. On CUDA the device's clock is set to this clock at the first
+        bucket, and may be late by the time of the work that was queued then.
+        """
         self._look_first()
         with self._lock:
-            events = list(self._events)  # a copy: threads go on adding
+            events = list(self._events)  # A copy, because threads continue to add events.
         rows = {row: tid for tid, row in enumerate(sorted({event["row"] for event in events}))}
         named = [
             ("process_name", 0, f"rank {rank}"),
@@ -268,43 +313,47 @@ class CommTrace:
         for event in events:
             lines.append({**event, "pid": rank, "tid": rows[event["row"]]})
             del lines[-1]["row"]
-        path.parent.mkdir(parents=True, exist_ok=True)  # the folder of a run may not be there yet
+        path.parent.mkdir(parents=True, exist_ok=True)  # The folder of a run may not exist yet.
         path.write_text(json.dumps({"traceEvents": lines, "displayTimeUnit": "ms"}))
 
     def write_if_possible(self, folder: str | Path, *, rank: int) -> None:
-        """Write `rank<r>.json` into the folder, or warn where it cannot be written: a run is not lost for that."""
+        """Write the timeline to `rank<r>.json` in a folder, and warn if that fails, so that the run continues."""
         path = Path(folder) / f"rank{rank}.json"
         try:
             self.write(path, rank=rank)
         except OSError as error:
             warnings.warn(
-                f"`report.trace_dir`: {path} was not written ({error.strerror}): no timeline of it.",
+                f"`report.trace_dir` (={folder}): {path} could not be written ({error.strerror}), so the timeline of "
+                "this rank is missing. Set a folder that every rank can write to.",
                 stacklevel=2,
             )
 
     def drain(self) -> CommSummary:
-        """Return the counts since the last drain, on CUDA those of steps that the device has completed. Never waits."""
+        """Return the counts since the previous call, without waiting.
+
+        On CUDA they cover the steps that the device has finished.
+        """
         self._look_first()
         with self._lock:
             summary = self._summary()
-            self._drained += summary  # `total` counts over all drains
+            self._drained += summary
             self._reset()
             return summary
 
     def total(self) -> CommSummary:
-        """Return the counts since the beginning, however often drained."""
+        """Return the counts since the trace was created, including drained ones."""
         self._look_first()
         with self._lock:
             return self._drained + self._summary()
 
     def _summary(self) -> CommSummary:
-        if (
-            self._num_in_flight
-        ):  # what is in flight counts up to now here, and from now on in the next summary
+        # The time of buckets in flight is counted here up to now, and in the next summary from now on.
+        if self._num_in_flight:
             now_s = self._clock()
             self._add_times(now_s)
             self._busy_since_s = now_s
-            self._exposed_since_s = None if self._exposed_since_s is None else now_s
+            if self._exposed_since_s is not None:
+                self._exposed_since_s = now_s
         buckets = (
             BucketSummary(**vars(bucket), **vars(counts))
             for bucket, counts in self._by_bucket.items()

@@ -1,1 +1,1 @@
-"""Optimizer steps in few passes over memory, on the CPU and on CUDA."""
+"""Fused optimizer steps, which make few passes over memory, for the CPU and CUDA."""

@@ -1,4 +1,4 @@
-"""Per-block sums of squares of tensors that ranks share, gathered over ranks and added in one fixed order."""
+"""Sums of squares per block for tensors that ranks share, combined over ranks and added in a fixed order."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from lightning_hybrid.placement import Part
 
 
 class BlockSums:
-    """Per-block sums of squares of a tensor group: those of this rank, and those of the whole tensors.
+    """Sums of squares per block of a tensor group, for this rank's parts and for the full tensors.
 
-        local_sums (2, local blocks)   sums of w * w and of g * g over each block of this rank's parts and whole
+        local_sums (2, local blocks)   sums of w * w and of g * g for each block of this rank's parts and full
                                        tensors, written by the fused passes
-        message() (2, blocks)          the local sums at their position among all blocks, zeros for blocks of other
+        message() (2, blocks)          local sums at their positions among all blocks, with zeros for blocks of other
                                        ranks
-        store_total(message)           takes the message after it was added over ranks, and fills `whole_sums`
-        whole_sums (2, blocks)         the sums that one rank with all tensors would have
+        store_total(message)           fills `whole_sums` from the message after it was added over ranks
+        whole_sums (2, blocks)         sums that a single rank with all tensors would have
 
-    Each block has one owner, and x + 0 is x. So adding over ranks rounds no bit, in whichever order it is done, and a
-    norm that is added up from `whole_sums` has the bits of one rank that holds all tensors.
+    Each block has one owner, and x + 0 is x. So adding over ranks is exact in any order, and a norm computed from
+    `whole_sums` is bitwise equal to that of a single rank with all tensors.
 
-    Slices have no order in the whole tensor. Each rank describes its slice as a part that begins at 0 and covers all
+    Slices have no order in the full tensor. Each rank describes its slice as a part that begins at 0 and has the length
     of the slice, and the sums of all slices are added block by block.
 
-    Tensors that every rank holds whole are taken from `local_sums`, because all ranks have the same sums.
+    Sums of tensors without a part are taken from `local_sums`, because they are equal on all ranks.
 
     Args:
-        params: The tensors. A tensor with a part is 1-D and holds the elements of that part.
-        parts: The part of each tensor, or None for a tensor that all ranks hold whole.
+        params: Tensors. A tensor with a part is 1-D and holds the elements of that part.
+        parts: Part of each tensor. None: every rank holds the full tensor.
         block: Number of elements of a block.
-        local_sums: Per-block sums of `params`.
+        local_sums: Sums per block of `params`.
 
     Attributes:
-        num_blocks: Number of blocks of each whole tensor.
-        first_blocks: Index of the first block of each whole tensor, then the number of all blocks.
-        whole_sums: Per-block sums of the whole tensors.
+        num_blocks: Number of blocks of each full tensor.
+        first_blocks: Index of the first block of each full tensor, followed by the number of all blocks.
+        whole_sums: Sums per block of the full tensors.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class BlockSums:
     ) -> None:
         self.num_blocks: list[int] = []
         self.first_blocks: list[int] = [0]
-        global_indices: list[int] = []  # of each local block, its index among all blocks
-        replicated: list[int] = []  # local blocks of tensors that all ranks hold whole
-        num_holders: list[int] = []  # of each local block, the number of ranks that add it
+        global_indices: list[int] = []  # index of each local block among all blocks
+        replicated: list[int] = []  # local blocks of tensors without a part
+        num_holders: list[int] = []  # number of ranks that add each local block
 
         for param, part in zip(params, parts, strict=True):
             first_block = self.first_blocks[-1]
@@ -82,37 +82,37 @@ class BlockSums:
         )
 
     def message(self) -> Tensor:
-        """Return this rank's sums among zeros for the blocks of other ranks: float64, (2, blocks)."""
+        """Return this rank's sums, with zeros for the blocks of other ranks, as float64 of shape (2, blocks)."""
         message = torch.zeros_like(self.whole_sums, dtype=torch.float64)
         return message.index_copy_(1, self._global_indices, self._local_sums / self._num_holders)
 
     def store_total(self, message: Tensor) -> None:
-        """Fill `whole_sums` from the message as it was added over ranks."""
+        """Fill `whole_sums` from a message that was added over ranks."""
         self.whole_sums.copy_(message)
-        # Every rank has added its sums of the replicated tensors, which must count once.
+        # Every rank has added its sums of replicated tensors, which must count only once.
         replicated_sums = self._local_sums.index_select(1, self._replicated)
         self.whole_sums.index_copy_(1, self._replicated_global, replicated_sums)
 
 
 def _count_blocks(numel: int, block: int) -> int:
-    """Return the number of blocks of `numel` elements, the last of which may be shorter."""
+    """Return the number of blocks of `numel` elements. The last block may be shorter."""
     return -(-numel // block)
 
 
 def add_up(
     block_sums: Sequence[BlockSums], found_inf: Tensor, add_up_: Callable[[Tensor], None]
 ) -> Tensor:
-    """Add the sums of several tensor groups, and their `found_inf`, over the ranks in one call of `add_up_`.
+    """Add the sums of several tensor groups and `found_inf` over ranks, in one call of `add_up_`.
 
-    Collective: every rank that holds parts must call it, in the same order. Afterwards all ranks hold the same sums.
+    Collective: every rank that holds parts must call it, in the same order. Afterwards the sums are equal on all ranks.
 
     Args:
-        block_sums: The sums of the tensor groups, in the same order on all ranks.
-        found_inf: 0-dim tensor, above 0 if this rank has found an inf or nan.
+        block_sums: Sums of the tensor groups, in the same order on all ranks.
+        found_inf: 0-dim tensor that is above 0 if this rank has found inf or nan.
         add_up_: Function that adds a float64 tensor over the ranks, in place.
 
     Returns:
-        1.0 if any rank has found an inf or nan, else 0.0: float32, 0-dim, on the device of `found_inf`.
+        A 0-dim float32 tensor on the device of `found_inf`, which is 1.0 if any rank has found inf or nan, else 0.0.
     """
     device = found_inf.device
     messages = []

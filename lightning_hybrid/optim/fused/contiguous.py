@@ -1,4 +1,4 @@
-"""Tensors as contiguous memory: the addresses that the fused passes read, and dense buffers where memory has gaps."""
+"""Addresses of tensors for the fused passes, with dense buffers for tensors that have gaps in memory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lightning_hybrid.placement import has_gaps
 
 
 class ContiguousViews:
-    """The tensors of a tensor group as the fused passes read them: addresses, and dense buffers for tensors with gaps.
+    """Contiguous views of the tensors of a tensor group, for the fused passes.
 
         load()       before the passes: reads the addresses of gradients, and fills the dense buffers
         unload()     after the passes: copies the dense buffers back to their tensors
 
-    The passes read a parameter and its state through dense buffers if a tensor has gaps, or if the tensors differ in
-    memory order. A gradient in another memory order than its parameter is copied, too.
+    If a parameter or its state has gaps, or if they differ in memory order, the passes use dense buffers for them. A
+    gradient whose memory order differs from that of its parameter is copied as well.
 
     Args:
-        lists: Parameters, then lists of optimizer state that are parallel to them.
+        lists: Parameters, followed by lists with the state of each parameter.
 
     Attributes:
-        dense: The lists, with dense buffers in place of the tensors that need one.
-        grads: The gradients of the step in progress, in the memory order of their parameters.
+        dense: The same lists, with dense buffers in place of tensors that need one.
+        grads: Gradients of the current step, in the memory order of their parameters.
     """
 
     def __init__(self, *lists: Sequence[Tensor]) -> None:
@@ -35,7 +35,7 @@ class ContiguousViews:
         self._buffered: list[tuple[Tensor, Tensor]] = []  # pairs of a tensor and its dense buffer
 
         for index, param_and_states in enumerate(zip(*lists, strict=True)):
-            # The passes read a parameter and its state by one index.
+            # The passes use the same index for a parameter and its state.
             if not is_dense(param_and_states):
                 self._add_buffers(index)
         self._strides = strides(self._lists[0])
@@ -49,18 +49,18 @@ class ContiguousViews:
             self._buffered.append((tensor, buffer))
 
     def have_moved(self) -> bool:
-        """Return True if a tensor has a new address, or a parameter a new memory order, since construction."""
+        """Return whether a tensor has a new address, or a parameter has a new memory order, since construction."""
         if self._addresses != data_ptrs(*self._lists):
             return True
         return self._strides != strides(self._lists[0])
 
     def load(self, grads: Sequence[Tensor]) -> list[int]:
-        """Keep the gradients, fill the dense buffers and return the addresses of the gradients."""
+        """Store the gradients, fill the dense buffers, and return the addresses of the gradients."""
         for tensor, buffer in self._buffered:
             buffer.copy_(tensor)
         self.grads = list(grads)
 
-        # Nearly always all strides are equal. Then one comparison of two lists is enough.
+        # Strides are nearly always equal, so that this comparison of two lists is enough.
         if strides(self.grads) != self._dense_strides:
             for index, (param, grad) in enumerate(zip(self.dense[0], self.grads, strict=True)):
                 if grad.stride() != param.stride() and not is_dense((param, grad)):
@@ -68,17 +68,17 @@ class ContiguousViews:
         return data_ptrs(self.grads)
 
     def unload(self) -> None:
-        """Copy the dense buffers back, raise the tensors' version counters, and drop the gradients."""
+        """Copy the dense buffers to their tensors, increase the version counters, and release the gradients."""
         for tensor, buffer in self._buffered:
             tensor.copy_(buffer)
-        # torch does not see writes by address: without this, backward would use a changed weight without an error.
+        # torch does not notice writes by address. Without this, backward would silently use a changed weight.
         for tensors in self._lists:
             torch.autograd.graph.increment_version(tensors)
         self.grads = []
 
 
 def data_ptrs(*lists: Sequence[Tensor]) -> list[int]:
-    """Return the address of each tensor, one list after the other."""
+    """Return the addresses of the tensors of all lists."""
     addresses: list[int] = []
     for tensors in lists:
         addresses.extend([tensor.data_ptr() for tensor in tensors])
@@ -91,7 +91,7 @@ def strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
 
 
 def is_dense(tensors: Collection[Tensor]) -> bool:
-    """Return True if no tensor has gaps in memory, and all have their elements in the same order.
+    """Return whether all tensors have the same memory order, and none has gaps.
 
     >>> image = torch.zeros(2, 3, 4, 5)
     >>> is_dense([image, image[:]]), is_dense([image, image.to(memory_format=torch.channels_last)])
@@ -102,7 +102,10 @@ def is_dense(tensors: Collection[Tensor]) -> bool:
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides without those of dimensions of size 1, which differ between a weight and its gradient."""
+    """Return the strides of dimensions with more than one element.
+
+    The strides of other dimensions may differ between a weight and its gradient.
+    """
     order = []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if size > 1:

@@ -1,4 +1,4 @@
-"""Interface of the engines that do a fused step for one tensor group, on any device."""
+"""Interface of the engines that run a fused step for one tensor group."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_hybrid.optim.gradients import GradScaling
 
 
 class Engine(ABC):
-    """Norms and update of one tensor group: `cpu.passes` on the CPU, `cuda.lars` on CUDA.
+    """Interface for the norms and the update of one tensor group, implemented in `cpu.passes` and `cuda.lars`.
 
     Attributes:
-        block_sums: Sums that are added over ranks before an update. None: every tensor is whole.
+        block_sums: Sums that are added over ranks before an update. None: no tensor has a part.
     """
 
     block_sums: BlockSums | None = None
@@ -25,11 +25,11 @@ class Engine(ABC):
     _add_over_ranks_: Callable[[Tensor], None] | None = None
 
     def add_shards_with(self, add_up_: Callable[[Tensor], None]) -> None:
-        """Let `add_up_` add the sums of squares of shards, float64 (2, tensors), over ranks before they are used."""
+        """Set the function that adds the sums of squares of shards, float64 (2, tensors), over ranks."""
         self._add_over_ranks_ = add_up_
 
     def has_moved(self) -> bool:
-        """Return True if a tensor is no longer at the address that it had when this engine was built."""
+        """Return whether a tensor has another address than at the engine's construction."""
         return self._views.have_moved()
 
     @abstractmethod
@@ -40,12 +40,19 @@ class Engine(ABC):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Compute the norms, and return 1.0 if a gradient that is `needed` is inf or nan, else 0.0.
+        """Compute the norms, and check the gradients for inf and nan.
 
-        The result is float32 and 0-dim, on the device of the tensors. On CUDA it is the `found_inf_out` of `scaling`.
-        Without a `found_inf_out` its value has no meaning there.
+        Args:
+            grads: Gradient of each tensor.
+            options: Options of each tensor.
+            scaling: Loss scale of the gradients.
+            needed: Whether to measure each gradient.
+
+        Returns:
+            A 0-dim float32 tensor on the tensors' device, which is 1.0 if a needed gradient is inf or nan, else 0.0. On
+            CUDA it is the `found_inf_out` of `scaling`, and is undefined if there is none.
         """
 
     @abstractmethod
     def write_update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Write the parameters, with the gradients and the norms of the last `compute_norms`."""
+        """Update the parameters with the gradients and norms of the last `compute_norms`."""

@@ -1,4 +1,4 @@
-"""The options of parameter groups as tables of numbers on the tensors' device, for the fused steps."""
+"""Tables with the options of parameter groups on the tensors' device, for the fused steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class OptionTable:
-    """The options of a tensor group: a float64 table with one column per tensor, filled by `OptionTables`.
+    """Table with the options of a tensor group, with one column per tensor. `OptionTables` fills it.
 
-        table (len(names), tensors)    options["weight_decay"] is a row; "lr" is the first
+        table (len(names), tensors)    float64; options["weight_decay"] is a row, and "lr" is the first row
 
-    If the learning rate of a group is a tensor, it is read on the device. The row `lr` is then made in each step.
+    If the learning rate of a group is a tensor, it is read on the device, and the row `lr` is computed in each step.
 
     Args:
         names: Names of the rows.
@@ -40,12 +40,12 @@ class OptionTable:
 
 
 class OptionTables:
-    """The tables of all tensor groups of one device in one block of memory, so that a change is one copy.
+    """Option tables of all tensor groups of one device, in one block of memory, so that a change needs one copy.
 
-    Tables stay at their addresses, because a captured graph reads their content when it is replayed.
+    The addresses of tables do not change, because a captured graph reads the tables when it is replayed.
 
     Args:
-        tensor_groups: The table of each tensor group, and the parameter group of each of its tensors.
+        tensor_groups: Table of each tensor group, with the parameter group of each of its tensors.
         device: Device of the tables.
     """
 
@@ -70,25 +70,27 @@ class OptionTables:
             slot.options.rows = slot.options.table.unbind()
 
     def refresh(self) -> None:
-        """Read the parameter groups again. Only changed numbers go to the device, and the host does not wait."""
-        # One comparison of Python numbers per step decides whether anything goes to the device at all.
+        """Read the options of the parameter groups, and copy them to the device if they have changed.
+
+        The host does not wait for the device.
+        """
         columns = [slot.read_columns() for slot in self._slots]
         if columns != self._columns:
             self._write(columns)
 
-        # Rates that are tensors may change between steps without the host's knowing: they are gathered on the device.
+        # Learning rates that are tensors are gathered on the device, because the host does not know if they change.
         for slot in self._slots:
             slot.options.lr = slot.options.rows[0]
             if any(isinstance(group["lr"], Tensor) for group in slot.groups):
                 slot.options.lr = slot.gather_rates(self._device)
 
     def _write(self, columns: list[list[list[float]]]) -> None:
-        """Send the columns of all tables to the device."""
+        """Copy the columns of all tables to the device."""
         if is_capturing():
             raise RuntimeError(
-                "`lr` or another option of `param_groups` changed inside a CUDA-graph capture: replays would read "
-                "host memory that no longer exists. Do a step with these options before the capture. An `lr` that "
-                "must change between replays has to be a tensor."
+                "`lr` or another option of `param_groups` must not change inside a CUDA graph capture, because replays "
+                "would read host memory that no longer exists. Run a step with these options before the capture, and "
+                "use a tensor for an `lr` that changes between replays."
             )
         on_host = torch.zeros(self._memory.shape, dtype=torch.float64)
         for slot, columns_of_groups in zip(self._slots, columns, strict=True):
@@ -99,16 +101,16 @@ class OptionTables:
 
 
 class _Slot:
-    """One table within the memory of `OptionTables`, and the parameter groups from which it is filled.
+    """Position of one table in the memory of `OptionTables`, with the parameter groups that fill it.
 
     Args:
-        options: The table.
-        groups_of_tensors: The parameter group of each tensor.
+        options: Table.
+        groups_of_tensors: Parameter group of each tensor.
         begin: Index of the table's first number in the memory.
 
     Attributes:
-        groups: The distinct parameter groups.
-        group_indices: For each tensor, the index of its parameter group in `groups`.
+        groups: Distinct parameter groups.
+        group_indices: Index in `groups` of each tensor's parameter group.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class _Slot:
         self._begin = begin
         self._indices_on_device: Tensor | None = None
 
-        index_of_group: dict[int, int] = {}  # by `id`, since dicts cannot be keys
+        index_of_group: dict[int, int] = {}  # by `id`, because dicts are not hashable
         group_indices: list[int] = []
         for group in groups_of_tensors:
             if id(group) not in index_of_group:
@@ -130,16 +132,16 @@ class _Slot:
         self.size = len(options) * len(group_indices)
 
     def read_columns(self) -> list[list[float]]:
-        """Return the column of each parameter group, as its options are now."""
+        """Return the column of each parameter group with its current options."""
         return [self.options.column_of(group) for group in self.groups]
 
     def view_in(self, memory: Tensor) -> Tensor:
-        """Return the table as a view of `memory`: (options, tensors)."""
+        """Return the table as a view of `memory`, of shape (options, tensors)."""
         num_tensors = len(self.group_indices)
         return memory[self._begin : self._begin + self.size].view(len(self.options), num_tensors)
 
     def gather_rates(self, device: torch.device) -> Tensor:
-        """Return the learning rate of each tensor from parameter groups of which some have a tensor as rate."""
+        """Return the learning rate of each tensor, if learning rates of some parameter groups are tensors."""
         rates = torch.stack([_on_device(group["lr"], device) for group in self.groups])
         if self._indices_on_device is None:
             self._indices_on_device = torch.empty(
@@ -150,7 +152,7 @@ class _Slot:
 
 
 def is_capturing() -> bool:
-    """Return True if the current stream is captured into a CUDA graph."""
+    """Return whether the current stream is being captured into a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -179,12 +181,12 @@ _LAMB_NAMES = (
 
 
 def lars_options() -> OptionTable:
-    """Make the table of LARS: numbers, then momentum_form (0, 1, 2), trust_ratio, -1 to climb, nesterov."""
+    """Create the option table of LARS."""
     return OptionTable(_LARS_NAMES, _lars_column)
 
 
 def _lars_column(group: dict[str, Any]) -> list[float]:
-    # Without momentum all forms agree. "lr_outside" multiplies as SGD does.
+    # Without momentum all forms agree. "lr_outside" has the order of operations of SGD.
     momentum_form = "lr_outside"
     if group["momentum"] != 0:
         momentum_form = group["momentum_form"]
@@ -198,7 +200,7 @@ def _lars_column(group: dict[str, Any]) -> list[float]:
 
 
 def lamb_options() -> OptionTable:
-    """Make the table of LAMB: numbers, then trust_ratio, -1 to climb, both betas, bias_correction, bounds of |w|."""
+    """Create the option table of LAMB."""
     return OptionTable(_LAMB_NAMES, _lamb_column)
 
 
@@ -218,14 +220,16 @@ def _lamb_column(group: dict[str, Any]) -> list[float]:
 
 
 def _sign(group: dict[str, Any]) -> float:
-    """Return the factor on gradients: -1 to climb the objective, 1 to descend."""
+    """Return the sign of gradients, which is -1 to maximize the objective, else 1."""
     if group["maximize"]:
         return -1.0
     return 1.0
 
 
 def number(value: Any) -> float:
-    """Convert an option: None to inf, a bound that binds nothing, and a tensor to 0, as it is read on the device.
+    """Convert an option to a number.
+
+    None is no bound and becomes inf. A tensor becomes 0, because it is read on the device.
 
     >>> number(None), number(0.5), number(torch.tensor(0.5))
     (inf, 0.5, 0.0)
@@ -238,8 +242,8 @@ def number(value: Any) -> float:
 
 
 def to_device_(target: Tensor, values: Tensor) -> None:
-    """Copy CPU `values` into `target` without making the host wait."""
-    # From pageable memory the copy would wait for the device.
+    """Copy CPU `values` into `target` without waiting for the device."""
+    # A copy from pageable memory would wait for the device.
     if target.device.type == "cuda":
         values = values.pin_memory()
     target.copy_(values, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The fused steps of LARS and LAMB: few passes over memory for all tensors of a tensor group, whatever their number."""
+"""Fused steps of LARS and LAMB, which make few passes over memory for all tensors of a tensor group."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from lightning_hybrid.placement import Part
 
 @dataclass
 class TensorGroup:
-    """Tensors that one launch updates: equal in device, dtypes and the flags that their rule compiles in.
+    """Tensors that one launch updates. They have the same device, dtypes and compiled flags.
 
     Attributes:
-        options: Options of the tensors, as a table.
-        flags: Options that are compiled into the kernels, see `FusedStep.flags`.
-        grad_dtype: The dtype of all gradients.
+        options: Option table of the tensors.
+        flags: Options that are compiled into the kernels (see `FusedStep.flags`).
+        grad_dtype: Dtype of all gradients.
         indices: Index of each tensor among all parameters of the optimizer.
-        params: The tensors.
-        groups: The parameter group of each tensor.
-        parts: The part of each tensor, if ranks share tensors. Empty otherwise.
-        engine: The `Engine` that does the step.
+        params: Tensors.
+        groups: Parameter group of each tensor.
+        parts: Part of each tensor, if ranks share tensors. Empty otherwise.
+        engine: `Engine` that runs the step.
     """
 
     options: OptionTable
@@ -51,12 +51,12 @@ class TensorGroup:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the tensors."""
+        """Device of the tensors."""
         return self.params[0].device
 
 
 class FusedStep:
-    """Base of the fused steps: the state of a `LayerwiseOptimizer` between steps, with an engine per tensor group.
+    """Base of the fused steps of a `LayerwiseOptimizer`, which holds an engine for each tensor group.
 
     Attributes:
         devices: Device types for which the rule has engines.
@@ -67,58 +67,61 @@ class FusedStep:
     options: Callable[[], OptionTable]
 
     def __init__(self) -> None:
-        # Addresses and tables last until more than gradients and options change: a step is cheap on the host.
+        # Engines and tables are kept until tensors or parameter groups change, so that a step takes little host time.
         self._signature: list[Any] = []
         self._owned: list[Any] = []
         self._tensor_groups: list[TensorGroup] = []
         self._tables: list[OptionTables] = []  # one per device
 
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
-        """Return the options of a parameter group that are compiled into its kernels: none in this base."""
+        """Return the options of a parameter group that are compiled into its kernels. The base class has none."""
         return ()
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Make the engine of a tensor group for its device, and the optimizer state that is missing."""
+        """Create the engine of a tensor group on its device, and any optimizer state that is missing."""
         raise NotImplementedError
 
     def is_needed(self, group: dict[str, Any]) -> bool:
-        """Return True if the rule needs the norms of the group's gradients, also without a check for inf and nan."""
+        """Return whether the rule needs the norms of the group's gradients even without a check for inf and nan."""
         raise NotImplementedError
 
     @classmethod
     def has_engines(cls, params: Iterable[Tensor]) -> bool:
-        """Return True if the rule has engines on the devices of all parameters. Warn once if one cannot be built."""
+        """Return whether there are engines for the devices of all parameters, and warn once if one cannot be built."""
         device_types = {param.device.type for param in params}
         return all(
             device_type in cls.devices and has_kernels(device_type) for device_type in device_types
         )
 
     def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
-        """Return the scaling for the update. Runs after all norms are known."""
+        """Return the scaling for the update. Called when all norms are known."""
         return scaling
 
     def step(self, optimizer: Any, scaling: GradScaling, *, is_checked: bool) -> GradScaling | None:
-        """Update the parameters. Gradients are read, never written.
+        """Update the parameters. Gradients are not changed.
 
-        With `is_checked` the step looks for inf and nan itself, before anything is written. It looks at sums of
-        squares, in which inf and nan survive: a scaled float32 gradient beyond 1e18 therefore counts as inf.
+        Args:
+            optimizer: Optimizer to step.
+            scaling: Loss scale of the gradients, and whether to skip the step.
+            is_checked: Whether the step checks for inf and nan itself, before anything is written. It checks sums of
+                squares, so a scaled float32 gradient above 1e18 counts as inf.
 
         Returns:
-            The scaling with the `found_inf` of this step. None if a device has no kernels, and nothing was done.
+            The scaling with the `found_inf` of this step, or None if a device has no kernels and nothing was done.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [param.grad for param in params]
         if any(grad is not None and grad.layout is not torch.strided for grad in grads):
             for group in optimizer.param_groups:
-                list(dense_gradients(group))  # raises the error for sparse gradients
+                list(dense_gradients(group))  # This raises the error for sparse gradients.
         is_current = self._is_current(optimizer, params, grads)
         if not is_current and not self._rebuild(optimizer, params, grads):
             return None
-        # Before the norms, because those of the joint denominator read the weight decay.
+        # Refreshed before the norms, because the norms of the joint denominator use the weight decay.
         for tables in self._tables:
             tables.refresh()
 
-        # First all norms, then all updates: an inf in the last tensor must keep the first from being written.
+        # All norms are computed before the first update, because an inf in any tensor skips the whole step.
         flags = self._compute_norms(grads, scaling, is_checked)
         found_inf = scaling.found_inf
         if is_checked and flags:
@@ -138,8 +141,8 @@ class FusedStep:
     def _compute_norms(
         self, grads: Sequence[Any], scaling: GradScaling, is_checked: bool
     ) -> list[Tensor]:
-        """Compute the norms of all tensor groups, and return a flag of each: above 0 after an inf or nan."""
-        # The tensor groups of a device share one flag, so that the host reads nothing.
+        """Compute the norms of all tensor groups, and return a flag of each that is above 0 after an inf or nan."""
+        # The tensor groups of a device share one flag, so that the host need not read it.
         flag_of_device: dict[torch.device, Tensor] = {}
         if scaling.found_inf_out is not None:
             flag_of_device[scaling.found_inf_out.device] = scaling.found_inf_out
@@ -181,8 +184,11 @@ class FusedStep:
         return add_up(block_sums, found_inf, optimizer.add_up_)
 
     def _is_current(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
-        """Return True if the engines still fit: they hold addresses, so no tensor may be replaced or moved."""
-        # Compared by identity in one pass, because `==` would compare elements.
+        """Return whether the engines are still valid, because no tensor was replaced or moved.
+
+        Engines hold the addresses of tensors.
+        """
+        # Tensors are compared by identity, because `==` would compare elements.
         owned = [*params, *_state_tensors(optimizer)]
         if len(owned) != len(self._owned) or not all(map(operator.is_, owned, self._owned)):
             return False
@@ -191,7 +197,7 @@ class FusedStep:
         return not any(tensors.engine.has_moved() for tensors in self._tensor_groups)
 
     def _signature_of(self, optimizer: Any, grads: list[Any]) -> list[Any]:
-        """Return all that decides about tensor groups, except the tensors themselves."""
+        """Return the values, except the tensors themselves, on which the tensor groups depend."""
         signature: list[Any] = []
         if optimizer.parts:
             signature.extend((id(param), part) for param, part in optimizer.parts.items())
@@ -205,13 +211,13 @@ class FusedStep:
         return signature
 
     def _rebuild(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
-        """Sort the parameters into tensor groups with engines. Return False if a device has no engines."""
+        """Build the tensor groups and their engines, and return False if a device has no engines."""
         if not self.has_engines(params):
             return False
         all_tensor_groups = self._tensor_groups_of(optimizer, grads)
         by_device: dict[torch.device, list[TensorGroup]] = {}
         for tensors in all_tensor_groups:
-            # An engine makes the optimizer state that is missing.
+            # This also creates missing optimizer state.
             tensors.engine = self.engine_of(tensors, optimizer)
             if optimizer.shard_sums is not None:
                 add_up_ = partial(optimizer.shard_sums.add_up_, tensors.params)
@@ -238,7 +244,7 @@ class FusedStep:
             if grad is None:
                 continue
             flags = self.flags(group)
-            # One launch needs these equal.
+            # These must be equal for all tensors of a launch.
             key = (param.device, param.dtype, grad.dtype, flags)
             if key not in tensor_groups:
                 tensor_groups[key] = TensorGroup(
@@ -267,20 +273,20 @@ def _state_tensors(optimizer: Any) -> list[Any]:
 
 
 class FusedLars(FusedStep):
-    """The fused step of LARS. Its only state is the momentum buffer, or nothing without momentum."""
+    """Fused step of LARS. Its only state is the momentum buffer, if there is momentum."""
 
     options = staticmethod(lars_options)
 
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
-        """Return two flags: there is momentum, and the denominator is joint."""
+        """Return whether there is momentum, and whether the denominator is joint."""
         return group["momentum"] != 0, group["denominator"] == "joint"
 
     def is_needed(self, group: dict[str, Any]) -> bool:
-        """Return True if the group has a trust ratio."""
+        """Return whether the group has a trust ratio."""
         return group["trust_ratio"]
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Make the engine for the device of the tensors, as `FusedStep` says."""
+        """Create the engine for the device of the tensors, and any momentum buffer that is missing."""
         has_momentum, is_joint = tensors.flags
         moments: list[list[Tensor]] = []
         if has_momentum:
@@ -289,7 +295,8 @@ class FusedLars(FusedStep):
             return NativeLars(
                 tensors.params, moments, tensors.grad_dtype, is_joint=is_joint, parts=tensors.parts
             )
-        from lightning_hybrid.optim.fused.cuda.lars import KernelLars  # needs triton
+        # Imported here, because it needs triton.
+        from lightning_hybrid.optim.fused.cuda.lars import KernelLars
 
         return KernelLars(
             tensors.params, moments, tensors.grad_dtype, is_joint=is_joint, parts=tensors.parts
@@ -297,17 +304,17 @@ class FusedLars(FusedStep):
 
 
 class FusedLamb(FusedStep):
-    """The fused step of LAMB on the CPU. Its state are both moments and the step counts."""
+    """Fused step of LAMB on the CPU. Its state are both moments and the step counts."""
 
     devices = ("cpu", "meta")
     options = staticmethod(lamb_options)
 
     def is_needed(self, group: dict[str, Any]) -> bool:
-        """Return True if the norm of all gradients is bounded."""
+        """Return whether `max_grad_norm` is set."""
         return group["max_grad_norm"] is not None
 
     def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
-        """Make the engine for the CPU, as `FusedStep` says."""
+        """Create the engine for the CPU, and any optimizer state that is missing."""
         for param in tensors.params:
             state = optimizer.state[param]
             # The step on lists may have left the count on a GPU.
@@ -317,17 +324,17 @@ class FusedLamb(FusedStep):
         return NativeLamb(tensors.params, moments, steps, tensors.grad_dtype, parts=tensors.parts)
 
     def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
-        """Scale all gradients by min(1, max_grad_norm / norm) if there is a bound, and update both moments."""
+        """Update both moments, and return the scaling with the factor of `max_grad_norm`."""
         bounded_scaling = self._bound_gradients(scaling)
         for tensors in self._tensor_groups:
             tensors.engine.update_moments(tensors.options, bounded_scaling.to(torch.device("cpu")))
-        # From here on |u| is known. That of whole tensors takes another sum over ranks.
+        # |u| is known now. For parts it needs another sum over ranks.
         if optimizer.parts and self._tensor_groups:
             self.add_block_sums(optimizer, None)
         return bounded_scaling
 
     def _bound_gradients(self, scaling: GradScaling) -> GradScaling:
-        """Return the scaling with the factor of `max_grad_norm` in it."""
+        """Return the scaling, multiplied by the factor min(1, max_grad_norm / norm)."""
         if not self._tensor_groups:
             return scaling
         bound = self._tensor_groups[0].groups[0]["max_grad_norm"]
@@ -339,6 +346,6 @@ class FusedLamb(FusedStep):
         if scaling.inverse_scale is not None:
             inverse_scale = scaling.inverse_scale.to(norm)
 
-        # As a factor of the inverse scale the bound needs no pass of its own.
+        # As a factor of the inverse scale, the bound needs no additional pass.
         factor = (bound / (norm * inverse_scale)).clamp(max=1.0)
         return GradScaling(inverse_scale=inverse_scale * factor, found_inf=scaling.found_inf)

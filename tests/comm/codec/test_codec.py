@@ -186,7 +186,7 @@ def test_the_measured_error_is_that_of_the_format(bits, least, most):
 
 def test_without_a_compiler_torch_does_it_and_says_so_once(monkeypatch):
     def no_compiler(*args):
-        raise cpp_library.CannotBuildError("there is no c++, g++ or clang++")
+        raise cpp_library.CannotBuildError("none of c++, g++ and clang++ was found")
 
     monkeypatch.setattr("lightning_hybrid.comm.codec.cpp_passes._library", no_compiler)
     with pytest.warns(

@@ -131,7 +131,7 @@ def test_the_checksum_of_the_order_is_exact(rank_pool, nodes, bits):
     ranks = rank_pool.ranks(sum(map(len, nodes)))
     ranks.run(sums_on_rank, nodes, [PLANS["hierarchical"]], bits, huge, [300, 5000], (0, 1))
     errors = ranks.run(another_order, nodes, bits)
-    assert all("rank 2 handed over bucket 1 (40 x float32" in error for error in errors)
+    assert all("rank 2 submitted bucket 1 (40 x float32" in error for error in errors)
 
 
 def huge(rank, numel, dtype):
@@ -145,7 +145,10 @@ def another_order(nodes, bits):
 
 
 def test_on_one_node_there_is_nothing_to_do_and_that_is_said_once(two_ranks):
-    said = "`between_nodes.dtype` (='int8') has nothing to do: all ranks are on one node, where sums keep their dtype"
+    said = (
+        "`between_nodes.dtype` (='int8') has no effect, because all ranks are on one node, where sums keep their "
+        "dtype. Leave it out, or use several nodes."
+    )
     for rank, (result, warned) in enumerate(two_ranks.run(sum_on_one_node)):
         assert torch.equal(result, sum(reals(rank, 300, torch.float32) for rank in range(2)))
         assert warned == ([] if rank else [said])

@@ -326,7 +326,7 @@ def test_a_bucket_has_no_event_and_counts_at_once_unless_somebody_reads_its_time
         (OSError("boom"), "alarm"),
         (RuntimeError("socket timeout of my database"), "alarm"),
         (RuntimeError("NCCL error: remote process exited"), "status"),
-        (OrderError("this rank hands over x"), "status"),
+        (OrderError("this rank submitted x"), "status"),
     ],
 )
 def test_a_rank_that_only_noticed_asks_for_status_and_one_that_failed_raises_the_alarm(
@@ -453,7 +453,8 @@ def test_an_engine_that_closes_in_health_waits_by_looking_and_not_for_ever(
     step(stuck, [torch.zeros(8)])
     monkeypatch.setattr(engines, "FAILED_CLOSE_LIMIT_S", -19.8)  # of a timeout of 20 s
     with pytest.warns(
-        UserWarning, match="closed while stages .* were still waiting for other ranks"
+        UserWarning,
+        match="closed its engine while the all-reduce stages .* were still waiting for other ranks",
     ):
         stuck.close()
     assert len(fake_world) == 1
@@ -576,7 +577,7 @@ def test_no_bucket_goes_into_a_captured_graph(cuda, monkeypatch):
     step(engine, [torch.zeros(8)])
     monkeypatch.setattr(cuda_carrier, "is_any_captured", lambda: True)
     num_queries = cuda.num_queries
-    with pytest.raises(RuntimeError, match="inside a CUDA-graph capture"):
+    with pytest.raises(RuntimeError, match="inside a CUDA graph capture"):
         engine.submit(torch.zeros(8), bucket_index=0)
     engine.raise_if_failed()
     assert cuda.num_queries == num_queries  # which would end the capture

@@ -138,7 +138,7 @@ def test_a_device_that_does_not_end_is_an_error_and_no_wait(happened):
     may_end = threading.Event()
     happened.device = lambda: may_end.wait(60)
     groups.cut()
-    with pytest.raises(RuntimeError, match="on cuda:0 still wait for a host that is gone"):
+    with pytest.raises(RuntimeError, match="on cuda:0 still wait for a host that was lost"):
         groups.destroy()
     may_end.set()
 
@@ -154,7 +154,7 @@ def test_a_host_that_leaves_while_groups_connect_is_an_error_and_no_wait(happene
             may_end.wait(60)
 
     happened.connect = connect
-    with pytest.raises(RuntimeError, match="on cuda:0 still wait for a host that is gone"):
+    with pytest.raises(RuntimeError, match="on cuda:0 still wait for a host that was lost"):
         open_view(cut.append)
     may_end.set()
     backends = [call[0] for call in happened.calls if call[0] in ("gloo", "nccl")]
@@ -176,7 +176,7 @@ def test_a_wait_that_gloo_forgets_is_left_behind_when_the_view_has_ended(happene
         groups.add_up(torch.zeros(1))
     world = groups.world
     groups.destroy()
-    assert view_groups._LEFT.pop() == [world]  # to free it would be to wait
+    assert view_groups._STUCK_GROUPS.pop() == [world]  # to free it would be to wait
 
 
 def test_an_engine_that_has_no_view_yet_takes_errors_and_is_closed():

@@ -85,7 +85,9 @@ def test_a_rank_that_does_not_answer_is_named_on_all_others(soon):
     assert errors[0].startswith(
         "comm: rank 2 does not answer: its process is dead, stopped or unreachable. rank "
     )
-    assert "has waited 10 s, now bucket 1 in stage `all_reduce`. Rank 2 is on host z." in errors[1]
+    assert (
+        "has waited 10 s (state: bucket 1 in stage `all_reduce`). Rank 2 is on host z." in errors[1]
+    )
 
 
 def test_a_rank_that_is_slow_answers_and_is_waited_for(monkeypatch):
@@ -102,8 +104,8 @@ def test_a_rank_that_is_slow_answers_and_is_waited_for(monkeypatch):
 @pytest.mark.parametrize(
     ("third", "words"),
     [
-        (STRAYED, "comm: rank 2 handed over z where ranks 0, 1 handed over y"),
-        (None, "comm: rank 2 has left"),
+        (STRAYED, "comm: rank 2 submitted z where ranks 0, 1 submitted y"),
+        (None, "comm: rank 2 has closed its engine"),
     ],
 )
 def test_what_can_come_to_no_end_is_an_error_at_once(soon, third, words):
@@ -125,7 +127,7 @@ def test_after_the_time_limit_the_rank_behind_is_named_on_all(monkeypatch):
     errors = World({0: WAITING, 1: WAITING, 2: BEHIND}, give_up_after_s=5.0).outcome(num_errors=3)
     assert len(set(errors.values())) == 1
     assert errors[2].startswith(
-        "comm: rank 2 stands behind: 1 buckets handed over where others have 2; now with no"
+        "comm: rank 2 is behind: it has submitted 1 of 2 buckets. State of rank 2: with no"
     )
 
 

@@ -84,7 +84,7 @@ def with_another_plan_and_other_software():
 
 
 def test_plans_and_software_that_differ_are_refused_on_every_rank(four_ranks):
-    of_plan = "the plan of communication must be the same on all ranks: `chunk_bytes` is 1048576 on ranks 0, 2, 3 and "
+    of_plan = "the communication plan must be the same on all ranks: `chunk_bytes` is 1048576 on ranks 0, 2, 3 and "
     of_torch = f"the software must be the same on all ranks: `torch` is '{torch.__version__}' on ranks 0, 2, 3 and "
     for rank, errors in enumerate(four_ranks.run(with_another_plan_and_other_software)):
         error_of_plan, error_of_torch = errors
@@ -210,8 +210,8 @@ IN_GATHER = at(f"{IDLE}, in `x`, called by `d` (d.py:9)", is_inside=True)
 OTHER_BUCKET = at(f"bucket 1 {RING}", order="c", recent="xz")
 LONG_AGO = at(f"bucket 1 {RING}", order="d")
 LEFT = RankStatus(num_submitted=2, order="b", place="gone", has_left=True)
-BEHIND = "stands behind: 1 buckets handed over where others have 2; now"
-ABSENT = "does not come to the collective in which others wait; now"
+BEHIND = "is behind: it has submitted 1 of 2 buckets. State of rank"
+ABSENT = "does not join the collective in which others wait. State of rank"
 
 
 @pytest.mark.parametrize(
@@ -219,27 +219,27 @@ ABSENT = "does not come to the collective in which others wait; now"
     [
         ([AT_TWO, None, AT_TWO], "rank 1 does not answer: its process is dead"),
         ([None, None, AT_TWO], "ranks 0, 1 do not answer: their processes are dead"),
-        ([AT_TWO, LEFT, AT_TWO], "rank 1 has left"),
-        ([AT_TWO, AT_ONE, AT_TWO], f"rank 1 {BEHIND} with no"),
-        ([INSIDE_ONE, AT_ONE, AT_TWO], f"rank 1 {BEHIND} with no"),
-        ([WAITING_ONE, AT_ONE, AT_TWO], f"rank 1 {BEHIND} with no"),
-        ([INSIDE_ONE, AT_TWO, AT_TWO], f"rank 0 {BEHIND} bucket 0"),
-        ([AT_TWO, OUTSIDE, AT_TWO], f"rank 1 {ABSENT} bucket 1 waitin"),
+        ([AT_TWO, LEFT, AT_TWO], "rank 1 has closed its engine"),
+        ([AT_TWO, AT_ONE, AT_TWO], f"rank 1 {BEHIND} 1: with no"),
+        ([INSIDE_ONE, AT_ONE, AT_TWO], f"rank 1 {BEHIND} 1: with no"),
+        ([WAITING_ONE, AT_ONE, AT_TWO], f"rank 1 {BEHIND} 1: with no"),
+        ([INSIDE_ONE, AT_TWO, AT_TWO], f"rank 0 {BEHIND} 0: bucket 0"),
+        ([AT_TWO, OUTSIDE, AT_TWO], f"rank 1 {ABSENT} 1: bucket 1 waitin"),
         (
             [OUTSIDE, OUTSIDE],
             "every rank answers, and none is in a collective: ranks 0, 1: bucket 1 waiting for",
         ),
-        ([AT_TWO, AT_TWO, OTHER_BUCKET], "rank 2 handed over z where ranks 0, 1 handed over y"),
-        ([AT_ONE, AT_TWO, OTHER_BUCKET], "rank 2 handed over z where rank 1 handed over y"),
+        ([AT_TWO, AT_TWO, OTHER_BUCKET], "rank 2 submitted z where ranks 0, 1 submitted y"),
+        ([AT_ONE, AT_TWO, OTHER_BUCKET], "rank 2 submitted z where rank 1 submitted y"),
         (
             [AT_TWO, LONG_AGO, AT_TWO],
-            "rank 1 handed over something else, longer ago than is remembered,",
+            "rank 1 submitted different buckets, longer ago than is recorded,",
         ),
         (
             [IN_HOOK, IN_LOADER],
             "every rank answers, and none is in a collective: rank 0: with no bucket in flight, in",
         ),
-        ([IN_BARRIER, IN_HOOK], f"rank 1 {ABSENT} with no bucket in fl"),
+        ([IN_BARRIER, IN_HOOK], f"rank 1 {ABSENT} 1: with no bucket in fl"),
         (
             [IN_BARRIER, IN_GATHER],
             "ranks wait in different collectives: rank 0: with no bucket in flight, in `barrier`",
@@ -272,7 +272,7 @@ def test_many_ranks_are_named_in_short():
 def test_of_many_hosts_some_are_named():
     text = places_of([], [f"h{rank}" for rank in range(9)])
     assert text.startswith(" Rank 0 is on host h0, rank 1 is on host h1, ")
-    assert text.endswith(" rank 3 is on host h3 and 5 hosts more.")
+    assert text.endswith(" rank 3 is on host h3 and 5 more hosts.")
 
 
 def gives_up(odd_rank):

@@ -49,10 +49,10 @@ def diagnosis(statuses):
 @pytest.mark.parametrize(
     ("word", "words"),
     [
-        ("slow", "host b lives, was last heard 3.0 s ago, but its link is so slow"),
-        ("taken", "host b lives and acknowledged all that it was sent"),
-        ("cut", "nothing has come from host b for 3 s, not even an acknowledgement"),
-        ("idle", "nothing has come from host b for 3 s, and its connections are not closed"),
+        ("slow", "host b is alive and was last heard 3.0 s ago, but its link is so slow"),
+        ("taken", "host b is alive, was last heard 3.0 s ago and has acknowledged all data"),
+        ("cut", "host b has sent nothing for 3 s, not even an acknowledgement"),
+        ("idle", "host b has sent nothing for 3 s, and its connections are not closed"),
     ],
 )
 def test_a_host_that_may_live_is_not_called_dead(word, words):

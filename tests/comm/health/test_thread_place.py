@@ -51,7 +51,7 @@ def test_a_rank_in_user_code_is_the_cause_of_a_wait_in_any_collective(two_ranks,
     statuses = two_ranks.run(status_beside, wait)
     assert [statuse.is_inside for statuse in statuses] == [True, False]
     assert diagnose("Rank 0 saw it", statuses).startswith(
-        "comm: rank 1 does not come to the collective in which others wait; now with no bucket in flight, in "
+        "comm: rank 1 does not join the collective in which others wait. State of rank 1: with no bucket in flight, in "
         "`user_code` (test_thread_place.py:"
     )
 
@@ -114,7 +114,7 @@ def test_a_pipelines_stage_that_hangs_on_a_gpu_is_named_within_the_limit_and_all
     assert second
     assert error == same
     assert (
-        "rank 1 does not come to the collective in which others wait; now stage 1, forward of micro-batch 2"
+        "rank 1 does not join the collective in which others wait. State of rank 1: stage 1, forward of micro-batch 2"
         in error
     )
-    assert "rank 0 has waited 1 s, now stage 0, backward of micro-batch 2" in error
+    assert "rank 0 has waited 1 s (state: stage 0, backward of micro-batch 2)" in error

@@ -7,13 +7,13 @@ from tests.evidence.faults.inject import OF_A_SUM, PHASES
 
 DEAD = ("rank RANK does not answer", "on host HOST")
 STORE = (
-    "the store through which the ranks met does not answer: rank 0, or the launcher that keeps it",
+    "the rendezvous store does not answer: rank 0, or the launcher that runs the store",
     "on host HOST",
 )
 GAVE_UP = ("comm: rank RANK gave up: OutOfMemoryError", "on host HOST")
 FAILED_IN_STAGE = ("rank RANK failed on bucket 0 in stage `", "OutOfMemoryError", "on host HOST")
 OUT_OF_MEMORY = ("OutOfMemoryError", "rank RANK (host HOST)")
-HUNG = ("rank RANK stands behind", "on host HOST")
+HUNG = ("rank RANK is behind", "on host HOST")
 HUNG_ELSEWHERE = ("rank RANK ", "Look there for a hang", "ank RANK is on host HOST")
 OVER = ("end of fit", "teardown")
 """Phases after the last collective: the others need the rank no more, and end as if nothing had happened."""
@@ -67,7 +67,7 @@ def cases(num_ranks: int, ranks_per_host: int) -> list[FaultCase]:
             fault="another plan from the start",
             kind="has_another_plan",
             phase="setup",
-            names=("the plan of communication must be the same", "on rank RANK", "host HOST"),
+            names=("the communication plan must be the same", "on rank RANK", "host HOST"),
             lost="nothing",
             **common,
         ),
@@ -123,7 +123,7 @@ def cases_of_links(num_ranks: int) -> list[FaultCase]:
         FaultCase(
             fault="link cut for good",
             host_link=cut,
-            names=("nothing has come from host", "its link is cut", *where),
+            names=("has sent nothing for", "its link is down", *where),
             **common,
         ),
         FaultCase(

@@ -50,7 +50,9 @@ def test_the_version_is_the_packages_and_an_unknown_command_is_one_message_and_e
     done = console("trian")
     assert (done.returncode, done.stdout) == (2, "")
     rule = f"error: `COMMAND` (=trian) must be one of {', '.join(COMMANDS)}. Did you mean train? "
-    assert done.stderr == f"{rule}`lightning-hybrid --help` says what each does.\n"
+    assert (
+        done.stderr == f"{rule}Run `lightning-hybrid --help` for a description of each command.\n"
+    )
 
 
 COMPLETED = {

@@ -108,6 +108,7 @@ def test_what_a_run_cannot_write_of_itself_costs_no_run(one_rank, tmp_path):
     assert warned[0].startswith(expected)
     (tmp_path / "file").touch()
     with pytest.warns(
-        UserWarning, match=r"`report.trace_dir`: .*/rank0.json was not written \(Not a directory\)"
+        UserWarning,
+        match=r"`report.trace_dir` .*/rank0.json could not be written \(Not a directory\)",
     ):
         CommTrace(keep_events=True).write_if_possible(tmp_path / "file" / "folder", rank=0)

@@ -56,7 +56,8 @@ def explained_on_rank_zero(where, folder):
         ("gave up", "comm: rank 1 gave up: OutOfMemoryError: no room. Rank 1 is on host "),
         (
             "in a hook",
-            "comm: rank 1 does not come to the collective in which others wait; now in no collective, in `wait` (",
+            "comm: rank 1 does not join the collective in which others wait. State of rank 1: in no collective, in "
+            "`wait` (",
         ),
         (
             "in the collective",

@@ -86,7 +86,7 @@ def test_the_check_of_replicas_names_a_part_that_differs_from_that_of_another_no
         assert f": elements {0 if '0 to' in error else 49152} to" in error
         assert named in error
         assert "`weights.6` on rank 3 (host " in error
-        assert "is not that of rank 1 (host " in error
+        assert "differs from its value on rank 1 (host " in error
 
 
 def test_the_check_of_replicas_accepts_parts_that_agree_between_nodes(four_ranks):

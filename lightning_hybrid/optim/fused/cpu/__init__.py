@@ -1,1 +1,1 @@
-"""The fused steps on the CPU: one C++ source, built once per machine by the system's compiler, called by `ctypes`."""
+"""Fused steps on the CPU, in C++. The system's compiler builds them once per machine, and `ctypes` calls them."""

@@ -1,4 +1,4 @@
-"""The C++ passes of the fused steps, and the threads that run them."""
+"""Build of the C++ passes of the fused steps, and look-up of torch's thread pool."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PASSES = CppSource(
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the passes into this process, once, as `CppSource.library` does.
+    """Load the passes into this process. They are built first if they are not in the user's cache.
 
     Raises:
         CannotBuildError: There is no compiler, or it fails.
@@ -41,13 +41,13 @@ def library() -> ctypes.CDLL:
 
 
 def openmp_parallel() -> int:
-    """Return the address of `GOMP_parallel` in torch's own OpenMP runtime, or 0 if the runtime lacks it."""
-    # Torch and the passes share one pool of threads. The OpenMP runtimes of gcc, LLVM and Intel have this function.
-    # Without it one thread does all the work.
+    """Return the address of `GOMP_parallel` in torch's OpenMP runtime, or 0 if there is no such function."""
+    # With it, torch and the passes share one thread pool. The OpenMP runtimes of gcc, LLVM and Intel have this
+    # function. Without it, the passes use one thread.
     libraries = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:
-            # RTLD_NOLOAD loads nothing new; the look-up finds the symbol in the libraries that torch is linked with.
+            # RTLD_NOLOAD loads no library. The look-up finds the symbol in the libraries that torch is linked with.
             linked = ctypes.CDLL(str(libraries / name), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
             return ctypes.cast(linked.GOMP_parallel, ctypes.c_void_p).value or 0
         except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Tables of addresses for the C++ passes, and their calls."""
+"""Engines of the fused steps on the CPU, which call the C++ passes with tables of addresses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from lightning_hybrid.optim.fused.option_table import OptionTable
 from lightning_hybrid.optim.gradients import GradScaling
 from lightning_hybrid.placement import Part
 
-# `Dtype` of blocks.h.
+# Values of the enum `Dtype` in blocks.h.
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-# Number of elements of a block: so large that to take the next one costs nothing, so small that threads end together.
+# Number of elements of a block. It is large enough that scheduling takes no time, and small enough that threads end at
+# about the same time.
 _BLOCK = 1 << 14
 
 
@@ -49,19 +50,19 @@ class Table(ctypes.Structure):
 
 
 class NativeEngine(Engine):
-    """Base of the CPU engines: a table of addresses of one tensor group, and the calls of the C++ passes.
+    """Base of the CPU engines, which holds a table of addresses of one tensor group for the C++ passes.
 
-    The table is made once. A step only writes the addresses of its gradients and calls the passes, which run without
-    Python's lock.
+    The table is created once. A step only writes the addresses of its gradients and calls the passes, which run without
+    Python's interpreter lock.
 
     Args:
-        params: The parameters, of one dtype.
-        moments: Lists of optimizer state, parallel to `params`: none, the momentum, or both moments of LAMB.
-        grad_dtype: The dtype of all gradients.
-        parts: Empty, or the part of each parameter. If there is a part, the sums of whole tensors are in `block_sums`.
+        params: Parameters of one dtype.
+        moments: Lists with the optimizer state of each parameter: the momentum, or both moments of LAMB, or no list.
+        grad_dtype: Dtype of all gradients.
+        parts: Part of each parameter, or empty. If there are parts, `block_sums` has the sums of the full tensors.
     """
 
-    num_numbers: ClassVar[int]  # coefficients of each tensor, as in passes.cpp
+    num_numbers: ClassVar[int]  # number of coefficients per tensor, as in passes.cpp
 
     def __init__(
         self,
@@ -75,10 +76,10 @@ class NativeEngine(Engine):
         self._library = build.library()
         self._views = ContiguousViews(params, *moments)
         self._numbers = torch.zeros(num_tensors, self.num_numbers, dtype=torch.float64)
-        # Sums of squares: of weights in the first row, of gradients, directions or updates in the second.
+        # Sums of squares of weights in the first row, and of gradients, directions or updates in the second row.
         self.sums = torch.zeros(2, num_tensors, dtype=torch.float64)
 
-        # The table holds only the addresses of these arrays.
+        # The arrays are kept alive here, because the table holds only their addresses.
         self._arrays = _arrays_of(self._views)
         num_blocks = len(self._arrays["tensor_of"])
         sums_by_block = torch.zeros(2, num_blocks, dtype=torch.float64)
@@ -99,17 +100,17 @@ class NativeEngine(Engine):
             setattr(self._table, name, array.data_ptr())
 
         self._measured: list[bool] = []
-        # The table whose blocks are added up. If there are parts, it is the table of the whole tensors.
+        # Table whose blocks are added up. If there are parts, it is the table of the full tensors.
         self._summed_table = self._table
         if any(parts):
             self.block_sums = BlockSums(params, parts, _BLOCK, sums_by_block)
             self._summed_table = self._table_of_whole_tensors(self.block_sums)
 
     def _table_of_whole_tensors(self, block_sums: BlockSums) -> Table:
-        """Make a table with the blocks of the whole tensors, for `add_up` alone."""
+        """Create a table with the blocks of the full tensors, which only `add_up` uses."""
         num_blocks = torch.tensor(block_sums.num_blocks)
         tensor_of = torch.arange(len(num_blocks)).repeat_interleave(num_blocks)
-        self._arrays["tensor_of_whole_tensors"] = tensor_of  # the table holds only its address
+        self._arrays["tensor_of_whole_tensors"] = tensor_of  # The table holds only its address.
         weight_squares, squares = block_sums.whole_sums
         return Table(
             num_tensors=len(num_blocks),
@@ -120,7 +121,7 @@ class NativeEngine(Engine):
         )
 
     def _load(self, grads: Sequence[Tensor], needed: Sequence[bool]) -> None:
-        """Write the addresses of the gradients into the table, and the flags of the tensors to measure."""
+        """Write the addresses of the gradients and the flags of tensors to measure into the table."""
         addresses = self._views.load(grads)
         self._arrays["grads"].copy_(torch.tensor(addresses))
         if self._measured != list(needed):
@@ -129,7 +130,7 @@ class NativeEngine(Engine):
         self._table.num_threads = torch.get_num_threads()
 
     def _add_up_blocks(self) -> None:
-        """Add the blocks of each tensor into `sums`, and the shards of each tensor over ranks."""
+        """Add the blocks of each tensor, and the shards of each tensor over ranks, and write the result to `sums`."""
         self._library.add_up(ctypes.byref(self._summed_table), self.sums.data_ptr())
         if self._add_over_ranks_ is not None:
             self._add_over_ranks_(self.sums)
@@ -141,7 +142,7 @@ class NativeLars(NativeEngine):
         compute_norms()    sum(w * w), and sum(g * g) or sum(d * d)      one read of g, w
         write_update()     the step                                      one read of g, w, v, one write of w, v
 
-    User code may write parameters between two steps. So each step measures the norms of its weights again.
+    User code may write parameters between two steps, so each step computes the norms of its weights again.
     """
 
     num_numbers = 6
@@ -165,10 +166,10 @@ class NativeLars(NativeEngine):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Compute the norms, and return 1.0 if a gradient is inf or nan, as `Engine` says."""
+        """Compute the norms, and return 1.0 if a gradient is inf or nan, else 0.0 (see `Engine`)."""
         decays = None
         if self._is_joint:
-            # Gradients are still scaled here. |g / s + decay w| = |g + s decay w| / s, so the decay is scaled instead.
+            # Gradients are still scaled. The decay is scaled instead, because |g / s + decay w| = |g + s decay w| / s.
             decays = options["weight_decay"] * options["sign"]
             if scaling.inverse_scale is not None:
                 decays = decays / scaling.inverse_scale
@@ -180,12 +181,12 @@ class NativeLars(NativeEngine):
         return found_inf
 
     def write_update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Write the step from the norms, as `Engine` says."""
+        """Update the parameters with the gradients and norms of the last `compute_norms`."""
         table = ctypes.byref(self._table)
         numbers = self._numbers.data_ptr()
         inverse_scale, found_inf = _as_read_by_passes(scaling)
 
-        # Blocks to tensors, then tensors to coefficients, and only then the pass that writes.
+        # The sums of blocks are added per tensor and converted to coefficients before the pass that writes.
         self._add_up_blocks()
         self._library.lars_numbers(
             table,
@@ -201,11 +202,15 @@ class NativeLars(NativeEngine):
 
 
 class NativeLamb(NativeEngine):
-    """Engine of the LAMB step on the CPU. `steps` are the step counts.
+    """Engine of the LAMB step on the CPU.
 
-    compute_norms()     sum(g * g), if it is needed         one read of g
-    update_moments()    moments, sum(w * w), sum(u * u)     one read of g, w, m, v, one write of m, v
-    write_update()      the step                            one read of w, m, v, one write of w
+        compute_norms()     sum(g * g), if it is needed         one read of g
+        update_moments()    moments, sum(w * w), sum(u * u)     one read of g, w, m, v, one write of m, v
+        write_update()      the step                            one read of w, m, v, one write of w
+
+    Args:
+        params, moments, grad_dtype, parts: As in `NativeEngine`.
+        steps: Step count of each parameter.
     """
 
     num_numbers = 7
@@ -226,7 +231,7 @@ class NativeLamb(NativeEngine):
         self._rates = torch.zeros(len(params), dtype=torch.float64)
 
     def has_moved(self) -> bool:
-        """Return True if a tensor or a step count is no longer at the address that it had when this was built."""
+        """Return whether a tensor or a step count has another address than at the engine's construction."""
         if super().has_moved():
             return True
         return self._step_addresses != data_ptrs(self._steps)
@@ -238,14 +243,14 @@ class NativeLamb(NativeEngine):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Compute the squares of gradients, and return 1.0 if a gradient is inf or nan, as `Engine` says."""
+        """Sum the squares of gradients, and return 1.0 if a gradient is inf or nan, else 0.0 (see `Engine`)."""
         found_inf = torch.zeros(())
         self._load(grads, needed)
         self._library.measure_grads(ctypes.byref(self._table), found_inf.data_ptr())
         return found_inf
 
     def sum_grad_squares(self) -> Tensor:
-        """Sum the squares of all gradients, which are still scaled: float64, 0-dim."""
+        """Return the sum of squares of all scaled gradients, as a 0-dim float64 tensor."""
         self._add_up_blocks()
         return self.sums[1].sum()
 
@@ -265,7 +270,7 @@ class NativeLamb(NativeEngine):
         self._library.lamb_moments(table, numbers, _address(found_inf))
 
     def write_update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Write the step from the norms, as `Engine` says."""
+        """Update the parameters with the moments and norms of the last `update_moments`."""
         table = ctypes.byref(self._table)
         rates = self._rates.data_ptr()
         _, found_inf = _as_read_by_passes(scaling)
@@ -279,7 +284,7 @@ class NativeLamb(NativeEngine):
 
 
 def _arrays_of(views: ContiguousViews) -> dict[str, Tensor]:
-    """Make the arrays of a `Table` except the sums: addresses, sizes, and the tensor and begin of each block."""
+    """Create the arrays of a `Table` except the sums."""
     params = views.dense[0]
     numels = torch.tensor([param.numel() for param in params])
     num_blocks = (numels + _BLOCK - 1) // _BLOCK
@@ -300,7 +305,7 @@ def _arrays_of(views: ContiguousViews) -> dict[str, Tensor]:
 
 
 def _as_read_by_passes(scaling: GradScaling) -> tuple[Tensor | None, Tensor | None]:
-    """Return the inverse scale as float64 and `found_inf` as float32, whichever dtypes the scaler uses."""
+    """Return the inverse scale as float64 and `found_inf` as float32, which the C++ passes expect."""
     inverse_scale = scaling.inverse_scale
     if inverse_scale is not None:
         inverse_scale = inverse_scale.double()

@@ -1,1 +1,1 @@
-"""The fused steps on CUDA: Triton kernels and their launches. Import needs Triton."""
+"""Fused steps on CUDA, with Triton kernels. Importing its modules requires Triton."""

@@ -1,4 +1,4 @@
-"""Tables of addresses for the Triton kernels, and their three launches per step."""
+"""Engine of the fused LARS step on CUDA, which launches the Triton kernels with tables of addresses."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ _DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-# Triton will change the default of `enable_fp_fusion`, and warns if a caller does not set it.
+# Triton will change the default of `enable_fp_fusion`, and warns if the option is not set.
 _LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}
 
 
 class KernelLars(Engine):
-    """Engine of the LARS step on CUDA: tables of addresses of one tensor group, and the launches.
+    """Engine of the LARS step on CUDA, which holds tables of addresses of one tensor group for the kernels.
 
         compute_norms()    launches `norms`
         write_update()     launches `finalize` and `lars_update`
 
-    There are three launches, whatever the number of tensors. A gradient at a new address costs one more copy of the
-    table of addresses. The host waits for nothing, and compares only addresses.
+    The number of launches does not depend on the number of tensors. If the address of a gradient changes, the table of
+    addresses is copied again. The host compares only addresses, and does not wait for the device.
 
     Args:
-        params: The parameters, of one dtype.
-        moments: The momentum as one list parallel to `params`, or no list without momentum.
-        grad_dtype: The dtype of all gradients.
-        is_joint: True if the denominator is |g + weight_decay * w|.
+        params: Parameters of one dtype.
+        moments: One list with the momentum of each parameter, or no list if there is no momentum.
+        grad_dtype: Dtype of all gradients.
+        is_joint: Whether the denominator is |g + weight_decay * w|.
         chunk: Number of elements per program, a power of two.
-        parts: Empty, or the part of each parameter. If there is a part, the sums of whole tensors are in `block_sums`.
+        parts: Part of each parameter, or empty. If there are parts, `block_sums` has the sums of the full tensors.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class KernelLars(Engine):
         self._has_momentum = bool(moments)
         self._views = ContiguousViews(params, *moments)
 
-        # One program per chunk, whichever tensor the chunk belongs to.
+        # Each chunk of each tensor has a program.
         self._num_chunks = [-(-param.numel() // chunk) for param in params]
         num_programs = sum(self._num_chunks)
         self._counts = (num_tensors, num_programs)
@@ -79,7 +79,7 @@ class KernelLars(Engine):
         self._grad_pointers = table_of([0] * num_tensors, torch.int64, device)
         self._grad_addresses: list[int] = []
 
-        # `finalize` adds up the sums of the local chunks. If there are parts, it adds up the chunks of whole tensors.
+        # `finalize` adds the sums of local chunks. If there are parts, it adds the sums of all chunks of full tensors.
         self._sums = torch.zeros(2, num_programs, dtype=state_dtype, device=device)
         self._summed = self._sums
         first_chunks = list(itertools.accumulate(self._num_chunks, initial=0))
@@ -95,18 +95,12 @@ class KernelLars(Engine):
         )
         self._one = torch.ones((), device=device)
         self._zero = torch.zeros((), device=device)
-        self._inverse_scale = self._one  # of the step in progress
-        self._unread_flag = torch.zeros((), device=device)  # written by steps without a check
-        self._common: dict[str, Any] = {
-            "WEIGHT": _DTYPES[params[0].dtype],
-            "GRAD": _DTYPES[grad_dtype],
-            "STATE": _DTYPES[state_dtype],
-            "CHUNK": chunk,
-            **_LAUNCH,
-        }
+        self._inverse_scale = self._one  # inverse scale of the current step
+        self._unread_flag = torch.zeros((), device=device)  # flag that steps without a check write
+        self._common = _launch_options(params[0].dtype, grad_dtype, chunk)
 
     def add_shards_with(self, add_up_: Callable[[Tensor], None]) -> None:
-        """Let `add_up_` add the sums of shards over ranks, as `Engine` says."""
+        """Set the function that adds the sums of squares of shards, float64 (2, tensors), over ranks."""
         super().add_shards_with(add_up_)
         num_tensors = len(self._num_chunks)
         self._lengths = table_of(self._num_chunks, torch.int64, self._device)
@@ -119,7 +113,8 @@ class KernelLars(Engine):
         """Add the sums of each tensor's shards over ranks, if tensors are sharded."""
         if self._add_over_ranks_ is None:
             return
-        # `index_add_` on a GPU adds in an arbitrary order, but ranks with equal shards need equal bits.
+        # `index_add_` is not used, because it adds in an arbitrary order on a GPU, and the sums must be bitwise equal
+        # on ranks with equal shards.
         by_chunk = self._sums.double().T.contiguous()
         by_tensor = torch.segment_reduce(by_chunk, "sum", lengths=self._lengths, unsafe=True)
         sums = by_tensor.T.contiguous()
@@ -133,19 +128,19 @@ class KernelLars(Engine):
         scaling: GradScaling,
         needed: Sequence[bool],
     ) -> Tensor:
-        """Compute all norms, `needed` or not, and set `found_inf_out` if a gradient is inf or nan, as `Engine` says."""
+        """Compute all norms, and set `found_inf_out` if a gradient is inf or nan (see `Engine`)."""
         found_inf = scaling.found_inf_out
         if found_inf is None:
             found_inf = self._unread_flag
-        # Without a factor the kernel multiplies by a stored 1: one compiled kernel for both cases.
+        # Without a loss scale the kernel multiplies by 1, so that one compiled kernel serves both cases.
         self._inverse_scale = self._one
         if scaling.inverse_scale is not None:
             self._inverse_scale = scaling.inverse_scale
 
-        # Triton launches on the current device, whichever device the tensors are on.
+        # Triton launches on the current device, which may not be the device of the tensors.
         with torch.cuda.device_of(self._sums):
             self._load(grads)
-            if self._grid[0]:  # CUDA refuses an empty grid
+            if self._grid[0]:  # CUDA does not allow an empty grid.
                 lars_kernels.norms[self._grid](
                     self._weight_pointers,
                     self._grad_pointers,
@@ -161,7 +156,7 @@ class KernelLars(Engine):
         return found_inf
 
     def write_update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Write the step from the norms, as `Engine` says."""
+        """Update the parameters with the gradients and norms of the last `compute_norms`."""
         found_inf = scaling.found_inf
         if found_inf is None:
             found_inf = self._zero
@@ -193,24 +188,38 @@ class KernelLars(Engine):
             self._views.unload()
 
     def _load(self, grads: Sequence[Tensor]) -> None:
-        """Write the addresses of the gradients into the table on the device, if they have changed."""
+        """Copy the addresses of the gradients into the table on the device if they have changed."""
         addresses = self._views.load(grads)
         if addresses == self._grad_addresses:
             return
         if is_capturing():
             raise RuntimeError(
-                "The fused step inside a CUDA-graph capture needs gradients where they were in the step before: the "
-                "table of their addresses cannot be captured. Keep them, with zero_grad(set_to_none=False), and do one "
-                "step on them before the capture, or set fused=False."
+                "inside a CUDA graph capture, the fused step needs gradients at the same addresses as in the step "
+                "before, because the copy of their addresses cannot be captured. Keep gradients with "
+                "zero_grad(set_to_none=False) and run one step before the capture, or set fused=False."
             )
         to_device_(self._grad_pointers, torch.tensor(addresses))
         self._grad_addresses = addresses
 
 
+def _launch_options(
+    weight_dtype: torch.dtype, grad_dtype: torch.dtype, chunk: int
+) -> dict[str, Any]:
+    """Return the compile-time arguments that `norms` and `lars_update` share."""
+    state_dtype = torch.promote_types(weight_dtype, torch.float32)
+    return {
+        "WEIGHT": _DTYPES[weight_dtype],
+        "GRAD": _DTYPES[grad_dtype],
+        "STATE": _DTYPES[state_dtype],
+        "CHUNK": chunk,
+        **_LAUNCH,
+    }
+
+
 def _chunk_tables(
     params: Sequence[Tensor], num_chunks: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make the tables `numels` with one entry per tensor, and `tensor_of` and `index_of` with one entry per chunk."""
+    """Create the tables `numels` with one entry per tensor, and `tensor_of` and `index_of` with one entry per chunk."""
     device = params[0].device
     tensor_of: list[int] = []
     index_of: list[int] = []
@@ -222,7 +231,7 @@ def _chunk_tables(
 
 
 def _pointer_tables(views: ContiguousViews) -> tuple[Tensor, Tensor]:
-    """Make the tables of the addresses of weights and of momentum buffers. Without buffers their addresses are 0."""
+    """Create the tables of addresses of weights and of momentum buffers. Without momentum the addresses are 0."""
     weights = views.dense[0]
     addresses = [data_ptrs(tensors) for tensors in views.dense]
     if len(addresses) == 1:
@@ -232,7 +241,7 @@ def _pointer_tables(views: ContiguousViews) -> tuple[Tensor, Tensor]:
 
 
 def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy numbers to the device without making the host wait."""
+    """Create a tensor with the numbers on the device, without waiting for the device."""
     on_host = torch.tensor(values, dtype=dtype)
     table = torch.empty(on_host.shape, dtype=dtype, device=device)
     to_device_(table, on_host)
@@ -240,7 +249,7 @@ def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
 
 
 def try_out(device: torch.device | str = "cuda") -> None:
-    """Compile and launch one small kernel. An error of Triton is not caught."""
+    """Compile and launch one small kernel. If that fails, Triton's error is raised."""
     options = torch.zeros(len(lars_options()), 1, dtype=torch.float64, device=device)
     numbers = torch.zeros(1, lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
     first_chunk = torch.zeros(2, dtype=torch.int32, device=device)

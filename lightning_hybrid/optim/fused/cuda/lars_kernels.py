@@ -1,25 +1,25 @@
-"""The fused LARS on CUDA as Triton kernels, each of which takes all tensors of a tensor group in one launch.
+"""Triton kernels of the fused LARS step on CUDA, each of which processes all tensors of a tensor group in one launch.
 
     norms       per chunk     sum of g * g (joint: of d * d), and of w * w          reads g, w
     finalize    per tensor    norms -> trust ratio -> coefficients                  reads the sums
     lars_update per chunk     the step                                              reads g, w, v, writes w, v
 
-A chunk is `CHUNK` consecutive elements in one tensor's memory. Tensors are reached by their addresses, a table of int64
-on the device. `tensor_of` and `index_of` hold the tensor of each chunk and the chunk's index in it. The squares of a
-chunk are added in float32 in a tree, the sums of chunks in float64. A program takes one of three branches, by the
-memory of its chunk:
+A chunk is `CHUNK` consecutive elements in the memory of a tensor. The kernels get the addresses of tensors in a table
+of int64 on the device. `tensor_of` and `index_of` hold the tensor of each chunk and the index of the chunk in the
+tensor. The squares of a chunk are added in float32 in a tree, and the sums of chunks in float64. A program runs one of
+three branches, which depends on the memory of its chunk:
 
-    whole, all at multiples of 16 bytes       no masks, loads and stores of 128 bits
-    whole, all but the gradient               the same, except that the gradient is loaded an element at a time
-    else                                      masks
+    full chunk, all addresses at multiples of 16 bytes      no masks, loads and stores of 128 bits
+    full chunk, all addresses except that of the gradient   the same, but the gradient is loaded element by element
+    otherwise                                               masks
 
-DDP packs gradients without padding. One bias of odd length therefore puts the gradients behind it off 16 bytes, and
-only these are slower. `STATE` is the dtype of the arithmetic. All scalars that may change from step to step (learning
-rate, scale, found_inf) are read on the device: as arguments they would be frozen into a captured graph, and compiled in
-if they are 1.
+DDP packs gradients without padding. So a bias of odd length misaligns the gradients after it, and only these are
+slower. `STATE` is the dtype of the arithmetic. Scalars that may change between steps (learning rate, scale, found_inf)
+are read on the device. As arguments they would be constants in a captured graph, and Triton would compile a separate
+kernel for the value 1.
 
-With `TRITON_INTERPRET=1` set before Python starts, the kernels run on CPU tensors, one program after another. There
-(Triton 3.9) a bfloat16 store truncates, while a GPU rounds to nearest.
+With `TRITON_INTERPRET=1` set before Python starts, the kernels run on CPU tensors, one program after another. The
+interpreter (Triton 3.9) truncates in a bfloat16 store, whereas a GPU rounds to nearest.
 """
 
 import triton
@@ -44,8 +44,8 @@ _SUMS_PER_STEP = tl.constexpr(1024)
 
 @triton.jit
 def _pointers(address, offsets, DTYPE, IS_ALIGNED):
-    """Return the pointers of elements. `IS_ALIGNED` promises a multiple of 16 bytes, for loads of 128 bits."""
-    # The compiler attaches that promise to the pointer, for all its uses: so every branch makes a pointer of its own.
+    """Return the pointers of elements. `IS_ALIGNED` guarantees a multiple of 16 bytes, for loads of 128 bits."""
+    # The compiler applies the guarantee to all uses of a pointer, so every branch creates its own pointer.
     base = address.to(tl.pointer_type(DTYPE))
     if IS_ALIGNED:
         base = tl.multiple_of(base, 16)
@@ -54,7 +54,7 @@ def _pointers(address, offsets, DTYPE, IS_ALIGNED):
 
 @triton.jit
 def _case_of(is_whole, addresses, grad_address):
-    """Return the branch of a chunk: 0 all wide, 1 all but the gradient, 2 masks.
+    """Return the branch of a chunk, in the order of the module's docstring: 0, 1 or 2.
 
     `addresses` is the bitwise or of all addresses except that of the gradient.
     """
@@ -96,9 +96,10 @@ def norms(
     CHUNK: tl.constexpr,
     IS_JOINT: tl.constexpr,
 ):
-    """Write sums (2, chunks): of w * w in the first row, of g * g or (d / SCALE) ** 2 in the second.
+    """Write the sums of squares of each chunk into `sums` (2, chunks), one program per chunk.
 
-    `found_inf` becomes 1 if a sum of gradients is inf or nan.
+    The first row is for weights w. The second row is for scaled gradients g, or with `IS_JOINT` for scaled directions
+    g + decay * w. `found_inf` becomes 1 if a sum in the second row is inf or nan.
     """
     chunk = tl.program_id(0)
     tensor = tl.load(tensor_of + chunk)
@@ -106,7 +107,7 @@ def norms(
     offsets = begin + tl.arange(0, CHUNK)
     grad = tl.load(grads + tensor)
     weight = tl.load(weights + tensor)
-    # Gradients are still scaled. |g / s + decay w| = |g + s decay w| / s, so the decay is scaled instead.
+    # Gradients are still scaled. The decay is scaled instead, because |g / s + decay w| = |g + s decay w| / s.
     decay = 0.0
     if IS_JOINT:
         sign = tl.load(options + _SIGN * num_tensors + tensor)
@@ -117,7 +118,7 @@ def norms(
     weight_sum = sums + chunk
     case = _case_of(begin + CHUNK <= numel, weight, grad)
     total = tl.cast(0, STATE)
-    # The same code three times: the compiler needs to know the alignment, so each case is a branch of its own.
+    # The compiler needs to know the alignment, so the code is compiled once for each case.
     for branch in tl.static_range(3):
         if case == branch:
             total = _squares(
@@ -134,14 +135,14 @@ def norms(
                 branch,
             )
     tl.store(sums + num_chunks + chunk, total)
-    is_finite = total < float("inf")  # False for nan, too
-    # No atomic is needed, because all programs that write here write the same value.
+    is_finite = total < float("inf")  # This is False for nan as well.
+    # No atomic operation is needed, because all programs that write here write the same value.
     tl.store(found_inf, 1.0, mask=is_finite == 0)
 
 
 @triton.jit
 def _sum_of(sums, begin, end):
-    """Add the sums of chunks `begin` up to `end` in float64, so that the rounding of many chunks does not add up."""
+    """Add the sums of the chunks from `begin` up to `end` in float64, so that rounding errors do not accumulate."""
     offsets = tl.arange(0, _SUMS_PER_STEP)
     total = tl.zeros((_SUMS_PER_STEP,), tl.float64)
     for first in range(begin, end, _SUMS_PER_STEP):
@@ -163,7 +164,7 @@ def finalize(
     num_chunks,
     IS_JOINT: tl.constexpr,
 ):
-    """Write numbers (tensors, 6): the coefficients of the update, in float64, by one program per tensor."""
+    """Write the coefficients of the update into `numbers` (tensors, 6), float64, with one program per tensor."""
     tensor = tl.program_id(0)
     begin = tl.load(first_chunk + tensor)
     end = tl.load(first_chunk + tensor + 1)
@@ -178,7 +179,7 @@ def finalize(
     is_adapted = tl.load(options + _ADAPTED * num_tensors + tensor) > 0
     sign = tl.load(options + _SIGN * num_tensors + tensor)
 
-    # tl.where computes both of its sides: a divisor of 0 is replaced before the division.
+    # tl.where computes both operands, so a divisor of 0 is replaced before the division.
     denominator = norm + eps
     if not IS_JOINT:
         denominator += decay * weight_norm
@@ -194,7 +195,7 @@ def finalize(
     ratio = tl.where(clip < float("inf"), clipped, ratio)
     ratio = tl.where(is_adapted, ratio, 1.0)
 
-    # The momentum form is folded into two factors here, so that one update kernel does all three forms.
+    # The momentum form is expressed by two factors, so that one update kernel is enough for all three forms.
     momentum = tl.load(options + _MOMENTUM * num_tensors + tensor)
     inside = tl.where(form == 0, lr * ratio, tl.where(form == 1, ratio, 1.0))
     outside = tl.where(form == 0, 1.0, tl.where(form == 1, lr, lr * ratio))
@@ -210,7 +211,7 @@ def finalize(
 
 @triton.jit
 def _move(grad, weight, buffer, offsets, numel, line, WEIGHT, GRAD, STATE, HAS_MOMENTUM, CASE):
-    """Store the new weights of a chunk, and its new momentum."""
+    """Store the new weights and the new momentum of a chunk."""
     is_inside = (offsets < numel) | (CASE < 2)
     scale = tl.load(line).to(STATE)
     decay = tl.load(line + 1).to(STATE)
@@ -246,13 +247,14 @@ def lars_update(
     CHUNK: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr,
 ):
-    """Write the step of all chunks, unless `found_inf` is above 0.
+    """Update all chunks, unless `found_inf` is above 0, with one program per chunk.
 
-        d = SCALE * g + DECAY * w
-        v <- MOMENTUM * v + INSIDE * d
-        w <- w - OUTSIDE * v
+        d = scale * g + decay * w
+        v <- momentum * v + inside * d
+        w <- w - outside * v
 
-    A skipped step reads no tensor either. `buffers` are addresses, 0 without momentum.
+    The coefficients are those of `finalize`. A skipped step does not read any tensor. `buffers` are addresses, which
+    are 0 without momentum.
     """
     if tl.load(found_inf) <= 0:
         chunk = tl.program_id(0)
