@@ -367,7 +367,7 @@ def is_of_a_collective(error: BaseException) -> bool:
 
 
 def failed_wait(error: BaseException | None) -> BaseException | None:
-    """Return the error of a collective, or the error of all ranks, in an error's chain of causes, or None."""
+    """Return the first error of a collective, or error that all ranks raise, among the causes of an error, or None."""
     while error is not None:
         if is_of_a_collective(error) or "comm: " in str(error):
             return error
