@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ def clip_by_norm_over_ranks(
     norms_and_counts = torch.zeros(2, len(parameters), dtype=dtype, device=device)
     norms, counts = norms_and_counts.unbind()
     is_slice = torch.zeros(len(parameters), dtype=torch.bool, device=device)
-    local_norms = iter(())
+    local_norms: Iterator[Tensor] = iter(())
     if gradients:
         local_norms = iter(torch._foreach_norm(gradients))
     # Elements are written one by one, because copying a table from the host would wait for the device.

@@ -1,4 +1,7 @@
-"""Position of training in a user's `DataLoader` whose shards several ranks read, in the state format of other runs."""
+"""Position of training in a user's `DataLoader` whose shards are read by several ranks.
+
+Its state has the same format as that of other runs.
+"""
 
 from __future__ import annotations
 

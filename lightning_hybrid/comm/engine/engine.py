@@ -397,11 +397,11 @@ class CommEngine:
 
     @property
     def failure(self) -> str:
-        """Error of all ranks, or an empty string if there is none."""
+        """Error message that all ranks raise, or an empty string if the sums have not failed."""
         return self._latch.error
 
     def raise_if_failed(self) -> None:
-        """Raise the error of all ranks, if there is one.
+        """Raise the error that all ranks raise, if the sums have failed.
 
         It never waits, so on CUDA it does not know of failures in work that the device has not reached.
         """

@@ -320,7 +320,7 @@ class FailureLatch:
             bucket.fail(self.error, self.cause)
 
     def raise_if_tripped(self) -> None:
-        """Raise the error of all ranks, if there is one."""
+        """Raise the error that all ranks raise, if the sums have failed."""
         if self.error:
             raise RuntimeError(self.error) from self.cause
 
