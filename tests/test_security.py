@@ -93,7 +93,7 @@ def test_a_folder_or_file_of_another_user_is_not_loaded(answers, monkeypatch, wh
     planted, answer = answers
     if whose == "folder":
         theirs = planted.parent
-        warning = pytest.warns(UserWarning, match="must be yours")
+        warning = pytest.warns(UserWarning, match="must belong to you")
     else:
         theirs = planted
         warning = nullcontext()

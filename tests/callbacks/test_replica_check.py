@@ -74,17 +74,17 @@ def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(
         assert error.startswith(expected_begin), f"on rank {rank}: {error}"
         assert "between steps 0 and 4 (`every_n_steps` (=4)): " in error, f"on rank {rank}"
         assert f"{named} on rank 1 (host " in error, f"on rank {rank}"
-        assert "is not that of rank 0 (host " in error, f"on rank {rank}"
+        assert "differs from its value on rank 0 (host " in error, f"on rank {rank}"
         assert last_step == 4, f"on rank {rank}"
 
 
 def test_the_first_difference_is_named_right_after_the_change(three_ranks):
     """The momentum that was written, and the weight that it moved. The third rank is in the minority."""
     results = spoiled(three_ranks, "momentum", "32-true", 1, rank=2, step=1)
-    summary = "2 of 20 tensors differ, the last is `momentum_buffer` of the optimizer"
+    summary = "2 of 20 tensors differ, and the last of them is `momentum_buffer` of the optimizer"
     for rank, (error, last_step) in enumerate(results):
         assert f"`{LAST}` on rank 2 (host " in error, f"on rank {rank}"
-        assert "is not that of ranks 0, 1 (host " in error, f"on rank {rank}"
+        assert "differs from its value on ranks 0, 1 (host " in error, f"on rank {rank}"
         assert summary in error, f"on rank {rank}"
         assert last_step == 2, f"on rank {rank}"
 

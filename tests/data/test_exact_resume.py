@@ -359,7 +359,7 @@ def own_stream(folder: str, stop: int | None, batch_size: int = 4) -> list[str]:
         module = fit(kind, HYBRID, 0, [Saves(folder, [])])
     else:
         module = fit(kind, HYBRID, 0, [], f"{folder}/{stop}.ckpt")
-    return [text for text in module.warnings if "may be another one" in text]
+    return [text for text in module.warnings if "may differ from the interrupted run" in text]
 
 
 def test_the_stream_of_a_sampler_of_other_ranks_is_not_taken(rank_pool, tmp_path):

@@ -55,7 +55,9 @@ def test_a_host_that_received_other_weights_is_named_before_a_step(tmp_path: Pat
     run = recovery.Hosts(options, tmp_path, {"end": 5, "min_hosts": 2, "spoilt": "ab"})
     for name in "ab":
         run.start(name)
-    message = r"ReplicaDriftError.*`head.bias` on rank 1 \(host .*\) is not that of rank 0"
+    message = (
+        r"ReplicaDriftError.*`head.bias` on rank 1 \(host .*\) differs from its value on rank 0"
+    )
     with pytest.raises(RuntimeError, match=message):
         run.wait("an error", lambda: False)
     assert not any(row["event"] == "step" for row in run.rows)

@@ -456,9 +456,7 @@ def error_while_rank_one_is_elsewhere():
 
 
 def test_a_rank_that_is_absent_from_a_collective_of_fabrics_is_named(two_ranks):
-    expected = (
-        "comm: rank 1 does not come to the collective in which others wait; now with no bucket"
-    )
+    expected = "comm: rank 1 does not join the collective in which others wait. State of rank 1: with no bucket"
     for rank, text in enumerate(two_ranks.run(play, error_while_rank_one_is_elsewhere)):
         assert text.startswith(expected), f"rank {rank}"
         location = "in `error_while_rank_one_is_elsewhere` (test_strategy.py:"

@@ -111,5 +111,5 @@ def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(
 ):
     result = errors(three_ranks, "hangs", tmp_path, timeout_s=10, schedule=schedule)
     for rank in (0, 2):
-        assert "rank 1 does not come to the collective in which others wait" in result[rank]
+        assert "rank 1 does not join the collective in which others wait" in result[rank]
         assert f"now in forward of micro-batch 2 on stage 1 of {num_stages}" in result[rank]

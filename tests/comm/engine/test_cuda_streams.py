@@ -735,5 +735,5 @@ def test_buckets_in_another_order_are_an_error_on_every_rank_and_no_host_waits_f
         text, host_waits, violations = result
         assert host_waits == [], f"rank {rank}"
         assert violations == [], f"rank {rank}"
-        assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, f"rank {rank}: {text}"
-        assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text, f"rank {rank}"
+        assert "comm: rank 2 submitted bucket 1 (40 x float32" in text, f"rank {rank}: {text}"
+        assert "where ranks 0, 1, 3 submitted bucket 0 (40 x float32" in text, f"rank {rank}"

@@ -65,8 +65,8 @@ def another_order(algorithm, is_known):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_buckets_in_another_order_are_an_error_on_every_rank(four_ranks, algorithm, is_known):
     for rank, text in enumerate(four_ranks.run(another_order, algorithm, is_known)):
-        assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, f"rank {rank}: {text}"
-        assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text, f"rank {rank}"
+        assert "comm: rank 2 submitted bucket 1 (40 x float32" in text, f"rank {rank}: {text}"
+        assert "where ranks 0, 1, 3 submitted bucket 0 (40 x float32" in text, f"rank {rank}"
 
 
 def with_another_plan_and_other_software():
@@ -108,7 +108,7 @@ def of_another_size(odd_rank):
 def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks):
     """Sent, it would end the process: Gloo calls abort()."""
     for rank, (text, waited_s) in enumerate(four_ranks.run(of_another_size, 3)):
-        assert "comm: rank 3 handed over bucket 0 (41 x float32" in text, f"rank {rank}"
+        assert "comm: rank 3 submitted bucket 0 (41 x float32" in text, f"rank {rank}"
         assert waited_s < 15, f"rank {rank}; the time limit is 30 s"
 
 

@@ -92,8 +92,10 @@ def test_after_a_fit_nothing_holds_the_memory_of_its_buckets(two_ranks):
 @pytest.mark.parametrize("algorithm", ["flat", "parallel_flat"])
 def test_an_algorithm_without_a_sum_of_each_node_is_refused_before_training(four_ranks, algorithm):
     comm = Comm(plan=CommPlan(algorithm=algorithm))
-    beginning = f"ValueError: `algorithm` (='{algorithm}') has no stage between nodes, and"
-    advice = "and such a `comm.plan` out, or write comm=Comm(algorithm='hierarchical')."
+    beginning = (
+        f"ValueError: `algorithm` (='{algorithm}') has no stage between nodes, so it cannot be"
+    )
+    advice = "and `comm.plan` out, or set comm=Comm(algorithm='hierarchical')."
     for seen in fit(four_ranks, raises=True, comm=comm, **scene("int8", ranks_per_node=2)):
         assert seen.error.startswith(beginning), f"rank {seen.rank}"
         assert advice in seen.error, f"rank {seen.rank}"
@@ -122,7 +124,7 @@ FEEDBACK = Mean(dtype="int4", error_feedback=True)
     ids=["codecs", "codec and none", "feedback", "periods"],
 )
 def test_ranks_with_other_settings_are_named_on_all_before_training(two_ranks, values, words):
-    beginning = "ValueError: the plan of communication must be the same on all ranks: "
+    beginning = "ValueError: the communication plan must be the same on all ranks: "
     results = two_ranks.run(error_with_values_of_ranks, values)
     for rank, (error, losses) in enumerate(results):
         assert error.startswith(beginning), f"rank {rank}"

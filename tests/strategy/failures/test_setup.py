@@ -70,7 +70,7 @@ def test_the_error_of_a_failed_collective_names_its_cause(two_ranks, tmp_path, w
     # Of a rank that gave up, either may come first: the collected status, or its own report.
     beginnings = (words,)
     if where == "gave up":
-        beginnings = (words, "comm: rank 1 does not come to the collective")
+        beginnings = (words, "comm: rank 1 does not join the collective")
     assert message.startswith(beginnings)
     assert message.endswith(f"Seen here as RuntimeError: {GLOO}")
 
