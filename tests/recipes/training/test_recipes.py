@@ -268,7 +268,7 @@ def test_slices_need_the_strategy_that_cuts_layers():
     overrides = ("model=alexnet_bn", "strategy=ddp", "precision=32-true", "model.slice_fc=node")
     with pytest.raises(
         ValueError,
-        match=r"^`model.slice_fc` \(=node\) and `strategy` \(=DDPStrategy\) exclude each",
+        match=r"^`model.slice_fc` \(=node\) and `strategy` \(=DDPStrategy\) cannot be",
     ):
         build(configured(*overrides))
 
