@@ -26,6 +26,7 @@ from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.lightning_names import lightning_error, lightning_types
 from lightning_hybrid.strategy.arguments import with_own_names
 from lightning_hybrid.strategy.error_summary import RULE, shared_memory_cure, summary_of
+from lightning_hybrid.strategy.launcher_report import remove_error_file, write_error_file
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ class FailureReports:
             has_several_communicators: Whether further groups are in use at the same time as the default one.
         """
         self._error_before_setup = sys.exc_info()[1]
+        remove_error_file()
         variables: dict[str, str] = {}
         if any(device.type == "cuda" for device in devices):
             variables.update(_OF_NCCL)
@@ -241,6 +243,7 @@ class FailureReports:
         cure = shared_memory_cure(exception)
         if cure:
             exception.add_note(cure)
+        write_error_file(exception)
 
     def _explain_or_abort(
         self, watchdog: CommEngine | SetupWatchdog, exception: BaseException, rank: int

@@ -1,5 +1,7 @@
 """Last lines of the output after an error, a killed rank or full shared memory, and refusals at launch."""
 
+import contextlib
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator as PytorchAccelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_hybrid import HybridAllReduceStrategy
@@ -39,6 +42,37 @@ def test_an_error_ends_in_the_users_line_and_the_cure(one_rank):
     assert box.endswith(f", line {Breaks.training_step.__code__.co_firstlineno + 2}, ")
     assert cure.startswith("`/dev/shm` (=")
     assert "--shm-size" in cure
+
+
+def box_of_torchrun(path):
+    """Return the box with which torchrun ends if a rank fails, without its last two lines."""
+    failure = ProcessFailure(local_rank=1, pid=7, exitcode=1, error_file=str(path))
+    return str(ChildFailedError("train.py", {1: failure}))
+
+
+def fit_under_torchrun(path):
+    """Fail a fit, and fit again after that."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = path
+    try:
+        with contextlib.suppress(RuntimeError):
+            toy.trainer(max_epochs=1).fit(Breaks(), toy.loader())
+        box = box_of_torchrun(path)
+        toy.trainer(max_epochs=1).fit(toy.Toy(), toy.loader())
+    finally:
+        os.environ.pop("TORCHELASTIC_ERROR_FILE")
+    return box, os.path.exists(path)
+
+
+def test_the_box_of_torchrun_names_rank_and_cause(one_rank, tmp_path):
+    ((box, exists),) = one_rank.run(fit_under_torchrun, str(tmp_path / "error.json"))
+    root_cause = box.partition("Root Cause")[2]
+    assert "On rank 0 (host " in root_cause
+    assert f"RuntimeError: {FULL}" in root_cause
+    assert (
+        f"line {Breaks.training_step.__code__.co_firstlineno + 2}, in training_step" in root_cause
+    )
+    assert "To enable traceback" not in box
+    assert not exists, "an error that was caught is not that of the rank"
 
 
 @pytest.mark.parametrize(
