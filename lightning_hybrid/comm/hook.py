@@ -23,6 +23,7 @@ from torch.futures import Future
 from lightning_hybrid.comm.codec.error_feedback import BucketFeedback, ErrorFeedback
 from lightning_hybrid.comm.codec.padded_bucket import BlockNumbers, PaddedBucket, num_reals
 from lightning_hybrid.comm.engine.engine import CommEngine
+from lightning_hybrid.comm.stats.phases import Phase
 
 # No `from __future__ import annotations` in this file: DistributedDataParallel compares the hook's annotations with the
 # classes themselves and refuses strings.
@@ -127,6 +128,9 @@ def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEn
             f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "
             "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or plain `ddp`."
         )
+    if bucket.is_last():
+        # Buckets come in order: all gradients of this rank are ready.
+        engine.trace.enter(Phase.WAIT)
     return engine, buffer
 
 

@@ -26,6 +26,7 @@ from lightning_hybrid.comm.adasum.hook import adasum_bucket
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group
+from lightning_hybrid.comm.stats.phases import Phase
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.strategy.arguments import (
     adasum_plan,
@@ -85,6 +86,11 @@ class CommSetup:
         if self.engine is None:
             return None
         return self.engine.trace
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase of the step, if phases are measured."""
+        if self.engine is not None:
+            self.engine.trace.enter(phase)
 
     # ---- topology and plan -------------------------------------------------------------------
 

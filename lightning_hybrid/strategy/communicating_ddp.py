@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.comm import CommTrace
+from lightning_hybrid.comm.stats.phases import Phase
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.strategy.comm_setup import CommSetup
@@ -158,6 +159,7 @@ class CommunicatingDDP(_Base):
         refuse_loss_without_gradient(
             closure_loss, rank=self.global_rank, world_size=self.world_size
         )
+        self._comm.enter(Phase.BACKWARD)
         state = self._comm.hook_state
         num_buckets_before = 0
         if state is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from time import perf_counter
@@ -17,6 +18,7 @@ from typing import Any
 
 from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
+from lightning_hybrid.comm.stats.phases import Phase, StepPhases
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
 # A timeline ends after so many events (about 100 MB of JSON); the counters go on.
@@ -52,6 +54,7 @@ class CommTrace:
 
     Attributes:
         measures_devices: whether a device records when each bucket began and ended. The threads of a CPU always do.
+        phases: recorder of the phases of each step. None: nobody measures them.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class CommTrace:
         self._clock = clock
         self.keep_events = keep_events
         self.measures_devices = keep_events
+        self.phases: StepPhases | None = None
         self._events: list[dict[str, Any]] = []
         self._first_s: float | None = None
         self._last_end_s = 0.0
@@ -84,6 +88,24 @@ class CommTrace:
     def measure_devices(self) -> None:
         """Have a device record the times of buckets from the next one on, as somebody reads them."""
         self.measures_devices = True
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase of the step, if phases are measured."""
+        if self.phases is not None:
+            self.phases.enter(phase)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting for other ranks, if phases are measured."""
+        if self.phases is None:
+            yield
+            return
+        phase = self.phases.current
+        self.enter(Phase.WAIT)
+        try:
+            yield
+        finally:
+            self.enter(phase)
 
     def look_first(self, look: Callable[[], None]) -> None:
         """Call `look` before counts are read: it replays what a device has done for an engine."""
