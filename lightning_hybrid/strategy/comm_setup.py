@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -91,6 +92,12 @@ class CommSetup:
         """Begin a phase of the step, if phases are measured."""
         if self.engine is not None:
             self.engine.trace.enter(phase)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context whose time counts as waiting for other ranks, if phases are measured."""
+        if self.engine is None:
+            return nullcontext()
+        return self.engine.trace.waiting()
 
     # ---- topology and plan -------------------------------------------------------------------
 
