@@ -46,7 +46,7 @@ class StragglerMonitor(Callback):
     A link is named if no rank is late, every rank waits, and the link sends slower than other links, or than before.
     The rates come from the kernel's counters of TCP connections, on Linux.
 
-    At the end of a window each rank sends 36 bytes to rank zero. Other steps have no communication. On CUDA times come
+    At the end of a window each rank sends 40 bytes to rank zero. Other steps have no communication. On CUDA times come
     from events, and neither they nor the figures make the host wait for the device. *Every rank must have this
     callback, with the same number.*
 

@@ -6,6 +6,7 @@ No clock of one rank is compared with another's. Ranks wait for one another in e
     excess_p = seconds of phase p on rank r - median of the other ranks    a phase that explains them
 
     rank r is suspected if  held_r >= min_share * step  and  sum of max(excess_p, 0) >= held_r / 2
+                       and  held_r >= errors of the medians of the waits
 
 Time in callbacks may be work or a wait in collectives of their own. It counts as waiting for a rank that is slow in
 another phase, and as work for a rank that is slow in its callbacks.
@@ -85,7 +86,7 @@ def _suspect_in(
 ) -> SlowRank | None:
     step_s = median([window.step_s for window in windows])
     held_s = held_up_s(windows, rank, waiting)
-    if held_s <= 0 or held_s < min_share * step_s:
+    if held_s <= 0 or held_s < max(min_share * step_s, _error_s(windows, rank)):
         return None
 
     explained_s = 0.0
@@ -106,6 +107,13 @@ def _suspect_in(
         typical_s=typical_s(windows, rank, slowest_phase),
         cost_share=held_s / step_s,
     )
+
+
+def _error_s(windows: Sequence[RankWindow], rank: int) -> float:
+    """Return the seconds by which two waits may differ by chance."""
+    errors_s = [window.wait_error_s for window in windows]
+    error_s = errors_s.pop(rank)
+    return error_s + median(errors_s)
 
 
 def typical_s(windows: Sequence[RankWindow], rank: int, phase: Phase) -> float:

@@ -1,5 +1,7 @@
 """From windows to names, without processes, clocks or links."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_hybrid.callbacks.stragglers.slow_links import SlowLinks
@@ -10,7 +12,7 @@ from lightning_hybrid.comm.stats.phases import Phase
 from tests.callbacks.stragglers.generated import TRANSFER, USUAL, windows
 
 COMPUTING = [Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CALLBACKS]
-NUM_WINDOWS = 3
+NUM_WINDOWS = 4
 
 
 def slow_ranks(min_share=0.1):
@@ -53,14 +55,22 @@ def test_nobody_is_named_below_the_share_or_for_fewer_windows():
     assert names(slow_ranks(), 4, {(1, Phase.FORWARD): 10.0}) == []
     assert names(slow_ranks(), 4, {(1, Phase.FORWARD): 60.0}, num_windows=NUM_WINDOWS - 1) == []
     decision = slow_ranks()
-    for rank in (1, 1, 0, 1, 1):
+    for rank in (1, 1, 1, 0, 1, 1, 1):
         assert decision.add(windows(4, {(rank, Phase.FORWARD): 60.0})) == []
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_noise_on_all_ranks_names_nobody(num_ranks):
     """Each phase takes twice its time on average, and each step some rank is the last."""
-    assert names(slow_ranks(), num_ranks, noise=1.0, num_windows=200) == []
+    assert names(slow_ranks(), num_ranks, noise=1.0, num_windows=200, num_steps=20) == []
+
+
+def test_a_difference_that_chance_explains_is_not_suspected():
+    """The waits of ten steps spread by more than what the rank seems to cost."""
+    certain = windows(2, {(1, Phase.FORWARD): 30.0})
+    assert suspect_of(certain, 1, min_share=0.1) is not None
+    uncertain = [replace(window, wait_error_s=0.020) for window in certain]
+    assert suspect_of(uncertain, 1, min_share=0.1) is None
 
 
 def test_a_rank_is_reported_once_until_it_recovers():
