@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -144,11 +145,12 @@ def run(
     num_windows: int = MOST_WINDOWS,
     window: int = WINDOW,
     is_stopped: bool = True,
+    more: Sequence[pl.Callback] = (),
     **settings: Any,
 ) -> list[tuple[int, str]]:
     """Train, and return the messages of rank zero, with their steps."""
     monitor = StragglerMonitor(every_n_steps=window)
-    callbacks: list[Any] = [monitor, SlowCallback(delays)]
+    callbacks: list[Any] = [monitor, *more, SlowCallback(delays)]
     if is_stopped:
         callbacks.append(StopsWhenNamed(monitor))
     batch_size = 4

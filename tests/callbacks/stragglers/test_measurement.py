@@ -4,6 +4,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
