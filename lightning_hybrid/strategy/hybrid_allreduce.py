@@ -278,9 +278,7 @@ class HybridAllReduce(CommunicatingDDP):
         if self._sums_over_ranks and self._averaged_parameters is not None:
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        if not self._module.automatic_optimization:
-            # Otherwise forward and backward come first, in the closure.
-            self._comm.enter(Phase.OPTIMIZER)
+        self._comm.enter(Phase.OPTIMIZER)
         result = self._extensions.step(optimizer, closure, step, **kwargs)
         self._comm.enter(self._phase_unless_manual(Phase.CALLBACKS))
         return result

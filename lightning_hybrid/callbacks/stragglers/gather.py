@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.callbacks.stragglers.window import NUM_FIGURES, RankWindow
+from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.comm.health.tcp_info import own_addresses
 from lightning_hybrid.comm.stats.link_rates import node_of_addresses
 from lightning_hybrid.comm.topology import Topology, host_identity
@@ -22,7 +23,7 @@ class Hosts:
     Attributes:
         ranks: Ranks of the world.
         nodes: Number of each rank's host.
-        node_names: Host name by number.
+        node_names: Host name by number, with its ranks if other hosts have the same name.
         node_of_address: Number of the host, by address, of the hosts other than this rank's.
     """
 
@@ -46,9 +47,11 @@ class Hosts:
         nodes = [0] * topology.world_size
         node_names = {}
         addresses: dict[int, set[str]] = {}
+        host_names = [identities[ranks[0]][0] for ranks in topology.nodes]
         for node, ranks in enumerate(topology.nodes):
-            host_name = identities[ranks[0]][0]
-            node_names[node] = host_name
+            node_names[node] = host_names[node]
+            if host_names.count(host_names[node]) > 1:
+                node_names[node] += f" ({name_ranks(ranks)})"
             addresses[node] = set()
             for rank in ranks:
                 nodes[rank] = node

@@ -10,6 +10,7 @@ any machine. Rows are printed as JSON.
 import argparse
 import json
 import multiprocessing
+import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -217,6 +218,7 @@ def rows(pool: RankPool, num_ranks: int, options: Any) -> Any:
         messages = ranks.run(_healthy, options.healthy, options.window, timeout_s=3000)[0]
         seconds = round(time.monotonic() - began_s, 1)
         yield common | {
+            "load of the machine": round(os.getloadavg()[0], 1),
             "healthy windows": options.healthy,
             "steps": options.window,
             "messages": messages,
@@ -228,6 +230,7 @@ def rows(pool: RankPool, num_ranks: int, options: Any) -> Any:
             began_s = time.monotonic()
             messages = ranks.run(_case, delays, options.window, options.precision, timeout_s=900)[0]
             yield common | {
+                "load of the machine": round(os.getloadavg()[0], 1),
                 "case": name,
                 "slow rank": delays.rank,
                 "is right": is_right(delays, messages),

@@ -166,7 +166,9 @@ def marks_of_second_step(module, settings):
     return steps[1], left, len(module._forward_pre_hooks)
 
 
-BEFORE = ["wait", "callbacks", "input", "wait", "forward", "backward"]
+FETCH = ["wait", "callbacks", "input"]
+FORWARD = ["wait", "forward", "backward"]
+BEFORE = [*FETCH, "optimizer", *FORWARD]  # the optimizer calls the closure
 AFTER = ["wait", "optimizer", "callbacks"]
 
 
@@ -178,10 +180,10 @@ AFTER = ["wait", "optimizer", "callbacks"]
         (
             toy.Toy,
             {"precision": "16-true", "accumulate_grad_batches": 2},
-            [*BEFORE, "optimizer", "callbacks", *BEFORE, *AFTER],
+            [*FETCH, *FORWARD, "optimizer", "callbacks", *BEFORE, *AFTER],
         ),
         # in manual optimization, the step runs on between backward and optimizer, and after it
-        (Manual, {}, [*BEFORE, "wait", "forward", "optimizer", "forward", "callbacks"]),
+        (Manual, {}, [*FETCH, *FORWARD, "wait", "forward", "optimizer", "forward", "callbacks"]),
     ],
     ids=["fp32", "fp16", "accumulated", "manual"],
 )
