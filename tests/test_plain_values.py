@@ -97,6 +97,11 @@ CASES = [
         {"signals": ["SIGTERM"], "every_n_steps": "10"},
         {"every_n_steps": 10},
     ),
+    (
+        "callbacks.StragglerMonitor",
+        {"every_n_steps": "10", "min_share": "0.2", "num_windows": "3"},
+        {"every_n_steps": 10, "min_share": 0.2, "num_windows": 3},
+    ),
     ("callbacks.TimeToAccuracy", {"target": "0.75"}, {"target": 0.75}),
     (
         "callbacks.TrainingMetrics",

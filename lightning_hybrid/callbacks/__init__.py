@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     )
     from lightning_hybrid.callbacks.run_report.callback import RunReport
     from lightning_hybrid.callbacks.stop_on_signal import StopOnSignal
+    from lightning_hybrid.callbacks.stragglers.callback import StragglerMonitor
     from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
     from lightning_hybrid.callbacks.training_metrics import TrainingMetrics
 
@@ -29,6 +30,7 @@ __all__ = [
     "ReplicaDriftError",
     "RunReport",
     "StopOnSignal",
+    "StragglerMonitor",
     "TimeToAccuracy",
     "TrainingMetrics",
     "half_precision_report",
@@ -45,6 +47,7 @@ _MODULES = {
     "ReplicaDriftError": "replica_check",
     "RunReport": "run_report.callback",
     "StopOnSignal": "stop_on_signal",
+    "StragglerMonitor": "stragglers.callback",
     "TimeToAccuracy": "time_to_accuracy",
     "TrainingMetrics": "training_metrics",
     "half_precision_report": "fp16_range",

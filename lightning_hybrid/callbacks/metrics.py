@@ -135,6 +135,32 @@ PEAK_MEMORY_BYTES = _timed(
     "B",
     "Peak memory of rank zero so far: tensors on CUDA; on a CPU the whole process.",
 )
+STRAGGLER_COST_SHARE = _timed(
+    "straggler/cost_share",
+    "1",
+    "Part of a step for which the median rank waits for the latest one, 0 to 1.",
+)
+STRAGGLER_WAIT_SHARE = _timed(
+    "straggler/wait_share",
+    "1",
+    "Part of a step for which even the latest rank waits for gradients: the network's part.",
+)
+STRAGGLER_RANK = _timed(
+    "straggler/rank", "1", "Rank that `StragglerMonitor` names as slow; none while it names none."
+)
+STRAGGLER_LINK_BYTES_PER_S = _timed(
+    "straggler/link_bytes_per_s",
+    "B/s",
+    "Rate of the slowest link between nodes while it has something to send, by TCP's counters.",
+)
+STRAGGLER_EXCESS_S = {
+    phase: _timed(
+        f"straggler/{phase}_s",
+        "s",
+        f"Time per step by which the slowest rank's {phase} phase is longer than the median.",
+    )
+    for phase in ("input", "forward", "backward", "optimizer", "callbacks")
+}
 VAL_LOSS = _metric("val/loss", "1", "Mean loss over the validation set.", best="min")
 VAL_ACC = _metric(
     "val/acc", "1", "Part of the validation set whose most likely class is right.", best="max"

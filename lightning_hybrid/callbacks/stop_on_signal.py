@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -23,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core import rank_zero
 
 from lightning_hybrid.checks import plain_value, require_whole
+from lightning_hybrid.run_status import run_status
 
 CHECKPOINT_NAME = "stopped.ckpt"
 
@@ -256,7 +258,10 @@ class StopOnSignal(Callback):
         """
         request = torch.tensor([self._request], device=trainer.strategy.root_device)
         if trainer.world_size > 1 and dist.is_initialized():
-            dist.all_reduce(request, op=dist.ReduceOp.MAX)
+            trace = run_status(trainer).comm_trace
+            waiting = nullcontext() if trace is None else trace.waiting()
+            with waiting:
+                dist.all_reduce(request, op=dist.ReduceOp.MAX)
         # A signal that arrives meanwhile does not count, because the other ranks do not know of it.
         self._agreed_request = int(request.item())
         if self._agreed_request:

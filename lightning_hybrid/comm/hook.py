@@ -26,6 +26,7 @@ from torch.futures import Future
 from lightning_hybrid.comm.codec.error_feedback import BucketFeedback, ErrorFeedback
 from lightning_hybrid.comm.codec.padded_bucket import BlockNumbers, PaddedBucket, num_reals
 from lightning_hybrid.comm.engine.engine import CommEngine
+from lightning_hybrid.comm.stats.phases import Phase
 
 # There is no `from __future__ import annotations` in this file, because DistributedDataParallel compares the hook's
 # annotations with the classes themselves and rejects strings.
@@ -136,6 +137,9 @@ def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEn
             f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real, because this "
             "strategy cannot average sparse gradients. Use `sparse=False` in embeddings, or strategy='ddp'."
         )
+    if bucket.is_last():
+        # Buckets come in order: all gradients of this rank are ready.
+        engine.trace.enter(Phase.WAIT)
     return engine, buffer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,7 @@ from lightning_hybrid.comm.adasum.hook import adasum_bucket
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group
+from lightning_hybrid.comm.stats.phases import Phase
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.strategy.arguments import (
     adasum_plan,
@@ -85,6 +87,17 @@ class CommSetup:
         if self.engine is None:
             return None
         return self.engine.trace
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase of the step, if phases are measured."""
+        if self.engine is not None:
+            self.engine.trace.enter(phase)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context whose time counts as waiting for other ranks, if phases are measured."""
+        if self.engine is None:
+            return nullcontext()
+        return self.engine.trace.waiting()
 
     # ---- topology and plan -------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.comm import CommTrace
+from lightning_hybrid.comm.stats.phases import Phase
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.strategy.comm_setup import CommSetup
@@ -158,6 +159,7 @@ class CommunicatingDDP(_Base):
         refuse_loss_without_gradient(
             closure_loss, rank=self.global_rank, world_size=self.world_size
         )
+        self._comm.enter(Phase.BACKWARD)
         state = self._comm.hook_state
         num_buckets_before = 0
         if state is not None:
@@ -192,13 +194,26 @@ class CommunicatingDDP(_Base):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait as DDP, except on a rank that fails: the others do not reach this barrier."""
         if not self._failures.is_alone():
-            super().barrier(*args, **kwargs)
+            with self._comm.waiting():
+                super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Broadcast as DDP, except on a rank that fails, which gets its own object back."""
         if self._failures.is_alone():
             return obj
-        return super().broadcast(obj, *args, **kwargs)
+        with self._comm.waiting():
+            return super().broadcast(obj, *args, **kwargs)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduce as DDP. It counts as waiting for other ranks."""
+        with self._comm.waiting():
+            return super().reduce(tensor, *args, **kwargs)
+
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Gather as DDP. It counts as waiting for other ranks."""
+        with self._comm.waiting():
+            gathered: torch.Tensor = super().all_gather(tensor, *args, **kwargs)
+            return gathered
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the ranks that wait for this one, and name the rank that caused it."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.io import durable_by_default
+from lightning_hybrid.comm.stats.phases import Phase
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.precision.window import HalfPrecisionWindow
@@ -257,6 +258,8 @@ class HybridAllReduce(CommunicatingDDP):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step. Without a loss there is no backward that would end its half precision."""
+        # Extensions and DDP may wait for other ranks before the module's own forward.
+        self._comm.enter(Phase.WAIT)
         self._extensions.call("before_training_step", args, kwargs)
         self._masters.rebuild_buckets(self.model)
         output = super().training_step(*args, **kwargs)
@@ -281,7 +284,14 @@ class HybridAllReduce(CommunicatingDDP):
 
     def _flush_backward(self, closure_loss: torch.Tensor) -> None:
         """End DDP's own work for a backward, after which gradients are averages."""
+        self._comm.enter(self._phase_unless_manual(Phase.OPTIMIZER))
         super().post_backward(closure_loss)
+
+    def _phase_unless_manual(self, phase: Phase) -> Phase:
+        """Return `phase`, or in manual optimization that of the code in `training_step`."""
+        if self._module.automatic_optimization:
+            return phase
+        return Phase.FORWARD
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -290,7 +300,10 @@ class HybridAllReduce(CommunicatingDDP):
         if self._sums_over_ranks and self._averaged_parameters is not None:
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        return self._extensions.step(optimizer, closure, step, **kwargs)
+        self._comm.enter(Phase.OPTIMIZER)
+        result = self._extensions.step(optimizer, closure, step, **kwargs)
+        self._comm.enter(self._phase_unless_manual(Phase.CALLBACKS))
+        return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Validate as DDP."""

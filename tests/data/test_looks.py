@@ -275,7 +275,8 @@ def test_a_look_at_a_sampler_that_cannot_be_copied_is_refused_by_name():
         max_epochs=1, callbacks=[at(on_train_start=look)], use_distributed_sampler=False
     )
     with pytest.raises(
-        RuntimeError, match=r"its `sampler` \(=Generating\) cannot be copied .*Create another loader"
+        RuntimeError,
+        match=r"its `sampler` \(=Generating\) cannot be copied .*Create another loader",
     ):
         trainer.fit(Module(), loader)
 

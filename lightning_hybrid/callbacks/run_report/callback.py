@@ -22,6 +22,7 @@ from lightning_hybrid.callbacks import comm_report
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report.curve import Point, append_
 from lightning_hybrid.callbacks.run_report.environment import environment
+from lightning_hybrid.callbacks.stragglers.callback import StragglerMonitor
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.comm.stats.summary import CommSummary
@@ -157,7 +158,9 @@ class RunReport(Callback):
         """Record the values logged in this step, once per step even if it has several batches."""
         if trainer.global_step != self._last_step and is_logged_step(trainer):
             self._note_ranks(trainer)
-            self._record(trainer, ("train/", "comm/", "data/", "throughput/", "memory/"))
+            self._record(
+                trainer, ("train/", "comm/", "data/", "throughput/", "memory/", "straggler/")
+            )
         self._last_step = trainer.global_step
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -331,6 +334,11 @@ class RunReport(Callback):
             link_bytes_per_s=status.link_bytes_per_s,
         )
         findings["communication"] = (is_hidden, text)
+
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, StragglerMonitor) and callback.num_judged:
+                findings["stragglers"] = (not callback.messages, callback.describe())
 
         targets = _target_callbacks(trainer)
         if targets:

@@ -79,6 +79,19 @@ CURVE_PANELS = (
         unit="%",
         factor=100.0,
     ),
+    CurvePanel(
+        title="Waiting for the slowest rank: {:.1%} of a step at most",
+        metrics={m.STRAGGLER_COST_SHARE: "for a rank", m.STRAGGLER_WAIT_SHARE: "for the network"},
+        statistic=max,
+        unit="%",
+        factor=100.0,
+    ),
+    CurvePanel(
+        title="Slowest rank less the median: {:.2g} s of forward at most",
+        metrics={name: phase for phase, name in m.STRAGGLER_EXCESS_S.items()},
+        statistic=max,
+        unit="s",
+    ),
 )
 
 

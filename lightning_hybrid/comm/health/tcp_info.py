@@ -23,12 +23,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 _ESTABLISHED = 1  # TCP_ESTABLISHED of linux/tcp.h
-_NUM_BYTES = 104  # number of bytes of `struct tcp_info` that are requested
+_NUM_BYTES = (
+    192  # number of bytes of `struct tcp_info` that are requested; older kernels return fewer
+)
 
-# Offsets of fields of `struct tcp_info` in linux/tcp.h, each of 32 bits.
+# Offsets of fields of `struct tcp_info` in linux/tcp.h, of 32 bits.
 _UNACKED = 24  # tcpi_unacked
 _LAST_DATA_RECV = 52  # tcpi_last_data_recv
 _LAST_ACK_RECV = 56  # tcpi_last_ack_recv
+
+# Of 64 bits, from Linux 4.10 on.
+_BYTES_ACKED = 120  # tcpi_bytes_acked
+_BUSY_TIME = 168  # tcpi_busy_time, in microseconds: some data was not acknowledged
+_RWND_LIMITED = 176  # tcpi_rwnd_limited, in microseconds: and the receiver had no room for more
 
 # Seconds after the start of a wait in which data that was sent before may still arrive.
 MARGIN_S = 1.0
@@ -48,6 +55,9 @@ class TcpConnection:
         is_open: Whether the connection is established. False: the other end has closed the connection.
         heard_s: Seconds since data or an acknowledgement arrived.
         is_waiting: Whether sent data is not acknowledged yet.
+        local_port: Port of this end.
+        acked_bytes: Bytes that the other end has acknowledged so far. 0: unknown.
+        sending_s: Seconds so far in which data was on its way and the receiver had room.
     """
 
     peer: str
@@ -56,6 +66,9 @@ class TcpConnection:
     is_open: bool
     heard_s: float
     is_waiting: bool
+    local_port: int = 0
+    acked_bytes: int = 0
+    sending_s: float = 0.0
 
 
 def tcp_connections() -> list[TcpConnection]:
@@ -90,6 +103,11 @@ def _connection_of(tcp_socket: socket.socket) -> TcpConnection | None:
     num_unacknowledged = _field(info, _UNACKED)
     # An acknowledgement is a sign of life as well as data.
     heard_ms = min(_field(info, _LAST_DATA_RECV), _field(info, _LAST_ACK_RECV))
+    acked_bytes = 0
+    sending_s = 0.0
+    if len(info) >= _NUM_BYTES:
+        acked_bytes = _long_field(info, _BYTES_ACKED)
+        sending_s = (_long_field(info, _BUSY_TIME) - _long_field(info, _RWND_LIMITED)) / 1e6
     return TcpConnection(
         peer=_plain(peer[0]),
         port=peer[1],
@@ -97,11 +115,19 @@ def _connection_of(tcp_socket: socket.socket) -> TcpConnection | None:
         is_open=info[0] == _ESTABLISHED,
         heard_s=heard_ms / 1e3,
         is_waiting=num_unacknowledged > 0,
+        local_port=local[1],
+        acked_bytes=acked_bytes,
+        sending_s=sending_s,
     )
 
 
 def _field(info: bytes, offset: int) -> int:
     (value,) = struct.unpack_from("=I", info, offset)
+    return int(value)
+
+
+def _long_field(info: bytes, offset: int) -> int:
+    (value,) = struct.unpack_from("=Q", info, offset)
     return int(value)
 
 

@@ -1,1 +1,1 @@
-"""Statistics of communication: bytes and seconds of every bucket, and a timeline of the run."""
+"""Statistics of communication: bytes and seconds of buckets, phases of a step, rates of links, and the timeline."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from time import perf_counter
@@ -17,6 +18,7 @@ from typing import Any
 
 from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
+from lightning_hybrid.comm.stats.phases import Phase, StepPhases
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
 
 # Maximum number of events in a timeline (about 100 MB of JSON). The counters continue after that.
@@ -66,6 +68,7 @@ class CommTrace:
 
     Attributes:
         measures_devices: Whether buckets on CUDA are timed. Buckets on a CPU always are.
+        phases: Recorder of the phases of each step. None: phases are not measured.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class CommTrace:
         self._clock = clock
         self.keep_events = keep_events
         self.measures_devices = keep_events
+        self.phases: StepPhases | None = None
         self._events: list[dict[str, Any]] = []
         self._first_s: float | None = None
         self._last_end_s = 0.0
@@ -98,6 +102,24 @@ class CommTrace:
     def measure_devices(self) -> None:
         """Enable the timing of buckets on CUDA, beginning with the next bucket."""
         self.measures_devices = True
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase of the step, if phases are measured."""
+        if self.phases is not None:
+            self.phases.enter(phase)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting for other ranks, if phases are measured."""
+        if self.phases is None:
+            yield
+            return
+        phase = self.phases.current
+        self.enter(Phase.WAIT)
+        try:
+            yield
+        finally:
+            self.enter(phase)
 
     def look_first(self, look: Callable[[], None]) -> None:
         """Register a function that is called before counts are read.

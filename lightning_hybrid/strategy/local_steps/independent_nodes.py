@@ -95,7 +95,7 @@ class NodeAverage:
         pending: deque[Future[Tensor]] = deque()
         for index, chunk in enumerate(chunks):
             if len(pending) == 2:
-                pending.popleft().wait()  # its memory is used again
+                self._wait_for(pending.popleft())  # its memory is used again
             flat = memory[index % 2][: _numel_of(chunk)]
             if self._is_leader:
                 torch._foreach_copy_(_split_like(flat, chunk), chunk)
@@ -115,6 +115,10 @@ class NodeAverage:
             )
             pending.append(future)
         for future in pending:
+            self._wait_for(future)
+
+    def _wait_for(self, future: Future[Tensor]) -> None:
+        with self._engine.trace.waiting():
             future.wait()
 
     def _next_blocks(self, flat: Tensor) -> Tensor | None:

@@ -48,8 +48,9 @@ class LateGather(TorchFunctionMode):
         for key in keys if keys is not None else list(self._futures):
             futures = self._futures.pop(key, [])
             self._weights.pop(key, None)
-            for future in futures:
-                future.wait()
+            with self._trace.waiting():
+                for future in futures:
+                    future.wait()
         self._trace.count_wait(began_s)
 
     def __torch_function__(

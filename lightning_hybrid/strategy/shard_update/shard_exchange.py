@@ -125,7 +125,7 @@ class ShardExchange:
     def add_up_(self, table: Tensor) -> None:
         """All-reduce a tensor over the ranks, in place."""
         exchange = self._exchange_named("sum")
-        self._engine.submit(table.view(-1), bucket_index=0, exchange=exchange).wait()
+        self._wait_for(self._engine.submit(table.view(-1), bucket_index=0, exchange=exchange))
 
     def largest(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the largest magnitude in the tensors of all ranks. A rank may have no tensors."""
@@ -219,7 +219,7 @@ class ShardExchange:
         pending: deque[Future[Tensor]] = deque()
         for index, chunk in enumerate(layout):
             if len(pending) == 2:
-                pending.popleft().wait()  # its memory is used again
+                self._wait_for(pending.popleft())  # its memory is used again
             flat = memory[index % num_buffers][: chunk.numel * self.num_ranks]
             packed_rows = self._packed_rows(flat, chunk, self.rank)
             if packed_rows:
@@ -242,6 +242,10 @@ class ShardExchange:
             else:
                 late.add(future, _parameters_in(chunk, shards))
         for future in pending:
+            self._wait_for(future)
+
+    def _wait_for(self, future: Future[Tensor]) -> None:
+        with self._engine.trace.waiting():
             future.wait()
 
     @torch.no_grad()

@@ -1,0 +1,272 @@
+"""Callback that names the rank and the phase, or the link, that holds the others up."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_hybrid.callbacks.stragglers.gather import HostGather, Hosts, WindowGather
+from lightning_hybrid.callbacks.stragglers.measurement import (
+    StepMeasurement,
+    reason_not_to_measure,
+)
+from lightning_hybrid.callbacks.stragglers.messages import (
+    describe_slow_link,
+    describe_slow_rank,
+    metrics_of,
+    name_link,
+    name_rank,
+)
+from lightning_hybrid.callbacks.stragglers.slow_links import SlowLinks
+from lightning_hybrid.callbacks.stragglers.slow_ranks import SlowRanks
+from lightning_hybrid.callbacks.stragglers.window import RankWindow
+from lightning_hybrid.callbacks.training_metrics import is_logged_step
+from lightning_hybrid.checks import plain_value, require_share, require_whole
+from lightning_hybrid.comm.stats.link_rates import LinkRates
+from lightning_hybrid.run_status import run_status
+
+
+class StragglerMonitor(Callback):
+    """Warn of a rank, or a link between nodes, that holds the other ranks up, and of the phase in which it does.
+
+        rank 5 on host b is slow: backward takes 1.9 times the median, which costs every step 21 %
+
+    Phases are input, forward, backward, optimizer and callbacks. Every rank measures its own phases and how long it
+    waits for others, from the last bucket of a backward on. The late rank waits least, so no clock of one rank is
+    compared with another's. A rank is named once for each phase, until it recovers, if it costs `min_share` of a step
+    in `num_windows` consecutive windows of `every_n_steps` steps. Figures are medians over the steps of a window.
+
+    A link is named if no rank is late, every rank waits, and the link sends slower than other links, or than before.
+    The rates come from the kernel's counters of TCP connections, on Linux.
+
+    At the end of a window each rank sends 40 bytes to rank zero. Other steps have no communication. On CUDA times come
+    from events, and neither they nor the figures make the host wait for the device. *Every rank must have this
+    callback, with the same number.*
+
+    It needs `strategy="hybrid_allreduce"`. With `LocalSteps` the ranks of each node are compared. Nothing is measured,
+    and a warning says so at the start, in pipelines, in elastic runs, and with layers that communicate in forward, such
+    as `SyncBatchNorm`.
+
+    Args:
+        every_n_steps: Number of steps in a window.
+        min_share: Share of a step, above 0 and at most 1, that a rank or a link must cost.
+        num_windows: Number of consecutive windows in which it must do so.
+
+    Attributes:
+        messages: Warnings so far, each with its step. Only the first of the ranks that are compared has them.
+
+    Raises:
+        ValueError: A number is not positive, or `min_share` is above 1.
+    """
+
+    def __init__(
+        self, every_n_steps: int = 50, min_share: float = 0.1, num_windows: int = 4
+    ) -> None:
+        every_n_steps = plain_value(every_n_steps)
+        min_share = plain_value(min_share)
+        num_windows = plain_value(num_windows)
+        require_whole(
+            "every_n_steps", every_n_steps, "ranks are compared once in so many steps", unit="steps"
+        )
+        require_share("min_share", min_share, "it is the share of a step that a slow rank costs")
+        require_whole("num_windows", num_windows, "a rank is named after so many windows in a row")
+        self.every_n_steps = every_n_steps
+        self.min_share = min_share
+        self.num_windows = num_windows
+        self.messages: list[tuple[int, str]] = []
+        self.num_judged = 0  # windows
+        self._measurement: StepMeasurement | None = None
+        self._comparison: _Comparison | None = None
+        self._hosts: Hosts | None = None  # of the world
+        self._last_step = 0
+        self._num_steps = 0  # of this fit
+        self._unlogged: dict[str, float] = {}
+
+    # ---- begin and end -----------------------------------------------------------------------
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to measure, or say why not.
+
+        Collective: every rank must call it, in the same order.
+        """
+        self._end()
+        self._last_step = trainer.global_step
+        self._num_steps = 0
+        status = run_status(trainer)
+        reason = reason_not_to_measure(trainer, pl_module, status)
+        if reason:
+            rank_zero_warn(f"`StragglerMonitor` measures nothing: {reason}.")
+            return
+        if trainer.world_size < 2 or not dist.is_initialized():
+            return
+        assert status.comm_trace is not None
+        self._hosts = Hosts.of_world()
+        self._measurement = StepMeasurement(
+            trainer,
+            pl_module,
+            status.comm_trace,
+            pl_module.device,
+            LinkRates(self._hosts.node_of_address),
+        )
+        self._measurement.attach()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End the measurement."""
+        self._end()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """End the measurement."""
+        self._end()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """End the measurement."""
+        self._end()
+
+    def _end(self) -> None:
+        measurement = self._measurement
+        self._measurement = None
+        self._comparison = None
+        self._unlogged = {}
+        if measurement is not None:
+            measurement.detach()
+
+    # ---- steps -------------------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """End a batch. At the end of a window, compare the ranks."""
+        if self._measurement is None:
+            return
+        is_step = trainer.global_step != self._last_step
+        self._last_step = trainer.global_step
+        self._measurement.end_batch(is_step=is_step)
+        if not is_step:
+            return
+        self._num_steps += 1
+        if self._num_steps % self.every_n_steps == 0:
+            self._compare(trainer, pl_module.device)
+        if self._unlogged and is_logged_step(trainer):
+            pl_module.log_dict(self._unlogged, batch_size=1, rank_zero_only=True)
+            self._unlogged = {}
+
+    def _compare(self, trainer: pl.Trainer, device: torch.device) -> None:
+        """Gather the windows of all ranks, and report what is found.
+
+        Collective: every rank must call it, in the same order.
+        """
+        assert self._measurement is not None
+        assert self._hosts is not None
+        window = self._measurement.take_window()
+        group = run_status(trainer).node_group
+        if self._comparison is None or self._comparison.group is not group:
+            self._comparison = _Comparison(self, group, self._hosts, device)
+        with self._measurement.waiting():
+            arrived = self._comparison.gather.gather(window)
+        for windows in arrived:
+            self._judge(windows, trainer.global_step)
+
+    def _judge(self, windows: Sequence[RankWindow], step: int) -> None:
+        """Judge a window of all ranks, on the first of them."""
+        if len(windows) < 2:
+            return  # with `LocalSteps`, a node of one rank
+        if min(window.step_s for window in windows) <= 0:
+            return  # a device has not got through a step of this window
+        comparison = self._comparison
+        assert comparison is not None
+        self.num_judged += 1
+        for text in comparison.judge(windows):
+            self.messages.append((step, text))
+            # Not `rank_zero_warn`: with `LocalSteps` the first rank of each node compares.
+            warnings.warn(text, stacklevel=2)
+        for text in comparison.take_recovered():
+            rank_zero_info(text)
+        self._unlogged = metrics_of(
+            windows, comparison.hosts, list(comparison.slow_ranks.named.values())
+        )
+
+    # ---- report ------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Return the findings of all windows as one line of text.
+
+        >>> StragglerMonitor().describe()
+        'not measured'
+        """
+        if self.messages:
+            return "; ".join(f"{text} (step {step})" for step, text in self.messages)
+        if not self.num_judged:
+            return "not measured"
+        return f"none in {self.num_judged} windows of {self.every_n_steps} steps"
+
+
+class _Comparison:
+    """Comparison of the ranks of one group.
+
+    Args:
+        monitor: The callback, for its thresholds.
+        group: Ranks that are compared. None: all ranks.
+        hosts: Hosts of all ranks of the world.
+        device: Device of this rank.
+    """
+
+    def __init__(
+        self,
+        monitor: StragglerMonitor,
+        group: dist.ProcessGroup | None,
+        hosts: Hosts,
+        device: torch.device,
+    ) -> None:
+        self.group = group
+        self.hosts = hosts
+        if group is not None:
+            self.hosts = hosts.of_ranks(dist.get_process_group_ranks(group))
+        self.gather = _gather_of(group, device)
+        self.slow_ranks = SlowRanks(min_share=monitor.min_share, num_windows=monitor.num_windows)
+        self.slow_links = SlowLinks(
+            nodes=self.hosts.nodes,
+            min_share=monitor.min_share,
+            num_windows=monitor.num_windows,
+        )
+
+    def judge(self, windows: Sequence[RankWindow]) -> list[str]:
+        """Return a sentence for each new finding in a window of all ranks."""
+        texts = []
+        for slow_rank in self.slow_ranks.add(windows):
+            texts.append(describe_slow_rank(slow_rank, self.hosts))
+        slow_link = self.slow_links.add(windows, has_suspect=self.slow_ranks.has_suspect)
+        if slow_link is not None:
+            texts.append(describe_slow_link(slow_link, self.hosts))
+        return texts
+
+    def take_recovered(self) -> list[str]:
+        """Return a sentence for each finding that no longer holds."""
+        texts = []
+        for slow_rank in self.slow_ranks.take_recovered():
+            texts.append(f"{name_rank(slow_rank, self.hosts)} is as fast as the others again")
+        slow_link = self.slow_links.take_recovered()
+        if slow_link is not None:
+            texts.append(f"{name_link(slow_link, self.hosts)} is as fast as usual again")
+        return texts
+
+
+def _gather_of(group: dist.ProcessGroup | None, device: torch.device) -> WindowGather:
+    if device.type == "cuda":
+        from lightning_hybrid.callbacks.stragglers.on_cuda import CudaGather
+
+        return CudaGather(group, device)
+    return HostGather(group)

@@ -1,0 +1,221 @@
+"""Decision on slow links between nodes: a pure function of one window, and its repetition over windows.
+
+A slow link makes all ranks wait inside the collectives, although they were ready at the same time. So no rank is late,
+and even the rank that waits least waits for long:
+
+    floor = min over ranks of wait_r >= min_share * step,  and no rank is suspected
+
+Which link it is, the rates say with which each node's connections send while they have something to send. In a ring a
+node behind a slow link sends less often, but as fast as before. Without such rates (`tcp_info` knows TCP on Linux
+only) the floor is compared with that of earlier windows, and no link is named.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, mode
+
+from lightning_hybrid.callbacks.stragglers.streaks import Streaks
+from lightning_hybrid.callbacks.stragglers.window import RankWindow
+from lightning_hybrid.comm.stats.phases import Phase
+
+SLOW_RATE = 0.7
+"""Share of the usual rate below which a link counts as slow."""
+
+Link = tuple[int, int]
+"""Sending and receiving node."""
+
+Place = tuple[int | None, int | None]
+"""Sending and receiving node of a slow link. None: any, or unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowLink:
+    """Link for which all ranks wait.
+
+    Attributes:
+        sender: Node that sends through the slow link, or whose links are slow in general. None: unknown.
+        receiver: Node that receives through it. None: any other node.
+        bytes_per_s: Rate of the link. 0: unknown.
+        usual_bytes_per_s: Rate of other links, or of links in earlier windows.
+        wait_share: Share of a step for which every rank waits.
+    """
+
+    sender: int | None
+    receiver: int | None
+    bytes_per_s: float
+    usual_bytes_per_s: float
+    wait_share: float
+
+    @property
+    def place(self) -> Place:
+        """The nodes at the ends."""
+        return self.sender, self.receiver
+
+
+def floor_s(windows: Sequence[RankWindow]) -> float:
+    """Return the seconds of a step for which every rank waits."""
+    return min(window.phases_s[Phase.WAIT] for window in windows)
+
+
+def rates_of(windows: Sequence[RankWindow], nodes: Sequence[int]) -> dict[Link, float]:
+    """Return the rate of each measured link, in bytes per second: the ranks of a node share its links.
+
+    Args:
+        windows: Figures of all ranks.
+        nodes: Node of each rank.
+    """
+    rates: dict[Link, float] = {}
+    for node, window in zip(nodes, windows, strict=True):
+        if window.link.node >= 0:
+            link = (node, window.link.node)
+            rates[link] = rates.get(link, 0.0) + window.link.bytes_per_s
+    return rates
+
+
+def typical_rate(rates: Sequence[float]) -> float:
+    """Return the upper quartile of the rates, as both links of a node may be slow.
+
+    >>> typical_rate([4.0, 4.0, 9.0]), typical_rate([4.0, 4.0, 9.0, 9.1])
+    (9.0, 9.0)
+    """
+    in_order = sorted(rates)
+    return in_order[round(0.75 * (len(in_order) - 1))]
+
+
+def slowest_place(rates: Mapping[Link, float], usual: float) -> Place:
+    """Return sender and receiver of the one slow link, or the node that all slow links have in common, if any.
+
+    >>> slowest_place({(0, 1): 9.0, (1, 2): 4.0, (2, 3): 9.0, (3, 0): 9.0}, usual=9.0)
+    (1, 2)
+    >>> slowest_place({(0, 1): 4.0, (1, 2): 4.0, (2, 3): 9.0, (3, 0): 9.0}, usual=9.0)
+    (1, None)
+    """
+    slow = [link for link, rate in rates.items() if rate < SLOW_RATE * usual]
+    if not slow:
+        return None, None
+    in_common = set(slow[0])
+    for link in slow[1:]:
+        in_common &= set(link)
+    if len(slow) == 1 or len(in_common) == 2:
+        return slow[0]
+    if len(in_common) == 1:
+        return in_common.pop(), None
+    return None, None
+
+
+class SlowLinks:
+    """Links for which all ranks wait in several consecutive windows.
+
+    Args:
+        nodes: Node of each rank.
+        min_share: Share of a step for which all ranks must wait.
+        num_windows: Number of consecutive windows in which they must do so.
+
+    Attributes:
+        named: The link that is named now, or None.
+    """
+
+    def __init__(self, *, nodes: Sequence[int], min_share: float, num_windows: int) -> None:
+        self.named: SlowLink | None = None
+        self._nodes = tuple(nodes)
+        self._min_share = min_share
+        self._streaks: Streaks[str, SlowLink] = Streaks(num_windows)
+        # Places that were reported since all links were fast.
+        self._reported: set[Place] = set()
+        self._recent_rates: deque[float] = deque(maxlen=num_windows)
+        self._recent_floors_s: deque[float] = deque(maxlen=num_windows)
+        # Highest rate, and lowest floor, that all windows of a streak have kept.
+        self._usual_rate = 0.0
+        self._usual_floor_s: float | None = None
+
+    def add(self, windows: Sequence[RankWindow], *, has_suspect: bool) -> SlowLink | None:
+        """Judge a window of all ranks, and return the link to report, once until it recovers.
+
+        Args:
+            windows: Figures of all ranks.
+            has_suspect: Whether a rank holds the others up.
+        """
+        if len(set(self._nodes)) < 2:
+            return None
+        slow_link = None
+        if not has_suspect:
+            slow_link = self._judge(windows)
+        findings = {}
+        if slow_link is not None:
+            findings["link"] = slow_link
+
+        complete = self._streaks.add(findings)
+        if not complete:
+            return None
+        self.named = _combined(complete["link"])
+        if self.named.place in self._reported:
+            return None
+        self._reported.add(self.named.place)
+        return self.named
+
+    def take_recovered(self) -> SlowLink | None:
+        """Return and forget the named link, if it has not been slow for a streak of windows."""
+        if not self._streaks.take_ended():
+            return None
+        self._reported.clear()
+        recovered = self.named
+        self.named = None
+        return recovered
+
+    def _judge(self, windows: Sequence[RankWindow]) -> SlowLink | None:
+        rates = rates_of(windows, self._nodes)
+        wait_s = floor_s(windows)
+        step_s = median([window.step_s for window in windows])
+        if not rates:
+            return self._judge_floor(wait_s, step_s)
+
+        typical = typical_rate(list(rates.values()))
+        usual = max(typical, self._usual_rate)
+        self._recent_rates.append(typical)
+        if len(self._recent_rates) == self._recent_rates.maxlen:
+            self._usual_rate = max(self._usual_rate, min(self._recent_rates))
+        slowest = min(rates.values())
+        if slowest >= SLOW_RATE * usual or wait_s < self._min_share * step_s:
+            return None
+        sender, receiver = slowest_place(rates, usual)
+        return SlowLink(
+            sender=sender,
+            receiver=receiver,
+            bytes_per_s=slowest,
+            usual_bytes_per_s=usual,
+            wait_share=wait_s / step_s,
+        )
+
+    def _judge_floor(self, wait_s: float, step_s: float) -> SlowLink | None:
+        """Compare the wait of all ranks with that of earlier windows."""
+        usual_s = self._usual_floor_s
+        self._recent_floors_s.append(wait_s)
+        if len(self._recent_floors_s) == self._recent_floors_s.maxlen:
+            kept_s = max(self._recent_floors_s)
+            self._usual_floor_s = kept_s
+            if usual_s is not None:
+                self._usual_floor_s = min(usual_s, kept_s)
+        if usual_s is None or wait_s - usual_s < self._min_share * step_s:
+            return None
+        return SlowLink(
+            sender=None,
+            receiver=None,
+            bytes_per_s=0.0,
+            usual_bytes_per_s=0.0,
+            wait_share=wait_s / step_s,
+        )
+
+
+def _combined(streak: Sequence[SlowLink]) -> SlowLink:
+    """Return the medians of a streak."""
+    sender, receiver = mode([slow_link.place for slow_link in streak])
+    return SlowLink(
+        sender=sender,
+        receiver=receiver,
+        bytes_per_s=median([slow_link.bytes_per_s for slow_link in streak]),
+        usual_bytes_per_s=median([slow_link.usual_bytes_per_s for slow_link in streak]),
+        wait_share=median([slow_link.wait_share for slow_link in streak]),
+    )

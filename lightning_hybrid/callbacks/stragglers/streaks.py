@@ -1,0 +1,53 @@
+"""Findings that are repeated in several consecutive windows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+Finding = TypeVar("Finding")
+
+
+class Streaks(Generic[Key, Finding]):
+    """Findings of the last windows, by key.
+
+    Args:
+        length: Number of consecutive windows that make a streak.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._recent: dict[Key, deque[Finding | None]] = {}
+
+    def add(
+        self,
+        findings: Mapping[Key, Finding],
+    ) -> dict[Key, list[Finding]]:
+        """Add the findings of a window, and return those of all windows of each complete streak."""
+        for key in findings:
+            if key not in self._recent:
+                self._recent[key] = deque(maxlen=self._length)
+
+        complete = {}
+        for key, recent in self._recent.items():
+            recent.append(findings.get(key))
+            present = []
+            for finding in recent:
+                if finding is not None:
+                    present.append(finding)
+            if len(present) == self._length:
+                complete[key] = present
+        return complete
+
+    def take_ended(self) -> list[Key]:
+        """Return and forget the keys without a finding for the length of a streak."""
+        ended = []
+        for key, recent in self._recent.items():
+            has_finding = any(finding is not None for finding in recent)
+            if len(recent) == self._length and not has_finding:
+                ended.append(key)
+        for key in ended:
+            del self._recent[key]
+        return ended

@@ -1,0 +1,89 @@
+"""Figures of one rank in one window of steps, which the ranks exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+from lightning_hybrid.comm.stats.link_rates import UNKNOWN_LINK, LinkRate
+from lightning_hybrid.comm.stats.phases import Phase, StepTimes
+
+NUM_FIGURES = 4 + len(Phase)
+"""Numbers of fp32 that each rank sends for a window: 40 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWindow:
+    """Medians over the steps of a window.
+
+    Attributes:
+        step_s: Seconds of a step.
+        phases_s: Seconds of each phase in a step.
+        wait_error_s: Uncertainty of the median of waits, see `error_of_median`.
+        link: Rate of this rank's slowest link to another node.
+    """
+
+    step_s: float
+    phases_s: Mapping[Phase, float]
+    wait_error_s: float = 0.0
+    link: LinkRate = UNKNOWN_LINK
+
+    @classmethod
+    def of_steps(
+        cls,
+        steps: Sequence[StepTimes],
+        link: LinkRate = UNKNOWN_LINK,
+    ) -> RankWindow:
+        """Return the medians of these steps, or zeros if there are none."""
+        phases_s = dict.fromkeys(Phase, 0.0)
+        if not steps:
+            return cls(step_s=0.0, phases_s=phases_s, link=link)
+        for phase in Phase:
+            phases_s[phase] = median([times[phase] for times in steps])
+        step_times_s = [sum(times.values()) for times in steps]
+        waits_s = [times[Phase.WAIT] + times[Phase.CALLBACKS] for times in steps]
+        return cls(
+            step_s=median(step_times_s),
+            phases_s=phases_s,
+            wait_error_s=error_of_median(waits_s),
+            link=link,
+        )
+
+    def to_figures(self) -> list[float]:
+        """Return the numbers to send."""
+        figures = [self.step_s]
+        for phase in Phase:
+            figures.append(self.phases_s[phase])
+        figures.append(self.wait_error_s)
+        figures.append(self.link.bytes_per_s)
+        figures.append(float(self.link.node))
+        return figures
+
+    @classmethod
+    def from_figures(cls, figures: Sequence[float]) -> RankWindow:
+        """Read the numbers that `to_figures` returned."""
+        step_s, *phases_s, wait_error_s, bytes_per_s, node = figures
+        link = LinkRate(bytes_per_s=bytes_per_s, node=int(node))
+        return cls(
+            step_s=step_s,
+            phases_s=dict(zip(Phase, phases_s, strict=True)),
+            wait_error_s=wait_error_s,
+            link=link,
+        )
+
+
+def error_of_median(values: Sequence[float]) -> float:
+    """Return 1.57 times the distance of the quartiles, divided by the root of the number of values.
+
+    Medians that differ by more than the sum of their errors differ at a level of 95 %.
+
+    Source: McGill, Tukey, Larsen 1978 (The American Statistician 32).
+
+    >>> error_of_median([1.0] * 50), round(error_of_median([0.0, 1.0] * 32), 2)
+    (0.0, 0.2)
+    """
+    if len(values) < 2:
+        return 0.0
+    first, _, third = quantiles(values, n=4)
+    return 1.57 * (third - first) / len(values) ** 0.5

@@ -1,0 +1,125 @@
+"""Rates of this rank's TCP connections to other nodes, measured while they have something to send.
+
+    rate = bytes acknowledged / time with data that is not acknowledged yet, less time in which the receiver took none
+
+The kernel counts both (`tcp_info.py`), so a rank that sends late is no slow link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_hybrid.comm.health.tcp_info import TcpConnection, tcp_connections
+
+MIN_BYTES_PER_STEP = 64 * 1024
+"""Bytes below which the time of a message is latency, and its rate says nothing."""
+
+MIN_SENDING_S = 0.02
+"""Seconds of sending in a window below which the kernel's clock, of about 4 ms, is too coarse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRate:
+    """Rate of the connections to another node.
+
+    Attributes:
+        bytes_per_s: Bytes per second while sending.
+        node: The other node, or -1 if nothing was measured.
+    """
+
+    bytes_per_s: float
+    node: int
+
+
+UNKNOWN_LINK = LinkRate(bytes_per_s=0.0, node=-1)
+
+_Counts = tuple[int, float]  # bytes acknowledged, seconds of sending
+
+
+class LinkRates:
+    """Counters of the connections to other nodes.
+
+    Args:
+        node_of_address: Node of each address of another node.
+    """
+
+    def __init__(self, node_of_address: Mapping[str, int]) -> None:
+        self._node_of_address = node_of_address
+        self._last: dict[tuple[str, int, int], _Counts] = {}
+        if node_of_address:
+            self._last = self._read()
+
+    def take_slowest(self, num_steps: int) -> LinkRate:
+        """Return the rate of the slowest connection since the last call, among the nodes that most bytes went to.
+
+        Args:
+            num_steps: Number of steps since then.
+        """
+        if not self._node_of_address:
+            return UNKNOWN_LINK
+        counts = self._read()
+        by_node: dict[int, _Counts] = {}
+        for connection, (num_bytes, sending_s) in counts.items():
+            last_bytes, last_sending_s = self._last.get(connection, (0, 0.0))
+            node = self._node_of_address[connection[0]]
+            node_bytes, node_sending_s = by_node.get(node, (0, 0.0))
+            node_bytes += num_bytes - last_bytes
+            node_sending_s += sending_s - last_sending_s
+            by_node[node] = (node_bytes, node_sending_s)
+        self._last = counts
+        return slowest_rate(by_node, num_steps=num_steps)
+
+    def _read(self) -> dict[tuple[str, int, int], _Counts]:
+        counts = {}
+        for connection in tcp_connections():
+            if connection.peer in self._node_of_address:
+                counts[_key_of(connection)] = (connection.acked_bytes, connection.sending_s)
+        return counts
+
+
+def _key_of(connection: TcpConnection) -> tuple[str, int, int]:
+    return connection.peer, connection.port, connection.local_port
+
+
+def slowest_rate(by_node: Mapping[int, _Counts], *, num_steps: int) -> LinkRate:
+    """Return the lowest rate among the nodes that got at least half as many bytes as the one with most.
+
+    Args:
+        by_node: Bytes and seconds of sending, by node.
+        num_steps: Number of steps in which they were sent.
+
+    >>> slowest_rate({1: (8_000_000, 0.5), 2: (6_000_000, 1.0), 3: (1_000, 0.5)}, num_steps=10)
+    LinkRate(bytes_per_s=6000000.0, node=2)
+    """
+    most_bytes = max((num_bytes for num_bytes, _ in by_node.values()), default=0)
+    least_bytes = max(most_bytes / 2, MIN_BYTES_PER_STEP * num_steps)
+    slowest = UNKNOWN_LINK
+    for node, (num_bytes, sending_s) in by_node.items():
+        if num_bytes < least_bytes or sending_s < MIN_SENDING_S:
+            continue
+        bytes_per_s = num_bytes / sending_s
+        if slowest is UNKNOWN_LINK or bytes_per_s < slowest.bytes_per_s:
+            slowest = LinkRate(bytes_per_s=bytes_per_s, node=node)
+    return slowest
+
+
+def node_of_addresses(addresses: Mapping[int, set[str]], *, own_node: int) -> dict[str, int]:
+    """Return the node of each address, without addresses of several nodes or of this one.
+
+    Args:
+        addresses: Addresses of each node, by node.
+        own_node: Node of this rank.
+
+    >>> node_of_addresses({0: {"10.0.0.1", "172.17.0.1"}, 1: {"10.0.0.2", "172.17.0.1"}}, own_node=0)
+    {'10.0.0.2': 1}
+    """
+    node_of_address: dict[str, int] = {}
+    for node, of_node in addresses.items():
+        for address in of_node:
+            is_shared = any(
+                address in others for other, others in addresses.items() if other != node
+            )
+            if node != own_node and not is_shared:
+                node_of_address[address] = node
+    return node_of_address

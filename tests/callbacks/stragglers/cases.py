@@ -1,0 +1,252 @@
+"""Runs with one slow rank, and healthy ones: what `StragglerMonitor` names, and after how many windows.
+
+    python -m tests.callbacks.stragglers.cases --ranks 2 4 --repeats 5
+    python -m tests.callbacks.stragglers.cases --healthy 200 --busy 2 --ranks 2
+
+Each rank trains a small network with sleeps in place of long computations, so that the times of a case are known on
+any machine. Rows are printed as JSON.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_hybrid.callbacks import StragglerMonitor
+from tests import toy
+from tests.rank_pool import RankPool
+from tests.scenes import this_rank
+
+WINDOW = 10  # steps
+MOST_WINDOWS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delays:
+    """Seconds of each phase on every rank, and further seconds of one of them on one rank."""
+
+    phase: str = ""
+    extra_s: float = 0.0
+    rank: int = -1
+    forward_s: float = 0.02
+    backward_s: float = 0.02
+
+    def seconds(self, phase: str) -> float:
+        """Return the seconds for which this rank sleeps in a phase."""
+        usual_s = {"forward": self.forward_s, "backward": self.backward_s}.get(phase, 0.0)
+        if phase == self.phase and this_rank() == self.rank:
+            return usual_s + self.extra_s
+        return usual_s
+
+
+def cases(rank: int) -> dict[str, Delays]:
+    """Return the cases in which a rank is slow."""
+    return {
+        "200 ms in backward": Delays(phase="backward", extra_s=0.2, rank=rank),
+        "150 ms in the loader": Delays(phase="input", extra_s=0.15, rank=rank),
+        "forward 30 % slower": Delays(phase="forward", extra_s=0.06, rank=rank, forward_s=0.2),
+        "100 ms in the optimizer": Delays(phase="optimizer", extra_s=0.1, rank=rank),
+        "100 ms in a callback": Delays(phase="callbacks", extra_s=0.1, rank=rank),
+    }
+
+
+def sleep(seconds: float) -> None:
+    if seconds > 0:
+        time.sleep(seconds)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        sleep(ctx.seconds)
+        return gradient, None
+
+
+class SGD(torch.optim.SGD):
+    delays = Delays()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        sleep(self.delays.seconds("optimizer"))
+        return super().step(closure)
+
+
+class Slow(toy.Toy):
+    """The toy, with the times of a case."""
+
+    def __init__(self, delays: Delays) -> None:
+        super().__init__()
+        self.delays = delays
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        sleep(self.delays.seconds("forward"))
+        loss = super().training_step(batch, batch_idx)
+        return _Backward.apply(loss, self.delays.seconds("backward"))
+
+    def configure_optimizers(self) -> SGD:
+        optimizer = SGD(self.parameters(), lr=0.01)
+        optimizer.delays = self.delays
+        return optimizer
+
+
+class SlowCallback(pl.Callback):
+    def __init__(self, delays: Delays) -> None:
+        self.delays = delays
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        sleep(self.delays.seconds("callbacks"))
+
+
+class SlowBlobs(toy.Blobs):
+    """Samples of which the last of a batch comes late."""
+
+    def __init__(self, delays: Delays, num_samples: int, batch_size: int) -> None:
+        super().__init__(num_samples)
+        self.delays = delays
+        self.batch_size = batch_size
+        self.num_read = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.num_read += 1
+        if self.num_read % self.batch_size == 0:
+            sleep(self.delays.seconds("input"))
+        return super().__getitem__(index)
+
+
+class StopsWhenNamed(pl.Callback):
+    """Ends the fit on all ranks once rank zero has named someone."""
+
+    def __init__(self, monitor: StragglerMonitor) -> None:
+        self.monitor = monitor
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step % self.monitor.every_n_steps == 0:
+            is_named = trainer.strategy.broadcast(bool(self.monitor.messages))
+            trainer.should_stop = trainer.should_stop or is_named
+
+
+def run(
+    delays: Delays,
+    *,
+    num_windows: int = MOST_WINDOWS,
+    window: int = WINDOW,
+    is_stopped: bool = True,
+    more: Sequence[pl.Callback] = (),
+    **settings: Any,
+) -> list[tuple[int, str]]:
+    """Train, and return the messages of rank zero, with their steps."""
+    monitor = StragglerMonitor(every_n_steps=window)
+    callbacks: list[Any] = [monitor, *more, SlowCallback(delays)]
+    if is_stopped:
+        callbacks.append(StopsWhenNamed(monitor))
+    batch_size = 4
+    blobs = SlowBlobs(delays, 40 * batch_size * torch.distributed.get_world_size(), batch_size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = toy.trainer(
+            max_epochs=-1, max_steps=num_windows * window, callbacks=callbacks, **settings
+        )
+        trainer.fit(Slow(delays), DataLoader(blobs, batch_size=batch_size))
+    return monitor.messages
+
+
+def is_right(delays: Delays, messages: list[tuple[int, str]]) -> bool:
+    """Return whether the first message names the slow rank and its phase, and there is no other message."""
+    words = {"input": "data", "callbacks": "callbacks", "optimizer": "optimizer"}
+    phase = words.get(delays.phase, delays.phase)
+    return len(messages) == 1 and all(
+        word in messages[0][1] for word in (f"rank {delays.rank} on host", phase)
+    )
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+@contextmanager
+def busy_loops(number: int) -> Any:
+    """Processes that use a core each."""
+    processes = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(number)]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--busy", type=int, default=0, help="busy loops beside the ranks")
+    parser.add_argument("--healthy", type=int, default=0, help="windows without a slow rank")
+    parser.add_argument("--window", type=int, default=WINDOW, help="steps")
+    parser.add_argument("--precision", default="32-true")
+    options = parser.parse_args()
+    pool = RankPool(max(options.ranks))
+    with busy_loops(options.busy):
+        for num_ranks in options.ranks:
+            for row in rows(pool, num_ranks, options):
+                print(json.dumps(row), flush=True)
+    pool.close()
+
+
+def rows(pool: RankPool, num_ranks: int, options: Any) -> Any:
+    ranks = pool.ranks(num_ranks)
+    common = {"ranks": num_ranks, "busy": options.busy, "precision": options.precision}
+    if options.healthy:
+        began_s = time.monotonic()
+        messages = ranks.run(_healthy, options.healthy, options.window, timeout_s=3000)[0]
+        seconds = round(time.monotonic() - began_s, 1)
+        yield common | {
+            "load of the machine": round(os.getloadavg()[0], 1),
+            "healthy windows": options.healthy,
+            "steps": options.window,
+            "messages": messages,
+            "s": seconds,
+        }
+        return
+    for repeat in range(options.repeats):
+        for name, delays in cases(repeat % num_ranks).items():
+            began_s = time.monotonic()
+            messages = ranks.run(_case, delays, options.window, options.precision, timeout_s=900)[0]
+            yield common | {
+                "load of the machine": round(os.getloadavg()[0], 1),
+                "case": name,
+                "slow rank": delays.rank,
+                "is right": is_right(delays, messages),
+                "windows": messages[0][0] / options.window if messages else None,
+                "messages": messages,
+                "s": round(time.monotonic() - began_s, 1),
+            }
+
+
+def _case(delays: Delays, window: int, precision: str) -> list[tuple[int, str]]:
+    return run(Delays(**asdict(delays)), window=window, precision=precision)
+
+
+def _healthy(num_windows: int, window: int) -> list[tuple[int, str]]:
+    return run(Delays(), num_windows=num_windows, window=window, is_stopped=False)
+
+
+if __name__ == "__main__":
+    main()
