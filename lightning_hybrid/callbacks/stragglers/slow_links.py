@@ -21,8 +21,14 @@ from lightning_hybrid.callbacks.stragglers.streaks import Streaks
 from lightning_hybrid.callbacks.stragglers.window import RankWindow
 from lightning_hybrid.comm.stats.phases import Phase
 
-SLOW_RATE = 0.7
+SLOW_RATE = 0.75
 """Share of the usual rate below which a link counts as slow."""
+
+MIN_LINKS = 3
+"""Number of links from which on they are compared with one another, and not only with earlier windows."""
+
+NUM_USUAL_WINDOWS = 20
+"""Number of the latest windows in which a link was not slow, whose median is its usual rate."""
 
 Link = tuple[int, int]
 """Sending and receiving node."""
@@ -39,7 +45,7 @@ class SlowLink:
         sender: Node that sends through the slow link, or whose links are slow in general. None: unknown.
         receiver: Node that receives through it. None: any other node.
         bytes_per_s: Rate of the link. 0: unknown.
-        usual_bytes_per_s: Rate of other links, or of links in earlier windows.
+        usual_bytes_per_s: Rate of other links, or of this link in earlier windows.
         wait_share: Share of a step for which every rank waits.
     """
 
@@ -85,22 +91,17 @@ def typical_rate(rates: Sequence[float]) -> float:
     return in_order[round(0.75 * (len(in_order) - 1))]
 
 
-def slowest_place(rates: Mapping[Link, float], usual: float) -> Place:
-    """Return sender and receiver of the one slow link, or the node that all slow links have in common, if any.
+def place_of(links: Sequence[Link]) -> Place:
+    """Return sender and receiver of one link, or of both directions, or the node that all links have in common, if any.
 
-    >>> slowest_place({(0, 1): 9.0, (1, 2): 4.0, (2, 3): 9.0, (3, 0): 9.0}, usual=9.0)
-    (1, 2)
-    >>> slowest_place({(0, 1): 4.0, (1, 2): 4.0, (2, 3): 9.0, (3, 0): 9.0}, usual=9.0)
-    (1, None)
+    >>> place_of([(1, 2)]), place_of([(0, 1), (1, 2)]), place_of([(0, 1), (2, 3)])
+    ((1, 2), (1, None), (None, None))
     """
-    slow = [link for link, rate in rates.items() if rate < SLOW_RATE * usual]
-    if not slow:
-        return None, None
-    in_common = set(slow[0])
-    for link in slow[1:]:
+    in_common = set(links[0])
+    for link in links[1:]:
         in_common &= set(link)
-    if len(slow) == 1 or len(in_common) == 2:
-        return slow[0]
+    if len(in_common) == 2:
+        return links[0]
     if len(in_common) == 1:
         return in_common.pop(), None
     return None, None
@@ -123,12 +124,12 @@ class SlowLinks:
         self._nodes = tuple(nodes)
         self._min_share = min_share
         self._streaks: Streaks[str, SlowLink] = Streaks(num_windows)
-        # Places that were reported since all links were fast.
-        self._reported: set[Place] = set()
-        self._recent_rates: deque[float] = deque(maxlen=num_windows)
+        # Nodes of the links that were reported since all links were fast.
+        self._reported: set[int | None] = set()
+        # Rates of each link in windows in which it was not slow.
+        self._usual_rates: dict[Link, deque[float]] = {}
         self._recent_floors_s: deque[float] = deque(maxlen=num_windows)
-        # Highest rate, and lowest floor, that all windows of a streak have kept.
-        self._usual_rate = 0.0
+        # Lowest floor that all windows of a streak have kept.
         self._usual_floor_s: float | None = None
 
     def add(self, windows: Sequence[RankWindow], *, has_suspect: bool) -> SlowLink | None:
@@ -151,9 +152,11 @@ class SlowLinks:
         if not complete:
             return None
         self.named = _combined(complete["link"])
-        if self.named.place in self._reported:
+        # Both links of a node may be slow, in some windows one of them alone.
+        is_reported = not self._reported.isdisjoint(self.named.place)
+        self._reported.update(self.named.place)
+        if is_reported:
             return None
-        self._reported.add(self.named.place)
         return self.named
 
     def take_recovered(self) -> SlowLink | None:
@@ -172,22 +175,35 @@ class SlowLinks:
         if not rates:
             return self._judge_floor(wait_s, step_s)
 
-        typical = typical_rate(list(rates.values()))
-        usual = max(typical, self._usual_rate)
-        self._recent_rates.append(typical)
-        if len(self._recent_rates) == self._recent_rates.maxlen:
-            self._usual_rate = max(self._usual_rate, min(self._recent_rates))
-        slowest = min(rates.values())
-        if slowest >= SLOW_RATE * usual or wait_s < self._min_share * step_s:
+        slow: dict[Link, float] = {}  # usual rates
+        for link, rate in rates.items():
+            usual = self._usual_rate_of(link, rates)
+            if rate < SLOW_RATE * usual:
+                slow[link] = usual
+            else:
+                self._usual_rates[link].append(rate)
+        if not slow or wait_s < self._min_share * step_s:
             return None
-        sender, receiver = slowest_place(rates, usual)
+        slowest = min(slow, key=lambda link: rates[link] / slow[link])
+        sender, receiver = place_of(list(slow))
         return SlowLink(
             sender=sender,
             receiver=receiver,
-            bytes_per_s=slowest,
-            usual_bytes_per_s=usual,
+            bytes_per_s=rates[slowest],
+            usual_bytes_per_s=slow[slowest],
             wait_share=wait_s / step_s,
         )
+
+    def _usual_rate_of(self, link: Link, rates: Mapping[Link, float]) -> float:
+        """Return the rate of this link in earlier windows, or of other links if it is higher."""
+        usual = 0.0
+        if link not in self._usual_rates:
+            self._usual_rates[link] = deque(maxlen=NUM_USUAL_WINDOWS)
+        if self._usual_rates[link]:
+            usual = median(self._usual_rates[link])
+        if len(rates) >= MIN_LINKS:
+            usual = max(usual, typical_rate(list(rates.values())))
+        return usual
 
     def _judge_floor(self, wait_s: float, step_s: float) -> SlowLink | None:
         """Compare the wait of all ranks with that of earlier windows."""

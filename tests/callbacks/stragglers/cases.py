@@ -199,6 +199,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--busy", type=int, default=0, help="busy loops beside the ranks")
     parser.add_argument("--healthy", type=int, default=0, help="windows without a slow rank")
+    parser.add_argument("--sleep-ms", type=float, default=20.0, help="in forward, and in backward")
     parser.add_argument("--window", type=int, default=WINDOW, help="steps")
     parser.add_argument("--precision", default="32-true")
     options = parser.parse_args()
@@ -215,12 +216,14 @@ def rows(pool: RankPool, num_ranks: int, options: Any) -> Any:
     common = {"ranks": num_ranks, "busy": options.busy, "precision": options.precision}
     if options.healthy:
         began_s = time.monotonic()
-        messages = ranks.run(_healthy, options.healthy, options.window, timeout_s=3000)[0]
+        sleep_s = options.sleep_ms / 1e3
+        messages = ranks.run(_healthy, options.healthy, options.window, sleep_s, timeout_s=3000)[0]
         seconds = round(time.monotonic() - began_s, 1)
         yield common | {
             "load of the machine": round(os.getloadavg()[0], 1),
             "healthy windows": options.healthy,
-            "steps": options.window,
+            "steps of a window": options.window,
+            "sleep ms": options.sleep_ms,
             "messages": messages,
             "s": seconds,
         }
@@ -244,8 +247,9 @@ def _case(delays: Delays, window: int, precision: str) -> list[tuple[int, str]]:
     return run(Delays(**asdict(delays)), window=window, precision=precision)
 
 
-def _healthy(num_windows: int, window: int) -> list[tuple[int, str]]:
-    return run(Delays(), num_windows=num_windows, window=window, is_stopped=False)
+def _healthy(num_windows: int, window: int, sleep_s: float) -> list[tuple[int, str]]:
+    delays = Delays(forward_s=sleep_s, backward_s=sleep_s)
+    return run(delays, num_windows=num_windows, window=window, is_stopped=False)
 
 
 if __name__ == "__main__":

@@ -172,6 +172,13 @@ def two_nodes(rate, transfer=100.0):
     return windows(2, transfer=transfer, links=links)
 
 
+def test_both_links_of_a_node_are_reported_once_though_one_alone_is_slow_in_some_windows():
+    both = [ring({0, 1})] * NUM_WINDOWS
+    alone = [ring({1})] * NUM_WINDOWS
+    assert judge_links(*both, *alone) == [(1, None)]
+    assert judge_links(*alone, *both, *[ring({3})] * NUM_WINDOWS) == [(1, 2), (3, 0)]
+
+
 def test_of_two_nodes_the_link_is_compared_with_what_it_carried_before():
     before = [two_nodes(FAST)] * NUM_WINDOWS
     after = [two_nodes(FAST / 2)] * NUM_WINDOWS

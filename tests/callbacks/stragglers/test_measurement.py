@@ -342,6 +342,7 @@ def test_the_first_rank_alone_gets_the_windows_of_all(two_ranks):
 # ---- whole fits ------------------------------------------------------------------------------------
 
 
+@pytest.mark.clock
 def test_a_fit_names_the_slow_rank_and_its_phase(two_ranks):
     delays = cases.Delays(phase="backward", extra_s=0.2, rank=1, forward_s=0.0, backward_s=0.0)
     messages, others = two_ranks.run(partial(cases.run, delays, window=2))

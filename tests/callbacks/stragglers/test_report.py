@@ -1,12 +1,13 @@
 """Sentences, metrics and the panel of the report."""
 
 import json
+from unittest.mock import patch
 
 import pytest
 
 from lightning_hybrid.callbacks import RunReport, StragglerMonitor
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.callbacks.stragglers.gather import Hosts
+from lightning_hybrid.callbacks.stragglers.gather import HostGather, Hosts
 from lightning_hybrid.callbacks.stragglers.messages import (
     describe_slow_link,
     describe_slow_rank,
@@ -93,18 +94,19 @@ def test_metrics_are_those_of_the_slowest_rank():
 
 
 def reported(folder):
-    """Return the rows of the logger on this rank."""
-    delays = cases.Delays(phase="forward", extra_s=0.1, rank=1, forward_s=0.0, backward_s=0.0)
+    """Return the rows of the logger on this rank, in a fit whose windows are made."""
+    of_ranks = windows(2, {(1, Phase.FORWARD): 60.0})
     logger = Keeps()
-    cases.run(
-        delays,
-        window=2,
-        num_windows=4,
-        is_stopped=False,
-        logger=logger,
-        log_every_n_steps=2,
-        more=[RunReport(folder)],
-    )
+    with patch.object(HostGather, "gather", lambda gather, window: [of_ranks] * gather._is_first):
+        cases.run(
+            cases.Delays(forward_s=0.0, backward_s=0.0),
+            window=2,
+            num_windows=4,
+            is_stopped=False,
+            logger=logger,
+            log_every_n_steps=2,
+            more=[RunReport(folder)],
+        )
     return logger.rows
 
 
@@ -114,7 +116,7 @@ def test_a_run_logs_the_slow_rank_and_its_page_shows_it(two_ranks, tmp_path):
     assert {row[m.STRAGGLER_RANK] for step, row in rows if step == 8} == {1.0}
     assert json.loads((tmp_path / "curves.json").read_text())[m.STRAGGLER_COST_SHARE]
     page = (tmp_path / "run.html").read_text()
-    assert "is slow: forward takes" in page
+    assert "is slow: forward takes 2.5 times the median" in page
     assert "Waiting for the slowest rank" in page
 
 
