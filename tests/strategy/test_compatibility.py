@@ -45,6 +45,7 @@ OPTIONS = {
     "unused parameters": {"find_unused_parameters": True},
     "ranks per node": {"ranks_per_node": 1},
     "exact evaluation": {"exact_evaluation": True},
+    "uneven batches": {"uneven_batches": "join"},
 }
 KINDS = {"pipeline": HybridPipelineStrategy, "Fabric": fabric.HybridAllReduceStrategy}
 LAYER = nn.Linear(2, 2)
