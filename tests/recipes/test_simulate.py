@@ -23,7 +23,14 @@ from recipes.simulate import check_pictures, rate_of, report_of
 from tests.checkout import ROOT, tracked_in
 from tests.evidence.planner import emulated
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
-from tests.evidence.planner.published import predictions
+from tests.evidence.planner.published import (
+    P40_IMAGES_PER_S,
+    P100_32_OVER_64,
+    RESNET_CUT,
+    TRAIN_IMAGES,
+    jia,
+    predictions,
+)
 from tests.recipes.composed import composed
 
 NAMES = sorted(path.stem for path in tracked_in(CLUSTERS, "*.yaml"))
@@ -295,6 +302,20 @@ def test_the_emulated_cluster_is_described_with_what_was_fitted():
     for name in ("across", "inside", "transport"):
         theirs = asdict(getattr(fitted, name))
         assert asdict(getattr(described, name)) == pytest.approx(theirs, rel=0.005), name
+
+
+def test_the_papers_run_on_2048_p40_takes_what_the_page_says_at_either_rate():
+    page = (ROOT / "recipes/records/simulate/README.md").read_text()
+    steps = 90 * TRAIN_IMAGES / 65536
+    for images_per_s in (P40_IMAGES_PER_S * P100_32_OVER_64, 146):
+        run = jia("resnet50", num_nodes=256, batch=32, images_per_s=images_per_s, cut=RESNET_CUT)
+        (row,) = [
+            line
+            for line in page.splitlines()
+            if line.startswith(f"| {images_per_s:.0f} images/s | ") and "**" in line
+        ]
+        assert f"| {1e3 * run.step_s:.0f} ms | " in row
+        assert f"| {100 * run.efficiency:.1f} % | **{steps * run.step_s / 60:.2f} min** |" in row
 
 
 @pytest.mark.long

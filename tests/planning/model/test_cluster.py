@@ -93,6 +93,17 @@ def test_with_one_rank_per_node_all_hierarchies_are_one(transport, num_bytes, nu
     assert len(times_s) == 1
 
 
+def test_of_rings_side_by_side_one_sends_while_another_waits():
+    """One ring of these shards waits for consents half of the time. Four of them fill the link."""
+    slow = Link(latency_s=2e-3, bytes_per_s=12.5e6)
+    result = cluster(4, 4, across=slow)
+    (one_ring,) = cluster(4, 1, across=slow).stages("hierarchical", MIB / 4)
+    (four_rings,) = [stage for stage in result.stages("two_level", MIB) if stage.place == "across"]
+    assert 0.5 < one_ring.share < 0.8
+    assert four_rings.share == 1.0
+    assert four_rings.work_s == pytest.approx(result.least_s(MIB))
+
+
 def test_chunks_are_those_of_the_engine():
     for numel in (1, 17, 1000, 12345, 10**6):
         flat = torch.empty(numel, dtype=torch.half)
