@@ -46,7 +46,7 @@ ARROWS = {
     | OF_COMM,
     "comm": set(),
     "comm.engine": {"comm.adasum.combine", "comm.codec", "comm.health", "comm.stats"} | OF_COMM,
-    "comm.adasum": {"comm.engine", "comm.hook"} | OF_COMM,
+    "comm.adasum": {"comm.engine", "comm.hook", "comm.codec.padded_bucket"} | OF_COMM,
     "comm.codec": OF_COMM,
     "comm.health": OF_COMM,
     "comm.stats": OF_COMM,

@@ -20,16 +20,16 @@ from lightning_hybrid.callbacks.stragglers.measurement import (
 from lightning_hybrid.callbacks.stragglers.messages import (
     describe_slow_link,
     describe_slow_rank,
-    metrics_of,
     name_link,
     name_rank,
+    straggler_metrics,
 )
 from lightning_hybrid.callbacks.stragglers.slow_links import SlowLinks
 from lightning_hybrid.callbacks.stragglers.slow_ranks import SlowRanks
 from lightning_hybrid.callbacks.stragglers.window import RankWindow
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.checks import plain_value, require_share, require_whole
-from lightning_hybrid.comm.stats.link_rates import LinkRates
+from lightning_hybrid.comm.health.link_rates import LinkRates
 from lightning_hybrid.run_status import run_status
 
 
@@ -195,7 +195,7 @@ class StragglerMonitor(Callback):
             warnings.warn(text, stacklevel=2)
         for text in comparison.take_recovered():
             rank_zero_info(text)
-        self._unlogged = metrics_of(
+        self._unlogged = straggler_metrics(
             windows, comparison.hosts, list(comparison.slow_ranks.named.values())
         )
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from lightning_hybrid.callbacks.stragglers.window import NUM_FIGURES, RankWindow
 from lightning_hybrid.comm.health.diagnosis import name_ranks
+from lightning_hybrid.comm.health.link_rates import node_of_addresses
 from lightning_hybrid.comm.health.tcp_info import own_addresses
-from lightning_hybrid.comm.stats.link_rates import node_of_addresses
 from lightning_hybrid.comm.topology import Topology, host_identity
 
 

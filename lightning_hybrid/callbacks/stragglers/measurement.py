@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.callbacks.stragglers.window import RankWindow
-from lightning_hybrid.comm.stats.link_rates import LinkRates
+from lightning_hybrid.comm.health.link_rates import LinkRates
 from lightning_hybrid.comm.stats.phases import HostClock, Phase, PhaseClock, StepPhases, StepTimes
 from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.run_status import RunStatus

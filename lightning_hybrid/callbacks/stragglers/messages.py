@@ -68,7 +68,7 @@ def describe_slow_link(slow_link: SlowLink, hosts: Hosts) -> str:
     )
 
 
-def metrics_of(
+def straggler_metrics(
     windows: Sequence[RankWindow], hosts: Hosts, named: Sequence[SlowRank]
 ) -> dict[str, float]:
     """Return the metrics of a window.

@@ -91,10 +91,10 @@ def typical_rate(rates: Sequence[float]) -> float:
     return in_order[round(0.75 * (len(in_order) - 1))]
 
 
-def place_of(links: Sequence[Link]) -> Place:
+def location_of(links: Sequence[Link]) -> Place:
     """Return sender and receiver of one link, or of both directions, or the node that all links have in common, if any.
 
-    >>> place_of([(1, 2)]), place_of([(0, 1), (1, 2)]), place_of([(0, 1), (2, 3)])
+    >>> location_of([(1, 2)]), location_of([(0, 1), (1, 2)]), location_of([(0, 1), (2, 3)])
     ((1, 2), (1, None), (None, None))
     """
     in_common = set(links[0])
@@ -185,7 +185,7 @@ class SlowLinks:
         if not slow or wait_s < self._min_share * step_s:
             return None
         slowest = min(slow, key=lambda link: rates[link] / slow[link])
-        sender, receiver = place_of(list(slow))
+        sender, receiver = location_of(list(slow))
         return SlowLink(
             sender=sender,
             receiver=receiver,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-from lightning_hybrid.comm.stats.link_rates import UNKNOWN_LINK, LinkRate
+from lightning_hybrid.comm.health.link_rates import UNKNOWN_LINK, LinkRate
 from lightning_hybrid.comm.stats.phases import Phase, StepTimes
 
 NUM_FIGURES = 4 + len(Phase)

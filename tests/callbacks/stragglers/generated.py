@@ -3,7 +3,7 @@
 import numpy as np
 
 from lightning_hybrid.callbacks.stragglers.window import RankWindow
-from lightning_hybrid.comm.stats.link_rates import UNKNOWN_LINK
+from lightning_hybrid.comm.health.link_rates import UNKNOWN_LINK
 from lightning_hybrid.comm.stats.phases import Phase
 
 # Milliseconds of a step on a rank that is not slow.

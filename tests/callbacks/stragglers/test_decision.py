@@ -7,7 +7,7 @@ import pytest
 from lightning_hybrid.callbacks.stragglers.slow_links import SlowLinks
 from lightning_hybrid.callbacks.stragglers.slow_ranks import SlowRanks, suspect_of
 from lightning_hybrid.callbacks.stragglers.window import NUM_FIGURES, RankWindow
-from lightning_hybrid.comm.stats.link_rates import LinkRate
+from lightning_hybrid.comm.health.link_rates import LinkRate
 from lightning_hybrid.comm.stats.phases import Phase
 from tests.callbacks.stragglers.generated import TRANSFER, USUAL, windows
 

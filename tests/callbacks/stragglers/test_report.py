@@ -11,11 +11,11 @@ from lightning_hybrid.callbacks.stragglers.gather import HostGather, Hosts
 from lightning_hybrid.callbacks.stragglers.messages import (
     describe_slow_link,
     describe_slow_rank,
-    metrics_of,
+    straggler_metrics,
 )
 from lightning_hybrid.callbacks.stragglers.slow_links import SlowLink
 from lightning_hybrid.callbacks.stragglers.slow_ranks import SlowRank
-from lightning_hybrid.comm.stats.link_rates import LinkRate
+from lightning_hybrid.comm.health.link_rates import LinkRate
 from lightning_hybrid.comm.stats.phases import Phase
 from tests import toy
 from tests.callbacks.stragglers import cases
@@ -75,7 +75,7 @@ def test_metrics_are_those_of_the_slowest_rank():
     links = {0: LinkRate(bytes_per_s=8.0, node=1)}
     of_ranks = windows(3, {(1, Phase.FORWARD): 60.0}, links=links)
     named = [SlowRank(rank=1, phase=Phase.FORWARD, phase_s=0.1, typical_s=0.04, cost_share=0.3)]
-    values = metrics_of(of_ranks, HOSTS, named)
+    values = straggler_metrics(of_ranks, HOSTS, named)
     assert values == pytest.approx(
         {
             m.STRAGGLER_COST_SHARE: 60 / 198,
@@ -90,7 +90,7 @@ def test_metrics_are_those_of_the_slowest_rank():
         },
         abs=1e-9,
     )
-    assert m.STRAGGLER_RANK not in metrics_of(of_ranks, HOSTS, [])
+    assert m.STRAGGLER_RANK not in straggler_metrics(of_ranks, HOSTS, [])
 
 
 def reported(folder):
