@@ -44,6 +44,7 @@ ASKED = {
     "extensions": {"extensions": [object]},
     "unused parameters": {"find_unused_parameters": True},
     "ranks per node": {"ranks_per_node": 1},
+    "uneven batches": {"uneven_batches": "join"},
 }
 KINDS = {"pipeline": HybridPipelineStrategy, "Fabric": fabric.HybridAllReduceStrategy}
 LAYER = nn.Linear(2, 2)

@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_hybrid.comm.engine.process_groups import destroy, own_group
+from lightning_hybrid.comm.health.abort import end_waits
 from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.lightning_names import lightning_function
 
@@ -219,14 +220,22 @@ class BatchAgreement:
             "with the batches of the other ranks. This message is logged once in a fit."
         )
 
-    def close(self) -> None:
-        """Free the process group and the batch to repeat. Ranks that wait for this one learn so by an error."""
+    def close(self, *, has_failed: bool) -> None:
+        """Free the process group and the batch to repeat.
+
+        Args:
+            has_failed: Whether this rank fails. Ranks that wait for its batch then get an error at once.
+        """
         self.agreed.clear()
         self._latest = None
         group = self._group
         self._group = None
-        if group is not None:
-            destroy(group)
+        if group is None:
+            return
+        if has_failed:
+            # The traceback of the error may still hold the group, whose connections would stay open.
+            end_waits(group)
+        destroy(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchAgreement:
         # The process group is there once: what user code copies in a fit, such as the trainer, shares it.

@@ -208,13 +208,13 @@ class UnevenBatchesExtension(FitExtension):
     # ---- end ---------------------------------------------------------------------------------
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Free the process group. Ranks that wait for this one's batch learn so by an error."""
-        self._agreement.close()
+        """Free the process group. After an error, ranks that wait for this one's batch get one, too."""
+        self._agreement.close(has_failed=error is not None)
 
     def put_back(self, fit: FitContext, error: BaseException | None) -> None:
         """Remove what a failed step has left in the module, and free the process group of a fit that has not begun."""
         self._remove_hook()
-        self._agreement.close()
+        self._agreement.close(has_failed=error is not None)
 
 
 def _leaves(fit: RunningFit) -> Iterable[Tensor]:

@@ -1,6 +1,6 @@
 """A small network on ranks with loaders of different lengths, and its gradients in float64 by hand.
 
-    batches of ranks   7, 5, 5, 3          of 4 samples, the last one of each rank smaller
+batches of ranks   7, 5, 5, 3          of 4 samples, the last one of each rank smaller
 """
 
 from collections.abc import Iterator
@@ -65,8 +65,8 @@ class OwnLoader:
         return iter(loader())
 
 
-class Network(pl.LightningModule):
-    """A classifier that notes, for each step, its samples, weights and gradients."""
+class Unwatched(pl.LightningModule):
+    """A classifier whose gradients nobody reads."""
 
     def __init__(self, lr: float = 0.2) -> None:
         super().__init__()
@@ -85,6 +85,13 @@ class Network(pl.LightningModule):
             self.numbers += numbers.tolist()
         return F.cross_entropy(self.net(features).float(), targets)
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+class Network(Unwatched):
+    """The same, which notes the samples, weights and gradients of each step."""
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.steps.append(
             {
@@ -94,9 +101,6 @@ class Network(pl.LightningModule):
             }
         )
         self.numbers = []
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
 def network() -> nn.Sequential:
@@ -114,7 +118,12 @@ def fit(
     names = ("ckpt_path", "val", "callbacks")
     options = {name: scene.pop(name, None) for name in names}
     of_trainer = ("precision", "accumulate_grad_batches", "max_steps", "max_epochs", "logger")
-    of_trainer += ("limit_train_batches", "log_every_n_steps", "sync_batchnorm", "gradient_clip_val")
+    of_trainer += (
+        "limit_train_batches",
+        "log_every_n_steps",
+        "sync_batchnorm",
+        "gradient_clip_val",
+    )
     settings = {name: scene.pop(name) for name in of_trainer if name in scene}
     if strategy is None:
         strategy = HybridAllReduceStrategy(**{"uneven_batches": "join", **scene})

@@ -1,5 +1,7 @@
 """Loaders, modules and options that `uneven_batches="join"` cannot work with, and failures while ranks join."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -104,6 +106,7 @@ def error_of_fit(scene):
     return toy.error_of(support.fit, **scene)
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_by_name_before_a_step(one_rank, name):
     scene, message = REFUSED[name]
@@ -112,9 +115,13 @@ def test_what_cannot_work_is_refused_by_name_before_a_step(one_rank, name):
 
 
 def test_values_of_the_option_are_checked():
-    with pytest.raises(ValueError, match=r"^`uneven_batches` \(='skip'\) must be one of 'error', 'jo"):
+    with pytest.raises(
+        ValueError, match=r"^`uneven_batches` \(='skip'\) must be one of 'error', 'jo"
+    ):
         HybridAllReduceStrategy(uneven_batches="skip")
-    with pytest.raises(ValueError, match=r"`uneven_batches` \(='join'\) and `strategy` \(='hybrid_el"):
+    with pytest.raises(
+        ValueError, match=r"`uneven_batches` \(='join'\) and `strategy` \(='hybrid_el"
+    ):
         HybridElasticStrategy(max_hosts=2, meet="10.0.0.1:29400", uneven_batches="join")
 
 
@@ -138,8 +145,6 @@ def test_a_rank_with_an_empty_loader_joins_all_steps(two_ranks):
     assert largest_error(results) < FP32_ERROR
     assert same_weights(results)
     assert [rank["global_step"] for rank in results] == [3, 3]
-
-
 
 
 class NoneNowAndThen:
@@ -187,12 +192,31 @@ def failing_loader():
         ({"train": failing_loader}, "OSError: disk of rank zero"),
     ],
 )
-def test_a_rank_that_fails_while_others_have_joined_ends_all_with_its_name(four_ranks, scene, cause):
+def test_a_rank_that_fails_while_others_have_joined_ends_all_with_its_name(
+    four_ranks, scene, cause
+):
     errors = four_ranks.run(error_of_fit, scene, timeout_s=40.0)
     assert errors[0].startswith(cause)
     for error in errors[1:]:
         assert "comm: rank 0 gave up" in error
         assert cause in error
+
+
+class HangsOnRankOne(support.Numbered):
+    def __getitem__(self, index):
+        if dist.get_rank() == 1 and index == 10:
+            time.sleep(8)
+        return super().__getitem__(index)
+
+
+def hanging_loader():
+    return support.loader(HangsOnRankOne)
+
+
+def test_a_rank_that_has_no_batch_in_time_is_named_with_its_line(two_ranks):
+    first, _ = two_ranks.run(error_of_fit, {"train": hanging_loader, "timeout": 3.0})
+    assert "comm: rank 1 does not come to the collective in which others wait" in first
+    assert "`__getitem__` (test_refusals.py" in first
 
 
 def test_user_code_reads_the_batches_of_its_rank_only(two_ranks):

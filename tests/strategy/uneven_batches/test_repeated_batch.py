@@ -80,7 +80,9 @@ class WithStatistics(Network):
 
 def test_statistics_of_batch_norm_do_not_move(two_ranks):
     """Rank zero's loader ends first, and DDP broadcasts its statistics to rank one before each forward."""
-    first, second = (rank["batch_indices"] for rank in fits(two_ranks, WithStatistics, train=two_loaders))
+    first, second = (
+        rank["batch_indices"] for rank in fits(two_ranks, WithStatistics, train=two_loaders)
+    )
     assert not torch.equal(first[1], first[0])
     assert torch.equal(first[2], first[1])
     batch = torch.stack([support.sample(number)[1] for number in range(16, 18)])

@@ -73,7 +73,10 @@ def test_twice_in_one_tail(two_ranks, tmp_path):
 
 SCENES = {
     "longest first": {"train": partial(of_rank, sizes=(27, 17, 20, 10)), "saved_step": 6},
-    "at the end of two loaders": {"train": partial(of_rank, sizes=(27, 17, 20, 10)), "saved_step": 5},
+    "at the end of two loaders": {
+        "train": partial(of_rank, sizes=(27, 17, 20, 10)),
+        "saved_step": 5,
+    },
     "shortest first": {"train": partial(of_rank, sizes=(10, 20, 17, 27)), "saved_step": 4},
     "workers": {"train": partial(of_rank, sizes=(10, 20, 17, 27), num_workers=1), "saved_step": 6},
     "stream": {"train": partial(of_rank, is_stream=True, sizes=(10, 20, 17, 27)), "saved_step": 6},

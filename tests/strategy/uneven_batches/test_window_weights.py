@@ -52,7 +52,9 @@ def test_every_sample_has_the_same_weight(steps, accumulation, limits_factors):
 
 
 @pytest.mark.parametrize("limits_factors", [False, True])
-@pytest.mark.parametrize(("batch_size", "world_size", "accumulation"), [(5, 3, 1), (7, 3, 3), (1, 49, 7)])
+@pytest.mark.parametrize(
+    ("batch_size", "world_size", "accumulation"), [(5, 3, 1), (7, 3, 3), (1, 49, 7)]
+)
 def test_equal_batches_have_factors_of_exactly_one(
     batch_size, world_size, accumulation, limits_factors
 ):
