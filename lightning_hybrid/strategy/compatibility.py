@@ -145,19 +145,19 @@ EXCLUDED = (
     Exclusion("local steps", "node slices", "it averages weights that every rank has whole"),
     # Features of the run.
     Exclusion(
-        "uneven batches",
         "adasum",
+        "uneven batches",
         "the leaders of the nodes combine means of nodes, in which a rank without samples would count",
     ),
-    Exclusion("uneven batches", "local steps", "each node counts as much in the average"),
+    Exclusion("local steps", "uneven batches", "each node counts as much in the average"),
     Exclusion(
-        "uneven batches",
         "error feedback",
+        "uneven batches",
         "residuals have the unit of a sum over all ranks, and fewer ranks add to the last sums of an epoch",
     ),
     Exclusion(
-        "uneven batches",
         "node slices",
+        "uneven batches",
         "the ranks of a node compute on one another's batches, which must have the same size",
     ),
     Exclusion(
@@ -171,31 +171,31 @@ EXCLUDED = (
         "your own loop decides when an epoch ends, and which backward belongs to which batch",
     ),
     Exclusion(
-        "uneven batches",
         "SyncBatchNorm",
+        "uneven batches",
         "its statistics would count the samples of a repeated batch",
     ),
     Exclusion(
-        "uneven batches", "global batch", "it would compare with the samples of a repeated batch"
+        "global batch", "uneven batches", "it would compare with the samples of a repeated batch"
     ),
     Exclusion(
-        "uneven batches",
         "several loaders",
+        "uneven batches",
         "a batch of each would have to end the epoch together, and they have several lengths",
     ),
     Exclusion(
-        "uneven batches",
         "dataloader_iter",
+        "uneven batches",
         "ranks agree on a batch before the step, and this step reads batches by itself",
     ),
     Exclusion(
-        "uneven batches",
         "gather in a step",
+        "uneven batches",
         "a rank whose loader has ended would gather the values of a repeated batch",
     ),
     Exclusion(
-        "uneven batches",
         "local fp16 sums",
+        "uneven batches",
         "in manual optimization batches have different divisors, so their sum has none",
     ),
     Exclusion("unequal nodes", "local steps", "each node counts as much in the average"),

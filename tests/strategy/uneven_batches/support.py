@@ -65,8 +65,8 @@ class OwnLoader:
         return iter(loader())
 
 
-class Network(pl.LightningModule):
-    """A classifier that notes, for each step, its samples, weights and gradients."""
+class Unwatched(pl.LightningModule):
+    """A classifier whose gradients nobody reads."""
 
     def __init__(self, lr: float = 0.2) -> None:
         super().__init__()
@@ -85,6 +85,13 @@ class Network(pl.LightningModule):
             self.numbers += numbers.tolist()
         return F.cross_entropy(self.net(features).float(), targets)
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+class Network(Unwatched):
+    """The same, which notes the samples, weights and gradients of each step."""
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.steps.append(
             {
@@ -94,9 +101,6 @@ class Network(pl.LightningModule):
             }
         )
         self.numbers = []
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
 def network() -> nn.Sequential:

@@ -136,6 +136,27 @@ def test_several_epochs(four_ranks):
     check(fits(four_ranks, max_epochs=3), num_steps=21, num_epochs=3)
 
 
+@pytest.mark.long
+def test_gradients_that_are_scattered_have_the_same_divisor(four_ranks):
+    """Nobody reads gradients, so each rank gets those of its part only."""
+    scene = {"precision": "16-true", "loss_scale": 1024, "ranks_per_node": 2}
+    whole = fits(four_ranks, UnwatchedLars, **scene)
+    shared = fits(four_ranks, UnwatchedLars, shard_update="node", **scene)
+    for first, second in zip(whole, shared, strict=True):
+        assert torch.equal(flat(first["weights"]), flat(second["weights"]))
+
+
+class UnwatchedLars(support.Unwatched):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(support.NUM_FEATURES, 4096), torch.nn.Linear(4096, 3)
+        )
+
+    def configure_optimizers(self):
+        return LARS(self.parameters(), lr=0.5, fused=True)
+
+
 def sum_of_two_means(results):
     """Largest error of steps whose gradients are sums of the means of two global batches."""
     errors = []
