@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_hybrid.callbacks.stragglers.gather import HostGather, Hosts, WindowGather
 from lightning_hybrid.callbacks.stragglers.measurement import (
@@ -51,7 +51,7 @@ class StragglerMonitor(Callback):
     callback, with the same number.*
 
     It needs `strategy="hybrid_allreduce"`. With `LocalSteps` the ranks of each node are compared. Nothing is measured,
-    and a warning says so at the start, in pipelines, in elastic runs, and with layers that communicate in forward, such
+    and a line says so at the start, in pipelines, in elastic runs, and with layers that communicate in forward, such
     as `SyncBatchNorm`.
 
     Args:
@@ -100,11 +100,12 @@ class StragglerMonitor(Callback):
         self._last_step = trainer.global_step
         self._num_steps = 0
         status = run_status(trainer)
+        is_alone = trainer.world_size < 2 or not dist.is_initialized()
+        if is_alone and status.gather_over_hosts is None:
+            return
         reason = reason_not_to_measure(trainer, pl_module, status)
         if reason:
-            rank_zero_warn(f"`StragglerMonitor` measures nothing: {reason}.")
-            return
-        if trainer.world_size < 2 or not dist.is_initialized():
+            rank_zero_info(f"`StragglerMonitor` measures nothing: {reason}.")
             return
         assert status.comm_trace is not None
         self._hosts = Hosts.of_world()

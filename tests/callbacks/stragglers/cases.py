@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import statistics
 import time
 import warnings
 from collections.abc import Sequence
@@ -193,12 +194,58 @@ def busy_loops(number: int) -> Any:
             process.join()
 
 
+class Toggled(StragglerMonitor):
+    """A monitor that is off in every second block of steps, and the seconds of each block."""
+
+    block = 50
+
+    def __init__(self) -> None:
+        super().__init__(every_n_steps=self.block)
+        self.blocks_s: list[float] = []
+        self.began_s = 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        is_on = len(self.blocks_s) % 2 == 0
+        if is_on:
+            super().on_train_batch_end(trainer, *args, **kwargs)
+        if trainer.global_step % self.block == 0:
+            now_s = time.perf_counter()
+            self.blocks_s.append(now_s - self.began_s)
+            measurement = self._measurement
+            assert measurement is not None
+            if is_on:
+                measurement.detach()
+            else:
+                self._last_step = trainer.global_step
+                measurement.attach()
+            self.began_s = time.perf_counter()
+
+
+def cost(num_pairs: int, precision: str) -> list[float]:
+    """Return the seconds of blocks of steps, with and without the monitor in turn, after one of warm-up each."""
+    monitor = Toggled()
+    max_steps = monitor.block * 2 * (num_pairs + 1)
+    # One epoch: its end would fall into blocks of one kind.
+    loader = toy.loader(8 * max_steps * torch.distributed.get_world_size())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = toy.trainer(
+            max_epochs=-1,
+            max_steps=max_steps,
+            callbacks=[monitor],
+            precision=precision,
+        )
+        trainer.fit(toy.Toy(), loader)
+    return monitor.blocks_s[2:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--busy", type=int, default=0, help="busy loops beside the ranks")
     parser.add_argument("--healthy", type=int, default=0, help="windows without a slow rank")
+    parser.add_argument("--cost", type=int, default=0, help="pairs of blocks with and without")
     parser.add_argument("--sleep-ms", type=float, default=20.0, help="in forward, and in backward")
     parser.add_argument("--window", type=int, default=WINDOW, help="steps")
     parser.add_argument("--precision", default="32-true")
@@ -214,6 +261,19 @@ def main() -> None:
 def rows(pool: RankPool, num_ranks: int, options: Any) -> Any:
     ranks = pool.ranks(num_ranks)
     common = {"ranks": num_ranks, "busy": options.busy, "precision": options.precision}
+    if options.cost:
+        blocks_s = ranks.run(cost, options.cost, options.precision, timeout_s=3000)[0]
+        with_monitor_s = blocks_s[::2]
+        without_s = blocks_s[1::2]
+        ratios = [on / off for on, off in zip(with_monitor_s, without_s, strict=True)]
+        yield common | {
+            "load of the machine": round(os.getloadavg()[0], 1),
+            "pairs": options.cost,
+            "ms per step without": 1e3 * statistics.median(without_s) / Toggled.block,
+            "median ratio": statistics.median(ratios),
+            "quartiles": statistics.quantiles(ratios, n=4),
+        }
+        return
     if options.healthy:
         began_s = time.monotonic()
         sleep_s = options.sleep_ms / 1e3

@@ -2,6 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import HybridAllReduceStrategy, LocalSteps
 from lightning_hybrid.callbacks import StragglerMonitor
+from lightning_hybrid.callbacks.stragglers import callback
 from lightning_hybrid.callbacks.stragglers.gather import HostGather, Hosts
 from lightning_hybrid.callbacks.stragglers.measurement import reason_not_to_measure
 from lightning_hybrid.callbacks.stragglers.on_cuda import CudaClock, CudaGather
@@ -258,17 +260,17 @@ def test_a_run_that_cannot_be_measured_says_why(model, layer, status, reason):
 
 
 def fit_under_ddp():
-    trainer = toy.trainer(max_steps=2, strategy="ddp", callbacks=[StragglerMonitor(1)])
-    if this_rank() == 0:
-        with pytest.warns(UserWarning, match="`StragglerMonitor` measures nothing: it reads"):
-            trainer.fit(toy.Toy(), toy.loader())
-    else:
+    lines = []
+    with patch.object(callback, "rank_zero_info", lines.append):
+        trainer = toy.trainer(max_steps=2, strategy="ddp", callbacks=[StragglerMonitor(1)])
         trainer.fit(toy.Toy(), toy.loader())
-    return trainer.global_step
+    return trainer.global_step, lines
 
 
-def test_under_another_strategy_training_goes_on_after_a_warning(two_ranks):
-    assert two_ranks.run(fit_under_ddp) == [2, 2]
+def test_under_another_strategy_training_goes_on_after_a_line(two_ranks):
+    for num_steps, (line,) in two_ranks.run(fit_under_ddp):
+        assert num_steps == 2
+        assert line.startswith("`StragglerMonitor` measures nothing: it reads the times of buckets")
 
 
 # ---- on CUDA, without one --------------------------------------------------------------------------
@@ -357,6 +359,32 @@ def test_each_case_is_named_within_twenty_windows(rank_pool, name, num_ranks):
     delays = cases.cases(num_ranks - 1)[name]
     messages = rank_pool.ranks(num_ranks).run(partial(cases.run, delays), timeout_s=600)[0]
     assert cases.is_right(delays, messages), messages
+
+
+def messages_with_local_steps(delays):
+    strategy = HybridAllReduceStrategy(ranks_per_node=2, between_nodes=LocalSteps(every=4))
+    return cases.run(delays, is_stopped=False, window=4, num_windows=8, strategy=strategy)
+
+
+@pytest.mark.long
+def test_with_local_steps_ranks_are_compared_in_their_node(four_ranks):
+    """A node does not wait for the other in each step. Its first rank reports."""
+    delays = cases.Delays(phase="forward", extra_s=0.2, rank=3)
+    by_rank = four_ranks.run(messages_with_local_steps, delays, timeout_s=300)
+    assert cases.is_right(delays, by_rank[2])
+    assert by_rank[0] == by_rank[1] == by_rank[3] == []
+
+
+@pytest.mark.long
+def test_a_slow_optimizer_is_named_where_ranks_share_the_update(two_ranks):
+    delays = cases.Delays(phase="optimizer", extra_s=0.2, rank=1)
+    messages = two_ranks.run(messages_with_a_shared_update, delays, timeout_s=300)[0]
+    assert cases.is_right(delays, messages), messages
+
+
+def messages_with_a_shared_update(delays):
+    strategy = HybridAllReduceStrategy(shard_update="node")
+    return cases.run(delays, window=4, strategy=strategy, precision="16-true")
 
 
 @pytest.mark.long
