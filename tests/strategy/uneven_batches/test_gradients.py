@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_hybrid import Mean
+from lightning_hybrid import Comm, Mean
 from lightning_hybrid.optim import LARS
 from tests.strategy.uneven_batches import support
 from tests.strategy.uneven_batches.support import (
@@ -140,6 +140,7 @@ def test_several_epochs(four_ranks):
 def test_gradients_that_are_scattered_have_the_same_divisor(four_ranks):
     """Nobody reads gradients, so each rank gets those of its part only."""
     scene = {"precision": "16-true", "loss_scale": 1024, "ranks_per_node": 2}
+    scene["comm"] = Comm("two_level")
     whole = fits(four_ranks, UnwatchedLars, **scene)
     shared = fits(four_ranks, UnwatchedLars, shard_update="node", **scene)
     for first, second in zip(whole, shared, strict=True):

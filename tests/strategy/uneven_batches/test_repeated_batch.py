@@ -57,9 +57,9 @@ def test_a_bad_loss_of_a_repeated_batch_changes_nothing(two_ranks, precision):
 
 
 def two_loaders():
-    """Two batches on rank zero, and three on rank one.
+    """Two batches on rank zero and three on rank one, with an even number of samples.
 
-    The number of samples is even, because Lightning halves it in whole numbers.
+    Lightning averages the numbers of samples over ranks, in whole numbers.
     """
     numbers = support.Numbered(dist.get_rank(), (8, 10))
     return torch.utils.data.DataLoader(numbers, batch_size=4)
