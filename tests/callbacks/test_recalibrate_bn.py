@@ -246,7 +246,7 @@ class WithoutForward(Digits):
 
 def test_a_module_without_forward_is_told_what_to_give():
     data = DigitsDataModule(global_batch_size=64, seed=3)
-    words = r"`WithoutForward.forward` is not defined: .*RecalibrateBatchNorm.forward=lambda module"
+    words = r"`WithoutForward.forward` is not defined, .*RecalibrateBatchNorm.forward=lambda module"
     short = {
         "max_epochs": 1,
         "limit_train_batches": 1,

@@ -166,7 +166,9 @@ def test_a_signal_while_all_ranks_are_asked_is_for_the_next_question(monkeypatch
     """Other ranks go on with the next step: this one may neither leave alone nor forget."""
     callback = StopOnSignal()
     trainer = SimpleNamespace(
-        world_size=2, strategy=SimpleNamespace(root_device=torch.device("cpu"))
+        world_size=2,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        precision_plugin=None,
     )
 
     def interrupted(asked, op):

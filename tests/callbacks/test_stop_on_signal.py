@@ -108,7 +108,7 @@ def test_a_host_of_an_elastic_run_that_writes_no_checkpoint_says_who_writes_it(o
     ((message,),) = one_rank.run(logged_on_another_host, str(tmp_path))
     assert os.listdir(tmp_path) == []
     assert message.startswith(
-        "stopped by SIGTERM in epoch 1 after step 6; this host has written no"
+        "stopped by SIGTERM in epoch 0 after step 6; this host has written no"
     )
     assert "only the first host of the run writes" in message
     assert "resumes from there" not in message

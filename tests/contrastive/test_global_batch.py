@@ -307,7 +307,7 @@ class Named(Network):
         (OtherModule, r"depends on another tensor of shape \(8, 8\) that requires a gradient"),
         (Sums, r"returned a tensor of shape \(\) for 4 rows"),
         (TwoRowsEach, r"returned a tensor of shape \(8, 6\) for 4 rows"),
-        (Named, r"must return a tensor or several \(returned a dict\)"),
+        (Named, r"must return a tensor or several tensors \(returned a dict\)"),
     ],
 )
 def test_a_network_that_would_get_no_gradient_or_returns_no_rows_is_refused(make, message):

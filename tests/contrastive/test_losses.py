@@ -152,7 +152,7 @@ def short_on_the_last(missing):
 
 @pytest.mark.parametrize(("missing", "shapes"), [(1, "16x8, 15x8"), (PAIRS // 2, "16x8, 0x0")])
 def test_other_numbers_of_pairs_or_none_are_refused_on_every_rank(missing, shapes, two_ranks):
-    expected = f"ValueError: the embeddings of all ranks must have one shape, and have {shapes}"
+    expected = f"ValueError: The embeddings of all ranks must have the same shape (have {shapes})"
     for rank, message in enumerate(two_ranks.run(short_on_the_last, missing, timeout_s=30)):
         assert message.startswith(expected), f"rank {rank}"
 

@@ -26,6 +26,7 @@ OPTIONS = {
     "world update": {"shard_update": "world"},
     "extensions": {"extensions": [object]},
     "ranks per node": {"ranks_per_node": 1},
+    "uneven batches": {"uneven_batches": "join"},
 }
 
 TRAINER = {

@@ -92,7 +92,7 @@ def test_another_number_of_hosts_with_the_same_batch_size_is_refused(
 ) -> None:
     error = error_of_a_resume(checkpoint_of_two_hosts, shuffled, max_hosts=1)
     assert "NotExactError" in error
-    assert "set batch_size=4" in error
+    assert "Set batch_size=4" in error
 
 
 def test_half_the_hosts_with_twice_the_batch_read_the_remaining_images(
@@ -110,7 +110,7 @@ def test_another_batch_size_on_the_same_hosts_is_refused(checkpoint_of_two_hosts
     twice = partial(shuffled, batch_size=4)
     error = error_of_a_resume(checkpoint_of_two_hosts, twice, max_hosts=2)
     assert "NotExactError" in error
-    assert "set batch_size=2" in error
+    assert "Set batch_size=2" in error
 
 
 def test_another_data_set_is_refused_in_the_middle_of_an_epoch(
@@ -165,7 +165,7 @@ def test_a_plain_run_on_four_ranks_is_refused_by_two_hosts_with_the_batch_that_f
     fit(four_ranks, module=Net, train=shuffled, save_to=middle, max_steps=2, **plain)
     error = error_of_a_resume(middle, shuffled, max_hosts=2)
     assert "NotExactError" in error
-    assert "set batch_size=4" in error
+    assert "Set batch_size=4" in error
 
 
 class Looks(pl.Callback):
@@ -389,7 +389,7 @@ def test_a_host_that_waits_says_who_answers_and_how_many_hosts_there_are(
         ("10.0.0.1", "has no port"),
         ("10.0.0.1:99999", "has no port from 1 to 65535"),
         ("[::1]:29400", "is of IPv6"),
-        ([("10.0.0.1", 29400)], "is no text"),
+        ([("10.0.0.1", 29400)], "is not a string"),
         (29400, "(=29400)"),
         (None, "(=None)"),
         ("", "has no port"),

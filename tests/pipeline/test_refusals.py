@@ -36,7 +36,7 @@ from tests.scenes import at, fit, play
         ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved, zero_bubble"),
         ({"num_stages": 1}, "one stage is no pipeline"),
         ({"num_microbatches": 5, "schedule": "interleaved"}, "multiple of the number of rounds"),
-        ({"cuts": [3, 3]}, "must be 1 ascending places"),
+        ({"cuts": [3, 3]}, "must be 1 ascending block indices"),
         (
             {"schedule": "interleaved", "cuts": BlockProfile(seconds=[1], most_bytes=8)},
             "limits one stage",
@@ -71,7 +71,7 @@ class WithForward(nn.Sequential):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (lambda: Module(body=nn.Linear(1, 1)), "those with parameters are body"),
+        (lambda: Module(body=nn.Linear(1, 1)), "one of its modules with parameters: body"),
         (lambda: Module(net=WithForward(nn.Linear(1, 1))), "must be an nn.Sequential"),
         (
             lambda: Module(net=nn.Sequential(nn.Linear(1, 1)), head=nn.Linear(1, 1)),

@@ -207,7 +207,7 @@ REFUSED = {
     Glue: "`forward` computes something outside its blocks, so make it a block",
     Centred: "Buffers outside of the network (`centre`) must not be changed in `training_step`",
     MovesAttribute: "must not depend on what it changes in the module",
-    Clips: "changed gradients by other means than `self.clip_gradients`",
+    Clips: "changed gradients without `self.clip_gradients`",
     Penalised: "the network's input is not connected to its output",
     Saves: "Call `trainer.save_checkpoint(path)` on every rank",
     CallsLayers: "parameters of other stages are on the meta device",

@@ -178,7 +178,7 @@ def suffixes_of(prefix):
             r"`start_method` \(='thread'\) must be one of 'popen', 'spawn', 'fork', 'forkse",
         ),
         ({"loss_scale": 1000}, r"`loss_scale` \(=1000.0\) must be a power of two"),
-        ({"device_ids": [0]}, r"`device_ids` cannot be given"),
+        ({"device_ids": [0]}, r"`device_ids` cannot be set"),
     ],
 )
 def test_bad_options_are_refused_by_the_constructor(options, message):

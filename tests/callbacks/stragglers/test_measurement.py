@@ -319,7 +319,7 @@ def test_on_cuda_the_host_reads_figures_once_they_are_there(fake_world, monkeypa
         assert cuda.host_waits == []
         cuda.go_on()
         assert gather.gather(window_of(2.0)) == ["windows", "windows"]
-    assert cuda.found == []
+    assert cuda.violations == []
     assert read == [2, 2]
 
 

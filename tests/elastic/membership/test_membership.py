@@ -219,7 +219,7 @@ def test_hosts_wait_for_a_late_member_as_long_as_it_lives(hosts):
     view = b.next_view(5, timeout_s=20)
     assert view == early.result(20)
     assert (set(view.hosts), view.target, view.behind) == ({"a", "b"}, 5, (a.me.id,))
-    with pytest.raises(TimeoutError, match=r"no view in 0\.3 s; waited for host b"):
+    with pytest.raises(TimeoutError, match=r"within `timeout` \(=0\.3 s\)\. Waited for host b"):
         hosts.pool.submit(a.next_view, 6, timeout_s=0.3).result()
 
 

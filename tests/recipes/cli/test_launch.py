@@ -76,7 +76,7 @@ def test_tracking_is_offline_by_default(monkeypatch):
 
 IMAGENET = "recipe=resnet50_64k data=synthetic"
 MISTAKES = {
-    "global_batch_size=127 trainer.devices=2": r"`global_batch_size` \(=127\).*Nearest that fit: .*=126 or 128\.",
+    "global_batch_size=127 trainer.devices=2": r"`global_batch_size` \(=127\).* Set global_batch_size=126 or 128\.",
     "batch_size_per_rank=60": r"`global_batch_size` \(=128\).*2\.13 accumulation steps.*=120 or 180\.",
     "global_batch_size=2048": r"`global_batch_size` \(=2048\) must be at most the number of training images \(=1257\)",
     "recipe=resnet50_64k": r"`data\.root` \(=\?\?\?\) must have a value\. Missing: data\.root\. Give it",
@@ -128,7 +128,7 @@ WITH_KEYS = {
         "`every_n_steps` is callbacks.replicas.every_n_steps",
     ],
     "strategy=pipeline strategy.num_microbatches=1": [
-        "Write num_microbatches=8",
+        "Set num_microbatches=8",
         "is strategy.num_microbatches",
     ],
 }

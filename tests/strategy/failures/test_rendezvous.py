@@ -84,7 +84,7 @@ def error_of_a_rendezvous(port, first_rank, world_size):
 def test_missing_ranks_are_named_on_every_other_rank(two_ranks):
     port = free_port()
     expected = (
-        f"`WORLD_SIZE` (=4) ranks must meet at 127.0.0.1:{port}, and within 1 s ranks 2, 3 did"
+        f"`WORLD_SIZE` (=4) ranks must connect at 127.0.0.1:{port}, but within 1 s ranks 2, 3 did"
     )
     results = two_ranks.run(error_of_a_rendezvous, port, 0, 4)
     for rank, (message, seconds) in enumerate(results):

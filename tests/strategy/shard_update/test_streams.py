@@ -54,6 +54,6 @@ def test_a_wait_for_a_bucket_orders_the_reads_of_the_rank_s_part_and_of_shared_g
         future.wait().mul_(0.1)
     del buffer, future
     torch.zeros(1)  # one more operation, in which returned memory would be found
-    assert cuda.found == []
+    assert cuda.violations == []
     assert cuda.host_waits == []
     engine.close()

@@ -73,23 +73,23 @@ def texts():
 REFUSED = {
     "several loaders": (
         {"module": TwoLoaders, "train": two_loaders_of_a_rank},
-        "`uneven_batches` (='join') and 2 training loaders cannot be combined",
+        "2 training loaders and `uneven_batches` (='join') cannot be combined",
     ),
     "dataloader_iter": (
         {"module": ReadsByItself},
-        "`uneven_batches` (='join') and `training_step(dataloader_iter)` cannot be combined",
+        "`training_step(dataloader_iter)` and `uneven_batches` (='join') cannot be combined",
     ),
     "gather": (
         {"module": Gathers},
-        "`uneven_batches` (='join') and `all_gather` in `training_step` cannot be combined",
+        "`all_gather` in `training_step` and `uneven_batches` (='join') cannot be combined",
     ),
     "SyncBatchNorm": (
         {"module": WithBatchNorm, "sync_batchnorm": True},
-        "`uneven_batches` (='join') and `net.3` (=SyncBatchNorm) cannot be combined",
+        "`net.3` (=SyncBatchNorm) and `uneven_batches` (='join') cannot be combined",
     ),
     "local fp16 sums": (
         {"module": SumsLocally, "precision": "16-true"},
-        "`uneven_batches` (='join') and `require_backward_grad_sync` (=False) with 16-true exclude",
+        "`require_backward_grad_sync` (=False) with 16-true and `uneven_batches` (='join')",
     ),
     "no tensor": (
         {"train": texts},
@@ -215,7 +215,7 @@ def hanging_loader():
 
 def test_a_rank_that_has_no_batch_in_time_is_named_with_its_line(two_ranks):
     first, _ = two_ranks.run(error_of_fit, {"train": hanging_loader, "timeout": 3.0})
-    assert "comm: rank 1 does not come to the collective in which others wait" in first
+    assert "comm: rank 1 does not join the collective in which others wait" in first
     assert "`__getitem__` (test_refusals.py" in first
 
 

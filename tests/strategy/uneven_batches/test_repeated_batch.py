@@ -121,7 +121,7 @@ def exact_metrics(numbers):
     logits = exact(torch.stack([features for _, features, _ in samples]).double())
     targets = torch.tensor([target for *_, target in samples])
     loss = F.cross_entropy(logits, targets)
-    return float(loss), float((logits.argmax(1) == targets).float().mean())
+    return loss.item(), float((logits.argmax(1) == targets).float().mean())
 
 
 def test_logs_and_metrics_of_an_epoch_are_those_of_its_samples(two_ranks):
