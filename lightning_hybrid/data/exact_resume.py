@@ -459,9 +459,9 @@ class ExactResume:
         if checksum != expected[1]:
             source = "data set" if self.is_stream else "sampler"
             raise self.error(
-                f"its {source} does not repeat what it gave before the checkpoint. {self._possible_seed()}The {source} "
-                "may also draw from streams that it makes itself, count its iterations, or be another one. Let its "
-                "order follow from `set_epoch`, a generator that it holds, or the global streams"
+                f"its {source} does not repeat its samples before the checkpoint. {self._possible_seed()}The {source} "
+                "may also create random generators itself, count its iterations, or have changed. Make its order "
+                "depend on `set_epoch`, on a generator that it holds, or on the global generators"
             )
 
     def _possible_seed(self) -> str:
