@@ -291,7 +291,7 @@ def with_a_sampler_seeded_once(folder: str) -> str:
 
 def test_the_error_of_another_order_names_another_seed_everything_first(one_rank, tmp_path):
     (error,) = one_rank.run(with_a_sampler_seeded_once, str(tmp_path))
-    reason = error.split("does not repeat what it gave before the checkpoint. ")[1]
+    reason = error.split("does not repeat its samples before the checkpoint. ")[1]
     assert reason.startswith(
         "The interrupted run had seed_everything(3) and this one has seed_everything(8): call seed_everything(3)"
     )
