@@ -471,9 +471,11 @@ class Moves(Scored):
         return [part.to(device) for part in batch]
 
 
+# The server of forks would import all that tests need, once in each rank.
+FORKED = {"num_workers": 1, "multiprocessing_context": "fork"}
 OTHER_RUNS = {
-    "workers": {"train": partial(numbered, num_workers=2)},
-    "persistent workers": {"train": partial(numbered, num_workers=1, persistent_workers=True)},
+    "workers": {"train": partial(numbered, **{**FORKED, "num_workers": 2})},
+    "persistent workers": {"train": partial(numbered, **FORKED, persistent_workers=True)},
     "moves batches": {"module": Moves},
     "half precision": {"precision": "bf16-true"},
     "elastic": {"kind": HybridElasticStrategy, "max_hosts": 1, "meet": "127.0.0.1:29755"},
