@@ -111,8 +111,12 @@ def gloo_stages(
     nodes = cluster.num_nodes
     k = cluster.ranks_per_node
     size = num_bytes
-    across_bytes = size if wire is None else wire.num_bytes(size)
-    codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, size, wire)
+    across_bytes = size
+    if wire is not None:
+        across_bytes = wire.num_bytes(size)
+    codec_s = None
+    if bits_of(wire) is not None:
+        codec_s = cluster.codec_s(algorithm, size, wire)
     if algorithm.startswith("nccl"):
         raise ValueError(
             f"`algorithm` (={algorithm!r}) must be one that Gloo has: set flat, or an `Nccl` transport."
@@ -122,7 +126,9 @@ def gloo_stages(
     ):
         return (_flat_ring(cluster, gloo, across_bytes, is_ours=algorithm != "gloo_ring"),)
     if algorithm in ("flat", "parallel_flat"):
-        name = "all_reduce" if algorithm == "flat" else "parallel_all_reduce"
+        name = "all_reduce"
+        if algorithm == "parallel_flat":
+            name = "parallel_all_reduce"
         return (_across(cluster, gloo, name, across_bytes, num_groups=1, codec_s=codec_s),)
     # In a scatter-reduce every rank sends and receives k - 1 parts; in a reduce the leader alone has k - 1 messages.
     if algorithm == "two_level":
@@ -145,9 +151,13 @@ def gloo_stages(
         )
         between = _across(cluster, gloo, "ring", across_bytes, num_groups=1, codec_s=codec_s)
         after = replace(before, name="broadcast")
-    stages = (
-        ([before] if k > 1 else []) + ([between] if nodes > 1 else []) + ([after] if k > 1 else [])
-    )
+    stages = list[StageCost]()
+    if k > 1:
+        stages.append(before)
+    if nodes > 1:
+        stages.append(between)
+    if k > 1:
+        stages.append(after)
     return tuple(stages)
 
 
@@ -189,9 +199,12 @@ def _across(
         rounds = 2
         sent = 2 * (nodes - 1) / nodes * size
         ends = 4 * (nodes - 1)
-    delay_s += rounds * (cluster.across.latency_s + gloo.latency_s(cluster.across, size))
-    delay_s += gloo.work_s(gloo.message_s, of_busiest=ends, of_all=num_groups * nodes * ends)
-    return StageCost(name=name, place="across", delay_s=delay_s, work_s=num_groups * sent / rate)
+    round_s = cluster.across.latency_s + gloo.latency_s(cluster.across, size)
+    delay_s += rounds * round_s
+    all_ends = num_groups * nodes * ends
+    delay_s += gloo.work_s(gloo.message_s, of_busiest=ends, of_all=all_ends)
+    work_s = num_groups * sent / rate
+    return StageCost(name=name, place="across", delay_s=delay_s, work_s=work_s)
 
 
 def _rings_across(
@@ -200,16 +213,24 @@ def _rings_across(
     # Each ring has threads of its own: while one waits, for a consent or for processors, the others send.
     nodes = cluster.num_nodes
     link = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s)
+
     ends = 2 * segments_of_ring(size, nodes)
-    ends_s = gloo.work_s(gloo.segment_s, of_busiest=ends, of_all=num_groups * nodes * ends)
+    all_ends = num_groups * nodes * ends
+    ends_s = gloo.work_s(gloo.segment_s, of_busiest=ends, of_all=all_ends)
+    ends_of_one_ring_s = ends_s / num_groups
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
-    delay_s += ends_s / num_groups
+    delay_s += ends_of_one_ring_s
+
+    sent = 2 * (nodes - 1) / nodes * size
+    sent_s = sent / (link.bytes_per_s * gloo.wire_share)
+    work_s = max(num_groups * sent_s, ends_s - ends_of_one_ring_s)
     wait_s = gloo.wait_of_ring_s(size, nodes, link)
-    sent_s = 2 * (nodes - 1) / nodes * size / (link.bytes_per_s * gloo.wire_share)
-    work_s = max(num_groups * sent_s, ends_s - ends_s / num_groups)
     if not work_s:
-        return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
-    share = min(1.0, work_s / (wait_s + sent_s / gloo.ring_share))
+        delay_s += wait_s
+        return StageCost(name=name, place="across", delay_s=delay_s, work_s=0.0)
+
+    one_ring_s = wait_s + sent_s / gloo.ring_share
+    share = min(1.0, work_s / one_ring_s)
     return StageCost(name=name, place="across", delay_s=delay_s, work_s=work_s, share=share)
 
 
