@@ -111,21 +111,24 @@ def gloo_stages(
     nodes = cluster.num_nodes
     k = cluster.ranks_per_node
     size = num_bytes
-    across_bytes = size if wire is None else wire.num_bytes(size)
-    codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, size, wire)
+    across_bytes = size
+    if wire is not None:
+        across_bytes = wire.num_bytes(size)
+    codec_s = None
+    if bits_of(wire) is not None:
+        codec_s = cluster.codec_s(algorithm, size, wire)
     if algorithm.startswith("nccl"):
         raise ValueError(
             f"`algorithm` (={algorithm!r}) must be one that Gloo has: set flat, or an `Nccl` transport."
         )
-    is_ring_of_ranks = algorithm in ("flat", "gloo_ring") or (
-        algorithm == "parallel_flat" and k > 1
-    )
-    if codec_s is None and is_ring_of_ranks:
+    if codec_s is None and (
+        algorithm in ("flat", "gloo_ring") or (algorithm == "parallel_flat" and k > 1)
+    ):
         return (_flat_ring(cluster, gloo, across_bytes, is_ours=algorithm != "gloo_ring"),)
     if algorithm in ("flat", "parallel_flat"):
-        name = "parallel_all_reduce"
-        if algorithm == "flat":
-            name = "all_reduce"
+        name = "all_reduce"
+        if algorithm == "parallel_flat":
+            name = "parallel_all_reduce"
         return (_across(cluster, gloo, name, across_bytes, num_groups=1, codec_s=codec_s),)
     # In a scatter-reduce every rank sends and receives k - 1 parts; in a reduce the leader alone has k - 1 messages.
     if algorithm == "two_level":
@@ -148,7 +151,7 @@ def gloo_stages(
         )
         between = _across(cluster, gloo, "ring", across_bytes, num_groups=1, codec_s=codec_s)
         after = replace(before, name="broadcast")
-    stages: list[StageCost] = []
+    stages = list[StageCost]()
     if k > 1:
         stages.append(before)
     if nodes > 1:
@@ -184,10 +187,8 @@ def _across(
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
     form = between_nodes_form(nodes, size)
     if codec_s is not None:
-        form = "scatter_gather"
-        if nodes == 2:
-            form = "exchange"
-        delay_s += codec_s
+        form = "exchange" if nodes == 2 else "scatter_gather"
+        delay_s = delay_s + codec_s
     if form == "ring":
         return _rings_across(cluster, gloo, name, size, num_groups=num_groups)
     if form == "exchange":
@@ -199,8 +200,8 @@ def _across(
         sent = 2 * (nodes - 1) / nodes * size
         ends = 4 * (nodes - 1)
     round_s = cluster.across.latency_s + gloo.latency_s(cluster.across, size)
-    all_ends = num_groups * nodes * ends
     delay_s += rounds * round_s
+    all_ends = num_groups * nodes * ends
     delay_s += gloo.work_s(gloo.message_s, of_busiest=ends, of_all=all_ends)
     work_s = num_groups * sent / rate
     return StageCost(name=name, place="across", delay_s=delay_s, work_s=work_s)
@@ -209,24 +210,27 @@ def _across(
 def _rings_across(
     cluster: Any, gloo: Gloo, name: str, size: float, *, num_groups: int
 ) -> StageCost:
-    # Each ring has its own thread, so the others send while one waits for a consent or for a processor.
+    # Each ring has threads of its own: while one waits, for a consent or for processors, the others send.
     nodes = cluster.num_nodes
-    num_members = num_groups * nodes
     link = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s)
 
     ends = 2 * segments_of_ring(size, nodes)
-    ends_s = gloo.work_s(gloo.segment_s, of_busiest=ends, of_all=num_members * ends)
-    exposed_ends_s = ends_s / num_groups
-    delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_members)
-    delay_s += exposed_ends_s
+    all_ends = num_groups * nodes * ends
+    ends_s = gloo.work_s(gloo.segment_s, of_busiest=ends, of_all=all_ends)
+    ends_of_one_ring_s = ends_s / num_groups
+    delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
+    delay_s += ends_of_one_ring_s
 
+    sent = 2 * (nodes - 1) / nodes * size
+    sent_s = sent / (link.bytes_per_s * gloo.wire_share)
+    work_s = max(num_groups * sent_s, ends_s - ends_of_one_ring_s)
     wait_s = gloo.wait_of_ring_s(size, nodes, link)
-    sent_bytes = 2 * (nodes - 1) / nodes * size
-    sent_s = sent_bytes / (link.bytes_per_s * gloo.wire_share)
-    work_s = max(num_groups * sent_s, ends_s - exposed_ends_s)
     if not work_s:
-        return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
-    share = min(1.0, work_s / (wait_s + sent_s / gloo.ring_share))
+        delay_s += wait_s
+        return StageCost(name=name, place="across", delay_s=delay_s, work_s=0.0)
+
+    one_ring_s = wait_s + sent_s / gloo.ring_share
+    share = min(1.0, work_s / one_ring_s)
     return StageCost(name=name, place="across", delay_s=delay_s, work_s=work_s, share=share)
 
 

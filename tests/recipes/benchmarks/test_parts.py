@@ -1,5 +1,7 @@
 """Each variant of the parts sums the gradients of all ranks, in its own buckets, and has the planner's prediction."""
 
+import json
+import math
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -12,10 +14,15 @@ from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.planning.model.cluster import Cluster
 from lightning_hybrid.planning.model.cost import Link
 from lightning_hybrid.planning.model.cost_gloo import Gloo
+from recipes.benchmarks.gradient_sets import GRADIENT_SETS
 from recipes.benchmarks.parts import ALGORITHMS, PLANNED, ArmSums, PartsArm, PartsBench, check, fill
 from recipes.benchmarks.report import HEADER, PARTS_HEADER, Timing, aligned, cells, header, markdown
 from recipes.cli import launch
+from tests.checkout import ROOT
 from tests.recipes.composed import composed
+
+CLAIMS = ROOT / "recipes/records/claims"
+RECORD = CLAIMS / "2026-11-29_allreduce_parts_2-core-cpu"
 
 NUMELS = (300_000, 513, 7, 64, 70_001)
 MISTAKES = {
@@ -185,3 +192,57 @@ def test_the_table_has_prediction_and_processor_time_next_to_each_time():
     of_step = Timing(section="step", case="x", arm="ddp", num_bytes=1, num_nodes=1, times_s=(1.0,))
     assert header([of_step]) == HEADER
     assert len(cells([of_step], None)[0]) == len(HEADER)
+
+
+def recorded():
+    """Return the described cluster of each run of the record, and all rows."""
+    clusters = {}
+    rows = []
+    for line in (RECORD / "rows.jsonl").read_text().splitlines():
+        content = json.loads(line)
+        if "links" not in content:
+            rows.append(content)
+            continue
+        links = content["links"]
+        for algorithm, curve in links["curves"].items():  # JSON has no numbers as keys
+            links["curves"][algorithm] = {float(size): ratio for size, ratio in curve.items()}
+        clusters[content["run"]] = instantiate(links)
+    return clusters, rows
+
+
+def test_the_page_has_the_medians_and_predictions_of_the_record():
+    page = (CLAIMS / "README.md").read_text()
+    _, rows = recorded()
+    by_case = {}
+    for row in rows:
+        by_case.setdefault((row["run"], row["case"]), {})[row["arm"]] = row
+    assert len(by_case) == 11
+    for variants in by_case.values():
+        texts = []
+        for name in ALGORITHMS:
+            median_s = variants[name]["median_s"]
+            texts.append(f"{median_s:.3g} ({variants[name]['predicted_s']:.3g})")
+        ratio = variants["per_tensor_ring"]["median_s"] / variants["hybrid"]["median_s"]
+        assert f"| {' | '.join(texts)} | {ratio:.2f} |" in page
+
+
+@pytest.mark.long
+def test_the_planner_predicts_the_record_as_it_says():
+    """Within 15 % where links decide, at 100 Mbit/s."""
+    clusters, rows = recorded()
+    for row in rows:
+        if row["arm"] == PLANNED:
+            continue
+        gradients, dtype = row["case"].split()
+        shapes = reversed(GRADIENT_SETS[gradients]())
+        arm = PartsArm(
+            name=row["arm"],
+            plan=CommPlan(algorithm=ALGORITHMS[row["arm"]]),
+            numels=tuple(math.prod(shape) for shape in shapes),
+            is_fused="per_tensor" not in row["arm"],
+        )
+        cluster = clusters[row["run"]]
+        predicted_s = arm.predicted_s(cluster, getattr(torch, dtype).itemsize)
+        assert predicted_s == pytest.approx(row["predicted_s"], rel=1e-6)
+        if cluster.across.bytes_per_s == 12.5e6:
+            assert row["median_s"] == pytest.approx(predicted_s, rel=0.15)
