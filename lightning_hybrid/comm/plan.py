@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from lightning_hybrid.checks import make_plain, require_choice, require_whole
+from lightning_hybrid.checks import make_whole, require_choice, require_whole
 from lightning_hybrid.comm.bucket_layout import KIB, MIB, ddp_buckets
 
 # Names of the all-reduce algorithms in engine/stages.py.
@@ -116,17 +116,17 @@ class CommPlan:
     check_order: bool = True
 
     def __post_init__(self) -> None:
-        make_plain(
+        make_whole(
             self, "bucket_bytes", "num_buckets", "last_bucket_bytes", "hierarchical_below_bytes"
         )
-        make_plain(self, "chunk_bytes", "num_parallel_groups")
+        make_whole(self, "chunk_bytes", "num_parallel_groups")
         why = "it names the all-reduce. Write algorithm='auto' to have it chosen by bucket size and topology"
         require_choice("algorithm", self.algorithm, ("auto", *get_args(Algorithm)), why)
         _require_bytes(
             "bucket_bytes",
             self.bucket_bytes,
             least=1,
-            cure="DistributedDataParallel's own is 26214400",
+            cure="write bucket_bytes=26214400 for the 25 MiB of DistributedDataParallel",
         )
         _require_bytes(
             "last_bucket_bytes",
