@@ -372,7 +372,7 @@ def check_values(config: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: `precision` is the name of a dtype, a number of images or ranks is not above zero, the images do not
-            divide among the ranks, there is no folder `root` or `data.root` or no file `resume`, or Fashion-MNIST is missing.
+            divide among the ranks, or a folder (`root`, `data.root`) or file (`resume`, Fashion-MNIST) is missing.
 
     >>> check_values({"precision": "fp16"})
     Traceback (most recent call last):
@@ -432,7 +432,7 @@ def check_resume(resume: Any) -> None:
         return
     raise ValueError(
         f"`resume` (={resume}) must be a checkpoint: there is no such file in {Path.cwd()}. A run writes "
-        "<run directory>/checkpoints/last.ckpt. Or write resume=auto with its hydra.run.dir=... for the newest whole one."
+        "<run directory>/checkpoints/last.ckpt. Or write resume=auto with its hydra.run.dir=... for the newest one."
     )
 
 
