@@ -68,7 +68,9 @@ def literal_blocks(
 
 
 def escaped(line: str) -> str:
-    """Return a line of prose whose `*`, `|` and closing `_` outside of backticks mean themselves."""
+    """Return a line of prose whose `*`, `|` and closing `_` outside of backticks mean themselves, but for a bullet."""
+    if line.startswith("* "):
+        return "* " + escaped(line[2:])
     parts = line.split("`")
     parts[::2] = [re.sub(r"([*|]|_(?=\W|$))", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)

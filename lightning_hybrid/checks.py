@@ -3,6 +3,7 @@
 Each error names the argument, its value and the rule. `why` is the reason, and usually a second sentence with the cure.
 """
 
+import difflib
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -32,6 +33,15 @@ def _number_in(text: str) -> int | float | str:
         except ValueError:
             continue
     return text
+
+
+def make_whole(instance: Any, *fields: str) -> None:
+    """Replace fields of a dataclass as `make_plain` does, and also 1e6 by 1000000, as YAML and Python write it."""
+    make_plain(instance, *fields)
+    for field in fields:
+        value = getattr(instance, field)
+        if isinstance(value, float) and value.is_integer():
+            object.__setattr__(instance, field, int(value))
 
 
 def make_plain(instance: Any, *fields: str) -> None:
@@ -105,7 +115,21 @@ def require_choice(name: str, value: Any, choices: Collection[Any], why: str) ->
         if value is choice or (isinstance(value, str) and value == choice):
             return
     listed = ", ".join(map(repr, choices))
-    raise ValueError(f"`{name}` (={value!r:.80}) must be one of {listed}: {why}.")
+    hint = did_you_mean(value, choices)
+    raise ValueError(f"`{name}` (={value!r:.80}) must be one of {listed}: {why}.{hint}")
+
+
+def did_you_mean(value: Any, choices: Collection[Any]) -> str:
+    """Return a sentence with the choice that is spelt similarly to `value`, or an empty string.
+
+    >>> did_you_mean("hierachical", ["flat", "hierarchical"]), did_you_mean("x", ["flat"])
+    (" Did you mean 'hierarchical'?", '')
+    """
+    names = [choice for choice in choices if isinstance(choice, str)]
+    similar = difflib.get_close_matches(str(value), names, n=1)
+    if not similar:
+        return ""
+    return f" Did you mean {similar[0]!r}?"
 
 
 def first_line(error: BaseException) -> str:

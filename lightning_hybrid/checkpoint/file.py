@@ -226,7 +226,11 @@ def load_unchecked(
         if isinstance(error, UnpicklingError) and weights_only is not False:
             refused_classes = _objects_in(path)
         if not refused_classes:
-            raise DamagedCheckpointError(_damaged(path, first_line(error))) from error
+            reason = first_line(error)
+            if isinstance(error, UnpicklingError):
+                # torch's advice to load it with weights_only=False would not help, and is dangerous.
+                reason = "its content is not that of a file that `torch.save` writes"
+            raise DamagedCheckpointError(_damaged(path, reason)) from error
         raise RefusedCheckpointError(
             f"`{path}` contains objects of {', '.join(refused_classes)}. Loading them would run code that "
             "the file names, so nothing was loaded. If you trust the file, set weights_only=False, or "
@@ -300,6 +304,22 @@ def mark_of(path: Path) -> str:
 def _end_of(file: BinaryIO, num_bytes: int, length: int) -> bytes:
     file.seek(max(0, num_bytes - length))
     return file.read(length)
+
+
+def not_found(path: Path) -> str:
+    """Return the error of a checkpoint that is not there, with the newest checkpoints of its folder."""
+    folder = path.parent
+    problem = f"Checkpoint file not found: {path}."
+    if path.is_dir():
+        folder = path
+        problem = f"Checkpoint file not found: {path} is a folder, and must be a file."
+    if not folder.is_dir():
+        return f"{problem} There is no folder {folder} either. Give the path of a file that a run has written."
+    checkpoints = sorted(folder.glob("*.ckpt"), key=os.path.getmtime, reverse=True)
+    if not checkpoints:
+        return f"{problem} The folder {folder} holds no checkpoint. Give the path of a file that a run has written."
+    names = ", ".join(checkpoint.name for checkpoint in checkpoints[:3])
+    return f"{problem} The newest in {folder}: {names}. Give the path of one of them."
 
 
 def _damaged(path: Path, reason: str) -> str:

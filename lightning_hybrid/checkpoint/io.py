@@ -14,6 +14,7 @@ from lightning_hybrid.checkpoint.file import (
     CheckpointWriteError,
     check_whole,
     load_unchecked,
+    not_found,
     remove_checkpoint,
     write_checkpoint,
 )
@@ -133,7 +134,7 @@ class DurableCheckpointIOMixin(_Base):
 
         self._wait()
         if not Path(path).is_file():
-            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+            raise FileNotFoundError(not_found(Path(path)))
         if not check_whole(Path(path)):
             rank_zero_info(f"{path} has no checksum, so it cannot be verified before it is loaded.")
         return load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)

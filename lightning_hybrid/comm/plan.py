@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from lightning_hybrid.checks import make_plain, require_choice, require_whole
+from lightning_hybrid.checks import make_whole, require_choice, require_whole
 from lightning_hybrid.comm.bucket_layout import KIB, MIB, ddp_buckets
 
 # Names of the all-reduce algorithms in engine/stages.py.
@@ -133,10 +133,10 @@ class CommPlan:
     check_order: bool = True
 
     def __post_init__(self) -> None:
-        make_plain(
+        make_whole(
             self, "bucket_bytes", "num_buckets", "last_bucket_bytes", "hierarchical_below_bytes"
         )
-        make_plain(self, "chunk_bytes", "num_parallel_groups")
+        make_whole(self, "chunk_bytes", "num_parallel_groups")
         why = (
             "it names the all-reduce. Set algorithm='auto' to choose it by bucket size and topology"
         )

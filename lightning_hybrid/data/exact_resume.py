@@ -460,8 +460,8 @@ class ExactResume:
             source = "data set" if self.is_stream else "sampler"
             raise self.error(
                 f"its {source} does not repeat its samples before the checkpoint. {self._possible_seed()}The {source} "
-                "may also have changed, or it creates random generators itself or counts its iterations. Make its order "
-                "depend on `set_epoch`, on a generator that it holds, or on the global generators"
+                "may also have changed, or it creates random generators itself or counts its iterations. Make its "
+                "order depend on `set_epoch`, on a generator that it holds, or on the global generators"
             )
 
     def _possible_seed(self) -> str:

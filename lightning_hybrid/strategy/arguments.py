@@ -277,6 +277,40 @@ def with_masters(
     return plugin_type(plugin.precision, loss_scale=loss_scale)
 
 
+def warn_of_unused_loss_scale(loss_scale: LossScale | None, plugin: Any) -> None:
+    """Warn of a loss scale that the user gave, and that the precision does not use."""
+    if loss_scale is None or plugin.precision == "16-true":
+        return
+    own_scaler = ""
+    if plugin.precision == "16-mixed":
+        own_scaler = ", and Lightning's own scaler scales the loss of '16-mixed'"
+    rank_zero_warn(
+        f"`loss_scale` (={type(loss_scale).__name__}) has no effect with precision={plugin.precision!r}: it is for "
+        f"precision='16-true'{own_scaler}. Leave it out, or train with precision='16-true'."
+    )
+
+
+def refuse_other_accumulation(accumulate_grad_batches: Any) -> None:
+    """Check that `Trainer(accumulate_grad_batches=...)` is one number of batches.
+
+    Raises:
+        ValueError: It is something else, such as a mapping from epochs to numbers.
+    """
+    value = accumulate_grad_batches
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return
+    cure = "Write accumulate_grad_batches=2"
+    if isinstance(value, Mapping):
+        cure = (
+            f"Write callbacks=[GradientAccumulationScheduler({dict(value)!r})], of "
+            "`lightning.pytorch.callbacks`, for other numbers in later epochs"
+        )
+    raise ValueError(
+        f"`accumulate_grad_batches` (={value!r}) must be a whole number, 1 or more: it counts the batches of a step. "
+        f"{cure}."
+    )
+
+
 def refuse_what_is_not_averaged(
     optimizer: Optimizer, averaged: Collection[int], module: Any
 ) -> None:

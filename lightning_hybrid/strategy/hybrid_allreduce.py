@@ -22,7 +22,9 @@ from lightning_hybrid.run_status import RunStatus
 from lightning_hybrid.strategy.arguments import (
     refuse_foreign_parameters,
     refuse_nothing_to_train,
+    refuse_other_accumulation,
     refuse_what_is_not_averaged,
+    warn_of_unused_loss_scale,
     with_masters,
 )
 from lightning_hybrid.strategy.comm_setup import trained_parameters
@@ -185,6 +187,9 @@ class HybridAllReduce(CommunicatingDDP):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Connect as DDP, and let the precision know which backward ends a step."""
+        if model.trainer.state.fn == "fit":
+            refuse_other_accumulation(model.trainer.accumulate_grad_batches)
+            warn_of_unused_loss_scale(self._options.loss_scale, self.precision_plugin)
         self._failures.module = model
         self._masters.connect(
             model, get_wrapped=lambda: self.model, flush_backward=self._flush_backward

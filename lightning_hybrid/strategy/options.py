@@ -11,7 +11,14 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from lightning_hybrid.checks import make_plain, require_choice, require_number, require_whole
+from lightning_hybrid.checks import (
+    did_you_mean,
+    make_plain,
+    make_whole,
+    require_choice,
+    require_number,
+    require_whole,
+)
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
 
@@ -210,7 +217,7 @@ class Comm(OptionValue):
 
     def __post_init__(self) -> None:
         """Check each option, and the file of a plan."""
-        make_plain(self, "bucket_bytes")
+        make_whole(self, "bucket_bytes")
         self.made_plan()
         dtype_from(self.dtype, name="comm.dtype")
 
@@ -364,8 +371,10 @@ def dtype_from(
     name_of_bits = str(setting).removeprefix("torch.")
     if name_of_bits in ("int8", "int4"):
         cure = f" Sums have to hold them as they are: 8 and 4 bits are for between_nodes=Mean(dtype={name_of_bits!r})."
-    choices = ", ".join([*_DTYPES, *further_choices])
-    raise ValueError(f"`{name}` (={setting!r}) must be None or one of {choices}.{cure}")
+    choices = [*_DTYPES, *further_choices]
+    if not cure:
+        cure = did_you_mean(name_of_bits, choices) or " Leave it out to send gradients as they are."
+    raise ValueError(f"`{name}` (={setting!r}) must be None or one of {', '.join(choices)}.{cure}")
 
 
 def _on_wire(setting: str | torch.dtype | None) -> torch.dtype | Codec | None:

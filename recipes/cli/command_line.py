@@ -377,7 +377,9 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
         return f"error: `{override}` must be in Hydra's grammar. A value with signs needs quotes of its own: {quoted}."
     if f"use +{key}" not in text and "does not exist" not in text:
         return f"error: {text}"
-    rule = f"error: `{key}`{f' (={value})' if equals else ''} must be a key of the configuration, and is none."
+    rule = f"error: unknown key `{key}`."
+    if equals:
+        rule = f"error: unknown key `{key}` (={value})."
     near_key = nearest(key, keys)
     if near_key is not None:
         hint = f" Did you mean {mark}{near_key}{equals}{value}?"
@@ -389,7 +391,7 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
         ending = ""
     else:
         ending = f" An argument that conf leaves out is added by a plus: +{key}={value}."
-    return f"{rule}{hint} `{command(name)} --cfg job` prints every key.{ending}"
+    return f"{rule}{hint} Run `{command(name)} --cfg job` to list all keys.{ending}"
 
 
 def nearest(key: str, keys: Sequence[str]) -> str | None:

@@ -218,7 +218,10 @@ def _refusal(
     if not choices and (files := sorted((CONF / key.replace(".", "/")).glob("*.yaml"))):
         name = key.replace(".", "/")
         choices = [file.stem for file in files]
-    cure = [*difflib.get_close_matches(str(value), choices, n=1), *choices, "<value>"][0]
+    kind = "<value>"
+    if rule.startswith("a ") and " or " not in rule:
+        kind = f"<{rule.removeprefix('a ')}>"
+    cure = [*difflib.get_close_matches(str(value), choices, n=1), *choices, kind][0]
     return WrongValueError(
         key, f"`{key}` (={_shown(value)}) must be {rule}{why}. Set {name}={cure}."
     )

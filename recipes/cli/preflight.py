@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 import resource
 import socket
 import tempfile
@@ -371,7 +372,7 @@ def check_values(config: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: `precision` is the name of a dtype, a number of images or ranks is not above zero, the images do not
-            divide among the ranks, there is no folder `root` or `data.root`, or it lacks Fashion-MNIST.
+            divide among the ranks, or a folder (`root`, `data.root`) or file (`resume`, Fashion-MNIST) is missing.
 
     >>> check_values({"precision": "fp16"})
     Traceback (most recent call last):
@@ -396,10 +397,9 @@ masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
         name in os.environ for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS")
     )
     if isinstance(batch, int) and isinstance(trainer, Mapping) and not is_launched:
-        num_nodes = trainer.get("num_nodes")
-        if isinstance(num_nodes, str):  # conf asks the launcher, and there is none
-            num_nodes = 1
-        _check_shares(batch, trainer.get("devices"), num_nodes)
+        devices = _without_launcher(trainer.get("devices"))
+        _check_shares(batch, devices, _without_launcher(trainer.get("num_nodes")))
+    check_resume(config.get("resume"))
     _check_folder("root", config.get("root"), "to pack")
     if not isinstance(data, Mapping):
         return
@@ -408,6 +408,32 @@ masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
         _check_folder("data.root", root, "that contains train/ and val/")
     elif _is_path(root):
         fashion_mnist_files.check_files(str(root), name="data.root")
+
+
+def _without_launcher(value: Any) -> Any:
+    """Return the number that conf has for a start without torchrun or SLURM, and other values as they are.
+
+    >>> _without_launcher("${world_from_launcher:devices,2}"), _without_launcher(3), _without_launcher("auto")
+    (2, 3, 'auto')
+    """
+    match = re.fullmatch(r"\$\{world_from_launcher:\w+,(\d+)\}", str(value))
+    if match is None:
+        return value
+    return int(match[1])
+
+
+def check_resume(resume: Any) -> None:
+    """Refuse the path of a checkpoint that is not there.
+
+    Raises:
+        ValueError: There is no such file.
+    """
+    if not _is_path(resume) or resume == "auto" or Path(resume).is_file():
+        return
+    raise ValueError(
+        f"`resume` (={resume}) must be a checkpoint: there is no such file in {Path.cwd()}. A run writes "
+        "<run directory>/checkpoints/last.ckpt. Or write resume=auto with its hydra.run.dir=... for the newest one."
+    )
 
 
 def _is_path(root: Any) -> bool:

@@ -20,6 +20,7 @@ from lightning_hybrid.checkpoint.file import (
     load_unchecked,
     mark_of,
 )
+from recipes.cli.preflight import check_resume
 
 NO_INFLUENCE = {"model.checkpoint_activations", "model.slice_fc"}
 """Saved keys that change no number of a run, but for the order of additions."""
@@ -60,12 +61,8 @@ def _asked_for(resume: str | None, run_dir: Path) -> Path | None:
         return None
     if resume == "auto":
         return newest_whole(run_dir / "checkpoints")
+    check_resume(resume)
     path = Path(resume)
-    if not path.is_file():
-        raise ValueError(
-            f"`resume` (={resume}) must be a checkpoint: there is no such file in {Path.cwd()}. A run writes "
-            "<run directory>/checkpoints/last.ckpt; resume=auto with its hydra.run.dir=... finds the newest whole one."
-        )
     check_whole(path)
     return path
 

@@ -17,7 +17,7 @@ REFUSED = [
     (
         Mean,
         {"dtype": "int2"},
-        r"`between_nodes.dtype` \(='int2'\) must be None or one of .*bf16, int8, int4\.$",
+        r"`between_nodes.dtype` \(='int2'\) must be None or one of .*bf16, int8, int4\. Did you mean 'int8'\?$",
     ),
     (
         Mean,

@@ -76,7 +76,7 @@ MISSPELT = {
     "strategy=hybrid_alreduce": "must be one of ddp, elastic, fsdp2, hybrid, pipeline. Did you mean strategy=hybrid?",
     "cluster=netlab": "added by a plus: +cluster=netlab.",
     "data.root=/a(b)/c": """Hydra's grammar. A value with signs needs quotes of its own: 'data.root="/a(b)/c"'.""",
-    "--multirun optim.learning_rate=1,2": "`optim.learning_rate` (=1,2) must be a key",
+    "--multirun optim.learning_rate=1,2": "unknown key `optim.learning_rate` (=1,2). Did you mean",
     "--config-dir=/nowhere": "'/nowhere' not found",
 }
 

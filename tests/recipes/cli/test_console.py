@@ -108,6 +108,17 @@ RUN = "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.ar
             2,
             "error: `global_batch_size` (=128) must be a multiple of the number of ranks (=3)",
         ),
+        (
+            "global_batch_size=127",
+            2,
+            "error: `global_batch_size` (=127) must be a multiple of the number of ranks (=2)",
+        ),
+        (
+            "resume=no.ckpt",
+            2,
+            "error: `resume` (=no.ckpt) must be a checkpoint: there is no such file",
+        ),
+        ("optim.rl=3", 2, "error: unknown key `optim.rl` (=3). Did you mean optim.lr=3? Run "),
         ("data=images", 2, "error: `data.root` (=???) must have a value. Missing: data.root."),
     ],
 )
