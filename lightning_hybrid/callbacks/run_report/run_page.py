@@ -87,9 +87,8 @@ CURVE_PANELS = (
         factor=100.0,
     ),
     CurvePanel(
-        title="Slowest rank less the median: {:.2g} s of forward at most",
+        title="Phases of the slowest rank, beyond those of the median",
         metrics={name: phase for phase, name in m.STRAGGLER_EXCESS_S.items()},
-        statistic=max,
         unit="s",
     ),
 )

@@ -60,6 +60,14 @@ class SlowLink:
         """The nodes at the ends."""
         return self.sender, self.receiver
 
+    @property
+    def nodes(self) -> set[int]:
+        """The nodes that are known, or -1 if none is."""
+        known = {node for node in self.place if node is not None}
+        if known:
+            return known
+        return {-1}
+
 
 def floor_s(windows: Sequence[RankWindow]) -> float:
     """Return the seconds of a step for which every rank waits."""
@@ -125,7 +133,7 @@ class SlowLinks:
         self._min_share = min_share
         self._streaks: Streaks[str, SlowLink] = Streaks(num_windows)
         # Nodes of the links that were reported since all links were fast.
-        self._reported: set[int | None] = set()
+        self._reported: set[int] = set()
         # Rates of each link in windows in which it was not slow.
         self._usual_rates: dict[Link, deque[float]] = {}
         self._recent_floors_s: deque[float] = deque(maxlen=num_windows)
@@ -153,8 +161,9 @@ class SlowLinks:
             return None
         self.named = _combined(complete["link"])
         # Both links of a node may be slow, in some windows one of them alone.
-        is_reported = not self._reported.isdisjoint(self.named.place)
-        self._reported.update(self.named.place)
+        nodes = self.named.nodes
+        is_reported = not self._reported.isdisjoint(nodes)
+        self._reported.update(nodes)
         if is_reported:
             return None
         return self.named

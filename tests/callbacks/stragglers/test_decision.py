@@ -177,6 +177,7 @@ def test_both_links_of_a_node_are_reported_once_though_one_alone_is_slow_in_some
     alone = [ring({1})] * NUM_WINDOWS
     assert judge_links(*both, *alone) == [(1, None)]
     assert judge_links(*alone, *both, *[ring({3})] * NUM_WINDOWS) == [(1, 2), (3, 0)]
+    assert judge_links(*both, *[ring({2, 3})] * NUM_WINDOWS) == [(1, None), (3, None)]
 
 
 def test_of_two_nodes_the_link_is_compared_with_what_it_carried_before():
