@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 
-from tests.checkout import ROOT
+from tests.checkout import ROOT, tracked_in
 
 API = ROOT / "docs" / "api"
 PACKAGES = ("", ".optim", ".callbacks", ".data", ".contrastive", ".models", ".comm")
@@ -15,7 +15,7 @@ DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (\S+)$", re.MULTILINE)
 def documented_names() -> list[str]:
     """Return the names on all pages. A module that lists its members eagerly stands for all of them."""
     names = []
-    for page in sorted(API.glob("*.md")):
+    for page in sorted(tracked_in(API, "*.md")):
         for kind, name in DIRECTIVE.findall(page.read_text()):
             if kind != "module":
                 names.append(name)
@@ -41,6 +41,6 @@ def test_each_public_name_is_documented_once_under_the_name_that_users_import(pa
 def test_the_index_leads_to_each_page():
     text = (API / "README.md").read_text()
     toctree = re.search(r"^```\{toctree\}\n:hidden:\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
-    pages = {page.stem for page in API.glob("*.md")} - {"README"}
+    pages = {page.stem for page in tracked_in(API, "*.md")} - {"README"}
     assert set(toctree.split()) == pages
     assert {page for page in pages if f"]({page}.md)" in text} == pages

@@ -246,7 +246,10 @@ def ratios_logged_and_expected(precision, looked_at):
     callbacks = [at(on_train_batch_start=look, on_train_end=look)]
     if looked_at:
         callbacks.append(at(on_before_optimizer_step=lambda *_: None))
-    strategy = HybridAllReduceStrategy(loss_scale=1024.0)
+    loss_scale = None
+    if precision == "16-true":
+        loss_scale = 1024.0
+    strategy = HybridAllReduceStrategy(loss_scale=loss_scale)
     settings = {"strategy": strategy, "precision": precision, "validate": False}
     logger, _, _ = fit(module=module, callbacks=callbacks, **settings)
     columns = [logger.column(name) for name in m.TRUST_RATIOS]

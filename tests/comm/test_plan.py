@@ -88,7 +88,7 @@ def test_a_plan_file_with_an_error_is_refused(text, message):
 
 BAD = {
     "algorithm": ["ring"],
-    "bucket_bytes": [0, 1e6, True],
+    "bucket_bytes": [0, 1.5, True],
     "last_bucket_bytes": [0],
     "hierarchical_below_bytes": [-1],
     "chunk_bytes": [0],
