@@ -33,7 +33,7 @@ def train(**settings: Any) -> None:
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        **{"devices": 1, **settings},
+        **{"devices": 1, "max_epochs": 1, **settings},
     )
     trainer.fit(toy.Toy(), toy.loader(), ckpt_path=checkpoint)
 
@@ -58,11 +58,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a misspelt algorithm": (
         lambda: Comm(algorithm="hierachical"),
-        "Write algorithm='auto' to have it chosen by bucket size and topology. Did you mean 'hierarchical'?",
+        "Set algorithm='auto' to choose it by bucket size and topology. Did you mean 'hierarchical'?",
     ),
     "a size with a unit": (
         lambda: CommPlan(bucket_bytes="25MB"),
-        "`bucket_bytes` (='25MB') must be a whole number of bytes, 1 or more: write bucket_bytes=26214400",
+        "`bucket_bytes` (='25MB') must be a whole number of bytes, 1 or more: it limits the size of a bucket. "
+        "DistributedDataParallel's default is 26214400",
     ),
     "accumulation by epochs": (
         lambda: train(accumulate_grad_batches={0: 2, 4: 4}),
