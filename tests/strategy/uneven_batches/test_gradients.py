@@ -140,7 +140,7 @@ def test_several_epochs(four_ranks):
 def test_gradients_that_are_scattered_have_the_same_divisor(four_ranks):
     """Nobody reads gradients, so each rank gets those of its part only."""
     scene = {"precision": "16-true", "loss_scale": 1024, "ranks_per_node": 2}
-    scene["comm"] = Comm("two_level")
+    scene["comm"] = Comm("two_level", bucket_bytes=2**15)  # the last bucket is not scattered
     whole = fits(four_ranks, UnwatchedLars, **scene)
     shared = fits(four_ranks, UnwatchedLars, shard_update="node", **scene)
     for first, second in zip(whole, shared, strict=True):
@@ -151,7 +151,9 @@ class UnwatchedLars(support.Unwatched):
     def __init__(self):
         super().__init__()
         self.net = torch.nn.Sequential(
-            torch.nn.Linear(support.NUM_FEATURES, 4096), torch.nn.Linear(4096, 3)
+            torch.nn.Linear(support.NUM_FEATURES, 16),
+            torch.nn.Linear(16, 4096),  # large enough to be cut
+            torch.nn.Linear(4096, support.NUM_CLASSES),
         )
 
     def configure_optimizers(self):

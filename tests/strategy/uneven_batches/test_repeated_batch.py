@@ -92,6 +92,19 @@ def test_statistics_of_batch_norm_do_not_move(two_ranks):
     assert torch.allclose(second[2], (first[1] + batch.mean(0)) / 2)
 
 
+def swapped_loaders():
+    """Three batches on rank zero and two on rank one."""
+    numbers = support.Numbered(dist.get_rank(), (10, 8))
+    return torch.utils.data.DataLoader(numbers, batch_size=4)
+
+
+def test_statistics_of_a_rank_that_has_joined_are_those_of_rank_zero_before_the_step(two_ranks):
+    results = fits(two_ranks, WithStatistics, train=swapped_loaders)
+    first, second = (rank["batch_indices"] for rank in results)
+    assert not torch.equal(second[1], first[1])
+    assert torch.equal(second[2], first[1])
+
+
 class Logs(Network):
     """Logs its loss and counts correct answers."""
 
