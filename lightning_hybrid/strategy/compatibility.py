@@ -181,7 +181,7 @@ EXCLUDED = (
     Exclusion(
         "several loaders",
         "uneven batches",
-        "a batch of each would have to end the epoch together, and they have several lengths",
+        "the loaders of a rank have different lengths, so it is not known when its epoch ends",
     ),
     Exclusion(
         "dataloader_iter",
@@ -196,7 +196,7 @@ EXCLUDED = (
     Exclusion(
         "local fp16 sums",
         "uneven batches",
-        "in manual optimization batches have different divisors, so their sum has none",
+        "batches have different divisors in manual optimization, and a local sum can have only one",
     ),
     Exclusion("unequal nodes", "local steps", "each node counts as much in the average"),
     Exclusion("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),

@@ -213,6 +213,7 @@ def hanging_loader():
     return support.loader(HangsOnRankOne)
 
 
+@pytest.mark.long
 def test_a_rank_that_has_no_batch_in_time_is_named_with_its_line(two_ranks):
     first, _ = two_ranks.run(error_of_fit, {"train": hanging_loader, "timeout": 3.0})
     assert "comm: rank 1 does not join the collective in which others wait" in first
