@@ -110,7 +110,14 @@ class UnevenBatchesExtension(FitExtension):
             self._agreement,
             length=length,
             is_training=IteratorsOfTraining(fit.trainer),
+            num_fetched=self._num_fetched,
         )
+
+    def _num_fetched(self) -> int:
+        """Return the number of batches of this epoch that the training loop has fetched, also before a resume."""
+        fetcher = self._module.trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        return fetcher.fetched
 
     # ---- a step ------------------------------------------------------------------------------
 

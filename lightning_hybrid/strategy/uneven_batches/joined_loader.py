@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_hybrid.data.place import OuterIterator
 from lightning_hybrid.data.prefetch import LoaderInPlace
+from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.strategy.uneven_batches.agreement import END, BatchAgreement
 
 
@@ -21,9 +22,10 @@ class JoinedLoader(LoaderInPlace):
         agreement: The agreement of the ranks.
         length: The largest number of batches of all ranks. None: it is not known.
         is_training: Returns whether the training loop holds an iterator.
+        num_fetched: Returns the number of batches of this epoch that the training loop has fetched.
     """
 
-    _own_attributes = ("_loader", "_agreement", "_length", "_is_training")
+    _own_attributes = ("_loader", "_agreement", "_length", "_is_training", "_num_fetched")
 
     def __init__(
         self,
@@ -32,11 +34,13 @@ class JoinedLoader(LoaderInPlace):
         *,
         length: int | None,
         is_training: Callable[[Iterator[Any]], bool],
+        num_fetched: Callable[[], int],
     ) -> None:
         self._loader: Any = loader
         self._agreement = agreement
         self._length = length
         self._is_training = is_training
+        self._num_fetched = num_fetched
 
     def __len__(self) -> int:
         if self._length is None:
@@ -73,6 +77,8 @@ class _JoinedBatches(OuterIterator):
     def __init__(self, loader: JoinedLoader) -> None:
         super().__init__()
         self._joined_loader = loader
+        self._own_length: int | None = None
+        self._is_begun = False
         self._is_look = False  # of user code
         self._has_ended = False  # on this rank
         self._is_over = False  # on all ranks
@@ -86,20 +92,38 @@ class _JoinedBatches(OuterIterator):
         if self._is_over:
             raise StopIteration
 
-        batch = None
-        if not self._has_ended:
-            batch = next(self.inner, END)
-        if batch is END:
-            self._has_ended = True
-            batch = None
+        batch = self._own_batch()
         batch = self._joined_loader._agreement.next_batch(batch, has_ended=self._has_ended)
         if batch is END:
             self._is_over = True
             raise StopIteration
         return batch
 
+    def _own_batch(self) -> Any:
+        """Return the next batch of this rank's loader, or None if it has ended."""
+        assert self.inner is not None
+        # As Lightning does, a loader with a length is not asked for more: its sampler would draw once more at its end,
+        # and a resumed run, which does not get there, would have another order in the next epoch.
+        has_given_all = (
+            self._own_length is not None and self._joined_loader._num_fetched() >= self._own_length
+        )
+        if has_given_all and self._is_begun:
+            self._has_ended = True
+        if self._has_ended:
+            return None
+
+        # A run that is resumed after the loader's end asks once: a loader with a state ends its epoch here, and one
+        # that cannot resume gives a batch of an epoch that is over.
+        self._is_begun = True
+        batch = next(self.inner, END)
+        if has_given_all or batch is END:
+            self._has_ended = True
+            return None
+        return batch
+
     def _begin(self) -> None:
         loader = self._joined_loader
+        self._own_length = lightning_function("fabric.utilities.data.sized_len")(loader._loader)
         self._is_look = not loader._is_training(self)
         self.inner = iter(loader._loader)
         if not self._is_look:
@@ -116,12 +140,15 @@ def joined(
     *,
     length: int | None,
     is_training: Callable[[Iterator[Any]], bool],
+    num_fetched: Callable[[], int],
 ) -> JoinedLoader:
     """Return the `JoinedLoader` that fits a loader. The arguments are those of the class."""
     loader_type = JoinedLoader
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         loader_type = StatefulJoinedLoader
-    return loader_type(loader, agreement, length=length, is_training=is_training)
+    return loader_type(
+        loader, agreement, length=length, is_training=is_training, num_fetched=num_fetched
+    )
 
 
 def _unpickled(loader: Any) -> Any:

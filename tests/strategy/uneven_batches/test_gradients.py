@@ -150,11 +150,13 @@ def test_gradients_that_are_scattered_have_the_same_divisor(four_ranks):
 class UnwatchedLars(support.Unwatched):
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Sequential(
-            torch.nn.Linear(support.NUM_FEATURES, 16),
-            torch.nn.Linear(16, 4096),  # large enough to be cut
-            torch.nn.Linear(4096, support.NUM_CLASSES),
-        )
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(support.NUM_FEATURES, 16),
+                torch.nn.Linear(16, 4096),  # large enough to be cut
+                torch.nn.Linear(4096, support.NUM_CLASSES),
+            )
 
     def configure_optimizers(self):
         return LARS(self.parameters(), lr=0.5, fused=True)
