@@ -33,6 +33,7 @@ class Model(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         self.log("loss", loss := self.net(batch).float().square().mean())
         self.losses.append(loss.item())
+        self.dtype_in_step = str(self.net.weight.dtype)
         return loss
 
     def configure_optimizers(self):
@@ -40,7 +41,8 @@ class Model(pl.LightningModule):
 
     def on_train_end(self):
         trainer = self.trainer
-        seen = {"losses": self.losses, "world_size": trainer.world_size, "half": str(self.net.weight.dtype)}
+        seen = {"losses": self.losses, "world_size": trainer.world_size}
+        seen["dtypes"] = (self.dtype_in_step, str(self.net.weight.dtype))  # in a step, and after it
         seen["of"] = [type(one).__module__ for one in (trainer.strategy, trainer.precision_plugin)]
         seen["weights"] = trainer.strategy.lightning_module_state_dict()
         torch.save(seen, f"rank{trainer.global_rank}.pt")
@@ -117,7 +119,8 @@ def test_every_launcher_trains_the_same_model(package, launcher, tmp_path):
         command = [*TORCHRUN, *command]
     results, _ = train(tmp_path / "this", *command, package=package, is_fresh=True)
     for rank, seen in enumerate(results):
-        assert (seen["world_size"], seen["half"]) == (2, "torch.float16"), f"rank {rank}"
+        assert seen["world_size"] == 2, f"rank {rank}"
+        assert seen["dtypes"] == ("torch.float16", "torch.float32"), f"rank {rank}"
         assert seen["losses"] == expected[rank]["losses"], f"rank {rank}"
         assert toy.same_bits(seen["weights"], expected[0]["weights"]), f"rank {rank}"
     assert results[0]["losses"] != results[1]["losses"], "ranks must see different data"
