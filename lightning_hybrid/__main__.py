@@ -42,7 +42,7 @@ QUICKSTART_PACKAGES = ("sklearn", "matplotlib")
 
 
 def programs() -> dict[str, Path]:
-    """Map each command name to its file, in the wheel or in the source checkout."""
+    """Return a dictionary from command names to program files, in the wheel or in the source checkout."""
     recipes = PACKAGE / "_app" / "recipes"  # in a wheel
     if not recipes.is_dir():
         recipes = PACKAGE.parent / "recipes"
@@ -50,14 +50,14 @@ def programs() -> dict[str, Path]:
 
 
 def docstring_of(path: Path) -> str:
-    """Return the docstring of a program without importing it."""
+    """Return the module docstring of a program file without importing it."""
     return ast.get_docstring(ast.parse(path.read_text())) or ""
 
 
 def usage() -> str:
-    """Return the help text, with one line for each command.
+    """Return the help text of the console command, with one line for each subcommand.
 
-    The line is the beginning of the docstring of the command's program.
+    The line is the beginning of the docstring of the subcommand's program.
     """
     lines = [
         "Train large batches with PyTorch Lightning.",
@@ -78,7 +78,7 @@ def usage() -> str:
 
 
 def version() -> str:
-    """Return the version of the package without importing it."""
+    """Return the version of the package without importing the package."""
     match = re.search(r'__version__ = "(.+)"', (PACKAGE / "__init__.py").read_text())
     if match is None:
         return "unknown"
@@ -86,7 +86,7 @@ def version() -> str:
 
 
 def answer(words: list[str], names: list[str]) -> str | None:
-    """Return the text to print for options such as `--help`, or None if the arguments name a command.
+    """Return the text to print for an option such as `--help`, or None for any other arguments.
 
     >>> answer(["--shell-completion", "fish"], []) is None
     True

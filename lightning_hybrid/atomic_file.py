@@ -1,4 +1,4 @@
-"""Atomic replacement of files: the new content is written to a temporary file, which is then renamed."""
+"""Atomic replacement of files by writing a temporary file and renaming it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import IO, Any
 
 @contextmanager
 def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
-    """Yield a temporary path next to `path`, and rename it to `path` if the block ends without an error.
+    """Yield a temporary path and rename it to `path` if the `with` block ends without an error.
 
-    If the process is killed at any moment, `path` holds either the old or the new content. After an error, no temporary
-    file is left. Content that must survive a power failure needs `sync` in the block and `sync_directory` after it.
+    The temporary path is in the same folder. If the process is killed at any moment, `path` holds either the old or the
+    new content. After an error, no temporary file is left. Content that must survive a power failure needs `sync` in
+    the block and `sync_directory` after it.
 
     Args:
         path: File to replace or create. Its folder must exist.
@@ -28,7 +29,7 @@ def atomic_path(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
     >>> path.read_text(), os.listdir(path.parent)
     ('whole', ['some.txt'])
     """
-    # The name is fixed, so that the next write replaces a file that a kill has left behind.
+    # The name is fixed, so that the next write overwrites a temporary file left behind by a killed process.
     part = part_path(path)
     if has_rivals:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
@@ -48,13 +49,16 @@ def part_path(path: Path) -> Path:
 
 
 def sync(file: IO[Any]) -> None:
-    """Wait until the content of an open file is on disk."""
+    """Flush an open file and wait until its content is on disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_directory(folder: Path) -> None:
-    """Make renames in `folder` durable. Does nothing if directories cannot be opened, as on Windows."""
+    """Sync a directory to disk, so that renames in it survive a power failure.
+
+    It does nothing if directories cannot be opened, as on Windows.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except (PermissionError, IsADirectoryError):
@@ -66,6 +70,6 @@ def sync_directory(folder: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """Remove a file if it exists and can be removed."""
+    """Remove a file and ignore errors, for example if it does not exist."""
     with suppress(OSError):
         path.unlink(missing_ok=True)

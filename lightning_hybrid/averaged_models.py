@@ -1,4 +1,4 @@
-"""Look-up of the averaged copies of a module that Lightning's callbacks keep."""
+"""Lookup of the averaged copies of a module that Lightning's callbacks keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from lightning_hybrid.lightning_names import lightning_types
 
 
 def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
-    """Return the averaged models of Lightning's `WeightAveraging` callbacks and of the callbacks in `names`."""
+    """Return the averaged models held by weight-averaging callbacks of Lightning.
+
+    Args:
+        callbacks: Callbacks of the trainer.
+        *names: Class names of Lightning callbacks to search in addition to `WeightAveraging`.
+    """
     types: list[Any] = []
     for name in ("WeightAveraging", *names):
         types.extend(lightning_types(f"pytorch.callbacks.{name}"))
@@ -25,7 +30,7 @@ def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
 
 
 def averages_of(callbacks: Iterable[object]) -> list[nn.Module]:
-    """Return the averaged copies of the module that callbacks such as EMA keep."""
+    """Return the averaged copies of the module that EMA, SWA and similar callbacks keep."""
     modules = []
     for average in average_models(callbacks, "StochasticWeightAveraging"):
         if isinstance(average, AveragedModel):

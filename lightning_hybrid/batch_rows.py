@@ -1,4 +1,6 @@
-"""Functions that count the rows of a batch and split it by rows. The batch may be nested containers.
+"""Functions that count the samples of a batch and split it along the batch dimension.
+
+A batch may consist of nested containers:
 
 tensors, NumPy arrays     a row for each sample, in the first dimension
 lists, tuples             an entry for each sample (texts, names), or a container of such columns
@@ -20,14 +22,19 @@ from torch import Tensor
 
 
 class BatchPart(NamedTuple):
-    """Consecutive rows of a batch, in the same containers as the batch, and their number."""
+    """Slice of a batch along the batch dimension, with its number of samples.
+
+    The slice has the same nested containers as the batch.
+    """
 
     batch: Any
     num_rows: int
 
 
 def split_rows(batch: Any, size: int) -> list[BatchPart]:
-    """Split a batch into parts of `size` rows. The last part has the remaining rows.
+    """Split a batch along the batch dimension into slices of `size` samples.
+
+    The last slice has the remaining samples.
 
     Raises:
         ValueError: The number of rows is unknown, or the batch holds an object that cannot be split.
@@ -91,7 +98,7 @@ def count_rows(batch: Any) -> int:
 
 
 def copy_batch(batch: Any) -> Any:
-    """Return a batch with copies of its tensors and arrays, for a step that may compute in place.
+    """Return a batch whose tensors and arrays are copies, so that in-place operations leave the original intact.
 
     >>> images = Tensor([1, 2])
     >>> copy_batch([images])[0].zero_(), images
@@ -120,9 +127,9 @@ def _take_rows(value: Any, rows: slice, num_rows: int, *, is_batch: bool = False
 def _has_rows(
     value: Any, num_rows: int, *, is_batch: bool = True, allows_constants: bool = False
 ) -> bool:
-    """Return whether all arrays have `num_rows` rows, except arrays within a list of samples.
+    """Return whether the first dimension of every tensor and array has `num_rows` entries.
 
-    With `allows_constants` they may have one row instead.
+    Arrays within a list of samples are not checked. With `allows_constants`, arrays may also have one row.
     """
     if _is_array(value):
         return len(value) == num_rows or (allows_constants and len(value) == 1)
@@ -135,7 +142,11 @@ def _has_rows(
 
 
 def _is_sample_list(value: Any, num_rows: int, *, is_batch: bool) -> bool:
-    """Return whether a list holds an entry for each sample, rather than columns such as `[images, labels]`."""
+    """Return whether a list holds one entry per sample, rather than columns such as `[images, labels]`.
+
+    Raises:
+        ValueError: The list could be either.
+    """
     if not _is_list(value) or len(value) != num_rows:
         return False
     num_with_columns = sum(_holds_column(entry, num_rows) for entry in value)
@@ -157,7 +168,7 @@ def _holds_column(value: Any, num_rows: int) -> bool:
 
 
 def _lengths_of_lists(batch: Any) -> set[int]:
-    """Return the lengths of the outermost lists."""
+    """Return the possible numbers of samples, from the lengths of the outermost lists in a batch."""
     if not _is_list(batch):
         lengths = set[int]()
         for entry in _entries(batch):
@@ -194,7 +205,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _entries(value: Any) -> list[Any]:
-    """Return the entries of a container, or an empty list for a leaf."""
+    """Return the entries of a mapping, sequence or dataclass, or an empty list for any other value."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, list | tuple):
@@ -205,7 +216,10 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _with_entries(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a container of the same type with changed entries. A leaf is returned unchanged."""
+    """Return a copy of a container with `change` applied to each entry.
+
+    A value that is not a container is returned unchanged.
+    """
     if isinstance(value, Mapping):
         changed = {key: change(entry) for key, entry in value.items()}
         if not isinstance(value, MutableMapping):
@@ -231,7 +245,7 @@ def _with_entries(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaf values of nested containers, in order."""
+    """Yield the leaf values of nested mappings, sequences and dataclasses, in order."""
     if isinstance(value, Mapping | list | tuple) or _is_dataclass(value):
         for entry in _entries(value):
             yield from leaves(entry)
@@ -240,7 +254,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def requires_grad(batch: Any) -> bool:
-    """Return whether a tensor of the batch requires a gradient."""
+    """Return whether any tensor of the batch requires a gradient."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(batch))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def plain_value(value: Any) -> Any:
-    """Convert a value from a configuration tool to a plain Python value.
+    """Convert a value from a configuration tool or command line to a plain Python value.
 
     Lists become tuples, because Hydra passes a `ListConfig` for a list. The text of a number becomes a number, because
     command lines pass text if an argument may also be a string, and YAML reads `1e-3` as text. Every other value is
@@ -36,7 +36,10 @@ def _number_in(text: str) -> int | float | str:
 
 
 def make_whole(instance: Any, *fields: str) -> None:
-    """Replace fields of a dataclass as `make_plain` does, and also 1e6 by 1000000, as YAML and Python write it."""
+    """Convert fields of a dataclass to plain Python values, and whole floats such as 1e6 to integers.
+
+    YAML and Python read 1e6 as a float. The dataclass may be frozen.
+    """
     make_plain(instance, *fields)
     for field in fields:
         value = getattr(instance, field)
@@ -45,7 +48,7 @@ def make_whole(instance: Any, *fields: str) -> None:
 
 
 def make_plain(instance: Any, *fields: str) -> None:
-    """Convert fields of a dataclass with `plain_value`. The dataclass may be frozen."""
+    """Convert fields of a dataclass, which may be frozen, to plain Python values with `plain_value`."""
     for field in fields:
         object.__setattr__(instance, field, plain_value(getattr(instance, field)))
 
@@ -53,7 +56,9 @@ def make_plain(instance: Any, *fields: str) -> None:
 def require_number(
     name: str, value: Any, why: str, *, low: float = 0, high: float = math.inf, above: bool = False
 ) -> None:
-    """Raise `ValueError` unless `value` is a finite number in [low, high), or in (low, high) with `above`.
+    """Raise `ValueError` unless `value` is a finite number in the interval [low, high).
+
+    With `above`, the interval is (low, high).
 
     >>> require_number("momentum", 1.5, "past gradients would never fade. Use 0.9, for example", high=1)
     Traceback (most recent call last):
@@ -71,7 +76,7 @@ def require_number(
 
 
 def require_positive(name: str, value: float, why: str) -> None:
-    """Raise `ValueError` unless `value` is above zero. Infinity is allowed.
+    """Raise `ValueError` unless `value` is above zero, where infinity is allowed.
 
     >>> require_positive("bytes_per_s", 0.0, "it is a rate")
     Traceback (most recent call last):
@@ -89,7 +94,9 @@ def require_share(name: str, value: float, why: str) -> None:
 
 
 def require_whole(name: str, value: Any, why: str, *, least: int = 1, unit: str = "") -> None:
-    """Raise `ValueError` unless `value` is a whole number of at least `least`. The error names the `unit`.
+    """Raise `ValueError` unless `value` is an integer that is at least `least`.
+
+    The error message names the `unit`, if there is one.
 
     >>> require_whole("num_nodes", 1.5, "nodes are counted")
     Traceback (most recent call last):
@@ -105,7 +112,9 @@ def require_whole(name: str, value: Any, why: str, *, least: int = 1, unit: str 
 
 
 def require_choice(name: str, value: Any, choices: Collection[Any], why: str) -> None:
-    """Raise `ValueError` unless `value` is one of `choices`. The number 1 is not accepted for True.
+    """Raise `ValueError` unless `value` is one of `choices`.
+
+    Other types are compared by identity: the number 1 is not accepted for True.
 
     >>> require_choice("nesterov", "yes", (True, False), "it is a switch")
     Traceback (most recent call last):
@@ -120,7 +129,7 @@ def require_choice(name: str, value: Any, choices: Collection[Any], why: str) ->
 
 
 def did_you_mean(value: Any, choices: Collection[Any]) -> str:
-    """Return a sentence with the choice that is spelt similarly to `value`, or an empty string.
+    """Return a sentence that suggests the choice most similar to `value`, or an empty string.
 
     >>> did_you_mean("hierachical", ["flat", "hierarchical"]), did_you_mean("x", ["flat"])
     (" Did you mean 'hierarchical'?", '')
@@ -133,7 +142,9 @@ def did_you_mean(value: Any, choices: Collection[Any]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of an error's text without the final period, or the error's type if there is no text.
+    r"""Return the first line of an error's message without its final period.
+
+    If the message is empty, the name of the error's type is returned.
 
     >>> first_line(ValueError("`lr` (=0) must be positive.\nSet optim.lr=0.1"))
     '`lr` (=0) must be positive'

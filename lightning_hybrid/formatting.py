@@ -1,4 +1,4 @@
-"""Markdown tables, sizes and times as text."""
+"""Formatting of Markdown tables, byte sizes, counts and durations."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ MIB = 2**20
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table with aligned columns.
+    """Format a Markdown table with aligned columns.
 
     >>> print(markdown_table(["lr", "loss"], [["0.1", "1.25"]]))
     | lr  | loss |
@@ -32,7 +32,7 @@ def _table_line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Format a number of bytes: 4 KiB, 8 MiB, 97.5 MiB, 1000 B.
+    """Format a number of bytes in B, KiB or MiB.
 
     >>> size(4096), size(8 * MIB), size(102_228_128), size(1000)
     ('4 KiB', '8 MiB', '97.5 MiB', '1000 B')
@@ -44,7 +44,7 @@ def size(num_bytes: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a number of things.
+    """Format a count with its noun, in the singular or plural.
 
     >>> counted(1, "node"), counted(4, "node")
     ('1 node', '4 nodes')

@@ -1,4 +1,4 @@
-"""Look-up of Lightning's classes and functions under both of its import names.
+"""Lookup of Lightning's classes and functions under both of its import names.
 
     lightning.pytorch, lightning.fabric         import lightning
     pytorch_lightning, lightning_fabric         import pytorch_lightning
@@ -22,9 +22,9 @@ _PACKAGES = {
 
 
 def lightning_types(name: str) -> tuple[Any, ...]:
-    """Return the classes called `name` from all imported Lightning packages, for `isinstance`.
+    """Return the classes called `name` from all imported Lightning packages.
 
-    The tuple is empty if no Lightning package has been imported.
+    The tuple can be passed to `isinstance`. It is empty if no Lightning package has been imported.
 
     >>> from lightning.pytorch.callbacks import Callback
     >>> Callback in lightning_types("pytorch.callbacks.Callback")
@@ -50,9 +50,10 @@ def lightning_function(name: str) -> Any:
 
 
 def lightning_error(name: str, *args: object) -> BaseException:
-    """Create an error that is an instance of the class called `name` in every imported Lightning package.
+    """Create an error that is an instance of the class `name` of every imported Lightning package.
 
-    User code can therefore catch it with the class of the package that it imports.
+    User code can therefore catch the error with the class of the package that it imports. If no Lightning package has
+    been imported, the error is a `RuntimeError`.
 
     >>> from lightning.pytorch.utilities.exceptions import MisconfigurationException
     >>> isinstance(lightning_error("fabric.utilities.exceptions.MisconfigurationException"), MisconfigurationException)
@@ -69,12 +70,12 @@ def lightning_error(name: str, *args: object) -> BaseException:
 
 
 def misconfiguration(message: str) -> BaseException:
-    """Create a `MisconfigurationException`, Lightning's error for options that cannot be combined."""
+    """Create a `MisconfigurationException`, Lightning's error for invalid options, without raising it."""
     return lightning_error("fabric.utilities.exceptions.MisconfigurationException", message)
 
 
 def is_overridden(method: str, instance: object, kind: str) -> bool:
-    """Return whether `instance` overrides a method of Lightning's class `kind`.
+    """Return whether the class of `instance` overrides a method of Lightning's class `kind`.
 
     >>> from lightning.pytorch import Callback
     >>> class Mine(Callback):

@@ -1,4 +1,4 @@
-"""State of a module outside of its parameters, saved before user code runs and restored after it."""
+"""Context manager that restores the state of a module, except its parameters, after user code has run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """Restore a module's buffers, attributes, lists, dictionaries and torch generators when the block exits.
+    """Restore a module's buffers, attributes and random generators when the `with` block exits.
 
-    Parameters are not restored. State inside other objects, or outside the module, such as a file, is not restored
-    either.
+    Attributes that are lists, dictionaries, sets or deques get their old entries. Parameters are not restored. State
+    inside other objects, or outside the module, such as a file, is not restored either.
 
     >>> counter = nn.BatchNorm1d(2)
     >>> with put_back(counter):

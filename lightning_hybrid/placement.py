@@ -1,4 +1,4 @@
-"""Division of a tensor's elements between ranks: each holds one part, which begins and ends at a block boundary."""
+"""Sharding of a tensor's elements between ranks, at block boundaries."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ _IGNORED_KEY = "_ddp_params_and_buffers_to_ignore"  # attribute of a module that
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Part of a tensor that this rank holds: the elements from `begin` up to `end`, in memory order.
+    """Shard of a tensor that this rank holds, as a range of elements in memory order.
+
+    The shard holds the elements from `begin` up to `end`, without `end`.
 
     Attributes:
         numel: Number of elements of the full tensor.
-        begin: First element of the part, a multiple of `BLOCK`, or `numel` if the part is empty.
-        end: One past the last element of the part, a multiple of `BLOCK` or `numel`.
-        num_holders: Number of ranks that hold this part and contribute to the same sum over ranks. Each contribution
-            is divided by it.
+        begin: First element of the shard, a multiple of `BLOCK`, or `numel` if the shard is empty.
+        end: One past the last element of the shard, a multiple of `BLOCK` or `numel`.
+        num_holders: Number of ranks that hold this shard and contribute to the same sum over ranks. Each contribution
+            is divided by this number.
 
     Raises:
-        ValueError: The part is not within the tensor, or a boundary of the part is inside a block.
+        ValueError: The shard is not within the tensor, or a boundary of the shard is inside a block.
 
     >>> Part(numel=40_000, begin=16_384, end=40_000)
     Part(numel=40000, begin=16384, end=40000)
@@ -59,10 +61,11 @@ class Part:
 
 
 def spans(numel: int, num_parts: int, block: int = BLOCK) -> list[tuple[int, int]]:
-    """Split `numel` elements at multiples of `block` into `num_parts` spans `(begin, end)` of nearly equal size.
+    """Split `numel` elements into `num_parts` ranges `(begin, end)` of nearly equal size.
 
-    The spans are in order, and each element is in exactly one of them. If there are fewer blocks than parts, some spans
-    are empty. If the number of blocks is not divisible, later spans get one more, because the last block may be short.
+    The boundaries are multiples of `block`. The ranges are in order, and each element is in exactly one range. If there
+    are fewer blocks than ranges, some ranges are empty. If the number of blocks is not divisible by `num_parts`, later
+    ranges tend to get one block more, because the last block may be short.
 
     >>> spans(10, 2, block=4), spans(3, 2, block=4)
     ([(0, 4), (4, 10)], [(0, 0), (0, 3)])
@@ -79,9 +82,9 @@ def spans(numel: int, num_parts: int, block: int = BLOCK) -> list[tuple[int, int
 
 
 def is_split(numel: int, num_parts: int, block: int = BLOCK) -> bool:
-    """Return whether a tensor is large enough to be split.
+    """Return whether a tensor of `numel` elements is large enough to be sharded over `num_parts` ranks.
 
-    Every rank holds all elements of a tensor that has fewer blocks than there are parts.
+    A tensor with fewer blocks than ranks is not sharded: every rank holds all of its elements.
 
     >>> is_split(8, 2, block=4), is_split(5, 2, block=4), is_split(4, 2, block=4)
     (True, True, False)
@@ -103,7 +106,7 @@ def flattened(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def has_gaps(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor have gaps between them in memory, or overlap.
+    """Return whether the elements of a tensor overlap or have gaps between them in memory.
 
     >>> import torch
     >>> has_gaps(torch.zeros(4, 3).T), has_gaps(torch.zeros(4, 3)[:, :2])
@@ -118,7 +121,7 @@ def with_entries(
     optimizer: Optimizer,
     change: Callable[[Tensor, dict[str, Any]], dict[str, Any] | None],
 ) -> dict[str, Any]:
-    """Return a state dict of `optimizer` with each entry replaced by `change(parameter, entry)`.
+    """Return an optimizer state dict with each parameter's entry replaced by `change(parameter, entry)`.
 
     Entries for which `change` returns None are removed. The state dict may have been saved by another run. Entries
     without a parameter in this optimizer are left unchanged.
@@ -143,7 +146,10 @@ def with_entries(
 
 @contextmanager
 def ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Make DDP ignore the parameters and buffers in `names` within the block, in addition to those already ignored."""
+    """Make DDP ignore the parameters and buffers in `names` within the `with` block.
+
+    Parameters and buffers that the module already ignores stay ignored.
+    """
     was_set = _IGNORED_KEY in vars(module)  # An attribute of the class does not count.
     ignored_before = getattr(module, _IGNORED_KEY, ())
     requested = set(names)
@@ -163,7 +169,9 @@ def ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
 
 
 def broadcast_first_(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite tensors with the values of the first rank of `group`. None: the group of all ranks.
+    """Broadcast tensors in place from the first rank of `group` to its other ranks.
+
+    If `group` is None, all ranks take part.
 
     Collective: every rank of the group must call it, in the same order.
     """

@@ -1,4 +1,4 @@
-"""Status of a run for callbacks, with typed fields for precision and communication."""
+"""Status of a training run for callbacks, with typed fields for precision and communication."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """Status of a run under `HybridAllReduceStrategy`. Under other strategies every field has its default.
+    """Status of a training run under `HybridAllReduceStrategy`, for callbacks to read.
+
+    Under other strategies every field except `has_grad_scaler` has its default.
 
     Args:
         optimizer_steps: Loss scale and step counters of each optimizer. Empty unless training in half precision.
-        window: Half-precision window of the current run.
+        window: Object that swaps half-precision and fp32 parameters around each training step. None: no half precision.
         has_grad_scaler: Whether Lightning scales the loss (`precision="16-mixed"`).
         comm_trace: Counters of the communication, during a fit.
         communication_plan: One-line description of ranks, nodes, buckets and algorithms, once they are known.
-        master_parts: fp32 values of the part that this rank updates, by the `id` of the parameter. Only parameters
-            whose update is shared between ranks have an entry.
-        parts: Part that this rank updates, by the `id` of the parameter.
-        place_in_node: Local rank and number of ranks in the node, if parts are sharded. Ranks with equal values hold
-            equal parts.
-        update_context: Function that returns a context for an optimizer. Within it, the optimizer holds the parts that
-            this rank updates instead of the full parameters.
-        own_state: Function that returns a context. Within it, state dicts of the module hold this rank's slices of the
-            sliced layers, so that no communication is needed.
+        master_parts: fp32 values of the shard that this rank updates, by the `id` of the parameter. Only parameters
+            with a sharded update have an entry.
+        parts: Shard that this rank updates, by the `id` of the parameter.
+        place_in_node: Local rank and number of ranks in the node, if the update is sharded. Ranks with equal values
+            hold equal shards.
+        update_context: Function that returns a context for an optimizer. Within it, the optimizer holds the shards
+            that this rank updates instead of the full parameters.
+        own_state: Function that returns a context. Within it, state dicts of the module hold this rank's slices of
+            tensor-parallel layers, so that no communication is needed.
         link_bytes_per_s: Bandwidth of a node's link, if the user set it.
-        repeats_batch: Whether the current batch of this rank is a repeated one, which counts for nothing
-            (`uneven_batches="join"`).
+        repeats_batch: Whether the current batch of this rank repeats an earlier one only to join the other ranks' step
+            (`uneven_batches="join"`). Its gradients do not count.
         replica_group: Ranks that hold the same stage of a pipeline. None: all ranks.
         node_group: Ranks of the node, while nodes train independently. None: nodes do not train independently.
         verdict_group: Ranks that skip the same steps, throughout a fit. None: all ranks.
@@ -76,7 +78,7 @@ class RunStatus:
 
     @property
     def loss_scales(self) -> list[LossScale]:
-        """Loss scales of all optimizers. The list is empty with bf16."""
+        """Loss scales of all optimizers, or an empty list if no loss scaling is used, as with bf16."""
         scales = []
         for state in self.optimizer_steps:
             if state.loss_scale is not None:
@@ -95,7 +97,10 @@ class RunStatus:
 
 
 def run_status(trainer: pl.Trainer) -> RunStatus:
-    """Return the status of the trainer's run. It is almost empty under Lightning's own strategies."""
+    """Return the status of the trainer's run.
+
+    Under Lightning's own strategies every field except `has_grad_scaler` has its default.
+    """
     status: RunStatus | None = getattr(trainer.strategy, "run_status", None)
     if status is None:
         return RunStatus(has_grad_scaler=has_grad_scaler(trainer.precision_plugin))
@@ -110,7 +115,8 @@ def has_grad_scaler(plugin: Precision) -> bool:
 def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and value of each tensor that must be equal on all ranks that hold it.
 
-    A name that begins with `PART` is compared only between the ranks that hold the same part.
+    These are parameters, master weights, optimizer state, loss scales and counts of skipped steps. A tensor whose name
+    begins with `PART` is a shard and is compared only between the ranks that hold the same shard.
     """
     module = trainer.strategy.lightning_module
     assert module is not None

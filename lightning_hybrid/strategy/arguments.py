@@ -1,4 +1,4 @@
-"""Checks of the module, optimizers and precision that a user passes to the strategy, and DDP's arguments for them."""
+"""Validation of the user's module, optimizers and precision, and arguments for DDP derived from them."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def ask_planner(
     on_cuda: bool,
     across_nodes: torch.dtype | Codec | None = None,
 ) -> CommPlan:
-    """Return the plan that a planner chooses for this module's gradients.
+    """Return the communication plan that a planner chooses for the module's gradients.
 
-    All ranks choose the same plan, because nothing is measured here.
+    All ranks get the same plan, because the choice does not depend on measurements.
 
     Args:
         planner: The planner.
         module: The module, with at least one trainable parameter.
         topology: The ranks and their nodes.
-        comm_dtype: The dtype on the wire. None: that of the largest gradient.
+        comm_dtype: The dtype on the wire. None: the dtype of the largest gradient.
         on_cuda: Whether the gradients are on GPUs.
         across_nodes: The dtype or codec between nodes.
     """
     gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    gradients.reverse()  # about the order in which gradients get ready
+    gradients.reverse()  # approximately the order in which backward computes gradients
     dtype = comm_dtype or max(gradients, key=torch.Tensor.numel).dtype
     numels = [parameter.numel() for parameter in gradients]
     # Planners need not support codecs unless one is used.
@@ -69,10 +69,10 @@ def ask_planner(
 def bucket_caps_for_ddp(
     module: nn.Module, plan: CommPlan, ddp_kwargs: Mapping[str, Any], *, num_nodes: int
 ) -> dict[str, Any]:
-    """Return the plan's bucket sizes as DDP's argument `bucket_cap_mb_list`.
+    """Return the plan's bucket sizes as the keyword argument `bucket_cap_mb_list` of DDP.
 
     The result is empty if torch has no such argument or the user set it. On CUDA, if a plan leaves buckets to DDP, the
-    sizes are DDP's own two: that of the first bucket, and that of all others.
+    list has DDP's own two sizes: the first bucket's size and the size of all other buckets.
 
     >>> bias_then_weight = nn.Linear(256, 256)
     >>> bucket_caps_for_ddp(bias_then_weight, CommPlan(last_bucket_bytes=1024), {}, num_nodes=2)
@@ -89,9 +89,9 @@ def bucket_caps_for_ddp(
     if plan.has_ddp_buckets(on_cuda=any(parameter.is_cuda for parameter in trained)):
         return {"bucket_cap_mb_list": [limit / 2**20 for limit in ddp_limits(plan.bucket_bytes)]}
 
-    # DDP puts gradients of each dtype into buckets of their own, and one list must do for all: it is made for the dtype
-    # with most bytes. Gradients of other dtypes, such as those of normalisation in fp32 next to half-precision weights,
-    # fill no bucket and come last.
+    # DDP uses separate buckets for each dtype but one list of sizes for all of them. The list is made for the dtype
+    # with the most bytes. Gradients of other dtypes, such as fp32 normalisation layers next to half-precision weights,
+    # do not fill a bucket and are sent last.
     by_dtype: dict[torch.dtype, list[int]] = {}
     for parameter in reversed(trained):
         num_bytes = parameter.numel() * parameter.element_size()
@@ -101,19 +101,19 @@ def bucket_caps_for_ddp(
     if len(caps) < 2:
         return {}
     if ddp_kwargs.get("find_unused_parameters"):
-        # DDP applies the list to parameters in the order of definition, and after its first step to gradients in the
-        # order they get ready. Looking for unused parameters it never rebuilds its buckets: the first order stays.
+        # DDP first applies the list to parameters in the order of definition. After the first step it rebuilds its
+        # buckets in the order in which gradients get ready, but not when it looks for unused parameters.
         caps.reverse()
     return {"bucket_cap_mb_list": [cap / 2**20 for cap in caps]}
 
 
 def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
-    """Check that `Trainer(precision=...)` agrees with the precision in the strategy object.
+    """Raise if `Trainer(precision=...)` disagrees with the precision plugin passed to the strategy.
 
     Raises:
-        MisconfigurationException: They differ.
+        MisconfigurationException: The two precisions differ.
     """
-    # Lightning takes the strategy's plugin and silently ignores the flag. "32-true" is the flag's default.
+    # Lightning uses the strategy's plugin and silently ignores the flag. "32-true" is the flag's default.
     flag = getattr(trainer._accelerator_connector, "_precision_flag", "32-true")
     if flag not in ("32-true", plugin.precision):
         raise misconfiguration(
@@ -139,7 +139,7 @@ def user_moves_batches(module: pl.LightningModule | None) -> bool:
 
 
 def with_own_names(advice: str, strategy_type: str) -> str:
-    """Return Lightning's advice on unused parameters with the names of this strategy."""
+    """Rewrite Lightning's advice on unused parameters to use the names of this package's strategy."""
     advice = advice.replace(
         "ddp_find_unused_parameters_true", f"{STRATEGY_NAME}_find_unused_parameters_true"
     )
@@ -147,10 +147,12 @@ def with_own_names(advice: str, strategy_type: str) -> str:
 
 
 def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
-    """Check that every parameter of an optimizer belongs to `module`, because DDP averages no others.
+    """Raise if an optimizer has a parameter that is not in `module`.
+
+    DDP averages the gradients of the module's parameters only.
 
     Raises:
-        ValueError: An optimizer has another parameter. The error names the optimizer and the group.
+        ValueError: An optimizer has such a parameter. The error names the optimizer and the group.
     """
     # By identity: `in` would compare tensors element by element.
     averaged = {id(parameter) for parameter in module.parameters()}
@@ -165,10 +167,10 @@ def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module
 
 
 def refuse_nothing_to_train(module: nn.Module) -> None:
-    """Check that `module` has a trainable parameter.
+    """Raise if `module` has no trainable parameter.
 
     Raises:
-        ValueError: It has no parameters, or all are frozen.
+        ValueError: The module has no parameters, or all are frozen.
     """
     parameters = list(module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
@@ -189,7 +191,7 @@ _SHORT_NAMES = {
 
 
 def describe_options(options: StrategyOptions, plugin: Any, *, num_nodes: int) -> str:
-    """Return a description of the features that a user turned on and of the precision, for the log at start.
+    """Return a one-line description of enabled features and precision for the log.
 
     >>> plugin = type("Plugin", (), {"precision": "16-true"})()
     >>> from lightning_hybrid import Mean
@@ -222,12 +224,12 @@ def describe_options(options: StrategyOptions, plugin: Any, *, num_nodes: int) -
 
 
 def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
-    """Return the plan for Adasum, in which node leaders combine uncut buckets.
+    """Return a hierarchical plan for Adasum, in which node leaders combine whole buckets.
 
-    On one node the result is None, with a warning, because Adasum is the mean there.
+    On one node the function returns None and warns, because gradients are averaged there.
 
     Raises:
-        ValueError: Adasum cannot pair the nodes.
+        ValueError: Adasum cannot combine this number of nodes in pairs.
 
     >>> topology = Topology.from_ranks_per_node(rank=0, world_size=8, ranks_per_node=2)
     >>> plan = adasum_plan(CommPlan(), topology)
@@ -246,9 +248,9 @@ def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
 
 
 def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
-    """Warn of optimizers that divide by the size of the gradient and so keep only the direction of Adasum."""
+    """Warn about optimizers with trust ratios, which discard the magnitude of Adasum's result."""
     for optimizer in optimizers:
-        # Groups may set `trust_ratio` for an optimizer that has none: `optim.param_groups` does.
+        # `optim.param_groups` sets `trust_ratio` in groups even if the optimizer does not support it.
         if "trust_ratio" not in optimizer.defaults:
             continue
         if any(group["trust_ratio"] for group in optimizer.param_groups):
@@ -269,7 +271,10 @@ _PLAIN_HALF_PRECISION = (
 def with_masters(
     plugin: Any, plugin_type: type[Masters], loss_scale: str | float | LossScale | None
 ) -> Any:
-    """Return a plugin of `plugin_type` in place of Lightning's plain half precision, and any other plugin as it is."""
+    """Replace Lightning's plain half-precision plugin by one with fp32 master weights.
+
+    Any other plugin is returned unchanged.
+    """
     if not any(isinstance(plugin, lightning_types(name)) for name in _PLAIN_HALF_PRECISION):
         return plugin
     if plugin.precision != "16-true":
@@ -278,7 +283,7 @@ def with_masters(
 
 
 def warn_of_unused_loss_scale(loss_scale: LossScale | None, plugin: Any) -> None:
-    """Warn of a loss scale that the user gave, and that the precision does not use."""
+    """Warn if the user set a loss scale but the precision does not use it."""
     if loss_scale is None or plugin.precision == "16-true":
         return
     own_scaler = ""
@@ -291,10 +296,10 @@ def warn_of_unused_loss_scale(loss_scale: LossScale | None, plugin: Any) -> None
 
 
 def refuse_other_accumulation(accumulate_grad_batches: Any) -> None:
-    """Check that `Trainer(accumulate_grad_batches=...)` is one number of batches.
+    """Raise unless `Trainer(accumulate_grad_batches=...)` is a positive integer.
 
     Raises:
-        ValueError: It is something else, such as a mapping from epochs to numbers.
+        ValueError: The argument is something else, such as a mapping from epochs to numbers.
     """
     value = accumulate_grad_batches
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
@@ -314,12 +319,12 @@ def refuse_other_accumulation(accumulate_grad_batches: Any) -> None:
 def refuse_what_is_not_averaged(
     optimizer: Optimizer, averaged: Collection[int], module: Any
 ) -> None:
-    """Check before a step that DDP averages every parameter that the optimizer trains.
+    """Raise if an optimizer trains a parameter that DDP does not average.
 
     Args:
-        optimizer: The optimizer.
-        averaged: The parameters that DDP averages, by `id`.
-        module: The module, for the parameter's name.
+        optimizer: Optimizer that is about to step.
+        averaged: The `id`s of the parameters that DDP averages.
+        module: Module in which the name of the parameter is looked up.
 
     Raises:
         RuntimeError: A parameter is trained but not averaged. The error names it.

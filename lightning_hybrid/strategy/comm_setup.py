@@ -1,4 +1,4 @@
-"""Communication of a strategy, of the Trainer's and of Fabric's: its options, topology, plan and engine."""
+"""Communication topology, plan and engine of the strategies for the Trainer and for Fabric."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def _unwrapped(hook: BucketHook) -> BucketHook:
 
 
 class CommSetup:
-    """Topology, plan and engines of a strategy's fits.
+    """Communication setup of a strategy: topology, plan, engine and DDP hook of the current fit.
 
     Attributes:
         options: The options of the strategy.
         topology: The ranks and nodes of this fit.
         device: The device of this rank.
-        plan: The plan of this fit: that of the options, adapted to its topology and module.
-        communication_plan: Ranks, nodes, buckets and algorithms in one line, once known.
+        plan: The communication plan of this fit: the plan of the options, adapted to the topology and the module.
+        communication_plan: One-line description of ranks, nodes, buckets and algorithms, once they are known.
         bucket_hook: The function that averages a bucket.
         engine_options: Arguments of the engine that extensions request.
-        engine: The engine of this fit, from the wrapping of its module in DDP until `close`.
-        hook_state: The state of DDP's hook, during the same time.
+        engine: The engine of this fit, from the wrapping of the module in DDP until `close`.
+        hook_state: The state of DDP's communication hook, as long as there is an engine.
         engine_type: The class of the engine. A strategy may set another one after `begin`.
-        wrap_hook: Returns the hook for DDP, given `bucket_hook`. A strategy may set it after `begin`.
+        wrap_hook: Function that returns the hook for DDP, given `bucket_hook`. A strategy may set it after `begin`.
     """
 
     topology: Topology
@@ -83,18 +83,18 @@ class CommSetup:
 
     @property
     def trace(self) -> CommTrace | None:
-        """Counters of the communication, while a fit runs."""
+        """Communication counters and timings of the current fit, or None when no fit runs."""
         if self.engine is None:
             return None
         return self.engine.trace
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase of the step, if phases are measured."""
+        """Record in the communication trace that a phase of the training step begins."""
         if self.engine is not None:
             self.engine.trace.enter(phase)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context whose time counts as waiting for other ranks, if phases are measured."""
+        """Return a context manager whose duration the trace records as waiting for other ranks."""
         if self.engine is None:
             return nullcontext()
         return self.engine.trace.waiting()
@@ -102,7 +102,7 @@ class CommSetup:
     # ---- topology and plan -------------------------------------------------------------------
 
     def has_several_communicators(self, module: nn.Module | None) -> bool:
-        """Return whether several process groups, such as those of stages, may be in use at the same time."""
+        """Return whether the options or layers may use several process groups at the same time."""
         if self.options.features().keys() - _WITHOUT_GROUPS:
             return True
         if self.options.plan.algorithm not in ("auto", "flat"):
@@ -117,10 +117,12 @@ class CommSetup:
         return False
 
     def check_ranks(self, *, rank: int, world_size: int) -> None:
-        """Check `ranks_per_node` against the world size, before any process group is created.
+        """Raise if `ranks_per_node` does not fit the world size.
+
+        This needs no process group.
 
         Raises:
-            ValueError: The ranks do not divide into such nodes, or Adasum cannot pair the nodes.
+            ValueError: The ranks do not divide into such nodes, or Adasum cannot combine the nodes in pairs.
         """
         if self.options.ranks_per_node is not None:
             topology = self.topology_of(rank, world_size)
@@ -128,7 +130,10 @@ class CommSetup:
                 refuse_odd_nodes(topology)
 
     def topology_of(self, rank: int, world_size: int) -> Topology:
-        """Return the topology: the ranks of each node. Collective, unless the user set `ranks_per_node`."""
+        """Return the topology, which lists the ranks of each node.
+
+        Collective, unless the user set `ranks_per_node`: every rank must call it, in the same order.
+        """
         if self.options.ranks_per_node is None:
             return Topology.discover()
         return Topology.from_ranks_per_node(
@@ -136,7 +141,7 @@ class CommSetup:
         )
 
     def begin(self, topology: Topology, device: torch.device, timeout: timedelta | None) -> None:
-        """Prepare for a fit over the ranks of a topology."""
+        """Store the topology, device and timeout of a new fit, and reset the plan to the options' plan."""
         self.topology = topology
         self.device = device
         self.plan = self.options.plan
@@ -144,7 +149,7 @@ class CommSetup:
         self._timeout = timeout
 
     def find_plan(self, module: nn.Module) -> None:
-        """Adapt the plan to the topology and this module."""
+        """Adapt the communication plan to the topology and the module's gradients."""
         on_cuda = self.device.type == "cuda"
         codec = self.options.dtype_across_nodes
         if self.options.is_adasum:
@@ -165,7 +170,7 @@ class CommSetup:
             self.plan = plan_for_codec(self.plan, self.topology, bits=codec.bits, on_cuda=on_cuda)
 
     def take_engine_options(self, options: Mapping[str, Any]) -> None:
-        """Set the arguments of the engine, and the plan if they hold one."""
+        """Set extra arguments for the engine, and replace the plan if the arguments include `plan`."""
         self.engine_options = dict(options)
         self.plan = self.engine_options.pop("plan", self.plan)
 
@@ -174,24 +179,24 @@ class CommSetup:
     def wrap(
         self, module: nn.Module, *, device_ids: list[int] | None, is_half: bool, **ddp_kwargs: Any
     ) -> DistributedDataParallel:
-        """Wrap a module in DDP, with the buckets of the plan.
+        """Wrap a module in `DistributedDataParallel` with the bucket sizes of the plan.
 
         Args:
-            module: The module.
+            module: Module to wrap.
             device_ids: The device of the module, as in `DistributedDataParallel`.
-            is_half: Whether the module shows half-precision copies of its parameters in a step.
-            **ddp_kwargs: For `DistributedDataParallel`.
+            is_half: Whether the module's parameters are half-precision copies during a step.
+            **ddp_kwargs: Arguments for `DistributedDataParallel`.
         """
         caps = bucket_caps_for_ddp(module, self.plan, ddp_kwargs, num_nodes=self.topology.num_nodes)
         if is_half:
-            # The user never sees gradients of half-precision parameters: a view saves a copy into the buckets.
+            # User code never sees gradients of half-precision parameters, so views of the buckets can save a copy.
             ddp_kwargs.setdefault("gradient_as_bucket_view", True)
         return DistributedDataParallel(module, device_ids=device_ids, **(ddp_kwargs | caps))
 
     def new_engine(
         self, precision: Any, *, replicas: ReplicaSets | None = None, group: Any = None
     ) -> CommEngine:
-        """Create the engine that averages gradients, and log the options.
+        """Create the engine that averages gradients, and log the plan and options.
 
         Collective: every rank of the group must call it, in the same order.
 
@@ -225,11 +230,11 @@ class CommSetup:
         wrapped: DistributedDataParallel | None,
         parameters: Iterable[Tensor] = (),
     ) -> HookState:
-        """Let an engine average the buckets of DDP, and return the state of its hook.
+        """Register a DDP communication hook that averages buckets with an engine, and return its state.
 
         Args:
-            engine: The engine.
-            wrapped: The module in DDP, or None if something else passes the buckets to the engine.
+            engine: Engine that averages the buckets.
+            wrapped: Module wrapped in DDP, or None if other code passes the buckets to the engine.
             parameters: The parameters whose gradients are in the buckets, as in `HookState`.
         """
         state = HookState(
@@ -240,12 +245,12 @@ class CommSetup:
         return state
 
     def before_batch(self, module: Any) -> None:
-        """Seed the rounding noise of the codec with the number of the step."""
+        """Seed the stochastic rounding of the gradient codec with the global step."""
         if self.engine is not None and self.engine.coder is not None:
             self.engine.coder.begin_step(module.trainer.global_step)
 
     def share_work(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let the ranks of a node share the work of `LARS(direction="orthogonal")`.
+        """Divide the work of `LARS(direction="orthogonal")` between the ranks of each node.
 
         Collective: every rank of the group must call it, in the same order.
         """
@@ -259,17 +264,17 @@ class CommSetup:
             optimizer.work_group = self._work_group
 
     def warn_of_reduction(self, optimizers: Sequence[Optimizer]) -> None:
-        """Warn of optimizers that undo Adasum, if there are several nodes."""
+        """Warn about optimizers whose trust ratios undo Adasum, if Adasum is in use."""
         if self.bucket_hook is adasum_bucket:
             warn_of_trust_ratios(optimizers)
 
     # ---- end ---------------------------------------------------------------------------------
 
     def close(self, optimizers: Sequence[Optimizer]) -> None:
-        """End the engine's threads and groups, write its timeline, and end the sharing of work."""
+        """Close the engine, write its timeline and destroy the process group for shared LARS work."""
         engine = self.engine
         self.engine = None
-        self.hook_state = None  # a codec's buckets are as large as all gradients
+        self.hook_state = None  # frees a codec's buckets, which are as large as all gradients
         self.engine_type = CommEngine
         self.wrap_hook = _unwrapped
         try:
@@ -294,7 +299,7 @@ class CommSetup:
     # ---- description -------------------------------------------------------------------------
 
     def note_plan(self, plan: CommPlan) -> None:
-        """Set the description of the plan in use, `communication_plan`."""
+        """Set `communication_plan` to a one-line description of the given plan."""
         on_cuda = self.device.type == "cuda"
         self.communication_plan = plan.describe(self.topology, on_cuda=on_cuda)
         if self.bucket_hook is adasum_bucket:
@@ -312,7 +317,7 @@ def _is_orthogonal(optimizer: Optimizer) -> bool:
 
 
 def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:
-    """Return the parameters that DDP averages or ignores, by `id`, and the names of the ignored ones."""
+    """Return the `id`s of the parameters that DDP averages or ignores, and the ignored names."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     averaged: set[int] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):

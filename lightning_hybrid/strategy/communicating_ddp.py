@@ -1,4 +1,4 @@
-"""Base of the strategies: ranks that meet, average gradients with our engine, and report failures by rank."""
+"""Base class of the strategies: rendezvous, gradient averaging with this package's engine, and failure reports."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ else:
 
 
 class CommunicatingDDP(_Base):
-    """DDP strategy of ranks that connect, average gradients and name the rank that fails.
+    """Base DDP strategy with its own rendezvous, gradient averaging and failure reports by rank.
 
     Args:
         options: The validated options of the strategy.
-        timeout: Seconds or `timedelta` that ranks wait for one another.
+        timeout: Maximum time that ranks wait for one another, in seconds or as a `timedelta`.
         start_method: The way in which Lightning starts the ranks of a node.
-        **lightning_arguments: Further arguments of Lightning's `DDPStrategy`, without those of DDP.
+        **lightning_arguments: Further arguments of Lightning's `DDPStrategy`, without the arguments of torch's DDP.
 
     Raises:
         ValueError: `timeout` or `start_method` has an invalid value.
@@ -73,12 +73,12 @@ class CommunicatingDDP(_Base):
 
     @property
     def comm_trace(self) -> CommTrace | None:
-        """Counters of the communication, while a fit runs."""
+        """Communication counters and timings of the current fit, or None when no fit runs."""
         return self._comm.trace
 
     @property
     def communication_plan(self) -> str | None:
-        """Ranks, nodes, buckets and algorithms in one line, once they are known."""
+        """One-line description of ranks, nodes, buckets and algorithms, or None before setup."""
         return self._comm.communication_plan
 
     def _run_status_fields(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class CommunicatingDDP(_Base):
 
     @property
     def _module(self) -> Any:
-        return self.lightning_module  # there from `connect` on
+        return self.lightning_module  # set by `connect`
 
     # ---- launch ------------------------------------------------------------------------------
 
@@ -99,20 +99,23 @@ class CommunicatingDDP(_Base):
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Set up as DDP. From here on an error names the rank that is missing."""
+        """Set up processes like DDP, and start a watchdog that names missing or failed ranks in errors."""
         has_several = self._comm.has_several_communicators(self._module)
         self._failures.begin(self.parallel_devices or (), has_several_communicators=has_several)
         super().setup_environment()
         self._failures.watch_setup(self._watchdog_type, self.root_device, self._timeout)
 
     def set_world_ranks(self) -> None:
-        """Set the ranks and the world size, and check `ranks_per_node`, which needs both."""
+        """Set rank and world size like DDP, and raise if `ranks_per_node` does not fit them."""
         super().set_world_ranks()
         if self.cluster_environment is not None:
             self._comm.check_ranks(rank=self.global_rank, world_size=self.world_size)
 
     def setup_distributed(self) -> None:
-        """Set up as DDP, with the store of `rendezvous.meet`. Collective."""
+        """Create the process group like DDP, after a rendezvous that names missing ranks.
+
+        Collective: every rank must call it.
+        """
         lightning_function("fabric.utilities.seed.reset_seed")()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
@@ -123,22 +126,25 @@ class CommunicatingDDP(_Base):
     # ---- communication of a fit --------------------------------------------------------------
 
     def _begin_communication(self) -> None:
-        """Find the topology of a fit. Collective, unless the user set `ranks_per_node`."""
+        """Determine the topology of a fit and reset the communication setup.
+
+        Collective, unless the user set `ranks_per_node`: every rank must call it.
+        """
         topology = self._comm.topology_of(self.global_rank, self.world_size)
         self._comm.begin(topology, self.root_device, self._timeout)
 
     def _share_of_data(self) -> dict[str, Any]:
-        """Return the number of ranks that read different data, and this rank's index among them."""
+        """Return `num_replicas` and `rank` for the distributed sampler of this rank."""
         share: dict[str, Any] = self.distributed_sampler_kwargs
         return share
 
     @property
     def _sums_over_ranks(self) -> bool:
-        """True if gradients are summed over several ranks."""
+        """Flag that is True if gradients are summed over several ranks."""
         return bool(self.world_size > 1)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        # On the current stream: Lightning would create its own, and gradients would cross streams.
+        # DDP is created on the current stream. Lightning would use a new one, and gradients would cross streams.
         return self._comm.wrap(
             model,
             device_ids=self.determine_ddp_device_ids(),
@@ -147,7 +153,7 @@ class CommunicatingDDP(_Base):
         )
 
     def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA only. This one is for every device type.
+        # Lightning registers hooks on CUDA only. This hook is registered on every device type.
         assert isinstance(self.model, DistributedDataParallel)
         engine = self._comm.new_engine(self.precision_plugin)
         self._comm.engine = engine
@@ -155,7 +161,7 @@ class CommunicatingDDP(_Base):
         self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run backward as DDP, and check that the loss has gradients, which other ranks wait for."""
+        """Run the backward pass like DDP, and raise if the loss yields no gradients to average."""
         refuse_loss_without_gradient(
             closure_loss, rank=self.global_rank, world_size=self.world_size
         )
@@ -170,7 +176,7 @@ class CommunicatingDDP(_Base):
         return scaled_loss
 
     def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
-        """Check that no other rank waits for the gradients of a backward that filled no bucket."""
+        """Raise if other ranks wait for the gradients of a backward pass that filled no bucket."""
         is_averaged = (
             isinstance(self.model, DistributedDataParallel)
             and self.model.require_backward_grad_sync
@@ -181,43 +187,46 @@ class CommunicatingDDP(_Base):
             )
 
     def _close_communication(self) -> None:
-        """End the communication of a fit."""
+        """Close the engine and end the communication of a fit."""
         self._comm.close(self.optimizers)
 
     # ---- failures ----------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Start as DDP. From here on, a SIGTERM to any rank stops all ranks."""
+        """Start training like DDP, and from then on stop all ranks if any rank receives SIGTERM."""
         super().on_train_start()
         self._failures.watch_sigterm(self._module.trainer)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait as DDP, except on a rank that fails: the others do not reach this barrier."""
+        """Wait for all ranks like DDP, or return at once if this rank is failing.
+
+        The other ranks would not reach the barrier.
+        """
         if not self._failures.is_alone():
             with self._comm.waiting():
                 super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Broadcast as DDP, except on a rank that fails, which gets its own object back."""
+        """Broadcast an object like DDP, or return it unchanged if this rank is failing."""
         if self._failures.is_alone():
             return obj
         with self._comm.waiting():
             return super().broadcast(obj, *args, **kwargs)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce as DDP. It counts as waiting for other ranks."""
+        """Reduce a tensor like DDP, and record the time as waiting for other ranks."""
         with self._comm.waiting():
             return super().reduce(tensor, *args, **kwargs)
 
     def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Gather as DDP. It counts as waiting for other ranks."""
+        """Gather a tensor from all ranks like DDP, and record the time as waiting for other ranks."""
         with self._comm.waiting():
             gathered: torch.Tensor = super().all_gather(tensor, *args, **kwargs)
             return gathered
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report the error to the ranks that wait for this one, and name the rank that caused it."""
-        # First of all DDP's advice replaces torch's message: the report below the traceback repeats it.
+        """Report an error to the other ranks, and name the rank that caused it."""
+        # This comes first: DDP replaces torch's message by its advice, which the report below the traceback repeats.
         super().on_exception(exception)
         use_own_names(exception, strategy=type(self).__name__)
         first_rank = self.node_rank * self.num_processes

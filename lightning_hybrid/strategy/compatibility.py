@@ -1,6 +1,6 @@
-"""Table of options and features that cannot be combined, from which errors are made.
+"""Table of options and features that cannot be combined, and errors made from it.
 
-The page of options and one test are compared with it.
+A test compares the documentation page about options with the table.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ CURES = {
 
 
 class Exclusion(NamedTuple):
-    """Pair of features that cannot be combined."""
+    """Pair of features that cannot be combined, with the reason."""
 
     feature: str
     conflict: str
@@ -244,17 +244,17 @@ def refuse_excluded(
     cures: Mapping[str, str] = CURES,
     error: Callable[[str], BaseException] = ValueError,
 ) -> None:
-    """Check that no two features of options and run cannot be combined.
+    """Raise if the options and the run contain two features that cannot be combined.
 
     Args:
         features: The text ``name` (=value)` of each feature, by the names of `CURES`.
         rows: The pairs that cannot be combined.
-        cures: The change that removes each feature.
-        error: Makes the error from its message.
+        cures: For each feature, the change that removes it.
+        error: Function that makes the error from its message.
 
     Raises:
-        ValueError: Two features cannot be combined. With `error`, its error is raised instead. Either
-            names both features, the reason and the cures.
+        ValueError: Two features cannot be combined. With `error`, the error that it makes is raised instead. The
+            message names both features, the reason and the cures.
 
     >>> refuse_excluded({"planner": "`comm.plan` (=a Cluster)", "adasum": "`between_nodes` (=Adasum())"})
     Traceback (most recent call last):
@@ -271,7 +271,7 @@ to sum, and this is no sum. Leave `comm.plan` out, or write between_nodes=Mean()
 
 
 def in_nodes(topology: Topology) -> dict[str, str]:
-    """Return the features of the nodes that exclude options."""
+    """Return the features of a topology that restrict options, such as nodes of unequal size."""
     if topology.ranks_per_node:
         return {}
     sizes = ", ".join(str(len(node)) for node in topology.nodes)
@@ -279,7 +279,7 @@ def in_nodes(topology: Topology) -> dict[str, str]:
 
 
 def in_precision(plugin: Any) -> dict[str, str]:
-    """Return the features of the precision that exclude options."""
+    """Return the features of a precision plugin that restrict options, such as a gradient scaler."""
     text = f"`precision` (={plugin.precision!r})"
     features: dict[str, str] = {}
     if plugin.precision == "64-true":
@@ -292,7 +292,7 @@ def in_precision(plugin: Any) -> dict[str, str]:
 
 
 def in_module(module: nn.Module) -> dict[str, str]:
-    """Return the features of the layers that exclude options."""
+    """Return the features of a module's layers that restrict options, such as `SyncBatchNorm`."""
     features: dict[str, str] = {}
     for name, layer in module.named_modules():
         text = f"`{name or 'the module'}` (={type(layer).__name__})"
@@ -312,7 +312,7 @@ _EXCLUDING_CALLBACKS = (
 
 
 def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
-    """Return the callbacks that exclude options."""
+    """Return the callbacks that restrict options, such as `ModelPruning`."""
     features: dict[str, str] = {}
     for callback in callbacks:
         for name in _EXCLUDING_CALLBACKS:
@@ -324,17 +324,17 @@ def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
 def in_optimizers(
     optimizers: Iterable[Optimizer], *, of: Container[int] | None = None
 ) -> dict[str, str]:
-    """Return the features of optimizers that exclude options.
+    """Return the features of optimizers that restrict options, such as updates that need whole tensors.
 
     Args:
-        optimizers: The optimizers.
-        of: Parameters by `id`. Only groups with one of them count. None: all groups count.
+        optimizers: Optimizers to inspect.
+        of: The `id`s of parameters. Only parameter groups with one of these parameters count. None: all groups count.
     """
     features: dict[str, str] = {}
     owners: dict[int, int] = {}
     for index, optimizer in enumerate(optimizers):
         groups = _groups_with(optimizer, of)
-        # By the exact type: a subclass may read norms.
+        # The exact type is compared, because a subclass may compute norms.
         is_elementwise = type(optimizer) in ELEMENTWISE or hasattr(optimizer, "parts")
         if groups and not is_elementwise:
             features.setdefault("whole tensors", f"`optimizer` (={type(optimizer).__name__})")
@@ -378,7 +378,7 @@ Losses of `lightning_hybrid.contrastive` have the attribute `couples_the_batch`.
 
 
 def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> None:
-    """Warn if gradients of several batches are added whose loss compares the samples of one batch."""
+    """Warn if gradients are accumulated for a contrastive loss, which compares samples of one batch."""
     if accumulate_grad_batches <= 1:
         return
     coupled_types = _coupled_types(module)
@@ -393,7 +393,7 @@ def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> 
 
 
 def _coupled_types(layer: nn.Module) -> list[type]:
-    """Return the types of a layer and the layers in it that compare the samples of a batch."""
+    """Return the types of a layer and its sublayers that compare the samples of a batch with each other."""
     couples = getattr(layer, "couples_the_batch", None)
     if couples is False:  # a `GlobalBatch`, with any loss
         return []

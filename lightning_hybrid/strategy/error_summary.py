@@ -1,4 +1,4 @@
-"""Summary of an error, printed below its traceback: the rank, the line of the user's code and a cure."""
+"""Short summaries of errors for the report below a traceback, and advice on full shared memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 RULE = "-" * 80
 
-# A line of a traceback, which may also be text in an error's message if another process had the error.
+# Line of a traceback. A traceback of another process may be part of an error's message.
 _FRAME = re.compile(r'^ +File "([^"]+)", line \d+, in .+$', re.MULTILINE)
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 _SHARED_MEMORY_IS_FULL = re.compile(
@@ -20,9 +20,10 @@ _SHARED_MEMORY_IS_FULL = re.compile(
 
 
 def summary_of(error: BaseException) -> str:
-    """Return an error's type and first line, and below it the last line of the user's own code that led to it.
+    """Return an error's type, its first line and the last line of user code in its traceback.
 
-    If a worker of a DataLoader or a rank of Lightning's spawn or fork had the error, both are of that original error.
+    If the error was raised in a worker of a DataLoader, or in a rank that Lightning started by spawn or fork, the
+    summary describes the original error.
     """
     message = str(error)
     text = "".join(traceback.format_exception(error))
@@ -33,7 +34,7 @@ def summary_of(error: BaseException) -> str:
             lines_of_user.append(frame[0].strip())
 
     summary = f"{type(error).__name__}: {message}".partition("\n")[0]
-    # A message that holds a traceback is that of another process. Its error stands below the last frame.
+    # A traceback in the message comes from another process. The error of that process follows the last frame.
     frames_in_message = list(_FRAME.finditer(message))
     if frames_in_message:
         below_last_frame = message[frames_in_message[-1].end() :]
@@ -46,7 +47,7 @@ def summary_of(error: BaseException) -> str:
 
 
 def shared_memory_cure(error: BaseException) -> str:
-    """Return a cure if an error reports that shared memory is full, or an empty string."""
+    """Return advice if an error reports that shared memory is full, or an empty string otherwise."""
     if not _SHARED_MEMORY_IS_FULL.search(str(error)):
         return ""
     size = ""

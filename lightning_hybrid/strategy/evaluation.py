@@ -1,12 +1,13 @@
 """Validation, test and prediction in which every sample counts once: the option `exact_evaluation`.
 
-Ranks then have unequal numbers of samples. No rank may wait for another one because of that:
+Ranks then have unequal numbers of samples. The following rules ensure that this makes no rank wait for another one:
 
-    number of batches       equal, or one less where it would hold a repeat alone; each rank has at least one
+    number of batches       is equal on all ranks, or one less if the last batch would contain only a repeated sample.
+                            Each rank has at least one batch
     DDP's buffers           are broadcast in the first batch of an evaluation, which every rank has
-    collectives of users    between batches: the last batch stays padded. `self.all_gather` of unequal shapes raises an
+    collectives of users    between batches keep the last batch padded. `self.all_gather` of unequal shapes raises an
                             error on all ranks
-    `self.log` at its end   every rank has logged the same names. Batch sizes are averaged without rounding
+    `self.log` at the end   reduces the same names on every rank. Batch sizes are averaged without rounding
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """Validation, test and prediction of a strategy's runs.
+    """Evaluation state of a strategy, for loaders and collectives in validation, test and prediction.
 
     Args:
         is_exact: Whether every sample counts once. False: as in `ddp`, which repeats some samples.
 
     Attributes:
-        is_exact: As given.
+        is_exact: The argument `is_exact`.
     """
 
     def __init__(self, is_exact: bool) -> None:
         self.is_exact = is_exact
         self._trainer: Any = None
-        # Collectives that DDP has called in evaluation steps for its own buffers.
+        # Number of collectives that DDP has called in evaluation steps to broadcast its buffers.
         self._num_of_ddp = 0
         self._num_before_step = 0
         self._warnings: set[str] = set()
@@ -48,12 +49,12 @@ class Evaluation:
     # ---- loaders -----------------------------------------------------------------------------
 
     def wrap(self, loader: Any, trainer: Any, with_prefetcher: Callable[[Any], Any]) -> Any:
-        """Return the loader that Lightning evaluates in place of a user's.
+        """Return the data loader that Lightning iterates over in place of a user's evaluation loader.
 
         Args:
-            loader: The user's loader, under the sampler that Lightning has added.
+            loader: The user's loader, with the sampler that Lightning has added.
             trainer: The trainer.
-            with_prefetcher: Puts a prefetcher around a loader.
+            with_prefetcher: Function that wraps a loader in a prefetcher.
         """
         if not self.is_exact:
             return with_prefetcher(loader)
@@ -65,7 +66,7 @@ class Evaluation:
         )
 
         self._trainer = trainer
-        if isinstance(loader, ExactEvaluationLoader):  # the one of an evaluation before
+        if isinstance(loader, ExactEvaluationLoader):  # wrapped by an earlier evaluation
             return loader
         share = None
         if isinstance(loader, DataLoader):
@@ -83,7 +84,7 @@ class Evaluation:
         return with_prefetcher(loader)
 
     def _obstacle_of(self, loader: DataLoader[Any], share: EvaluationShare) -> Obstacle | None:
-        """Return why the repeats of this loader cannot be left out, or None if they can."""
+        """Return the obstacle to skipping repeated samples of a loader, or None if there is none."""
         from lightning_hybrid.data.exact_evaluation import Obstacle, obstacle_of
 
         obstacle = obstacle_of(loader, share)
@@ -101,7 +102,7 @@ class Evaluation:
 
     @property
     def _stage(self) -> str:
-        """Lightning's name for the stage in hooks and options: val, test or predict."""
+        """Lightning's name of the evaluation stage in hooks and options: val, test or predict."""
         return str(self._trainer.state.stage.dataloader_prefix)
 
     @property
@@ -110,7 +111,7 @@ class Evaluation:
         return limit
 
     def _runs_all(self, num_batches: int) -> bool:
-        """Return whether the trainer's limit allows all batches of a loader with `num_batches`."""
+        """Return whether `limit_<stage>_batches` allows all batches of a loader with `num_batches`."""
         if isinstance(self._limit, int):
             return self._limit >= num_batches
         return int(num_batches * self._limit) == num_batches
@@ -118,19 +119,22 @@ class Evaluation:
     # ---- user code that calls collectives ----------------------------------------------------
 
     def num_collectives(self) -> int:
-        """Return the number of collectives that this process has called, except those of DDP in evaluation."""
+        """Return the number of collectives that this process has called.
+
+        DDP's own collectives in evaluation steps are not counted.
+        """
         return _num_collectives() - self._num_of_ddp
 
     def num_before_step(self) -> int:
-        """Return the number of collectives before the last evaluation step began."""
+        """Return the number of collectives that had been called when the last evaluation step began."""
         return self._num_before_step
 
     @contextmanager
     def step(self, model: Any) -> Iterator[None]:
-        """Mark an evaluation step, in which DDP's broadcast of buffers is not the user's.
+        """Run an evaluation step in a context that counts DDP's buffer broadcasts separately.
 
         Args:
-            model: The module, in DDP during a fit.
+            model: The module, wrapped in DDP during a fit.
         """
         if not self.is_exact:
             yield
@@ -143,7 +147,7 @@ class Evaluation:
         num_before = _num_collectives()
 
         def note_broadcasts(*_: Any) -> None:
-            # DDP has sent its buffers, and the user's step is about to begin.
+            # DDP has broadcast its buffers, and the user's step is about to begin.
             handle.remove()
             self._num_of_ddp += _num_collectives() - num_before
 
@@ -165,12 +169,14 @@ class Evaluation:
         )
 
     def refuse_unequal_shapes(self, tensor: Any, group: Any) -> None:
-        """Check that a tensor to gather has one shape on all ranks, because torch's all-gather needs it.
+        """Raise if a tensor to gather has different shapes on different ranks.
+
+        torch's all-gather needs equal shapes.
 
         Collective during an exact evaluation: every rank of the group must call it, in the same order.
 
         Raises:
-            ValueError: On every rank, with the shapes.
+            ValueError: The shapes differ. Raised on every rank, with the shapes.
         """
         if not self._is_running() or not isinstance(tensor, Tensor) or not dist.is_initialized():
             return
@@ -187,9 +193,10 @@ class Evaluation:
     # ---- self.log ----------------------------------------------------------------------------
 
     def to_reduce(self, tensor: Any, reduce_op: Any) -> Any:
-        """Return the tensor to reduce: whole numbers to average become floating-point numbers.
+        """Convert an integer tensor to floating point if it is to be averaged in an exact evaluation.
 
-        Lightning divides an averaged sum by the averaged number of samples, which it would round to a whole number.
+        Lightning divides an averaged sum by the averaged number of samples. Without the conversion, that number would
+        be rounded to an integer. Any other tensor is returned unchanged.
         """
         is_mean = reduce_op in ("mean", "avg")
         if not self._is_running() or not is_mean or not isinstance(tensor, Tensor):
@@ -201,7 +208,7 @@ class Evaluation:
     # ---- shared ------------------------------------------------------------------------------
 
     def _is_running(self) -> bool:
-        """Return whether an exact evaluation runs."""
+        """Return whether an exact evaluation is in progress."""
         if not self.is_exact or self._trainer is None:
             return False
         return bool(self._trainer.evaluating or self._trainer.predicting)
@@ -222,7 +229,7 @@ class Evaluation:
 
 
 def _num_collectives() -> int:
-    """Return the number of collectives that this process has called in all its groups."""
+    """Return the number of collectives that this process has called in all its process groups."""
     total = 0
     for group in dist.distributed_c10d._world.pg_map:
         for device_type in group._device_types:
@@ -232,7 +239,7 @@ def _num_collectives() -> int:
 
 
 def _can_count() -> bool:
-    """Return whether the backends of all groups count collectives. Gloo and NCCL do."""
+    """Return whether the backends of all process groups count collectives, as Gloo and NCCL do."""
     try:
         _num_collectives()
     except RuntimeError:
@@ -241,7 +248,7 @@ def _can_count() -> bool:
 
 
 def _repeats(share: EvaluationShare) -> str:
-    """Return the clause that says how many samples count more than once."""
+    """Return a clause for a warning that says how many samples count more than once."""
     if share.num_repeats == 1:
         return f"1 sample of {share.num_samples} counts twice"
     if share.num_repeats <= share.num_samples:

@@ -1,13 +1,13 @@
-"""Interface of extensions: abilities that are added to one fit, and the facts of the fit that they may read.
+"""Interface of extensions, which add features to one fit, and the description of the fit that they may read.
 
-    created by `fit_extensions.build_extensions` in `setup`, after a spawn and in fits only, so none is ever pickled
+    created by `fit_extensions.build_extensions` in `setup`, after a spawn and in fits only, so that none is pickled
     before_optimizers -> engine_options -> after_setup -> [load] -> training_loader
     (before_batch -> step -> update -> before_training_step -> after_training_step -> backward)*
     before_validation -> in_validation, twice -> after_validation, before_train_end, [reading_module, save]*
     end -> put_back        in reverse; `save` and `failed` may come after them
 
-The strategy calls each hook of all extensions in the order of a tuple. All ranks have the same extensions. A hook that
-may be collective says so.
+The strategy calls each hook of all extensions in the order of their tuple. All ranks have the same extensions. The
+docstring of a hook says whether the hook may be collective.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FitContext:
-    """Facts of a fit that an extension may read, also after the fit has ended.
+    """Description of a fit that an extension may read during the fit and after it has ended.
 
     Attributes:
         module: The user's module.
         precision: The precision plugin.
         topology: The ranks and their nodes. In a pipeline, the `ReplicaSets` of the stages.
         device: The device of this rank.
-        timeout: The time that ranks wait for one another in a collective.
+        timeout: The maximum time that ranks wait for one another in a collective.
         ddp_options: The arguments of `DistributedDataParallel`.
         failures: The failure reports. `ending_error` is the error that ends this rank alone, and
             `refuse_to_save_alone` raises an error if there is one.
@@ -56,22 +56,25 @@ class FitContext:
 
     @property
     def trainer(self) -> Any:
-        """The trainer."""
+        """Trainer of the fit."""
         return self.module.trainer
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """The current optimizers. Callbacks such as LearningRateFinder replace them within a fit."""
+        """Current optimizers of the trainer.
+
+        Callbacks such as LearningRateFinder replace optimizers during a fit.
+        """
         optimizers: Sequence[Optimizer] = self.trainer.optimizers
         return optimizers
 
     @property
     def optimizer_steps(self) -> Sequence[OptimizerStepState]:
-        """The state of each optimizer's steps, or nothing unless in half precision."""
+        """Loss scale and step counters of each optimizer, or an empty sequence without half precision."""
         return getattr(self.precision, "optimizer_steps", ())
 
     def outside_of_steps(self) -> AbstractContextManager[None]:
-        """Return a context in which parameters are fp32, even inside the step of a manual loop."""
+        """Return a context in which parameters are fp32, even during a training step."""
         window: HalfPrecisionWindow | None = getattr(self.precision, "window", None)
         if window is None:
             return nullcontext()
@@ -80,14 +83,15 @@ class FitContext:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunningFit(FitContext):
-    """Facts of a fit while it runs. Extensions must not keep the object: it holds DDP's buckets.
+    """Description of a running fit, with its communication engine and its module in DDP.
+
+    Extensions must not keep the object, because it holds DDP's buckets.
 
     Attributes:
         plan: The communication plan of the fit.
         engine: The engine that averages gradients.
         hook_state: The state of DDP's communication hook.
-        wrapped: The module in DDP. In a pipeline, its stages, which have DDP's flag of the last
-            backward too.
+        wrapped: The module in DDP. In a pipeline, the stages, which also have DDP's flag for the last backward.
     """
 
     plan: CommPlan
@@ -97,67 +101,85 @@ class RunningFit(FitContext):
 
 
 class FitExtension:
-    """Base of an ability of one fit. Every hook does nothing by default.
+    """Base class of extensions, which add features to one fit through hooks that do nothing by default.
 
-    A factory `factory(fit: FitContext)` creates the extension, and may raise an error to refuse the fit.
+    A factory `factory(fit: FitContext)` creates the extension, and may raise an error to reject the fit.
     """
 
     # ---- setup -------------------------------------------------------------------------------
 
     def before_optimizers(self, fit: FitContext) -> None:
-        """Change the module, which is on its device, before the optimizers are created. May be collective."""
+        """Change the module after its move to the device and before the optimizers are created.
+
+        May be collective.
+        """
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> Mapping[str, Any]:
-        """Return arguments of `CommEngine`, such as another `plan`."""
+        """Return keyword arguments for `CommEngine`, such as another `plan`."""
         return {}
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Begin, when DDP, engine and optimizers exist, before a checkpoint is restored. May be collective."""
+        """Start the extension once DDP, the engine and the optimizers exist.
+
+        Called before a checkpoint is restored. May be collective.
+        """
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the extension's entry of a checkpoint. Not collective.
+        """Restore the extension's own state from a checkpoint.
 
-        Called after the weights and before the optimizers are restored, also within a fit.
+        Called after the weights and before the optimizers are restored, also during a fit. Not collective.
         """
 
     def loading(
         self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Return a context that yields the state which the optimizer loads: this rank's part of a full `state`."""
+        """Return a context that yields the state dict to load into the optimizer, given the full `state`."""
         return nullcontext(state)
 
     def training_loader(self, fit: FitContext, loader: Any) -> Any:
-        """Return the loader that the training loop iterates over in place of `loader`. May be collective.
+        """Return the data loader that the training loop iterates over in place of `loader`.
 
-        Called before `after_setup` if `configure_optimizers` reads `trainer.estimated_stepping_batches`.
+        May be collective. Called before `after_setup` if `configure_optimizers` reads
+        `trainer.estimated_stepping_batches`.
         """
         return loader
 
     # ---- a step ------------------------------------------------------------------------------
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Prepare a training batch, after the hooks of callbacks and module. May be collective."""
+        """Run before a training batch, after the hooks of callbacks and module.
+
+        May be collective.
+        """
 
     def before_training_step(
         self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Prepare `training_step(*args, **kwargs)`. Parameters are fp32 until then. May be collective."""
+        """Run immediately before `training_step(*args, **kwargs)`, while parameters are still fp32.
+
+        May be collective.
+        """
 
     def after_training_step(self, fit: RunningFit, output: Any) -> None:
-        """Follow `training_step`, which returned `output`. Not called after an error. May be collective."""
+        """Run after a successful `training_step` that returned `output`.
+
+        May be collective.
+        """
 
     def backward(self, fit: RunningFit, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
-        """Run a backward by `run(loss)`, with this or another loss, and return its result."""
+        """Run the backward pass with `run(loss)`, for this or a changed loss, and return its result."""
         return run(loss)
 
     def before_all_gather(self, fit: RunningFit) -> None:
-        """Precede `all_gather` of the module or the strategy. May raise an error to refuse it."""
+        """Run before `all_gather` of the module or the strategy, which an error raised here prevents."""
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Step by `run()`, which is closure, update and `step` of later extensions, and return its result.
+        """Run an optimizer step with `run()` and return its result.
 
-        Not called where user code steps past Lightning. If the user's module overrides `optimizer_step`, some
-        ranks may not call this hook: then nothing in it may be collective.
+        `run()` executes the closure, the update and the hook `step` of later extensions.
+
+        Not called when user code steps an optimizer without Lightning. If the user's module overrides `optimizer_step`,
+        some ranks may not call this hook. Nothing in it may then be collective.
         """
         return run()
 
@@ -169,61 +191,79 @@ class FitExtension:
         run: Callable[[], Any],
         **options: Any,
     ) -> Any:
-        """Run the closure and update, in place of `run()`, inside every `step`.
+        """Run the closure and the optimizer update, in place of the default `run()`.
 
-        `options` are those of `optimizer.step`.
+        Called inside every `step`. `options` are the keyword arguments of `optimizer.step`.
         """
         return run()
 
     # ---- hooks of the loop -------------------------------------------------------------------
 
     def before_validation(self, fit: RunningFit) -> None:
-        """Prepare validation (and the sanity check), before all other callbacks. May be collective."""
+        """Run before validation or the sanity check, ahead of all callbacks.
+
+        May be collective.
+        """
 
     def in_validation(self, fit: RunningFit) -> None:
-        """Follow new weights at the start and end of a validation epoch, after all callbacks. May be collective."""
+        """Run at the start and end of a validation epoch, after all callbacks, which may set new weights.
+
+        May be collective.
+        """
 
     def after_validation(self, fit: RunningFit) -> None:
-        """Return to training, after callbacks and module."""
+        """Run at the end of validation, after the hooks of callbacks and module."""
 
     def before_train_end(self, fit: RunningFit) -> None:
-        """Prepare the end of training, before all other callbacks. May be collective."""
+        """Run before the end of training, ahead of all callbacks.
+
+        May be collective.
+        """
 
     # ---- checkpoints and status --------------------------------------------------------------
 
     def reading_module(self, fit: RunningFit) -> AbstractContextManager[None]:
-        """Return a context in which the module's state is read. Collective, unless this rank is failing."""
+        """Return a context in which the strategy reads the module's state dict.
+
+        Collective, unless this rank is failing.
+        """
         return nullcontext()
 
     def optimizer_state(
         self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the full state of an optimizer. May be collective."""
+        """Return the full state dict of an optimizer, for a checkpoint.
+
+        May be collective.
+        """
         return state
 
     def save(self, fit: FitContext, checkpoint: dict[str, Any]) -> None:
-        """Add an entry next to "optimizer_states", also after `end`. Collective, unless this rank is failing."""
+        """Add the extension's own state to a checkpoint, next to "optimizer_states".
+
+        Also called after `end`. Collective, unless this rank is failing.
+        """
 
     def status(self) -> Mapping[str, Any]:
-        """Return the fields of `RunStatus` that this extension knows."""
+        """Return the fields of `RunStatus` that this extension provides."""
         return {}
 
     # ---- end ---------------------------------------------------------------------------------
 
     def failed(self, fit: FitContext, error: BaseException) -> None:
-        """Note that this rank fails, before the engine tells the other ranks. Also called after `end`.
+        """Handle a failure of this rank, before the engine reports it to the other ranks.
 
-        Other ranks no longer join collectives.
+        Also called after `end`. Other ranks no longer join collectives.
         """
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """End what `after_setup` has begun, even if only in part.
+        """Stop the extension and release what `after_setup` created, even if it was only partly created.
 
         The engine still runs. Collective only without an error.
         """
 
     def put_back(self, fit: FitContext, error: BaseException | None) -> None:
-        """Restore the module as it was before `before_optimizers`.
+        """Restore the module to its state before `before_optimizers`.
 
         The engine is closed, and the module is in its own precision. Collective only without an error.
         """
