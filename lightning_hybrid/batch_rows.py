@@ -98,7 +98,7 @@ def count_rows(batch: Any) -> int:
 
 
 def copy_batch(batch: Any) -> Any:
-    """Return a batch whose tensors and arrays are copies, so that in-place operations leave the original intact.
+    """Return a batch with copies of its tensors and arrays, so that in-place operations are safe.
 
     >>> images = Tensor([1, 2])
     >>> copy_batch([images])[0].zero_(), images

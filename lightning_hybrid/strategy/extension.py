@@ -133,7 +133,7 @@ class FitExtension:
     def loading(
         self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Return a context that yields the state dict to load into the optimizer, given the full `state`."""
+        """Return a context that yields this rank's state dict for the optimizer, given the full `state`."""
         return nullcontext(state)
 
     def training_loader(self, fit: FitContext, loader: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Reports of errors and signals on one rank, to all ranks, with the rank that caused them.
+"""Failure reports: errors and signals of one rank are reported to all ranks, with the rank that caused them.
 
-    before there is an engine     `SetupWatchdog` names dead, stopped, hanging and failed ranks
-    from then on                  the engine's watchdog does (`comm/health/watchdog.py`)
+    before the engine exists      `SetupWatchdog` names dead, stopped, hanging and failed ranks
+    from then on                  the engine's watchdog names them (`comm/health/watchdog.py`)
 
 On CUDA the weights may have been updated with gradients that are not averages, so nothing is saved after a failure.
 """
@@ -39,12 +39,13 @@ ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # limit. With this value it only aborts communicators, and the error that follows is reported and explained.
 CLEAN_UP_ONLY = "2"
 
-# Environment variable of NCCL: with 1, communicators that are in use at the same time take turns in the host's order,
-# which all ranks share. A single communicator, as by default, needs no turns.
+# Environment variable of NCCL: with 1, operations of different communicators run in the order in which the host submits
+# them, which is the same on all ranks. A single communicator, as by default, does not need this.
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
-# Environment variable of torch: with 1, the few blocks of an all-reduce run before the thousands of backward's that
-# wait. It is set if all-reduces run in stages, so that the backend's streams have the priority of our own.
+# Environment variable of torch: with 1, the few thread blocks of an all-reduce run before the thousands of waiting
+# blocks of backward. It is set if all-reduces run in stages, so that the backend's streams have the same priority as
+# the streams of this package.
 HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
 
 _OF_NCCL = {ERROR_HANDLING: CLEAN_UP_ONLY}
@@ -55,7 +56,10 @@ _SIGTERM = "pytorch.utilities.exceptions.SIGTERMException"
 
 
 class SigtermOnAnyRank:
-    """Handler of SIGTERM for one fit, in place of Lightning's: it notes the signal, and the next batch raises."""
+    """SIGTERM handling for one fit, which lets a signal to any single rank stop all ranks.
+
+    It replaces Lightning's handler. The new handler records the signal, and a later `before_batch` raises the error.
+    """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -63,10 +67,10 @@ class SigtermOnAnyRank:
         self._replace_lightnings_handler()
 
     def _replace_lightnings_handler(self) -> None:
-        # Lightning 2.6 asks rank zero before each batch whether it received a signal, and its handler calls the same
-        # collective in the middle of a rank's work: a signal to a rank above zero leaves the ranks waiting in
-        # different collectives for good. Here rank zero's signal is obeyed as Lightning does; another rank's by ending
-        # its run, of which the others learn within seconds.
+        # Lightning 2.6 asks rank zero before each batch whether it received a signal. Its handler calls the same
+        # collective at any point of a rank's work, so a signal to a rank above zero leaves the ranks waiting forever in
+        # different collectives. Here a signal to rank zero is handled like in Lightning. A signal to another rank ends
+        # that rank, and the watchdog reports this to the others within seconds.
         installed = signal.getsignal(signal.SIGTERM)
         if not isinstance(installed, lightning_types(f"{_SIGNALS}._HandlersCompose")):
             return
@@ -87,25 +91,26 @@ class SigtermOnAnyRank:
         connector.received_sigterm = True
 
     def before_batch(self) -> None:
-        """Check on a rank above zero whether it has to end on its own.
+        """Raise on a rank above zero if it received SIGTERM and rank zero did not.
 
         Raises:
-            SIGTERMException: The signal came before the last batch, and rank zero has not received one since.
+            SIGTERMException: The signal arrived before the last batch, and rank zero has not received one since.
         """
-        # One batch later: Lightning asks rank zero before each batch, and a signal to all ranks is obeyed together.
+        # The error is raised one batch later, because Lightning stops all ranks together if rank zero has the signal
+        # too.
         if self._has_waited_a_batch:
             raise lightning_error(_SIGTERM)
         self._has_waited_a_batch = self._trainer.received_sigterm and self._trainer.global_rank > 0
 
 
 class FailureReports:
-    """Reports of a strategy: errors of this rank go to all ranks, and other errors get the rank that caused them.
+    """Failure reports of a strategy, which announce errors of this rank and explain those of others.
 
     Attributes:
-        engine: The engine, which watches the ranks from its creation until it is closed.
-        setup_watchdog: The watchdog before there is an engine, and without one.
-        module: The module of the run. Its trainer knows whether an error has ended the run.
-        ended_by: The error that ended the run, until that has been reported.
+        engine: The communication engine, which watches the ranks from its creation until it is closed.
+        setup_watchdog: The watchdog that is used as long as there is no engine.
+        module: The module of the run. The state of its trainer shows whether an error has ended the run.
+        ended_by: The error that ended the run, until `end` reports it.
     """
 
     def __init__(self) -> None:
@@ -121,7 +126,7 @@ class FailureReports:
 
     @property
     def watchdog(self) -> CommEngine | SetupWatchdog | None:
-        """The current watchdog, which names lost ranks."""
+        """Current watchdog, which names lost ranks: the engine, else the setup watchdog, else None."""
         return self.engine or self.setup_watchdog
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -129,9 +134,9 @@ class FailureReports:
     def begin(
         self, devices: Iterable[torch.device], *, has_several_communicators: bool = False
     ) -> None:
-        """Note the error that the caller is handling, and set the environment for the process group.
+        """Set environment variables for the process group, and record the error that the caller is handling.
 
-        torch and NCCL read the variables when the group is created. Values of the user stay.
+        torch and NCCL read the variables when the group is created. Values that the user has set are kept.
 
         Args:
             devices: The devices of this node's ranks.
@@ -153,12 +158,15 @@ class FailureReports:
         device: torch.device,
         timeout: timedelta | None,
     ) -> None:
-        """Let errors name missing ranks from here on. Collective, if there are several ranks."""
+        """Start the setup watchdog, which lets errors name missing ranks, if there are several ranks.
+
+        Collective: every rank must call it, in the same order.
+        """
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.setup_watchdog = watchdog_type(device=device, timeout=timeout)
 
     def end_setup(self) -> None:
-        """End the watchdog of the setup. The engine's watchdog takes over."""
+        """Stop the setup watchdog, after which the engine's watchdog names missing ranks."""
         watchdog = self.setup_watchdog
         self.setup_watchdog = None
         if watchdog is not None:
@@ -167,11 +175,11 @@ class FailureReports:
     # ---- a signal ----------------------------------------------------------------------------
 
     def watch_sigterm(self, trainer: pl.Trainer) -> None:
-        """Let a SIGTERM to any rank stop all ranks from here on."""
+        """Install the SIGTERM handling through which a signal to any rank stops all ranks."""
         self._sigterm = SigtermOnAnyRank(trainer)
 
     def before_batch(self) -> None:
-        """Raise an error if a SIGTERM to this rank ends it before the next batch.
+        """Raise before the next batch if a SIGTERM to this rank ends it.
 
         Raises:
             SIGTERMException: As in `SigtermOnAnyRank.before_batch`.
@@ -183,38 +191,41 @@ class FailureReports:
 
     @property
     def ending_error(self) -> BaseException | None:
-        """The error that ends this rank alone, or None. All ranks obey a signal together, and may save then."""
+        """Error that ends this rank alone, or None.
+
+        A SIGTERM does not count, because all ranks handle it together and may save a checkpoint.
+        """
         error = sys.exc_info()[1]
         if error is self._error_before_setup or isinstance(error, lightning_types(_SIGTERM)):
             return None
         return error
 
     def is_failing(self) -> bool:
-        """Return whether an error ends this rank, so that the other ranks join no more collectives."""
+        """Return whether an error is ending this rank, after which other ranks join no more collectives."""
         return self.ending_error is not None
 
     def refuse_to_save_alone(self, option: str, where: str) -> None:
-        """Check that the other ranks save together with this one.
+        """Raise if this rank is failing and would therefore save a checkpoint without the other ranks.
 
         Args:
-            option: The option that needs all ranks to save, for the error.
-            where: A clause on where the parts of the saved state are, for the error.
+            option: The option that needs all ranks to save, for the error message.
+            where: A clause on where the shards of the saved state are, for the error message.
 
         Raises:
-            RuntimeError: An error ends this rank.
+            RuntimeError: An error is ending this rank.
         """
         error = self.ending_error
         if error is None:
             return
-        self.is_alone()  # Reports to the other ranks: Lightning ends at an error of a callback.
+        self.is_alone()  # Reports to the other ranks, because an error of a callback ends Lightning without a report.
         raise RuntimeError(
             f"{option} cannot save while {type(error).__name__} ends this rank: {where}, and the others do not save "
             "with it. Save regularly (`ModelCheckpoint(every_n_train_steps=...)`), without `save_on_exception`."
         )
 
     def is_alone(self) -> bool:
-        """Return whether an error has ended the run on this rank. If so, report it to the other ranks first."""
-        # Callbacks hear of an error before the strategy, and may save (`save_on_exception`).
+        """Return whether an error has ended the run on this rank, after reporting it to the other ranks."""
+        # Callbacks receive an error before the strategy does, and may save a checkpoint (`save_on_exception`).
         trainer = getattr(self.module, "_trainer", None)
         error = self.ending_error
         if trainer is None or trainer.state.status != "interrupted" or error is None:
@@ -224,19 +235,19 @@ class FailureReports:
         return True
 
     def report(self, exception: BaseException, *, rank: int, first_rank: int) -> None:
-        """Report an error to the ranks that wait for this one. If another rank caused it, name that rank.
+        """Report an error of this rank to the other ranks, or add the name of the rank that caused it.
 
         Args:
-            exception: The error. It gets further notes or another message.
-            rank: This rank.
-            first_rank: The first of the ranks that this process may have started, one of which may have had the error.
+            exception: The error, to which notes are added or whose message is changed.
+            rank: The index of this rank.
+            first_rank: The first of the ranks that this process may have started. The error may come from one of them.
         """
         if self.watchdog is not None:
             self._explain_or_abort(self.watchdog, exception, rank)
         else:
             _note_started_rank(exception, first_rank)
 
-        # An error that passed through autograd ends with a stack of our threads, which is of no use to a user.
+        # An error that passed through autograd ends with a stack of internal threads, which does not help the user.
         message, separator, _ = str(exception).partition("\n\nAt:\n")
         if separator and "comm: " in message:
             exception.args = (message[message.index("comm: ") :],)
@@ -251,11 +262,11 @@ class FailureReports:
         """Explain an error that another rank caused, or report an error of this rank to the others."""
         wait = failed_wait(exception)
         if is_of_a_collective(exception):
-            # A collective of DDP or Lightning, such as the broadcast of buffers: the error keeps its type.
+            # A collective of DDP or Lightning failed, such as the broadcast of buffers. The error keeps its type.
             exception.args = (watchdog.explain(exception),)
             return
         if wait is not None and wait is not exception:
-            # torch's pipelining raises an error of its own.
+            # torch's pipelining wraps the error in another one.
             exception.add_note(watchdog.explain(wait))
             return
 
@@ -277,13 +288,13 @@ class FailureReports:
     # ---- end ---------------------------------------------------------------------------------
 
     def end(self, module: pl.LightningModule | None) -> None:
-        """Log the step at which the run stopped, and restore the environment that `begin` has set."""
+        """Log the step at which the run stopped, and remove the environment variables that `begin` set."""
         self.end_setup()
         ended_by = self.ended_by
         self.ended_by = None
         self._sigterm = None
-        # Only now: a callback may have written a checkpoint after the error. If ranks were to be spawned and that
-        # failed, the module of this process never met its trainer.
+        # This is logged last, because a callback may have written a checkpoint after the error. If spawning the ranks
+        # failed, the module of this process has no trainer.
         if ended_by is not None and module is not None and module._trainer is not None:
             log_where_it_stopped(module.trainer, ended_by)
         for name in self._variables:
@@ -292,7 +303,7 @@ class FailureReports:
 
 
 def _note_started_rank(exception: BaseException, first_rank: int) -> None:
-    """Add the rank of a started process to its error, if Lightning's launcher has raised it here."""
+    """Add a note with the failed rank to an error that Lightning's launcher raised for a child process."""
     index = getattr(exception, "error_index", None)
     if index is not None:
         location = f"On rank {first_rank + index} (host {host_identity()[0]})"
@@ -300,21 +311,27 @@ def _note_started_rank(exception: BaseException, first_rank: int) -> None:
 
 
 def use_own_names(exception: BaseException, *, strategy: str) -> None:
-    """Replace the names of DDP in Lightning's advice by those of this `strategy`."""
+    """Replace DDP's names in an error message of Lightning by the names of this `strategy`."""
     if exception.args and isinstance(exception.args[0], str):
         exception.args = (with_own_names(exception.args[0], strategy), *exception.args[1:])
 
 
 def refuse_after_failure(engine: CommEngine | None) -> None:
-    """Raise an engine's failure on CUDA, where the last step may have used gradients that are not averages."""
+    """Raise the engine's failure on CUDA, if the engine has failed.
+
+    On CUDA the last step may have used gradients that were not averaged.
+    """
     if engine is not None and engine.device.type == "cuda":
         engine.raise_if_failed()
 
 
 def log_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
-    """Report on rank zero the epoch and step at which a fit ended early, and the checkpoint to resume from."""
+    """Log on rank zero the step at which a fit stopped early and the checkpoint to resume from.
+
+    If an error stopped the fit, the text becomes a note of the error instead.
+    """
     is_sigterm = isinstance(exception, lightning_types(_SIGTERM))
-    # After an error before the first step there is nothing to resume.
+    # After an error before the first step, there is nothing to resume.
     is_stopped = is_sigterm or isinstance(exception, KeyboardInterrupt)
     is_under_way = trainer.state.fn == "fit" and (trainer.global_step > 0 or is_stopped)
     if not is_under_way or not trainer.is_global_zero:
@@ -327,7 +344,7 @@ def log_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
     if newest is not None:
         cure = f"`fit(..., ckpt_path={newest!r})` resumes from the newest checkpoint"
     message = f"The run stopped in epoch {trainer.current_epoch} after step {trainer.global_step}; {cure}."
-    if isinstance(exception, KeyboardInterrupt):  # Lightning shows no error
+    if isinstance(exception, KeyboardInterrupt):  # Lightning does not show the error.
         rank_zero_info(message)
     elif not is_sigterm:
         exception.add_note(message)
@@ -336,7 +353,7 @@ def log_where_it_stopped(trainer: pl.Trainer, exception: BaseException) -> None:
 
 
 def _newest_checkpoint(trainer: pl.Trainer) -> str | None:
-    """Return the newest checkpoint on disk, or else the first one at a URL."""
+    """Return the path of the newest checkpoint on disk, or else the URL of the first remote one."""
     paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         last_path = getattr(callback, "last_model_path", "")
@@ -351,7 +368,7 @@ def _newest_checkpoint(trainer: pl.Trainer) -> str | None:
 
 
 def reason_of(exception: BaseException) -> str:
-    """Return the reason for which a rank ends, for the other ranks."""
+    """Return a one-line reason why this rank ends, for the messages of the other ranks."""
     if isinstance(exception, lightning_types(_SIGTERM)):
         return "it received SIGTERM"
     if isinstance(exception, KeyboardInterrupt):

@@ -1,11 +1,11 @@
-"""Extension for `Mean(error_feedback=True)`: the outcome of each step, and residuals in checkpoints.
+"""Extension for `Mean(error_feedback=True)`, which reports skipped steps and saves residuals in checkpoints.
 
     checkpoint["error_feedback"]    `world_size`: number of ranks that wrote it
                                     `residuals`: float32 (nodes, *shape) by the name of each parameter
 
-Residuals have the unit of the sum of all ranks' gradients, unscaled. Row n is the rounding error that
-node n has yet to add. If the same number of nodes resumes, each takes its own row and continues bit for
-bit. Otherwise every node takes an equal share of the sum of all rows.
+Residuals have the unit of the sum of all ranks' gradients, unscaled. Row n is the rounding error that node n has not
+added yet. If the same number of nodes resumes, each node loads its own row and continues bit for bit. Otherwise every
+node loads the sum of all rows, divided by the number of nodes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from lightning_hybrid.strategy.extension import FitContext, FitExtension, Runnin
 
 KEY = "error_feedback"
 
-# Elements that are collected at a time: 64 MiB.
+# Number of elements that are gathered at a time, which take 64 MiB.
 SLAB_NUMEL = 1 << 24
 
 
 class NumberedParameter(NamedTuple):
-    """Trained parameter with its name and the number of its first block."""
+    """Trained parameter with its name and the index of its first codec block."""
 
     name: str
     parameter: Tensor
@@ -42,35 +42,35 @@ class NumberedParameter(NamedTuple):
 
 
 class Slab:
-    """Trained parameters with adjacent blocks, whose residuals are collected together."""
+    """Group of parameters with adjacent codec blocks, whose residuals are gathered in one collective."""
 
     def __init__(self, first: NumberedParameter) -> None:
         self.parameters = [first]
         self.first_block = first.first_block
 
     def has_room_for(self, entry: NumberedParameter) -> bool:
-        """Return whether the slab has at most `SLAB_NUMEL` elements with this parameter."""
+        """Return whether the slab still has at most `SLAB_NUMEL` elements after adding this parameter."""
         end = entry.first_block * BLOCK + num_reals(entry.parameter)
         return end - self.first_block * BLOCK <= SLAB_NUMEL
 
     @property
     def end_block(self) -> int:
-        """The number of the block after the last one."""
+        """Index of the last codec block of the slab, plus one."""
         last = self.parameters[-1]
         return last.first_block + num_blocks_of(num_reals(last.parameter))
 
     def rows(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each parameter, with a view of its part of the slab's values in its shape."""
+        """Yield each parameter's name with a view of its values in the slab, in the parameter's shape."""
         for name, parameter, first_block in self.parameters:
             begin = (first_block - self.first_block) * BLOCK
             yield name, _view_as_parameter(values[begin:], parameter)
 
 
 def refuse_unknown_outcomes(precision: Any, module: Any, *, may_skip: bool) -> None:
-    """Check that the strategy learns for each averaged gradient whether the optimizer has used it.
+    """Raise if the strategy cannot determine whether the optimizer applied each averaged gradient.
 
     Raises:
-        ValueError: A gradient scaler of Lightning's decides, or user code does.
+        ValueError: Lightning's gradient scaler or user code decides which steps are skipped.
     """
     features = in_precision(precision)
     features["error feedback"] = "`between_nodes.error_feedback` (=True)"
@@ -82,17 +82,17 @@ def refuse_unknown_outcomes(precision: Any, module: Any, *, may_skip: bool) -> N
 
 
 def share_of_node(rows: Tensor, *, node: int, num_nodes: int, growth: float) -> Tensor:
-    """Return the residual of one of `num_nodes` nodes from those of the nodes that wrote a checkpoint.
+    """Return the residual of one node, given the residuals of all nodes in a checkpoint.
 
-        as many nodes    r_n <- growth * rows_n
-        otherwise        r_n <- growth * sum(rows) / num_nodes
+        same number of nodes    r_n <- growth * rows_n
+        otherwise               r_n <- growth * sum(rows) / num_nodes
 
     Args:
         rows: The saved residuals; float32 (nodes, ...).
         node: The index of the node.
         num_nodes: The current number of nodes.
-        growth: The current number of ranks, divided by the number of ranks that wrote the checkpoint. With it, the
-            mean gradient is owed the same error.
+        growth: The current number of ranks, divided by the number of ranks that wrote the checkpoint. It keeps the
+            error of the mean gradient unchanged.
 
     >>> rows = torch.tensor([[1.0], [5.0]])
     >>> [share_of_node(rows, node=0, num_nodes=num, growth=num / 2).tolist() for num in (1, 2, 4)]
@@ -104,29 +104,29 @@ def share_of_node(rows: Tensor, *, node: int, num_nodes: int, growth: float) -> 
 
 
 class ErrorFeedbackExtension(FitExtension):
-    """Extension that reports the outcome of each step to the residuals, and saves and loads them.
+    """Extension for error feedback, which tracks skipped steps and saves and loads residuals.
 
     Args:
-        fit: The facts of the fit.
+        fit: The description of the fit.
         saves: Whether checkpoints hold the residuals. An elastic run does not save them and begins with zeros.
     """
 
     def __init__(self, fit: FitContext, *, saves: bool = True) -> None:
         self._saves = saves
         refuse_unknown_outcomes(fit.precision, fit.module, may_skip=_step_state(fit) is not None)
-        # Both are kept after a fit, as a checkpoint may be saved later.
+        # Both are kept after a fit, because a checkpoint may be saved later.
         self._feedback: ErrorFeedback | None = None
         self._blocks: BlockNumbers
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Note the residuals of DDP's hook, which has some if there are several nodes."""
+        """Store a reference to the residuals of DDP's hook, which exist if there are several nodes."""
         if fit.hook_state.feedback is not None:
             self._feedback = fit.hook_state.feedback
             self._blocks = fit.hook_state.blocks
             self._feedback.may_skip = _step_state(fit) is not None
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Note the loss scale of the batch's gradients."""
+        """Pass the loss scale of the batch's gradients to the error feedback."""
         if self._feedback is None:
             return
         state = _step_state(fit)
@@ -136,7 +136,7 @@ class ErrorFeedbackExtension(FitExtension):
         self._feedback.begin_step(scale)
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Note whether the step was skipped."""
+        """Run the optimizer step, and tell the error feedback whether it was skipped."""
         outputs = run()
         if self._feedback is not None:
             state = _step_state(fit)
@@ -145,19 +145,22 @@ class ErrorFeedbackExtension(FitExtension):
         return outputs
 
     def failed(self, fit: FitContext, error: BaseException) -> None:
-        """Drop the residuals, because other ranks may not join to collect them."""
+        """Drop the residuals, because other ranks may not join the collectives that gather them."""
         if fit.failures.ending_error is not None:
             self._feedback = None
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Move the residuals off the device, for a checkpoint that is saved later."""
+        """Move the residuals from the GPU to host memory, so that a later checkpoint can contain them."""
         if self._feedback is not None and fit.device.type == "cuda":
             self._feedback.release_device()
 
     # ---- checkpoints -------------------------------------------------------------------------
 
     def save(self, fit: FitContext, checkpoint: dict[str, Any]) -> None:
-        """Add the residuals of all nodes. Collective, unless this rank is failing."""
+        """Add the residuals of all nodes to a checkpoint.
+
+        Collective, unless this rank is failing.
+        """
         if self._feedback is None or not self._saves or not dist.is_initialized():
             return
         error = fit.failures.ending_error
@@ -174,7 +177,9 @@ class ErrorFeedbackExtension(FitExtension):
 
     @torch.no_grad()
     def collected(self, fit: FitContext) -> dict[str, Tensor]:
-        """Return the residuals of all nodes by name on rank zero, and nothing on other ranks.
+        """Gather the residuals of all nodes on rank zero, as a dictionary by parameter name.
+
+        Other ranks get an empty dictionary.
 
         Collective: every rank of the group must call it, in the same order.
         """
@@ -197,7 +202,7 @@ class ErrorFeedbackExtension(FitExtension):
         return residuals
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
-        """Restore this node's residuals. If the checkpoint has none, they begin with zeros."""
+        """Restore this node's residuals from a checkpoint, or keep zeros if it has none."""
         saved = checkpoint.get(KEY)
         if self._feedback is None or saved is None:
             return
@@ -235,7 +240,7 @@ class ErrorFeedbackExtension(FitExtension):
 
 
 def _view_as_parameter(values: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of the first values in the parameter's shape. They are in the order of its memory."""
+    """Return a view of the first values in the parameter's shape and memory layout."""
     row = values[: num_reals(parameter)]
     real = parameter.detach()
     if real.is_complex():
@@ -246,7 +251,7 @@ def _view_as_parameter(values: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _step_state(fit: FitContext) -> OptimizerStepState | None:
-    """Return the state of the optimizer's steps, if overflow may skip them."""
+    """Return the step state of the first optimizer, or None if overflow cannot skip steps."""
     states = fit.optimizer_steps
     if not states or states[0].loss_scale is None:
         return None

@@ -1,4 +1,4 @@
-"""Extensions of one fit: their construction from the options, and calls of all of them in one order."""
+"""Extensions of one fit, with their construction from the options and calls of their hooks in order."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_hybrid.strategy.extension import FitContext, FitExtension, Runnin
 
 
 class FitExtensions:
-    """All extensions of one fit, which are called in order and ended in reverse.
+    """Container of all extensions of one fit, which calls their hooks in order and ends them in reverse.
 
     Without extensions every method does nothing.
 
     Args:
-        fit: The facts of the fit that extensions may read.
+        fit: The description of the fit that extensions may read.
         members: The extensions, in the order of their calls.
     """
 
@@ -33,7 +33,7 @@ class FitExtensions:
         # Extensions that have yet to change the module in `before_optimizers`, and those that did.
         self._waiting = list(members)
         self._changed: list[FitExtension] = []
-        # Kept after the end: a checkpoint may be saved later.
+        # Kept after the end, because a checkpoint may be saved later.
         self._begun: list[FitExtension] = []
         self._running: RunningFit | None = None
         self._end_error: BaseException | None = None
@@ -41,28 +41,30 @@ class FitExtensions:
 
     @property
     def fit(self) -> FitContext:
-        """The facts of the fit."""
+        """Description of the fit that extensions may read."""
         assert self._fit is not None, "without extensions no hook needs the facts of a fit"
         return self._fit
 
     # ---- setup -------------------------------------------------------------------------------
 
     def before_optimizers(self) -> None:
-        """Let each extension change the module, once."""
+        """Call the hook `before_optimizers` of each extension, which may change the module, once."""
         while self._waiting:
             extension = self._waiting.pop(0)
             self._changed.append(extension)
             extension.before_optimizers(self.fit)
 
     def engine_options(self, plan: CommPlan) -> dict[str, Any]:
-        """Return the engine's arguments that extensions need, and the plan."""
+        """Return the plan and the other engine arguments that the extensions request."""
         options: dict[str, Any] = {"plan": plan}
         for extension in self.members:
             options |= extension.engine_options(self.fit, options["plan"])
         return options
 
     def begin(self, comm: Any, wrapped: Any) -> None:
-        """Begin all extensions. Collective. If one raises an error, `end` ends it too.
+        """Start all extensions, and insert the callbacks that run their validation hooks.
+
+        Collective: every rank must call it. If an extension raises an error, `end` ends this extension too.
 
         Args:
             comm: The `CommSetup` of the strategy.
@@ -84,7 +86,8 @@ class FitExtensions:
         self._insert_callbacks(fit.trainer)
 
     def _insert_callbacks(self, trainer: Any) -> None:
-        # A strategy's hooks run after those of callbacks, which swap weights, and of the module, which may export.
+        # These hooks must run before or after all callbacks, which may swap weights, and before the module, which may
+        # export weights. A strategy's own hooks would run after both.
         before_validation = partial(self.call, "before_validation")
         before_train_end = partial(self.call, "before_train_end")
         in_validation = partial(self.call, "in_validation")
@@ -96,7 +99,7 @@ class FitExtensions:
         trainer.callbacks[:] = [first, *trainer.callbacks, last]
 
     def training_loader(self, loader: Any) -> Any:
-        """Return the training loader that extensions put in the place of this one, or itself."""
+        """Return the training loader after each extension had the chance to replace it."""
         for extension in self.members:
             loader = extension.training_loader(self.fit, loader)
         return loader
@@ -104,18 +107,18 @@ class FitExtensions:
     # ---- during the fit ----------------------------------------------------------------------
 
     def _running_members(self) -> list[tuple[FitExtension, RunningFit]]:
-        """Return the extensions that have begun, each with the fit, or nothing if no fit runs."""
+        """Return pairs of a started extension and the running fit, or an empty list if no fit runs."""
         if self._running is None:
             return []
         return [(extension, self._running) for extension in self._begun]
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call a hook that returns nothing on each extension, while the fit runs."""
+        """Call a hook without a result on each started extension, if a fit is running."""
         for extension, fit in self._running_members():
             getattr(extension, hook)(fit, *args)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
-        """Run a backward inside the hooks of all extensions, the first one outermost."""
+        """Run the backward pass inside the hooks of all extensions, with the first extension outermost."""
         for extension, fit in reversed(self._running_members()):
             run = partial(extension.backward, fit, run=run)
         return run(loss)
@@ -127,7 +130,7 @@ class FitExtensions:
         run: Callable[[], Any],
         **options: Any,
     ) -> Any:
-        """Run an optimizer's step inside the hooks of all extensions, the first one outermost."""
+        """Run an optimizer step inside the hooks of all extensions, with the first extension outermost."""
         for extension, fit in reversed(self._running_members()):
             run = partial(extension.update, fit, optimizer, closure, run, **options)
         for extension, fit in reversed(self._running_members()):
@@ -135,7 +138,7 @@ class FitExtensions:
         return run()
 
     def status(self) -> dict[str, Any]:
-        """Return all fields of `RunStatus` that extensions know."""
+        """Return all fields of `RunStatus` that the extensions provide."""
         fields: dict[str, Any] = {}
         for extension in self.members:
             fields.update(extension.status())
@@ -145,20 +148,20 @@ class FitExtensions:
 
     @contextmanager
     def reading_module(self) -> Iterator[None]:
-        """Enter each extension's context in which the module's state is read."""
+        """Enter the contexts in which the extensions allow the module's state dict to be read."""
         with ExitStack() as stack:
             for extension, fit in self._running_members():
                 stack.enter_context(extension.reading_module(fit))
             yield
 
     def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the full state of an optimizer."""
+        """Return the full state dict of an optimizer, which extensions may gather from several ranks."""
         for extension, fit in self._running_members():
             state = extension.optimizer_state(fit, optimizer, state)
         return state
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Add the entries of extensions to a checkpoint that holds the state of optimizers."""
+        """Add the extensions' state to a checkpoint, unless it is a weights-only checkpoint."""
         if "optimizer_states" not in checkpoint:
             return
         for extension in self._begun:
@@ -167,12 +170,12 @@ class FitExtensions:
     def load_optimizers(
         self, optimizers: Iterable[Optimizer], checkpoint: Mapping[str, Any], device: torch.device
     ) -> None:
-        """Restore the entries of extensions, and the part of each optimizer's state that this rank updates.
+        """Restore the extensions' state, and the shard of each optimizer's state that this rank updates.
 
         Args:
             optimizers: The optimizers, in the order of the checkpoint.
             checkpoint: The checkpoint.
-            device: The device of the state.
+            device: The device to which the optimizer state is moved.
         """
         self.call("load", checkpoint)
         move_to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
@@ -185,7 +188,7 @@ class FitExtensions:
     def _loading(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> Iterator[Mapping[str, Any]]:
-        """Enter each extension's context for loading, and yield the part of `state` to load."""
+        """Enter the loading contexts of the extensions, and yield this rank's optimizer state dict to load."""
         with ExitStack() as stack:
             for extension, fit in self._running_members():
                 state = stack.enter_context(extension.loading(fit, optimizer, state))
@@ -194,9 +197,10 @@ class FitExtensions:
     # ---- end ---------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
-        """Report an error to each extension. Errors of their own become notes of it.
+        """Report an error to each started extension.
 
-        Lightning calls `teardown` only after this has returned.
+        If an extension raises another error, its text becomes a note of the first error. Lightning calls `teardown`
+        only after this method has returned.
         """
         for extension in self._begun:
             try:
@@ -206,7 +210,10 @@ class FitExtensions:
                 error.add_note(f"{name}.failed: {type(hook_error).__name__}: {hook_error}")
 
     def end(self, error: BaseException | None) -> None:
-        """End all extensions that have begun, once, the last one first, even if one raises an error."""
+        """End all started extensions in reverse order, even if one of them raises an error.
+
+        A second call does nothing.
+        """
         running = self._running
         self._running = None
         if running is None:
@@ -218,12 +225,15 @@ class FitExtensions:
         try:
             _call_all(calls, error)
         except Exception as end_error:
-            # Other ranks may wait for this one: nothing collective may follow.
+            # Other ranks may wait for this one, so no collective may follow.
             self._end_error = end_error
             raise
 
     def put_back(self, error: BaseException | None) -> None:
-        """Let each extension that changed the module restore it, the last one first, once."""
+        """Let the extensions restore the module, in reverse order of their changes to it.
+
+        A second call does nothing.
+        """
         changed = self._changed
         self._changed = []
         self._waiting = []
@@ -233,10 +243,10 @@ class FitExtensions:
 
 
 def _call_all(calls: Sequence[partial[None]], error: BaseException | None) -> None:
-    """Make all calls, even if one raises an error.
+    """Execute all calls, even if one of them raises an error.
 
-    After an error of the fit, their errors become warnings, because the user has to see the fit's. Without one,
-    the first is raised, with the others as notes.
+    If the fit has failed with `error`, errors of the calls become warnings, because the user has to see the error of
+    the fit. Otherwise the first error is raised, with the others as notes.
     """
     raised: list[Exception] = []
     for call in calls:
@@ -258,11 +268,11 @@ def _call_all(calls: Sequence[partial[None]], error: BaseException | None) -> No
 
 
 def _callback(**hooks: Callable[[], None]) -> Any:
-    """Return a callback of the imported Lightning, whose hooks call these functions without arguments."""
+    """Return a Lightning callback whose hooks call the given functions without arguments."""
     methods: dict[str, Any] = {}
     for name, function in hooks.items():
         methods[name] = _hook_method(function)
-    # A subclass of `Callback` in whichever Lightning package is imported.
+    # The class derives from `Callback` of each Lightning package that is imported.
     return type("ExtensionHooks", lightning_types("pytorch.callbacks.Callback"), methods)()
 
 
@@ -277,15 +287,17 @@ def _hook_method(function: Callable[[], None]) -> Callable[..., None]:
 
 
 def build_extensions(strategy: Any) -> FitExtensions:
-    """Create the extensions that a strategy's options request: the built-in ones, then the user's.
+    """Create the built-in and user extensions that a strategy's options request.
+
+    The built-in extensions come first.
 
     Raises:
-        ValueError: A constructor refuses the fit, or a factory returns something else than an extension.
+        ValueError: A constructor rejects the fit, or a factory returns an object that is not a `FitExtension`.
     """
     fit = FitContext(
         module=strategy.lightning_module,
         precision=strategy.precision_plugin,
-        # In a pipeline, that of a stage.
+        # In a pipeline, this is the `ReplicaSets` of the stages.
         topology=getattr(strategy, "replicas", strategy._comm.topology),
         device=strategy.root_device,
         timeout=strategy._timeout,
@@ -307,8 +319,8 @@ def build_extensions(strategy: Any) -> FitExtensions:
 
 
 def _build_built_in(fit: FitContext, options: Any, *, saves_residuals: bool) -> list[FitExtension]:
-    """Create the extensions of our own options."""
-    # Modules are imported here, because a fit needs only those of its own options.
+    """Create the extensions of the strategy's built-in options."""
+    # Modules are imported here, because a fit needs only the modules of its own options.
     extensions: list[FitExtension | None] = []
     if any(getattr(layer, "node_slices", ()) for layer in fit.module.modules()):
         from lightning_hybrid.strategy.node_slices.extension import node_slices_for
@@ -330,5 +342,5 @@ def _build_built_in(fit: FitContext, options: Any, *, saves_residuals: bool) -> 
         from lightning_hybrid.strategy.shard_update.extension import shard_update_for
 
         extensions.append(shard_update_for(fit, options.shard_update))
-    # A function returns None where its option has no effect, for example on one node.
+    # A function returns None if its option has no effect, for example on one node.
     return [extension for extension in extensions if extension is not None]

@@ -1,4 +1,4 @@
-"""The strategy `hybrid_allreduce`: wiring of precision, communication and loaders into Lightning's DDP."""
+"""Strategy `hybrid_allreduce`, which connects precision, communication and loaders to Lightning's DDP strategy."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ class HybridAllReduce(CommunicatingDDP):
         between_nodes: How nodes combine their gradients or weights: `Mean(...)`, `Adasum()` or
             `LocalSteps(every=8, ...)`.
         ranks_per_node: Number of consecutive ranks that form a node. None: the ranks of a host.
-        shard_update: Ranks that share master weights and optimizer state, each updating its part:
-            `"off"` (none), `"node"` (the ranks of a node) or `"world"` (all ranks).
+        shard_update: Ranks between which master weights and optimizer state are sharded, so that each
+            rank updates its shard: `"off"` (none), `"node"` (the ranks of a node) or `"world"` (all
+            ranks).
         comm: Algorithm, bucket size and wire dtype of the all-reduce: `Comm(...)`.
         loss_scale: Loss scaling for `"16-true"`: `"dynamic"` (default), a power of two, or a
             `LossScale`.
@@ -79,7 +80,7 @@ class HybridAllReduce(CommunicatingDDP):
             process_group_backend, start_method: As in `DDPStrategy`.
         **ddp_kwargs: Passed to `DistributedDataParallel`, such as `find_unused_parameters` or
             `static_graph`. `gradient_as_bucket_view` defaults to False, as in `ddp`. In half
-            precision it defaults to True, because gradients in buckets are never the user's.
+            precision it defaults to True, because user code never sees the gradients in buckets.
 
     Raises:
         ValueError: An option is unknown or has an invalid value. Raised before any process group
@@ -94,7 +95,7 @@ class HybridAllReduce(CommunicatingDDP):
     """Whether checkpoints hold the residuals of error feedback."""
 
     _loaders_type: type[TrainingLoaders] = TrainingLoaders
-    # The classes in `flavours/` set these two, which belong to the same Lightning package as they do.
+    # The classes in `flavours/` set these two to classes for their own Lightning package.
     _precision_type: type[MasterWeightMixin]
     _checkpoint_io_type: type
     checkpoint_io = durable_by_default
@@ -121,8 +122,8 @@ class HybridAllReduce(CommunicatingDDP):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        # DDP gets `ddp_options` and not `**ddp_kwargs`: a command line that follows keyword arguments
-        # into the base class (LightningCLI) would pass all defaults of DDP.
+        # DDP gets `ddp_options` and not `**ddp_kwargs`, because LightningCLI follows keyword arguments
+        # into the base class and would pass all defaults of DDP.
         options = StrategyOptions.parse(
             ddp_kwargs,
             argument_names=argument_names(type(self), HybridAllReduce),
@@ -141,7 +142,7 @@ class HybridAllReduce(CommunicatingDDP):
         self._masters = MasterWeights()
         self._evaluation = Evaluation(options.exact_evaluation)
         self._loaders: TrainingLoaders = self._loaders_type(exact_resume, self._evaluation)
-        # Those of the last fit stay until the next one begins: a checkpoint may still be saved.
+        # The extensions of the last fit are kept until the next one begins, because a checkpoint may still be saved.
         self._extensions = FitExtensions()
         self._averaged_parameters: set[int] | None = None  # by `id`
         super().__init__(
@@ -158,7 +159,7 @@ class HybridAllReduce(CommunicatingDDP):
 
     @property
     def run_status(self) -> RunStatus:
-        """State of the run that callbacks may read."""
+        """Status of the run for callbacks, such as loss scales and the communication trace."""
         return RunStatus(**self._run_status_fields())
 
     def _run_status_fields(self) -> dict[str, Any]:
@@ -167,12 +168,12 @@ class HybridAllReduce(CommunicatingDDP):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The precision plugin in use, which Lightning's `trainer.precision` reads."""
+        """Precision plugin in use, which Lightning's `trainer.precision` reads."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        """Set the plugin, after replacing Lightning's plain half precision by ours on fp32 weights."""
+        """Set the precision plugin, with fp32 master weights in place of Lightning's plain half precision."""
         loss_scale = self._options.loss_scale
         self._precision_plugin = with_masters(plugin, self._precision_type, loss_scale)
         self._masters.plugin = self._precision_plugin
@@ -186,7 +187,7 @@ class HybridAllReduce(CommunicatingDDP):
         return self._masters.window
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Connect as DDP, and let the precision know which backward ends a step."""
+        """Connect the module like DDP, and connect the precision plugin to the strategy."""
         if model.trainer.state.fn == "fit":
             refuse_other_accumulation(model.trainer.accumulate_grad_batches)
             warn_of_unused_loss_scale(self._options.loss_scale, self.precision_plugin)
@@ -199,7 +200,7 @@ class HybridAllReduce(CommunicatingDDP):
     # ---- setup -------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Set up as DDP, after checking that there is something to train."""
+        """Set up the module, extensions, optimizers and communication for a run."""
         if trainer.state.fn == "fit":
             refuse_nothing_to_train(self._module)
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
@@ -214,55 +215,61 @@ class HybridAllReduce(CommunicatingDDP):
             self._failures.end_setup()  # The engine's watchdog names missing ranks from here on.
 
     def _hidden(self) -> AbstractContextManager[None]:
-        """Hide layers that are not on this rank while the module is moved."""
+        """Return a context that hides layers of other ranks while the module is moved to the device."""
         return nullcontext()
 
     def model_to_device(self) -> None:
-        """Move the module, and make its half-precision copies there, before DDP wraps it."""
+        """Move the module to the device, run extension hooks and create half-precision copies."""
         with self._hidden():
             super().model_to_device()
         self._extensions.before_optimizers()
         self._masters.follow_device(self.root_device)
 
     def configure_ddp(self) -> None:
-        """Wrap in DDP, and note which parameters it averages: those that are trainable now."""
+        """Wrap the module in DDP with the planned buckets, and record the parameters that DDP averages."""
         assert isinstance(self.model, nn.Module)
         self._averaged_parameters, ignored = trained_parameters(self.model)
         if self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
             self._masters.broadcast(self._module, ignored)
-        # DDP and the plan of its buckets are for the parameters of forward and backward.
+        # DDP and the plan of its buckets need the parameters that forward and backward use.
         with self._masters.opened():
             self._comm.find_plan(self.model)
             self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
             super().configure_ddp()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Create the optimizers, and refuse parameters outside the module: DDP would not average them."""
+        """Create the optimizers, and raise if one has parameters outside the module."""
         super().setup_optimizers(trainer)
         self._loaders.after_optimizers(trainer)
         refuse_foreign_parameters(self.optimizers, self._module)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Put a prefetcher around the loader, unless the user's own hooks move batches."""
+        """Return a loader with exact resume or evaluation and with prefetching to the device.
+
+        Batches are not prefetched to the device if hooks of the user move them.
+        """
         loader = super().process_dataloader(dataloader)
         return self._loaders.process(loader, self._module, self.root_device, self._masters.dtype)
 
     # ---- step --------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Start as DDP, and let loaders continue where a resumed fit does."""
+        """Start training like DDP, and set the loaders and counters of a resumed fit."""
         super().on_train_start()
         self._loaders.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin the step of extensions and communication, and act on a SIGTERM to this rank."""
+        """Prepare extensions and communication for a batch, and raise if SIGTERM ends this rank."""
         super().on_train_batch_start(batch, batch_idx)
         self._extensions.call("before_batch", batch_idx)
         self._failures.before_batch()
         self._comm.before_batch(self.lightning_module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step. Without a loss there is no backward that would end its half precision."""
+        """Run the user's `training_step` on half-precision parameters, with the hooks of extensions.
+
+        If the step returns no loss, the fp32 parameters are restored here, because no backward will do so.
+        """
         # Extensions and DDP may wait for other ranks before the module's own forward.
         self._comm.enter(Phase.WAIT)
         self._extensions.call("before_training_step", args, kwargs)
@@ -274,7 +281,7 @@ class HybridAllReduce(CommunicatingDDP):
         return output
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run backward as DDP, with the loss that extensions make of this one."""
+        """Run the backward pass like DDP, inside the backward hooks of extensions."""
 
         def run(loss: torch.Tensor) -> torch.Tensor:
             return super(HybridAllReduce, self).backward(loss, *args, **kwargs)
@@ -283,17 +290,17 @@ class HybridAllReduce(CommunicatingDDP):
         return scaled_loss
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """End a backward, unless the precision plugin did so before it unscaled the gradients."""
+        """Finish DDP's work for a backward pass, unless the precision plugin has already done so."""
         if self._half is None:
             self._flush_backward(closure_loss)
 
     def _flush_backward(self, closure_loss: torch.Tensor) -> None:
-        """End DDP's own work for a backward, after which gradients are averages."""
+        """Finish DDP's work for a backward pass, after which gradients are averaged."""
         self._comm.enter(self._phase_unless_manual(Phase.OPTIMIZER))
         super().post_backward(closure_loss)
 
     def _phase_unless_manual(self, phase: Phase) -> Phase:
-        """Return `phase`, or in manual optimization that of the code in `training_step`."""
+        """Return `phase`, or `Phase.FORWARD` in manual optimization, where steps run in `training_step`."""
         if self._module.automatic_optimization:
             return phase
         return Phase.FORWARD
@@ -301,7 +308,7 @@ class HybridAllReduce(CommunicatingDDP):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Step as DDP, after checking that every trained parameter is averaged."""
+        """Run an optimizer step with extension hooks, and raise if a trained parameter is not averaged."""
         if self._sums_over_ranks and self._averaged_parameters is not None:
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
@@ -311,40 +318,40 @@ class HybridAllReduce(CommunicatingDDP):
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Validate as DDP."""
+        """Run the user's `validation_step` like DDP, and track its collectives for exact evaluation."""
         with self._evaluation.step(self.model):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Test as DDP."""
+        """Run the user's `test_step` like DDP, and track its collectives for exact evaluation."""
         with self._evaluation.step(self.model):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict as DDP, and return fp32, as an fp32 model does."""
+        """Run the user's `predict_step` like DDP, and convert half-precision outputs to fp32."""
         with self._evaluation.step(self.model):
             return self._masters.to_fp32(super().predict_step(*args, **kwargs))
 
     def on_validation_end(self) -> None:
-        """End validation as DDP, after the hooks of callbacks and module."""
+        """End validation like DDP, after the `after_validation` hooks of extensions."""
         self._extensions.call("after_validation")
         super().on_validation_end()
 
     def on_train_end(self) -> None:
-        """Run the last schedules, and raise an error for endless overflow that no logged step has shown."""
+        """End training like DDP, run deferred LR schedules, and raise after too many overflows in a row."""
         super().on_train_end()
         self._masters.on_train_end()
 
     # ---- values of all ranks -----------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as DDP. In an exact evaluation, means of whole numbers are not rounded."""
+        """Reduce a tensor like DDP, but average integers as floating-point numbers in an exact evaluation."""
         if self._evaluation.is_exact:
             tensor = self._evaluation.to_reduce(tensor, reduce_op)
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather as DDP, unless an extension or an exact evaluation refuses it."""
+        """Gather a tensor from all ranks like DDP, unless an extension or exact evaluation forbids it."""
         self._extensions.call("before_all_gather")
         if self._evaluation.is_exact:
             self._evaluation.refuse_unequal_shapes(tensor, group)
@@ -353,42 +360,45 @@ class HybridAllReduce(CommunicatingDDP):
     # ---- checkpoints -------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state in fp32, also within a step. Collective if an extension is."""
+        """Return the module's state dict in fp32, even during a step.
+
+        Collective if an extension gathers state from other ranks.
+        """
         with self._extensions.reading_module():
             return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save as DDP, with the state of extensions, unless a failure has left invalid weights."""
+        """Save a checkpoint with the state of extensions and loaders, unless the engine has failed on CUDA."""
         refuse_after_failure(self._comm.engine)
         self._loaders.save(checkpoint, is_alone=self._failures.is_failing())
         self._extensions.save(checkpoint)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load as DDP, with the states of loaders."""
+        """Load a checkpoint like DDP, and store the states of loaders for the resumed fit."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         self._loaders.load(checkpoint)
         return checkpoint
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state, after schedules that wait for a step's outcome have set the learning rate."""
+        """Return the full state dict of an optimizer, after deferred schedules have set its learning rate."""
         self._masters.run_deferred_schedules()
         return self._extensions.optimizer_state(optimizer, super().optimizer_state(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load as DDP, or only this rank's part of the state if an extension shards it."""
+        """Restore the optimizers from a checkpoint, or only this rank's shards if the update is sharded."""
         self._extensions.load_optimizers(self.optimizers, checkpoint, self.root_device)
 
     # ---- end ---------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report the error to the ranks that wait for this one, and name the rank that caused it."""
+        """Restore fp32 parameters, and report an error to extensions and to the other ranks."""
         self._masters.close_window()
         self._extensions.failed(exception)
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """End the fit: extensions, engine and master weights, then DDP."""
+        """Tear down the extensions, the engine, the master weights and DDP, in this order."""
         try:
             self._extensions.end(self._failures.ended_by)
         finally:
@@ -405,11 +415,11 @@ class HybridAllReduce(CommunicatingDDP):
                         super().teardown()
 
     def _put_back(self) -> None:
-        """Restore the module as it was before the fit."""
+        """Let extensions restore the module to its state before the fit."""
         self._averaged_parameters = None
         self._extensions.put_back(self._failures.ended_by)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the strategy's name and the variants that `ddp` has."""
+        """Register the strategy's name and its variants, such as `_spawn`, in a Lightning registry."""
         register_names(strategy_registry, cls, cls.registered_name)

@@ -1,4 +1,4 @@
-"""Error of a rank in the file that torchrun reads, so that the box with which torchrun ends names rank and cause."""
+"""Error file of a rank, from which torchrun's final report takes the failed rank and the cause."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import suppress
 
 from lightning_hybrid.strategy.error_summary import RULE, summary_of
 
-# Environment variable that torchrun sets for each rank: the file to write. Its format is that of
-# `torch.distributed.elastic.multiprocessing.errors.record`, which users may put around their `main`.
+# Environment variable that torchrun sets for each rank to the path of the error file. The file has the format of
+# `torch.distributed.elastic.multiprocessing.errors.record`, a decorator that users may put around their `main`.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
-# Files that this process has written.
+# Paths of the files that this process has written.
 _written: set[str] = set()
 
 
 def write_error_file(exception: BaseException) -> None:
-    """Write the last words on an error, if torchrun started this rank and no file is there yet."""
+    """Write an error to torchrun's error file, if torchrun started this rank and the file does not exist."""
     path = os.environ.get(ERROR_FILE)
-    # An exit or an interruption is no failure that the user has to look for.
+    # An exit or an interruption is not a failure that the user has to investigate.
     if not path or os.path.exists(path) or not isinstance(exception, Exception):
         return
     content = {
@@ -38,7 +38,7 @@ def write_error_file(exception: BaseException) -> None:
 
 
 def remove_error_file() -> None:
-    """Remove the file of an error that the user's code has caught, to fit again."""
+    """Remove error files that this process wrote for errors that user code has caught."""
     for path in _written:
         with suppress(OSError):
             os.unlink(path)
@@ -46,7 +46,7 @@ def remove_error_file() -> None:
 
 
 def last_words(exception: BaseException) -> str:
-    """Return the lines below an error's traceback that name the rank and the cause."""
+    """Return the summary that names the failed rank and the cause, as printed below the traceback."""
     for note in getattr(exception, "__notes__", ()):
         if note.startswith(RULE):
             return str(note).removeprefix(RULE).strip()

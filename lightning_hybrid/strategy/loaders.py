@@ -1,4 +1,4 @@
-"""Loaders of a fit: a user's own loaders resume exactly, and batches are moved to the device in advance."""
+"""Data loaders of a fit, with exact resume of the user's own loaders and prefetching to the device."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from lightning_hybrid.strategy.evaluation import Evaluation
 from lightning_hybrid.strategy.exact_resume.epoch_start_hooks import warn_of_skipped_epoch_start
 from lightning_hybrid.strategy.exact_resume.rank_states import states_of_all_ranks
 
-# Imported in functions at run time: their package also imports our own loaders.
+# These are imported in functions at run time, because their package also imports the loaders of this project.
 if TYPE_CHECKING:
     from lightning_hybrid.data.batch_counters import ResumedPlace
     from lightning_hybrid.data.exact_resume import ExactResume
     from lightning_hybrid.data.place import IteratorsOfTraining, Place
 
-# The entry of a checkpoint. In Lightning's own entry, `ddp` would refuse states for loaders that have none.
+# Key in a checkpoint. If the states were in Lightning's own entry, `ddp` would reject them for loaders without a state.
 _KEY = "exact_resume"
 
 
 class TrainingLoaders:
-    """Loaders of a strategy's fits, and the `Reader` that finds the batch at which a resumed fit continues.
+    """Manager of a strategy's training loaders, which finds the batch at which a resumed fit continues.
+
+    It is the `Reader` of these loaders.
 
     Args:
         exact_resume: Whether a user's own `DataLoader` resumes exactly.
-        evaluation: The owner of loaders of validation, test and prediction.
+        evaluation: Object that wraps the loaders of validation, test and prediction.
 
     Attributes:
         rank: The index of this rank among the ranks that read different data.
@@ -40,7 +42,7 @@ class TrainingLoaders:
         is_on: Whether a user's own `DataLoader` resumes exactly.
     """
 
-    sets_epochs = False  # Lightning's loop sets them, and hooks of users may
+    sets_epochs = False  # Lightning's loop sets epochs, and hooks of users may.
 
     def __init__(self, exact_resume: bool, evaluation: Evaluation) -> None:
         self.rank = 0
@@ -50,7 +52,7 @@ class TrainingLoaders:
         self._evaluation = evaluation
         self._trainer: Any = None
         self._replace: Callable[[Any], Any] = _unchanged
-        # The states in the checkpoint, with None for loaders that keep their state by themselves.
+        # The states in the checkpoint, with None for loaders that save their own state through Lightning.
         self._states: list[dict[str, Any] | None] | None = None
         # The loaders that `process` has returned, until training starts.
         self._processed: list[Any] = []
@@ -66,12 +68,15 @@ class TrainingLoaders:
         share: Mapping[str, int],
         replace: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Begin a fit. Collective, if several ranks read the same data.
+        """Reset the state for a new fit, and determine the seed of the loaders.
+
+        Collective if several ranks read the same data: every rank must call it.
 
         Args:
             trainer: The trainer.
             share: The number of ranks that read different data, `num_replicas`, and this rank's index, `rank`.
-            replace: Returns the loader that training iterates over in place of a prepared one. None: the loader itself.
+            replace: Function that returns the loader that training iterates over in place of a prepared one. None: the
+                loader itself.
         """
         self._trainer = trainer
         self._replace = replace if replace is not None else _unchanged
@@ -85,15 +90,15 @@ class TrainingLoaders:
         self._has_warned = False
         self._separate_combined_loader()
         if trainer.world_size > self.world_size:
-            # Ranks that read the same data use the seed of the first of them.
+            # Ranks that read the same data use the seed of the first rank among them.
             seeds: list[Any] = [None] * trainer.world_size
             dist.all_gather_object(seeds, (self.rank, self.seed))
             self.seed = next(seed for rank, seed in seeds if rank == self.rank)
 
     def _separate_combined_loader(self) -> None:
-        """Let Lightning work on a copy of a `CombinedLoader`, so that the user may iterate over the original.
+        """Replace the user's `CombinedLoader` by a copy, so that the user may iterate over the original.
 
-        Lightning keeps the iterators of training in it, and iterating over it replaces them.
+        Lightning stores the iterators of training in the loader, and iterating over it would replace them.
         """
         source = self._trainer.fit_loop._data_source
         if isinstance(
@@ -102,9 +107,10 @@ class TrainingLoaders:
             source.instance = copy.copy(source.instance)
 
     def after_optimizers(self, trainer: Any) -> None:
-        """Let Lightning rebuild loaders that `configure_optimizers` built with `trainer.estimated_stepping_batches`.
+        """Discard loaders that were created in `configure_optimizers`, so that Lightning rebuilds them on resume.
 
-        They were built before their state in the checkpoint was read, and Lightning 2.6 would drop that state.
+        `trainer.estimated_stepping_batches` creates loaders before their state in the checkpoint is read, and Lightning
+        2.6 would drop that state.
         """
         if trainer.ckpt_path is not None:
             trainer.fit_loop._combined_loader = None
@@ -112,9 +118,9 @@ class TrainingLoaders:
     def process(
         self, loader: Any, module: Any, device: torch.device, compute_dtype: torch.dtype | None
     ) -> Any:
-        """Return the loader that Lightning iterates over in place of a user's.
+        """Return the data loader that Lightning iterates over in place of a user's loader.
 
-        A training loader resumes exactly in the middle of an epoch. Other loaders can give every sample once, see
+        A training loader resumes exactly in the middle of an epoch. Other loaders can yield every sample once, see
         `evaluation.py`. All loaders move batches to the device in advance.
 
         Args:
@@ -130,7 +136,7 @@ class TrainingLoaders:
         moves_batches = user_moves_batches(module)
 
         def with_prefetcher(inner: Any, is_training: IteratorsOfTraining | None = None) -> Any:
-            # Users who move batches by hooks of their own receive the host's.
+            # Hooks of the user that move batches receive batches in host memory.
             if moves_batches:
                 return inner
             return prefetch(inner, device, compute_dtype, is_training)
@@ -141,7 +147,7 @@ class TrainingLoaders:
         if hasattr(loader, "bind_trainer"):
             loader.bind_trainer(trainer)
             self._has_loader_of_data = is_of_training and self._resumes_by_counters()
-        # Lightning looks for a DataLoader, which the prefetcher hides.
+        # Lightning looks for a `DataLoader`, which the prefetcher will hide.
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(
             loader, trainer.global_rank
         )
@@ -150,13 +156,13 @@ class TrainingLoaders:
         return self._wrap_training_loader(loader, trainer, with_prefetcher)
 
     def _resumes_by_counters(self) -> bool:
-        """Return whether a loader of `lightning_hybrid.data` resumes at the trainer's counters."""
+        """Return whether loaders of `lightning_hybrid.data` resume at the batch that the trainer's counters give."""
         return True
 
     def _wrap_training_loader(
         self, loader: Any, trainer: Any, with_prefetcher: Callable[..., Any]
     ) -> Any:
-        """Return a training loader that resumes exactly if it can, with a prefetcher around it."""
+        """Wrap a training loader for exact resume, if it supports that, and in a prefetcher."""
         from lightning_hybrid.data.batch_counters import uncount_cut_epoch
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
         from lightning_hybrid.data.place import IteratorsOfTraining
@@ -173,17 +179,17 @@ class TrainingLoaders:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Number of batches in a step."""
+        """Number of batches per optimizer step."""
         return int(self._trainer.accumulate_grad_batches)
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return whether the training loop holds this iterator, and not user code that looks at batches."""
+        """Return whether the training loop, rather than user code, holds this iterator."""
         from lightning_hybrid.data.place import is_held_by_training
 
         return is_held_by_training(self._trainer, holder)
 
     def is_within_training(self) -> bool:
-        """Return whether the training loop reads loaders now."""
+        """Return whether the training loop is currently reading loaders."""
         return self._trainer.fit_loop._data_fetcher is not None
 
     @property
@@ -203,10 +209,13 @@ class TrainingLoaders:
     # ---- start of a fit ----------------------------------------------------------------------
 
     def place_of(self, resume: ExactResume) -> Place:
-        """Return the epoch and batch at which training begins to iterate over a loader, by the loop's counters."""
+        """Return the epoch and batch at which training starts to iterate over a loader.
+
+        They follow from the counters of the training loop.
+        """
         from lightning_hybrid.data.place import Place
 
-        self._load_states()  # before `on_train_start` if a loader has no length
+        self._load_states()  # This is before `on_train_start` if a loader has no length.
         resume.number = self._resumes.index(resume)
         fit = self._trainer.fit_loop
         if not fit.is_resuming or resume.has_begun:
@@ -225,13 +234,13 @@ class TrainingLoaders:
         return Place(start.epoch, state["cycle"], state["batches"] - state["total"] + start.batches)
 
     def _repeats_shorter_loaders(self) -> bool:
-        """Return whether a loader that ends early in an epoch begins again, because another one is longer."""
+        """Return whether shorter loaders restart within an epoch, as in the mode `max_size_cycle`."""
         combined_loader = self._trainer.fit_loop._combined_loader
         has_several = len(combined_loader.flattened) > 1
         return has_several and combined_loader._mode == "max_size_cycle"
 
     def _next_place(self, resume: ExactResume) -> Place:
-        """Return the start of the next epoch, or of the next cycle in this epoch."""
+        """Return the position of the next epoch's start, or of a restart within the current epoch."""
         from lightning_hybrid.data.place import Place
 
         fit = self._trainer.fit_loop
@@ -242,11 +251,11 @@ class TrainingLoaders:
         return Place(epoch, resume.current.place.cycle + 1)
 
     def _load_states(self) -> None:
-        """Load the states of the checkpoint into the loaders, once the loaders exist."""
+        """Load the states of the checkpoint into the existing training loaders, if a fit resumes."""
         states = [state for state in self._states or () if state is not None]
         self._states = None
         if not self._trainer.fit_loop.is_resuming:
-            return  # The states are those of a checkpoint that was only validated.
+            return  # The states belong to a checkpoint that was only validated.
         resumes = self._resumes
         if len(states) == len(resumes):
             for resume, state in zip(resumes, states, strict=True):
@@ -258,10 +267,12 @@ class TrainingLoaders:
             )
 
     def _resumed_start(self) -> Place:
-        """Return the epoch at which a resumed fit continues, and the number of this run's batches that are done.
+        """Return the epoch in which a resumed fit continues and its number of finished batches.
+
+        The batches are counted in the batch size of this run.
 
         Raises:
-            NotExactError: The images of a step would differ from the interrupted run's.
+            NotExactError: The samples of a step would differ from the interrupted run.
         """
         from lightning_hybrid.data.batch_counters import resumed_place
         from lightning_hybrid.data.place import Place
@@ -279,7 +290,10 @@ class TrainingLoaders:
         return self._start
 
     def _set_accumulation_of(self, epoch: int) -> None:
-        """Apply `GradientAccumulationScheduler`, which acts only when an epoch starts. This one may have started."""
+        """Set the number of accumulated batches that `GradientAccumulationScheduler` schedules for an epoch.
+
+        The callback itself acts only at the start of an epoch, which a resumed fit may skip.
+        """
         for callback in self._trainer.callbacks:
             if isinstance(
                 callback, lightning_types("pytorch.callbacks.GradientAccumulationScheduler")
@@ -287,7 +301,7 @@ class TrainingLoaders:
                 self._trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epoch)
 
     def _batches_after(self, resumed: ResumedPlace) -> int:
-        """Return the number of this run's batches that hold the images which the interrupted run had read."""
+        """Return the number of batches of this run that contain the samples read before the interruption."""
         num_done = resumed.batches_done
         if num_done == 0:
             return 0
@@ -306,7 +320,10 @@ class TrainingLoaders:
         return numbers[0]
 
     def _length_of_finished_epoch(self, num_done: int) -> int:
-        """Return the number of batches in a finished epoch. Other batch sizes fill the last step in another way."""
+        """Return the number of batches of this run in an epoch that the interrupted run finished.
+
+        With another batch size, the last step of the epoch may have a different number of batches.
+        """
         max_batches = self._trainer.fit_loop.max_batches
         has_other_batches = any(resume.has_other_batches() for resume in self._resumes)
         if has_other_batches and max_batches < float("inf"):
@@ -314,7 +331,7 @@ class TrainingLoaders:
         return num_done
 
     def on_train_start(self) -> None:
-        """Correct the counters of a resumed fit, and warn if it is inexact.
+        """Correct the batch counters of a resumed fit, and warn if the resume is inexact.
 
         Loaders of `lightning_hybrid.data` correct the counters in the same way.
         """
@@ -352,10 +369,12 @@ class TrainingLoaders:
             warn_of_skipped_epoch_start(trainer)
 
     def _refuse_replaced_loaders(self) -> None:
-        """Refuse loaders that wrap those of `process`, because the position of their iterators is unknown.
+        """Raise if user code has replaced a training loader that `process` returned.
+
+        The position of such a loader's iterators is unknown.
 
         Raises:
-            RuntimeError: A training loader is another one.
+            RuntimeError: A training loader was replaced.
         """
         fit = self._trainer.fit_loop
         for loader in self._training_loaders():
@@ -386,7 +405,7 @@ class TrainingLoaders:
             )
 
     def _warn_of_caveats(self) -> None:
-        """Warn once of state that is restored inexactly or late."""
+        """Warn once about state of training loaders that is restored inexactly or slowly."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -400,18 +419,20 @@ class TrainingLoaders:
     # ---- checkpoints -------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any], *, is_alone: bool) -> None:
-        """Move the loaders' states, with those of all ranks, to our own entry. Collective, unless `is_alone`.
+        """Move the loaders' states in a checkpoint to a separate entry with the states of all ranks.
+
+        Collective, unless `is_alone`: every rank must call it.
 
         Args:
             checkpoint: The checkpoint, which is changed.
-            is_alone: Whether other ranks do not save with this one.
+            is_alone: Whether this rank saves without the other ranks.
         """
         if not self.is_on or self._trainer is None or "loops" not in checkpoint:
             return
         loop = checkpoint["loops"]["fit_loop"]["state_dict"]
         states = loop.pop("combined_loader", [])
         gathered = states_of_all_ranks(states, self.rank, is_alone=is_alone)
-        # Loaders that keep their state by themselves stay in Lightning's entry.
+        # States of loaders that save themselves through Lightning stay in Lightning's entry.
         states_for_lightning: list[Any] = []
         for state, gathered_state in zip(states, gathered, strict=True):
             if gathered_state is None:
@@ -423,7 +444,7 @@ class TrainingLoaders:
             self._warn_of_caveats()
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Note the states of a checkpoint, and leave Lightning as many entries as it restores itself."""
+        """Store the loaders' states of a checkpoint, and rebuild Lightning's own list of these states."""
         self._states = None
         if self.is_on:
             self._states = checkpoint.get(_KEY)

@@ -1,4 +1,4 @@
-"""Checks that the loss of a rank has gradients, which the other ranks wait for."""
+"""Checks that the loss of a rank depends on trained parameters, whose gradients other ranks wait for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 
 def refuse_loss_without_gradient(loss: Tensor, *, rank: int, world_size: int) -> None:
-    """Check before a backward that the loss requires a gradient.
+    """Raise before backward if the loss does not require a gradient.
 
     Raises:
-        RuntimeError: It does not. The error names the rank, whose gradients the others would wait for.
+        RuntimeError: The loss requires no gradient. The error names the rank, for whose gradients the others would
+            wait.
     """
     if isinstance(loss, Tensor) and not loss.requires_grad:
         raise RuntimeError(
@@ -24,10 +25,10 @@ def refuse_loss_without_gradient(loss: Tensor, *, rank: int, world_size: int) ->
 
 
 def refuse_loss_without_parameters(loss: Tensor, *, rank: int, world_size: int) -> None:
-    """Check after a backward that filled no bucket that the loss depends on a parameter.
+    """Raise after a backward pass that filled no bucket if the loss depends on no parameter.
 
     Raises:
-        RuntimeError: It does not. The error names the rank, whose gradients the others would wait for.
+        RuntimeError: The loss depends on none. The error names the rank, for whose gradients the others would wait.
     """
     if not depends_on_parameter(loss):
         raise RuntimeError(
@@ -38,7 +39,9 @@ def refuse_loss_without_parameters(loss: Tensor, *, rank: int, world_size: int) 
 
 
 def depends_on_parameter(loss: Tensor) -> bool:
-    """Return whether the graph of a loss reaches a parameter, or a custom function that may reach one.
+    """Return whether the autograd graph of a loss may reach a parameter.
+
+    The graph of a custom autograd function is unknown, so such a function counts as reaching a parameter.
 
     >>> net = nn.Linear(2, 1)
     >>> depends_on_parameter(net(torch.ones(2)).sum())
@@ -52,7 +55,8 @@ def depends_on_parameter(loss: Tensor) -> bool:
     visited = set(pending)
     while pending:
         node = pending.pop()
-        # Reentrant checkpoints and the like run a graph of their own in backward. DDP's sink passes the loss through.
+        # Custom functions such as reentrant checkpoints run their own graph in backward. DDP's sink only passes the
+        # loss on.
         is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         is_opaque = is_custom and "_DDPSink" not in type(node).__name__
         if is_opaque or isinstance(getattr(node, "variable", None), nn.Parameter):

@@ -1,4 +1,4 @@
-"""Half precision on fp32 master weights, as a strategy uses it, whether or not the run has it."""
+"""Interface between a strategy and the precision plugin with fp32 master weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 
 class MasterWeights:
-    """Half precision of a strategy's fits. In any other precision its methods do nothing.
+    """Adapter through which a strategy uses half precision on fp32 master weights.
+
+    With any other precision plugin, the methods do nothing.
 
     Attributes:
-        plugin: The precision plugin of the strategy, which sets it.
+        plugin: The precision plugin, which the strategy sets.
     """
 
     def __init__(self) -> None:
@@ -32,27 +34,27 @@ class MasterWeights:
 
     @property
     def half(self) -> MasterWeightMixin | None:
-        """The plugin, if it trains fp32 weights in half precision."""
+        """Precision plugin, if it trains in half precision on fp32 master weights, or None."""
         if isinstance(self.plugin, MasterWeightMixin):
             return self.plugin
         return None
 
     @property
     def window(self) -> HalfPrecisionWindow | None:
-        """The module's parameters in both precisions, while a run lasts."""
+        """Object that holds the module's fp32 and half-precision parameters during a run, or None."""
         if self.half is None:
             return None
         return self.half.window
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of forward and backward, while a run in half precision lasts."""
+        """Dtype of forward and backward during a run in half precision, or None."""
         if self.window is None:
             return None
         return self.window.dtype
 
     def status(self) -> dict[str, Any]:
-        """Return the fields of `RunStatus` that the precision knows."""
+        """Return the fields of `RunStatus` about precision: loss scales, step counters and parameters."""
         optimizer_steps: Any = ()
         if self.half is not None:
             optimizer_steps = self.half.optimizer_steps
@@ -71,12 +73,12 @@ class MasterWeights:
         get_wrapped: Callable[[], Any],
         flush_backward: Callable[[Tensor], object],
     ) -> None:
-        """Connect the plugin to the strategy, which knows the backward that ends a step.
+        """Connect the precision plugin to the strategy, which determines the last backward of each step.
 
         Args:
             module: The user's module.
-            get_wrapped: Returns the module as the strategy has wrapped it by then.
-            flush_backward: Ends DDP's own work for a backward, given the loss.
+            get_wrapped: Function that returns the current wrapper of the module, such as DDP.
+            flush_backward: Function that finishes DDP's work for a backward pass, given the loss.
 
         Raises:
             MisconfigurationException: `Trainer(precision=...)` differs from the plugin's precision.
@@ -86,7 +88,7 @@ class MasterWeights:
         refuse_two_precisions(module.trainer, self.half)
 
         def is_last_backward_of_step() -> bool:
-            # DDP's own flag: False between the batches of one step, whose gradients it does not average.
+            # DDP sets its flag to False for all batches of a step except the last one. It averages after that one only.
             return getattr(get_wrapped(), "require_backward_grad_sync", True)
 
         self.half.connect_strategy(
@@ -94,18 +96,21 @@ class MasterWeights:
         )
 
     def follow_device(self, device: torch.device) -> None:
-        """Make the half-precision copies on `device`."""
+        """Create the half-precision copies of the parameters on `device`."""
         self._has_rebuilt_buckets = False
         if self.half is not None:
             self.half.follow_device(device)
 
     def broadcast(self, module: nn.Module, ignored: set[str]) -> None:
-        """Give every rank the fp32 weights of rank zero, except ignored ones. Collective in half precision."""
+        """Broadcast the fp32 weights of rank zero to all ranks, except ignored parameters.
+
+        Collective in half precision: every rank must call it.
+        """
         if self.window is not None:
             self.window.broadcast_(module, ignored)
 
     def opened(self) -> AbstractContextManager[Any]:
-        """Return a context in which the module shows its half-precision parameters."""
+        """Return a context in which the module's parameters are the half-precision copies."""
         if self.window is None:
             return nullcontext()
         return self.window.opened()
@@ -113,7 +118,7 @@ class MasterWeights:
     # ---- step --------------------------------------------------------------------------------
 
     def rebuild_buckets(self, model: Any) -> None:
-        """Let DDP rebuild its buckets, once per setup, while it sees no gradients that it would round."""
+        """Let DDP rebuild its buckets once per setup, while fp32 gradients are hidden from its rounding."""
         is_due = self.window is not None and not self._has_rebuilt_buckets
         if not is_due or not torch.is_grad_enabled():
             return
@@ -124,17 +129,17 @@ class MasterWeights:
                 self._has_rebuilt_buckets = model.reducer._rebuild_buckets()
 
     def close_window(self) -> None:
-        """Let the module show its fp32 parameters again."""
+        """Switch the module's parameters back to fp32."""
         if self.half is not None:
             self.half.close_window()
 
     def run_deferred_schedules(self) -> None:
-        """Run the learning-rate schedules that wait for a step's outcome."""
+        """Run the deferred learning-rate schedules, which wait to see if the step was skipped."""
         if self.half is not None:
             self.half.run_deferred_schedules()
 
     def to_fp32(self, outputs: Any) -> Any:
-        """Return a model's outputs in fp32."""
+        """Convert half-precision tensors in a model's outputs to fp32."""
         if self.window is None:
             return outputs
         return self.window.hooks.to_fp32(outputs)
@@ -142,11 +147,11 @@ class MasterWeights:
     # ---- end ---------------------------------------------------------------------------------
 
     def on_train_end(self) -> None:
-        """Run the last schedules, and raise an error if the last steps were skipped for overflow."""
+        """Run deferred learning-rate schedules, and raise after too many overflows in a row."""
         if self.half is not None:
             self.half.on_train_end()
 
     def end_run(self) -> None:
-        """Give the module its fp32 weights for good."""
+        """Restore the module's fp32 weights permanently at the end of a run."""
         if self.half is not None:
             self.half.end_run()

@@ -1,4 +1,7 @@
-"""Option objects that a user passes to a strategy. Choices that cannot be combined are classes of one argument."""
+"""Option objects that a user passes to a strategy.
+
+Choices that cannot be combined are classes for the same argument.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +34,25 @@ for _short_name, _name in _NAMES.items():
 
 @runtime_checkable
 class Planner(Protocol):
-    """Object that chooses a plan when training starts, such as `planning.model.cluster.Cluster`."""
+    """Interface of objects that choose a communication plan when training starts, such as `Cluster`.
+
+    `planning.model.cluster.Cluster` implements it.
+    """
 
     def plan_for(
         self, numels: Sequence[int], topology: Topology, *, itemsize: int, on_cuda: bool
     ) -> CommPlan:
-        """Choose the plan for gradients of `numels` elements, in the order they get ready. All ranks choose the same.
+        """Return the communication plan for gradients of the given sizes.
+
+        All ranks must get the same plan. `numels` lists the numbers of elements in the order in which gradients get
+        ready.
 
         With a codec between nodes, the strategy also passes `codec_bits=8` or `4`.
         """
 
 
 class OptionValue:
-    """Base of option objects, whose text is the call that a user would write, without defaults."""
+    """Base class of option objects, whose `repr` is the constructor call without default values."""
 
     def __repr__(self) -> str:
         option: Any = self  # a dataclass
@@ -56,20 +65,20 @@ class OptionValue:
 
 
 class BetweenNodes(OptionValue):
-    """Exchange between nodes: `Mean`, `Adasum` or `LocalSteps`."""
+    """Base class of options for the exchange between nodes: `Mean`, `Adasum` and `LocalSteps`."""
 
-    # Not a dataclass: LightningCLI then asks for a class and keeps it. Of a union of dataclasses it takes the first
-    # one that fits.
+    # This is not a dataclass, so that LightningCLI asks for a class and keeps it. From a union of dataclasses it would
+    # choose the first one that fits.
 
     @property
     def on_wire(self) -> torch.dtype | Codec | None:
-        """The dtype or codec between nodes, or None for the dtype inside a node."""
+        """Dtype or codec of data sent between nodes, or None for the dtype used inside a node."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Mean(BetweenNodes):
-    """Mean of the nodes' gradients in every step.
+    """Option to average the nodes' gradients in every step.
 
     Args:
         dtype: Data type of gradients sent between nodes: `"float16"`, `"bfloat16"`, `"int8"` or `"int4"`. The
@@ -89,7 +98,7 @@ class Mean(BetweenNodes):
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        """Check both options."""
+        """Raise `ValueError` if `dtype` or `error_feedback` is invalid."""
         name = "between_nodes.error_feedback"
         dtype = _on_wire(self.dtype)
         why = "whether errors of rounding are added to the sums of the next step"
@@ -104,7 +113,7 @@ class Mean(BetweenNodes):
 
     @property
     def on_wire(self) -> torch.dtype | Codec | None:
-        """The dtype or codec of gradients between nodes."""
+        """Dtype or codec of gradients sent between nodes, or None for the dtype used inside a node."""
         dtype = _on_wire(self.dtype)
         if isinstance(dtype, Codec):
             return replace(dtype, error_feedback=self.error_feedback)
@@ -113,7 +122,7 @@ class Mean(BetweenNodes):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Adasum(BetweenNodes):
-    """Adasum of the nodes' mean gradients, for each parameter and in every step.
+    """Option to combine the nodes' mean gradients with Adasum, for each parameter and in every step.
 
     Gradients that agree are averaged, and orthogonal ones are summed.
 
@@ -123,7 +132,9 @@ class Adasum(BetweenNodes):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LocalSteps(BetweenNodes):
-    """Local SGD: each node trains independently, and nodes average weights and momentum every `every` steps.
+    """Option for local SGD, in which nodes train independently and average weights periodically.
+
+    Nodes average weights and momentum every `every` steps:
 
         w <- mean over nodes of w        after steps from_step + every, from_step + 2 * every, ...
 
@@ -151,7 +162,7 @@ class LocalSteps(BetweenNodes):
     outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check each option."""
+        """Raise `ValueError` if an option is out of range or `dtype` is not supported."""
         make_plain(self, "every", "from_step", "outer_lr", "outer_momentum")
         why = (
             "it counts the optimizer steps that a node takes on its own before the nodes' weights are averaged. 1 is "
@@ -173,26 +184,26 @@ class LocalSteps(BetweenNodes):
 
     @property
     def on_wire(self) -> torch.dtype | Codec | None:
-        """The dtype or codec of weights between nodes, and of gradients before `from_step`."""
+        """Dtype or codec of weight differences between nodes, and of gradients before `from_step`."""
         return _on_wire(self.dtype)
 
     def end_at(self, num_steps: int) -> bool:
-        """Return whether a period ends after the run's first `num_steps` optimizer steps."""
+        """Return whether nodes average their weights after the run's first `num_steps` optimizer steps."""
         return num_steps > self.from_step and (num_steps - self.from_step) % self.every == 0
 
     def num_periods(self, num_steps: int) -> int:
-        """Return the number of periods that have ended after the run's first `num_steps` optimizer steps."""
+        """Return how often nodes have averaged weights after the first `num_steps` optimizer steps."""
         return max(0, num_steps - self.from_step) // self.every
 
     @property
     def has_outer_step(self) -> bool:
-        """True if the next common weights differ from the average."""
+        """Flag that is True if an outer optimizer step is applied to the averaged weights."""
         return self.outer_lr != 1 or self.outer_momentum != 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comm(OptionValue):
-    """Options of the all-reduce. None of them changes the result beyond rounding.
+    """Options of the all-reduce, none of which changes the result beyond rounding.
 
     Args:
         algorithm: `"flat"`: one all-reduce over all ranks. `"parallel_flat"`: the same, several at once.
@@ -216,25 +227,26 @@ class Comm(OptionValue):
     dtype: str | torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Check each option, and the file of a plan."""
+        """Raise `ValueError` if an option is invalid or the file of a plan cannot be read."""
         make_whole(self, "bucket_bytes")
         self.made_plan()
         dtype_from(self.dtype, name="comm.dtype")
 
     @property
     def on_wire(self) -> torch.dtype | None:
-        """The dtype on the wire, or None for the gradients' dtype."""
+        """Dtype in which gradients are sent, or None for the gradients' own dtype."""
         return dtype_from(self.dtype, name="comm.dtype")
 
     @property
     def planner(self) -> Planner | None:
-        """The planner that chooses the plan when training starts, or None."""
+        """Planner that chooses the communication plan when training starts, or None."""
         return self.plan if isinstance(self.plan, Planner) else None
 
     def made_plan(self) -> CommPlan:
-        """Return the plan itself, the plan in its file, or the plan of `algorithm` and `bucket_bytes`.
+        """Return the communication plan that the options describe.
 
-        With a planner it is the default plan, until the planner chooses one.
+        It is `plan` itself, the plan in the file `plan`, or a plan made from `algorithm` and `bucket_bytes`. With a
+        planner it is the default plan, until the planner chooses one.
 
         Raises:
             ValueError: `plan` is combined with `algorithm` or `bucket_bytes`, or a value is invalid.
@@ -266,7 +278,7 @@ class Comm(OptionValue):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Report(OptionValue):
-    """Options of reports about communication.
+    """Options for reports about communication.
 
     Args:
         trace_dir: Folder for a timeline of every bucket and stage, `rank<r>.json`, for Perfetto. None: no timeline.
@@ -281,7 +293,7 @@ class Report(OptionValue):
     link_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Check both options."""
+        """Raise `ValueError` if an option has an invalid type or value."""
         make_plain(self, "link_bytes_per_s")
         if self.trace_dir is not None and not isinstance(self.trace_dir, str | os.PathLike):
             raise ValueError(
@@ -297,16 +309,16 @@ class Report(OptionValue):
 
 
 def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) -> None:
-    """Check that an argument is an object of one of these dataclasses.
+    """Raise unless an argument is an instance of one of the given dataclasses.
 
     Args:
         name: The name of the argument.
-        value: Its value.
-        kinds: The dataclasses.
-        example: The text of an object, for the error.
+        value: The value of the argument.
+        kinds: The accepted dataclasses.
+        example: Source text of a valid object, for the error message.
 
     Raises:
-        ValueError: It is not. The error suggests an object.
+        ValueError: The value has another type. The error suggests an object.
     """
     if isinstance(value, kinds):
         return
@@ -325,7 +337,10 @@ def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) 
 
 
 def _object_meant_by(value: Any, kinds: tuple[type, ...]) -> str | None:
-    """Return the object that a class, the name of a class, a mapping of fields or the value of one field stands for."""
+    """Return source text of the option object that the user probably meant, or None.
+
+    The value may be a class, the name of a class, a mapping of fields or the value of one field.
+    """
     for kind in kinds:
         if value is kind or str(value).lower().replace("_", "") == kind.__name__.lower():
             return _EXAMPLES.get(kind, f"{kind.__name__}()")
@@ -338,7 +353,7 @@ def _object_meant_by(value: Any, kinds: tuple[type, ...]) -> str | None:
         for fields in candidates:
             try:
                 return repr(kind(**fields))
-            except (TypeError, ValueError):  # Not a value of this field.
+            except (TypeError, ValueError):  # The value does not fit this field.
                 continue
     return None
 
@@ -350,15 +365,15 @@ _EXAMPLES: dict[type, str] = {LocalSteps: "LocalSteps(every=8)"}
 def dtype_from(
     setting: str | torch.dtype | None, *, name: str, further_choices: tuple[str, ...] = ()
 ) -> torch.dtype | None:
-    """Return the dtype that an option names.
+    """Convert the name of a dtype in an option to a `torch.dtype`.
 
     Args:
-        setting: The value of the option.
-        name: The name of the option, for the error.
-        further_choices: Further values that the option may have, for the error.
+        setting: The value of the option. None is returned unchanged.
+        name: The name of the option, for the error message.
+        further_choices: Further values that the option may have, for the error message.
 
     Raises:
-        ValueError: The setting is not the name of a gradient's dtype.
+        ValueError: The setting is not a dtype that is supported for gradients.
 
     >>> [dtype_from(name, name="comm.dtype") for name in ("fp16", "torch.bfloat16", None)]
     [torch.float16, torch.bfloat16, None]
@@ -378,7 +393,7 @@ def dtype_from(
 
 
 def _on_wire(setting: str | torch.dtype | None) -> torch.dtype | Codec | None:
-    """Return the dtype or codec for a setting of `between_nodes.dtype`."""
+    """Convert a value of `between_nodes.dtype` to a dtype or a codec."""
     name = str(setting).removeprefix("torch.")
     if name == "int8":
         return Codec(bits=8)

@@ -1,4 +1,4 @@
-"""Registration of the strategies' names in the registry of each Lightning package, now or when it is imported."""
+"""Registration of the strategies' names in the registry of every Lightning package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DESCRIPTIONS = {
     ELASTIC_NAME: "Data parallel that continues without a lost host",
 }
 
-# By the module that holds a registry: the name of the registry there, and our module with the classes.
+# For each module with a registry: the name of the registry in it, and the module of this package with the classes.
 _REGISTRIES = {
     "lightning.pytorch.strategies": (
         "StrategyRegistry",
@@ -45,7 +45,7 @@ _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": 
 
 
 def register_everywhere() -> None:
-    """Register the strategies' names with every Lightning package: now if it is imported, or else on its import."""
+    """Register the strategies' names with every Lightning package, at once or when it is imported."""
     for name in _REGISTRIES:
         if name in sys.modules:
             _register(sys.modules[name])
@@ -53,11 +53,11 @@ def register_everywhere() -> None:
 
 
 def register_names(registry: Any, strategy: Any, name: str = STRATEGY_NAME) -> None:
-    """Register a name and the variants that `ddp` has.
+    """Register a strategy's name and the variants that `ddp` has, such as `_spawn` and `_notebook`.
 
     Args:
         registry: The registry of a Lightning package.
-        strategy: The class of the strategy, or a function that creates one.
+        strategy: The class of the strategy, or a function that creates a strategy.
         name: The name without suffixes.
     """
     for suffix, start_method in _START_METHODS.items():
@@ -79,11 +79,11 @@ def register_names(registry: Any, strategy: Any, name: str = STRATEGY_NAME) -> N
 
 
 def _register(module: ModuleType) -> None:
-    """Register our names in the registry of a module of Lightning."""
+    """Register the names of this package's strategies in the registry of a Lightning module."""
     attribute, flavour = _REGISTRIES[module.__name__]
     try:
         registry = getattr(module, attribute)
-        # Not the class itself: Lightning is being imported, and our class needs more of it.
+        # A function is registered, because Lightning is still being imported and the class needs more of Lightning.
         register_names(registry, partial(_strategy_of, flavour, "HybridAllReduceStrategy"))
         if "pytorch" in module.__name__:  # Fabric has no `training_step` that a schedule could run.
             pipeline = partial(_strategy_of, flavour, "HybridPipelineStrategy")
@@ -92,7 +92,7 @@ def _register(module: ModuleType) -> None:
             register_names(registry, elastic, ELASTIC_NAME)
         _suggest_names(registry)
     except Exception as error:
-        # An unknown version of Lightning: its import must not fail because of us.
+        # The version of Lightning may be unknown. Its import must not fail because of this package.
         warnings.warn(
             f"{module.__name__}: strategy={STRATEGY_NAME!r} could not be registered: {error}",
             stacklevel=2,
@@ -104,7 +104,10 @@ def _strategy_of(flavour: str, strategy: str, **options: Any) -> Any:
 
 
 def _suggest_names(registry: Any) -> None:
-    """Let the names of a registry suggest ours for a misspelt one. Lightning would list only its own names."""
+    """Make a registry suggest this package's strategy names for a misspelt name.
+
+    Lightning's error would list only its own names.
+    """
     list_names = registry.available_strategies
 
     def available_strategies() -> list[str]:
@@ -114,9 +117,10 @@ def _suggest_names(registry: Any) -> None:
 
 
 class _SuggestingNames(list[str]):
-    """List of strategy names that raises an error for a misspelt name of ours, and for a class in place of an object.
+    """List of strategy names whose membership test raises a helpful error for a misspelt name.
 
-    Trainer and Fabric ask whether the value of `strategy` is in the list, and have no other hook before their error.
+    It also raises an error for a strategy class that is passed in place of an object. Trainer and Fabric test whether
+    the value of `strategy` is in the list, and offer no other hook before their own error.
     """
 
     def __contains__(self, strategy: object) -> bool:
@@ -137,7 +141,9 @@ class _SuggestingNames(list[str]):
 
 
 def nearest_name(misspelt: str, names: Collection[str]) -> str | None:
-    """Return the name of ours that was probably meant, or None if no name or one of Lightning's is nearest.
+    """Return the strategy name of this package that is most similar to a misspelt name.
+
+    The result is None if no name is similar, or if a name of Lightning is more similar.
 
     >>> names = ["ddp", "ddp_spawn", "hybrid_allreduce", "hybrid_allreduce_spawn", "hybrid_pipeline"]
     >>> [nearest_name(name, names) for name in ("hybrid", "hybrid-all-reduce", "hybrid_pipline", "ddp_spwan")]
@@ -153,7 +159,10 @@ def nearest_name(misspelt: str, names: Collection[str]) -> str | None:
 
 
 class _RegisterWhenImported(MetaPathFinder):
-    """Finder that lets other finders find a module of Lightning, and registers our names after its execution."""
+    """Import finder that registers the strategies' names after a Lightning module has been executed.
+
+    Other finders find the module.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -173,7 +182,10 @@ class _RegisterWhenImported(MetaPathFinder):
 
 
 class _RegisteringLoader:
-    """Loader that registers our names after it has executed the module. All else is the wrapped loader's."""
+    """Module loader that registers the strategies' names after the wrapped loader has executed a module.
+
+    All other attributes are taken from the wrapped loader.
+    """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
