@@ -1,14 +1,14 @@
-"""Checkpoint files with atomic writes and checksums: a file is complete, or it is absent.
+"""Checkpoint files with atomic writes and checksums, so that a file is either complete or absent.
 
 A file is the zip archive that `torch.save` writes, with a comment at its end:
 
     archive                                        as torch wrote it, except the last 2 bytes: the comment's length
     "lightning_hybrid crc32 <8 hex> of <16 hex>"   checksum and number of the preceding bytes
 
-torch, stock Lightning and `unzip` read the file like any other. torch checks no checksum: a flipped bit in a weight
-loads without an error. CRC-32 detects all damage of up to 32 consecutive bits, and misses one in 4 billion larger
-damages. It does not protect against malicious files: `weights_only` does. If the process is killed, either the old or
-the new file has the name:
+torch, stock Lightning and `unzip` can read the file. torch does not verify checksums, so a flipped bit in a weight
+would load without an error. CRC-32 detects all damage of up to 32 consecutive bits, and misses one in 4 billion larger
+errors. It does not protect against malicious files, but `weights_only` does. If the process is killed, the name refers
+to either the old or the new file:
 
     write .NAME.part, fsync  ->  rename to NAME, fsync of the directory  ->  rename the old file to NAME.previous
 """
@@ -43,18 +43,21 @@ class DamagedCheckpointError(ValueError):
 
 
 class RefusedCheckpointError(UnpicklingError, ValueError):
-    """Error raised when a checkpoint holds more than tensors and plain data: an `UnpicklingError`, as in torch."""
+    """Error raised when a checkpoint contains objects other than tensors and plain data.
+
+    It is an `UnpicklingError`, as in torch.
+    """
 
 
 class CheckpointWriteError(OSError):
-    """Error raised when a checkpoint could not be written. The file that it should replace is still there."""
+    """Error raised when a checkpoint could not be written, in which case the old file is kept."""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True) -> None:
-    """Save `checkpoint` under `path`, complete and durable, or leave all files unchanged.
+    """Write a checkpoint file atomically and durably, or leave existing files unchanged on failure.
 
     Args:
         checkpoint: Object to save, as in `torch.save`.
@@ -108,7 +111,10 @@ def previous_of(path: Path) -> Path:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint and the previous one, or a directory, as other strategies write."""
+    """Remove a checkpoint file and its previous version, or a checkpoint directory.
+
+    Other strategies write checkpoint directories.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
         return
@@ -117,7 +123,10 @@ def remove_checkpoint(path: Path) -> None:
 
 
 class _ChecksumFile:
-    """Writable file that computes the checksum of its content, and withholds the last two bytes until `finish`."""
+    """Writable file that computes a checksum and appends it as a zip comment in `finish`.
+
+    It withholds the last two bytes, the length of the comment, until `finish`.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -139,10 +148,10 @@ class _ChecksumFile:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: nothing is buffered."""
+        """Do nothing, because the file is not buffered."""
 
     def finish(self) -> None:
-        """Write the length of the comment, in place of torch's 0, and the comment."""
+        """Write the zip comment with the checksum, and its length in place of torch's 0."""
         assert self.withheld == b"\0\0", "torch.save did not end with an archive without a comment"
         self._put(memoryview(_COMMENT_BYTES.to_bytes(2, "little")))
         comment = _COMMENT % (self.crc32, self.num_bytes)
@@ -162,7 +171,10 @@ class _ChecksumFile:
 
 
 def _link_old(path: Path, old: Path) -> bool:
-    """Give an existing file at `path` a second name, and return whether it has one."""
+    """Create the hard link `old` to the file at `path`, and return True if it was created.
+
+    Without hard links, the file is renamed to `previous_of(path)`.
+    """
     if not path.is_file() or path.is_symlink():
         return False
     remove_quietly(old)
@@ -239,7 +251,7 @@ def load_unchecked(
 
 
 def check_whole(path: Path) -> bool:
-    """Verify the checksum of a file, and return whether the file has a checksum.
+    """Verify the checksum of a checkpoint file, and return whether the file has a checksum.
 
     Raises:
         DamagedCheckpointError: The checksum differs, or the file is not a checkpoint.
@@ -250,7 +262,7 @@ def check_whole(path: Path) -> bool:
     with path.open("rb") as file:
         comment = _end_of(file, num_bytes, _COMMENT_BYTES)
         if not comment.startswith(_MAGIC):
-            # A file of stock Lightning has no checksum, and is accepted. A file of ours that lost its end has none
+            # A file of stock Lightning has no checksum and is accepted. A truncated file of this package has none
             # either, but does not end like torch's archives.
             if _is_archive(file) and not _has_archive_end(file, num_bytes):
                 raise DamagedCheckpointError(
@@ -274,7 +286,7 @@ def _has_archive_end(file: BinaryIO, num_bytes: int) -> bool:
 
 
 def _crc32_of(file: BinaryIO, num_bytes: int) -> int:
-    """Return the checksum of the first `num_bytes` bytes of a file."""
+    """Return the CRC-32 checksum of the first `num_bytes` bytes of a file."""
     crc32 = 0
     remaining = num_bytes
     file.seek(0)
@@ -285,7 +297,9 @@ def _crc32_of(file: BinaryIO, num_bytes: int) -> int:
 
 
 def mark_of(path: Path) -> str:
-    """Return the name and checksum of a checkpoint, or the name and size if it has none. Reads only the file's end.
+    """Return a short text that identifies a checkpoint by its name and checksum.
+
+    If the file has no checksum, the text contains its size. Only the end of the file is read.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "some.ckpt"
@@ -307,7 +321,7 @@ def _end_of(file: BinaryIO, num_bytes: int, length: int) -> bytes:
 
 
 def not_found(path: Path) -> str:
-    """Return the error of a checkpoint that is not there, with the newest checkpoints of its folder."""
+    """Return the error message for a missing checkpoint, with the newest checkpoints in its folder."""
     folder = path.parent
     problem = f"Checkpoint file not found: {path}."
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in host memory, which later training steps do not change."""
+"""Copies of checkpoints in host memory, which stay unchanged while training continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _ALIGNED_BYTES = 64  # alignment of torch's own allocations
 
 
 def deep_copied(value: Any, *, of_tensor: Callable[[Tensor], Tensor]) -> Any:
-    """Copy `value` like `copy.deepcopy`, with `of_tensor(tensor)` in place of every tensor, at any depth.
+    """Deep-copy an object, with each tensor replaced by `of_tensor(tensor)`.
+
+    Tensors at any depth are replaced.
 
     Parameters are copied by their own method, which cannot be replaced.
 
@@ -33,7 +35,7 @@ def deep_copied(value: Any, *, of_tensor: Callable[[Tensor], Tensor]) -> Any:
 
 
 class _CopiesOfTensors(TorchFunctionMode):
-    """Mode in which `copy.deepcopy` calls a function for every tensor."""
+    """Torch function mode in which `copy.deepcopy` calls a given function for every tensor."""
 
     def __init__(self, of_tensor: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -48,14 +50,15 @@ class _CopiesOfTensors(TorchFunctionMode):
 
 
 class HostCopies:
-    """Host memory for a copy of a checkpoint's tensors, reused from one checkpoint to the next.
+    """Reusable host memory for copies of the tensors in checkpoints.
 
-    All CPU tensors lie in one block, one after the other. CUDA tensors lie in a second block, which must be
-    page-locked:
+    Copies of CPU tensors are stored one after the other in one block. Copies of CUDA tensors are stored in a second,
+    page-locked block:
 
-        bytes of a block = bytes of its tensors, each rounded up to 64;  a block that is too small grows by an extra 1/8
+        bytes of a block = bytes of its tensors, each rounded up to a multiple of 64
 
-    Copies from CUDA are enqueued after the step in progress: call `wait` before reading them.
+    A block that is too small is replaced by one with an extra 1/8 of the bytes. Copies from CUDA are enqueued after the
+    step in progress, so `wait` must be called before reading them.
     """
 
     def __init__(self) -> None:
@@ -64,13 +67,14 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes in host buffers."""
+        """Total size of the host memory blocks, in bytes."""
         return sum(block.numel() for block in self._blocks.values())
 
     def take(self, checkpoint: Any) -> Any:
-        """Return a copy of `checkpoint` that later steps do not change. It is valid until the next call.
+        """Return a copy of a checkpoint in host memory, which is valid until the next call.
 
-        All values keep their types. Tensors move to the CPU, except parameters, sparse and quantized tensors.
+        Later training steps do not change it. All values keep their types. Tensors move to the CPU, except parameters,
+        sparse and quantized tensors.
         """
         # The first pass collects the tensors, so that the size of a block is known before it is filled. The second pass
         # replaces the tensors by their copies.
@@ -97,7 +101,7 @@ class HostCopies:
         return deep_copied(frame, of_tensor=replace)
 
     def wait(self) -> None:
-        """Wait until the enqueued copies are complete."""
+        """Wait until all copies from CUDA devices are complete."""
         for event in self._events:
             event.synchronize()
 
@@ -128,8 +132,8 @@ class HostCopies:
         return {key: _copy_at(block, begins[key], tensor) for key, tensor in tensors.items()}
 
     def _block_of(self, num_bytes: int, *, is_locked: bool) -> Tensor:
-        # One block is reused for tensors of any shape: fresh pages cost a CPU more than the copy. torch rounds
-        # page-locked memory up to a power of two.
+        # One block is reused for tensors of any shape, because allocating new pages takes a CPU longer than the copy.
+        # torch rounds page-locked memory up to a power of two.
         block = self._blocks.pop(is_locked, None)
         if block is None or block.numel() < num_bytes:
             size = num_bytes
@@ -143,7 +147,10 @@ class HostCopies:
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is nothing but bytes in memory, unlike sparse and quantized tensors and subclasses."""
+    """Return whether a tensor is a plain strided tensor with data.
+
+    Sparse and quantized tensors, subclasses and empty tensors are not.
+    """
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return False
     return not tensor.is_quantized and tensor.numel() > 0
@@ -156,18 +163,18 @@ def _key_of(tensor: Tensor) -> _Key:
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
-        # torch marks a conjugate or negative view only by a flag: it shares the memory of the tensor it is a view of.
+        # torch marks a conjugate or negative view only by a flag, and the view shares memory with its base tensor.
         tensor.is_conj(),
         tensor.is_neg(),
     )
 
 
 def _copy_at(block: Tensor, begin: int, tensor: Tensor) -> Tensor:
-    # `frombuffer` creates a storage of this range alone: `torch.save` writes the whole storage of a tensor.
+    # `frombuffer` creates a storage of this range only. This matters because `torch.save` writes whole storages.
     flat = torch.frombuffer(block.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=begin)
-    # A tensor on `meta` has no memory: it only tells the strides that torch would choose.
+    # A tensor on `meta` has no memory. It only provides the strides that torch would choose.
     strides = torch.empty_like(tensor, device="meta").stride()
     target = flat.as_strided(tensor.shape, strides)
-    # A copy from CUDA to page-locked memory copies bytes: the flags of a conjugate or negative view would be lost.
+    # A copy from CUDA to page-locked memory copies bytes, so the flags of a conjugate or negative view would be lost.
     source = tensor.detach().resolve_conj().resolve_neg()
     return target.copy_(source, non_blocking=tensor.is_cuda)

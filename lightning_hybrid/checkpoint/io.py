@@ -1,4 +1,4 @@
-"""Checkpoint plugin for Lightning with files of `checkpoint.file`, which survive a kill of the run."""
+"""Checkpoint plugin for Lightning that writes checkpoint files atomically and with checksums."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ else:
 
 
 class DurableCheckpointIOMixin(_Base):
-    """Checkpoint plugin with atomic, checksummed writes. A file is complete or absent, and damaged files are refused.
+    """Checkpoint plugin with atomic, checksummed writes, which refuses to load damaged files.
+
+    A file is either complete or absent:
 
         save      temporary file by `torch.save`, checksum, fsync, atomic rename
         load      verify the checksum, then `torch.load`, which by default runs no code that a file names
@@ -38,16 +40,16 @@ class DurableCheckpointIOMixin(_Base):
 
     Any Lightning checkpoint reader can read these files, and checkpoints from other sources load without verification.
     For URLs (`s3://...`) Lightning's own writer is used, without checksum or background thread. Values keep their
-    types. The first save warns of objects that torch loads only with `weights_only=False`, such as OmegaConf objects in
-    hyper-parameters.
+    types. The first save warns about objects that torch loads only with `weights_only=False`, such as OmegaConf objects
+    in hyper-parameters.
 
     Args:
-        in_background: Copy the tensors to host memory, for which training waits, and write them in a thread, for which
-            it does not wait. A kill before the thread finishes leaves the previous checkpoint. False: training waits
-            for the disk.
+        in_background: Whether to copy the tensors to host memory, for which training waits, and write them in a thread,
+            for which it does not wait. A kill before the thread finishes leaves the previous checkpoint. False:
+            training waits for the disk.
         max_in_memory: Maximum number of copied checkpoints that wait to be written (with `in_background`). A further
-            one waits until the first is written. Host memory, in bytes of the checkpoint's tensors: once for each
-            checkpoint that is not yet written, once between checkpoints, none after the end of fitting.
+            one waits until the first is written. Each checkpoint that is not yet written takes host memory of the size
+            of its tensors. One such block is kept between checkpoints, and freed at the end of fitting.
         timeout_s: Seconds that `save` and the end of fitting wait for the thread.
         keep_previous: Whether an overwritten checkpoint is kept as `<name>.previous.ckpt`. It doubles the disk space,
             and a run can resume from it if the disk damages the newest file. The recipes set it for `resume=auto`.
@@ -90,7 +92,9 @@ class DurableCheckpointIOMixin(_Base):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        """Save a checkpoint under `path`. With `in_background`, return once the tensors are copied.
+        """Save a checkpoint under `path`, in the background if `in_background` is set.
+
+        With `in_background`, the method returns once the tensors are copied.
 
         Raises:
             CheckpointWriteError: This checkpoint, or with `in_background` an earlier one, was not written.
@@ -121,7 +125,7 @@ class DurableCheckpointIOMixin(_Base):
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a complete checkpoint, after all pending ones are written.
+        """Verify and load a checkpoint, after all pending checkpoints have been written.
 
         Raises:
             FileNotFoundError, DamagedCheckpointError, RefusedCheckpointError: See `checkpoint.file.load_unchecked`.
@@ -140,7 +144,7 @@ class DurableCheckpointIOMixin(_Base):
         return load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, after all pending ones are written."""
+        """Remove a checkpoint, after all pending checkpoints have been written successfully."""
         if not _is_local(path):
             super().remove_checkpoint(path)
         elif self._thread.num_jobs:
@@ -152,7 +156,7 @@ class DurableCheckpointIOMixin(_Base):
             remove_checkpoint(Path(path))
 
     def teardown(self) -> None:
-        """Wait for the thread, and free its memory.
+        """Wait until all checkpoints are written, and free the host memory.
 
         Raises:
             CheckpointWriteError: A checkpoint was not written. While another error is being raised, it is a warning.
@@ -176,7 +180,7 @@ class DurableCheckpointIOMixin(_Base):
             copies.wait()
             self._write(checkpoint, path)
         finally:
-            # One block of memory is kept for the next checkpoint. A second one was only needed for two in a row.
+            # One block of memory is kept for the next checkpoint. A second block is needed only for two in a row.
             if not self._copies:
                 self._copies.append(copies)
 

@@ -1,4 +1,4 @@
-"""Conversion of optimizer state from parameter numbers, which `ddp` saves, to parameter names, which FSDP2 loads."""
+"""Conversion of optimizer state dicts from parameter indices, as in `ddp`, to parameter names, as in FSDP2."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 def state_by_name(
     state_dict: dict[str, Any], optimizer: Optimizer, module: nn.Module
 ) -> dict[str, Any]:
-    """Return an optimizer's `state_dict` with parameter names in place of parameter numbers.
+    """Return an optimizer's state dict with parameter names in place of parameter indices.
 
-    Numbers count the parameters of the groups, one group after the other. Lightning's `ModelParallelStrategy` treats
-    them as indices of `module.parameters()`. With more than one group, as from `param_groups`, it would give the state
-    of one parameter to another. It uses names as they are.
+    An index counts the parameters of all groups, one group after the other. Lightning's `ModelParallelStrategy` treats
+    it as an index of `module.parameters()`. With more than one group, as from `param_groups`, it would load the state
+    of one parameter into another. It uses names unchanged.
 
     Args:
         state_dict: State saved by `ddp` or `hybrid_allreduce`: `checkpoint["optimizer_states"][0]`. A state with names

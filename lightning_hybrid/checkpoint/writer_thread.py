@@ -1,4 +1,4 @@
-"""Thread that runs jobs in order while training continues, and keeps their errors."""
+"""Background thread that runs jobs in order while training continues, and stores their errors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 
 class WriterThread:
-    """Queue of jobs, with a thread that runs them one after the other. The thread ends when `wait` finds no job.
+    """Job queue with one background thread that runs the jobs in order.
 
-    The process does not exit before all jobs are done. The first error is stored until `take_error`. After an error,
-    jobs that were put with `needs_success` are skipped until another job has succeeded.
+    The thread ends when `wait` finds all jobs done. The process does not exit before all jobs are done. The first error
+    is stored until `take_error`. After an error, jobs that were put with `needs_success` are skipped until another job
+    has succeeded.
 
     Args:
         max_jobs: Maximum number of jobs in progress or waiting. `wait_for_slot` waits until there are fewer.
@@ -36,19 +37,22 @@ class WriterThread:
         return WriterThread, (self.max_jobs,)
 
     def put(self, job: Callable[[], None], *, needs_success: bool = False) -> None:
-        """Append a job to the queue. With `needs_success`, it is skipped if the latest ordinary job failed."""
+        """Append a job to the queue.
+
+        With `needs_success`, the job is skipped if the latest ordinary job failed.
+        """
         if self._executor is None:
             # Python waits for this thread at exit, so all jobs of the queue run.
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint writer")
         self._jobs.append(self._executor.submit(self._run, job, needs_success))
 
     def wait_for_slot(self, *, limit_s: float) -> bool:
-        """Wait until the queue has room for a job, and return whether it has room within the limit."""
+        """Wait until the queue has room for a job, and return False if the time limit expires first."""
         num_to_finish = max(self.num_jobs + 1 - self.max_jobs, 0)
         return not wait(self._jobs[:num_to_finish], limit_s).not_done
 
     def wait(self, *, limit_s: float) -> bool:
-        """Wait until all jobs are done, and return whether they are done within the limit."""
+        """Wait until all jobs are done, and return False if the time limit expires first."""
         if wait(self._jobs, limit_s).not_done:
             return False
         if self._executor is not None:
@@ -80,6 +84,6 @@ class WriterThread:
             has_failed = True
         else:
             has_failed = False
-        # A removal (needs_success) neither counts as a failed write nor clears one.
+        # A removal (needs_success) does not change whether the latest write failed.
         if not needs_success:
             self._has_failed = has_failed

@@ -1,1 +1,1 @@
-"""The strategies of `hybrid_allreduce` and their precision, for Lightning Fabric."""
+"""Strategy `hybrid_allreduce` and its precision plugin for Lightning Fabric."""

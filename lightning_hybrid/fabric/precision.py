@@ -1,7 +1,7 @@
 """Precision plugin for Fabric: half-precision training on fp32 master weights in a user's own loop.
 
-It works like `plugin.py` in the Trainer's manual optimization, for any number of modules and optimizers. The window is
-open only during forward and backward, so all other code of the loop sees fp32 parameters.
+It works like `precision/plugin.py` in the Trainer's manual optimization, for any number of modules and optimizers.
+Parameters are half-precision only during forward and backward, so all other code of the loop sees fp32 parameters.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ _ASK_EVERY = 50
 
 
 class FabricMasterWeightMixin(MasterWeightMixin):
-    """Fabric plugin for training in fp16 (or bf16) on fp32 master weights, with fp32 gradients and optimizer state.
+    """Fabric precision plugin for training in fp16 or bf16 on fp32 master weights.
 
-        forward         under autocast, on half-precision copies of the weights; outputs are converted to fp32
-        backward        of the loss times its scale; then `p.grad` is fp32 and unscaled, to be read, clipped or changed
-        optimizer.step  on the fp32 weights, or skipped if a gradient was inf or nan
+        forward         runs under autocast on half-precision copies of the weights. Outputs are converted to fp32
+        backward        uses the scaled loss. Afterwards `p.grad` is fp32 and unscaled, and may be clipped or changed
+        optimizer.step  updates the fp32 weights, or is skipped if a gradient was inf or nan
 
     Each optimizer has its own loss scale. A backward uses the smallest scale of the optimizers that it can reach.
     Checkpoints hold the fp32 weights, the fp32 state of the optimizers and the loss scales. Arguments and errors are
-    those of the Trainer's `MasterWeightPrecision`. Every 50 steps the plugin checks for 40 skipped steps in a row.
+    the same as for the Trainer's `MasterWeightPrecision`. Every 50 steps the plugin checks for 40 skipped steps in a
+    row.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Register a module. Once it is on its device, `add_module` creates the half-precision copies."""
+        """Register a module, whose half-precision copies `add_module` creates later on its device."""
         self._modules.append(module)
         return module
 
     def add_module(self, module: nn.Module, device: torch.device) -> None:
-        """Create the half-precision copies of a module that is on its device."""
+        """Create half-precision copies of the parameters of a module that is already on its device."""
         self._device = device
         self._compute_device = device
         if self.window is None:
@@ -75,16 +76,16 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         self.optimizer_steps.to(device)
 
     def connect_optimizer(self, optimizer: Optimizer) -> None:
-        """Give the optimizer a loss scale."""
+        """Register an optimizer and create its loss scale."""
         self.connect(self._modules, [optimizer], [])
 
     # ---- forward and backward --------------------------------------------------------------------------------------
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Run a forward on half-precision parameters under autocast."""
+        """Return a context for a forward pass with half-precision parameters under autocast."""
         assert self.gradients is not None
-        # DDP may rebuild its buckets in a forward, and would then round existing gradients.
+        # DDP may rebuild its buckets in a forward pass, and would then round existing gradients.
         with self.gradients.hidden(list(self._modules.parameters())), super().forward_context():
             yield
         if torch.is_grad_enabled():
@@ -100,10 +101,10 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         return tensor
 
     def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
-        """Do nothing, because `backward` does everything."""
+        """Do nothing, because `backward` also scales the loss."""
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward of the loss times its scale, in fp32, and store unscaled fp32 gradients in `p.grad`."""
+        """Run the backward pass of the scaled loss, and store unscaled fp32 gradients in `p.grad`."""
         assert self.window is not None
         assert self.gradients is not None
         parameters = list(self._modules.parameters())
@@ -120,12 +121,12 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         return self.averages(parameter)
 
     def post_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
-        """Do nothing, because `backward` does everything."""
+        """Do nothing, because `backward` also unscales the gradients."""
 
     # ---- optimizer step --------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Run the closure, if there is one, then make or skip the whole optimizer step."""
+        """Run the closure, if there is one, and then step the optimizer unless gradients overflowed."""
         closure = kwargs.pop("closure", None)
         state = self.optimizer_steps.of(optimizer)
         state.skip_flag = None
@@ -195,6 +196,6 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             self._raise_if_stuck(state, model, step=step)
 
     def teardown(self) -> None:
-        """Restore the modules' fp32 parameters."""
+        """Restore the fp32 parameters of all registered modules."""
         self._modules = nn.ModuleList()
         super().teardown()

@@ -1,7 +1,7 @@
-"""Strategy `hybrid_allreduce` for Fabric: the same communication, precision and checkpoints in a user's own loop.
+"""Strategy `hybrid_allreduce` for Fabric, with the same communication, precision and checkpoints as for the Trainer.
 
-Features of the Trainer's strategy that need a trainer are left out: the timeline, prefetching, and schedules that wait
-after a skipped step.
+Features of the Trainer's strategy that need a trainer are not supported: the timeline, prefetching, and schedules that
+wait after a skipped step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ else:
 
 
 def _explaining(name: str) -> Any:
-    """Return a method that calls the base class's method and adds to its error the name of a missing rank."""
+    """Return a method that calls the base class's method and names missing ranks in its errors."""
 
     def call(self: FabricHybridAllReduce, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -63,7 +63,7 @@ def _explaining(name: str) -> Any:
 
 
 class FabricHybridAllReduce(_Base):
-    """Data-parallel strategy for Fabric with a hybrid all-reduce and half precision on fp32 master weights.
+    """Data-parallel strategy for Fabric with a hybrid all-reduce and fp32 master weights.
 
     A drop-in replacement for Fabric's `DDPStrategy`. `precision="16-true"` and `"bf16-true"` train fp32 master weights.
     `fabric.setup` may be called for several modules: each has its own buckets and engine. `fabric.save` adds the loss
@@ -76,9 +76,9 @@ class FabricHybridAllReduce(_Base):
         comm: Algorithm, bucket size and wire dtype of the all-reduce: `Comm(...)`. A planner chooses a plan for each
             module.
         loss_scale: Loss scaling for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
-        uneven_batches: Only `"error"`, as without it: `"join"` needs the Trainer's strategy.
-        exact_resume: Whether loaders in a state resume in the middle of an epoch with exactly the remaining samples:
-            see data/README.md.
+        uneven_batches: Must be `"error"` (default), because `"join"` needs the Trainer's strategy.
+        exact_resume: Whether loaders in a saved state resume in the middle of an epoch with exactly the remaining
+            samples. See data/README.md.
         timeout: Seconds or a `timedelta` after which a rank that is dead or missing from a collective raises an error.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
             start_method: As in Fabric's `DDPStrategy`.
@@ -145,17 +145,17 @@ class FabricHybridAllReduce(_Base):
 
     @property
     def precision(self) -> Precision:
-        """Precision plugin that is in use."""
+        """Precision plugin in use, which replaces Fabric's plain half precision."""
         return super().precision
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
-        """Set the precision plugin. Fabric's plain half precision becomes half precision on fp32 master weights."""
+        """Set the precision plugin, with fp32 master weights in place of Fabric's plain half precision."""
         self._precision = with_masters(precision, self._precision_type, self._options.loss_scale)
 
     @property
     def communication_plan(self) -> str | None:
-        """One line with ranks, nodes, buckets and algorithms, once they are known."""
+        """One-line description of ranks, nodes, buckets and algorithms, or None before setup."""
         return self._comm.communication_plan
 
     @property
@@ -171,7 +171,7 @@ class FabricHybridAllReduce(_Base):
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Set up the environment like DDP. From here on, errors name a missing rank."""
+        """Set up processes like DDP, and start a watchdog that names missing ranks in errors."""
         has_several = self._comm.has_several_communicators(None)
         self._failures.begin(self.parallel_devices or (), has_several_communicators=has_several)
         super().setup_environment()
@@ -190,7 +190,7 @@ class FabricHybridAllReduce(_Base):
         )
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap a module in DDP with its own engine, and give every rank the weights of rank zero.
+        """Wrap a module in DDP with its own engine, and broadcast the weights of rank zero.
 
         Collective: every rank of the group must call it, in the same order.
         """
@@ -206,7 +206,7 @@ class FabricHybridAllReduce(_Base):
         topology = self._comm.topology_of(self.global_rank, self.world_size)
         self._comm.begin(topology, self.root_device, self._timeout)
         device_ids = self._determine_ddp_device_ids()
-        # DDP and the plan of its buckets are for the parameters of forward and backward.
+        # DDP and the plan of its buckets need the parameters that forward and backward use.
         window: AbstractContextManager[Any] = nullcontext()
         if half is not None and half.window is not None:
             window = half.window.opened()
@@ -220,7 +220,7 @@ class FabricHybridAllReduce(_Base):
         self._comm.average_by(engine, wrapped, module.parameters())
         if not self._engines:
             self._failures.end_setup()  # From here on, the engine's watchdog names missing ranks.
-            # A Fabric ends only with its process, also in a child of `launch(function)`.
+            # A Fabric object has no end but the end of its process, also in a child process of `launch(function)`.
             Finalize(None, self._close_engines, exitpriority=1)
             # A process that was forked from a notebook has the notebook's last error.
             self._earlier_error = getattr(sys, "last_value", None)
@@ -231,21 +231,21 @@ class FabricHybridAllReduce(_Base):
         return wrapped
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Give the optimizer a loss scale."""
+        """Register an optimizer with the precision plugin, which creates its loss scale."""
         self._comm.warn_of_reduction([optimizer])
         if self._half is not None:
             self._half.connect_optimizer(optimizer)
         return optimizer
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return the loader as one that `save_checkpoint` and `load_checkpoint` can save and restore."""
+        """Return a loader whose position `save_checkpoint` and `load_checkpoint` can save and restore."""
         processed = super().process_dataloader(dataloader)
         return self._loaders.process(processed, self.global_rank, self.world_size)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step like DDP, after a check that every trained parameter is averaged."""
+        """Run an optimizer step like DDP, and raise if a trained parameter is not averaged."""
         if self.world_size > 1:
             refuse_what_is_not_averaged(optimizer, self._wrapper_of, self._modules)
         return super().optimizer_step(optimizer, **kwargs)
@@ -258,9 +258,9 @@ class FabricHybridAllReduce(_Base):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the gradients' norm like DDP, but allow inf and nan if a loss scale may be the cause.
+        """Clip the gradients' norm like DDP, but do not raise for inf and nan if the loss is scaled.
 
-        In that case the optimizer step is skipped.
+        The optimizer step is then skipped.
         """
         is_scaled = self._half is not None and self._half.loss_scale is not None
         raises_error = error_if_nonfinite and not is_scaled
@@ -269,7 +269,7 @@ class FabricHybridAllReduce(_Base):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint like DDP, with the loss scales next to the state of an optimizer.
+        """Save a checkpoint like DDP, and add the loss scales if the state contains an optimizer.
 
         Collective if the state holds loaders: every rank of the group must call it, in the same order.
         """
@@ -284,7 +284,7 @@ class FabricHybridAllReduce(_Base):
     def load_checkpoint(
         self, path: Any, state: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Load a checkpoint like DDP, and restore the loss scales together with the state of an optimizer."""
+        """Load a checkpoint like DDP, and restore the loss scales if the state contains an optimizer."""
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         half = self._half
         if half is not None and isinstance(state, dict) and _has_optimizer(state):
@@ -315,7 +315,7 @@ class FabricHybridAllReduce(_Base):
             engine.close()
 
     def teardown(self) -> None:
-        """Close the engines, and restore the modules' fp32 weights."""
+        """Close the communication engines, and restore the modules' fp32 weights."""
         self._close_engines()
         self._modules = nn.ModuleList()
         self._wrapper_of = {}
@@ -323,7 +323,7 @@ class FabricHybridAllReduce(_Base):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register `hybrid_allreduce` and the variants that `ddp` has."""
+        """Register `hybrid_allreduce` and its variants, such as `_spawn`, in Fabric's registry."""
         register_names(strategy_registry, cls)
 
 

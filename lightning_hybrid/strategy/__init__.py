@@ -1,6 +1,6 @@
-"""Lightning strategy: the steps of training between a batch and the updated weights.
+"""Lightning strategy, which implements the training step from a batch to the updated weights.
 
-One training step, station by station; `tests/test_one_step.py` walks the same stations:
+A training step has these stages. `tests/test_one_step.py` checks them in the same order:
 
     1   batch             loader -> host batch                               LightningDataModule
     2   device prefetch   host batch -> device batch                         data/prefetch.py

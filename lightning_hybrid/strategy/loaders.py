@@ -107,7 +107,7 @@ class TrainingLoaders:
             source.instance = copy.copy(source.instance)
 
     def after_optimizers(self, trainer: Any) -> None:
-        """Discard loaders that were created in `configure_optimizers`, so that Lightning rebuilds them on resume.
+        """Discard loaders created in `configure_optimizers`, so that Lightning rebuilds them on resume.
 
         `trainer.estimated_stepping_batches` creates loaders before their state in the checkpoint is read, and Lightning
         2.6 would drop that state.
@@ -156,7 +156,7 @@ class TrainingLoaders:
         return self._wrap_training_loader(loader, trainer, with_prefetcher)
 
     def _resumes_by_counters(self) -> bool:
-        """Return whether loaders of `lightning_hybrid.data` resume at the batch that the trainer's counters give."""
+        """Return whether loaders of `lightning_hybrid.data` resume from the trainer's batch counters."""
         return True
 
     def _wrap_training_loader(

@@ -26,12 +26,12 @@ from lightning_hybrid.checks import first_line, plain_value, require_choice
 from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.lightning_names import lightning_function, lightning_types, misconfiguration
 
-# Seconds for rank zero's result to reach the other ranks, after the limit. Our choice: the store
-# answers in milliseconds.
+# Seconds after the time limit in which rank zero's result must reach the other ranks. The store answers in
+# milliseconds, so this leaves a margin.
 GRACE_S = 5.0
 
-# Seconds that the ranks of a node may take to report which rank is dead. Our choice: they need about
-# 5 s over Gloo, 15 s over NCCL, and more if they are not communicating at the time.
+# Seconds that the ranks of a node may take to report which rank is dead. They need about 5 s over Gloo, 15 s over NCCL,
+# and more if they are not communicating at the time.
 REPORT_S = 30.0
 
 # Rank zero's result if no rank is missing.
@@ -41,21 +41,26 @@ _OBSERVER = "fabric.strategies.launchers.subprocess_script._ChildProcessObserver
 
 
 class RendezvousError(RuntimeError):
-    """Error of a failed rendezvous: the missing ranks, the address, and the time that the others waited."""
+    """Error raised when not all ranks connect at the rendezvous address.
+
+    The message names the cause, such as the missing ranks, a rank that two processes have, or a port in use.
+    """
 
 
 def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Wait until all ranks have arrived, and return the store of a new process group. Collective.
+    """Wait until all ranks have connected, and return the store for a new process group.
 
-    Rank zero listens only on `address` if that is a number (or `localhost`), and on all interfaces if it is a name: a
-    host may know its own name by another address than other hosts do.
+    Collective: every rank must call it.
+
+    Rank zero listens only on `address` if that is an IP address or `localhost`, and on all interfaces if it is a name,
+    because a host may resolve its own name to another address than other hosts do.
 
     Args:
         address: The address of rank zero, `MASTER_ADDR`.
         port: The port of rank zero, `MASTER_PORT`.
         rank: The rank of this process.
         world_size: The number of ranks to wait for.
-        timeout: The time to wait for all of them, and the store's own time limit.
+        timeout: The maximum time to wait for all ranks, and the time limit of the store's operations.
 
     Raises:
         RendezvousError: A rank is missing after the timeout, two processes have the same rank, or the port is taken.
@@ -66,7 +71,7 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
     names = dist.PrefixStore("names", store)
     _claim_rank(names, rank, where)
 
-    # Rank zero waits for all names and writes the result, so that every rank ends with the same words.
+    # Rank zero waits for all names and writes the result, so that every rank raises the same message.
     if rank == 0:
         missing = _collect_ranks(names, world_size, end_s)
     else:
@@ -84,7 +89,7 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
 def _open_store(
     address: str, port: int, rank: int, world_size: int, timeout: timedelta
 ) -> dist.TCPStore:
-    """Open the store on rank zero, or connect to it on another rank."""
+    """Create the TCP store on rank zero, or connect to it on any other rank."""
     try:
         if rank == 0:
             return _serve(address, port, world_size, timeout)
@@ -102,7 +107,9 @@ def _open_store(
 
 
 def _claim_rank(names: dist.Store, rank: int, where: str) -> None:
-    """Write the name of this process under its rank. The first process to do so has the rank.
+    """Register this process under its rank in the store, and raise if another process has that rank.
+
+    The first process that registers keeps the rank.
 
     Raises:
         RendezvousError: Another process has the rank.
@@ -117,7 +124,9 @@ def _claim_rank(names: dist.Store, rank: int, where: str) -> None:
 
 
 def listening_address(address: str) -> str:
-    """Return the address on which rank zero listens: a number itself, or all interfaces (an empty string) for a name.
+    """Return the IP address on which rank zero listens, or an empty string for all interfaces.
+
+    A host name other than `localhost` stands for all interfaces.
 
     >>> [listening_address(address) for address in ("10.0.0.7", "localhost", "node7")]
     ['10.0.0.7', '127.0.0.1', '']
@@ -131,10 +140,10 @@ def listening_address(address: str) -> str:
 
 
 def timeout_from(setting: timedelta | float) -> timedelta:
-    """Return the time that ranks wait for one another, from a `timedelta` or a number of seconds.
+    """Convert the option `timeout`, in seconds or as a `timedelta`, to a `timedelta`.
 
     Raises:
-        ValueError: It is not a time above zero.
+        ValueError: The timeout is not above zero, or exceeds a year.
 
     >>> timeout_from(60)
     datetime.timedelta(seconds=60)
@@ -146,7 +155,7 @@ def timeout_from(setting: timedelta | float) -> timedelta:
     else:
         seconds = plain_value(setting)
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    # At most a year: torch counts it in milliseconds and nanoseconds.
+    # The limit is a year, because torch converts the timeout to milliseconds and nanoseconds.
     if not is_number or not 0 < seconds <= 366 * 86400:
         raise ValueError(
             f"`timeout` (={setting!r}) must be a number of seconds above zero, or a timedelta. It is the time that "
@@ -160,7 +169,7 @@ def timeout_from(setting: timedelta | float) -> timedelta:
 
 
 def _serve(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Open the store of rank zero."""
+    """Create the TCP store of rank zero, which listens on `address` only if possible."""
     listener = _listen(listening_address(address), port)
     descriptor = None
     if listener is not None:
@@ -172,17 +181,17 @@ def _serve(address: str, port: int, world_size: int, timeout: timedelta) -> dist
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        # If this process already has a store at this port, from an earlier fit, it is used again.
+        # If this process already has a store at this port from an earlier fit, that store is used again.
         multi_tenant=True,
         master_listen_fd=descriptor,
     )
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on one address, or None if torch's own listener is to be used."""
+    """Return a socket that listens on one address, or None if torch must open its own listener."""
     if not address:
         return None
-    # torch's own listener would use every interface: any host could reach the store.
+    # torch's own listener would use every interface, so any host could reach the store.
     family = socket.AF_INET
     if ":" in address:
         family = socket.AF_INET6
@@ -193,7 +202,7 @@ def _listen(address: str, port: int) -> socket.socket | None:
         listener.listen(socket.SOMAXCONN)
     except OSError as error:
         listener.close()
-        # A port in use is left to torch: the listener there may be this process's own store, of an earlier fit.
+        # torch handles a port in use, because its listener may be this process's own store from an earlier fit.
         if error.errno != errno.EADDRINUSE:
             rank_zero_warn(
                 f"MASTER_ADDR (={address}) is not an address of this host ({error.strerror}), so rank 0 listens at "
@@ -204,7 +213,10 @@ def _listen(address: str, port: int) -> socket.socket | None:
 
 
 def _collect_ranks(names: dist.Store, world_size: int, end_s: float) -> str:
-    """Wait for the names of all ranks, write the result for them, and return the missing ranks as text."""
+    """Wait on rank zero until all ranks have registered, and return the missing ranks as text.
+
+    The result is also written to the store for the other ranks. It is empty if no rank is missing.
+    """
     missing = list(range(world_size))
     while True:
         missing = [rank for rank in missing if not names.check([f"rank {rank}"])]
@@ -231,7 +243,7 @@ def _collect_ranks(names: dist.Store, world_size: int, end_s: float) -> str:
 def _await_result(
     names: dist.Store, end_s: float, where: str, rank: int, timeout: timedelta
 ) -> str:
-    """Wait for rank zero's result, and return the missing ranks as text."""
+    """Wait on a rank above zero for the result of the rendezvous, and return the missing ranks as text."""
     remaining_s = max(0.0, end_s - monotonic()) + GRACE_S
     try:
         names.wait(["result"], timedelta(seconds=remaining_s))
@@ -259,20 +271,22 @@ def _no_answer(where: str, rank: int, timeout: timedelta) -> str:
 def connect_ranks(
     environment: Any, backend: str, device: torch.device, timeout: timedelta | None
 ) -> None:
-    """Create the process group with the store of `meet`, except under torchrun, whose agents have a store. Collective.
+    """Create the process group after a rendezvous of all ranks.
+
+    The ranks use the store of `meet`, or the store of torchrun's agents. Collective: every rank must call it.
 
     Args:
         environment: Lightning's cluster environment.
         backend: The backend of the process group.
         device: The device of this rank.
-        timeout: The time that ranks wait for one another.
+        timeout: The maximum time that ranks wait for one another.
 
     Raises:
-        RendezvousError: As in `meet`, or the ranks met and cannot connect to one another.
+        RendezvousError: As in `meet`, or the ranks registered but cannot connect to one another.
     """
     assert timeout is not None
-    # A group that is bound to its device makes NCCL connect at once, and further groups are splits of the default one.
-    # Gloo has neither.
+    # If the group is bound to a device, NCCL connects at once, and further groups are split from the default group.
+    # Gloo supports neither.
     device_id = None
     if device.type != "cpu" and "nccl" in backend:
         device_id = device
@@ -297,7 +311,7 @@ def connect_ranks(
 
 
 def _new_store(environment: Any, timeout: timedelta) -> dist.Store | None:
-    """Return the store for a new process group, or None for that of torchrun's agents."""
+    """Return the store for a new process group, or None to use the store of torchrun's agents."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return meet(
             address=environment.main_address,
@@ -312,11 +326,10 @@ def _new_store(environment: Any, timeout: timedelta) -> dist.Store | None:
 
 
 def store_of_attempt(address: str, port: int, timeout: timedelta) -> dist.Store:
-    """Return the store of torchrun's agent with a prefix for this attempt, for a launch on a single node.
+    """Return the store of torchrun's agent, with a key prefix for the current restart attempt.
 
-    The agent's store outlives its workers. Without a prefix, the workers of the next attempt would find the addresses
-    that the last attempt wrote, and the first rank would read them. Each agent counts attempts by itself, so this works
-    for one agent only.
+    The agent's store outlives its workers. Without a prefix, the workers of the next attempt would read the addresses
+    that the last attempt wrote. Each agent counts attempts by itself, so this works for launches on a single node only.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -324,10 +337,10 @@ def store_of_attempt(address: str, port: int, timeout: timedelta) -> dist.Store:
 
 
 def start_method_from(setting: str) -> Any:
-    """Return the way in which the ranks of a node are started.
+    """Return the option `start_method` if it is valid.
 
     Raises:
-        ValueError: It is unknown.
+        ValueError: The start method is unknown.
     """
     why = "it is how the ranks of a node are started. Leave `start_method` out for 'popen'"
     require_choice("start_method", setting, ("popen", "spawn", "fork", "forkserver"), why)
@@ -335,11 +348,11 @@ def start_method_from(setting: str) -> Any:
 
 
 def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -> None:
-    """Check, before ranks are started, the type of the devices and that the command can be repeated for each rank.
+    """Raise before the launch if the devices or the start method are not supported.
 
     Args:
         name: The name of the strategy.
-        start_method: The way in which the ranks of a node are started.
+        start_method: The method by which the ranks of a node are started.
         devices: The devices of this node.
 
     Raises:
@@ -354,7 +367,7 @@ def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -
             "device."
         )
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
-    # Lightning refuses it too, but its error would name a variant of DDP.
+    # Lightning raises an error too, but its error would name a variant of DDP.
     if start_method == "popen" and is_interactive:
         raise misconfiguration(
             f"`strategy` (={name!r}) must be started from a script: it repeats the command for each rank, and an "
@@ -364,9 +377,10 @@ def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -
 
 
 def let_ranks_report() -> None:
-    """Give ranks `REPORT_S` to end with an error of their own, before Lightning kills them because one has died.
+    """Delay Lightning's kill after a rank has died, so that other ranks can report the cause first.
 
-    Lightning checks every 5 s, and would kill this process before or while it reports the dead rank and the reason.
+    They get `REPORT_S` seconds. Lightning checks every 5 s, and would kill this process before or while it reports the
+    dead rank and the reason.
     """
     for thread in threading.enumerate():
         if isinstance(thread, lightning_types(_OBSERVER)) and "_run" not in vars(thread):

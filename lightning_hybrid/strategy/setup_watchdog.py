@@ -1,4 +1,4 @@
-"""Watchdog of a setup: names dead, stopped, hanging and failed ranks before there is an engine that does so."""
+"""Watchdog for the setup of a run, which names failed ranks before the communication engine exists."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ OUTSIDE = "in no collective"
 
 
 class SetupWatchdog:
-    """Watchdog that names the rank others wait for, before there is an engine or without one.
+    """Watchdog that names dead, stopped, hanging or failed ranks while there is no communication engine.
 
     Collective: every rank must create it, in the same order.
 
     Args:
-        device: The device of the tensors. On a GPU the device waits, and a failure aborts its communicators.
-        timeout: The time limit of collectives. On a GPU, a wait of 0.9 of it is a failure.
+        device: The device of the tensors. On a GPU, a failure aborts the communicators on which the device waits.
+        timeout: The time limit of collectives. On a GPU, a wait of 90% of this time counts as a failure.
     """
 
-    # Over Gloo a collective that waits for long fails by itself. Only then can the cause be named.
+    # With Gloo, a collective that waits too long fails by itself, and the cause can be named only then.
     gives_up_on_cpu = False
 
     def __init__(self, *, device: torch.device, timeout: timedelta | None = None) -> None:
@@ -52,7 +52,7 @@ class SetupWatchdog:
     def _new_watchdog(self, device: torch.device, timeout: timedelta | None) -> Watchdog:
         hosts_and_addresses: list[tuple[str, list[str]]] = [("", [])] * self._world_size
         dist.all_gather_object(hosts_and_addresses, (host_identity()[0], tcp_info.own_addresses()))
-        # A process may fit more than once: each setup has a store of its own.
+        # A process may fit more than once, so each setup uses a separate store.
         setup_number = private_store("lightning_hybrid/setups").add(str(self._rank), 1)
 
         give_up_after_s = None
@@ -69,11 +69,11 @@ class SetupWatchdog:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SetupWatchdog:
-        # Its thread exists once, even if user code copies the trainer.
+        # The thread must exist only once, even if user code copies the trainer.
         return self
 
     def status(self) -> RankStatus:
-        """Return the state of this rank, for the diagnosis of a failure."""
+        """Return the status of this rank for the diagnosis of a failure, such as its code location."""
         location, is_inside = place_of(self._caller)
         is_inside = is_inside or self._num_inside > 0 or bool(self._failed_location)
         collective = OUTSIDE
@@ -87,25 +87,34 @@ class SetupWatchdog:
         )
 
     def stalled_s(self) -> float:
-        """Return the seconds since the device last made progress, or 0 on a CPU, where no bucket is in flight."""
+        """Return the seconds since the GPU last made progress, or 0 on a CPU."""
         if self._device_waits is None:
             return 0.0
         return self._device_waits.stalled_s()
 
     def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """End the waits of a GPU. Those of Gloo cannot be cancelled."""
+        """Abort the communicators of a GPU, so that its waits end.
+
+        Waits of Gloo cannot be cancelled.
+        """
         if self._device_waits is not None:
             abort_all(limit_s=ABORT_LIMIT_S)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark a section that acts as a barrier. A rank that fails inside has waited for others."""
+        """Mark a section as a collective wait for the diagnosis of failures.
+
+        A rank that fails inside the section counts as one that waited for other ranks.
+        """
         self._num_inside += 1
         yield  # no `finally`: after an error inside, the rank still counts as one that waited
         self._num_inside -= 1
 
     def explain(self, error: BaseException) -> str:
-        """Return the cause of a collective that failed here, in the same words on every rank, and then `error`."""
+        """Return a message with the cause of a failed collective, followed by this rank's own error.
+
+        The diagnosis is the same on every rank.
+        """
         self._failed_location = place_of_error(error)
         noticed = f"rank {self._rank} failed {self._where()}: {short(error)}"
         diagnosis = self._watchdog.collect_status(noticed)
@@ -115,9 +124,9 @@ class SetupWatchdog:
         return "in a collective that averages no gradients"
 
     def abort(self, reason: str) -> None:
-        """Report to the other ranks the reason for which this one ends."""
+        """Report to the other ranks the reason why this rank ends."""
         self._watchdog.raise_alarm(f"comm: rank {self._rank} gave up: {reason}")
 
     def leave(self) -> None:
-        """End the watchdog. It may be called again."""
+        """Stop the watchdog, which may already be stopped."""
         self._watchdog.leave()

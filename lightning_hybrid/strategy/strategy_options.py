@@ -1,4 +1,4 @@
-"""Validated options of a strategy, which its constructor parses once and then passes on as one object."""
+"""Validated options of a strategy, which its constructor parses and passes on as one object."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ _OPTION_TYPES: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """Validated options of a strategy. Make them with `parse`.
+    """Validated options of a strategy, which `parse` creates from constructor arguments.
 
     Attributes:
-        strategy_features: Features of the strategy itself, as in `features`.
+        strategy_features: Features of the strategy itself, in the format of `features`.
         between_nodes: The exchange between nodes.
         comm: The options of the all-reduce.
-        plan: The plan of `comm`, until a planner chooses another one.
+        plan: The communication plan of `comm`, until a planner chooses another one.
         ranks_per_node: The number of consecutive ranks that form a node. None: the ranks of a host.
-        shard_update: The ranks that share the update of weights.
+        shard_update: The ranks between which the update of weights is sharded.
         loss_scale: The loss scale for fp16, or None for the default.
         report: The options of reports.
         extensions: Factories of the user's extensions.
@@ -102,13 +102,15 @@ class StrategyOptions:
         uneven_batches: UnevenBatches = "error",
         exact_evaluation: bool = False,
     ) -> StrategyOptions:
-        """Check the options of a strategy, before any process group is created.
+        """Validate the constructor arguments of a strategy and return them as options.
+
+        This needs no process group.
 
         Args:
-            ddp_kwargs: The keyword arguments that are not the strategy's own.
+            ddp_kwargs: The keyword arguments that the strategy does not define itself.
             argument_names: The arguments of the strategy, for suggestions in errors.
             strategy_name: The name of the strategy, for errors.
-            strategy_features: Features of the strategy itself, which some options exclude.
+            strategy_features: Features of the strategy itself, with which some options cannot be combined.
             between_nodes: As in `HybridAllReduceStrategy`.
             comm: As in `HybridAllReduceStrategy`.
             ranks_per_node: As in `HybridAllReduceStrategy`.
@@ -120,7 +122,7 @@ class StrategyOptions:
             exact_evaluation: As in `HybridAllReduceStrategy`.
 
         Raises:
-            ValueError: An option is unknown, has an invalid value, or excludes another one.
+            ValueError: An option is unknown, has an invalid value, or cannot be combined with another one.
         """
         refuse_unknown_options(ddp_kwargs, argument_names, strategy_name)
         require_value(
@@ -163,43 +165,43 @@ class StrategyOptions:
 
     @property
     def is_adasum(self) -> bool:
-        """True if node leaders combine gradients by Adasum."""
+        """Flag that is True if nodes combine their gradients with Adasum."""
         return isinstance(self.between_nodes, Adasum)
 
     @property
     def local_steps(self) -> LocalSteps | None:
-        """The options of local steps, or None."""
+        """Options of local SGD, or None if nodes average gradients in every step."""
         if isinstance(self.between_nodes, LocalSteps):
             return self.between_nodes
         return None
 
     @property
     def dtype_across_nodes(self) -> torch.dtype | Codec | None:
-        """The dtype or codec between nodes, or None for the dtype inside a node."""
+        """Dtype or codec of data sent between nodes, or None for the dtype used inside a node."""
         return self.between_nodes.on_wire
 
     @property
     def has_error_feedback(self) -> bool:
-        """True if rounding errors of a codec are added to the gradients of the next step."""
+        """Flag that is True if rounding errors of a codec are added to the next step's gradients."""
         codec = self.dtype_across_nodes
         return isinstance(codec, Codec) and codec.error_feedback
 
     @property
     def joins_uneven_batches(self) -> bool:
-        """True if ranks whose training loaders have ended join the remaining steps of the epoch."""
+        """Flag that is True if ranks with fewer batches join the remaining steps of the epoch."""
         return self.uneven_batches == "join"
 
     @property
     def trace_dir(self) -> str | None:
-        """The folder of timelines, or None."""
+        """Folder for communication timelines, or None if none are written."""
         if self.report.trace_dir is None:
             return None
         return os.fspath(self.report.trace_dir)
 
     def features(self) -> dict[str, str]:
-        """Return the features that the options request, with texts for errors.
+        """Return the features that the options request, each with its text for error messages.
 
-        Their names are those of `compatibility.CURES`.
+        The keys are names of `compatibility.CURES`.
         """
         between_nodes = f"`between_nodes` (={self.between_nodes!r})"
         features: dict[str, str] = {}
@@ -233,7 +235,7 @@ class StrategyOptions:
 
 
 def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
-    """Return `comm` with the bucket size that the user set as DDP's argument, in MiB."""
+    """Return `comm` with the bucket size of DDP's argument `bucket_cap_mb`, in MiB, if it is set."""
     bucket_cap_mb = plain_value(bucket_cap_mb)
     if bucket_cap_mb is None:
         return comm
@@ -293,11 +295,11 @@ def _parse_uneven_batches(uneven_batches: Any) -> UnevenBatches:
 
 
 def argument_names(strategy_type: type, root: type) -> list[str]:
-    """Return the names of a strategy's arguments, with those of its base classes.
+    """Return the names of the constructor arguments of a strategy and its base classes.
 
     Args:
         strategy_type: The class of the strategy.
-        root: The last base class whose arguments count.
+        root: The most basic class whose arguments are included.
     """
     names: list[str] = []
     for base in strategy_type.__mro__:
@@ -313,18 +315,18 @@ def argument_names(strategy_type: type, root: type) -> list[str]:
 def refuse_unknown_options(
     ddp_kwargs: Mapping[str, Any], argument_names: Iterable[str], strategy_name: str = STRATEGY_NAME
 ) -> None:
-    """Check that every name is an argument of `DistributedDataParallel` and free for the user to set.
+    """Raise if a keyword is not an argument of `DistributedDataParallel` that users may set.
 
     Args:
-        ddp_kwargs: The arguments to check.
+        ddp_kwargs: The keyword arguments to check.
         argument_names: The arguments of the strategy, for suggestions.
         strategy_name: The name of the strategy.
 
     Raises:
-        ValueError: A name is unknown, or not free to set. The error names the most similar option.
+        ValueError: A keyword is unknown, or the strategy sets it. The error names the most similar option.
     """
     strategy_names = [name for name in argument_names if name != "ddp_kwargs"]
-    # Lightning passes every unknown keyword on, and DDP would refuse it only after the process group is created.
+    # Lightning passes every unknown keyword on, and DDP would reject it only after the process group is created.
     ddp_names = list(inspect.signature(DistributedDataParallel).parameters)
     for name, value in ddp_kwargs.items():
         if name in _HOOK_OPTIONS:
@@ -350,7 +352,7 @@ def refuse_unknown_options(
 
 
 def _suggestion(name: str, names: list[str]) -> str:
-    """Return a sentence with the most similar option or field of an option, or an empty string."""
+    """Return a sentence that suggests the most similar option or option field, or an empty string."""
     fields: dict[str, str] = {}
     for argument, option_type in _OPTION_TYPES:
         for option_field in dataclasses.fields(option_type):

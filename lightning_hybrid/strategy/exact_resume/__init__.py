@@ -1,4 +1,4 @@
-"""Exact resume of a user's loaders, `exact_resume=True`: the batch at which each one continues.
+"""Exact resume of a user's data loaders (`exact_resume=True`).
 
-`data/exact_loader.py` moves the loaders there.
+The modules determine the batch at which each loader continues. `data/exact_loader.py` moves the loaders to it.
 """

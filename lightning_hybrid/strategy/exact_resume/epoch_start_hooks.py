@@ -1,4 +1,4 @@
-"""Warning about hooks at the start of an epoch, which do not run when a fit resumes in the middle of it."""
+"""Warning about `on_train_epoch_start` hooks, which do not run when a fit resumes within an epoch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_hybrid.lightning_names import is_overridden, lightning_types
 
 _HOOK = "on_train_epoch_start"
-# Callbacks of these packages set nothing in the hook that a resumed epoch lacks, or the strategy sets it.
+# A resumed epoch does not need the hooks of callbacks in these packages, or the strategy does their work.
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_hybrid", "recipes")
 
 
 def warn_of_skipped_epoch_start(trainer: Any) -> None:
-    """Warn if a resumed fit continues in an epoch whose start ran before the checkpoint, and user code acts there.
+    """Warn if a fit resumes within an epoch and user code defines `on_train_epoch_start`.
 
-    Values that the hook sets on a data set, a sampler or a loss are those of a new epoch 0. Lightning warns of this
-    only for loaders without a state.
+    The hook ran before the checkpoint and does not run again. A data set, sampler or loss that it configures therefore
+    starts with its initial values. Lightning warns about this only for loaders without a state.
     """
     if not trainer.fit_loop.restarted_mid_epoch:
         return
@@ -38,7 +38,7 @@ def warn_of_skipped_epoch_start(trainer: Any) -> None:
 
 
 def _is_users(callback: Any) -> bool:
-    """Return whether a callback of the user has the hook."""
+    """Return whether a callback is user code that defines `on_train_epoch_start`."""
     is_lambda = isinstance(callback, lightning_types("pytorch.callbacks.LambdaCallback"))
     if is_lambda:
         return _HOOK in vars(callback)

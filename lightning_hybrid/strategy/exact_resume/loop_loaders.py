@@ -1,4 +1,4 @@
-"""Loaders of a user's own loop, written with Fabric, and their states in its checkpoints."""
+"""Exact resume of data loaders in a training loop that the user writes with Fabric."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from lightning_hybrid.strategy.exact_resume.rank_states import states_of_all_ranks
 
-# Imported in functions at run time: their package also imports our own loaders.
+# These are imported in functions at run time, because their package also imports the loaders of this project.
 if TYPE_CHECKING:
     from lightning_hybrid.data.exact_resume import ExactResume
     from lightning_hybrid.data.place import Place
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoopReader:
-    """Reader in a user's own loop: each iteration is an epoch, and the first continues from the loaded state."""
+    """Reader of a loader in a user's own loop, in which each iteration over the loader is an epoch.
+
+    The first iteration continues from the loaded state.
+    """
 
     rank: int
     world_size: int
@@ -27,15 +30,15 @@ class LoopReader:
     sets_epochs: bool = True  # Fabric counts iterations from 0 after a resume
 
     def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return True, because the user's loop holds all iterators."""
+        """Return True, because the user's training loop holds all iterators."""
         return True
 
     def is_within_training(self) -> bool:
-        """Return True, because only the user knows when training runs."""
+        """Return True, because the strategy cannot know when a user's loop trains."""
         return True
 
     def place_of(self, resume: ExactResume) -> Place:
-        """Return the start of the next epoch, or the batch at which the saved epoch continues."""
+        """Return the position where the next iteration starts, either a new epoch or a saved one."""
         from lightning_hybrid.data.place import Place
 
         state = resume.loaded
@@ -51,7 +54,7 @@ class LoopReader:
 
 
 class LoopLoaders:
-    """Loaders of a Fabric, and their states in the checkpoints that it saves.
+    """Manager of the data loaders of a Fabric object and of their states in checkpoints.
 
     Args:
         exact_resume: Whether a user's own `DataLoader` resumes exactly.
@@ -62,7 +65,7 @@ class LoopLoaders:
         self._num_loaders = 0
 
     def process(self, loader: Any, rank: int, world_size: int) -> Any:
-        """Return the loader that the user iterates over in place of `loader`."""
+        """Return a loader that supports exact resume in place of `loader`, if that is possible."""
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
 
         if not self._is_on or not can_be_exact(loader):
@@ -73,9 +76,9 @@ class LoopLoaders:
         return exact_loader
 
     def with_states(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Return a state in which each loader is replaced by its states on all ranks.
+        """Return a checkpoint state with each loader replaced by its state dicts of all ranks.
 
-        Collective, if there is a loader.
+        Collective if there is a loader: every rank must call it.
         """
         state_to_save: dict[str, Any] = {}
         for name, value in state.items():

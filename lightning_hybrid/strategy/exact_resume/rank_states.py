@@ -1,4 +1,4 @@
-"""States of loaders with the entries of all ranks, as a checkpoint holds them."""
+"""Gathering of the loaders' state dicts of all ranks for a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch.distributed as dist
 def states_of_all_ranks(
     states: list[dict[str, Any]], rank: int, *, is_alone: bool
 ) -> list[dict[str, Any] | None]:
-    """Return the states of loaders with the entries of all ranks, or None for a loader that keeps its state itself.
+    """Gather the rank-specific entries of loader states from all ranks, for a checkpoint.
+
+    The result has None for each loader that saves its own state through Lightning.
 
     Collective, unless `is_alone`: every rank must call it, with the same number of states.
 
