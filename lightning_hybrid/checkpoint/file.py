@@ -39,7 +39,7 @@ _BLOCK_BYTES = 1 << 22
 
 
 class DamagedCheckpointError(ValueError):
-    """Error raised when a checkpoint file differs from the one that was written."""
+    """Error raised when a checkpoint file is damaged or cannot be read."""
 
 
 class RefusedCheckpointError(UnpicklingError, ValueError):
@@ -182,7 +182,7 @@ def _link_old(path: Path, old: Path) -> bool:
         os.link(path, old)
     except (
         OSError
-    ):  # The file system has no hard links: for a moment the file has only its new name.
+    ):  # The file system has no hard links, so the file has only its new name for a moment.
         os.replace(path, previous_of(path))
         return False
     return True

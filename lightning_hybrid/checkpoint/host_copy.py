@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Identity of a tensor's memory and of the view of it: tensors with equal keys become one copy.
+# Key that identifies a tensor's memory and view. Tensors with equal keys share one copy.
 _Key = tuple[torch.device, int, torch.dtype, torch.Size, tuple[int, ...], bool, bool]
 
 _ALIGNED_BYTES = 64  # alignment of torch's own allocations

@@ -245,6 +245,6 @@ def _set_checkpoint_io(strategy: Any, io: Any) -> None:
     strategy._checkpoint_io = io
 
 
-# Property of a strategy: the user's checkpoint plugin, or else one of type `_checkpoint_io_type`, which is also put
-# into a wrapper.
+# Property of a strategy that returns the user's checkpoint plugin, or by default one of type `_checkpoint_io_type`. The
+# default is also inserted into a plugin that wraps another one.
 durable_by_default = property(_user_io_or_durable, _set_checkpoint_io)

@@ -70,8 +70,8 @@ class FabricHybridAllReduce(_Base):
     scales to a state that holds an optimizer, and `fabric.load` restores them.
 
     Args:
-        between_nodes: How nodes combine their gradients: `Mean(...)` or `Adasum()`. The noise of `"int8"` and `"int4"`
-            depends on the number of sums since the run began, because Fabric counts no steps.
+        between_nodes: How nodes combine their gradients: `Mean(...)` or `Adasum()`. The rounding noise of `"int8"`
+            and `"int4"` depends on the number of reductions since the run began, because Fabric does not count steps.
         ranks_per_node: Number of consecutive ranks that form a node. None: ranks on the same host form a node.
         comm: Algorithm, bucket size and wire dtype of the all-reduce: `Comm(...)`. A planner chooses a plan for each
             module.
@@ -145,7 +145,7 @@ class FabricHybridAllReduce(_Base):
 
     @property
     def precision(self) -> Precision:
-        """Precision plugin in use, which replaces Fabric's plain half precision."""
+        """Precision plugin of the strategy."""
         return super().precision
 
     @precision.setter
@@ -220,7 +220,8 @@ class FabricHybridAllReduce(_Base):
         self._comm.average_by(engine, wrapped, module.parameters())
         if not self._engines:
             self._failures.end_setup()  # From here on, the engine's watchdog names missing ranks.
-            # A Fabric object has no end but the end of its process, also in a child process of `launch(function)`.
+            # Fabric has no hook at the end of training, so the engines are closed when the process ends. This also
+            # works in a child process of `launch(function)`.
             Finalize(None, self._close_engines, exitpriority=1)
             # A process that was forked from a notebook has the notebook's last error.
             self._earlier_error = getattr(sys, "last_value", None)

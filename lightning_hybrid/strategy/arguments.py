@@ -154,7 +154,7 @@ def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module
     Raises:
         ValueError: An optimizer has such a parameter. The error names the optimizer and the group.
     """
-    # By identity: `in` would compare tensors element by element.
+    # Parameters are compared by identity, because `in` would compare tensors element by element.
     averaged = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         for index, group in enumerate(optimizer.param_groups):

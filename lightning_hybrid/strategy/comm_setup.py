@@ -49,7 +49,7 @@ def _unwrapped(hook: BucketHook) -> BucketHook:
 
 
 class CommSetup:
-    """Communication setup of a strategy: topology, plan, engine and DDP hook of the current fit.
+    """Communication setup of a strategy, with topology, plan, engine and DDP hook of the current fit.
 
     Attributes:
         options: The options of the strategy.

@@ -140,7 +140,7 @@ class CommunicatingDDP(_Base):
 
     @property
     def _sums_over_ranks(self) -> bool:
-        """Flag that is True if gradients are summed over several ranks."""
+        """True if gradients are summed over several ranks."""
         return bool(self.world_size > 1)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-# Imported in functions at run time: their package also imports our own loaders.
+# These are imported in functions at run time, because their package also imports the loaders of this project.
 if TYPE_CHECKING:
     from lightning_hybrid.data.exact_evaluation import EvaluationShare, Obstacle
 
@@ -131,7 +131,7 @@ class Evaluation:
 
     @contextmanager
     def step(self, model: Any) -> Iterator[None]:
-        """Run an evaluation step in a context that counts DDP's buffer broadcasts separately.
+        """Return a context for an evaluation step that counts DDP's buffer broadcasts separately.
 
         Args:
             model: The module, wrapped in DDP during a fit.

@@ -1,4 +1,4 @@
-"""Failure reports: errors and signals of one rank are reported to all ranks, with the rank that caused them.
+"""Failure reports, which inform all ranks about errors and signals of one rank.
 
     before the engine exists      `SetupWatchdog` names dead, stopped, hanging and failed ranks
     from then on                  the engine's watchdog names them (`comm/health/watchdog.py`)
@@ -126,7 +126,7 @@ class FailureReports:
 
     @property
     def watchdog(self) -> CommEngine | SetupWatchdog | None:
-        """Current watchdog, which names lost ranks: the engine, else the setup watchdog, else None."""
+        """Current watchdog that names lost ranks, either the engine or the setup watchdog, or None."""
         return self.engine or self.setup_watchdog
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def use_own_names(exception: BaseException, *, strategy: str) -> None:
 
 
 def refuse_after_failure(engine: CommEngine | None) -> None:
-    """Raise the engine's failure on CUDA, if the engine has failed.
+    """Raise if the communication engine has failed on a CUDA device.
 
     On CUDA the last step may have used gradients that were not averaged.
     """

@@ -49,7 +49,7 @@ class Slab:
         self.first_block = first.first_block
 
     def has_room_for(self, entry: NumberedParameter) -> bool:
-        """Return whether the slab still has at most `SLAB_NUMEL` elements after adding this parameter."""
+        """Return whether the parameter fits into the slab's limit of `SLAB_NUMEL` elements."""
         end = entry.first_block * BLOCK + num_reals(entry.parameter)
         return end - self.first_block * BLOCK <= SLAB_NUMEL
 
@@ -136,7 +136,7 @@ class ErrorFeedbackExtension(FitExtension):
         self._feedback.begin_step(scale)
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Run the optimizer step, and tell the error feedback whether it was skipped."""
+        """Run the optimizer step, and record for the error feedback if it was skipped."""
         outputs = run()
         if self._feedback is not None:
             state = _step_state(fit)

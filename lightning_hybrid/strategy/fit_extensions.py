@@ -48,7 +48,7 @@ class FitExtensions:
     # ---- setup -------------------------------------------------------------------------------
 
     def before_optimizers(self) -> None:
-        """Call the hook `before_optimizers` of each extension, which may change the module, once."""
+        """Call the hook `before_optimizers`, which may change the module, once for each extension."""
         while self._waiting:
             extension = self._waiting.pop(0)
             self._changed.append(extension)

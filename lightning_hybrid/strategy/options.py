@@ -197,7 +197,7 @@ class LocalSteps(BetweenNodes):
 
     @property
     def has_outer_step(self) -> bool:
-        """Flag that is True if an outer optimizer step is applied to the averaged weights."""
+        """True if an outer optimizer step is applied to the averaged weights."""
         return self.outer_lr != 1 or self.outer_momentum != 0
 
 

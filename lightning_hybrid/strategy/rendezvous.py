@@ -377,7 +377,7 @@ def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -
 
 
 def let_ranks_report() -> None:
-    """Delay Lightning's kill after a rank has died, so that other ranks can report the cause first.
+    """Delay Lightning's termination of ranks after one has died, so that others can report the cause.
 
     They get `REPORT_S` seconds. Lightning checks every 5 s, and would kill this process before or while it reports the
     dead rank and the reason.

@@ -165,7 +165,7 @@ class StrategyOptions:
 
     @property
     def is_adasum(self) -> bool:
-        """Flag that is True if nodes combine their gradients with Adasum."""
+        """True if nodes combine their gradients with Adasum."""
         return isinstance(self.between_nodes, Adasum)
 
     @property
@@ -182,13 +182,13 @@ class StrategyOptions:
 
     @property
     def has_error_feedback(self) -> bool:
-        """Flag that is True if rounding errors of a codec are added to the next step's gradients."""
+        """True if rounding errors of a codec are added to the next step's gradients."""
         codec = self.dtype_across_nodes
         return isinstance(codec, Codec) and codec.error_feedback
 
     @property
     def joins_uneven_batches(self) -> bool:
-        """Flag that is True if ranks with fewer batches join the remaining steps of the epoch."""
+        """True if ranks with fewer batches join the remaining steps of the epoch."""
         return self.uneven_batches == "join"
 
     @property

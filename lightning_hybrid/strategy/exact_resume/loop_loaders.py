@@ -38,7 +38,7 @@ class LoopReader:
         return True
 
     def place_of(self, resume: ExactResume) -> Place:
-        """Return the position where the next iteration starts, either a new epoch or a saved one."""
+        """Return the epoch and batch at which the next iteration over a loader starts."""
         from lightning_hybrid.data.place import Place
 
         state = resume.loaded
