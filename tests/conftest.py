@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -134,6 +135,28 @@ def nothing_is_left_in_the_environment() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def no_copy_of_pytest_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit on several devices starts the program again for each: here pytest, which the failure of a copy would end.
+
+    Lightning's observer sends SIGTERM to the process whose copy failed, seconds later and in the middle of another
+    test. Such fits belong into ``two_ranks`` or a program of their own.
+    """
+    launchers = sys.modules.get("lightning.pytorch.strategies.launchers.subprocess_script")
+    if launchers is None:
+        return
+    launch = launchers._SubprocessScriptLauncher._call_children_scripts
+
+    def launch_or_fail(launcher: Any) -> None:
+        if launcher.num_processes > 1:
+            pytest.fail(f"this test would start {launcher.num_processes - 1} copies of pytest")
+        launch(launcher)
+
+    monkeypatch.setattr(
+        launchers._SubprocessScriptLauncher, "_call_children_scripts", launch_or_fail
+    )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from omegaconf import OmegaConf
 
 from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
@@ -15,6 +16,12 @@ from lightning_hybrid.checkpoint.file import DamagedCheckpointError
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.strategy.arguments import warn_of_unused_loss_scale
 from tests import toy
+
+
+class LaunchedByOthers(LightningEnvironment):
+    """Environment in which the other rank is started by somebody else, so that this process starts none."""
+
+    creates_processes_externally = True
 
 
 class Work(Callback):
@@ -83,6 +90,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
             strategy=HybridPipelineStrategy(num_stages=2, num_microbatches=2),
             accumulate_grad_batches={0: 2},
             devices=2,
+            plugins=[LaunchedByOthers()],
         ),
         "`accumulate_grad_batches` (={0: 2}) must be",
     ),
