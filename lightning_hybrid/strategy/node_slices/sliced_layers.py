@@ -330,7 +330,7 @@ def _score_bias(masks: Sequence[Tensor | None], query: Tensor) -> Tensor | None:
 
 
 class Entrance:
-    """Entrance of a layer pair, which gathers the samples of the node and seeds this rank's random numbers.
+    """Entrance of a layer pair, which gathers the node's samples and seeds this rank's random numbers.
 
     Inside the pair each rank draws its own random numbers, because each rank has other features there. With one random
     state on all ranks, dropout would drop the same positions of each slice. After the pair the random state continues
