@@ -1,4 +1,4 @@
-"""Slicing of layers over the ranks of a node for one fit, with full state for checkpoints and validation."""
+"""Per-fit slicing of layers over the ranks of a node, with full state for checkpoints and validation."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ class SlicedFit:
         node: Process group of the ranks of this node, which together hold all slices.
         across: Process group of the ranks with the same slices, one on each node. None: there is one node.
         is_aborted: Whether a failure has ended the process groups.
-        is_saving: Whether the strategy is saving a checkpoint. All ranks then take state dicts, and none is waited for
-            with the limit `STATE_LIMIT_S`.
+        is_saving: Whether the strategy is saving a checkpoint. Every rank then takes a state dict, so the time limit
+            `STATE_LIMIT_S` does not apply.
     """
 
     def __init__(
