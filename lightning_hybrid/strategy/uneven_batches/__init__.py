@@ -1,4 +1,4 @@
-"""Extension for `uneven_batches="join"`, with which ranks with fewer batches join the rest of an epoch.
+"""Extension for `uneven_batches="join"`, by which ranks with fewer batches join the rest of an epoch.
 
 One training batch:
 

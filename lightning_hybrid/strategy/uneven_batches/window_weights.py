@@ -19,7 +19,7 @@ class WindowWeights:
     every factor is 1 and the divisor is the world size, so the result is bit-identical to a run without weights.
 
         unit    mean number of samples of the ranks in the first batch    the divisor is the world size for A = 1
-                largest of them, with fp16 gradients                      no factor of this batch is above 1, so none overflows
+                largest of them, with fp16 gradients                      its factors are at most 1, so none overflows
 
     Args:
         world_size: Number of ranks.
