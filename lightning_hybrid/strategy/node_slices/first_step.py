@@ -405,7 +405,7 @@ class _Hooks:
         raise NotImplementedError
 
     def end_module(self, name: str, output: Any) -> None:
-        """Handle the output of a module that is not cut."""
+        """Handle the output of a module that is not sliced."""
         raise NotImplementedError
 
 
@@ -423,12 +423,12 @@ class _WholeHooks(_Hooks):
         sliced.entrance.enter(device)
 
     def enter_last(self, names: tuple[str, ...], sliced: SlicedLayer, features: Tensor) -> None:
-        """Record the input of the last layer."""
+        """Record the input of a pair's last layer."""
         self._features = features.detach()
         self._draws = sliced.entrance.has_drawn()
 
     def end_pair(self, names: tuple[str, ...], sliced: SlicedLayer, output: Any) -> Any:
-        """Record the output of the last layer, and restore the random state from before the pair."""
+        """Record the output of a pair's last layer, and restore the random state from before the pair."""
         self.step.pair_ends()
         sliced.entrance.leave()
         record = _PairRecord(features=self._features, output=output, draws=self._draws)
@@ -452,7 +452,7 @@ class _SliceHooks(_Hooks):
         self._record: _PairRecord | None = None
 
     def enter_last(self, names: tuple[str, ...], sliced: SlicedLayer, features: Tensor) -> None:
-        """Compare the input of the last layer with the recorded input."""
+        """Compare the input of a pair's last layer with the recorded input."""
         self._record = self.step.next_record(names[-1])
         if self._record is not None:
             self.step.compare_features(names, sliced, features, self._record)

@@ -16,7 +16,7 @@ _TYPES = (
     nn.modules.linear.NonDynamicallyQuantizableLinear,
 )
 _PLAIN_PARAMETERS = {"weight", "bias", "in_proj_weight", "in_proj_bias"}
-# Options of layers that need whole tensors.
+# Options of layers that need full tensors.
 _WHOLE_TENSOR_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse", "add_zero_attn")
 
 
