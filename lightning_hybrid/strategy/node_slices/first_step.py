@@ -175,7 +175,7 @@ class FirstStep:
                 raise ValueError(message)
 
     def _raise_from_slices(self, error: Exception) -> None:
-        """Raise an error that occurred on slices only, with a note that names the pair around it."""
+        """Re-raise an error that occurred only with sliced layers, with a note on the layer pair around it."""
         if self._open_pair is not None:
             names = " and ".join(f"`{name}`" for name in self._open_pair)
             num_slices = dist.get_world_size(self._slices.node)
@@ -418,7 +418,7 @@ class _WholeHooks(_Hooks):
         self._draws = False
 
     def begin_pair(self, names: tuple[str, ...], sliced: SlicedLayer, device: torch.device) -> None:
-        """Seed the random generators as they are seeded at the beginning of a pair of sliced layers."""
+        """Seed the random generators in the same way as a pair of sliced layers does."""
         super().begin_pair(names, sliced, device)
         sliced.entrance.enter(device)
 
@@ -458,7 +458,10 @@ class _SliceHooks(_Hooks):
             self.step.compare_features(names, sliced, features, self._record)
 
     def end_pair(self, names: tuple[str, ...], sliced: SlicedLayer, output: Any) -> Any:
-        """Return the recorded output of the full layer, after comparing a layer that has no pair."""
+        """Return the recorded output of the full layer, which replaces the sliced layer's output.
+
+        The output of a layer that has no pair is compared first.
+        """
         self.step.pair_ends()
         record = self._record
         self._record = None

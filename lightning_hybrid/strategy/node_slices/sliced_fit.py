@@ -214,7 +214,7 @@ class SlicedFit:
         is_adasum: bool,
         window: HalfPrecisionWindow | None,
     ) -> None:
-        """Start averaging the gradients of slices between nodes, and give optimizers the sums over slices.
+        """Start averaging slice gradients between nodes and let optimizers compute norms over all slices.
 
         LARS and LAMB then compute norms over all slices of a tensor.
 
@@ -297,7 +297,7 @@ class SlicedFit:
         self._ranks.is_whole = True
 
     def use_slices(self) -> None:
-        """Make layers compute with slices."""
+        """Switch layers back to computing with their slices."""
         self._ranks.is_whole = False
         for layer in self._layers:
             layer.use_slices()

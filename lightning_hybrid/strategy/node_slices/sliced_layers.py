@@ -95,7 +95,7 @@ class Slice:
 
 
 class SlicedLayer:
-    """Methods that replace those of a layer whose parameters are slices.
+    """Tensor-parallel replacement of the methods of a layer whose parameters are slices.
 
     They are installed as attributes of the layer. This base class only handles the state of the slices, which is enough
     for a layer with a tied weight. Subclasses add a `forward`.

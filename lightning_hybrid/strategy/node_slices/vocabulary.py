@@ -122,7 +122,7 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
 def _rows_in_slice(
     numbers: Tensor, weight_slice: Slice, ignored: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return indices into this rank's slice of the vocabulary, and a mask of the numbers that it holds.
+    """Return the indices of tokens or classes in this rank's slice, and a mask of those that it holds.
 
     The index of a number that another rank holds is 0.
 

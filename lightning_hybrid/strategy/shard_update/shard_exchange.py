@@ -146,7 +146,7 @@ class ShardExchange:
         tensors: Sequence[Tensor],
         late: LateGather | None = None,
     ) -> None:
-        """All-gather tensors in place, of which each rank holds its own shard.
+        """Complete tensors in place by an all-gather of the ranks' shards.
 
         Args:
             shards: Shards of the parameters.

@@ -183,7 +183,7 @@ class MasterShard(ParameterShard):
 
     @torch.no_grad()
     def take_writes_(self) -> None:
-        """Copy elements that user code has written into the half-precision copy to the master weights.
+        """Copy elements that user code has written from the half-precision copy to the master weights.
 
             master <- where(half == half_dtype(master), master, half)
 
@@ -209,7 +209,7 @@ class MasterShard(ParameterShard):
 
     @torch.no_grad()
     def load_(self, value: Tensor) -> None:
-        """Load this rank's shard of a value from a state dict without rounding.
+        """Load this rank's shard of a state dict's tensor without rounding it.
 
         torch loads the rounded value into the half-precision copy. A state dict of this fit may hold rounded values,
         and loading them leaves the master weights unchanged.

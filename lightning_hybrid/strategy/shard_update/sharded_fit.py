@@ -260,7 +260,7 @@ class ShardedFit:
 
     @contextmanager
     def parts_shown(self, optimizer: Optimizer) -> Iterator[None]:
-        """Return a context in which an optimizer's parameters hold this rank's shards and gradients of them."""
+        """Return a context in which an optimizer's parameters hold this rank's shards and their gradients."""
         shards = self._shards_of(optimizer)
         self._wait()
         self._take_writes(shards)

@@ -244,7 +244,7 @@ class UnevenBatchesExtension(FitExtension):
 
 
 def _leaves(fit: RunningFit) -> Iterable[Tensor]:
-    """Return the tensors that a backward computes gradients of.
+    """Return the tensors whose gradients a backward computes.
 
     These are the parameters, and the fp32 values of parameters that hold a half-precision copy.
     """

@@ -60,10 +60,7 @@ class JoinedLoader(LoaderInPlace):
 
 
 class StatefulJoinedLoader(JoinedLoader):
-    """A `JoinedLoader` over a stateful loader.
-
-    Its state is that of this rank's loader.
-    """
+    """`JoinedLoader` that exposes the state of this rank's stateful loader."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's loader."""
@@ -146,7 +143,7 @@ def joined(
     is_training: Callable[[Iterator[Any]], bool],
     num_fetched: Callable[[], int],
 ) -> JoinedLoader:
-    """Return a `JoinedLoader` over a loader, which is stateful if the loader is.
+    """Return a `JoinedLoader` for a loader, with state methods if the loader has them.
 
     The arguments are those of the class.
     """
