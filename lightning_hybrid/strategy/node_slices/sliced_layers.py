@@ -186,8 +186,9 @@ class SlicedLayer:
     def averaged_parameter(self, name: str) -> Any:
         """Return a parameter of the layer, with a gradient that is averaged over the ranks of the node.
 
-        A backward computes the gradient of the samples of all ranks. Dividing it by their number turns the sum of the
-        ranks' gradients into the mean. This concerns only the use of the returned tensor.
+        Backward adds the gradients of all ranks' losses, and a hook on the returned view divides them by the number of
+        ranks. Gradients that other code adds to the parameter are not divided. Parameters that are not sliced are
+        returned as they are.
         """
         parameter = self.layer._parameters[name]
         if name not in self.slices:
