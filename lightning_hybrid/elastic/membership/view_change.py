@@ -53,7 +53,9 @@ class ViewChange:
         self.top = -1  # greatest number heard of
         self.lost: dict[str, str] = {}  # kind of loss, by host
         self.out: list[tuple[Any, ...]] = []
-        self.promised = -1  # greatest number proposed or accepted here; it accepts neither an equal nor a lower number any more
+        self.promised = (
+            -1
+        )  # greatest number proposed or accepted here; equal or lower ones are refused afterwards
         self.lobby: dict[
             str, list[int]
         ] = {}  # completed steps of the ranks of each host that waits for a view
