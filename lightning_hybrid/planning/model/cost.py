@@ -93,7 +93,7 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """Nodes that differ from the other nodes of a cluster, such as older nodes or those with a degraded link.
+    """Nodes that differ from the rest of a cluster, such as older ones or those with degraded links.
 
     Args:
         inside: Link inside these nodes. None: as in the other nodes.
