@@ -96,7 +96,7 @@ class Peers:
         return self.size & (self.size - 1) == 0
 
     def check_same(self, sizes: Sequence[int], *, device: torch.device) -> None:
-        """Raise if ranks have embeddings of different shapes.
+        """Raise if the ranks' embeddings have different shapes.
 
         Collective: every rank must call it, in the same order.
 
@@ -158,7 +158,7 @@ class Peers:
         return dist.batch_isend_irecv(operations)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks, with the same bits on all of them.
+        """Return the sum of a tensor over ranks, with the same bits on all of them.
 
         On 2^k ranks it is added over the tree of `TreeSum`.
 

@@ -18,7 +18,7 @@ _NUM_CHECKED_STEPS = 2
 
 
 class GlobalBatch(nn.Module):
-    """Loss over all pairs of a step, with memory for the activations of only `chunk` pairs.
+    """Contrastive loss over all pairs of a step, with activations of only `chunk` pairs in memory.
 
         z = embed(batch)            chunk by chunk; activations are freed
         loss = loss(*z)             over the pairs of all ranks

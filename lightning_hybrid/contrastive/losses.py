@@ -36,7 +36,7 @@ _LARGEST_SCALE = 100.0
 
 
 class PairLoss(nn.Module):
-    """Base class of losses on pairs, where row i of one view belongs to row i of the other.
+    """Base class of losses on two views, where row i of one view and row i of the other are a pair.
 
     The views have shape `"pairs features"`. Every rank must call the loss, with the same number of
     pairs. It is computed in fp32, or in fp64 if the first view is fp64, also under `torch.autocast`
@@ -96,7 +96,7 @@ class PairLoss(nn.Module):
             return self.loss_of_views(a.to(dtype), b.to(dtype))
 
     def loss_of_views(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the loss, given views in the dtype of the computation.
+        """Return the loss of two views that already have the dtype of the computation.
 
         Collective: every rank must call it, in the same order.
         """
@@ -144,7 +144,7 @@ class InfoNCE(PairLoss):
         self.both_views = both_views
 
     def loss_of_views(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the InfoNCE loss, given views in the dtype of the computation.
+        """Return the InfoNCE loss of two views that already have the dtype of the computation.
 
         Collective: every rank must call it, in the same order.
         """
@@ -175,7 +175,7 @@ class SigLIP(PairLoss):
         self.logit_bias = nn.Parameter(torch.tensor(-10.0))
 
     def loss_of_views(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the SigLIP loss, given views in the dtype of the computation.
+        """Return the SigLIP loss of two views that already have the dtype of the computation.
 
         Collective: every rank must call it, in the same order.
         """
@@ -187,7 +187,7 @@ class SigLIP(PairLoss):
 
 
 class BarlowTwins(PairLoss):
-    """Barlow Twins loss: distance of two views' cross-correlation matrix from the identity.
+    """Barlow Twins loss, which drives the cross-correlation of two views towards the identity.
 
         c = standardised(a)^T standardised(b) / N        mean 0 and variance 1 over the global batch
         loss = sum_i (1 - c_ii)^2 + off_diagonal * sum_i!=j c_ij^2
@@ -212,7 +212,7 @@ class BarlowTwins(PairLoss):
         self.eps = eps
 
     def loss_of_views(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the Barlow Twins loss, given views in the dtype of the computation.
+        """Return the Barlow Twins loss of two views that already have the dtype of the computation.
 
         Collective: every rank must call it, in the same order.
         """

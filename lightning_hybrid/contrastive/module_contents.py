@@ -1,4 +1,4 @@
-"""Search for all submodules and random number generators that a module can reach, with their states."""
+"""Search for all submodules and random number generators that a module can reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two forward passes of `embed` over the chunks of a batch: one for embeddings, and one for gradients.
+"""Two passes over the chunks of a batch, the first for embeddings and the second for gradients.
 
 The second pass repeats the first one exactly.
 
@@ -46,7 +46,7 @@ class _FirstPass:
 
 
 class TwoPasses:
-    """First pass of `embed` over the chunks of a batch, with the second pass on demand.
+    """First pass over the chunks of a batch, and a second pass that computes gradients on demand.
 
     Args:
         embedding: Function that embeds a chunk.

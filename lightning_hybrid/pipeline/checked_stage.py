@@ -40,7 +40,7 @@ class StageBody(nn.Module):
         self.checkpoint_activations = checkpoint_activations
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Return the output of the last block."""
+        """Run the blocks in order, and return the output of the last block."""
         value: Any = tuple(_writable(tensor) for tensor in inputs)
         for block in self.blocks:
             arguments = as_arguments(value)

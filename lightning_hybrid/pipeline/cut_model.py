@@ -83,7 +83,7 @@ class CutModel:
         return averages
 
     def stage(self, index: int) -> list[nn.Module]:
-        """Return the blocks of a stage."""
+        """Return the blocks of one pipeline stage."""
         return self.blocks[self.places[index] : self.places[index + 1]]
 
     def hidden(self) -> AbstractContextManager[None]:

@@ -70,7 +70,7 @@ class BlockProfile:
 
 
 class _BlockRun:
-    """Timed forward and backward of a block that counts the bytes that autograd saves.
+    """Timed forward and backward of a block, with a count of the bytes that autograd saves.
 
     Args:
         block: A copy of the block.

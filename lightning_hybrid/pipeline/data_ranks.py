@@ -1,4 +1,4 @@
-"""Data-parallel ranks of pipelines, for samplers, reductions and the run's state.
+"""Strategy mixin for data-parallel samplers, reductions and run state in pipeline training.
 
 The ranks of one pipeline read the same batches and count as one data-parallel rank.
 """
@@ -36,7 +36,7 @@ class DataRanksMixin(HybridAllReduce):
 
     @property
     def _active_stages(self) -> Stages:
-        """Stages that this rank holds, between setup and teardown."""
+        """Pipeline stages of this rank, available between setup and teardown."""
         assert self._stages is not None
         return self._stages
 
@@ -131,7 +131,7 @@ class DataRanksMixin(HybridAllReduce):
             share_(body.buffers(), owner=owner, device=stages.device, group=stages.groups.data)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over `group`, or over the data-parallel ranks if it is None.
+        """Reduce a tensor over `group`, or over the data-parallel ranks if it is None.
 
         The ranks of a pipeline hold the same values, so each pipeline counts once.
         """
@@ -142,7 +142,7 @@ class DataRanksMixin(HybridAllReduce):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather over `group`, or over the data-parallel ranks if it is None.
+        """Gather a tensor from all ranks of `group`, or from the data-parallel ranks if it is None.
 
         The ranks of a pipeline hold the same values, so each pipeline contributes once.
         """
@@ -151,7 +151,7 @@ class DataRanksMixin(HybridAllReduce):
         return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks decided True, or any rank if `all` is False.
+        """Return whether all ranks decided True, or whether any rank did if `all` is False.
 
         Collective: every rank must call it, in the same order.
         """

@@ -132,7 +132,7 @@ def in_stages(
     places: Sequence[int],
     random_state_of: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[None]:
-    """Give each block of the whole network the random state of its stage within the context.
+    """Run each block of the whole network with its stage's random state within the context.
 
     A user's `forward` may call the layers of a block instead of the block itself. Therefore a stage
     also begins at the first call of a layer that only this stage contains.

@@ -32,7 +32,7 @@ class _InputFound(Exception):  # noqa: N818  not an error: ends `training_step` 
 
 
 def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
-    """Return the tensors with which `run` calls `net`, without running `net`.
+    """Return the tensors that `run` passes to `net`, without running `net`.
 
     Raises:
         ValueError: `run` calls the network with something other than tensors, or never.
@@ -58,7 +58,7 @@ def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
 
 
 def only_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return the tensors with which a network was called, passed one by one or in a tuple.
+    """Return the positional tensors passed to a network, and raise for other arguments.
 
     Raises:
         ValueError: An argument is not a tensor, there are keyword arguments, or there are no

@@ -211,7 +211,7 @@ def compare_stages(blocks: Sequence[nn.Module], **settings: Any) -> None:
 
 
 def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
-    """Return the blocks of the network in order.
+    """Return the blocks of the network in the order in which they run.
 
     Each block takes the output of the previous block.
 

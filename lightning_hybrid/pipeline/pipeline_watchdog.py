@@ -58,7 +58,7 @@ class PipelineWatchdog(SetupWatchdog):
     # ---- activity of this rank -----------------------------------------------------------------
 
     def note(self, activity: str, *, is_waiting: bool = False) -> None:
-        """Record the current activity of this rank in its schedule.
+        """Record this rank's current activity in the pipeline schedule, for error messages.
 
         Args:
             activity: Description for the error message, with stage and micro-batch.
@@ -154,7 +154,10 @@ class PipelineWatchdog(SetupWatchdog):
         super().trip(error, cause)
 
     def leave(self) -> None:
-        """Stop the watchdog and its thread. May be called more than once."""
+        """Stop the watchdog and its thread.
+
+        The method may be called more than once.
+        """
         self._waits.put(None)
         super().leave()
 

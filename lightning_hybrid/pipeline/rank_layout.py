@@ -87,7 +87,7 @@ class PipelineRanks:
 
 
 class PipelineGroups:
-    """Process groups of a pipeline.
+    """Process groups of a pipeline, for messages, comparisons and data-parallel averages.
 
     Collective: every rank of WORLD must create them, in the same order.
 
@@ -129,7 +129,7 @@ class PipelineGroups:
 
 
 class TiedWeights:
-    """Tied parameters, which several ranks of a pipeline hold.
+    """Tied weights of several pipeline ranks, whose gradients are summed over these ranks.
 
     Each rank updates its copy from the same gradient.
 

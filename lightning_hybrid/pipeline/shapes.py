@@ -52,7 +52,7 @@ class Boundary:
         return tensor.requires_grad_(requires_grad)
 
     def has_layout_of(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` has this memory layout. Its shape must be this shape."""
+        """Return whether a tensor of this shape has this memory layout."""
         if self.stride is None:
             return tensor.is_contiguous()
         # The stride of a dimension of size 1 has no effect.
@@ -118,7 +118,7 @@ def as_arguments(value: Any) -> tuple[Any, ...]:
 
 
 def boundary_of(tensor: Tensor) -> Boundary:
-    """Return the specification of `tensor`.
+    """Return the shape, dtype, memory layout and gradient flag of a tensor as a `Boundary`.
 
     A tensor with gaps in memory, such as an expanded one, gets the layout of its copy.
 
@@ -134,7 +134,7 @@ def boundary_of(tensor: Tensor) -> Boundary:
 def output_of(
     blocks: Sequence[nn.Module], inputs: Sequence[Boundary], device: torch.device
 ) -> Boundaries:
-    """Return the specifications of the outputs of `blocks`, found with fake tensors.
+    """Return the shapes, dtypes and layouts of the outputs of `blocks`, found with fake tensors.
 
     The current autocast and gradient modes apply.
 

@@ -128,7 +128,7 @@ class HybridPipeline(DataRanksMixin):
     # ---- setup ---------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Keep this rank's stages, move the others to the meta device, and set up as `hybrid_allreduce`."""
+        """Keep this rank's stages, move the others to the meta device, and run the setup of data parallelism."""
         module = self.lightning_module
         assert module is not None
         is_fit = trainer.state.fn == "fit"
@@ -206,7 +206,7 @@ class HybridPipeline(DataRanksMixin):
 
     @property
     def _active_cut(self) -> CutModel:
-        """Cut network, between setup and teardown."""
+        """Network cut into stages, available between setup and teardown."""
         assert self._cut is not None
         return self._cut
 

@@ -124,7 +124,7 @@ def without_others(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, 
 
 
 class StateDictGuard:
-    """State dict hook on blocks of other stages that raises an error outside of `allowed`."""
+    """State-dict hook on blocks of other stages that raises an error outside of `allowed`."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._num_allowed = 0

@@ -90,7 +90,7 @@ def read_nccl_log(path: str) -> dict[str, Any]:
 def world_of(
     topology: Topology, device: torch.device, asked: Measurement, *, inside: Any
 ) -> MeasuredSetup:
-    """Return a description of the measured ranks.
+    """Return the `MeasuredSetup` that describes the nodes, ranks and cores.
 
     Collective: every rank must call it, and sends the identity of its machine and its number of
     cores.

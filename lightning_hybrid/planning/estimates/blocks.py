@@ -1,4 +1,4 @@
-"""Blocks of a network between which a pipeline may be cut, with their compute, memory and messages."""
+"""Network blocks between which a pipeline may be cut, with their compute, memory and messages."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def average_s(
     on_cuda: bool,
     wire: NodeWire | None = None,
 ) -> float:
-    """Return the time of one average of `num_bytes` in fp32 over nodes, in seconds.
+    """Return the time to average `num_bytes` of fp32 values over nodes, in seconds.
 
     Nothing hides this time. The bytes are master weights and momentum, 4 and 4 per parameter, which
     are all-reduced over all ranks in chunks of 16 MiB. `wire` is their data type or codec between

@@ -27,7 +27,7 @@ NO_END = 50  # multiple of the work beyond which a run is not simulated
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Rate of failures, and the time that each of them costs.
+    """Rate of GPU failures, and the time that each failure costs.
 
     Args:
         gpu_hours: GPU hours between two failures. Default: 419 failures in 54 days of 16,384 GPUs (Dubey et al. 2024,
@@ -70,7 +70,7 @@ class Failures:
         return 3600 * self.gpu_hours / num_gpus
 
     def interval_s(self, num_gpus: int) -> float:
-        """Return the best time of work between two checkpoints, in seconds."""
+        """Return the optimal time of work between two checkpoints, in seconds."""
         mean_s = self.between_s(num_gpus)
         cost_s = self.checkpoint_s
         part = cost_s / (2 * mean_s)

@@ -1,4 +1,4 @@
-"""Compute work of one rank in a training step, with the order in which gradients get ready."""
+"""Layers of a network, and the compute times of one rank in a training step."""
 
 from __future__ import annotations
 

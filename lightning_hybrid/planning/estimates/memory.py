@@ -282,7 +282,7 @@ class MemoryChoices:
 
 
 def largest_batches(needs: Sequence[MemoryNeed], memory_bytes: float) -> list[MemoryNeed]:
-    """Keep one memory need for each set of settings that differ only in a number.
+    """Return one memory need for each group whose settings differ only in a number.
 
     The first need that fits is kept, or the last one if none fits.
     """

@@ -44,7 +44,7 @@ class Scenario:
 
     @property
     def wire(self) -> NodeWire | None:
-        """Data type or codec between nodes, or None for that of the buckets or averages.
+        """Data type or codec of traffic between nodes, or None for the default data type.
 
         Averages of master weights and momentum are fp32.
         """

@@ -90,7 +90,7 @@ class Cluster(ClusterCosts):
 
 
 def is_known(cluster: Cluster) -> bool:
-    """Return whether plans chosen by the model are known to be better than the default on such links.
+    """Return whether plans chosen by the model are known to beat the default on the cluster's links.
 
     They are on one node, over Gloo, on clusters measured on `MEASURED_FROM` nodes or more, and over
     InfiniBand, RoCE and EFA according to published measurements.
@@ -102,7 +102,7 @@ def is_known(cluster: Cluster) -> bool:
 
 
 def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
-    """Return the cluster with lower and with upper bounds of its all-reduce times, or None if unknown.
+    """Return clusters with lower and upper bounds of the all-reduce times, or None if unknown.
 
     80 % of measured times lie between the bounds. One node has no all-reduce between nodes, so both
     bounds are the cluster itself.
@@ -119,7 +119,7 @@ def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
 
 
 def times_measured(cluster: Cluster) -> float:
-    """Return the number of nodes relative to the measured nodes, or 1 if none were measured."""
+    """Return the ratio of the cluster's nodes to the measured nodes, or 1 if none were measured."""
     return cluster.num_nodes / (cluster.measured_nodes or cluster.num_nodes)
 
 

@@ -147,7 +147,9 @@ class ClusterCosts:
         *,
         of_bytes: float | None = None,
     ) -> tuple[StageCost, ...]:
-        """Return the stages of a chunk's all-reduce, or an empty tuple for a single rank.
+        """Return the cost of each stage of a chunk's all-reduce.
+
+        The result is empty for a single rank.
 
         `wire` is the data type or codec between nodes. None: that of the chunk. `of_bytes` is the
         size of the whole all-reduce. None: the chunk is all of it.

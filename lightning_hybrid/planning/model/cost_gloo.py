@@ -1,4 +1,4 @@
-"""Time model of Gloo's ring all-reduce, and of our direct messages over Gloo.
+"""Time model of Gloo's ring all-reduce, and of this library's direct messages over Gloo.
 
 Gloo sends a message only after its receiver has announced that it is ready. The cost of this
 handshake depends on the algorithm:
@@ -30,7 +30,7 @@ MOST_SEGMENT_BYTES = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Gloo:
-    """Costs per rank of Gloo and of our Python threads, on hosts without accelerators.
+    """Cost model of Gloo and of this library's Python threads, on hosts without accelerators.
 
     Args:
         stage_s: Processor time of one rank for one stage of an algorithm: waking its thread, finding the tensor.
@@ -66,7 +66,7 @@ class Gloo:
             )
 
     def work_s(self, seconds: float, *, of_busiest: float, of_all: float) -> float:
-        """Return the time of work that takes `seconds` per unit, in seconds.
+        """Return the seconds of processor work, given its time per unit and the numbers of units.
 
         `of_busiest` is the number of units of the busiest rank, and `of_all` that of all ranks
         together.
@@ -114,7 +114,7 @@ def segments_of_ring(num_bytes: float, num_ranks: int) -> int:
 def gloo_stages(
     cluster: Any, gloo: Gloo, algorithm: str, num_bytes: float, wire: NodeWire | None
 ) -> tuple[StageCost, ...]:
-    """Return the stages of a chunk's all-reduce over Gloo.
+    """Return the cost of each stage of a chunk's all-reduce over Gloo.
 
     `cluster` is a `ClusterCosts`, whose module imports this one. See `ClusterCosts.stages`.
     """

@@ -1,4 +1,4 @@
-"""Time model of NCCL's collectives, based on the model by which NCCL chooses algorithms and protocols.
+"""Time model of NCCL's collectives, based on the model by which NCCL chooses its algorithms.
 
     time = launch + base latency + hops * latency per hop + bytes / bandwidth + filling
 
@@ -48,7 +48,7 @@ MANY_CHANNELS, BYTES_PER_S_OF_CHANNEL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Nccl:
-    """Costs and choices of NCCL on given hardware.
+    """Cost model of NCCL's collectives on given hardware.
 
     Args:
         inside: Connection of the GPUs of a node: `nvlink` or `pci`.
@@ -151,7 +151,9 @@ class Nccl:
         num_nics: int = 1,
         algorithm: NcclAlgorithm | None = None,
     ) -> Cost:
-        """Return the cost of an all-reduce by NCCL's or the plug-in's choice, or by `algorithm`.
+        """Return the cost of an all-reduce with the algorithm that NCCL or its plug-in chooses.
+
+        `algorithm` restricts the choice to one algorithm.
 
         `inside.bytes_per_s` is the bandwidth of a GPU in each direction. `across.bytes_per_s` is
         the payload bandwidth of a node with all its NICs. A hop takes NCCL's own latency, or the
@@ -185,7 +187,9 @@ class Nccl:
         return ("tree", int(job.num_bytes > ll_bytes)) if job.num_bytes <= most else None
 
     def coded_sum(self, num_bytes: float, num_nodes: int, across: Link) -> Cost:
-        """Return the cost of a codec's all-reduce between nodes, without the codec's own time.
+        """Return the communication cost of an all-reduce through a codec between nodes.
+
+        The time of the codec itself is not included.
 
         One rank per node takes part. Two nodes exchange `num_bytes` by an all-gather. More nodes
         send shards by an all-to-all, which is assumed to cost as much as an all-gather, and

@@ -155,7 +155,7 @@ PLUGIN_TREES = {
 
 @dataclass(frozen=True)
 class NcclJob:
-    """All-reduce whose cost over NCCL is computed, with its size, links and channels.
+    """Size, links and NCCL channels of an all-reduce.
 
     `across` has the payload bandwidth of a whole node.
     """
@@ -179,7 +179,7 @@ class NcclJob:
 
     @property
     def column(self) -> int:
-        """Column of the tables for this number of nodes: 0 for up to two nodes, 1 for more."""
+        """Column of NCCL's bandwidth tables, which is 0 for up to two nodes and 1 for more."""
         return self.num_nodes > 2
 
 

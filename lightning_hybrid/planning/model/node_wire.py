@@ -1,4 +1,4 @@
-"""Wire format of gradients between nodes, and the time of a codec's rounding.
+"""Wire format of gradients between nodes, and the time that a codec takes.
 
 With A bytes in that format and N nodes, a node sends 2 (N - 1) / N A, as without a codec:
 

@@ -1,4 +1,4 @@
-"""Search for the best communication plan on a described cluster, by simulating a step under each plan.
+"""Search for the best communication plan on a described cluster, based on simulated steps.
 
 The rules of `algorithm="auto"` depend on bytes and ranks, but not on links. They are wrong if
 latency is high. At 1 Gbit/s and 2 ms one way they choose two-level for an all-reduce of 4 MiB,
@@ -108,7 +108,7 @@ def candidates(
     base: CommPlan | None = None,
     wire: NodeWire | None = None,
 ) -> tuple[Candidate, ...]:
-    """Simulate steps under many plans, and return the candidates with the one to use first.
+    """Simulate steps under many plans, and return the candidates with the recommended one first.
 
     Algorithms are combined with bucket sizes. Without CUDA, chunk sizes and numbers of groups are
     then tried for the best of these. `base` (default: the library's plan) comes first unless
@@ -198,9 +198,9 @@ def _coarse(base: CommPlan) -> list[CommPlan]:
 
 
 def with_buckets(plan: CommPlan, bucket_bytes: int) -> CommPlan:
-    """Return the plan with buckets of `bucket_bytes`, whatever their number.
+    """Return a copy of the plan that fuses gradients into buckets of `bucket_bytes`.
 
-    The last bucket is not larger than the others.
+    The number of buckets is not limited, and the last bucket is not larger than the others.
     """
     last_bytes = min(bucket_bytes, plan.last_bucket_bytes)
     return replace(plan, bucket_bytes=bucket_bytes, num_buckets=1, last_bucket_bytes=last_bytes)

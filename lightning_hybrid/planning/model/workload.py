@@ -19,7 +19,7 @@ class StepWorkload:
 
     Args:
         forward_s: Time before backward.
-        gradients: For each gradient in the order in which they get ready, its number of elements and the time of
+        gradients: For each gradient in the order in which they become ready, its number of elements and the time of
             backward since the gradient before.
         update_s: Time after the last bucket is averaged.
         input_s: Time to make the next batch, in parallel with everything else. A step is never shorter.
@@ -86,7 +86,7 @@ def buckets_of(
     on_cuda: bool,
     cuts: Sequence[int] | None,
 ) -> tuple[BucketPlan, ...]:
-    """Fuse gradients into buckets, in the order in which they get ready.
+    """Fuse gradients into buckets, in the order in which they become ready.
 
     `cuts` are the indices before which buckets end, in the order of readiness (Jia et al. fuse in
     two segments). All indices make one bucket per tensor. None fuses as `plan` says.

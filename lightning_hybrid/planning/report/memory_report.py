@@ -1,4 +1,4 @@
-"""Report on the memory that a rank of a planned run needs, and on the settings to try if it does not fit."""
+"""Report on the memory that a rank needs, and on settings to try if it does not fit."""
 
 from __future__ import annotations
 

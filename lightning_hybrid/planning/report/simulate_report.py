@@ -281,7 +281,7 @@ class SimulationReport:
         return best, f" The best flat plan takes {_longer(flat_s, best.step_s)}."
 
     def printed(self) -> str:
-        """Return the text to print: the answer, and the scaling curve near the requested ranks."""
+        """Return the answer and the scaling curve near the requested ranks as text."""
         asked = self.scenario.cluster.world_size
         near = [
             point
@@ -291,7 +291,7 @@ class SimulationReport:
         return "\n\n".join([self.answer(), *([curve_table(near)] if near else [])])
 
     def markdown(self) -> str:
-        """Return the full report in Markdown: answer, figures, buckets, scaling curve and plans."""
+        """Return the full report in Markdown, with figures, buckets, scaling curve and plans."""
         scenario = self.scenario
         numbers = self.numbers()
         if (

@@ -166,7 +166,7 @@ class TuneReport:
         return "\n".join(lines)
 
     def why(self) -> str:
-        """Return a text that compares the best plan with other plans.
+        """Return a text that compares the best plan with the default and with other plans.
 
         It lists the runners-up, the library's default and the slowest plan, with the time that each
         takes more.
@@ -297,7 +297,7 @@ def _row(name: str, fit: LineFit, consent_s: float | None) -> str:
 
 
 def _interval(fit: LineFit | None) -> str:
-    """Return the comment on a link for the cluster description."""
+    """Return the latency and bandwidth of a link as text, with their intervals."""
     if fit is None:
         return "not measured"
     (low_s, high_s) = fit.latency_interval_s
