@@ -42,7 +42,7 @@ They are few because on CUDA each comparison waits for the batch.
 class _FirstLoss(NamedTuple):
     """Loss of the first micro-batch, with the whole network and in stages, as known on one rank."""
 
-    whole: float | str  # with the whole network, or why it is unknown: counts on the first rank
+    whole: float | str  # with the whole network, or a reason if unknown, valid on the first rank
     in_stages: float  # known on the last rank
 
 

@@ -134,7 +134,7 @@ def fit_overheads(
         return launched(_descend({"launch_s": 1e-5}, lambda values: loss(launched(values))))
 
     def with_costs(values: dict[str, float]) -> Cluster:
-        # A core that sends, receives and adds is at most as fast as one that does one of these. Where the links are too
+        # A core that sends, receives and adds is at most as fast as one that does one of these. If the links are too
         # slow to show the core's rate, the fit ends at this bound.
         core = replace(bare.inside, bytes_per_s=min(values["core_bytes_per_s"], most_bytes_per_s))
         costs = replace(

@@ -116,7 +116,7 @@ def proposed(plain: WireStep, steps: Sequence[WireStep]) -> WireStep | None:
 # ---- steps inside nodes, with averages over nodes in between (`sync_across_nodes_every`) ----
 
 CHUNK_BYTES = 16 * MIB  # of the average, with two chunks in flight
-BYTES = 8  # of a parameter in an average: fp32 master weight and momentum, which Adam and LAMB do not send
+BYTES = 8  # of a parameter in an average, for fp32 master weight and momentum. Adam and LAMB send no momentum
 
 
 def average_s(
