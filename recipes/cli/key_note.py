@@ -82,7 +82,8 @@ def _key_of(argument: str, parts: dict[str, dict[str, Any]], built_key: str) -> 
     if argument in KEYS_WITH_OTHER_NAMES:
         return KEYS_WITH_OTHER_NAMES[argument]
     if built_key in parts:
-        # The error names the constructor's own argument, or its path from the strategy: `comm.tune` is strategy.comm.tune.
+        # The error names the constructor's own argument, or its path from the strategy: `comm.tune` is
+        # `strategy.comm.tune`.
         field = argument.rpartition(".")[2]
         if field in parts[built_key]:
             return f"{built_key}.{field}"

@@ -310,9 +310,9 @@ def _end_process_group() -> None:
     has_gloo = "gloo" in torch.distributed.get_backend()
     torch.distributed.destroy_process_group()
     if has_gloo:
-        # A Gloo thread frees the tensors of a collective shortly after it completes, and needs the GIL for that. FSDP2's
-        # caches and reference cycles of the pipeline stages keep a group alive, so nothing joins its threads. A thread
-        # that is late while the process exits aborts the process (pytorch/pytorch#190489).
+        # A Gloo thread frees the tensors of a collective shortly after it completes, and needs the GIL for that.
+        # FSDP2's caches and reference cycles of the pipeline stages keep a group alive, so nothing joins its threads.
+        # A thread that is late while the process exits aborts the process (pytorch/pytorch#190489).
         gc.collect()
         time.sleep(0.1)
 
