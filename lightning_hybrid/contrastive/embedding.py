@@ -1,4 +1,4 @@
-"""The user's function that embeds a part of a batch."""
+"""User function that embeds a chunk of a batch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_hybrid.batch_rows import BatchPart
 
 
 class Embedding:
-    """The user's function that embeds a part of a batch, with checks of its embeddings.
+    """User function that embeds a chunk of a batch, with checks of its results.
 
     Args:
-        function: a module, or a method of one.
-        chunk: rows of a part, for errors.
+        function: Module, or method of a module.
+        chunk: Number of rows of a chunk, for errors.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `function` is neither.
     """
 
     def __init__(self, function: Callable[[Any], Any], chunk: int) -> None:
@@ -36,10 +36,10 @@ class Embedding:
         self._chunk = chunk
 
     def of(self, part: BatchPart) -> tuple[Tensor, ...]:
-        """Return the embeddings of a part of the batch.
+        """Return the embeddings of a chunk of the batch.
 
         Raises:
-            ValueError: they are no tensors with a row for each row of the part.
+            ValueError: The results are not tensors with one row for each row of the chunk.
         """
         try:
             result = self._function(part.batch)

@@ -1,4 +1,4 @@
-"""Exchange between the ranks whose pairs make a global batch, and sums in a fixed order."""
+"""Exchange of embeddings between the ranks of a global batch, and sums in a fixed order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Value = TypeVar("Value")
 
 
 class TreeSum(Generic[Value]):
-    """Sum of a sequence by a binary tree, of which only one branch for each level is kept.
+    """Sum of a sequence over a binary tree, with at most one partial sum in memory per level.
 
-    The sum of 2^k terms is `((x0 + x1) + (x2 + x3)) + ...`. It has the same bits whether one rank adds all of them, or
-    several ranks add 2^j neighbours each and then their sums.
+    The sum of 2^k terms is `((x0 + x1) + (x2 + x3)) + ...`. It has the same bits whether one rank
+    adds all of them, or several ranks add 2^j neighbours each and then their sums.
 
     Args:
-        add: adds two values. It must be commutative to the bit.
+        add: Function that adds two values. It must be commutative bit for bit.
 
     >>> tree = TreeSum(lambda a, b: f"({a}+{b})")
     >>> for term in "abcd":
@@ -30,15 +30,15 @@ class TreeSum(Generic[Value]):
 
     def __init__(self, add: Callable[[Value, Value], Value]) -> None:
         self._add = add
-        self._branches: list[tuple[int, Value]] = []  # level and sum; levels fall
+        self._branches: list[tuple[int, Value]] = []  # (level, sum), in descending order of levels
 
     @property
     def is_empty(self) -> bool:
-        """True before the first term."""
+        """True before the first term is added."""
         return not self._branches
 
     def push(self, term: Value) -> None:
-        """Add a term."""
+        """Add a term to the sum."""
         level = 0
         while self._branches and self._branches[-1][0] == level:
             _, branch = self._branches.pop()
@@ -47,7 +47,7 @@ class TreeSum(Generic[Value]):
         self._branches.append((level, term))
 
     def total(self) -> Value:
-        """Return the sum of one term or more."""
+        """Return the sum of all terms, of which there must be at least one."""
         total = self._branches[-1][1]
         for _, branch in reversed(self._branches[:-1]):
             total = self._add(branch, total)
@@ -55,12 +55,12 @@ class TreeSum(Generic[Value]):
 
 
 def tree_sums(count: int) -> list[TreeSum[Tensor]]:
-    """Return empty sums of tensors."""
+    """Return `count` empty tree sums of tensors."""
     return [TreeSum[Tensor](torch.add) for _ in range(count)]
 
 
 def tree_sum(terms: Iterable[Tensor]) -> Tensor:
-    """Return the sum of tensors by a tree."""
+    """Return the sum of tensors, added over a binary tree."""
     tree = TreeSum[Tensor](torch.add)
     for term in terms:
         tree.push(term)
@@ -68,14 +68,15 @@ def tree_sum(terms: Iterable[Tensor]) -> Tensor:
 
 
 class Peers:
-    """Ranks that share a global batch, in a process group of their own. Or one process without a group.
+    """Ranks that share a global batch, connected by their own process group.
 
-    In round k a rank exchanges tensors with `rank XOR k` if the number of ranks is a power of two. A sum over rounds by
-    `TreeSum` then has the same bits on all ranks, and on 1, 2, 4, ... ranks. For other numbers of ranks it sends to
-    `rank + k`, and bits may differ.
+    Without distributed training there is one rank and no group. In round k a rank exchanges tensors
+    with `rank XOR k` if the number of ranks is a power of two. A sum over rounds by `TreeSum` then
+    has the same bits on all ranks, and on 1, 2, 4, ... ranks. With other numbers of ranks it sends
+    to `rank + k`, and bits may differ.
 
     Args:
-        world: the default process group, or None.
+        world: The default process group, or None.
     """
 
     def __init__(self, world: Any) -> None:
@@ -84,21 +85,23 @@ class Peers:
         self.size = 1
         self._group: Any = None
         if world is not None:
-            # A separate group: in the default one another thread may reduce gradients now, in any order.
+            # Use a separate group, because another thread may reduce gradients in the default group in any order.
             self._group = dist.new_group(group_desc="contrastive")
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
 
     @property
     def is_power_of_two(self) -> bool:
-        """True if sums have the bits of one rank."""
+        """True if the number of ranks is a power of two, so that sums have the same bits as on one rank."""
         return self.size & (self.size - 1) == 0
 
     def check_same(self, sizes: Sequence[int], *, device: torch.device) -> None:
-        """Check that all ranks have embeddings of one shape. Collective: every rank must call it.
+        """Raise if the ranks' embeddings have different shapes.
+
+        Collective: every rank must call it, in the same order.
 
         Raises:
-            ValueError: on every rank, with the same message.
+            ValueError: Raised on every rank, with the same message.
         """
         if self.size == 1:
             return
@@ -116,10 +119,13 @@ class Peers:
         )
 
     def rounds(self, tensors: Sequence[Tensor]) -> Iterator[tuple[bool, tuple[Tensor, ...]]]:
-        """Yield the tensors of each rank, this one's first, and whether they are this one's. Collective.
+        """Yield the tensors of each rank, with a flag that is True for this rank's own.
 
-        The next round is in transit while the current one is worked on. A rank sends (size - 1) times the bytes of
-        `tensors`. What is yielded is overwritten two rounds later.
+        This rank's tensors come first. The next round is in transit while the current one is
+        processed. A rank sends (size - 1) times the bytes of `tensors`. The yielded tensors are
+        overwritten two rounds later.
+
+        Collective: every rank must call it, in the same order.
         """
         tensors = tuple(tensor.contiguous() for tensor in tensors)
         buffers = []
@@ -152,9 +158,11 @@ class Peers:
         return dist.batch_isend_irecv(operations)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks, with the same bits on all. Collective.
+        """Return the sum of a tensor over ranks, with the same bits on all of them.
 
-        On 2^k ranks it is added by the tree of `TreeSum`.
+        On 2^k ranks it is added over the tree of `TreeSum`.
+
+        Collective: every rank must call it, in the same order.
         """
         total = tensor.clone()
         if not self.is_power_of_two:

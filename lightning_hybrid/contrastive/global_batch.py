@@ -1,4 +1,4 @@
-"""A loss over more pairs than the memory of a device has activations for."""
+"""Contrastive loss over more pairs than fit into memory with their activations."""
 
 from __future__ import annotations
 
@@ -18,39 +18,42 @@ _NUM_CHECKED_STEPS = 2
 
 
 class GlobalBatch(nn.Module):
-    """Loss over all pairs of a step, in the memory that the activations of `chunk` pairs take.
+    """Contrastive loss over all pairs of a step, with activations of only `chunk` pairs in memory.
 
-        z = embed(batch)            part by part; activations are freed
+        z = embed(batch)            chunk by chunk; activations are freed
         loss = loss(*z)             over the pairs of all ranks
-        backward                    dloss/dz, then each part once more: d(embed(part) . dloss/dz) / dw
+        backward                    dloss/dz, then each chunk once more: d(embed(chunk) . dloss/dz) / dw
 
-    Gradients are those of one batch, for about the time of a second forward. The second pass of a part repeats the
-    first exactly. It sees the same:
+    The gradients are those of one batch, for about the time of a second forward. The second pass of
+    a chunk repeats the first exactly. It uses the same:
 
-    * parameters and buffers, so that running statistics move once;
+    * parameters and buffers, so that running statistics are updated once;
     * random numbers: the global ones of torch, NumPy and Python, and those of generators that are attributes of the
       module, in lists, dictionaries and plain objects too;
     * arithmetic: autocast, default dtype, training or evaluation mode.
 
-    Hooks on parameters and `self.log` run once. Other effects of `embed` on Python objects happen twice.
+    Hooks on parameters and `self.log` run once. Other effects of `embed` on Python objects happen
+    twice.
 
-    Parts are as batches of their own for layers that look at a whole batch: BatchNorm normalises each part by itself,
-    and a buffer that `embed` writes changes with each part.
+    Layers that depend on the whole batch treat each chunk as a batch: BatchNorm normalises each
+    chunk by itself, and a buffer that `embed` writes changes with each chunk.
 
-    Gradients of parts are added by a tree. With a loss of this package, parts of `loss.block` pairs and 2^k parts on
-    2^j ranks they have the same bits on 1, 2, 4 ranks, if the all-reduce of gradients adds by a tree too
-    (`hierarchical` on 2 x 2 ranks does).
+    Gradients of chunks are added over a binary tree. With a loss of this package, chunks of
+    `loss.block` pairs and 2^k chunks on 2^j ranks, they have the same bits on 1, 2, 4 ranks if the
+    all-reduce of gradients uses a tree too (`hierarchical` on 2 x 2 ranks does).
 
     Args:
-        loss: called with the embeddings: `InfoNCE`, `SigLIP`, `BarlowTwins`, or any loss of one rank's pairs.
-        chunk: pairs that pass through the network at a time.
+        loss: Module that is called with the embeddings: `InfoNCE`, `SigLIP`, `BarlowTwins`, or any loss of one rank's
+            pairs.
+        chunk: Number of pairs that pass through the network at a time.
 
-    In `training_step`: `return self.global_batch(self.embed, batch)`, with all pairs of a rank in the batch.
+    In `training_step`: `return self.global_batch(self.embed, batch)`, with all pairs of a rank in
+    the batch.
 
     Source: Gao et al. 2021 (GradCache, arXiv:2101.06983).
     """
 
-    couples_the_batch: bool = False  # its loss does, but the batches of a step are one
+    couples_the_batch: bool = False  # the loss does, but this module treats a step as one batch
 
     def __init__(self, loss: nn.Module, *, chunk: int = 256) -> None:
         super().__init__()
@@ -64,16 +67,17 @@ class GlobalBatch(nn.Module):
         """Return the loss of the batch.
 
         Args:
-            embed: a module, or a method of one, whose parameters get the gradients. It takes a part of the batch and
-                returns a tensor or several, with a row for each pair. It is called twice for each part.
-            batch: tensors and NumPy arrays with a row for each pair, and lists with an entry for each pair, in any
-                nest of lists, dictionaries, named tuples and dataclasses. Other values go into each part.
+            embed: Module, or method of a module, whose parameters receive the gradients. It takes a chunk of the
+                batch and returns one or several tensors with a row for each pair. It is called twice for each chunk.
+            batch: Tensors and NumPy arrays with a row for each pair, and lists with an entry for each pair, in any
+                nesting of lists, dictionaries, named tuples and dataclasses. Other values are passed to each chunk
+                unchanged.
 
         Raises:
-            ValueError: `embed` or the batch is something else; `embed` returns other rows, changes parameters, or
-                leaves them without a gradient.
-            RuntimeError: in backward: parameters have changed since the forward, or `embed` computes something else
-                in its second pass.
+            ValueError: `embed` or the batch has another type, or `embed` returns another number of rows, changes
+                parameters or leaves them without a gradient.
+            RuntimeError: Raised in backward if parameters have changed since the forward, or `embed` computes something
+                else in its second pass.
         """
         embedding = Embedding(embed, self.chunk)
         parts = split_rows(batch, self.chunk)

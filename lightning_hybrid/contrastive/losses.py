@@ -1,13 +1,14 @@
-"""InfoNCE, SigLIP and Barlow Twins over the pairs of all ranks. No rank holds all embeddings, or a matrix of all pairs.
+"""InfoNCE, SigLIP and Barlow Twins losses over the pairs of all ranks.
 
-Embeddings go from rank to rank in blocks (`exchange.py`). Products of `block x block` pairs are computed, used and
-dropped, in forward and again in backward (`pair_functions.py`). Sums follow one binary tree over blocks of the global
-batch, so losses and gradients have the same bits on 1, 2, 4, ... ranks if `block` divides the share of each rank into
-2^k blocks.
+No rank holds all embeddings or a matrix of all pairs. Embeddings pass from rank to rank in blocks
+(`exchange.py`). Products of `block x block` pairs are computed, used and dropped, in forward and
+again in backward (`pair_functions.py`). Sums follow one binary tree over blocks of the global
+batch. Losses and gradients therefore have the same bits on 1, 2, 4, ... ranks if `block` divides
+the pairs of each rank into 2^k blocks.
 
-A loss is that of the global batch, the same on all ranks. Its gradient at a rank's embeddings is multiplied by the
-number of ranks, because DistributedDataParallel takes the mean over ranks: a parameter gets the gradient of the global
-loss.
+The loss is that of the global batch and the same on all ranks. Its gradient at a rank's embeddings
+is multiplied by the number of ranks, because DistributedDataParallel takes the mean over ranks.
+Thus a parameter receives the gradient of the global loss.
 """
 
 from __future__ import annotations
@@ -35,21 +36,22 @@ _LARGEST_SCALE = 100.0
 
 
 class PairLoss(nn.Module):
-    """Base of losses of two views `"pairs features"`, in which row i of one view belongs to row i of the other.
+    """Base class of losses on two views, where row i of one view and row i of the other are a pair.
 
-    Every rank must call the loss, with the same number of pairs. It is computed in fp32, or in fp64 if the first view
-    is fp64, also under `torch.autocast` and in half precision.
+    The views have shape `"pairs features"`. Every rank must call the loss, with the same number of
+    pairs. It is computed in fp32, or in fp64 if the first view is fp64, also under `torch.autocast`
+    and in half precision.
 
     Args:
-        block: rows of a block. Memory grows with its square. Bits depend on it.
+        block: Number of rows of a block. Memory grows with its square, and the bits of the result depend on it.
 
     Raises:
-        ValueError: in forward, on every rank: the views differ in shape, are no matrices, or have other shapes on
-            other ranks.
+        ValueError: Raised in forward, on every rank: the views differ in shape, are not matrices, or have other
+            shapes on other ranks.
     """
 
     couples_the_batch: bool = (
-        True  # gradients of losses of its parts do not add up to that of the batch
+        True  # the gradients of losses on chunks do not add up to that of the batch
     )
     spans_all_ranks: bool = True
 
@@ -64,7 +66,10 @@ class PairLoss(nn.Module):
         return self.__dict__ | {"_peers": None}  # a process group belongs to this run
 
     def peers(self) -> Peers:
-        """Return the ranks of the run. Collective in its first call, and in the first of another run."""
+        """Return the ranks of the current run.
+
+        Collective in its first call of a run: every rank must call it, in the same order.
+        """
         world = None
         if dist.is_available() and dist.is_initialized():
             world = dist.group.WORLD
@@ -73,10 +78,13 @@ class PairLoss(nn.Module):
         return self._peers
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the loss of the global batch. Collective, and so is its backward."""
+        """Return the loss of the global batch.
+
+        Collective: every rank must call it, in the same order, and the same holds for its backward.
+        """
         is_pair = a.dim() == 2 and a.shape == b.shape and len(a) > 0
         sizes = tuple(a.shape) if is_pair else (0, 0)
-        # Before this rank raises an error: the others wait for its answer.
+        # Call this before an error is raised here, because the other ranks wait for this rank's answer.
         self.peers().check_same(sizes, device=a.device)
         if not is_pair:
             raise ValueError(
@@ -88,27 +96,32 @@ class PairLoss(nn.Module):
             return self.loss_of_views(a.to(dtype), b.to(dtype))
 
     def loss_of_views(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the loss, given views in the dtype in which it is computed. Collective."""
+        """Return the loss of two views that already have the dtype of the computation.
+
+        Collective: every rank must call it, in the same order.
+        """
         raise NotImplementedError
 
 
 class InfoNCE(PairLoss):
-    """Cross entropy of each row's partner among all rows, both ways (CLIP), or among both views (SimCLR's NT-Xent).
+    """InfoNCE loss with negatives from all ranks, as in CLIP or, with `both_views`, SimCLR's NT-Xent.
 
         z = (a, b), normalised;  l_ij = z_i . z_j / temperature;  p(i): the partner of i in the other view
         loss = mean over 2 N rows of  log sum_j exp(l_ij) - l_ip(i)
         j runs over the other view (N rows), or with `both_views` over both except for i itself (2 N - 1)
 
-    N: pairs of all W ranks. A rank sends (W - 1) / W * N * (16 d + 8) bytes a step, for d features in fp32.
+    It is the cross entropy of each row's partner, averaged over both views. N is the number of
+    pairs of all W ranks. A rank sends (W - 1) / W * N * (16 d + 8) bytes per step, for d features
+    in fp32.
 
     Args:
-        temperature: a number; or None for the parameter `logit_scale`, which is learnt as in CLIP. It is
-            log(1 / temperature), begins at log(1 / 0.07), and its exponential is limited to 100.
-        both_views: whether rows of the same view are negatives too.
-        block: as in `PairLoss`.
+        temperature: Number, or None for the parameter `logit_scale`, which is learnt as in CLIP. The parameter is
+            log(1 / temperature), starts at log(1 / 0.07), and its exponential is limited to 100.
+        both_views: Whether rows of the same view are negatives too.
+        block: As in `PairLoss`.
 
-    Source: van den Oord et al. 2018 (arXiv:1807.03748); Chen et al. 2020 (arXiv:2002.05709); Radford et al. 2021
-    (arXiv:2103.00020).
+    Source: van den Oord et al. 2018 (arXiv:1807.03748); Chen et al. 2020 (arXiv:2002.05709);
+    Radford et al. 2021 (arXiv:2103.00020).
 
     >>> a = torch.eye(4)
     >>> round(float(InfoNCE(temperature=1.0)(a, a)), 4) == round(math.log(math.e + 3) - 1, 4)
@@ -131,7 +144,10 @@ class InfoNCE(PairLoss):
         self.both_views = both_views
 
     def loss_of_views(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the loss, given views in the dtype in which it is computed. Collective."""
+        """Return the InfoNCE loss of two views that already have the dtype of the computation.
+
+        Collective: every rank must call it, in the same order.
+        """
         a = F.normalize(a, dim=1)
         b = F.normalize(b, dim=1)
         if self.temperature is None:
@@ -142,13 +158,13 @@ class InfoNCE(PairLoss):
 
 
 class SigLIP(PairLoss):
-    """Logistic loss of each of all N x N pairs, which says whether they belong together.
+    """Sigmoid loss over all N x N pairs of the global batch, which classifies matching pairs.
 
         l_ij = exp(logit_scale) a_i . b_j + logit_bias;  y_ij = 1 for i = j, else -1
         loss = sum_ij log(1 + exp(-y_ij l_ij)) / N
 
-    a and b are normalised. Both scalars are parameters, and begin at log(10) and -10. A rank sends
-    (W - 1) / W * N * 12 d bytes a step in fp32.
+    Views a and b are normalised. Scale and bias are parameters that start at log(10) and -10. A
+    rank sends (W - 1) / W * N * 12 d bytes per step in fp32, with W ranks and d features.
 
     Source: Zhai et al. 2023 (arXiv:2303.15343).
     """
@@ -159,7 +175,10 @@ class SigLIP(PairLoss):
         self.logit_bias = nn.Parameter(torch.tensor(-10.0))
 
     def loss_of_views(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the loss, given views in the dtype in which it is computed. Collective."""
+        """Return the SigLIP loss of two views that already have the dtype of the computation.
+
+        Collective: every rank must call it, in the same order.
+        """
         a = F.normalize(a, dim=1)
         b = F.normalize(b, dim=1)
         scale = self.logit_scale.to(a.dtype).exp()
@@ -168,17 +187,17 @@ class SigLIP(PairLoss):
 
 
 class BarlowTwins(PairLoss):
-    """Distance of the cross-correlation of two views over the global batch from the identity.
+    """Barlow Twins loss, which drives the cross-correlation of two views towards the identity.
 
         c = standardised(a)^T standardised(b) / N        mean 0 and variance 1 over the global batch
         loss = sum_i (1 - c_ii)^2 + off_diagonal * sum_i!=j c_ij^2
 
-    Sums of d x d numbers go over ranks, and no embeddings.
+    Ranks exchange sums of d x d numbers for d features, and no embeddings.
 
     Args:
-        off_diagonal: weight of the correlations between different features.
-        eps: added to variances, as in BatchNorm, by which the paper standardises.
-        block: as in `PairLoss`.
+        off_diagonal: Weight of the correlations between different features.
+        eps: Number added to variances, as in BatchNorm, by which the paper standardises.
+        block: As in `PairLoss`.
 
     Source: Zbontar et al. 2021 (arXiv:2103.03230).
     """
@@ -193,7 +212,10 @@ class BarlowTwins(PairLoss):
         self.eps = eps
 
     def loss_of_views(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the loss, given views in the dtype in which it is computed. Collective."""
+        """Return the Barlow Twins loss of two views that already have the dtype of the computation.
+
+        Collective: every rank must call it, in the same order.
+        """
         peers = self.peers()
         a = Standardised.apply(a, peers, self.block, self.eps)
         b = Standardised.apply(b, peers, self.block, self.eps)

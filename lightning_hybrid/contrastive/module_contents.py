@@ -1,4 +1,4 @@
-"""Modules and streams of random numbers that the code of a module can reach, and their states."""
+"""Search for all submodules and random number generators that a module can reach."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _FOREIGN_PACKAGES = frozenset(
 
 @dataclass(frozen=True)
 class ModuleContents:
-    """Modules and streams of random numbers that code of a module can reach through attributes.
+    """Modules and random number generators that a module's code can reach through attributes.
 
     Attributes:
-        modules: the module itself, its submodules, and modules in lists or plain objects, such as a teacher that is
+        modules: The module itself, its submodules, and modules in lists or plain objects, such as a teacher that is
             kept out of checkpoints.
-        streams: generators of torch, NumPy and Python.
+        streams: Generators of torch, NumPy and Python.
     """
 
     modules: list[nn.Module]
@@ -50,7 +50,7 @@ class ModuleContents:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleContents:
-        """Search a module."""
+        """Find the modules and generators that a module can reach."""
         contents = cls([], [])
         seen: set[int] = set()
         stack: list[tuple[Any, int]] = [(module, 0)]
@@ -76,7 +76,7 @@ class ModuleContents:
 
 
 def _neighbours(value: Any, depth: int) -> list[Any]:
-    """Return what a value leads to: entries of a container, attributes of a module or plain object."""
+    """Return the entries of a container, or the attributes of a module or plain object."""
     if isinstance(value, nn.Module):
         return [*value.children(), *vars(value).values()]
     if isinstance(value, dict | list | tuple | set | frozenset | deque):
@@ -103,11 +103,11 @@ def _neighbours(value: Any, depth: int) -> list[Any]:
 
 
 class RandomStreams:
-    """All streams that code of a module is likely to draw from.
+    """Random number generators from which a module's code is likely to draw, with their states.
 
     Args:
-        contents: has the module's own.
-        devices: where the module computes. GPUs have a stream each.
+        contents: Modules and generators that the module can reach.
+        devices: Devices on which the module computes. Each GPU has its own generator.
     """
 
     def __init__(self, contents: ModuleContents, devices: Iterable[torch.device]) -> None:
@@ -118,7 +118,7 @@ class RandomStreams:
         self._streams = global_streams + contents.streams
 
     def states(self) -> list[Any]:
-        """Return the current state of each stream."""
+        """Return the current state of each generator."""
         states = []
         for stream in self._streams:
             if isinstance(stream, np.random.BitGenerator):
@@ -129,7 +129,7 @@ class RandomStreams:
 
     @contextmanager
     def at(self, states: list[Any]) -> Iterator[None]:
-        """Continue from earlier states within the context, and afterwards from the current ones."""
+        """Set generators to earlier states within the context, and restore the current states afterwards."""
         current_states = self.states()
         self._restore(states)
         try:

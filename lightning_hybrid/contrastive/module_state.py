@@ -1,8 +1,8 @@
-"""Values and settings that a module reads besides its arguments: captured, and shown to it again later.
+"""State on which a module's output depends, captured so that a forward can be repeated exactly.
 
-Buffers           running statistics, queues, vectors of spectral norm
-Parameters        trained ones, which are shown as leaves of their own, and frozen ones
-Environment       autocast, modes, default dtype, training or evaluation
+Buffers           running statistics, queues, vectors of spectral norm Parameters        trained
+ones, which are replaced by separate leaves, and frozen ones Environment       autocast, modes,
+default dtype, training or evaluation
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_hybrid.models.activation_checkpointing import current_function_mo
 
 @dataclass(frozen=True)
 class BufferValue:
-    """The value that a buffer had."""
+    """Captured value of a module's buffer."""
 
     module: nn.Module
     name: str
@@ -32,14 +32,17 @@ class BufferValue:
 
 
 class Buffers:
-    """The buffers of modules, whose values can be captured again and again. Equal values share memory."""
+    """Buffers of modules, whose values can be captured repeatedly and restored.
+
+    Equal values share memory.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._latest: dict[tuple[int, str], Tensor] = {}
 
     def capture(self) -> list[BufferValue]:
-        """Return the current values."""
+        """Return the current values of all buffers."""
         values = []
         for module in self._modules:
             for name, buffer in module._buffers.items():
@@ -48,14 +51,17 @@ class Buffers:
                     values.append(BufferValue(module, name, None))
                     continue
                 if key not in self._latest or not _is_equal(self._latest[key], buffer):
-                    # Not by torch's count of writes: BatchNorm's kernels do not raise it.
+                    # Values are compared, because BatchNorm's kernels do not increase torch's version counter.
                     self._latest[key] = buffer.detach().clone()
                 values.append(BufferValue(module, name, self._latest[key]))
         return values
 
     @contextmanager
     def at(self, values: list[BufferValue]) -> Iterator[None]:
-        """Show copies of earlier values within the context. What is written there is dropped."""
+        """Set buffers to copies of earlier values within the context.
+
+        Changes made within the context are dropped.
+        """
         current = []
         for module in self._modules:
             for name, buffer in module._buffers.items():
@@ -83,13 +89,13 @@ def _is_equal(first: Tensor, second: Tensor) -> bool:
 
 
 class ParameterValue:
-    """A parameter and the value that it has when this object is made.
+    """Parameter with its value at the time when this object is created.
 
     Args:
-        name: for errors.
-        module: the module that has it.
-        attribute: its name there.
-        parameter: the parameter.
+        name: Name of the parameter for errors.
+        module: Module that holds the parameter.
+        attribute: Name of the parameter in that module.
+        parameter: The parameter.
     """
 
     def __init__(self, name: str, module: nn.Module, attribute: str, parameter: Tensor) -> None:
@@ -101,15 +107,19 @@ class ParameterValue:
         self._attribute = attribute
         self._version: int = self.value._version
         self._fingerprint: Tensor | None = None
-        # An embedding with `max_norm` shortens rows before it reads them, which changes nothing the second time.
+        # An embedding with `max_norm` renormalises rows before it reads them, which has no effect the second time.
         self._may_be_written = getattr(module, "max_norm", None) is not None
 
     def take_fingerprint(self) -> None:
-        """Prepare `is_written` for writes of which torch keeps no count, such as `parameter.data.mul_(0.99)`."""
+        """Record a fingerprint of the value for `is_written`.
+
+        The fingerprint detects writes that torch's version counter misses, such as
+        `parameter.data.mul_(0.99)`.
+        """
         self._fingerprint = _fingerprint(self.value)
 
     def is_written(self) -> bool:
-        """Return whether the value has changed in place."""
+        """Return whether the value was changed in place."""
         if self._may_be_written:
             return False
         if self.value._version != self._version:
@@ -119,7 +129,7 @@ class ParameterValue:
         )
 
     def is_replaced(self) -> bool:
-        """Return whether the module has another parameter now."""
+        """Return whether the module now holds another parameter object."""
         return self._module._parameters.get(self._attribute) is not self.parameter
 
     def is_moved(self) -> bool:
@@ -128,22 +138,22 @@ class ParameterValue:
 
 
 def _fingerprint(value: Tensor) -> Tensor:
-    """Return a number that differs for other bits, in all likelihood."""
+    """Return an integer checksum that very likely differs if any bit of the value differs."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     real = torch.view_as_real(value) if value.is_complex() else value
     return real.contiguous().view(integers[real.element_size()]).sum(dtype=torch.int64)
 
 
 class Parameters:
-    """The parameters of modules, as they are when this object is made.
+    """Parameters of modules, with their values at the time when this object is created.
 
     Args:
-        root: the module by whose names errors speak of parameters.
-        modules: all modules whose parameters count.
-        takes_fingerprints: as in `ParameterValue`. Reads all values.
+        root: Module whose parameter names are used in errors.
+        modules: All modules whose parameters count.
+        takes_fingerprints: Whether to call `ParameterValue.take_fingerprint`, which reads all values.
 
     Raises:
-        ValueError: a parameter is a tensor of a kind that cannot be shown as another one.
+        ValueError: A parameter is a tensor of a kind that cannot be replaced by another tensor.
     """
 
     def __init__(
@@ -165,13 +175,13 @@ class Parameters:
                 value.take_fingerprint()
 
     def names_of_changed(self) -> list[str]:
-        """Return the names of parameters that have changed in any way."""
+        """Return the names of parameters that were written or moved to other memory."""
         return [
             value.name for value in self._values.values() if value.is_written() or value.is_moved()
         ]
 
     def names_of_lost(self) -> list[str]:
-        """Return the names of parameters whose values are gone, so that they cannot be shown."""
+        """Return the names of parameters whose earlier values cannot be restored."""
         return [
             value.name
             for value in self._values.values()
@@ -180,13 +190,13 @@ class Parameters:
 
     @contextmanager
     def as_leaves(self) -> Iterator[None]:
-        """Show the earlier values, as leaves of autograd without hooks, within the context.
+        """Replace parameters by leaves with the earlier values and without hooks within the context.
 
-        Each parameter object points to another C++ tensor meanwhile, with a gradient of its own. So every reference to
-        it is served, also those in lists and in `torch.nn.LSTM`, while hooks of the user's and of
-        DistributedDataParallel belong to the original tensor and do not run.
+        Each parameter object points to another C++ tensor meanwhile, with its own gradient. Thus
+        every reference to it is covered, including those in lists and in `torch.nn.LSTM`. Hooks of
+        the user and of DistributedDataParallel belong to the original tensor and do not run.
         """
-        torch.clear_autocast_cache()  # it has references that forbid an exchange
+        torch.clear_autocast_cache()  # its references would prevent an exchange
         exchanged: list[tuple[Tensor, Tensor]] = []
         try:
             for value in self._values.values():
@@ -215,11 +225,11 @@ def _refuse_special_tensor(name: str, module: nn.Module, parameter: Tensor) -> N
     )
 
 
-# ---- everything that is not a value ----------------------------------------------------------------------------------
+# ---- modes and dtypes ------------------------------------------------------------------------------------------------
 
 
 class Environment:
-    """The settings under which code of modules runs when this object is made."""
+    """Modes and dtypes under which modules run at the time when this object is created."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._is_training = [(module, module.training) for module in modules]
@@ -237,7 +247,7 @@ class Environment:
 
     @contextmanager
     def of_forward(self) -> Iterator[None]:
-        """Compute in the same arithmetic within the context."""
+        """Restore the function modes and autocast settings within the context."""
         with ExitStack() as stack:
             for mode in self._function_modes:
                 stack.enter_context(mode)
@@ -247,7 +257,7 @@ class Environment:
 
     @contextmanager
     def of_modules(self) -> Iterator[None]:
-        """Let modules be in training or evaluation mode as before, and new tensors have the same dtype."""
+        """Restore the default dtype and each module's training or evaluation mode within the context."""
         current_dtype = torch.get_default_dtype()
         current_modes = [(module, module.training) for module, _ in self._is_training]
         torch.set_default_dtype(self._default_dtype)
@@ -271,7 +281,7 @@ def _set_training(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 
 @contextmanager
 def without_logging(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let LightningModules log nothing, and metrics count nothing, within the context."""
+    """Disable logging of LightningModules and updates of metrics within the context."""
     metric_type: Any = getattr(sys.modules.get("torchmetrics"), "Metric", ())
     module_types = lightning_types("pytorch.LightningModule")
     replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []

@@ -1,6 +1,7 @@
-"""Functions of autograd over blocks of pairs: each computes its products block by block, in forward and in backward.
+"""Autograd functions that compute contrastive losses over blocks of pairs.
 
-They take views in fp32 or fp64 and compute without autocast. Their gradients are for the mean over ranks, which
+Each computes its products block by block, in forward and in backward. They take views in fp32 or
+fp64 and compute without autocast. Their gradients are scaled for the mean over ranks, which
 DistributedDataParallel takes. They cannot be differentiated twice.
 """
 
@@ -19,15 +20,17 @@ from lightning_hybrid.contrastive.exchange import Peers, TreeSum, tree_sum, tree
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
-    """Return a context in which matrix products on a device have the dtype of their operands."""
+    """Return a context in which matrix products on a device use the dtype of their operands."""
     return torch.autocast(device.type, enabled=False)
 
 
 def refuse_second_derivatives(name: str) -> None:
-    """Raise an error in a backward whose result is to be differentiated: torch would take parts of it for constants.
+    """Raise if a backward runs with `create_graph=True`.
+
+    torch would treat parts of such a backward as constants.
 
     Raises:
-        RuntimeError: the backward runs with `create_graph=True`.
+        RuntimeError: The backward runs with `create_graph=True`.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -36,7 +39,10 @@ def refuse_second_derivatives(name: str) -> None:
 
 
 def _in_full_precision(backward: Callable[..., Any]) -> Any:
-    """Let a `backward` run without autocast, in which user code may call it."""
+    """Decorate a `backward` to run without autocast, and to refuse second derivatives.
+
+    User code may call backward under autocast.
+    """
 
     @functools.wraps(backward)
     def run(ctx: Any, grad: Tensor) -> Any:
@@ -81,17 +87,20 @@ def _correct_diagonal_(slope: Tensor, *, is_same_view: bool) -> None:
     if is_same_view:
         slope.diagonal().fill_(0)  # a row is not compared with itself
     else:
-        slope.diagonal().sub_(2)  # partners, in the sums of rows and of columns
+        slope.diagonal().sub_(2)  # partners, in the sums of rows and columns
 
 
 class InfoNCEOfBlocks(torch.autograd.Function):
-    """The loss of `InfoNCE`, given normalised views and the inverse temperature."""
+    """InfoNCE loss and its gradients, given normalised views and the inverse temperature."""
 
     @staticmethod
     def forward(
         ctx: Any, a: Tensor, b: Tensor, scale: Tensor, peers: Peers, block: int, both_views: bool
     ) -> Tensor:
-        """Return the loss. Collective."""
+        """Return the InfoNCE loss of the global batch.
+
+        Collective: every rank must call it, in the same order.
+        """
         views = [view.split(block) for view in (a, b)]
         num_blocks = len(views[0])
         trees = [[TreeSum(_add_log_sums) for _ in range(num_blocks)] for _ in views]
@@ -122,7 +131,10 @@ class InfoNCEOfBlocks(torch.autograd.Function):
     @staticmethod
     @_in_full_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of views and scale. Collective."""
+        """Return the gradients of the views and of the scale.
+
+        Collective: every rank must call it, in the same order.
+        """
         a, b, scale, *log_sums = ctx.saved_tensors
         block = ctx.block
         views = [view.split(block) for view in (a, b)]
@@ -156,7 +168,8 @@ class InfoNCEOfBlocks(torch.autograd.Function):
         b_grad = share * scale * _joined(grads[1])
         scale_grad = None
         if ctx.needs_input_grad[2]:
-            # The same on all ranks. A mean of terms of ranks would have other bits once it is multiplied by `scale`.
+            # Compute the same value on all ranks. A mean of the ranks' terms would have other bits after it is
+            # multiplied by `scale`.
             scale_grad = share * ctx.peers.sum(_sum_of_trees(scale_grads)) / (2 * ctx.peers.size)
         return a_grad, b_grad, scale_grad, None, None, None
 
@@ -165,13 +178,16 @@ class InfoNCEOfBlocks(torch.autograd.Function):
 
 
 class SigLIPOfBlocks(torch.autograd.Function):
-    """The loss of `SigLIP`, given normalised views, scale and bias."""
+    """SigLIP loss and its gradients, given normalised views, scale and bias."""
 
     @staticmethod
     def forward(
         ctx: Any, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor, peers: Peers, block: int
     ) -> Tensor:
-        """Return the loss. Collective."""
+        """Return the SigLIP loss of the global batch.
+
+        Collective: every rank must call it, in the same order.
+        """
         rows = a.split(block)
         trees = tree_sums(len(rows))
         for is_own, (other_b,) in peers.rounds([b]):
@@ -189,7 +205,10 @@ class SigLIPOfBlocks(torch.autograd.Function):
     @staticmethod
     @_in_full_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of views, scale and bias. Collective."""
+        """Return the gradients of the views, of the scale and of the bias.
+
+        Collective: every rank must call it, in the same order.
+        """
         a, b, scale, bias = ctx.saved_tensors
         views = [view.split(ctx.block) for view in (a, b)]
         num_blocks = len(views[0])
@@ -220,11 +239,17 @@ class SigLIPOfBlocks(torch.autograd.Function):
 
 
 class Standardised(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) of each column, over the rows of all ranks."""
+    """Standardisation of each column over the rows of all ranks.
+
+    The result is `(x - mean) / sqrt(variance + eps)`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers, block: int, eps: float) -> Tensor:
-        """Return the standardised rows of this rank. Collective."""
+        """Return the standardised rows of this rank.
+
+        Collective: every rank must call it, in the same order.
+        """
         num_rows = len(x) * peers.size
         mean = peers.sum(tree_sum(rows.sum(0) for rows in x.split(block))) / num_rows
         centred = x - mean
@@ -241,7 +266,10 @@ class Standardised(torch.autograd.Function):
     @staticmethod
     @_in_full_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the rows. Collective."""
+        """Return the gradient of this rank's rows.
+
+        Collective: every rank must call it, in the same order.
+        """
         y, inverse_deviation = ctx.saved_tensors
         num_rows = len(y) * ctx.peers.size
         both = torch.stack([grad, grad * y])
@@ -252,11 +280,17 @@ class Standardised(torch.autograd.Function):
 
 
 class Correlation(torch.autograd.Function):
-    """a^T b / N over the rows of all ranks."""
+    """Cross-correlation matrix of two views over the rows of all ranks.
+
+    The result is `a^T b / N` for N rows of all ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, peers: Peers, block: int) -> Tensor:
-        """Return the matrix of correlations. Collective."""
+        """Return the cross-correlation matrix of the global batch.
+
+        Collective: every rank must call it, in the same order.
+        """
         ctx.save_for_backward(a, b)
         blocks = zip(a.split(block), b.split(block), strict=True)
         return peers.sum(tree_sum(x.T @ y for x, y in blocks)) / (len(a) * peers.size)
@@ -264,6 +298,6 @@ class Correlation(torch.autograd.Function):
     @staticmethod
     @_in_full_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of both views."""
+        """Return the gradients of both views on this rank."""
         a, b = ctx.saved_tensors
         return b @ grad.T / len(a), a @ grad / len(a), None, None

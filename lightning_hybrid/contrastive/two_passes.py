@@ -1,7 +1,10 @@
-"""The two passes of `embed` over the parts of a batch: one for embeddings, one for gradients, which repeats it exactly.
+"""Two passes over the chunks of a batch, the first for embeddings and the second for gradients.
 
-forward     part -> embeddings; what the pass began with is kept, activations are freed
-backward    part, gradients of its embeddings -> embeddings again -> gradients of parameters, summed over parts
+The second pass repeats the first one exactly.
+
+forward     chunk -> embeddings; the state at its start is kept, activations are freed backward
+chunk, gradients of its embeddings -> embeddings again -> gradients of parameters, summed over
+chunks
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ _TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class _FirstPass:
-    """A part of the batch, what its first pass began with, and its embeddings."""
+    """Chunk of a batch, with the state at the start of its first pass and its embeddings."""
 
     part: BatchPart
     random_states: list[Any]
@@ -43,15 +46,15 @@ class _FirstPass:
 
 
 class TwoPasses:
-    """The first pass of `embed` over the parts of a batch, and on demand the second one.
+    """First pass over the chunks of a batch, and a second pass that computes gradients on demand.
 
     Args:
-        embedding: embeds a part.
-        loss_parameters: parameters of the loss, which may be trained alone.
-        is_checked: whether to look for code that makes the passes differ even if it takes time.
+        embedding: Function that embeds a chunk.
+        loss_parameters: Parameters of the loss, which may be the only trained ones.
+        is_checked: Whether to run slow checks for code that makes the passes differ.
 
     Raises:
-        ValueError: the module has parameters of a kind that cannot be trained in this way.
+        ValueError: The module has parameters of a kind that cannot be trained in this way.
     """
 
     def __init__(
@@ -80,13 +83,13 @@ class TwoPasses:
 
     @property
     def trained(self) -> list[Tensor]:
-        """The parameters that get a gradient."""
+        """Parameters that receive a gradient."""
         return self._parameters.trained
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
     def embed_all(self, parts: Sequence[BatchPart]) -> tuple[Tensor, ...]:
-        """Return the embeddings of all parts, without gradients.
+        """Return the embeddings of all chunks, without gradients.
 
         Raises:
             ValueError: `embed` cannot run twice, or leaves parameters without a gradient.
@@ -110,11 +113,12 @@ class TwoPasses:
             )
         random_states = self._streams.states()
         buffers = self._buffers.capture()
-        # Autograd is on, as in the second pass: kernels and user code may depend on it. The graph ends with this call.
+        # Autograd is on as in the second pass, because kernels and user code may depend on it. The graph ends with this
+        # call.
         embeddings = self._embedding.of(part)
         self._check_graph(embeddings)
         self.is_differentiable = [embedding.requires_grad for embedding in embeddings]
-        # Copies: an embedding may be a view of a larger activation.
+        # Copy the values, because an embedding may be a view of a larger activation.
         values = tuple(embedding.detach().clone() for embedding in embeddings)
         return _FirstPass(part, random_states, buffers, values)
 
@@ -141,10 +145,10 @@ class TwoPasses:
     # ---- backward ------------------------------------------------------------------------------------------------
 
     def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of trained parameters, given those of all embeddings.
+        """Return the gradients of trained parameters, given the gradients of all embeddings.
 
         Raises:
-            RuntimeError: parameters have changed, or `embed` computes something else.
+            RuntimeError: Parameters have changed, or `embed` computes different embeddings.
         """
         if names := self._parameters.names_of_lost():
             raise RuntimeError(
@@ -174,7 +178,10 @@ class TwoPasses:
         return [None if total.is_empty else total.total() for total in sums]
 
     def _backward_of_part(self, first: _FirstPass, grads: Sequence[Tensor | None]) -> Tensor:
-        """Add the gradients of a part to the parameters, and return the distance of its embeddings from the first."""
+        """Run forward and backward of a chunk, and return the distance from its first embeddings.
+
+        The gradients are added to the parameters.
+        """
         with torch.enable_grad(), self._environment.of_forward():
             embeddings = self._embedding.of(first.part)
         self._check_same_kind(embeddings, first.embeddings)
@@ -185,7 +192,7 @@ class TwoPasses:
                 trained_embeddings.append(embedding)
                 their_grads.append(grad)
         if trained_embeddings:
-            # Not `torch.autograd.grad`: activation checkpointing with use_reentrant=True forbids it.
+            # `torch.autograd.grad` would not work with reentrant activation checkpointing.
             torch.autograd.backward(trained_embeddings, their_grads)
         return _distance(embeddings, first.embeddings)
 
@@ -203,7 +210,7 @@ class TwoPasses:
 
     def _check_distance(self, distance: Tensor) -> None:
         is_on_cpu = distance.device.type == "cpu"
-        # On a GPU the host would wait for the device in each step.
+        # On a GPU the comparison makes the host wait for the device, so it is limited to checked steps.
         if not is_on_cpu and not self._is_checked:
             return
         tolerance = _TOLERANCE_ON_CPU if is_on_cpu else _TOLERANCE
@@ -219,14 +226,14 @@ class TwoPasses:
 
 
 def _distance(second: Sequence[Tensor], first: Sequence[Tensor]) -> Tensor:
-    """Return the largest distance between tensors, as a share of their norm."""
+    """Return the largest distance between tensors, relative to their norm."""
     largest = torch.zeros((), dtype=torch.float64, device=first[0].device)
     for after, before in zip(second, first, strict=True):
         if not before.is_floating_point():
             distance = (after != before).double().mean()
         else:
             difference = (after.detach() - before).double()
-            # Where both are nan or infinite, as after an overflow, there is nothing to compare.
+            # If both are NaN or infinite, as after an overflow, there is nothing to compare.
             difference = difference.masked_fill(~before.isfinite() & ~after.isfinite(), 0)
             scale = before.double().masked_fill(~before.isfinite(), 0).norm().clamp(min=1e-30)
             distance = difference.norm() / scale
@@ -235,7 +242,7 @@ def _distance(second: Sequence[Tensor], first: Sequence[Tensor]) -> Tensor:
 
 
 def _leaves_of_graph(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves that tensors depend on, except for those within reentrant checkpoints."""
+    """Yield the graph leaves on which tensors depend, except those within reentrant checkpoints."""
     stack = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(stack)
     while stack:
@@ -256,13 +263,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class SecondPass(torch.autograd.Function):
-    """Embeddings of a first pass, whose backward is the second one."""
+    """Autograd function that returns the first pass's embeddings, and runs the second pass in backward."""
 
     @staticmethod
     def forward(
         ctx: Any, passes: TwoPasses, embeddings: tuple[Tensor, ...], *trained: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the embeddings, as functions of the trained parameters."""
+        """Return the embeddings as functions of the trained parameters."""
         ctx.passes = passes
         ctx.set_materialize_grads(False)
         constants = []
@@ -274,6 +281,6 @@ class SecondPass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the trained parameters."""
+        """Run the second pass, and return the gradients of the trained parameters."""
         refuse_second_derivatives("GlobalBatch")
         return None, None, *ctx.passes.gradients(grads)

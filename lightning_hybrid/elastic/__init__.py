@@ -1,1 +1,1 @@
-"""`HybridElasticStrategy`: a run that continues when a host is lost, and admits hosts that join."""
+"""Elastic training, which continues when a host is lost and lets hosts join during the run."""

@@ -1,9 +1,12 @@
-"""Elastic training on one rank: each optimizer step is attempted until it succeeds in some view of the hosts.
+"""Elastic training on one rank, which retries each optimizer step until it succeeds.
 
-optimizer_step      runs the closure again in a new view until all gradients are averaged; only then are weights updated
+A *membership view* is the set of hosts that train together at one time. A *shard* is one of the `max_hosts` x `devices`
+batches of a step.
+
+optimizer_step      runs the closure again in a new view until all gradients are averaged, and then updates the weights
 attempt             forward and backward of this rank's shards -> all-reduce -> buffers of rank zero, logged values
-view ends           every wait in its process groups ends; hosts meet again, and ranks that are behind receive the state
-                    (views.py)
+view ends           every wait in its process groups ends, hosts form a new view, and ranks that are behind receive the
+                    state (views.py)
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from lightning_hybrid.lightning_names import lightning_function, lightning_types
 
 
 class _StepReceived(Exception):  # noqa: N818  no error
-    """Signal that other ranks completed the step, and that this rank has received its result."""
+    """Control-flow exception raised when this rank has received a step that other ranks completed."""
 
     def __init__(self, outputs: Any) -> None:
         super().__init__()
@@ -39,18 +42,18 @@ class _StepReceived(Exception):  # noqa: N818  no error
 
 
 class _HostsStop(Exception):  # noqa: N818  no error
-    """Signal that a host ends its fit before this step, and that all hosts end theirs with it."""
+    """Control-flow exception raised when all hosts stop before this step because one of them does."""
 
 
 class ElasticFit:
-    """State of one elastic fit, from `setup` to `teardown`.
+    """Step logic and state of one elastic `fit` call on one rank.
 
     Args:
         options: Validated options of the user.
-        strategy: Strategy that runs one shard. Its methods call the methods below.
-        comm: Communication of the strategy. Its `topology` is that of the largest view, with this host as the first.
+        strategy: Strategy that runs one shard. Its methods call the methods of this class.
+        comm: Communication of the strategy. Its `topology` is that of `max_hosts` hosts, with this host as the first.
         failures: Record of failures, whose `ended_by` is the error that ends the run.
-        timeout: Limit of every wait for other ranks.
+        timeout: Maximum duration of every wait for other ranks.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class ElasticFit:
         self._average: Callable[[HookState, Any], Future[Tensor]]
         # In the first step of a view, gradients are averaged in `self._buckets` and not in DDP's.
         self._averages_own_buckets = False
-        # Present while a step is attempted.
+        # Set while a step is attempted.
         self._logs: StepLogs | None = None
         self._optimizer_description = ""
         # In the trainer's callbacks while a fit runs.
@@ -94,9 +97,11 @@ class ElasticFit:
     def hook(
         self, average: Callable[[HookState, Any], Future[Tensor]]
     ) -> Callable[[HookState, Any], Future[Tensor]]:
-        """Return a DDP communication hook that calls `average`, or returns the local bucket if the view has ended.
+        """Return a DDP communication hook that keeps the local bucket when a collective fails.
 
-        The hook does not raise when a collective fails, because an error would leave DDP's reducer unusable.
+        The hook calls `average`. It returns the local bucket if the membership view has ended, and in the first step of
+        a view, whose gradients `after_backward` averages. It does not raise when a collective fails, because an error
+        would leave DDP's reducer unusable.
         """
         self._average = average
 
@@ -114,7 +119,7 @@ class ElasticFit:
         return average_or_keep
 
     def _average_or_local(self, buffer: Tensor, future: Future[Tensor]) -> Tensor:
-        """Return the averaged bucket, or the local one if its all-reduce failed."""
+        """Return the averaged bucket, or the local bucket if its all-reduce failed."""
         try:
             return future.value()
         except RuntimeError as error:
@@ -123,9 +128,10 @@ class ElasticFit:
             return buffer
 
     def deal(self, loader: Any, reader: Any, prepare: Callable[[Any], Any]) -> ShardLoader:
-        """Return a loader that yields the batches of this rank's shards in every view.
+        """Wrap the training loader so that it yields the batches of this rank's data shards.
 
-        Lightning calls this again if it creates loaders again, such as after `trainer.estimated_stepping_batches`.
+        The rank's shards change with the membership view. Lightning calls this again if it creates loaders again, such
+        as after `trainer.estimated_stepping_batches`.
         """
         self._loader = ShardLoader(loader, reader, prepare)
         if self._shards:
@@ -134,11 +140,14 @@ class ElasticFit:
 
     @property
     def deals_loaders(self) -> bool:
-        """True until hosts have met: loaders that are processed later belong to callbacks, and not to training."""
+        """True before the hosts have met, when newly created loaders are training loaders.
+
+        Loaders that are created later belong to callbacks.
+        """
         return self._views is None
 
     def status(self) -> dict[str, Any]:
-        """Return the fields of `RunStatus` that count all hosts, while the trainer counts this launch only."""
+        """Return the `RunStatus` fields that describe all hosts, while the trainer knows this host only."""
         if self._views is None:
             num_ranks = len(self._comm.topology.node)
         else:
@@ -150,7 +159,10 @@ class ElasticFit:
         }
 
     def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Store a description of the user's optimizers, which hosts compare, before a checkpoint changes them."""
+        """Store a description of the user's optimizers before a checkpoint changes them.
+
+        Hosts compare the descriptions when they meet.
+        """
         self._optimizer_description = description_of_optimizers(optimizers)
 
     @property
@@ -160,7 +172,7 @@ class ElasticFit:
 
     @property
     def num_hosts(self) -> int:
-        """Number of hosts in the current view, 0 before hosts have met."""
+        """Number of hosts that currently train together, or 0 before they have met."""
         if self._views is None:
             return 0
         return self._views.topology.num_nodes
@@ -170,7 +182,7 @@ class ElasticFit:
         return self._strategy.lightning_module
 
     def end(self) -> None:
-        """Leave the run and remove the callback that stops all hosts together."""
+        """Leave the elastic run, and remove the callback that stops all hosts after the same step."""
         views = self._views
         self._views = None
         if self._stop_callback is not None:
@@ -182,7 +194,7 @@ class ElasticFit:
     # ---- calls from the strategy's methods ---------------------------------------------------------------------------
 
     def meet_hosts(self) -> None:
-        """Meet the other hosts, or join their run, right before the training loop.
+        """Form a run with the other hosts, or join theirs, right before the training loop.
 
         Collective: every rank of this host must call it, in the same order.
         """
@@ -213,7 +225,7 @@ class ElasticFit:
         self._strategy._loaders.seed = self._views.seed
 
     def _prepare_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Allocate the buckets and buffer copies of a step, and its logs."""
+        """Allocate the gradient buckets, buffer copies and logs that all steps use."""
         window = self._strategy.run_status.window
         opened = nullcontext()
         if window is not None:
@@ -242,7 +254,7 @@ class ElasticFit:
             views.stop(self._use_view)
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks of the current view, or None if the view ends meanwhile.
+        """Gather a value from the ranks of all present hosts, or return None if the hosts change.
 
         Collective: every rank of the view must call it, in the same order. See `Views.gather`.
         """
@@ -251,10 +263,10 @@ class ElasticFit:
         return self._views.gather(value)
 
     def _refuse_several_loaders(self) -> None:
-        """Check that there is at most one training loader.
+        """Raise if there are several training loaders.
 
         Raises:
-            ValueError: There are several.
+            ValueError: There are several training loaders.
         """
         combined = self._module.trainer.fit_loop._combined_loader
         num_loaders = 0
@@ -268,7 +280,7 @@ class ElasticFit:
             )
 
     def _token(self, parameters: Sequence[nn.Parameter]) -> str:
-        """Return a text that must be equal on all hosts.
+        """Return a description of the run's settings that must be equal on all hosts.
 
         A host with another token is refused before it can interrupt the collectives of the others.
         """
@@ -293,7 +305,7 @@ class ElasticFit:
     def optimizer_step(
         self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]
     ) -> Any:
-        """Step once, after as many attempts at the closure as the hosts need to average all gradients.
+        """Make one optimizer step, and repeat its closure until all gradients are averaged.
 
         Args:
             step: Function that makes the optimizer's step with the closure passed to it.
@@ -322,15 +334,16 @@ class ElasticFit:
         return outputs
 
     def training_step(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
-        """Run the user's step on the batch of a shard.
+        """Run the user's `training_step` on the batch of one data shard.
 
         Args:
             step: Method of the strategy that runs the user's step.
-            batch: Batch that Lightning has read. It belongs to another rank's shard if the view has changed since.
+            batch: Batch that Lightning has read. It is replaced if it no longer belongs to this rank's first shard,
+                because the view has changed since.
             args: Arguments after the batch.
 
         Raises:
-            RuntimeError: The step returns no loss.
+            RuntimeError: `training_step` returns None.
         """
         self._step_arguments = args
         is_from_closure = not self._runs_shard and bool(self._shards)
@@ -348,7 +361,7 @@ class ElasticFit:
         return output
 
     def refuse_gather_in_step(self) -> None:
-        """Check that no step is being attempted.
+        """Raise if `all_gather` is called within a training step.
 
         Raises:
             RuntimeError: A step is being attempted.
@@ -363,7 +376,7 @@ class ElasticFit:
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _use_view(self, topology: Topology) -> None:
-        """Take the shards of a new view, and drop residuals of the former one."""
+        """Assign this rank its data shards in a new membership view, and reset error feedback."""
         self._averages_own_buckets = True
         self._strategy.enter_view(is_first=topology.rank == 0)
         feedback = self._comm.hook_state.feedback
@@ -377,7 +390,10 @@ class ElasticFit:
             self._loader.use(self._shards)
 
     def _attempt_until_averaged(self, views: Views, closure: Callable[[], Any]) -> Any:
-        """Attempt the step in one view after the other until its gradients are averaged, and return the outputs.
+        """Attempt the step in successive membership views until all gradients are averaged.
+
+        Returns:
+            Outputs of Lightning's closure.
 
         Raises:
             _StepReceived: Other ranks completed the step, and this rank has received its result.
@@ -416,10 +432,10 @@ class ElasticFit:
         )
 
     def _is_whole(self, views: Views) -> bool:
-        """Return whether all ranks of this host have all averaged gradients.
+        """Return whether every rank of this host has all averaged gradients.
 
-        Either all ranks of a host make a step or none: Lightning synchronizes them before the next batch, and with
-        `shard_update` each rank updates a part. Other hosts are not asked.
+        All ranks of a host make a step, or none does. Lightning synchronizes them before the next batch, and with
+        `shard_update` each rank updates its own parameter shard. Other hosts are not asked.
 
         Collective: every rank of this host must call it, in the same order.
         """
@@ -428,7 +444,10 @@ class ElasticFit:
         )
 
     def _attempt(self, views: Views, run_first_shard: Callable[[], Any], logs: StepLogs) -> Any:
-        """Run forward and backward of this rank's shards, and share buffers and logs if the view has not ended."""
+        """Run forward and backward on this rank's data shards, then share buffers and logged values.
+
+        Nothing is shared if the membership view has ended.
+        """
         model = self._strategy.model
         shards = self._shards
         model.require_backward_grad_sync = len(shards) == 1
@@ -468,17 +487,17 @@ class ElasticFit:
         return outputs
 
     def _seed_for(self, views: Views, shard: int) -> None:
-        """Seed all random generators for a shard of the current step."""
+        """Seed all random generators for a data shard of the current step."""
         seed_streams(views.seed % 2**64, views.committed, shard)
         if self._strategy.root_device.type == "cuda":
             # The GPU gets the seed that was just set on the CPU.
             torch.cuda.manual_seed(torch.initial_seed())
 
     def after_backward(self) -> None:
-        """Average gradients in buckets of this package after the last backward of a view's first step.
+        """Average gradients outside DDP after the last backward of a membership view's first step.
 
-        In half precision these gradients are in half precision and still scaled, as in DDP's buckets. The averages are
-        unscaled and checked for inf later.
+        The gradients are copied into the buckets of `flat_buckets`. In half precision they are in half precision and
+        still scaled, as in DDP's buckets. The averages are unscaled and checked for inf later.
 
         Collective in the first step of a view: every rank of the view must call it, in the same order.
         """
@@ -499,7 +518,7 @@ class ElasticFit:
             views.note(error)
 
     def _share(self, views: Views, logs: StepLogs) -> None:
-        """Share buffers and logged values over the view, and wait for the gradients.
+        """Broadcast rank zero's buffers, sum logged values over all hosts, and wait for the gradients.
 
         Collective: every rank of the view must call it, in the same order.
         """
@@ -517,16 +536,16 @@ class ElasticFit:
         self._averages_own_buckets = False
 
     def _run_first_shard(self) -> None:
-        """Run this rank's first shard again.
+        """Repeat forward and backward on this rank's first data shard.
 
-        Lightning's closure has run already, and has zeroed gradients in a hook that users may override.
+        Lightning's closure is not used again, because it zeroes gradients in a hook that users may override.
         """
         for parameter in self._strategy.model.parameters():
             parameter.grad = None
         self._run(self._batch_of(self._shards[0]))
 
     def _run(self, batch: Any) -> None:
-        """Run forward and backward of one batch, as Lightning's closure does."""
+        """Run forward and backward on one batch, as Lightning's closure does."""
         trainer = self._module.trainer
         call = lightning_function("pytorch.trainer.call._call_strategy_hook")
         self._runs_shard = True
@@ -540,7 +559,7 @@ class ElasticFit:
             self._runs_shard = False
 
     def _batch_of(self, shard: int) -> Any:
-        """Return the current batch of a shard, on this rank's device and in the precision of the run."""
+        """Return the current batch of a data shard, on this rank's device and in the run's precision."""
         assert self._loader is not None
         batch = self._strategy.precision_plugin.convert_input(self._loader.batch_of(shard))
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
@@ -548,7 +567,10 @@ class ElasticFit:
 
 
 def _callback_at_end(trainer: Any, on_train_end: Callable[..., None]) -> Any:
-    """Return a callback that runs a function at the end of training, from the Lightning package of the trainer."""
+    """Return a callback that calls a function at the end of training.
+
+    The callback's class comes from the same Lightning package as the trainer.
+    """
     trainer_types = lightning_types("pytorch.Trainer")
     callback_types = lightning_types("pytorch.callbacks.LambdaCallback")
     for trainer_type, callback_type in zip(trainer_types, callback_types, strict=True):
@@ -558,7 +580,7 @@ def _callback_at_end(trainer: Any, on_train_end: Callable[..., None]) -> Any:
 
 
 def _has_reached_its_end(trainer: Any) -> bool:
-    """Return whether a fit has completed all its steps or epochs."""
+    """Return whether training has reached `max_steps` or `max_epochs`."""
     fit = trainer.fit_loop
     has_all_steps = 0 <= fit.max_steps <= trainer.global_step
     has_all_epochs = (
@@ -568,7 +590,7 @@ def _has_reached_its_end(trainer: Any) -> bool:
 
 
 def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
-    """Return a text with the classes, learning rates and a hash of the other options of optimizers."""
+    """Describe optimizers by class, learning rates and a hash of their options."""
     texts = []
     for optimizer in optimizers:
         options = []
@@ -588,7 +610,10 @@ def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
 
 
 def _text_of_option(value: Any) -> str:
-    """Return a text that is the same on every host: objects are named by type, because their text holds addresses."""
+    """Return a text for an option's value that is the same on every host.
+
+    Objects are named by type, because their own text may contain a memory address.
+    """
     if isinstance(value, Tensor):
         return str(value.tolist())
     if value is None or isinstance(value, bool | int | float | str):
@@ -599,7 +624,7 @@ def _text_of_option(value: Any) -> str:
 
 
 def _completed_future(value: Tensor) -> Future[Tensor]:
-    """Return a future that holds a value already."""
+    """Return a completed future that holds a value."""
     future: Future[Tensor]
     if value.is_cuda:
         future = Future(devices=[value.device])

@@ -1,4 +1,4 @@
-"""Options and runs that an elastic strategy cannot have, with the reason and the cure of each."""
+"""Features that cannot be combined with elastic training, with a reason and a remedy for each."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ CURES_OF_ELASTIC = {
 
 
 def features_of_run(module: Any, *, has_exact_resume: bool) -> dict[str, str]:
-    """Return what a run has that an elastic strategy may exclude: texts for errors, by the names of the cures."""
+    """Return the features of a run that elastic training may not support.
+
+    Keys are names as in `CURES_OF_ELASTIC`. Values are texts for error messages.
+    """
     trainer = module.trainer
     features = in_module(module) | in_callbacks(trainer.callbacks)
     if any(getattr(layer, "node_slices", ()) for layer in module.modules()):

@@ -1,7 +1,8 @@
-"""Gradients and buffers as flat tensors.
+"""Flat tensors that hold the gradients or the buffers of a module.
 
-Buckets follow from the parameters alone, for the first sums of a view: DDP makes its own again after its first
-backward, which a rank that joins has yet to run, so that they would not be those of the others.
+The buckets depend on the parameters only, and serve for the first all-reduce of a membership view. DDP rebuilds its own
+buckets after its first backward. A rank that joins has not run a backward yet, so its DDP buckets would differ from
+those of the other ranks.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-_ALIGNMENT = 16  # bytes: of the largest dtype
+_ALIGNMENT = 16  # bytes, the size of the largest dtype
 
 
 class FlatBucket:
-    """Gradients of some parameters as one tensor, with what a DDP hook asks of a `GradBucket`."""
+    """Gradients of several parameters in one flat tensor, with the interface of DDP's `GradBucket`."""
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
         self._index = index
@@ -30,61 +31,67 @@ class FlatBucket:
         ]
 
     def fill(self) -> None:
-        """Take the gradients."""
+        """Copy the parameters' gradients into the flat tensor."""
         torch._foreach_copy_(
             self._views, [_real(_gradient_of(parameter)) for parameter in self._parameters]
         )
 
     def give_back(self) -> None:
-        """Write the sums where the gradients were."""
+        """Copy the flat tensor back into the parameters' gradients."""
         torch._foreach_copy_(
             [_real(_gradient_of(parameter)) for parameter in self._parameters], self._views
         )
 
     def buffer(self) -> Tensor:
-        """Return the flat tensor."""
+        """Return the flat tensor of all gradients."""
         return self._flat
 
     def index(self) -> int:
-        """Return its number."""
+        """Return the index of this bucket."""
         return self._index
 
     def is_last(self) -> bool:
-        """Return whether it is the last of a step."""
+        """Return whether this is the last bucket of a step."""
         return self._is_last
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters."""
+        """Return the parameters of this bucket."""
         return self._parameters
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients, views of the flat tensor."""
+        """Return the gradients as views of the flat tensor."""
         return self._views
 
 
 class BufferCopy:
-    """A copy of a module's buffers, of any dtype, in one tensor of bytes: another one where their layout changes."""
+    """Copy of a module's buffers of any dtype in one flat tensor of bytes.
+
+    A new tensor is allocated if shapes or dtypes of the buffers change.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [
             submodule._buffers for submodule in module.modules() if submodule._buffers
-        ]  # to walk takes long
+        ]  # kept, because walking through all submodules takes long
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._views: list[Tensor] = []
         self.flat = torch.empty(0, dtype=torch.uint8)
 
     def take(self) -> None:
-        """Copy the buffers."""
+        """Copy the module's buffers into the flat tensor."""
         if buffers := self._present():
             _copy(buffers, to=self._views)
 
     def put_back(self) -> None:
-        """Write the copy into the buffers."""
+        """Copy the flat tensor back into the module's buffers."""
         if buffers := self._present():
             _copy(self._views, to=buffers)
 
     def share(self, broadcast: Callable[[Tensor], None], *, is_source: bool) -> None:
-        """Give all ranks the buffers of the source. Collective where there are some."""
+        """Broadcast the source rank's buffers into the buffers of all ranks.
+
+        Collective if the module has buffers: every rank must call it, in the same order.
+        """
         if buffers := self._present():
             if is_source:
                 _copy(buffers, to=self._views)
@@ -115,9 +122,12 @@ def _copy(tensors: list[Tensor], *, to: list[Tensor]) -> None:
 
 
 def flat_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[FlatBucket]:
-    """Divide parameters, the last first, into buckets of one dtype and at most `bucket_bytes`, if they hold several."""
+    """Group parameters in reverse order into buckets of one dtype and at most `bucket_bytes`.
+
+    A larger parameter has a bucket of its own.
+    """
     groups: list[list[nn.Parameter]] = []
-    open_ones: dict[torch.dtype, int] = {}  # by dtype: which group
+    open_ones: dict[torch.dtype, int] = {}  # index of the group that may still grow, by dtype
     for parameter in reversed(parameters):
         group_index = open_ones.get(parameter.dtype)
         if (

@@ -1,4 +1,4 @@
-"""The trainer's loggers in an elastic run: its first rank alone opens and writes them, whichever that is by then."""
+"""Logger output of an elastic run, which only the current first rank of all hosts writes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_hybrid.lightning_names import lightning_types
 
-# What a logger has of rows and has not written yet ends with its host: TensorBoard writes each 120 s, W&B each 15 s.
+# Rows that a logger has buffered are lost with its host. TensorBoard writes every 120 s, and W&B every 15 s.
 KEEP_S = 120.0
 
 _CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save")
 
 
 class HeldLoggers:
-    """Loggers whose rows are held until hosts have met.
+    """Wrapper of the trainer's loggers that delays their output until hosts have met.
 
-    Otherwise a host that joins would open the run of W&B that the first host has. Where the first host is lost, the
-    next one writes the rows of the last step and of `KEEP_S` again.
+    Without the delay, a host that joins would open the W&B run of the first host. If the first host is lost, the next
+    first rank writes the rows of the last step and of the last `KEEP_S` seconds again.
 
     Args:
-        loggers: the trainer's, before Lightning opens them.
+        loggers: Loggers of the trainer, before Lightning opens them.
     """
 
     def __init__(self, loggers: Iterable[Any]) -> None:
@@ -40,7 +40,7 @@ class HeldLoggers:
         self._is_first = False
         self._is_due = False
         self._was_another_first = (
-            False  # whose rows stand in files that the loggers of this rank open
+            False  # that rank has written rows to files that this rank's loggers may open
         )
         for logger in self._loggers:
             for name in _CALLS:
@@ -48,17 +48,20 @@ class HeldLoggers:
         self._rank: int = vars(rank_zero_only)["rank"]
         vars(rank_zero_only)["rank"] = (
             self._rank + 1
-        )  # by which Lightning opens none, until its next barrier
+        )  # with a rank above zero, Lightning opens no logger until its next barrier
         self._is_closed = True
 
     def let_lightning_open(self) -> None:
-        """Give this process its rank back, at Lightning's first barrier: it has passed the place that opens loggers."""
+        """Restore this process's rank for `rank_zero_only`, which was changed to keep loggers closed.
+
+        The strategy calls this at Lightning's first barrier, which comes after the code that opens loggers.
+        """
         if self._is_closed:
             self._is_closed = False
             vars(rank_zero_only)["rank"] = self._rank
 
     def _hold(self, name: str, do: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if name == "log_metrics":  # copies: a user may fill one dictionary again for each row
+        if name == "log_metrics":  # copied, because a user may reuse one dictionary for all rows
             args = tuple(map(copy, args))
             kwargs = {key: copy(value) for key, value in kwargs.items()}
         call = partial(do, *args, **kwargs)
@@ -70,7 +73,11 @@ class HeldLoggers:
             call()
 
     def meet(self, *, is_first: bool) -> None:
-        """Note that this rank is in a view, and whether it is the first rank, which writes."""
+        """Record that hosts have met, and whether this rank now writes the logs.
+
+        At the first meeting, the first rank writes what was held until then. A rank that becomes first later does so
+        after its next step.
+        """
         self._is_due |= is_first and not self._is_first
         self._was_another_first |= not is_first
         self._is_first = is_first
@@ -79,7 +86,10 @@ class HeldLoggers:
             self.after_step()
 
     def after_step(self) -> None:
-        """Write what is due, which opens loggers: others wait for that, and no longer for a step."""
+        """Write all held log entries if this rank has become the first, and drop old rows.
+
+        Writing opens the loggers. Other ranks wait for this between two steps, and not within a step.
+        """
         if self._is_due:
             self._is_due = False
             if self._was_another_first:
@@ -91,15 +101,19 @@ class HeldLoggers:
             self._rows.popleft()
 
     def end(self) -> None:
-        """Give the loggers their methods back."""
-        self.let_lightning_open()  # an error may have come before the barrier
+        """Restore the original methods of the loggers."""
+        self.let_lightning_open()  # the run may have failed before the barrier
         for logger in self._loggers:
             for name in _CALLS:
                 vars(logger).pop(name, None)
 
 
 def keep_rows_of_csv(logger: Any) -> None:
-    """Open Lightning's `CSVLogger` with the rows that another host has written: it would delete its file."""
+    """Open a `CSVLogger` so that it keeps the rows that another host has written.
+
+    Lightning's logger deletes an existing file when it opens. Other loggers, remote files and missing files are left
+    alone.
+    """
     if not isinstance(logger, lightning_types("pytorch.loggers.CSVLogger")):
         return
     path = Path(logger.log_dir) / "metrics.csv"

@@ -1,4 +1,4 @@
-"""A vote of the ranks of one host in each step."""
+"""Vote among the ranks of one host on the success of each step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from lightning_hybrid.comm import Topology
 
 
 class HostVote:
-    """Asks whether something is so on all ranks of this host: one byte to the first rank, and one back.
+    """Logical AND of a boolean over the ranks of one host.
 
-    Over Unix sockets, which no view ends: a sum of Gloo's wakes three threads, and takes 20 times the processor's time.
-    *Every rank of the host must make it, and vote as often.* Membership sees where one of them is gone, and ends all.
+    Each rank sends one byte to the first rank of the host and receives one byte back, over Unix sockets that do not end
+    with a membership view. A Gloo all-reduce would wake three threads and take 20 times the processor time. If a rank
+    fails, the membership notices it and ends all ranks of the host.
+
+    Collective: every rank of the host must create the object, and call it equally often.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -23,7 +26,8 @@ class HostVote:
         self._others: list[Connection] = []
         if not num_others:
             return
-        with Listener(family="AF_UNIX", backlog=num_others) as listener:  # the first rank's is used
+        # Every rank creates a listener, and only the first rank's is used.
+        with Listener(family="AF_UNIX", backlog=num_others) as listener:
             address: list[str] = [str(listener.address)]
             dist.broadcast_object_list(address, src=0)
             self._others = (
@@ -33,7 +37,13 @@ class HostVote:
             )
 
     def __call__(self, is_so: bool) -> bool:
-        """Return whether it is so on all. Collective among them."""
+        """Return whether `is_so` is True on all ranks of this host.
+
+        Collective: every rank of this host must call it, in the same order.
+
+        Raises:
+            EOFError: Another rank of this host has exited.
+        """
         if not self._is_first:
             self._say(is_so)
         votes = [os.read(connection.fileno(), 1) for connection in self._others]

@@ -1,4 +1,4 @@
-"""Training loaders of an elastic run: their batches are dealt to the hosts that are present."""
+"""Training loaders of an elastic run, whose batches are divided among the present hosts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class ElasticLoaders(TrainingLoaders):
-    """Loaders of an elastic strategy's fits.
+    """Data-loader setup of the elastic strategy.
 
     Attributes:
-        fit: The running fit, which deals the batches of its training loader.
+        fit: The running fit, which assigns the batches of the training loader to ranks. None: no fit is running.
     """
 
     def __init__(self, exact_resume: bool, evaluation: Evaluation) -> None:
@@ -29,7 +29,10 @@ class ElasticLoaders(TrainingLoaders):
     def _wrap_training_loader(
         self, loader: Any, trainer: Any, with_prefetcher: Callable[..., Any]
     ) -> Any:
-        """Return a loader of this rank's shards. Loaders that are made later in the fit are those of callbacks."""
+        """Wrap a training loader so that it yields the batches of this rank's data shards.
+
+        Loaders that are created after hosts have met belong to callbacks, and are wrapped as in the base class.
+        """
         from lightning_hybrid.data.batch_counters import uncount_cut_epoch
 
         if self.fit is None or not self.fit.deals_loaders:

@@ -1,4 +1,4 @@
-"""Options of an elastic strategy about hosts."""
+"""Options of elastic training, such as the number of hosts and the addresses where they meet."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_hybrid.strategy.options import OptionValue
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ElasticOptions(OptionValue):
-    """Validated options of `HybridElasticStrategy` about hosts.
+    """Validated host options of `HybridElasticStrategy`.
 
     Attributes:
-        max_hosts: The hosts that share a step when all are there.
+        max_hosts: Number of hosts that share a step when all are present.
         meet: Addresses `"ip:port"` at which hosts find each other, in a list or separated by commas.
-        min_hosts: The least number of hosts with which a run begins or continues.
-        silent_s: Seconds without a sign of life after which a host counts as lost.
+        min_hosts: Minimum number of hosts with which a run begins or continues.
+        silent_s: Seconds without a heartbeat after which a host counts as lost.
 
     Raises:
-        ValueError: A value cannot work.
+        ValueError: A value is invalid.
     """
 
     max_hosts: int
@@ -34,7 +34,7 @@ class ElasticOptions(OptionValue):
     silent_s: float = 2.0
 
     def __post_init__(self) -> None:
-        """Check each."""
+        """Validate all options."""
         require_whole(
             "max_hosts",
             self.max_hosts,
@@ -51,16 +51,16 @@ class ElasticOptions(OptionValue):
 
     @property
     def meeting_points(self) -> tuple[str, ...]:
-        """`meet`, one by one."""
+        """Addresses in `meet` as a tuple of strings."""
         several = self.meet.split(",") if isinstance(self.meet, str) else self.meet
         return tuple(address.strip() for address in several if address.strip())
 
 
 def refuse_meeting_points(meet: Any) -> None:
-    """Check that `meet` holds addresses with ports.
+    """Raise if an entry of `meet` is not an address with a port.
 
     Raises:
-        ValueError: Names the entry that is none.
+        ValueError: `meet` is empty or has the wrong type, or an entry is not an address. The error names the entry.
     """
     several = meet.split(",") if isinstance(meet, str) else meet
     if not isinstance(several, list | tuple) or not several:
@@ -81,7 +81,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def _why_no_address(text: str) -> str:
-    """Return the reason why a text is no address with a port, or an empty string if it is one."""
+    """Return the reason why a text is not an address with a port, or an empty string if it is."""
     if "://" in text:
         return f"begins with {text.partition('://')[0]}://, and must be without"
     if any(character.isspace() for character in text):
@@ -99,10 +99,10 @@ def _why_no_address(text: str) -> str:
 
 
 def resolved(meeting_points: Sequence[str]) -> list[str]:
-    """Return the addresses as numbers. Host names are looked up.
+    """Resolve the host names in a list of addresses to IPv4 addresses.
 
     Raises:
-        ValueError: A name has no address.
+        ValueError: A host name cannot be resolved.
     """
     addresses = []
     for entry in meeting_points:
@@ -118,7 +118,7 @@ def resolved(meeting_points: Sequence[str]) -> list[str]:
 
 
 def warn_of_loopback(option: ElasticOptions, addresses: Sequence[str]) -> None:
-    """Warn if hosts on other machines could not meet this one."""
+    """Warn if `meet` has only loopback addresses, which other machines cannot reach."""
     if option.max_hosts > 1 and all(address.startswith("127.") for address in addresses):
         rank_zero_warn(
             f"`meet` (={','.join(option.meeting_points)}) has only addresses of this machine, so a host "

@@ -1,10 +1,11 @@
-"""Logged values and metrics of a step, equal for every number of hosts.
+"""Aggregation of logged values and metrics over all hosts of an elastic run, in each step.
 
-    sync_dist=True, states of metrics that are sums     of all shards of the step, added up over all hosts in the step;
-                                                        every host then has them, and a lost one takes none away
-    others                                              of a rank's first shard, as of a rank under `ddp`
+    sync_dist=True, metric states that are sums     summed over all shards and hosts in the step, so that every host has
+                                                    the sums, and a lost host removes nothing
+    all other values                                those of each rank's first shard, as on a rank under `ddp`
 
-Sums are kept by the first rank of each host, and zeros by its others: Lightning and torchmetrics add up over a host.
+The first rank of each host keeps the sums and its other ranks keep zeros, because Lightning and torchmetrics sum over
+the ranks of a host.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SUMS = ("value", "cumulated_batch_size")
 
 
 class StepMetric(NamedTuple):
-    """A torchmetric of the module, with the names of its states that are sums over ranks, and of all others."""
+    """Metric of the module, with the names of its states that are sums and of all others."""
 
     name: str
     metric: Any
@@ -31,7 +32,7 @@ class StepMetric(NamedTuple):
 
 
 def metrics_of(module: Any) -> list[StepMetric]:
-    """Return the torchmetrics of a module."""
+    """Return all torchmetrics metrics of a module."""
     metrics = []
     for name, metric in module.named_modules():
         if not isinstance(metric, Metric):
@@ -48,7 +49,7 @@ def metrics_of(module: Any) -> list[StepMetric]:
 
 
 class EpochLogs:
-    """Logged values that an epoch has collected so far, which a host that is behind takes over.
+    """Values logged so far in an epoch, which a host that joins or is behind receives.
 
     Args:
         module: The LightningModule.
@@ -57,19 +58,19 @@ class EpochLogs:
 
     def __init__(self, module: Any, *, is_first: bool) -> None:
         self._metrics = metrics_of(module)
-        self._warned_of: set[str] = set()  # metrics that hosts do not add up
+        self._warned_of: set[str] = set()  # metrics that are not summed over hosts
         self._trainer = module.trainer
         self._is_first = is_first
         self._unseen: tuple[int, dict[str, Any]] = (
             -1,
             {},
-        )  # epoch, and values in it that this host has yet to log
+        )  # epoch, and its values received from another host
         self._at_end: list[
             dict[str, Any]
-        ] = []  # of the epoch before, until a step of the next is made
+        ] = []  # values at the end of an epoch, kept until the next epoch's first step is complete
 
     def step(self) -> StepLogs:
-        """Return the logs of a step that begins."""
+        """Create the logs of a new step."""
         epoch, unseen = self._unseen
         return StepLogs(
             self._trainer._results,
@@ -78,7 +79,7 @@ class EpochLogs:
         )
 
     def warn_of(self, names: Sequence[str]) -> None:
-        """Warn, once for each, of metrics of a step with states that are no sums."""
+        """Warn once per metric about states that cannot be summed over hosts."""
         for name in names:
             if name not in self._warned_of:
                 self._warned_of.add(name)
@@ -90,11 +91,18 @@ class EpochLogs:
                 )
 
     def commit(self) -> None:
-        """Note that a step is made. What an epoch has collected goes with its end, and a host may be behind by then."""
+        """Record a completed step, and save the logged values if it was the last step of an epoch.
+
+        Lightning resets the values at the end of the epoch, when another host may still be behind.
+        """
         self._at_end = [self._now()] if self._trainer.is_last_batch else []
 
     def collected(self) -> list[dict[str, Any]]:
-        """Return the collected values, between two steps. At the start of an epoch those of the last one follow."""
+        """Return the values logged in the current epoch, to be sent to another host.
+
+        Call it between two steps. Until an epoch's first step is complete, the values at the end of the epoch before
+        follow.
+        """
         return [self._now(), *self._at_end]
 
     def _now(self) -> dict[str, Any]:
@@ -114,21 +122,25 @@ class EpochLogs:
         return {"epoch": self._trainer.current_epoch, "values": values, "metrics": states}
 
     def take(self, several: Sequence[dict[str, Any]]) -> None:
-        """Take what another host has collected in place of the own."""
+        """Replace this host's logged values by those that another host has collected.
+
+        Args:
+            several: Result of `collected` on the other host. The values of this rank's current epoch are used.
+        """
         matching_key = next(
             (result for result in several if result["epoch"] == self._trainer.current_epoch),
             several[0],
         )
         for key, result in self._trainer._results.items():
             values = matching_key["values"].get(key, {})
-            if not self._is_first:  # the step's own is the same on all ranks
+            if not self._is_first:  # only values of the step are the same on all ranks
                 values = {
                     name: values[name]
                     for name in ("_forward_cache", "has_reset")
                     if _is_shared(result) and name in values
                 }
             value = vars(result).get("value")
-            # Lightning moves values, and leaves `device` of what it logs as it was.
+            # Lightning moves values between devices, and does not update `device` of their result.
             device = value.device if isinstance(value, Tensor) else result.device
             vars(result).update(_on_device(values, device))
         if not self._is_first:
@@ -136,17 +148,19 @@ class EpochLogs:
         self._unseen = matching_key["epoch"], matching_key["values"]
         for part, (states, count) in zip(self._metrics, matching_key["metrics"], strict=True):
             metric = part.metric
-            # They come by way of the CPU, and the metric adds what its device has.
+            # The received states are on the CPU, and the metric needs them on its device.
             metric.__dict__.update(
                 _on_device(states, metric.device), _update_count=count, _computed=None
             )
 
 
 class StepLogs:
-    """Values before a step, to go back to, and of its shards, to add up.
+    """Snapshot of logged values for rollback, plus per-shard values to sum.
 
-    `results`: what Lightning has collected in the epoch; `metrics`: of the module; `unseen`: what other hosts had
-    collected before this one came, by key: it counts from when this host logs the key.
+    Args:
+        results: Values that Lightning has collected in the epoch.
+        metrics: Metrics of the module.
+        unseen: Values received from another host, by key. They count once this host logs the key.
     """
 
     def __init__(
@@ -164,12 +178,10 @@ class StepLogs:
             states = {name: _copy(getattr(part.metric, name)) for name in part.metric._defaults}
             self._states.append((states, part.metric._update_count))
         self._first: dict[str, dict[str, Any]] = {}
-        self._of_shards: dict[
-            str, list[Tensor]
-        ] = {}  # what is logged of the step, not of the epoch
+        self._of_shards: dict[str, list[Tensor]] = {}  # values with on_step=True of each shard
 
     def restore(self) -> None:
-        """Go back to before the step."""
+        """Restore all logged values and metric states to those before the step."""
         for key in list(self._results):
             if key not in self._before:
                 del self._results[key]
@@ -184,7 +196,11 @@ class StepLogs:
         self._of_shards = {}
 
     def end_shard(self) -> None:
-        """Note the values that a shard has logged. Of shards after the first, only averages over ranks count."""
+        """Record the values that a data shard has logged.
+
+        Of shards after the first, only values with `sync_dist=True` count. Others are reset to those of the first
+        shard.
+        """
         for key, result in self._results.items():
             if _is_shared(result):
                 if result.meta.on_step and isinstance(result._forward_cache, Tensor):
@@ -195,7 +211,7 @@ class StepLogs:
                 self._first[key] = dict(vars(result))
 
     def not_added_up(self) -> list[str]:
-        """Return the names of metrics that the step has moved, and that have states which are no sums."""
+        """Return the names of metrics updated in this step with states that cannot be summed."""
         names = []
         for part, (_, count) in zip(self._metrics, self._states, strict=True):
             if part.others and part.metric._update_count != count:
@@ -205,7 +221,15 @@ class StepLogs:
     def share(
         self, add_up: Callable[[Tensor], None], *, num_shards: int, is_first_of_host: bool
     ) -> None:
-        """Add up over all ranks of a view by `add_up`, in place. Collective where something is logged or counted so."""
+        """Sum the step's logged values and metric states over the ranks of all hosts, in place.
+
+        Collective if there are such values: every rank of the view must call it, in the same order.
+
+        Args:
+            add_up: Function that sums a tensor over all ranks, in place.
+            num_shards: Number of shards of a step, by which means are divided.
+            is_first_of_host: Whether this rank keeps the sums of its host.
+        """
         added: list[tuple[Any, str, Any, Any, float]] = []  # owner, name, before, change, divisor
         for key, result in self._results.items():
             unseen = self._unseen.get(key, {})
@@ -221,7 +245,7 @@ class StepLogs:
                 continue
             is_mean = result.meta.is_mean_reduction
             if not _is_sum(result):
-                continue  # the largest and the smallest stay those of a host
+                continue  # maximum and minimum cover one host only
             if shards := self._of_shards.get(key):
                 total = torch.stack(shards).sum(0)
                 added.append(
@@ -272,4 +296,4 @@ def _on_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any
 def _copy(state: Any) -> Any:
     return (
         state.clone() if isinstance(state, Tensor) else list(state)
-    )  # of what a metric appends to
+    )  # a list to which the metric appends

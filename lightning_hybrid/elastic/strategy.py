@@ -1,7 +1,7 @@
-"""The strategy `hybrid_elastic`: data-parallel training that continues without a lost host and admits hosts that join.
+"""The `hybrid_elastic` strategy, which continues when a host is lost and lets hosts join.
 
-Lightning's numbers (`world_size`, `global_rank`) and torch's default process group are those of one host, which is a
-launch of its own. Sums over the hosts that are present go through groups of this package.
+Each host is launched separately, so Lightning's `world_size` and `global_rank` and torch's default process group cover
+one host. Collectives over all present hosts use process groups of this package.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ MEET_VARIABLE = "HYBRID_ELASTIC_MEET"
 
 
 class HybridElastic(HybridAllReduce):
-    """Data-parallel training that continues when a host is lost, and admits hosts that join.
+    """Data-parallel strategy that continues when a host is lost, and lets hosts join during training.
 
-        images of a step = batch size of a rank x `devices` x `max_hosts`         whatever hosts there are
+        images of a step = batch size of a rank x `devices` x `max_hosts`         for any number of present hosts
 
-    Each host is launched by itself, with one node: `python train.py`, or `torchrun --nnodes=1`. The weights are those
-    of a run on `max_hosts` hosts that loses none.
+    Each host is launched separately, with one node: `python train.py`, or `torchrun --nnodes=1`. Up to rounding, the
+    weights are those of a run on `max_hosts` hosts that loses none.
 
     Args:
-        max_hosts: hosts that share a step when all are there. None reads the environment variable
+        max_hosts: Number of hosts that share a step when all are present. None: the environment variable
             `HYBRID_ELASTIC_MAX_HOSTS`.
-        meet: addresses `"ip:port"` at which hosts find each other, in a list or separated by commas. The host of the
-            first address decides which half continues where the two halves of the hosts cannot reach each other. None
-            reads `HYBRID_ELASTIC_MEET`.
-        min_hosts: with fewer hosts the run does not begin, and one that has lost hosts waits for more.
-        silent_s: seconds without a sign of life after which a host counts as lost.
-        **options: as in `HybridAllReduceStrategy`. Options that need the same ranks for the whole fit are refused.
+        meet: Addresses `"ip:port"` at which hosts find each other, in a list or separated by commas. If the network
+            splits the hosts into two halves, the half with the host at the first address continues. None: the
+            environment variable `HYBRID_ELASTIC_MEET`.
+        min_hosts: Minimum number of hosts. With fewer, a run does not begin, and a run that has lost hosts waits.
+        silent_s: Seconds without a heartbeat after which a host counts as lost.
+        **options: As in `HybridAllReduceStrategy`. Options that need the same ranks for the whole fit raise an error.
 
     Raises:
-        ValueError: an option cannot work, before any process group exists.
+        ValueError: An option is invalid. Raised before any process group is created.
     """
 
     registered_name = ELASTIC_NAME
     _strategy_features = MappingProxyType({"elastic": f"`strategy` (={ELASTIC_NAME!r})"})
     _loaders_type = ElasticLoaders
     _loaders: ElasticLoaders
-    saves_residuals = False  # a host that joins begins with zeros
+    saves_residuals = False  # a host that joins starts with zero error-feedback residuals
 
     def __init__(
         self,
@@ -102,13 +102,16 @@ class HybridElastic(HybridAllReduce):
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Set up as `hybrid_allreduce`, and hold loggers until hosts have met."""
+        """Set up the environment as `hybrid_allreduce` does, and delay loggers until hosts have met."""
         super().setup_environment()
         if self._module.trainer.state.fn == "fit":
             self._held_loggers = HeldLoggers(self._module.trainer.loggers)
 
     def _begin_communication(self) -> None:
-        """Prepare a fit for the largest view, in which this host is the first. Refuse what cannot be elastic."""
+        """Prepare communication for `max_hosts` hosts, and raise if the run cannot be elastic.
+
+        Until hosts have met, this host counts as the first.
+        """
         self._refuse_run()
         topology = Topology.from_ranks_per_node(
             rank=self.global_rank,
@@ -126,10 +129,10 @@ class HybridElastic(HybridAllReduce):
         self._is_first = self._comm.topology.local_rank == 0  # until hosts have met
 
     def _refuse_run(self) -> None:
-        """Check that the run has nothing that needs the same ranks for the whole fit.
+        """Raise if the run uses a feature or a device that elastic training does not support.
 
         Raises:
-            ValueError: it has. The error names it.
+            ValueError: The run needs the same ranks for the whole fit, or trains on an unsupported device.
         """
         features = self._options.features() | features_of_run(
             self._module, has_exact_resume=self._loaders.is_on
@@ -147,16 +150,19 @@ class HybridElastic(HybridAllReduce):
         rank_zero_warn(f"`strategy` (={ELASTIC_NAME!r}) has not been run on a GPU yet.")
 
     def _share_of_data(self) -> dict[str, Any]:
-        """Return the share of the largest view. Which shards are this rank's is known once hosts have met."""
+        """Return the arguments of a `DistributedSampler` for a run on `max_hosts` hosts.
+
+        The shards of this rank are known only once hosts have met.
+        """
         return {"num_replicas": self._comm.topology.world_size, "rank": self.global_rank}
 
     @property
     def _sums_over_ranks(self) -> bool:
-        """True if gradients may be summed over several ranks, of all hosts that may join."""
+        """True if gradients may be all-reduced over several ranks, including hosts that may join."""
         return self._comm.topology.world_size > 1
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Make the optimizers, and note them as the user made them: hosts compare them when they meet."""
+        """Create the optimizers, and record their options, which hosts compare when they meet."""
         super().setup_optimizers(trainer)
         if self._fit is not None:
             self._fit.note_optimizers(self.optimizers)
@@ -166,14 +172,14 @@ class HybridElastic(HybridAllReduce):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run the closure until one attempt has succeeded on all hosts, then step once."""
+        """Repeat the closure until all gradients are averaged, then step the optimizer once."""
         if self._fit is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         return self._fit.optimizer_step(step, closure)
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        """Run the user's step on the batch of this rank's first shard, and refuse a step without a loss."""
+        """Run the user's `training_step` on one of this rank's data shards, and raise if it returns None."""
         if self._fit is None:
             return super().training_step(batch, *args)
         return self._fit.training_step(super().training_step, batch, *args)
@@ -184,31 +190,38 @@ class HybridElastic(HybridAllReduce):
             self._fit.after_backward()
 
     def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
-        """Check nothing: in a view's first step gradients are summed apart from DDP's buckets."""
+        """Skip the base class's check that a backward has filled DDP's buckets.
+
+        In the first step of a membership view, gradients are averaged outside DDP's buckets.
+        """
 
     def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Gather over the ranks of this host, outside of a training step.
+        """Gather a tensor over the ranks of this host, outside of training steps.
 
         Raises:
-            RuntimeError: it is called in a training step, where other hosts are not asked.
+            RuntimeError: Called in a training step, in which other hosts would not take part.
         """
         if self._fit is not None:
             self._fit.refuse_gather_in_step()
         return super().all_gather(tensor, *args, **kwargs)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce over the ranks of this host. In a step, logged values are summed over all shards at its end."""
+        """Reduce a value over the ranks of this host.
+
+        In a training step the value is returned unchanged, because logged values are summed over all shards at the end
+        of the step.
+        """
         if self._fit is not None and self._fit.is_in_step:
             return tensor
         return super().reduce(tensor, *args, **kwargs)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for the ranks of this host. Before training begins, meet the other hosts."""
+        """Wait for the ranks of this host, and before training begins also for the other hosts."""
         if self._held_loggers is not None:
             self._held_loggers.let_lightning_open()
         super().barrier(name)
         if self._fit is not None and name == "run-stage" and self._module.trainer.training:
-            self._fit.meet_hosts()  # all is restored, and the loop has yet to begin
+            self._fit.meet_hosts()  # checkpoints are restored, and the loop has not begun
 
     @property
     def is_global_zero(self) -> bool:
@@ -218,17 +231,17 @@ class HybridElastic(HybridAllReduce):
         return self._is_first
 
     def enter_view(self, *, is_first: bool) -> None:
-        """Note that this rank is in another view.
+        """Record that this rank has entered a new membership view.
 
         Args:
-            is_first: whether it is the first rank of all.
+            is_first: Whether this rank is the first of all hosts.
         """
         self._is_first = is_first
         if self._held_loggers is not None:
             self._held_loggers.meet(is_first=is_first)
 
     def after_elastic_step(self) -> None:
-        """Write what is due in loggers."""
+        """Write delayed log entries at the end of a completed step."""
         if self._held_loggers is not None:
             self._held_loggers.after_step()
 
@@ -256,10 +269,12 @@ def _value_or_variable(value: Any, variable: str) -> Any:
 
 
 def _refuse_own_buffers(options: dict[str, Any]) -> None:
-    """Take options that say whether ranks share buffers, which they always do, out of a strategy's options.
+    """Remove DDP's buffer-broadcast options from a dictionary of options, and raise if one is False.
+
+    Ranks of an elastic run always share their buffers.
 
     Raises:
-        ValueError: they are not to be shared.
+        ValueError: One of the options is False.
     """
     for name in ("broadcast_buffers", "forward_sync_buffers"):
         if not options.pop(name, True):
@@ -271,7 +286,10 @@ def _refuse_own_buffers(options: dict[str, Any]) -> None:
 
 
 def _buffer_option() -> str:
-    """Return DDP's name for the broadcast of buffers. torch 2.15 warns of the old one."""
+    """Return the name of DDP's buffer-broadcast option in the installed version of torch.
+
+    torch 2.15 warns about the old name.
+    """
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         return "forward_sync_buffers"
     return "broadcast_buffers"

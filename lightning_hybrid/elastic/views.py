@@ -1,4 +1,4 @@
-"""Views of an elastic fit: hosts meet, open and close process groups, and ranks that are behind receive the state."""
+"""Membership views of an elastic fit, with their process groups and the transfer of training state."""
 
 from __future__ import annotations
 
@@ -44,15 +44,17 @@ MOST_VIEWS = 20
 
 
 class Views:
-    """Membership of one rank, and the process groups of its current view.
+    """Membership of one rank in an elastic run, with the process groups of the current view.
+
+    A membership view is the list of hosts that train together at one time.
 
     Args:
         option: Validated options of the user.
         strategy: Strategy with the module, optimizers and precision whose state a rank that is behind receives.
         engine: Engine of the all-reduce over the current view.
-        timeout: Limit of every wait for other ranks.
+        timeout: Maximum duration of every wait for other ranks.
         logs: Logged values of the epoch, which a host that is behind receives, too.
-        token: Text that must be equal on all hosts.
+        token: Description of the run's settings that must be equal on all hosts.
 
     Attributes:
         ended: Reason why the current view has ended, empty until then.
@@ -117,14 +119,16 @@ class Views:
     # ---- from one view to the next -----------------------------------------------------------------------------------
 
     def enter(self, on_view: Callable[[Topology], None]) -> None:
-        """Meet the other hosts, or join their run, right before the training loop begins.
+        """Form a run with the other hosts, or join theirs, right before the training loop.
 
         Collective: every rank of this host must call it, in the same order.
         """
         self._meet(self._membership.enter, on_view, is_in_step=False)
 
     def change(self, on_view: Callable[[Topology], None]) -> bool:
-        """Enter the next view within a step, and return whether this rank received the step's result from others.
+        """Enter the next membership view within a step, after the set of hosts has changed.
+
+        Return whether this rank received the step's result from other ranks.
 
         Collective: every rank of this host must call it, in the same order.
         """
@@ -138,7 +142,13 @@ class Views:
         *,
         is_in_step: bool,
     ) -> bool:
-        """Enter views until all ranks of this host are in one, and return whether this rank received a step in it."""
+        """Enter membership views until all ranks of this host have entered the same one.
+
+        Return whether this rank received the step's result from other ranks in it.
+
+        Raises:
+            RuntimeError: The ranks could not enter `MOST_VIEWS` consecutive views.
+        """
         for _ in range(MOST_VIEWS):
             self._begin_view_change()
             committed = -1
@@ -167,7 +177,7 @@ class Views:
         ) from self.cause
 
     def _begin_view_change(self) -> None:
-        """Forget the end of the former view, and let the next one be interrupted."""
+        """Reset the state of the previous membership view, and allow interruption of the next one."""
         with self._lock:
             self._left = -1
             if self.groups:
@@ -178,7 +188,7 @@ class Views:
         self._has_made_step = False
 
     def commit(self, *, is_taken: bool) -> None:
-        """Count a step.
+        """Count a completed optimizer step.
 
         Args:
             is_taken: Whether this rank received the step's result from other ranks instead of making the step.
@@ -187,7 +197,7 @@ class Views:
         self._has_made_step = not is_taken
 
     def stop(self, on_view: Callable[[Topology], None]) -> None:
-        """Make all hosts end their fits after the latest step of this host.
+        """Stop training on all hosts after the latest step of this host.
 
         Collective: every rank of this host must call it, in the same order.
         """
@@ -195,10 +205,11 @@ class Views:
         self.change(on_view)
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks of the view, or None if the view ends meanwhile.
+        """Gather a value from the ranks of all present hosts, or return None if the hosts change.
 
-        Use it only for comparisons after a step: one rank may get the values while another gets None. It returns None
-        after a step that this rank received from other ranks, which have compared their values in the former view.
+        Use it only for comparisons after a step, because one rank may get the values while another gets None. It
+        returns None after a step that this rank received from other ranks, which have compared their values in the
+        previous view.
 
         Collective: every rank of the view must call it after the same step, in the same order.
         """
@@ -219,12 +230,18 @@ class Views:
         return values
 
     def _warn_of_wait(self, waited_s: float, awaited: str) -> None:
-        """Warn of a long wait on every host, because the waiting host may not be the one that writes logs."""
+        """Log a warning about a long wait on the host that waits.
+
+        It is not left to the host that writes logs, because that host may not wait.
+        """
         if self.topology.local_rank == 0:
             log.warning("elastic: waited for %.0f s: %s", waited_s, awaited)
 
     def _warn_of_ended_hosts(self, view: View) -> None:
-        """Warn of hosts that have ended their fits as planned while this host continues: their stop rules differ."""
+        """Warn about hosts that have ended their fits without an error while this host continues.
+
+        Their stop criteria differ from those of this host.
+        """
         hosts_before = self._hosts_before
         self._hosts_before = view.hosts
         ended = []
@@ -243,7 +260,7 @@ class Views:
             )
 
     def _enter(self, view: View) -> None:
-        """Open the process groups of a view, and number this rank in it.
+        """Open the process groups of a membership view, and set the rank of this process in it.
 
         Collective: every rank of the view must call it, in the same order.
         """
@@ -273,7 +290,7 @@ class Views:
         vars(rank_zero_only)["rank"] = rank
 
     def _open_store(self) -> str:
-        """Open a store for the next view, and return its "ip:port"."""
+        """Open a TCP store for the next membership view, and return its "ip:port"."""
         ip = self._membership.me.address.rpartition(":")[0]
         # torch's own listener would listen on all addresses.
         listener = socket.create_server((ip, 0))
@@ -289,7 +306,10 @@ class Views:
         return f"{ip}:{port}"
 
     def _on_change(self, number: int, reason: str) -> None:
-        """Note the end of a view, in a thread of the membership that may be late."""
+        """Record the end of a membership view, and interrupt its collectives if that is allowed.
+
+        The membership calls this in a thread of its own, possibly late.
+        """
         with self._lock:
             if number <= self._left:
                 return
@@ -301,7 +321,7 @@ class Views:
             self._cut(groups)
 
     def note(self, error: BaseException) -> None:
-        """Note that a collective failed because of other ranks, and raise an error of this rank again."""
+        """Record the failure of a collective caused by other ranks, and raise any other error again."""
         if isinstance(error.__cause__ or error, OrderError) or not _is_of_other_ranks(error):
             raise error
         with self._lock:
@@ -309,20 +329,23 @@ class Views:
             self.cause = self.cause or error
 
     def begin(self) -> bool:
-        """Let the end of the view interrupt collectives from now on, and return False if it has ended already."""
+        """Allow interruption of collectives, and return False if the membership view has ended."""
         # Without the lock the view could end in between, and nothing would interrupt its collectives.
         with self._lock:
             self.may_cut = not self.ended
             return self.may_cut
 
     def hold(self) -> bool:
-        """Protect the weight update from the end of the view, and return whether the view has not ended."""
+        """Forbid interruption of collectives, and return False if the membership view has ended.
+
+        It protects the weight update.
+        """
         with self._lock:
             self.may_cut = False
             return not self.ended
 
     def agrees(self, has_succeeded: bool, reason: str) -> bool:
-        """Return whether all ranks of this host have succeeded, and end the view if one has not.
+        """Return whether all ranks of this host have succeeded, and end the membership view if not.
 
         Args:
             has_succeeded: Vote of this rank.
@@ -343,13 +366,17 @@ class Views:
         return have_all_succeeded
 
     def _cut(self, groups: ViewGroups | None) -> None:
-        """Interrupt the collectives of the engine and of these groups."""
+        """Interrupt running collectives of the engine and of these process groups."""
         self._engine.cut(f"comm: {self.ended}")
         if groups is not None:
             groups.cut()
 
     def close(self) -> None:
-        """End all collectives of the view, and destroy its process groups."""
+        """End all collectives of the current membership view, and destroy its process groups.
+
+        Raises:
+            RuntimeError: On CUDA, a collective did not end and could still write gradients.
+        """
         self._cut(self.groups)
         stuck_stages = self._engine.close()
         if self.groups is None:
@@ -364,7 +391,10 @@ class Views:
         self.groups.destroy()
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave the run. After an error, the other hosts treat this host as lost."""
+        """Leave the elastic run, and say goodbye to the other hosts if no error occurred.
+
+        After an error, the other hosts treat this host as lost.
+        """
         if error is None:
             # The ranks of this host leave together, because they may still need each other.
             with suppress(RuntimeError):
@@ -375,7 +405,7 @@ class Views:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def _share_state(self, view: View, *, is_in_step: bool) -> bool:
-        """Send the training state to the ranks that are behind, and return whether this rank has received it.
+        """Send the training state to ranks that are behind, and return whether this rank received it.
 
         In the first view of a run all hosts receive the state of the first host: no rank counts as behind in it. In
         later views, a host that joins is behind.
@@ -395,7 +425,7 @@ class Views:
         self._has_state = not joins
         data = b""
         if me.host == source.host and me.id not in behind:
-            # All ranks of the source's host take part: with `shard_update` each has a part of the state.
+            # All ranks of the source's host take part, because with `shard_update` each has a shard of the state.
             trainer = self._strategy.lightning_module.trainer
             checkpoint = trainer._checkpoint_connector.dump_checkpoint()
             self._strategy._loaders.save(checkpoint, is_alone=True)
@@ -445,7 +475,10 @@ class Views:
             connector._loaded_checkpoint = {}
 
     def _load_result_of_step(self, checkpoint: dict[str, Any], connector: Any) -> None:
-        """Load weights, loss scales and optimizers after the current step, in which this rank keeps its position."""
+        """Load another host's weights, loss scales and optimizer state after the current step.
+
+        This rank keeps its position in the data, its learning rates and its loops.
+        """
         strategy = self._strategy
         optimizer_steps = getattr(strategy.precision_plugin, "optimizer_steps", ())
         # Lightning's `WeightAveraging` saves the average as `state_dict`, and the weights as `current_model_state`.
@@ -465,7 +498,7 @@ class Views:
             optimizer_step.skip_flag = SkipFlag(int(optimizer_step.num_skipped) > skipped_before)
 
     def _compare_replicas(self, view: View) -> None:
-        """Check that all ranks hold the same weights and state, and learn which hosts stop early.
+        """Raise if ranks hold different weights or state, and learn whether a host stops early.
 
         Collective: every rank of the view must call it, in the same order.
 
@@ -498,12 +531,12 @@ class Views:
 
 
 def hash_of(values: object) -> str:
-    """Return a short hash of the text of a value."""
+    """Return a short hash of the `repr` of a value."""
     return uuid.uuid5(uuid.NAMESPACE_OID, repr(values)).hex[:12]
 
 
 def _options_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group, without its parameters."""
+    """Return the options of each parameter group without its parameters."""
     options_of_groups = []
     for group in optimizer.param_groups:
         options_of_groups.append({name: group[name] for name in group if name != "params"})
@@ -511,12 +544,14 @@ def _options_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _is_of_other_ranks(error: BaseException) -> bool:
-    """Return whether an error comes from other ranks, such as a closed connection."""
+    """Return whether an error was caused by other ranks, such as a closed connection."""
     return "comm: " in str(error) or comes_from_others(error)
 
 
 def _host_id() -> str:
-    """Return a name of this launch, so that a host that returns counts as a new host.
+    """Return a unique name for this launch of the host, the same on all ranks of the host.
+
+    A host that returns after a loss therefore counts as a new host.
 
     Collective: every rank of this host must call it, in the same order.
     """

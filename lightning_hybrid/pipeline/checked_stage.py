@@ -1,4 +1,4 @@
-"""torch's pipeline stage with fp32 gradient sums, a check of shapes before each message, and located errors."""
+"""Subclass of torch's `PipelineStage` with fp32 gradient sums, shape checks and located errors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lightning_hybrid.pipeline.shapes import Boundary, as_arguments, check_shape
 
 
 class StageBody(nn.Module):
-    """Blocks of one stage, which run one after the other.
+    """Sequence of the blocks of one pipeline stage.
 
     Args:
-        blocks: Modules, each of which takes the previous one's output: a tensor, or the entries of
-            a tuple.
+        blocks: Modules, each of which takes the previous module's output as arguments: a tensor, or
+            the entries of a tuple.
         checkpoint_activations: Whether to store only the input of each block, and to recompute its
-            inside in backward.
+            activations in backward.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class StageBody(nn.Module):
         self.checkpoint_activations = checkpoint_activations
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Compute the output of the last block."""
+        """Run the blocks in order, and return the output of the last block."""
         value: Any = tuple(_writable(tensor) for tensor in inputs)
         for block in self.blocks:
             arguments = as_arguments(value)
             if self.checkpoint_activations and torch.is_grad_enabled():
-                # A block such as dropout draws random numbers. The second pass must draw the same
-                # ones.
+                # A block such as dropout draws random numbers. The recomputation must draw the same
+                # numbers.
                 value = checkpointed(block, *arguments, norms=block, preserve_rng_state=True)
             else:
                 value = block(*arguments)
@@ -54,7 +54,10 @@ class StageBody(nn.Module):
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """Return a tensor that a block may change in place, which autograd does not allow for a leaf."""
+    """Return a non-leaf alias of a leaf that requires a gradient, or any other tensor unchanged.
+
+    A block may change the result in place, which autograd does not allow for such a leaf.
+    """
     if tensor.is_leaf and tensor.requires_grad:
         received: Tensor = _Received.apply(tensor)
         return received
@@ -62,7 +65,7 @@ def _writable(tensor: Tensor) -> Tensor:
 
 
 class _Received(torch.autograd.Function):
-    """Identity that turns the input of a stage into a result with the same memory.
+    """Identity function that turns a stage's leaf input into a non-leaf with the same memory.
 
     Only this stage reads the memory, once per micro-batch.
     """
@@ -78,13 +81,13 @@ class _Received(torch.autograd.Function):
 
 @contextmanager
 def plain_backward(parameters: Sequence[nn.Parameter], *, is_last: bool) -> Iterator[None]:
-    """Run a backward inside, in which torch adds gradients to `p.grad` in the dtype of the parameters."""
+    """Let torch accumulate gradients in the parameters' dtype within the context."""
     yield
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSetting:
-    """Position of a stage in its pipeline, and the functions around its backwards.
+    """Position of a stage in its pipeline, and the functions called around its backward passes.
 
     Attributes:
         index: Index of the stage.
@@ -94,8 +97,8 @@ class StageSetting:
         around_backward: Context for each backward, called with the parameters that get gradients
             and `is_last`: `MicrobatchMixin.backward_of_microbatch`.
         note: `PipelineWatchdog.note`.
-        set_last_backward: Function that gets, before each backward, whether it is the stage's last
-            one of a step.
+        set_last_backward: Function called before each backward with True if it is the stage's last
+            backward of a step, otherwise with False.
     """
 
     index: int
@@ -108,16 +111,16 @@ class StageSetting:
 
 
 class CheckedStage(PipelineStage):
-    """Pipeline stage whose micro-batch gradients add up bit for bit as those of accumulated batches.
+    """Pipeline stage whose gradients are bit-identical to those of gradient accumulation.
 
     With half precision, gradients are summed in fp32 and rounded once, in the last micro-batch's
     backward.
 
-    torch's stage only supports tensors for which a gradient comes back. All other tensors between
-    stages have messages of their own.
+    torch's stage only supports tensors that receive a gradient. This class sends all other tensors
+    between stages in separate messages.
 
     Args:
-        body: The module, or the module in DistributedDataParallel.
+        body: The module of the stage, possibly wrapped in DistributedDataParallel.
         setting: Position of the stage.
         inputs: Specifications of the stage's inputs.
         outputs: Specifications of the stage's outputs.
@@ -141,13 +144,13 @@ class CheckedStage(PipelineStage):
         self._outputs = outputs
         self._input_of = input_of
         self._random_state_of = random_state_of
-        self._microbatch = 0  # the micro-batch in forward
-        # By micro-batch: the tensors without gradient, which torch's stage does not know.
+        self._microbatch = 0  # index of the micro-batch in forward
+        # Tensors without gradient, by micro-batch. torch's stage does not handle them.
         self._received: dict[int, list[Tensor]] = {}
         self._sent: dict[int, list[Tensor]] = {}
 
-        # Without example tensors torch would find shapes by a forward of its own. Only tensors that
-        # get a gradient require one.
+        # Without example tensors, torch would run a forward to infer shapes. Only tensors that
+        # receive a gradient require one.
         examples = inputs
         if setting.index > 0:
             examples = _with_gradient(inputs)
@@ -174,27 +177,30 @@ class CheckedStage(PipelineStage):
         kwargs: Any = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Compute one micro-batch. The first stage takes the input from `input_of`."""
+        """Run the forward of one micro-batch.
+
+        The first stage gets its input from `input_of`.
+        """
         self._note("in forward", fwd_chunk_id)
         if self.is_first:
             args = self._input_of(fwd_chunk_id)
             check_shapes(self._inputs, args, f"the input of micro-batch {fwd_chunk_id}")
         self._microbatch = fwd_chunk_id
         try:
-            # Activation checkpoints save this random state for their second pass.
+            # Activation checkpoints save this random state for the recomputation.
             with self._random_state_of(fwd_chunk_id):
                 output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         except RuntimeError as error:
             if error.__cause__ is None or "failed to run forward" not in str(error):
                 raise
-            # torch wraps the user's error in one of its own. The user's error is raised instead,
-            # with the location.
+            # torch wraps the user's error in its own. Raise the user's error instead, with the
+            # stage and micro-batch.
             error.__cause__.add_note(self._location("in forward", fwd_chunk_id))
             raise error.__cause__ from None
         return output
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Any) -> Any:
-        """Compute the outputs, and set those without gradient aside for messages of their own."""
+        """Run the stage, and set outputs without a gradient aside for separate messages."""
         if not self.is_first:
             with_gradient = iter(args)
             without_gradient = iter(self._received.pop(self._microbatch))
@@ -220,9 +226,10 @@ class CheckedStage(PipelineStage):
         return tuple(outputs_with_gradient)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Compute one micro-batch's gradients.
+        """Run the backward of one micro-batch.
 
-        Autograd gives them the shape and dtype of the inputs.
+        Shapes are not checked, because autograd gives gradients the shapes and dtypes of the
+        inputs.
         """
         self._note("in backward", bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -230,15 +237,16 @@ class CheckedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
     ) -> Any:
-        """Run a backward.
+        """Run a backward, and replace missing gradients of the stage's inputs by zeros.
 
-        With half precision its gradients are added to those of earlier micro-batches in fp32.
+        With half precision, the gradients of parameters are added to those of earlier micro-batches
+        in fp32.
         """
         setting = self._setting
         setting.set_last_backward(last_backward)
         parameters = list(self.submod.parameters())
         if backward_type == "input":
-            # Gradients of the parameters come later, in the "weight" part.
+            # The later "weight" backward computes the gradients of the parameters.
             parameters = []
         with (
             setting.around_backward(parameters, is_last=last_backward),
@@ -250,8 +258,8 @@ class CheckedStage(PipelineStage):
         if self.is_first or backward_type == "weight":
             return tuple(results)
 
-        # An input that does not influence the loss has no gradient, which torch 2.13 and earlier do
-        # not send.
+        # An input that does not influence the loss has no gradient. torch 2.13 and earlier would not
+        # send a message for it.
         gradients = []
         for value, gradient in zip(bwd_kwargs["input_values"], results[0], strict=True):
             gradients.append(torch.zeros_like(value) if gradient is None else gradient)
@@ -260,7 +268,7 @@ class CheckedStage(PipelineStage):
     # ---- messages ------------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that receive the input of a micro-batch."""
+        """Return the point-to-point operations that receive a micro-batch's input."""
         self._note("waiting for the input", fwd_chunk_id, is_waiting=True)
         if self.is_first:
             return []
@@ -276,7 +284,7 @@ class CheckedStage(PipelineStage):
         ]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that receive the gradient of a micro-batch's output."""
+        """Return the point-to-point operations that receive the gradient of a micro-batch's output."""
         self._note("waiting for the gradient", bwd_chunk_id, is_waiting=True)
         with_gradient = _with_gradient(self._outputs)
         if not self.is_last:
@@ -284,7 +292,7 @@ class CheckedStage(PipelineStage):
         return _flatten_messages(super().get_bwd_recv_ops(bwd_chunk_id), with_gradient)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send the output of a micro-batch."""
+        """Return the point-to-point operations that send a micro-batch's output."""
         if self.is_last:
             return []
         with_gradient = _with_gradient(self._outputs)
@@ -297,7 +305,7 @@ class CheckedStage(PipelineStage):
         ]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send the gradient of a micro-batch's input."""
+        """Return the point-to-point operations that send the gradient of a micro-batch's input."""
         return _flatten_messages(
             super().get_bwd_send_ops(bwd_chunk_id), _with_gradient(self._inputs)
         )
@@ -305,7 +313,7 @@ class CheckedStage(PipelineStage):
     def _ops(
         self, op: Any, tensors: Sequence[Tensor], boundaries: Sequence[Boundary], stage: int
     ) -> list[dist.P2POp]:
-        """Return an operation for each tensor without gradient, to or from a stage."""
+        """Return one point-to-point operation per tensor, to or from the rank of a stage."""
         group = self._setting.group
         peer = dist.get_global_rank(group, self.stage_index_to_group_rank[stage])
         ops = []
@@ -314,7 +322,10 @@ class CheckedStage(PipelineStage):
         return ops
 
     def _lay_out(self, infos: Sequence[Any], boundaries: Sequence[Boundary]) -> None:
-        """Replace receive buffers of another layout: torch 2.11 always makes contiguous ones."""
+        """Replace receive buffers whose memory layout differs from the agreed one.
+
+        torch 2.11 always allocates contiguous buffers.
+        """
         for info, boundary in zip(infos, boundaries, strict=True):
             buffer = getattr(info, "buffer", None)
             if buffer is not None and not boundary.has_layout_of(buffer):
@@ -341,7 +352,10 @@ def _without_gradient(boundaries: Sequence[Boundary]) -> list[Boundary]:
 
 
 def _flatten_messages(ops: list[dist.P2POp], boundaries: Sequence[Boundary]) -> list[dist.P2POp]:
-    """Replace the tensors of operations by rows in the agreed layout. `ops` may be empty."""
+    """Replace each operation's tensor by its elements as a 1-D tensor in the agreed layout.
+
+    `ops` may be empty.
+    """
     for op, boundary in zip(ops, boundaries, strict=bool(ops)):
         op.tensor = boundary.message(op.tensor)
     return ops
@@ -362,7 +376,7 @@ def schedule_of(
     num_microbatches: int,
     loss_of: Callable[[Tensor, int], Tensor],
 ) -> Callable[[], Tensor | None]:
-    """Return a function that runs one step of a torch schedule.
+    """Return a function that runs one training step of a torch pipeline schedule.
 
     The function returns the outputs of all micro-batches on the last stage, and None on other
     stages.
@@ -371,14 +385,15 @@ def schedule_of(
         name: Name of the schedule.
         stages: Stages of this rank.
         num_microbatches: Number of micro-batches of a step.
-        loss_of: Function of the output and the index of a micro-batch that returns its loss,
-            already divided: the gradients of all losses add up to those of the step.
+        loss_of: Function of the output and the index of a micro-batch that returns its loss. The
+            loss is already divided, so that the gradients of all losses add up to those of the
+            step.
     """
 
     def loss(output: Tensor, index: Tensor) -> Tensor:
         return loss_of(output, int(index))
 
-    # torch's schedules with one stage per rank take the stage itself.
+    # torch's schedules with one stage per rank expect the stage, not a list.
     schedule_stages: Any = list(stages)
     if name in ("gpipe", "1f1b"):
         schedule_stages = stages[0]

@@ -1,4 +1,4 @@
-"""The user's network while each rank holds its own stages only, and its restoration afterwards."""
+"""Distribution of the user's network over pipeline ranks, and its restoration after the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from lightning_hybrid.placement import ignored_by_ddp
 
 
 class CutModel:
-    """Blocks of a module and of its averages, of which those on other ranks are on the meta device.
+    """Network cut into pipeline stages, with the blocks of other ranks on the meta device.
+
+    Averages of the module that callbacks keep are cut in the same way.
 
     Every rank begins with the values of rank zero, as under DDP.
 
@@ -28,8 +30,8 @@ class CutModel:
 
     Args:
         module: The LightningModule. Callbacks of its trainer may keep averages of it.
-        of: Name of its network.
-        places: First block of each stage, and the number of blocks.
+        of: Name of the network in the module.
+        places: Index of each stage's first block, followed by the number of blocks.
         ranks: Position of this rank.
         device: Device from which tensors are sent.
     """
@@ -56,7 +58,7 @@ class CutModel:
             num_blocks = places[stage + 1] - places[stage]
             self._owners += [first_pipeline[stage % ranks.num_ranks]] * num_blocks
 
-        # Of the module first, then of each average.
+        # One entry for the module, then one for each average.
         self._other_stages: list[OtherStages] = []
         rank = first_pipeline[ranks.position]
         for root, blocks in ((module, self.blocks), *self._averages()):
@@ -74,31 +76,28 @@ class CutModel:
         return zip(blocks, self._owners, strict=True)
 
     def _averages(self) -> list[tuple[nn.Module, list[nn.Module]]]:
-        """Return the averages of the module that callbacks keep, each with its blocks.
-
-        They are cut in the same way.
-        """
+        """Return the averages of the module that callbacks keep, each with its blocks."""
         averages = []
         for model in average_models(self._module.trainer.callbacks):
             averages.append((model.module, blocks_of(model.module, self._of)))
         return averages
 
     def stage(self, index: int) -> list[nn.Module]:
-        """Return the blocks of a stage."""
+        """Return the blocks of one pipeline stage."""
         return self.blocks[self.places[index] : self.places[index + 1]]
 
     def hidden(self) -> AbstractContextManager[None]:
-        """Remove the tensors of other ranks from the module inside, so that it can be moved."""
+        """Remove the tensors of other ranks within the context, so that the module can change device."""
         return self._other_stages[0].hidden()
 
     @property
     def bytes_elsewhere(self) -> int:
-        """The bytes that parameters and buffers of other stages would take on this rank."""
+        """Bytes that the parameters and buffers of other stages would take on this rank."""
         return sum(meta.numel() * meta.element_size() for meta in self._other_stages[0].tensors)
 
     @contextmanager
     def whole_on_first(self, ranks: PipelineRanks, group: Any) -> Iterator[None]:
-        """Give the first rank of a pipeline the whole network inside.
+        """Place the whole network on the first rank of a pipeline within the context.
 
         Collective: every rank of the pipeline must call it, in the same order.
         """
@@ -120,7 +119,7 @@ class CutModel:
             yield
 
     def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
-        """Restore all values on every rank, in host memory.
+        """Restore the whole network and its averages on every rank, in host memory.
 
         Collective: every rank of WORLD must call it, in the same order.
         """
@@ -137,7 +136,10 @@ class CutModel:
         self.guard.remove()
 
     def ignored_by_ddp(self) -> AbstractContextManager[None]:
-        """Keep Lightning from broadcasting rank zero's values inside, because each rank has other blocks."""
+        """Keep Lightning from broadcasting rank zero's blocks to all ranks within the context.
+
+        Each rank holds other blocks.
+        """
         module = self._module
         block_tensor_ids = {id(tensor) for tensor in _tensors_of(self.blocks)}
         names = []
@@ -165,7 +167,7 @@ def add_cause(error: BaseException, *, stages: str) -> None:
 
     Args:
         error: The error.
-        stages: Stages of this rank, as text.
+        stages: Text that names the stages of this rank.
     """
     if not isinstance(error, RuntimeError):
         return
@@ -176,7 +178,7 @@ def add_cause(error: BaseException, *, stages: str) -> None:
 
 @contextmanager
 def example_hidden(module: Any) -> Iterator[None]:
-    """Set a module's `example_input_array` to None inside.
+    """Set a module's `example_input_array` to None within the context.
 
     With an example, Lightning's model summary, which every Trainer has, and loggers of graphs would
     run a forward on this rank only.
@@ -210,7 +212,7 @@ def example_hidden(module: Any) -> Iterator[None]:
 def _local_buffers(
     root: nn.Module, local_blocks: Sequence[nn.Module], other_blocks: Sequence[nn.Module]
 ) -> list[Tensor]:
-    """Return the buffers that this rank computes with: of its own blocks, and of modules outside of all blocks."""
+    """Return the buffers of this rank's blocks and of modules outside of all blocks."""
     seen = {id(block) for block in (*local_blocks, *other_blocks)}
     waiting = [root]
     modules = _modules_of(local_blocks)
@@ -247,8 +249,9 @@ def _tensors_of(blocks: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _whole_values(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy the values of a block's tensors to host memory, of layers that are cut over ranks the whole tensors."""
-    # While a cut layer is whole, an attribute of its module hides the parameter of the same name.
+    """Copy a block's tensors to host memory, with the whole tensors of tensor-parallel layers."""
+    # While a tensor-parallel layer is whole, an attribute of its module hides the parameter of the
+    # same name.
     whole_tensors: dict[int, Tensor] = {}
     for module in block.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Cutting a sequence of blocks into the stages of a pipeline."""
+"""Partition of a sequence of blocks into balanced pipeline stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_hybrid.pipeline.shapes import as_arguments
 class BlockProfile:
     """Measured time and memory of each block of a network.
 
-    Given as a pipeline's `cuts`, it balances the stages.
+    Pass it as a pipeline's `cuts` to balance the stages.
 
     Args:
         seconds: Time of forward and backward of one micro-batch in each block, in any unit.
@@ -46,10 +46,12 @@ class BlockProfile:
     def measured(
         cls, blocks: Sequence[nn.Module], example: Tensor | tuple[Tensor, ...], *, num_runs: int = 5
     ) -> BlockProfile:
-        """Run copies of the blocks on one micro-batch, and keep each block's shortest time of `num_runs` runs.
+        """Measure the time and activation memory of each block on one micro-batch.
+
+        The time of a block is the shortest of `num_runs` runs.
 
         Args:
-            blocks: Blocks of the network, in order. They stay unchanged.
+            blocks: Blocks of the network, in order. They stay unchanged, because copies run.
             example: Input of the first block.
             num_runs: Number of forwards and backwards of each block.
         """
@@ -68,7 +70,7 @@ class BlockProfile:
 
 
 class _BlockRun:
-    """Timed forward and backward of a block that counts the bytes that autograd saves.
+    """Timed forward and backward of a block, with a count of the bytes that autograd saves.
 
     Args:
         block: A copy of the block.
@@ -80,10 +82,10 @@ class _BlockRun:
         self._is_first = is_first
         self._saved_bytes: dict[
             int, int
-        ] = {}  # bytes of each memory that autograd saved, by address
+        ] = {}  # bytes of each storage that autograd saved, by address
 
     def __call__(self, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor | tuple[Tensor, ...]]:
-        """Return the seconds of forward and backward, and the outputs."""
+        """Run forward and backward, and return the time in seconds and the outputs."""
         self._saved_bytes.clear()
         # A block may change its inputs in place.
         arguments = []
@@ -100,7 +102,7 @@ class _BlockRun:
 
     @property
     def activation_bytes(self) -> int:
-        """The bytes that the last run saved for backward, without parameters."""
+        """Bytes that the last run saved for backward, without parameters."""
         parameters = {
             parameter.untyped_storage().data_ptr() for parameter in self._block.parameters()
         }
@@ -129,13 +131,13 @@ def balanced_cuts(
     activation_bytes: Sequence[float] | None = None,
     num_alive: Sequence[int] | None = None,
 ) -> list[int]:
-    """Cut blocks into stages so that the slowest stage is as fast as possible, and each stage fits into memory.
+    """Return the cuts into stages that minimise the slowest stage's time within the memory limit.
 
         minimise   max over stages j   sum of seconds[i] over blocks i of stage j
         such that  sum of bytes_[i] + num_alive[j] * activation_bytes[i]  <=  most_bytes
 
-    A pipeline runs at the pace of its slowest stage. Among cuts with the same slowest stage, the
-    result has the least sum of squares, so that the other stages are even too. The result is exact,
+    A pipeline runs at the pace of its slowest stage. Among cuts with the same slowest time, the
+    result has the smallest sum of squared stage times, so that the other stages are balanced too. The result is exact,
     by dynamic programming over the ends of stages: O(S n^2) for S stages and n blocks.
 
     Args:
@@ -145,9 +147,10 @@ def balanced_cuts(
             optimizer state.
         num_stages: Number of stages. Each gets at least one block.
         most_bytes: Memory of a rank, in bytes.
-        activation_bytes: Bytes that each block keeps of one micro-batch for backward. None: none.
-        num_alive: Number of micro-batches that each stage keeps at the same time: M in all stages
-            for GPipe, min(M, S - j) in stage j for 1F1B. None: one.
+        activation_bytes: Bytes that each block keeps of one micro-batch for backward. None: zero.
+        num_alive: Number of micro-batches that each stage keeps at the same time. With M
+            micro-batches, it is M in all stages for GPipe, and min(M, S - j) in stage j for 1F1B.
+            None: one.
 
     Returns:
         The indices of the first blocks of stages 1 to S - 1, ascending.
@@ -205,7 +208,9 @@ def balanced_cuts(
 
 
 class _StageCosts:
-    """Time and memory of a stage with the blocks `begin` to `end` - 1, as differences of cumulative sums.
+    """Time and memory of a stage with the blocks `begin` to `end` - 1.
+
+    Both are differences of cumulative sums.
 
     Because they are differences, the time of a stage has the same bits in both passes of
     `balanced_cuts`.
@@ -262,9 +267,9 @@ def _best_cuts(
     cost_of: Callable[[int, int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """Return the least joint cost of all cuts, and the cuts that have it.
+    """Return the lowest combined cost over all cuts into stages, and the cuts that achieve it.
 
-    Infinite if no cut is possible.
+    The cost is infinite if no cut is possible.
 
     Args:
         num_blocks: Number of blocks.
@@ -272,10 +277,10 @@ def _best_cuts(
         cost_of: Function of (stage, begin, end) that returns the cost of a stage.
         join: Function that combines the costs of two stages, such as `max`.
     """
-    # best_costs[end]: the least joint cost of all ways to split the first `end` blocks into the
+    # best_costs[end]: lowest combined cost over all ways to split the first `end` blocks into the
     # stages so far.
     best_costs = [0.0] + [math.inf] * num_blocks
-    best_begins: list[list[int]] = []  # by stage and end: where the stage begins
+    best_begins: list[list[int]] = []  # first block of the stage, by stage and end
     for stage in range(num_stages):
         next_costs = [math.inf] * (num_blocks + 1)
         begins = [0] * (num_blocks + 1)

@@ -1,4 +1,7 @@
-"""Answers to Lightning's questions about ranks: the ranks of one pipeline read the same batches and count once."""
+"""Strategy mixin for data-parallel samplers, reductions and run state in pipeline training.
+
+The ranks of one pipeline read the same batches and count as one data-parallel rank.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduce
 
 
 class DataRanksMixin(HybridAllReduce):
-    """Strategy mixin that defines samplers, reductions and run state over data ranks."""
+    """Strategy mixin that defines samplers, reductions and run state over data-parallel ranks."""
 
     num_stages: int
     schedule: str
@@ -33,7 +36,7 @@ class DataRanksMixin(HybridAllReduce):
 
     @property
     def _active_stages(self) -> Stages:
-        """The stages of this rank, between setup and teardown."""
+        """Pipeline stages of this rank, available between setup and teardown."""
         assert self._stages is not None
         return self._stages
 
@@ -50,7 +53,7 @@ class DataRanksMixin(HybridAllReduce):
 
     @property
     def pipeline_ranks(self) -> PipelineRanks:
-        """The position of this rank among pipelines and stages."""
+        """Position of this rank among pipelines and stages."""
         return PipelineRanks(
             rank=self.global_rank,
             world_size=self.world_size,
@@ -60,12 +63,17 @@ class DataRanksMixin(HybridAllReduce):
 
     @property
     def replicas(self) -> ReplicaSets:
-        """The sets of ranks that hold the same stages: data ranks, or ranks that share the layers of a stage."""
+        """Sets of ranks that hold the same pipeline stages.
+
+        They are data-parallel ranks, or ranks that hold slices of a stage's tensor-parallel layers.
+        """
         return ReplicaSets(world=self._comm.topology, sets=self.pipeline_ranks.replicas)
 
     @contextmanager
     def _whole_layers(self) -> Iterator[None]:
-        """Restore layers that are cut over ranks to whole layers inside, as in validation.
+        """Restore tensor-parallel layers to whole layers within the context, as validation does.
+
+        Does nothing unless the trainer is training.
 
         Collective: every rank must call it, in the same order.
         """
@@ -82,7 +90,10 @@ class DataRanksMixin(HybridAllReduce):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The arguments of samplers. All ranks of a pipeline read the same batches."""
+        """Keyword arguments for distributed samplers.
+
+        All ranks of a pipeline read the same batches.
+        """
         return {
             "num_replicas": self.pipeline_ranks.num_data_ranks,
             "rank": self.pipeline_ranks.data_rank,
@@ -90,7 +101,7 @@ class DataRanksMixin(HybridAllReduce):
 
     @property
     def run_status(self) -> RunStatus:
-        """The state of the run that callbacks may read."""
+        """State of the run that callbacks can read."""
         status = super().run_status
 
         @contextmanager
@@ -101,11 +112,11 @@ class DataRanksMixin(HybridAllReduce):
         return dataclasses.replace(status, replica_group=self._data_group, own_state=own_state)
 
     def _allowed(self) -> AbstractContextManager[None]:
-        """Allow state dicts that hold this rank's stages only."""
+        """Return a context that allows state dicts with only this rank's stages."""
         return nullcontext() if self._cut is None else self._cut.guard.allowed()
 
     def on_validation_start(self) -> None:
-        """Broadcast the first data rank's running statistics to the others, as DDP does before a forward."""
+        """Broadcast the first data-parallel rank's buffers to the others, as DDP does before a forward."""
         super().on_validation_start()
         self._share_buffers()
 
@@ -114,13 +125,16 @@ class DataRanksMixin(HybridAllReduce):
         ranks = stages.ranks
         if ranks.num_data_ranks == 1:
             return
-        # The stages run under `no_sync`, in which DDP broadcasts no buffers.
+        # The stages run under `no_sync`, in which DDP does not broadcast buffers.
         owner = ranks.replicas[ranks.position][0]
         for body in stages.bodies.values():
             share_(body.buffers(), owner=owner, device=stages.device, group=stages.groups.data)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data ranks, because the ranks of a pipeline hold the same values."""
+        """Reduce a tensor over `group`, or over the data-parallel ranks if it is None.
+
+        The ranks of a pipeline hold the same values, so each pipeline counts once.
+        """
         if group is None:
             group = self._data_group
         return super().reduce(tensor, group, reduce_op)
@@ -128,13 +142,19 @@ class DataRanksMixin(HybridAllReduce):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather from the data ranks, because the ranks of a pipeline hold the same values."""
+        """Gather a tensor from all ranks of `group`, or from the data-parallel ranks if it is None.
+
+        The ranks of a pipeline hold the same values, so each pipeline contributes once.
+        """
         if group is None:
             group = self._data_group
         return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Combine the decisions of all ranks."""
+        """Return whether all ranks decided True, or whether any rank did if `all` is False.
+
+        Collective: every rank must call it, in the same order.
+        """
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
         if all:

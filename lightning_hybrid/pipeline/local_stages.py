@@ -1,4 +1,4 @@
-"""The stages of this rank, agreement with the other ranks of its pipeline, and forward through all stages."""
+"""Stages of this rank, comparisons with other ranks, and the forward through all stages."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from lightning_hybrid.pipeline.shapes import (
 
 @dataclass(kw_only=True)
 class Stages:
-    """Stages of this rank, with the process groups that connect them with the other stages.
+    """Pipeline stages of this rank, with the process groups that connect them to other stages.
 
     Attributes:
         module: The LightningModule.
-        net: Its network.
-        bodies: `StageBody` by index of the stage.
-        wrapped: The same in DistributedDataParallel, if other ranks hold replicas.
+        net: The network of the module.
+        bodies: `StageBody` of each stage of this rank, by index of the stage.
+        wrapped: Stages wrapped in DistributedDataParallel if other ranks hold replicas, by index.
         ranks: Position of this rank.
         groups: Process groups of the pipeline.
         tied: Parameters that several ranks share.
         watchdog: Watchdog of the run.
         device: Device of this rank.
         num_microbatches: Number of micro-batches of a step.
-        whole_layers: Context in which layers that are cut over ranks are whole. Collective.
+        whole_layers: Function that returns a context in which tensor-parallel layers are whole.
+            Collective.
         require_backward_grad_sync: Whether the current backward is a stage's last one of its step.
-            The name is DDP's.
+            The name is the same as in DDP.
     """
 
     module: Any
@@ -69,7 +70,7 @@ class Stages:
     # ---- agreement -----------------------------------------------------------------------------
 
     def compare_digests(self, subject: str, digest: int, describe: Callable[[], Any]) -> None:
-        """Compare a digest over the pipeline, before any message is sent.
+        """Raise if a digest differs between the ranks of a pipeline.
 
         Collective: every rank of the pipeline must call it, in the same order.
 
@@ -100,7 +101,9 @@ class Stages:
         )
 
     def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:
-        """Compare shapes and, with `with_values`, labels of a batch over the pipeline.
+        """Raise if the ranks of a pipeline have batches of different shapes or labels.
+
+        Labels are compared if `with_values` is True.
 
         Collective: every rank of the pipeline must call it, in the same order.
 
@@ -138,7 +141,7 @@ class Stages:
     # ---- shapes --------------------------------------------------------------------------------
 
     def boundaries(self, key: Any, inputs: Callable[[], tuple[Tensor, ...]]) -> list[Boundaries]:
-        """Return the specifications of every stage's inputs and of the last stage's outputs.
+        """Return the tensor specifications of every stage's inputs and of the last stage's outputs.
 
         Collective if the key is new: every rank of the pipeline must call it, in the same order.
 
@@ -192,7 +195,7 @@ class Stages:
         Collective: every rank of the pipeline must call it, in the same order.
         """
         inputs = only_tensors(args, kwargs)
-        # Layouts may differ between ranks: that of the first stage counts.
+        # Memory layouts may differ between ranks. The layout of the first stage counts.
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
 
         def describe() -> str:
@@ -201,8 +204,8 @@ class Stages:
         digest = digest_of(inputs, with_values=False)
         self.compare_digests("The input of the network", digest, describe)
 
-        # Several micro-batches keep all stages busy. If a rank has two stages, NCCL would need
-        # another order of messages for them.
+        # Several micro-batches keep all stages busy. With two stages per rank, NCCL would need
+        # another order of messages.
         num_parts = 1
         is_divisible = count_rows(inputs) % self.num_microbatches == 0
         if self.ranks.stages_per_rank == 1 and is_divisible:
@@ -216,12 +219,12 @@ class Stages:
     def _forward(
         self, parts: Sequence[tuple[Tensor, ...]], boundaries: Sequence[Boundaries]
     ) -> Tensor | None:
-        """Run all parts of a batch through the stages of this rank.
+        """Run the micro-batches of a batch through the stages of this rank.
 
-        Collective: every rank of the pipeline must call it with the same number of parts.
+        Collective: every rank of the pipeline must call it with the same number of micro-batches.
 
         Returns:
-            The outputs of all parts on the last stage, None on other stages.
+            The outputs of all micro-batches on the last stage, None on other stages.
         """
         sent: list[tuple[dist.Work | None, Tensor]] = []  # messages stay alive until they are sent
         outputs: list[Tensor] = []
@@ -245,7 +248,7 @@ class Stages:
         return torch.cat(outputs) if outputs else None
 
     def _receive(self, stage: int, boundaries: Boundaries, part_index: int) -> tuple[Tensor, ...]:
-        """Receive the inputs of a stage from the previous one."""
+        """Receive the inputs of a stage from the previous stage."""
         self.watchdog.note(
             f"waiting for part {part_index} of the batch on stage {stage}", is_waiting=True
         )
@@ -261,7 +264,7 @@ class Stages:
     def _send(
         self, stage: int, boundaries: Boundaries, output: Any
     ) -> list[tuple[dist.Work | None, Tensor]]:
-        """Begin to send the output of a stage to the next one, and return the work with the messages."""
+        """Start to send a stage's output to the next stage, and return the pending messages."""
         target = self.ranks.peers[(stage + 1) % self.ranks.num_ranks]
         sent = []
         for boundary, tensor in zip(boundaries, as_arguments(output), strict=True):
@@ -271,14 +274,14 @@ class Stages:
         return sent
 
     def shared_output(self, output: Tensor | None, num_parts: int, boundary: Boundary) -> Tensor:
-        """Return the last stage's outputs on every rank of the pipeline.
+        """Broadcast the last stage's outputs to every rank of the pipeline.
 
         Collective: every rank of the pipeline must call it, in the same order.
 
         Args:
             output: The outputs on the last stage, None on other stages.
-            num_parts: Number of parts of the batch.
-            boundary: Specification of the output of one part.
+            num_parts: Number of micro-batches of the batch.
+            boundary: Specification of the output of one micro-batch.
         """
         if output is None:
             shape = (num_parts * boundary.shape[0], *boundary.shape[1:])
@@ -298,7 +301,7 @@ def _boundaries_of(inputs: Callable[[], tuple[Tensor, ...]]) -> Boundaries:
 def _result_or_error(
     find: Callable[[], Boundaries | str],
 ) -> Boundaries | str:
-    """Return the result of `find`, or the text of its error."""
+    """Return the result of `find`, or its error as text."""
     try:
         return find()
     except Exception as error:

@@ -1,9 +1,8 @@
-"""Comparison of the first micro-batch's loss in stages with the loss of the whole network.
+"""Check that the first micro-batch has the same loss in stages as with the whole network.
 
 Some code is not part of any stage, such as what `forward` does in addition to calling its blocks,
-or features that a hook keeps. It would silently be left out of training. Therefore the rank of the
-first stage, whose inputs count, holds the whole network for one forward, and both losses must
-agree.
+or features that a hook keeps. A pipeline would silently leave it out of training. Therefore the
+rank of the first stage holds the whole network for one forward, and both losses must agree.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lightning_hybrid.module_state import put_back
 def free_bytes(device: torch.device) -> float:
     """Return the free memory of a device in bytes.
 
-    It is infinite for a host, which held the network before it was cut.
+    The result is infinite for a CPU, whose memory held the whole network before it was cut.
     """
     if device.type != "cuda":
         return math.inf
@@ -39,18 +38,18 @@ def loss_of_whole(
     *,
     eps: float,
 ) -> float | str:
-    """Compute the loss with the whole network, and restore what the computation changes in the module.
+    """Compute the loss with the whole network, and restore the module state that this changes.
 
     Args:
         module: The LightningModule.
-        net: Its network.
+        net: The network of the module.
         whole_network: Context in which this rank holds the whole network.
         compute_loss: Function that computes the loss.
         eps: Machine epsilon of the network's dtype.
 
     Returns:
-        The loss, or the reason why it is unknown. NaN if the loss depends on what the computation
-        changes in the module.
+        The loss, or the reason why it is unknown. NaN if the loss depends on state that the
+        computation changes in the module.
     """
     try:
         with whole_network:
@@ -80,7 +79,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: float) -> None:
-    """Check that the loss of a micro-batch in stages equals the loss with the whole network.
+    """Raise if a micro-batch's loss in stages differs from the loss with the whole network.
 
     Raises:
         ValueError: The losses differ, or the loss depends on what each micro-batch changes in the
@@ -111,7 +110,9 @@ def check_loss(whole_loss: float, stage_loss: float, *, net: nn.Module, eps: flo
 
 
 def is_close(first_loss: float, second_loss: float, eps: float) -> bool:
-    """Return whether two losses are equal except for rounding, such as from another order of additions.
+    """Return whether two losses are equal up to rounding.
+
+    Rounding differs, for example, with the order of additions.
 
     Two losses that are both not finite count as equal.
 
@@ -131,15 +132,15 @@ def in_stages(
     places: Sequence[int],
     random_state_of: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[None]:
-    """Let each block of the whole network draw the random numbers of its stage.
+    """Run each block of the whole network with its stage's random state within the context.
 
-    A user's own `forward` may call the layers of a block instead of the block. Therefore a stage
-    also begins with the first call of a layer that only this stage has.
+    A user's `forward` may call the layers of a block instead of the block itself. Therefore a stage
+    also begins at the first call of a layer that only this stage contains.
 
     Args:
         net: The network.
-        blocks: Its blocks, in order.
-        places: First block of each stage, and the number of blocks.
+        blocks: Blocks of the network, in order.
+        places: Index of each stage's first block, followed by the number of blocks.
         random_state_of: Function that returns the context with the random numbers of a stage.
     """
     next_block = 0

@@ -1,4 +1,4 @@
-"""Calls of the user's `training_step` around the stages of a pipeline, and the micro-batches that it gets.
+"""Micro-batches of a pipeline, and calls of the user's `training_step` around its stages.
 
     first stage     training_step(micro-batch) up to the call of the network        -> the network's input
     last stage      training_step(micro-batch) with the stage's output at that call -> the loss, nothing logged
@@ -26,13 +26,13 @@ from lightning_hybrid.batch_rows import count_rows, leaves, split_rows
 from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
 
 
-class _InputFound(Exception):  # noqa: N818  it is no error: it ends `training_step` at the call of the network
+class _InputFound(Exception):  # noqa: N818  not an error: ends `training_step` at the call of the network
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
 
 
 def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
-    """Return the tensors with which `run` calls `net`, without computing `net`.
+    """Return the tensors that `run` passes to `net`, without running `net`.
 
     Raises:
         ValueError: `run` calls the network with something other than tensors, or never.
@@ -58,10 +58,11 @@ def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
 
 
 def only_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return the tensors with which a network was called, one by one or in a tuple.
+    """Return the positional tensors passed to a network, and raise for other arguments.
 
     Raises:
-        ValueError: There is an argument that is not a tensor, a keyword argument, or no argument.
+        ValueError: An argument is not a tensor, there are keyword arguments, or there are no
+            arguments.
     """
     tensors: Any = args
     if len(args) == 1 and isinstance(args[0], tuple | list):
@@ -81,7 +82,7 @@ def loss_in(output: Any) -> Tensor:
     """Return the loss from the output of `training_step`.
 
     Raises:
-        ValueError: There is no loss.
+        ValueError: The output contains no loss.
 
     >>> loss_in({"loss": torch.tensor(2.0)})
     tensor(2.)
@@ -102,7 +103,9 @@ def loss_in(output: Any) -> Tensor:
 
 
 def microbatches(batch: Any, num: int) -> list[Any]:
-    """Cut a batch into `num` micro-batches of equal size, by the rows of `lightning_hybrid.batch_rows`.
+    """Split a batch into `num` micro-batches with equal numbers of rows.
+
+    `lightning_hybrid.batch_rows` defines the rows of a batch.
 
     Raises:
         ValueError: The batch does not divide, or its rows are unknown.
@@ -123,11 +126,11 @@ def microbatches(batch: Any, num: int) -> list[Any]:
 
 
 def digest_of(batch: Any, *, with_values: bool) -> int:
-    """Return 63 bits that differ if the batches of two ranks differ in shapes, dtypes or labels.
+    """Return a 63-bit digest of a batch's shapes and dtypes, and optionally of its labels.
 
-    Of the values only integers count, which are labels: images may differ because each rank
-    augments its own. If a batch has no integers, all its tensors count. If it has no tensors, all
-    its arrays, texts and numbers count.
+    With `with_values`, only integer values count, which are labels. Images may differ because each
+    rank augments its own. If a batch has no integers, all its tensors count. If it has no tensors,
+    all its arrays, texts and numbers count.
 
     >>> threes_and_fours = (torch.rand(2), torch.tensor([3, 4]))
     >>> threes_and_fives = (torch.rand(2), torch.tensor([3, 5]))
@@ -171,7 +174,9 @@ def _text_of(batch: Any) -> str:
 def random_state(
     numbers: int | tuple[int, ...], device: torch.device
 ) -> Iterator[Callable[[], bool]]:
-    """Draw random numbers of torch, Python and numpy that depend on `numbers` only, and restore all states on exit.
+    """Seed the generators of torch, Python and numpy from `numbers`, and restore them on exit.
+
+    Random numbers drawn within the context depend on `numbers` only.
 
     The context yields a function that returns whether any numbers were drawn inside.
 
@@ -179,8 +184,8 @@ def random_state(
     ...     has_drawn(), len([random.random()]), has_drawn()
     (False, 1, True)
     """
-    # A digest, because torch's CPU generator and numpy's use 32 bits of a seed only, in which the
-    # epoch or the data rank could get lost.
+    # Hash the numbers, because the CPU generators of torch and numpy use only 32 bits of a seed. A
+    # simple combination could lose the epoch or the data rank.
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
     seed = int.from_bytes(digest, "little")
     # `torch.manual_seed` and `fork_rng` would take a hundred times as long.
@@ -206,7 +211,7 @@ def random_state(
 
 
 def _are_fresh(generators: list[torch.Generator], seed: int) -> bool:
-    """Return whether nothing was drawn from `generators`, Python's and numpy's since they were seeded."""
+    """Return whether nothing was drawn from the torch, Python and numpy generators since seeding."""
     for generator in generators:
         fresh_state = torch.Generator(generator.device).manual_seed(seed).get_state()
         if not torch.equal(generator.get_state(), fresh_state):
@@ -224,10 +229,10 @@ def _are_fresh(generators: list[torch.Generator], seed: int) -> bool:
 
 
 class Muting:
-    """Suppression of logs and metrics for a micro-batch, so that each batch counts once, as without a pipeline.
+    """Suppression of logging and metric updates while `training_step` runs on a micro-batch.
 
-    Metrics of the module are replaced by copies meanwhile, so that code that uses their values
-    works.
+    Each batch then counts once, as without a pipeline. Copies replace the metrics of the module
+    meanwhile, so that code that uses their values works.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -239,7 +244,7 @@ class Muting:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Suppress `log`, `log_dict` and metrics inside.
+        """Suppress `log`, `log_dict` and metric updates within the context.
 
         `all_gather` raises, because only one stage would call it.
         """
@@ -258,7 +263,7 @@ class Muting:
 
 
 def metrics_in(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return torchmetrics and their collections in a module, each with its parent and its name there.
+    """Return the torchmetrics and metric collections of a module, each with its parent and name.
 
     Metrics inside of another metric are left out.
     """
@@ -272,12 +277,12 @@ def metrics_in(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def single_metrics(module: nn.Module) -> list[Metric]:
-    """Return every torchmetric of a module, including those of collections."""
+    """Return every torchmetrics `Metric` of a module, including those of collections."""
     return [child for child in module.modules() if isinstance(child, Metric)]
 
 
 def _scratch_copy(metric: Any) -> Any:
-    """Copy a metric for updates by one rank alone, which must not synchronise."""
+    """Copy a metric for updates on one rank only, with synchronisation between ranks disabled."""
     scratch = copy.deepcopy(metric)
     for single_metric in single_metrics(scratch):
         single_metric.dist_sync_on_step = False

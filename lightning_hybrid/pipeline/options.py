@@ -32,7 +32,7 @@ _ASYNCHRONOUS = (
 def check_options(
     *, num_stages: int, num_microbatches: int, schedule: str, cuts: Cuts, of: str = "net"
 ) -> None:
-    """Check the options of a pipeline that do not depend on the module.
+    """Raise if a pipeline option that does not depend on the module is invalid.
 
     Raises:
         ValueError: An option is invalid. The message names it.
@@ -117,7 +117,7 @@ def _check_cuts(cuts: Sequence[int], num_stages: int, schedule: str) -> None:
 def check_ranks(
     *, num_stages: int, world_size: int, schedule: str = "1f1b", checkpoints: bool = False
 ) -> None:
-    """Check that the ranks divide into pipelines, and that the schedule can run on them.
+    """Raise if the ranks cannot be divided into pipelines, or the schedule cannot run on them.
 
     Args:
         num_stages: Number of ranks of a pipeline.
@@ -126,7 +126,8 @@ def check_ranks(
         checkpoints: Whether activations are checkpointed.
 
     Raises:
-        ValueError: The number of ranks, or activation checkpointing, does not fit.
+        ValueError: The number of ranks is not a multiple of `num_stages`, or `"zero_bubble"` is
+            used with several pipelines or with activation checkpointing.
     """
     if schedule == "zero_bubble" and (world_size > num_stages or checkpoints):
         raise ValueError(
@@ -145,16 +146,16 @@ def check_ranks(
 def refuse_in_pipeline(
     trainer: Any, module: Any, precision: Any, *, is_setup: bool = False
 ) -> None:
-    """Check options of trainer, module, precision and optimizers that a pipeline cannot support.
+    """Raise if trainer, module, precision or optimizers use an option that pipelines do not support.
 
     Args:
         trainer: The trainer.
         module: The LightningModule.
         precision: The precision plugin.
-        is_setup: Whether to check callbacks and losses too.
+        is_setup: Whether to check callbacks and loss layers too.
 
     Raises:
-        MisconfigurationException: Names the option.
+        MisconfigurationException: An option is not supported. The message names it.
     """
     features = {"pipeline": "a pipeline"} | in_precision(precision)
     if is_setup:
@@ -184,12 +185,12 @@ def refuse_in_pipeline(
 
 
 def compare_stages(blocks: Sequence[nn.Module], **settings: Any) -> None:
-    """Compare the network and the settings of the pipeline over all ranks.
+    """Raise if the network or the pipeline settings differ between ranks.
 
     Collective: every rank of WORLD must call it, in the same order.
 
     Raises:
-        ValueError: On every rank, with the setting that differs.
+        ValueError: Raised on every rank. The message names the setting that differs.
     """
     shapes = []
     for block in blocks:
@@ -210,11 +211,13 @@ def compare_stages(blocks: Sequence[nn.Module], **settings: Any) -> None:
 
 
 def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
-    """Return the blocks of the network, of which each takes the previous one's output.
+    """Return the blocks of the network in the order in which they run.
+
+    Each block takes the output of the previous block.
 
     Args:
         module: The LightningModule.
-        of: Name of its network.
+        of: Name of the network in the module.
 
     Raises:
         ValueError: There is no such network, it has no blocks, or parameters are outside of it.
@@ -270,7 +273,9 @@ def cut_places(
     num_microbatches: int = 1,
     schedule: str = "1f1b",
 ) -> list[int]:
-    """Return the first block of each stage, and the number of blocks: `num_stages + 1` ascending numbers.
+    """Return the index of each stage's first block, followed by the number of blocks.
+
+    These are `num_stages + 1` ascending numbers.
 
     Args:
         costs: Cost of each block.
@@ -282,8 +287,8 @@ def cut_places(
             memory.
 
     Raises:
-        ValueError: There are fewer blocks than stages, a cut is behind the last block, or a profile
-            does not fit.
+        ValueError: There are fewer blocks than stages, a cut is beyond the last block, or a profile
+            has another number of blocks or does not fit into memory.
 
     >>> cut_places([5, 1, 1, 1, 4], None, 2), cut_places([5, 1, 1, 1, 4], [1], 2)
     ([0, 2, 5], [0, 1, 5])

@@ -1,11 +1,11 @@
-"""Watchdog of a pipeline: names the rank that the others wait for, with its stage and micro-batch.
+"""Watchdog that names the rank that blocks a pipeline, with its stage and micro-batch.
 
 A wait in Gloo only ends together with its process group, so a stage would wait for a stopped rank
 until the group's timeout. On a CPU a separate thread therefore waits, while the rank's main thread
-checks for an error of all ranks:
+checks whether any rank has reported an error:
 
     a rank is dead               its neighbours' messages fail at once; they name it, and all other ranks fail too
-    a rank is stopped            it does not answer a question (comm/health/presence.py): named within about 15 s
+    a rank is stopped            it does not answer a query (comm/health/presence.py): named within about 15 s
     a rank hangs in user code    its watchdog answers: named with its activity after 0.9 of `timeout`
 """
 
@@ -31,20 +31,20 @@ _POLL_S = 0.2
 
 
 class PipelineWatchdog(SetupWatchdog):
-    """Watchdog of all ranks of all pipelines, from setup to the end of a run.
+    """Watchdog that detects failed or hanging pipeline ranks, from setup to the end of a run.
 
     Collective: every rank must create it, in the same order.
 
     Args:
         timeout: Timeout of every message.
-        device: Device of the tensors. On a GPU the device waits, and a failure aborts its
-            communicators.
+        device: Device of the tensors. On a GPU the device waits for messages, and a failure aborts
+            its communicators.
     """
 
     gives_up_on_cpu = True
 
     def __init__(self, *, device: torch.device, timeout: timedelta | None = None) -> None:
-        # The engine of the data ranks: a failure of the pipeline ends it too.
+        # Engine that averages over data-parallel ranks. A failure of the pipeline aborts it too.
         self.engine: CommEngine | None = None
         self._device = device
         self._activity: str | None = None  # None: outside of a schedule
@@ -58,7 +58,7 @@ class PipelineWatchdog(SetupWatchdog):
     # ---- activity of this rank -----------------------------------------------------------------
 
     def note(self, activity: str, *, is_waiting: bool = False) -> None:
-        """Record what this rank does in its schedule.
+        """Record this rank's current activity in the pipeline schedule, for error messages.
 
         Args:
             activity: Description for the error message, with stage and micro-batch.
@@ -71,7 +71,10 @@ class PipelineWatchdog(SetupWatchdog):
 
     @contextmanager
     def in_schedule(self) -> Iterator[None]:
-        """Mark a schedule. After an error inside, the last activity stays recorded."""
+        """Mark the code within the context as part of a pipeline schedule.
+
+        After an error inside, the last activity stays recorded.
+        """
         self.note("in a schedule", is_waiting=True)
         yield
         self._activity = None
@@ -80,7 +83,7 @@ class PipelineWatchdog(SetupWatchdog):
         """Return the activity of this rank, for the diagnosis of a failure."""
         if self._activity is None:
             return super().status()
-        # In backward, a rank waits for averages over data ranks.
+        # In backward, a rank waits for averages over data-parallel ranks.
         is_inside = self._is_waiting or place_of(self._caller)[1]
         return RankStatus(num_submitted=0, order="", place=self._activity, is_inside=is_inside)
 
@@ -88,7 +91,7 @@ class PipelineWatchdog(SetupWatchdog):
         return self._activity or super()._where()
 
     def stalled_s(self) -> float:
-        """Return the seconds that this rank has waited for another one."""
+        """Return the time for which this rank has waited for another rank, in seconds."""
         wait_began_s = self._wait_began_s
         if wait_began_s is None:
             return super().stalled_s()
@@ -97,7 +100,7 @@ class PipelineWatchdog(SetupWatchdog):
     # ---- waiting -------------------------------------------------------------------------------
 
     def wait_for(self, wait: Callable[[], Any]) -> Any:
-        """Return the result of `wait`, a function that blocks until other ranks answer.
+        """Call `wait`, which blocks until other ranks respond, and return its result.
 
         Raises:
             RuntimeError: Another rank failed. `wait` is then abandoned in its thread.
@@ -107,8 +110,8 @@ class PipelineWatchdog(SetupWatchdog):
         if self._error:
             raise RuntimeError(self._error)
         if self._activity is not None and not self._is_waiting:
-            # A schedule may wait long after it asked for a message, until the receiver takes its
-            # own message.
+            # A schedule may wait long after it requested a message, until the receiver accepts this
+            # rank's own message.
             self.note(f"waiting for messages, last {self._activity}", is_waiting=True)
 
         if self._thread is None:
@@ -144,20 +147,23 @@ class PipelineWatchdog(SetupWatchdog):
             wait.run()
 
     def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """End the waits of this rank with the error of all ranks."""
+        """End this rank's waits with the error that all ranks report."""
         self._error = self._error or error
         if self.engine is not None:
             self.engine.abort(error)
         super().trip(error, cause)
 
     def leave(self) -> None:
-        """Stop the watchdog and its thread. May be called more than once."""
+        """Stop the watchdog and its thread.
+
+        The method may be called more than once.
+        """
         self._waits.put(None)
         super().leave()
 
 
 class _Wait:
-    """Blocking call that the waiting thread runs, with its result or error."""
+    """Blocking call for the waiting thread, with its result or error."""
 
     def __init__(self, wait: Callable[[], Any]) -> None:
         self._wait = wait
@@ -175,7 +181,7 @@ class _Wait:
 
 @contextmanager
 def waits_of_schedules(watchdog: PipelineWatchdog) -> Iterator[None]:
-    """Make torch's schedules wait for their messages by `watchdog.wait_for` inside."""
+    """Route the message waits of torch's schedules through `watchdog.wait_for` within the context."""
     from torch.distributed.pipelining import schedules  # imported here, as it takes a second
 
     wait_in_torch = schedules._wait_batch_p2p

@@ -1,4 +1,4 @@
-"""Stages of each rank, the process groups of a pipeline, and parameters that are on another rank or on several."""
+"""Rank layout and process groups of a pipeline, and parameters that other ranks hold or share."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from lightning_hybrid.comm.engine.process_groups import end_group, own_group
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRanks:
-    """Position of one rank among pipelines and stages: rank = data_rank * num_ranks + position in its pipeline.
+    """Position of one rank among the pipelines and their stages.
 
-    With several stages on each rank, position p holds the stages p, p + num_ranks, p + 2 num_ranks,
-    ...
+        rank = data_rank * num_ranks + position
+
+    The rank at position p holds the stages p, p + num_ranks, p + 2 num_ranks and so on.
 
     >>> ranks = PipelineRanks(rank=5, world_size=8, num_ranks=4, stages_per_rank=2)
     >>> ranks.data_rank, ranks.position, ranks.stages, ranks.pipelines[1], ranks.replicas[1]
@@ -35,32 +36,32 @@ class PipelineRanks:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages of a pipeline."""
+        """Number of stages of a pipeline."""
         return self.num_ranks * self.stages_per_rank
 
     @property
     def num_data_ranks(self) -> int:
-        """The number of pipelines, which read different batches."""
+        """Number of pipelines, which read different batches."""
         return self.world_size // self.num_ranks
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank's pipeline."""
+        """Index of this rank's pipeline."""
         return self.rank // self.num_ranks
 
     @property
     def position(self) -> int:
-        """The index of this rank within its pipeline."""
+        """Index of this rank within its pipeline."""
         return self.rank % self.num_ranks
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages that this rank holds, ascending."""
+        """Indices of the stages that this rank holds, in ascending order."""
         return tuple(range(self.position, self.num_stages, self.num_ranks))
 
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each pipeline, in the order of stages."""
+        """Ranks of each pipeline, in the order of stages."""
         pipelines = []
         for first_rank in range(0, self.num_data_ranks * self.num_ranks, self.num_ranks):
             pipelines.append(tuple(range(first_rank, first_rank + self.num_ranks)))
@@ -68,12 +69,12 @@ class PipelineRanks:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The ranks of this rank's pipeline, in the order of stages."""
+        """Ranks of this rank's pipeline, in the order of stages."""
         return self.pipelines[self.data_rank]
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that hold the same stages, by position."""
+        """Ranks that hold the same stages, for each position in a pipeline."""
         replicas = []
         for position in range(self.num_ranks):
             replicas.append(tuple(range(position, self.world_size, self.num_ranks)))
@@ -86,7 +87,7 @@ class PipelineRanks:
 
 
 class PipelineGroups:
-    """Process groups of a pipeline.
+    """Process groups of a pipeline, for messages, comparisons and data-parallel averages.
 
     Collective: every rank of WORLD must create them, in the same order.
 
@@ -102,12 +103,12 @@ class PipelineGroups:
         # Messages have a group of their own because Gloo matches them by order of arrival.
         self.pipe = self.new_group(ranks.pipelines, "pipeline stages")
         self.agree = self.new_group(ranks.pipelines, "pipeline agreement", backend="gloo")
-        # The group exists even if each stage has one rank, so that a torchmetric counts over that
-        # rank only.
+        # The group exists even if each stage has one rank, so that torchmetrics reduce over that rank
+        # only.
         self.data = self.new_group(ranks.replicas, "pipeline data")
 
     def new_group(self, rank_sets: Sequence[Sequence[int]], desc: str, **options: Any) -> Any:
-        """Create a group for each of these sets of ranks, and return the group of this rank.
+        """Create a process group for each set of ranks, and return the group of this rank.
 
         Collective: every rank of WORLD must call it, in the same order. The sets partition the
         world.
@@ -117,9 +118,9 @@ class PipelineGroups:
         return group
 
     def destroy(self, *, are_aborted: bool = False) -> None:
-        """Free the groups.
+        """Destroy the process groups of the pipeline.
 
-        Ranks that still wait in one get an error. Aborted groups are not waited for.
+        Ranks that still wait in a group get an error. Aborted groups are not waited for.
         """
         for group in self._groups:
             # The group for agreement is over host memory, which an abort does not reach.
@@ -128,7 +129,7 @@ class PipelineGroups:
 
 
 class TiedWeights:
-    """Parameters that several ranks of a pipeline share.
+    """Tied weights of several pipeline ranks, whose gradients are summed over these ranks.
 
     Each rank updates its copy from the same gradient.
 
@@ -187,7 +188,7 @@ class TiedWeights:
 
     @torch.no_grad()
     def sum_gradients_(self) -> None:
-        """Add up the gradients of tied parameters over the ranks that hold them, in place.
+        """All-reduce the gradients of tied parameters over the ranks that hold them, in place.
 
         Collective: every rank of the pipeline must call it, in the same order.
         """
@@ -201,7 +202,7 @@ class TiedWeights:
 
 
 def _sets_with_positions(ranks: PipelineRanks, positions: Sequence[int]) -> list[tuple[int, ...]]:
-    """Partition the world into the ranks at `positions` of each pipeline, and every other rank alone."""
+    """Partition the world into the ranks at `positions` of each pipeline, and single other ranks."""
     rank_sets = []
     for peers in ranks.pipelines:
         rank_sets.append(tuple(peers[position] for position in positions))
@@ -212,7 +213,7 @@ def _sets_with_positions(ranks: PipelineRanks, positions: Sequence[int]) -> list
 
 
 class _TableEntry(NamedTuple):
-    """Tensor in the table of its module, `_parameters` or `_buffers`."""
+    """Entry of a module's `_parameters` or `_buffers` table."""
 
     table: dict[str, Any]
     name: str
@@ -222,13 +223,13 @@ class _TableEntry(NamedTuple):
 class OtherStages:
     """Parameters and buffers of blocks on other ranks, which are on the meta device until `restore`.
 
-    The user's tensors stay the same objects. They are kept here without memory, and get their
-    values back at the end.
+    The user's tensors stay the same objects. This object keeps them without memory, and `restore`
+    gives them values again.
 
     Args:
         modules: Modules of the blocks on other ranks.
-        needed: Tensors that this rank needs too, such as a mask that all blocks share. They stay as
-            they are.
+        needed: Tensors that this rank needs too, such as a mask that all blocks share. They keep
+            their values.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, needed: Sequence[Tensor] = ()) -> None:
@@ -252,13 +253,16 @@ class OtherStages:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Remove the tensors from their modules inside: a module with tensors on the meta device cannot be moved."""
+        """Remove the meta tensors from their modules within the context.
+
+        A module with tensors on the meta device cannot be moved to another device.
+        """
         with self._replaced(lambda meta: None):
             yield
 
     @contextmanager
     def filled(self, values: Mapping[int, Tensor], device: torch.device) -> Iterator[None]:
-        """Put real values into the modules inside.
+        """Replace meta tensors in the modules by real values within the context.
 
         Args:
             values: Values, by `id` of the meta tensor that is in a module now.
@@ -310,7 +314,7 @@ class OtherStages:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors on the meta device, each once."""
+        """Tensors on the meta device, each listed once."""
         unique = {id(entry.tensor): entry.tensor for entry in self._meta_entries()}
         return list(unique.values())
 

@@ -1,12 +1,12 @@
 """Shape, dtype and memory layout of the tensors between stages, found with fake tensors.
 
-Fake tensors take no memory, do no arithmetic and send no message. Shapes have to be known before
-the first message:
+Fake tensors take no memory, do no arithmetic and send no messages. Shapes must be known before
+the first message, for these reasons:
 
 * Gloo accepts a shorter message, or one of another dtype, without an error, and training continues
   on wrong values.
 * torch's own shape inference runs a real forward, which changes BatchNorm's running statistics.
-* Backends send memory in the order in which it lies. Gloo refuses a channels_last tensor, and NCCL would deliver its
+* Backends send elements in the order of memory. Gloo rejects a channels_last tensor, and NCCL would deliver its
   elements in another order.
 """
 
@@ -30,7 +30,7 @@ from torch.func import functional_call
 
 @dataclass(frozen=True)
 class Boundary:
-    """Specification of a tensor of one micro-batch that one stage sends to the next.
+    """Specification of a micro-batch's tensor that one stage sends to the next.
 
     Attributes:
         shape: Shape of the tensor.
@@ -52,7 +52,7 @@ class Boundary:
         return tensor.requires_grad_(requires_grad)
 
     def has_layout_of(self, tensor: Tensor) -> bool:
-        """Return whether `tensor`, which has this shape, lies in memory in this layout."""
+        """Return whether a tensor of this shape has this memory layout."""
         if self.stride is None:
             return tensor.is_contiguous()
         # The stride of a dimension of size 1 has no effect.
@@ -60,7 +60,11 @@ class Boundary:
         return all(self.stride[dim] == tensor.stride(dim) for dim in dims)
 
     def message(self, tensor: Tensor) -> Tensor:
-        """Return the elements of `tensor`, which has this shape, as one row in the order of this layout.
+        """Return the elements of `tensor` as a 1-D tensor in the order of this memory layout.
+
+        `tensor` must have this shape. The result shares its memory if the tensor already has this
+        layout. A tensor from `empty` has this layout, so a receiver always receives into its own
+        memory.
 
         The row shares the tensor's memory if the tensor has this layout already. A receiver's
         tensor comes from `empty`, so its row is always its memory.
@@ -80,7 +84,7 @@ Boundaries = tuple[Boundary, ...]
 
 
 def check_shapes(boundaries: Sequence[Boundary], value: object, subject: str) -> None:
-    """Check that a tensor, or a tuple of tensors, has the agreed shapes and dtypes.
+    """Raise if a tensor, or a tuple of tensors, does not have the agreed shapes and dtypes.
 
     Args:
         boundaries: The agreed specifications.
@@ -106,14 +110,17 @@ def check_shapes(boundaries: Sequence[Boundary], value: object, subject: str) ->
 
 
 def as_arguments(value: Any) -> tuple[Any, ...]:
-    """Return a block's output as the arguments of the next block: a tuple as it is, any other value in a tuple."""
+    """Return a block's output as a tuple of arguments for the next block.
+
+    A tuple stays as it is, and any other value is put into a tuple.
+    """
     return value if isinstance(value, tuple) else (value,)
 
 
 def boundary_of(tensor: Tensor) -> Boundary:
-    """Return the specification of `tensor`.
+    """Return the shape, dtype, memory layout and gradient flag of a tensor as a `Boundary`.
 
-    If it has gaps, as an expanded one, the layout is that of its copy.
+    A tensor with gaps in memory, such as an expanded one, gets the layout of its copy.
 
     >>> boundary_of(torch.ones(2, 3).t()).stride, boundary_of(torch.ones(2, 3)).stride
     ((1, 3), None)
@@ -127,7 +134,9 @@ def boundary_of(tensor: Tensor) -> Boundary:
 def output_of(
     blocks: Sequence[nn.Module], inputs: Sequence[Boundary], device: torch.device
 ) -> Boundaries:
-    """Return the specifications of what `blocks` return for `inputs`, in the current autocast and gradient modes.
+    """Return the shapes, dtypes and layouts of the outputs of `blocks`, found with fake tensors.
+
+    The current autocast and gradient modes apply.
 
     The blocks stay unchanged.
 
@@ -140,7 +149,7 @@ def output_of(
     """
     scratch_blocks = [_copy_without_tensors(block) for block in blocks]
 
-    # Tensors that are plain attributes of a block are real ones.
+    # Tensors that are plain attributes of a block are real tensors.
     with FakeTensorMode(allow_non_fake_inputs=True):
         # Blocks get clones, because one may begin with an operation in place.
         value = tuple(
@@ -153,7 +162,7 @@ def output_of(
 
     if any(boundary.has_gradient for boundary in outputs):
         return outputs
-    # Everything before is frozen, or nothing is trained. torch's schedules need at least one
+    # All earlier parameters are frozen, or nothing is trained. torch's schedules need at least one
     # gradient.
     return tuple(
         replace(boundary, has_gradient=boundary.dtype.is_floating_point) for boundary in outputs
@@ -194,7 +203,11 @@ def _fake_output(
 
 
 def _copy_without_tensors(block: nn.Module) -> nn.Module:
-    """Copy a block that shares its tensors: a block may keep a table from its first forward, never a fake one."""
+    """Copy a block without copying its tensors.
+
+    The copy protects the block: a block may cache a table in its first forward, and must not keep a
+    fake one.
+    """
     shared: list[Any] = [*block.parameters(), *block.buffers()]
     for module in block.modules():
         for name, value in vars(module).items():
@@ -209,9 +222,11 @@ def _copy_without_tensors(block: nn.Module) -> nn.Module:
 
 
 def costs_of(blocks: Sequence[nn.Module], example: object) -> list[float]:
-    """Return the cost of each block: operations of a forward on `example`, or parameters if it is not tensors.
+    """Return the estimated cost of each block's forward, in operations or in parameters.
 
-    One operation for each element that a block returns is added, so that no block is free.
+    Operations are counted in a forward on `example`. Parameters are counted if `example` is not a
+    tensor or a tuple of tensors. One operation for each element that a block returns is added, so
+    that no block has zero operations.
 
     >>> costs_of([nn.Linear(3, 5), nn.ReLU()], torch.zeros(2, 3)), costs_of([nn.Linear(3, 5), nn.ReLU()], None)
     ([70.0, 10.0], [20.0, 0.0])

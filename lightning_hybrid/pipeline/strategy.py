@@ -1,4 +1,4 @@
-"""The strategy `hybrid_pipeline`, which adds stages, schedules and their checkpoints to `hybrid_allreduce`."""
+"""Pipeline-parallel Lightning strategy `hybrid_pipeline`, which extends `hybrid_allreduce`."""
 
 from __future__ import annotations
 
@@ -48,38 +48,39 @@ if TYPE_CHECKING:
 
 
 class HybridPipeline(DataRanksMixin):
-    """Pipeline-parallel strategy: the network runs in stages on several ranks, and `training_step` stays unchanged.
+    """Pipeline-parallel strategy that runs the network in stages, with an unchanged `training_step`.
 
-        ranks = num_stages * (data ranks)         batch of a data rank = num_microbatches * (micro-batch)
-        idle share of a step = (num_stages - 1) / (v * num_microbatches + num_stages - 1)         v: stages per rank
+        number of ranks = num_stages * (number of data-parallel ranks)
+        batch size of a data-parallel rank = num_microbatches * (size of a micro-batch)
+        idle fraction of a step = (num_stages - 1) / (v * num_microbatches + num_stages - 1)         v: stages per rank
 
-    The result is bit-identical to `hybrid_allreduce` on the data ranks with
-    `accumulate_grad_batches = num_microbatches`. Checkpoints are the same files: runs with any
+    The result is bit-identical to `hybrid_allreduce` on the data-parallel ranks with
+    `accumulate_grad_batches = num_microbatches`. Checkpoints are the same files, so runs with any
     number of stages, and plain `ddp`, can load them.
 
     Args:
         num_stages: Number of ranks of a pipeline. It must divide the number of ranks.
-        num_microbatches: Number of micro-batches into which the batch of a rank is cut, at least
-            `num_stages`. With four times as many or more, the idle share is below 20 %.
+        num_microbatches: Number of micro-batches into which a rank's batch is split, at least
+            `num_stages`. With four times as many or more, the idle fraction is below 20 %.
         schedule: `"gpipe"`: all forwards, then all backwards; all micro-batches in memory.
             `"1f1b"`: each backward as early as possible; stage j keeps `num_stages - j`
             micro-batches. `"interleaved"`: two stages per rank, half the idle time.
             `"zero_bubble"`: like `"interleaved"`, with gradients of weights computed in idle time;
-            for one data rank.
+            for one data-parallel rank.
         of: Name of the network in the module: an `nn.Sequential`, or a module with
             `pipeline_blocks()`.
         cuts: First block of each stage after the first. A `BlockProfile` balances the stages by
             seconds and bytes. None balances by operations if there is an `example_input_array` (the
             network's input), otherwise by parameters.
         checkpoint_activations: Whether to store only the input of each block and to recompute its
-            inside in backward: GPipe's second half, for about a third more arithmetic.
-        **options: As in `HybridAllReduceStrategy`, for the data ranks. Options that need the
+            activations in backward, as in GPipe, for about a third more arithmetic.
+        **options: As in `HybridAllReduceStrategy`, for the data-parallel ranks. Options that need the
             gradients of the whole network raise an error: a codec, a planner, `Adasum`,
             `LocalSteps`.
 
     Raises:
-        ValueError: An option is invalid. Raised before any process group exists, if that can be
-            known by then.
+        ValueError: An option is invalid. Raised before any process group exists if the check needs
+            only the options.
 
     Source: Huang et al. 2018 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473).
     """
@@ -121,13 +122,13 @@ class HybridPipeline(DataRanksMixin):
         self._training: TrainingStep | None = None
         self._cut: CutModel | None = None
         self._gradients: list[Tensor | None] = []  # between `training_step` and `backward`
-        self._until_teardown = ExitStack()  # changes of the user's module that end with the fit
+        self._until_teardown = ExitStack()  # temporary changes of the user's module
         super().__init__(**dict(options))
 
     # ---- setup ---------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Keep this rank's stages, move the others to the meta device, and set up as `hybrid_allreduce`."""
+        """Keep this rank's stages, move the others to the meta device, and run the setup of data parallelism."""
         module = self.lightning_module
         assert module is not None
         is_fit = trainer.state.fn == "fit"
@@ -169,7 +170,7 @@ class HybridPipeline(DataRanksMixin):
         )
 
     def _cut_network(self, module: pl.LightningModule, places: Sequence[int]) -> Stages:
-        """Create process groups and stages, of which this rank keeps its own.
+        """Create the process groups, cut the network into stages and keep this rank's stages.
 
         Collective: every rank must call it, in the same order.
         """
@@ -205,15 +206,18 @@ class HybridPipeline(DataRanksMixin):
 
     @property
     def _active_cut(self) -> CutModel:
-        """The cut network, between setup and teardown."""
+        """Network cut into stages, available between setup and teardown."""
         assert self._cut is not None
         return self._cut
 
     def _clip_over_stages(self) -> None:
-        """Let the precision plugin, which may be Lightning's, clip by the norm over all stages."""
+        """Make the precision plugin clip gradients by their norm over all stages.
+
+        The plugin may be Lightning's.
+        """
         stages = self._active_stages
         precision: Any = self.precision_plugin
-        # Slices of layers have set a clipping of their own, to which the stages are added.
+        # Tensor-parallel layers may have set their own clipping, to which the stages are added.
         clip = vars(precision).get("clip_grad_by_norm", clip_by_norm_over_ranks)
         precision.clip_grad_by_norm = partial(
             clip,
@@ -223,7 +227,7 @@ class HybridPipeline(DataRanksMixin):
         )
 
     def _check_clipping_of(self, module: pl.LightningModule) -> None:
-        """Check the gradients that the module's own `configure_gradient_clipping` changes, if it has one."""
+        """Add a check to the module's own `configure_gradient_clipping`, if it defines one."""
         name = "configure_gradient_clipping"
         if not is_overridden(name, module, "pytorch.LightningModule"):
             return
@@ -236,13 +240,13 @@ class HybridPipeline(DataRanksMixin):
     def _hidden(self) -> Iterator[None]:
         cut = self._cut
         if self._stages is None:
-            # The run ends. After a failure, blocks of other ranks stay on the meta device.
+            # The run ends. After a failure, the blocks of other ranks stay on the meta device.
             self._cut = None
         with nullcontext() if cut is None else cut.hidden():
             yield
 
     def configure_ddp(self) -> None:
-        """Wrap each stage in DDP over its data ranks, and record which parameters are averaged."""
+        """Wrap each stage in DDP over its data-parallel ranks, and record the averaged parameters."""
         stages = self._active_stages
         self._averaged_parameters, ignored_names = trained_parameters(stages.module)
         ignored_ids = set()
@@ -265,7 +269,7 @@ class HybridPipeline(DataRanksMixin):
         )
 
     def _wrap_stages(self, ignored_ids: set[int]) -> None:
-        """Create the engine that averages over data ranks, and wrap each stage in DDP."""
+        """Create the engine that averages over data-parallel ranks, and wrap each stage in DDP."""
         stages = self._active_stages
         self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
         engine = self._comm.new_engine(
@@ -307,7 +311,10 @@ class HybridPipeline(DataRanksMixin):
     # ---- step ----------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the schedule, then the user's `training_step` on the whole batch with the outputs, without gradients."""
+        """Run the pipeline schedule, then the user's `training_step` on the whole batch to log values.
+
+        The second run has no gradients, and the network returns the outputs of the schedule there.
+        """
         assert self._training is not None
         trainer = self._active_stages.module.trainer
         refuse_in_pipeline(trainer, self._active_stages.module, self.precision_plugin)
@@ -322,7 +329,7 @@ class HybridPipeline(DataRanksMixin):
             batch_index=trainer.fit_loop.batch_idx,
         )
 
-        # Lightning sets gradients to None between here and `backward`, which restores these.
+        # Lightning sets gradients to None between here and `backward`, which restores them.
         self._gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -338,7 +345,7 @@ class HybridPipeline(DataRanksMixin):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Call the hooks around backward, which the schedule has run, and restore the gradients."""
+        """Call the hooks around backward, and restore the gradients that the schedule computed."""
         assert self._training is not None
         module = self._active_stages.module
         if self._half is None:
@@ -355,33 +362,33 @@ class HybridPipeline(DataRanksMixin):
         return self._half.call_after_backward(closure_loss, module)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step as `hybrid_allreduce`, then compare the values that hooks have logged."""
+        """Run the optimizer step of `hybrid_allreduce`, then compare logged values between stages."""
         result = super().optimizer_step(*args, **kwargs)
         assert self._training is not None
         self._training.compare_logged(self._active_stages.module.trainer._results)
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Validate with the network's output from all stages."""
+        """Run the module's `validation_step` with a forward through all stages."""
         with self._over_stages(*args, *kwargs.values()):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Test with the network's output from all stages."""
+        """Run the module's `test_step` with a forward through all stages."""
         with self._over_stages(*args, *kwargs.values()):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict with the network's output from all stages."""
+        """Run the module's `predict_step` with a forward through all stages."""
         with self._over_stages(*args, *kwargs.values()):
             return super().predict_step(*args, **kwargs)
 
     @contextmanager
     def _over_stages(self, batch: Any, batch_idx: int = 0, *_: Any) -> Iterator[None]:
-        """Let the network compute in all stages inside.
+        """Run the network's forward through all stages within the context.
 
-        Every rank logs values of its own batch, so the first batches are compared. A step need not
-        take a batch index. Without one, all batches are compared.
+        Every rank logs values of its own batch, so the first batches of an epoch are compared
+        between ranks. If the step takes no batch index, all batches are compared.
         """
         stages = self._active_stages
         if batch_idx < NUM_COMPARED:
@@ -392,7 +399,10 @@ class HybridPipeline(DataRanksMixin):
     # ---- checkpoints ---------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's stages. `save_checkpoint` adds that of the others."""
+        """Return the state dict of this rank's stages.
+
+        `save_checkpoint` adds the entries of other ranks.
+        """
         with self._allowed():
             return dict(super().lightning_module_state_dict())
 
@@ -408,7 +418,7 @@ class HybridPipeline(DataRanksMixin):
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of this rank's parameters."""
+        """Load the optimizer state of this rank's parameters."""
         states = []
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             states.append(without_others(state, optimizer))
@@ -444,7 +454,7 @@ class HybridPipeline(DataRanksMixin):
             self._groups = None
 
     def _release(self, stages: Stages) -> None:
-        """Free the process groups, and take them out of the module's metrics."""
+        """Destroy the process groups, and remove them from the module's metrics."""
         for metric in single_metrics(stages.module):
             if metric.process_group is stages.groups.data:
                 metric.process_group = None

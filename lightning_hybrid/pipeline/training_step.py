@@ -1,4 +1,4 @@
-"""One training step: the user's `training_step` on every micro-batch, run by a schedule over the stages."""
+"""Training step of a pipeline, which runs `training_step` on micro-batches through all stages."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ They are few because on CUDA each comparison waits for the batch.
 
 
 class _FirstLoss(NamedTuple):
-    """Loss of the first micro-batch, as one rank knows it."""
+    """Loss of the first micro-batch, with the whole network and in stages, as known on one rank."""
 
-    whole: float | str  # with the whole network, or why it is unknown: counts on the first rank
+    whole: float | str  # with the whole network, or a reason if unknown, valid on the first rank
     in_stages: float  # known on the last rank
 
 
 class TrainingStep:
-    """Forward and backward of all micro-batches of a step, through all stages.
+    """Runner of the forward and backward of all micro-batches through all pipeline stages.
 
     Collective: every rank of WORLD must create it, in the same order.
 
@@ -55,7 +55,7 @@ class TrainingStep:
         stages: The stages of this rank.
         schedule: Name of the schedule.
         precision: Lightning's precision plugin.
-        seed: Seed of random numbers outside of the network, the same on every rank of a pipeline.
+        seed: Seed of all random numbers of a step, the same on every rank of a pipeline.
         cut: The cut network, which computes the first loss in one piece.
     """
 
@@ -73,7 +73,7 @@ class TrainingStep:
         self._schedules: dict[int, Callable[[], Tensor | None]] = {}  # by digest of shapes
         self._muting = Muting(stages.module)
 
-        # Of the current step: micro-batches, further arguments of `training_step`, loss scale,
+        # State of the current step: micro-batches, further arguments of `training_step`, loss scale,
         # seed, rows of the batch.
         self._microbatches: Sequence[Any] = ()
         self._step_arguments: tuple[Any, ...] = ()
@@ -88,7 +88,7 @@ class TrainingStep:
         self._fits_on_one_rank = self._find_whether_network_fits()
 
     def _find_whether_network_fits(self) -> bool:
-        """Return whether every rank has the memory for the whole network.
+        """Return whether every rank has enough memory for the whole network.
 
         Collective: every rank must call it, in the same order.
         """
@@ -100,7 +100,7 @@ class TrainingStep:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters of this rank's stages."""
+        """Parameters of this rank's stages."""
         parameters: list[Tensor] = []
         for body in self._stages.bodies.values():
             parameters += body.parameters()
@@ -119,7 +119,7 @@ class TrainingStep:
         Collective: every rank of WORLD must call it, in the same order.
 
         Args:
-            batch: The batch of this data rank.
+            batch: The batch of this data-parallel rank.
             step_arguments: Further arguments of `training_step`.
             epoch: Index of the epoch.
             batch_index: Index of the batch in its epoch.
@@ -139,8 +139,8 @@ class TrainingStep:
             boundaries = stages.boundaries((shapes_digest, "training"), self._first_input)
             self._num_rows = stages.num_microbatches * boundaries[0][0].shape[0]
             if shapes_digest not in self._schedules:
-                # Only the last shapes have a schedule: each holds memory for the messages of all
-                # micro-batches.
+                # Keep only the schedule of the latest shapes, because each one holds memory for the
+                # messages of all micro-batches.
                 self._schedules = {shapes_digest: self._new_schedule(boundaries)}
             with stages.watchdog.in_schedule(), waits_of_schedules(stages.watchdog):
                 output = self._schedules[shapes_digest]()
@@ -158,7 +158,10 @@ class TrainingStep:
         return output
 
     def _schedule_context(self) -> AbstractContextManager[Tensor | None]:
-        """Return the context of a schedule's forwards and backwards, which yields the loss scale or None."""
+        """Return a context for all forwards and backwards of a schedule.
+
+        The context yields the loss scale, or None.
+        """
         if self._half is not None:
             return self._half.schedule_context()
         context: AbstractContextManager[None] = self._precision.train_step_context()
@@ -210,11 +213,11 @@ class TrainingStep:
     def _random_state(
         self, microbatch: int | None, *, stage: int | None = None
     ) -> AbstractContextManager[Callable[[], bool]]:
-        """Return a context with the random numbers of a micro-batch.
+        """Return a context that seeds the random number generators for a micro-batch.
 
         Args:
             microbatch: Index of the micro-batch. None: the whole batch.
-            stage: Stage that draws them. None: code outside of the network.
+            stage: Stage that draws the numbers. None: code outside of the network.
         """
         microbatch_seed = -1 if microbatch is None else microbatch
         stage_seed = -1 if stage is None else stage
@@ -225,7 +228,7 @@ class TrainingStep:
             return self._input_of(0)
 
     def _input_of(self, index: int) -> tuple[Tensor, ...]:
-        """Return the network's input for a micro-batch."""
+        """Return the network's input for one micro-batch."""
         module = self._stages.module
         microbatch = copy_batch(self._microbatches[index])
 
@@ -236,7 +239,10 @@ class TrainingStep:
             return input_of_net(self._stages.net, run)
 
     def _loss_of(self, output: Tensor, index: int) -> Tensor:
-        """Return the loss of a micro-batch, divided by their number and scaled."""
+        """Return a micro-batch's loss, divided by the number of micro-batches.
+
+        With half precision, the loss is also multiplied by the loss scale.
+        """
         self._stages.watchdog.note(f"in the loss of micro-batch {index}")
         loss = self._user_loss(copy_batch(self._microbatches[index]), output, index)
         if self._is_first_step and index == 0:
@@ -248,7 +254,7 @@ class TrainingStep:
         return loss.float() * self._scale
 
     def _user_loss(self, microbatch: Any, output: Tensor, index: int) -> Tensor:
-        """Run the user's `training_step`, in which the network returns `output`."""
+        """Return the loss of the user's `training_step` when the network returns `output`."""
         module = self._stages.module
         num_calls = 0
 
@@ -272,9 +278,9 @@ class TrainingStep:
     # ---- comparison of the first loss ----------------------------------------------------------
 
     def _loss_in_one_piece(self) -> float | str:
-        """Return the first micro-batch's loss with the whole network, or why it is unknown.
+        """Return the first micro-batch's loss with the whole network, or a reason if it is unknown.
 
-        The value counts on the first rank only. Collective: every rank of the pipeline must call
+        Only the first rank's value is meaningful. Collective: every rank of the pipeline must call
         it.
         """
         if not self._fits_on_one_rank:
@@ -307,7 +313,7 @@ class TrainingStep:
             return loss_in(stages.module.training_step(microbatch, *self._step_arguments)).detach()
 
     def _compare_first_loss(self, whole_loss: float | str) -> None:
-        """Compare the first loss in stages with that of the whole network.
+        """Compare the first micro-batch's loss in stages with that of the whole network.
 
         Collective: every rank must call it, in the same order.
         """
@@ -325,7 +331,7 @@ class TrainingStep:
     # ---- logging -------------------------------------------------------------------------------
 
     def compare_logged(self, results: Mapping[str, Any]) -> None:
-        """Warn about values that hooks have logged until the first step, if they differ between stages.
+        """Warn if values that hooks logged by the first step differ between the stages of a pipeline.
 
         Collective: every rank of the pipeline must call it. Later calls do nothing.
         """
@@ -352,11 +358,13 @@ class TrainingStep:
 
     @contextmanager
     def on_whole_batch(self, output: Tensor) -> Iterator[None]:
-        """Let `training_step` run on the whole batch inside, where the network returns `output`, so that it can log.
+        """Make the network return `output` within the context, so that `training_step` can log.
+
+        `training_step` runs on the whole batch there.
 
         Raises:
-            ValueError: The network gets other rows than in the micro-batches, or a buffer outside
-                of it changes.
+            ValueError: The network's input has another number of rows than the micro-batches have
+                together, or a buffer outside of the network changes.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -391,7 +399,7 @@ class TrainingStep:
             )
 
     def _buffers_outside(self) -> dict[str, tuple[Tensor, int]]:
-        """Return the buffers outside of the network with their number of writes, without reading their memory."""
+        """Return each buffer outside of the network with its version counter, without reading its values."""
         net_buffer_ids = {id(buffer) for buffer in self._stages.net.buffers()}
         buffers = {}
         for name, buffer in self._stages.module.named_buffers():

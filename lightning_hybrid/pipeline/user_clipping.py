@@ -1,4 +1,4 @@
-"""Gradient clipping by the module's own `configure_gradient_clipping`, in a pipeline."""
+"""Gradient clipping by the module's own `configure_gradient_clipping` in a pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from lightning_hybrid.precision.optimizer_protocol import parameters_of, tempora
 def clip_as_user(
     module: Any, hook: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
 ) -> None:
-    """Call `hook`, the module's own `configure_gradient_clipping`, and check how it changes gradients.
+    """Call the module's own `configure_gradient_clipping`, and check how it changes gradients.
+
+    Args:
+        module: The LightningModule.
+        hook: Its `configure_gradient_clipping`.
+        optimizer: The optimizer whose gradients are clipped.
+        *args: Further positional arguments of the hook.
+        **kwargs: Keyword arguments of the hook.
 
     Raises:
         RuntimeError: The hook changed gradients by other means than `self.clip_gradients`.
@@ -40,6 +47,6 @@ def clip_as_user(
 
 
 def _gradient_versions(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """Return the identity and the number of writes of each gradient, without reading memory."""
+    """Return the identity and version counter of each gradient, without reading its values."""
     gradients = [parameter.grad for parameter in parameters_of(optimizer)]
     return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]

@@ -33,13 +33,15 @@ def share_(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Broadcast the values of rank `owner` to every rank of `group` (None: WORLD), in place.
+    """Broadcast tensors in place from rank `owner` to all ranks of `group`.
+
+    A `group` of None means WORLD.
 
     Collective: every rank of the group must call it with the same tensors, in the same order.
     """
     for tensor in tensors:
-        # Each tensor goes through the device by itself: its backend may support no other memory,
-        # and the whole model may not fit there.
+        # Tensors go through the device one at a time. The backend may support only its memory, and
+        # the whole model may not fit there.
         on_device = tensor.detach().to(device).contiguous()
         dist.broadcast(on_device, src=owner, group=group)
         if on_device.data_ptr() != tensor.data_ptr():
@@ -47,7 +49,7 @@ def share_(
 
 
 def local_entries(checkpoint: Mapping[str, Any]) -> dict[EntryPath, Any]:
-    """Return the entries that this rank contributes to a checkpoint, as `{path: value}`.
+    """Return the checkpoint entries that this rank holds, as `{path: value}`.
 
     Paths lead to tensors of module states and to entries of optimizer states.
     """
@@ -63,7 +65,7 @@ def local_entries(checkpoint: Mapping[str, Any]) -> dict[EntryPath, Any]:
 
 
 def fill_(checkpoint: dict[str, Any], entries: Mapping[EntryPath, Any]) -> None:
-    """Insert another stage's entries where this rank has none.
+    """Insert another rank's checkpoint entries where this rank has none.
 
     >>> checkpoint = {"state_dict": {"a": torch.zeros(1), "b": torch.empty(1, device="meta")}}
     >>> stage_state = {"a": torch.empty(1, device="meta"), "b": torch.ones(1)}
@@ -85,7 +87,7 @@ def fill_(checkpoint: dict[str, Any], entries: Mapping[EntryPath, Any]) -> None:
 def gather_checkpoint(
     checkpoint: dict[str, Any], ranks: PipelineRanks, *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Complete the checkpoint of rank 0 with the entries of all ranks of its pipeline.
+    """Add the checkpoint entries of all ranks of the first pipeline to rank 0's checkpoint.
 
     The checkpoints of other ranks stay unchanged, because only rank 0 writes a file.
 
@@ -94,8 +96,8 @@ def gather_checkpoint(
     Args:
         checkpoint: Lightning's checkpoint of this rank.
         ranks: Position of this rank.
-        group: Process group of the pipeline over host memory; NCCL would need a stage's whole state
-            once more on the device. None: WORLD.
+        group: Process group of the pipeline over host memory. NCCL would need a second copy of a
+            stage's state on the device. None: WORLD.
     """
     if ranks.data_rank > 0:  # other pipelines hold the same values
         return
@@ -107,13 +109,13 @@ def gather_checkpoint(
         received: list[Any] = [None]
         dist.recv_object_list(received, src=rank, group=group)
         fill_(checkpoint, received[0])
-    # The order of entries must not show which rank held them.
+    # The order of entries must not depend on which rank held them.
     for state in checkpoint.get("optimizer_states", ()):
         state["state"] = dict(sorted(_local_optimizer_state(state).items()))
 
 
 def without_others(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state dict with the entries of this rank's parameters only."""
+    """Return an optimizer's state dict with only the entries of this rank's parameters."""
 
     def keep_local(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any] | None:
         return None if parameter.is_meta else entry
@@ -122,14 +124,14 @@ def without_others(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, 
 
 
 class StateDictGuard:
-    """State dict hook of blocks of other stages that raises an error outside of `allowed`."""
+    """State-dict hook on blocks of other stages that raises an error outside of `allowed`."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._num_allowed = 0
         self._handles = [module.register_state_dict_pre_hook(self) for module in modules]
 
     def __call__(self, *_: Any) -> None:
-        """Raise `RuntimeError`, except inside of `allowed`."""
+        """Raise `RuntimeError`, except within `allowed`."""
         if not self._num_allowed:
             raise RuntimeError(_NOT_WHOLE)
 
@@ -141,7 +143,7 @@ class StateDictGuard:
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Allow state dicts of this rank's stages inside."""
+        """Allow state dicts of this rank's stages within the context."""
         self._num_allowed += 1
         try:
             yield
@@ -155,7 +157,10 @@ class StateDictGuard:
 
 
 def _module_state_keys(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return the keys of the module's state and of averages of it, which callbacks save under keys of their own."""
+    """Return the checkpoint keys that hold the module's state or an average of it.
+
+    Callbacks save averages of the module under their own keys.
+    """
     if "state_dict" not in checkpoint:
         return []
     names = set(checkpoint["state_dict"])
@@ -170,7 +175,7 @@ def _module_state_keys(checkpoint: Mapping[str, Any]) -> list[str]:
 
 
 def _local_optimizer_state(state: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the entries of an optimizer's state dict without those that have a tensor on the meta device."""
+    """Return the optimizer state entries that have no tensor on the meta device."""
     local_state = {}
     for parameter_index, entry in state["state"].items():
         values = entry.values() if isinstance(entry, Mapping) else ()

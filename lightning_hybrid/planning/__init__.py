@@ -1,1 +1,4 @@
-"""Prediction of steps on clusters that one does not have, and the choice of a plan. No training step imports it."""
+"""Prediction of training steps on described clusters, and choice of a communication plan.
+
+No training step imports this package.
+"""

@@ -1,1 +1,1 @@
-"""Parts that all commands share: start, checks of the configuration and of the machine, output."""
+"""Modules that all commands share: start-up, validation of the configuration, and output."""

@@ -1,7 +1,7 @@
-"""The command line of a program, read before torch is imported: help, completion, refusal of keys that are not there.
+"""Command-line parsing before torch is imported: help, completion and errors for unknown keys.
 
-Hydra itself answers and composes, for a program that does nothing. Its words for a misspelt key name neither the key
-that was meant nor, under torchrun, once.
+Hydra itself parses and composes the configuration for a program that does nothing. This module replaces Hydra's errors
+for a misspelt key: they do not suggest the key that was probably meant, and torchrun would print them once per rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPTIONS = ("config_path", "config_name", "config_dir")
 SYNONYMS = {"learning_rate": "lr", "batch_size": "global_batch_size", "epochs": "max_epochs"}
 """Last words of keys in other trainers, and the words here."""
 
-# Hydra's words for a choice that is none
+# Hydra's message for an unknown choice of a group.
 AVAILABLE = re.compile(r"Available options in '.*':\n((?:\t.*\n?)+)")
 
 LOCAL_STEPS_KEYS = tuple(
@@ -52,16 +52,19 @@ LOCAL_STEPS_KEYS = tuple(
 
 
 def bridge_hydra_versions() -> None:
-    """Let Hydra 1.3 start on Python 3.14, and ignore what 1.4 says about 1.5, which our bounds leave out."""
+    """Patch argparse so that Hydra 1.3 runs on Python 3.14, and silence Hydra's deprecation warnings.
+
+    The warnings that Hydra 1.4 gives about Hydra 1.5 do not apply: our version bounds exclude 1.5.
+    """
     for message in (
-        r"\s*The version_base parameter is deprecated",  # without it Hydra 1.3 warns
-        r"\s*register_new_resolver\(\) is deprecated",  # the new name means another function in OmegaConf 2.3
-        r"(?s)\s*hydra\.utils\.instantiate\(\) resolved .* with no",  # 1.3 would hand a whitelist to the target
+        r"\s*The version_base parameter is deprecated",  # Hydra 1.3 warns if it is missing
+        r"\s*register_new_resolver\(\) is deprecated",  # OmegaConf 2.3 uses the new name for another function
+        r"(?s)\s*hydra\.utils\.instantiate\(\) resolved .* with no",  # Hydra 1.3 would pass a whitelist to the target
     ):
         warnings.filterwarnings("ignore", message=message)
     check = getattr(argparse.ArgumentParser, "_check_help", None)
     if check is not None and check.__module__ == "argparse":
-        # Python 3.14 looks into each help text when it is given; one of Hydra 1.3's is written only when it is shown.
+        # Python 3.14 checks each help text when an argument is added. Hydra 1.3 has a lazy one, built only when shown.
         def check_text(parser: argparse.ArgumentParser, action: argparse.Action) -> None:
             if action.help is None or isinstance(action.help, str):
                 check(parser, action)
@@ -70,18 +73,19 @@ def bridge_hydra_versions() -> None:
 
 
 def read(name: str) -> None:
-    """Answer a command line that asks for words alone, and refuse one that Hydra cannot compose: both end the program.
+    """Answer a command line that only asks for information, and reject one that Hydra cannot compose.
 
-    Questions are answered without the extras that the command needs; help ends with the line that installs them.
+    In both cases the program ends. Questions are answered even if the extras of the command are not installed. In that
+    case the help ends with the line that installs them.
 
     Raises:
-        SystemExit: It was answered.
-        UsageError: It was refused.
+        SystemExit: The question was answered.
+        UsageError: The command line was rejected.
     """
     if not is_question(sys.argv[1:]):
         refuse_missing_extras(name)
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
-        return  # who asks for tracebacks gets Hydra's
+        return  # the user wants Hydra's own tracebacks
     bridge_hydra_versions()
     OmegaConf.register_new_resolver("log_handlers", lambda: ["console"], replace=True)
     OmegaConf.register_new_resolver("command", command, replace=True)
@@ -98,14 +102,15 @@ def read(name: str) -> None:
         print("\n\n".join(answer(name, key, [*options, *other_overrides]) for key in asked))
         raise SystemExit(0)
     is_sweep = parsed.multirun or "hydra.mode=MULTIRUN" in parsed.overrides
-    # Words that are completed are a question.
+    # Shell completion counts as a question.
     is_answered = parsed.help or parsed.hydra_help or parsed.shell_completion or parsed.cfg
     if not parsed.shell_completion and (
         lines := refusals(
             name, options, parsed.overrides, is_sweep=is_sweep, also_values=not is_answered
         )
     ):
-        # Every rank reads the same words: one prints, the others leave it time. Launchers end all at the first end.
+        # Every rank finds the same errors, and rank zero prints them. The other ranks wait, because launchers kill all
+        # ranks when the first one exits.
         if is_first_rank():
             print("\n".join(lines), file=sys.stderr, flush=True)
         else:
@@ -114,14 +119,14 @@ def read(name: str) -> None:
     if is_answered and not parsed.resolve:
         try:
             program(name)()
-        finally:  # Hydra ends the program once it has shown the help
+        finally:  # Hydra exits after it has shown the help
             if parsed.help and missing_extras(name):
                 print(f"\n{missing_extras(name)}")
         raise SystemExit(0)
 
 
 def is_question(words: Sequence[str]) -> bool:
-    """Return whether a command line asks for help, for the configuration, or for the choices of a key."""
+    """Return whether a command line asks for help, the configuration or the choices of a key."""
     options = (
         "--help",
         "-h",
@@ -137,20 +142,20 @@ def is_question(words: Sequence[str]) -> bool:
 
 
 def is_first_rank() -> bool:
-    """Return whether no launcher calls this process another rank than zero."""
+    """Return whether this process is rank zero according to the launcher's environment variables."""
     return all(
         os.environ.get(variable, "0") == "0" for variable in ("RANK", "LOCAL_RANK", "SLURM_PROCID")
     )
 
 
 def program(name: str) -> Any:
-    """Return a Hydra program with the configuration of a command. It does nothing."""
+    """Return a Hydra program that composes the configuration of a command and does nothing else."""
     return hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(lambda cfg: None)
 
 
 @contextmanager
 def arguments(words: Sequence[str]) -> Iterator[None]:
-    """Let other words stand on the command line."""
+    """Replace the command-line arguments in `sys.argv` while the context is active."""
     before = sys.argv
     sys.argv = [sys.argv[0], *words]
     try:
@@ -160,7 +165,10 @@ def arguments(words: Sequence[str]) -> Iterator[None]:
 
 
 def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
-    """Return the configuration as YAML, or else what Hydra finds wrong with the words."""
+    """Return the composed configuration as YAML, and Hydra's error message.
+
+    One of the two is empty.
+    """
     printed = io.StringIO()
     wrong = io.StringIO()
     with arguments([*words, "--cfg=job"]), redirect_stdout(printed), redirect_stderr(wrong):
@@ -175,10 +183,10 @@ def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
 
 
 def answer(name: str, key: str, words: Sequence[str]) -> str:
-    """Return what `key=?` asks for: the choices of a group, a line each, or the value of a key.
+    """Return the answer to `key=?`: the choices of a group, one per line, or the current value of a key.
 
     Raises:
-        UsageError: There is no such key.
+        UsageError: The key does not exist.
     """
     wrong = composed(name, [*words, f"{key}=?"])[1]
     if options := AVAILABLE.search(wrong):
@@ -222,7 +230,7 @@ def description_of(text: str) -> str:
 
 
 def first_of_sweep(override: str) -> str:
-    """Return an override of the first job of a sweep.
+    """Return the override that the first job of a sweep would use.
 
     >>> first_of_sweep("optim.lr=5,10"), first_of_sweep("a=[1,2]"), first_of_sweep("a=range(2,4)"), first_of_sweep("=")
     ('optim.lr=5', 'a=[1,2]', 'a=2', '=')
@@ -230,7 +238,7 @@ def first_of_sweep(override: str) -> str:
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return override  # refused where it is composed
+        return override  # rejected later, when the configuration is composed
     if not parsed.is_sweep_override():
         return override
     return f"{override.partition('=')[0]}={next(parsed.sweep_string_iterator())}"
@@ -244,13 +252,17 @@ def refusals(
     is_sweep: bool,
     also_values: bool = False,
 ) -> list[str]:
-    """Return what is wrong with a command line: a line for each override that cannot be composed, or for a value."""
+    """Return the error messages of a command line.
+
+    There is one message for each override that cannot be composed. If all can be composed and `also_values` is set, the
+    messages are about invalid values or missing packages.
+    """
     one_job = {
         given_override: first_of_sweep(given_override) if is_sweep else given_override
         for given_override in overrides
     }
     config, text = composed(name, [*options, *one_job.values()])
-    if text.startswith("Traceback"):  # of the machine, such as a directory that is gone
+    if text.startswith("Traceback"):  # an error of the machine, such as a deleted working directory
         return []
     if not text:
         if not also_values:
@@ -268,7 +280,8 @@ def refusals(
         if line:
             return [f"error: {line}"]
         return []
-    # One by one, choices of groups before keys of what was chosen: who fails here is wrong, whatever else is.
+    # Overrides are added one by one, group choices before keys inside the groups. An override that fails here is wrong
+    # by itself, independent of the other overrides.
     good = list(options)
     messages = list[str]()
     for override in sorted(
@@ -284,7 +297,7 @@ def refusals(
 def wrong_numbers(
     name: str, options: Sequence[str], overrides: Sequence[str], values: Mapping[str, Any]
 ) -> list[str]:
-    """Return a line for each key whose default is a number and whose value is text."""
+    """Return an error message for each key that has a numeric default and was set to text."""
     numbers = {
         override.partition("=")[0].lstrip("+")
         for override in overrides
@@ -297,7 +310,7 @@ def wrong_numbers(
     }
     if not is_text:
         return []
-    # Choices of groups stay: they decide which keys there are.
+    # Keep the choices of groups: they decide which keys exist.
     choices = [
         override for override in overrides if override.partition("=")[0].lstrip("+") not in is_text
     ]
@@ -330,7 +343,7 @@ def value_at(values: Any, key: str) -> Any:
 
 
 def keys_of(text: str) -> list[str]:
-    """Return every dotted key of a configuration in YAML, those of parts included.
+    """Return every dotted key of a YAML configuration, including the keys of nested mappings.
 
     >>> keys_of("{a: {b: 1}, c: [{d: 2}]}")
     ['a', 'a.b', 'c']
@@ -346,7 +359,9 @@ def keys_of(text: str) -> list[str]:
 
 
 def with_quotes(value: str) -> str:
-    """Return a value as Hydra takes it literally. In a list, each element gets its own quotes.
+    """Return a value with the quotes that make Hydra read it literally.
+
+    In a list, each element gets its own quotes.
 
     >>> with_quotes("/a(b)/c")
     '"/a(b)/c"'
@@ -360,7 +375,7 @@ def with_quotes(value: str) -> str:
 
 
 def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
-    """Return what is wrong with one override, and what to write, from Hydra's words for it."""
+    """Return the error message for one override, with a suggested correction, from Hydra's error text."""
     mark, key, equals, value = re.fullmatch(
         r"(\+\+?|~)?([^=]*)(=?)(.*)", override, re.DOTALL
     ).groups("")  # type: ignore[union-attr]
@@ -395,7 +410,9 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
 
 
 def nearest(key: str, keys: Sequence[str]) -> str | None:
-    """Return the key that was probably meant, by its last word, a synonym or its spelling, or None if none is near.
+    """Return the existing key that the user probably meant, or None if no key is similar.
+
+    Keys are compared by their last component, by synonyms and by spelling.
 
     >>> keys = ["global_batch_size", "optim", "optim.lr", "data.global_batch_size", "trainer.max_epochs"]
     >>> [nearest(key, keys) for key in ("lr", "optm.lr", "optim.learning_rate", "epochs", "batch_size", "opitm.x")]
@@ -404,7 +421,7 @@ def nearest(key: str, keys: Sequence[str]) -> str | None:
     word = key.rpartition(".")[2]
     for meant in (word, SYNONYMS.get(word)):
         same = [full_key for full_key in keys if full_key.rpartition(".")[2] == meant]
-        if same:  # of several the outermost: inner ones mostly refer to it
+        if same:  # prefer the outermost key: inner keys mostly refer to it
             return min(
                 same,
                 key=lambda full_key: (

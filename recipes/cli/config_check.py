@@ -1,8 +1,8 @@
-"""The check of a configuration against the signatures of what it builds, before anything is built.
+"""Validation of a configuration against the signatures of the classes that it builds.
 
-The constructors are the schema: pydantic compares a value with the annotation of its argument and converts nothing. A
-range stands in the constructor, or at the argument as one of the types below. Keys that are no argument are given by
-the recipe, with a type each.
+The constructors are the schema. Pydantic compares a value with the annotation of its argument and converts nothing.
+Ranges are checked in the constructor or by an annotated type. The recipe itself lists the keys that are not constructor
+arguments, with a type for each.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _HYDRA_KEYS = {
     "_convert_": Literal["none", "partial", "object", "all"],
 }
 
-_WORDS = {  # for pydantic's types of errors; the others are in its own words
+_WORDS = {  # Message texts for pydantic's error types. Other types keep pydantic's message.
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
@@ -71,7 +71,7 @@ _WORDS = {  # for pydantic's types of errors; the others are in its own words
 
 
 class WrongValueError(ValueError):
-    """A value that cannot stand at `key`."""
+    """Error for an invalid value of the configuration key `key`."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -79,14 +79,14 @@ class WrongValueError(ValueError):
 
 
 def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
-    """Refuse a configuration with holes, with keys that nothing reads, or with values that cannot work.
+    """Raise if a configuration has missing values, unknown keys or values of the wrong type.
 
     Args:
-        cfg: All of it.
-        keys: For dotted keys, the type of what they must hold. A class stands for a part that makes one by `_target_`.
+        cfg: The complete configuration.
+        keys: Required type for each dotted key. A class also accepts a part that builds an instance by `_target_`.
 
     Raises:
-        ValueError: It names the key, and what may stand there.
+        ValueError: The message names the key and the values that it accepts.
     """
     raw = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
     values = dict(_walk(raw))
@@ -96,7 +96,7 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
             f"{missing[0]}=..."
         )
     read = {key.partition(".")[0] for key in keys}
-    read |= set(re.findall(r"\$\{([A-Za-z_]\w*)", str(raw)))  # what others refer to
+    read |= set(re.findall(r"\$\{([A-Za-z_]\w*)", str(raw)))  # keys that interpolations refer to
     for name in (raw_name for raw_name in raw if raw_name not in read):
         near = difflib.get_close_matches(str(name), sorted(read), n=1)
         if near:
@@ -107,7 +107,7 @@ def check(cfg: DictConfig, keys: Mapping[str, Any]) -> None:
             f"`{name}` (={_shown(raw[name])}) must be a key of this recipe, or one that another refers to as "
             f"${{{name}}}: nothing would read it. {hint}The keys are {', '.join(sorted(read))}."
         )
-    # first: a resolver would stumble over a wrong value in the name of another key
+    # Before resolving: a resolver would report a wrong value under the name of another key.
     _check_values(raw, keys)
     try:
         _check_values(OmegaConf.to_container(cfg, resolve=True), keys)
@@ -128,7 +128,7 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
             )
         if isinstance(value, float) and math.isnan(value):
             raise WrongValueError(key, f"`{key}` (=nan) must be a number. Set {key}=<number>.")
-    for key, node in reversed(values.items()):  # what a part holds before the part
+    for key, node in reversed(values.items()):  # nested parts before the part that contains them
         if isinstance(node, dict) and "_target_" in node:
             _require(
                 _arguments_of(target_of(node, key)),
@@ -136,7 +136,7 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
                 f"{key}.",
                 f": it is an argument of {node['_target_']}",
             )
-    # After the values: a wrong value explains more than the missing key that it may cause.
+    # After the values: a wrong value is more informative than the missing key that it may cause.
     if missing := [key for key in keys if key not in values]:
         raise ValueError(
             f"`{missing[0]}` must be in the configuration, and is not. Leave ~{missing[0]} out, and give a choice of "
@@ -146,7 +146,7 @@ def _check_values(config: Any, keys: Mapping[str, Any]) -> None:
 
 
 def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value within, with its dotted key.
+    """Yield the dotted key and value of every node of a nested configuration.
 
     >>> list(_walk({"a": {"b": 1}, "c": [2]}))
     [('a', {'b': 1}), ('a.b', 1), ('c', [2]), ('c[0]', 2)]
@@ -162,7 +162,10 @@ def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _require(schema: TypeAdapter[Any], given: Mapping[str, Any], prefix: str, why: str) -> None:
-    """Refuse the first of the given values that does not fit. Those that refer to others are not resolved yet."""
+    """Raise for the first value that does not match the schema.
+
+    Values with unresolved interpolations are skipped.
+    """
     values = {
         name: _with_parts(value, f"{prefix}{name}")
         for name, value in given.items()
@@ -175,10 +178,12 @@ def _require(schema: TypeAdapter[Any], given: Mapping[str, Any], prefix: str, wh
 
 
 def made(kind: type[T], given: Any, key: str) -> T:
-    """Make a dataclass, and those within it, from the plain data of `key`. Lists become tuples.
+    """Build a dataclass, including nested dataclasses, from the plain data of the configuration key `key`.
+
+    Lists become tuples.
 
     Raises:
-        ValueError: A value is missing, unknown or of the wrong type, or as `kind` says.
+        ValueError: A value is missing, unknown or of the wrong type, or the constructor of `kind` rejects it.
     """
     schema = TypeAdapter(kind)
     try:
@@ -193,7 +198,7 @@ def made(kind: type[T], given: Any, key: str) -> T:
 def _refusal(
     errors: Sequence[Mapping[str, Any]], values: Any, prefix: str, why: str
 ) -> WrongValueError:
-    """Return, of the errors of one argument, the deepest within its value, in our words."""
+    """Return one error for the first invalid argument, about the most deeply nested value that is wrong."""
     places = [
         _place(error["loc"], values) for error in errors if error["loc"][0] == errors[0]["loc"][0]
     ]
@@ -214,7 +219,7 @@ def _refusal(
     key = f"{prefix}{key}".rstrip(".")
     rule = " or ".join(dict.fromkeys(rules))
     name = key
-    # a group within a part
+    # a config group inside a part
     if not choices and (files := sorted((CONF / key.replace(".", "/")).glob("*.yaml"))):
         name = key.replace(".", "/")
         choices = [file.stem for file in files]
@@ -228,7 +233,10 @@ def _refusal(
 
 
 def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:
-    """Return the key of an error and its value. In `loc` pydantic puts names of types between the keys."""
+    """Return the dotted key and the value that a pydantic error location refers to.
+
+    Pydantic puts names of types between the keys of `loc`. These names are skipped.
+    """
     key = ""
     for part in loc:
         if isinstance(value, dict) and part in value:
@@ -265,7 +273,9 @@ class Part:
 def _with_parts(value: Any, key: str) -> Any:
     if isinstance(value, dict) and "_target_" in value:
         target = target_of(value, key)
-        if not inspect.isclass(target):  # a function makes what it says that it returns
+        if not inspect.isclass(
+            target
+        ):  # a factory function builds the type of its return annotation
             returned = _hints_of(target).get("return")
             target = next(filter(inspect.isclass, (*typing.get_args(returned), returned)), object)
         return Part(value["_target_"], target, bool(value.get("_partial_")))
@@ -277,10 +287,10 @@ def _with_parts(value: Any, key: str) -> Any:
 
 
 def target_of(node: Mapping[str, Any], key: str) -> Any:
-    """Find what a `_target_` names.
+    """Return the class or function that a `_target_` names.
 
     Raises:
-        ValueError: There is no such thing, or it cannot be called.
+        ValueError: The name cannot be imported, or it is not callable.
     """
     name = node["_target_"]
     try:
@@ -288,7 +298,7 @@ def target_of(node: Mapping[str, Any], key: str) -> Any:
         if callable(target):
             return target
         reason = f"that is a {type(target).__name__}"
-    except Exception as error:  # the import of a user's module may raise anything
+    except Exception as error:  # importing a user's module may raise any exception
         reason = " ".join(str(error).split())
     raise WrongValueError(
         f"{key}._target_",
@@ -299,7 +309,10 @@ def target_of(node: Mapping[str, Any], key: str) -> Any:
 
 @functools.cache
 def _arguments_of(target: Any) -> TypeAdapter[Any]:
-    """Return the schema of a function's arguments, or of a class's with its bases', which `**kwargs` may take."""
+    """Return the schema of the arguments of a function or class.
+
+    For a class the schema includes the arguments of its base classes, which `**kwargs` may pass on.
+    """
     hints = dict[str, Any](_HYDRA_KEYS)
     for owner in reversed(target.__mro__) if inspect.isclass(target) else [target]:
         if (name := getattr(owner, "__name__", "")) in PASSES_ON:
@@ -311,7 +324,7 @@ def _arguments_of(target: Any) -> TypeAdapter[Any]:
 def _hints_of(function: Any) -> dict[str, Any]:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of C
+    except (TypeError, ValueError):  # implemented in C
         return {}
     parameters = signature.parameters
     hints = dict[str, Any]()
@@ -320,12 +333,12 @@ def _hints_of(function: Any) -> dict[str, Any]:
         holder = types.SimpleNamespace(
             __annotations__={} if hint is inspect.Signature.empty else {name: hint}
         )
-        with suppress(Exception):  # one by one: a name may exist for type checkers only
+        with suppress(Exception):  # resolved one by one: some names exist only for type checkers
             hints |= typing.get_type_hints(
                 holder, inspect.unwrap(function).__globals__, include_extras=True
             )
     for name, parameter in parameters.items():
-        # torch leaves much without an annotation
+        # many arguments in torch have no annotation
         if name not in hints and isinstance(parameter.default, bool):
             hints[name] = bool
         elif name in hints and parameter.default is None:
@@ -334,7 +347,7 @@ def _hints_of(function: Any) -> dict[str, Any]:
 
 
 def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
-    """Return the schema of a mapping with these names and others, without any conversion of its values."""
+    """Return a strict schema of a mapping that has these keys and may have others."""
     types = {name: _fillable(hint) for name, hint in hints.items()}
     fields = TypedDict("fields", types, total=False)  # type: ignore[misc]
     fields.__pydantic_config__ = ConfigDict(strict=True)  # type: ignore[attr-defined]
@@ -342,7 +355,10 @@ def _schema(hints: Mapping[str, Any]) -> TypeAdapter[Any]:
 
 
 def _fillable(hint: Any) -> Any:
-    """Return a type as a configuration can fill it: a list for a tuple, text for a path, a part for an instance."""
+    """Return the type that a configuration can contain for an annotation.
+
+    Tuples accept lists, paths accept text, and classes accept a part that builds an instance.
+    """
     origin = typing.get_origin(hint)
     args = tuple(map(_fillable, typing.get_args(hint)))
     kind = origin or hint
@@ -353,7 +369,7 @@ def _fillable(hint: Any) -> Any:
     if origin in (Union, types.UnionType):
         return functools.reduce(operator.or_, args)
     if not inspect.isclass(kind) or kind in (Any, object) or getattr(kind, "_is_protocol", False):
-        return _part_or_value(object)  # anything; also type variables and names of types
+        return _part_or_value(object)  # any value; also for type variables and unresolved names
     if issubclass(kind, os.PathLike):
         return str
     container: Any = next(
@@ -376,7 +392,10 @@ def _fillable(hint: Any) -> Any:
 
 
 def _part_or_value(kind: type) -> Any:
-    """Return the type of instances, or of parts that make them. For `Any`, parts of `OPEN_PACKAGES`."""
+    """Return a type that accepts instances of `kind`, and parts that build them by `_target_`.
+
+    For `object`, it accepts any value, and any part from `OPEN_PACKAGES`.
+    """
     words = {object: f"of {', '.join(OPEN_PACKAGES)}", abc.Callable: "and `_partial_: true`"}
 
     def check(value: Any) -> Any:

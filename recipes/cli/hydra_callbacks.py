@@ -1,4 +1,7 @@
-"""Hydra callback of every recipe, called before Hydra makes a directory: `hydra.callbacks` of `conf/job.yaml`."""
+"""Hydra callback of all recipes that runs before Hydra creates a directory.
+
+`conf/job.yaml` registers it under `hydra.callbacks`.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,31 @@ from recipes.cli import launch, preflight, stdio
 
 
 class BeforeRun(Callback):
-    """Check of the machine, in one message. Protection from an end of standard output.
+    """Hydra callback that checks the machine and the environment before a job or a sweep starts.
 
-    Hydra writes into the run directory before it calls a recipe, and has no words for a directory that takes nothing.
+    It also lets the process continue if standard output is closed. Hydra writes into the run directory before it calls
+    a recipe, and its error for a directory that is not writable is unclear.
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check before a single job."""
+        """Check the machine before a single job."""
         self._look(config, "run")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check before a sweep."""
+        """Check the machine before a sweep."""
         self._look(config, "sweep")
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Restore the streams."""
+        """Restore standard output and standard error."""
         stdio.restore_streams()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Restore the streams."""
+        """Restore standard output and standard error."""
         stdio.restore_streams()
 
     def _look(self, config: DictConfig, mode: str) -> None:
         stdio.outlive_streams()
-        with launch.short_errors():  # Hydra would only warn of another error than SystemExit
+        with launch.short_errors():  # Hydra turns errors other than SystemExit into warnings
             config_values = {
                 name: value for name, value in _plain(config).items() if name != "hydra"
             }

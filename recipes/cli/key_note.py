@@ -1,7 +1,7 @@
-"""The note that translates arguments in an error of the library into keys of the configuration.
+"""Note that translates the Python arguments in a library error into keys of the configuration.
 
-Errors of `lightning_hybrid` name arguments, as a Python user writes them: `comm.algorithm`, `between_nodes=Mean()`.
-A recipe builds its objects by `_target_`, so the key of an argument is the key of the object and the argument's name.
+Errors of `lightning_hybrid` name arguments as a Python user writes them: `comm.algorithm`, `between_nodes=Mean()`.
+A recipe builds its objects by `_target_`, so the key of an argument is the key of the object plus the argument's name.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ _WRITTEN = re.compile(r"(?<![\w(.])([a-z_]+)=(?:([A-Z]\w+)\((?:([a-z_]+)=)?)?")
 
 
 def note_of(message: str, cfg: DictConfig, built_key: str = "") -> str:
-    """Return a line with the keys of the arguments that a message names, which is empty if it names none.
+    """Return a line that gives the configuration key of each argument in an error message.
+
+    The line is empty if the message names no argument.
 
     Args:
-        message: text of an error of `lightning_hybrid`.
-        cfg: configuration of the recipe.
-        built_key: key of the object whose constructor raised the error; empty if it was raised later.
+        message: Text of an error of `lightning_hybrid`.
+        cfg: Configuration of the recipe.
+        built_key: Key of the object whose constructor raised the error. Empty if the error was raised later.
     """
     content: Any = OmegaConf.to_container(cfg, resolve=False)
     parts = dict(_parts(content, ""))
     keys: dict[str, str] = {}
     for match in _QUOTED.finditer(message):
-        if match[1] not in content:  # else it is a key of the recipe as it stands
+        if match[1] not in content:  # otherwise it is already a key of the recipe
             keys[f"`{match[1]}`"] = _key_of(match[1], parts, built_key)
     for match in _WRITTEN.finditer(message):
         argument, class_name, field = match.groups()
@@ -63,7 +65,7 @@ def note_of(message: str, cfg: DictConfig, built_key: str = "") -> str:
 
 
 def _parts(node: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the key and the content of everything that is built by `_target_`."""
+    """Yield the key and the content of every part that is built by `_target_`."""
     if not isinstance(node, dict):
         return
     if "_target_" in node:
@@ -73,11 +75,15 @@ def _parts(node: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _key_of(argument: str, parts: dict[str, dict[str, Any]], built_key: str) -> str:
-    """Return the key of an argument such as `comm.algorithm`, which is empty if no part has it, or several have."""
+    """Return the configuration key of an argument such as `comm.algorithm`.
+
+    The result is empty if no part has the argument, or if several parts have it.
+    """
     if argument in KEYS_WITH_OTHER_NAMES:
         return KEYS_WITH_OTHER_NAMES[argument]
     if built_key in parts:
-        # The constructor names its own argument, or the path from the strategy: `comm.tune` is `tune` of strategy.comm.
+        # The error names the constructor's own argument, or its path from the strategy: `comm.tune` is
+        # `strategy.comm.tune`.
         field = argument.rpartition(".")[2]
         if field in parts[built_key]:
             return f"{built_key}.{field}"
@@ -87,7 +93,9 @@ def _key_of(argument: str, parts: dict[str, dict[str, Any]], built_key: str) -> 
         if len(candidates) == 1:
             return candidates[0]
     if not keys and "strategy" in parts and _takes(parts["strategy"]["_target_"], argument):
-        return f"+strategy.{argument}"  # conf leaves it out, and Hydra adds it by a plus
+        return (
+            f"+strategy.{argument}"  # not in conf: Hydra adds the key if it is written with a plus
+        )
     return ""
 
 
@@ -100,15 +108,15 @@ def _has_path(content: Any, argument: str) -> bool:
 
 
 def _takes(target: str, argument: str) -> bool:
-    """Return whether a class has an argument of that name."""
+    """Return whether the constructor of a class has an argument of that name."""
     try:
         return argument in inspect.signature(get_object(target)).parameters
-    except (TypeError, ValueError):  # of C, or without a signature
+    except (TypeError, ValueError):  # implemented in C, or without a signature
         return False
 
 
 def _choice_of_group(key: str, class_name: str | None) -> str:
-    """Return `group=choice` for the file of conf that builds a class, which is empty if the key is no group."""
+    """Return the `group=choice` that builds a class, or an empty string if the key is not a config group."""
     folder = CONF / key.removeprefix("+").replace(".", "/")
     if not key or class_name is None:
         return ""

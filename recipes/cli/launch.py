@@ -1,14 +1,15 @@
-"""One job, one directory: what Hydra, Lightning's launcher and torchrun must agree on, and clear words when they fail.
+"""Launching of jobs: one run directory for all ranks, one job per launch, and short error messages.
 
-Three ways to start the ranks of a job, and who knows what:
+The ranks of a job start in one of three ways:
 
-    python recipes/train.py              Lightning starts ranks 1, 2, ... by repeating the command line; Hydra would let
-                                         each choose a directory and, under --multirun, each run the whole sweep
-    torchrun recipes/train.py            every rank composes its own configuration and would take its own time stamp
-    srun python recipes/train.py         the same
+    python recipes/train.py              Lightning starts ranks 1, 2, ... by repeating the command line. Without help
+                                         Hydra would give each rank its own directory and, under --multirun, make each
+                                         rank run the whole sweep.
+    torchrun recipes/train.py            Every rank composes its own configuration and would use its own time stamp.
+    srun python recipes/train.py         The same as with torchrun.
 
-so `job` rewrites the command line to repeat exactly this job in this directory, and the directory of a job that was
-started from outside carries the launcher's own id.
+Therefore `job` rewrites the command line so that it repeats exactly this job in this directory. The directory of a job
+that torchrun or SLURM started contains the launcher's job id.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from recipes.cli.world import (
     world_from_launcher,
 )
 
-# a command that does not train starts without Lightning, which takes seconds to import
+# Importing Lightning takes seconds, and commands that do not train do not need it.
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric import Fabric
@@ -69,7 +70,7 @@ NOT_TOGETHER = (
 
 
 def launch_id(otherwise: str) -> str:
-    """Return a name that is the same on every rank of a job started by torchrun or SLURM, else `otherwise`."""
+    """Return a name that all ranks of a torchrun or SLURM job share, or `otherwise` without a launcher."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return f"torchrun-{run_id}"
@@ -79,8 +80,8 @@ def launch_id(otherwise: str) -> str:
 
 
 def count_classes(root: str) -> int:
-    """Count the classes of the image set in `root`, see `imagenet.count_classes`."""
-    # here: most commands read no images, and start without it
+    """Return the number of classes of the image dataset in `root`, see `imagenet.count_classes`."""
+    # Imported here because most commands read no images.
     from recipes.datasets.images import (
         imagenet,
     )
@@ -89,7 +90,10 @@ def count_classes(root: str) -> int:
 
 
 def register_resolvers() -> None:
-    """Register the functions that `conf` uses. Before Hydra composes, and before a command is declared."""
+    """Register the OmegaConf resolvers that the files of `conf` use.
+
+    Call it before Hydra composes a configuration and before a command is declared.
+    """
     bridge_hydra_versions()
     resolvers: dict[str, Callable[..., Any]] = {
         "launch_id": launch_id,
@@ -108,8 +112,8 @@ def register_resolvers() -> None:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process is rank zero according to its launcher, and True without a launcher."""
-    # knows more once a trainer is there
+    """Return whether this process is rank zero according to its launcher. Without a launcher it is."""
+    # Lightning knows the rank once a trainer exists.
     lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")
     rank = getattr(getattr(lightning, "rank_zero_only", None), "rank", None)
     return (
@@ -124,10 +128,11 @@ def is_rank_zero() -> bool:
 
 @contextmanager
 def short_errors(cfg: DictConfig | None = None) -> Iterator[None]:
-    """End with one message, not a traceback, for what a configuration can cause (HYDRA_FULL_ERROR=1 shows it all).
+    """Replace the traceback of an error by one message and exit code 2.
 
-    To be put around what is done before work starts: whatever goes wrong there comes from what was given. With `cfg`
-    the message has the keys of the arguments that it names.
+    Use it around start-up code, where every error is caused by the configuration. The traceback is shown if
+    `HYDRA_FULL_ERROR=1` is set. With `cfg`, the message also gives the configuration keys of the arguments that it
+    names.
     """
     try:
         yield
@@ -138,27 +143,27 @@ def short_errors(cfg: DictConfig | None = None) -> Iterator[None]:
         print(message, file=sys.stderr, flush=True)
         if HydraConfig.initialized() and is_rank_zero():
             runtime = HydraConfig.get().runtime
-            # else Hydra has made no directory yet
+            # a missing value means that Hydra has not created the directory yet
             if not OmegaConf.is_missing(runtime, "output_dir"):
                 _remove_unused(Path(runtime.output_dir))
         raise UsageError(message) from None
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a run directory that holds nothing but the configuration of a start that was refused."""
+    """Remove the run directory of a rejected start if it contains only the configuration."""
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
         shutil.rmtree(folder, ignore_errors=True)
         if re.fullmatch(r"\d{4}-\d\d-\d\d", folder.parent.name):
-            with suppress(OSError):  # holds another run
+            with suppress(OSError):  # the folder contains another run
                 folder.parent.rmdir()
 
 
 def message_of(error: Exception, cfg: DictConfig | None = None) -> str:
-    """Format an error: what is wrong, the key of the part that could not be built, and what was given.
+    """Format an error as one message with its cause, its configuration key and the suspicious overrides.
 
-    With `cfg`, an error of the library, which names arguments of Python, gets a line with their keys.
+    With `cfg`, an error of the library, which names Python arguments, gets a line with their configuration keys.
     """
-    # Hydra 1.3 raises an error of its own with this line; 1.4 adds a note to the error itself.
+    # Hydra 1.3 raises its own error with this line. Hydra 1.4 adds a note to the original error.
     said = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
     where = next((line for line in said if line.strip().startswith("full_key:")), "")
     if error.__cause__ is not None and isinstance(error, HydraException):
@@ -173,7 +178,7 @@ def message_of(error: Exception, cfg: DictConfig | None = None) -> str:
     key = where.partition(":")[2].strip()
     if isinstance(cause, DistError):
         return f"{NOT_TOGETHER}: {text.partition(chr(10))[0]}"
-    if OWN_MESSAGE.match(text) is None:  # an error of torch, Lightning or the system
+    if OWN_MESSAGE.match(text) is None:  # raised by torch, Lightning or the system
         is_known = (
             isinstance(cause, KNOWN_ERRORS) or type(cause).__name__ == "MisconfigurationException"
         )
@@ -191,7 +196,7 @@ def message_of(error: Exception, cfg: DictConfig | None = None) -> str:
 
 
 def _given(key: str) -> str:
-    """Return what of a part was given on the command line, which the message alone would not show."""
+    """Return a sentence with the command-line overrides that belong to the part `key`."""
     if HydraConfig.initialized():
         overrides = HydraConfig.get().overrides.task
     else:
@@ -212,10 +217,10 @@ def _given(key: str) -> str:
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of that name. None: CUDA's where there is one, else the CPU.
+    """Return the device of that name. For None, return CUDA if it is available, otherwise the CPU.
 
     Raises:
-        ValueError: There is no such device.
+        ValueError: The device does not exist.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -232,16 +237,19 @@ def device_of(name: str | None) -> torch.device:
 
 
 def ignore_lightning_warnings() -> None:
-    """Ignore a warning of torch 2.13 at every loader of Lightning 2.6: no user can change it."""
+    """Silence a deprecation warning that torch 2.13 gives for every data loader of Lightning 2.6.
+
+    Users cannot change the code that causes it.
+    """
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
 @contextmanager
 def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
-    """Run one job of Hydra's, in its own directory on all ranks, and leave the process fit for the next one.
+    """Run one Hydra job in the same directory on all ranks, and clean up the process for the next job.
 
-    Yields a list; put the trainer, or Fabric, into it, so that the ranks it started are waited for. What Lightning, or
-    we, find wrong with the configuration only while it runs ends in one message, as in `short_errors`.
+    Yields a list. Append the trainer or Fabric to it, so that `job` waits for the ranks that it started. Errors about
+    the configuration that Lightning or this package finds during the run end in one message, as in `short_errors`.
     """
     from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
@@ -254,16 +262,16 @@ def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
     argv = sys.argv
     trainers = list[Any]()
     exit_code = 1
-    # Lightning starts the other ranks by this command line: without it each would run the whole sweep.
+    # Lightning starts the other ranks with this command line. With the original one each would run the whole sweep.
     sys.argv = [argv[0], *command_of_this_job()]
-    # Lightning gives this, and not the directory of a sweep, to the ranks it starts.
+    # Lightning passes this directory, and not that of the sweep, to the ranks that it starts.
     with read_write(cast(DictConfig, hydra)):
         hydra.run.dir = hydra.runtime.output_dir
     try:
         yield trainers
         if torch.distributed.is_initialized():
             _end_process_group()
-        # The ranks that Lightning started end a little later; the next job of a sweep must find their ports free.
+        # The ranks that Lightning started exit a little later. The next job of a sweep needs their ports.
         for process in (
             p for trainer in trainers for p in getattr(trainer.strategy.launcher, "procs", [])
         ):
@@ -276,7 +284,7 @@ def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
                 flush=True,
             )
         raise
-    # Errors of a run that end it in one message; a ValueError if it is about what was given.
+    # These errors end a run in one message. A ValueError does so only if it is about the configuration.
     except (
         MisconfigurationException,
         ValueError,
@@ -285,32 +293,35 @@ def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
         DistError,
     ) as error:
         is_clear = not isinstance(error, ValueError) or str(error).startswith("`")
-        # not about what was given: where matters
+        # not about the configuration: the traceback is needed
         if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_clear:
             raise
         raise SystemExit(f"error: {message_of(error, cfg)}") from None
     finally:
         sys.argv = argv
-        # the last is set by Lightning's logger, offline
+        # Lightning's logger sets WANDB_MODE when it is offline
         for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):
             os.environ.pop(name, None)
         finish(exit_code)
 
 
 def _end_process_group() -> None:
-    """Destroy the process group, and let Gloo's threads free what they hold."""
+    """Destroy the process group, and give Gloo's threads time to release their tensors."""
     has_gloo = "gloo" in torch.distributed.get_backend()
     torch.distributed.destroy_process_group()
     if has_gloo:
-        # A thread of Gloo's frees a collective's tensors a moment after it is done, and needs Python's lock for that.
-        # FSDP2's caches, and cycles of the stages, keep a group alive, so nothing waits for its threads; one that is
-        # late, in a process that is at its end, aborts it (pytorch/pytorch#190489).
+        # A Gloo thread frees the tensors of a collective shortly after it completes, and needs the GIL for that.
+        # FSDP2's caches and reference cycles of the pipeline stages keep a group alive, so nothing joins its threads.
+        # A thread that is late while the process exits aborts the process (pytorch/pytorch#190489).
         gc.collect()
         time.sleep(0.1)
 
 
 def finish(exit_code: int) -> None:
-    """End W&B's run, where there is one. Warn where its disk is full, which hides no other error."""
+    """Finish the W&B run if there is one, and warn if its disk is full.
+
+    A full disk does not hide another error.
+    """
     wandb: Any = sys.modules.get("wandb")
     if wandb is None:
         return
@@ -320,7 +331,7 @@ def finish(exit_code: int) -> None:
         if folder is not None and os.path.isdir(folder):
             with tempfile.TemporaryFile(
                 dir=folder
-            ) as probe:  # from 0.31 on W&B itself says nothing of a full disk
+            ) as probe:  # since version 0.31 W&B does not report a full disk
                 probe.write(bytes(2**16))
     except OSError as error:
         from lightning.pytorch.utilities import rank_zero_warn
@@ -332,7 +343,7 @@ def finish(exit_code: int) -> None:
 
 
 def command_of_this_job() -> list[str]:
-    """Return the command line, without the script, that makes Hydra compose exactly this job and run it alone."""
+    """Return the command-line arguments, without the script, with which Hydra repeats exactly this job."""
     hydra = HydraConfig.get()
     command = [f"--config-name={hydra.job.config_name}"]
     command += [
@@ -348,7 +359,7 @@ def command_of_this_job() -> list[str]:
         "hydra.sweeper",
         "hydra/launcher",
     )
-    # As they were given: read one by one, OmegaConf would put a value in the place of ${...}.
+    # Read as a whole: item access would replace interpolations `${...}` by their values.
     of_hydra, of_task = (
         cast(list[str], OmegaConf.to_container(overrides))
         for overrides in (hydra.overrides.hydra, hydra.overrides.task)

@@ -1,7 +1,7 @@
-"""Checks of the machine before anything starts: launcher's variables, rendezvous, output directory.
+"""Checks before a job starts: launcher variables, rendezvous address, file limits, output directory.
 
-Each of these would otherwise show when processes already wait for one another: as a hang until a time-out, or as an
-error of a library that does not know who set what.
+Without these checks, an error would show only when processes already wait for each other. It would then be a hang until
+a timeout, or an error of a library that does not know the cause.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MIN_DESCRIPTORS = 256
 """Least limit of open files and sockets of a process. Our choice: of two ranks of the default recipe one has 66, the
 other 54, and each further rank takes some more on all of them."""
 
-MANY_DESCRIPTORS = 1 << 16  # where there is no limit
+MANY_DESCRIPTORS = 1 << 16  # used if there is no hard limit
 
 LAUNCH_VARIABLES = (
     "LOCAL_RANK NODE_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT PL_GLOBAL_SEED PL_SEED_WORKERS".split()
 )
 """What Lightning's launcher and `seed_everything` leave in the environment of the process that starts the others."""
 
-# Names of dtypes, which are no names of Lightning's, and the precision that is meant here.
+# Names of dtypes that Lightning does not accept as a precision, and the precision that is probably meant.
 DTYPE_NAMES = {"fp16": "16-true", "float16": "16-true", "half": "16-true", "bfloat16": "bf16-true"}
 DTYPE_NAMES |= {"fp32": "32-true", "float32": "32-true", "fp64": "64-true", "float64": "64-true"}
 
@@ -59,14 +59,14 @@ _COUNTS = (
 def check_environment(
     run_dir: str | Path | None, variables: Mapping[str, str] = os.environ
 ) -> None:
-    """Refuse an environment in which the job cannot run.
+    """Raise if the job cannot run in this environment.
 
     Args:
-        run_dir: Where this process writes; None: it does not.
-        variables: The environment.
+        run_dir: Directory that this process writes to. None if it writes nothing.
+        variables: Environment variables.
 
     Raises:
-        ValueError: It names the variable or the directory, and says what to set.
+        ValueError: The message names the variable or directory, and the value to set.
     """
     check_launcher(variables)
     check_rendezvous(variables)
@@ -77,16 +77,16 @@ def check_environment(
 
 
 def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
-    """Return the value of a variable that a launcher sets.
+    """Return the value of a launcher's environment variable as an integer.
 
     Raises:
-        ValueError: It is no whole number, or below zero.
+        ValueError: The value is not a whole number of at least 0.
 
     >>> whole_number("RANK", {"RANK": "two"})
     Traceback (most recent call last):
         ...
     ValueError: `RANK` (='two') must be a whole number, at least 0: a launcher sets this variable of the environment, \
-torchrun or srun. Start the job with one, or `unset RANK`.
+    torchrun or srun. Start the job with one, or `unset RANK`.
     """
     value = variables[name]
     if not (value.isascii() and value.strip().isdigit()):
@@ -98,17 +98,17 @@ torchrun or srun. Start the job with one, or `unset RANK`.
 
 
 def check_launcher(variables: Mapping[str, str]) -> None:
-    """Refuse ranks that do not fit into their world.
+    """Raise if the launcher's environment variables are incomplete or contradict each other.
 
     Raises:
-        ValueError: A variable of torchrun's is missing, or two contradict each other.
+        ValueError: A variable of torchrun or SLURM is missing, or two contradict each other.
 
     >>> check_launcher({"TORCHELASTIC_RUN_ID": "1", "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2",
     ...     "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
     Traceback (most recent call last):
         ...
     ValueError: `RANK` (=2) must be below `WORLD_SIZE` (=2): ranks count from 0. Start the job with torchrun, which \
-sets both, or unset both.
+    sets both, or unset both.
     """
     if "TORCHELASTIC_RUN_ID" in variables:
         for name in _LAUNCHED:
@@ -160,7 +160,7 @@ sets both, or unset both.
 
 
 def _slurm_starts(variables: Mapping[str, str]) -> bool:
-    """Return whether the ranks are tasks of SLURM, as Lightning sees it: not in an interactive shell."""
+    """Return whether SLURM starts the ranks. As in Lightning, interactive shells do not count."""
     return "SLURM_NTASKS" in variables and variables.get("SLURM_JOB_NAME") not in (
         "bash",
         "interactive",
@@ -168,16 +168,16 @@ def _slurm_starts(variables: Mapping[str, str]) -> bool:
 
 
 def check_place(*, local_rank: int, num_devices: int, node_rank: int, num_nodes: int) -> None:
-    """Refuse a rank beyond the trainer's world: ranks would wait for one another in vain.
+    """Raise if the local rank or node rank is outside of the trainer's world, which would cause a hang.
 
     Raises:
-        ValueError: It is.
+        ValueError: `local_rank` is not below `num_devices`, or `node_rank` is not below `num_nodes`.
 
     >>> check_place(local_rank=0, num_devices=2, node_rank=1, num_nodes=1)
     Traceback (most recent call last):
         ...
     ValueError: `NODE_RANK` (=1) must be below `trainer.num_nodes` (=1): it is the place of this process in the world. \
-Start the job with a launcher that sets it, `unset NODE_RANK`, or set trainer.num_nodes.
+    Start the job with a launcher that sets it, `unset NODE_RANK`, or set trainer.num_nodes.
     """
     for name, rank, key, size in (
         ("LOCAL_RANK", local_rank, "trainer.devices", num_devices),
@@ -191,16 +191,16 @@ Start the job with a launcher that sets it, `unset NODE_RANK`, or set trainer.nu
 
 
 def check_words(variables: Mapping[str, str]) -> None:
-    """Refuse values that a library would stumble over later, or pass over without a word.
+    """Raise for values of environment variables that a library would reject late or ignore silently.
 
     Raises:
-        ValueError: Names the variable.
+        ValueError: The message names the variable.
 
     >>> check_words({"WANDB_MODE": "ofline"})
     Traceback (most recent call last):
         ...
     ValueError: `WANDB_MODE` (='ofline') must be online, offline, disabled, dryrun, run or shared. Set \
-WANDB_MODE=offline.
+    WANDB_MODE=offline.
     """
     mode = variables.get("WANDB_MODE")
     if mode is not None and mode not in WANDB_MODES:
@@ -216,10 +216,12 @@ WANDB_MODE=offline.
 
 
 def raise_descriptors() -> None:
-    """Raise this process's limit of open files, which its children inherit: each pair of ranks takes some.
+    """Raise the soft limit of open files to the hard limit, because each pair of ranks needs some.
+
+    Child processes inherit the limit.
 
     Raises:
-        ValueError: It may not open as many as two ranks need.
+        ValueError: The hard limit is below the number that two ranks need.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
@@ -229,17 +231,17 @@ def raise_descriptors() -> None:
             "Set it in the shell, or where the system sets limits (limits.conf, LimitNOFILE of a service)."
         )
     if soft != unlimited and (hard == unlimited or soft < hard):
-        with suppress(OSError, ValueError):  # a system may refuse; then it stays
+        with suppress(OSError, ValueError):  # the system may refuse; then the limit stays
             resource.setrlimit(
                 resource.RLIMIT_NOFILE, (MANY_DESCRIPTORS if hard == unlimited else hard, hard)
             )
 
 
 def check_rendezvous(variables: Mapping[str, str]) -> None:
-    """Refuse an address that cannot be reached from here, a port that is taken, an interface that is not there.
+    """Raise if the rendezvous address, port or network interface cannot be used on this host.
 
     Raises:
-        ValueError: One of them.
+        ValueError: The address is unreachable, the port is in use, or an interface does not exist.
     """
     address = variables.get("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" in variables:
@@ -255,7 +257,7 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
             address, port or 9, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)  # asks for a route, sends nothing
+            probe.connect(where)  # looks up a route and sends nothing
     except OSError as error:
         raise ValueError(
             f"`MASTER_ADDR` (={address}) must be an address that this host can reach: {error.strerror}. Bring "
@@ -282,7 +284,10 @@ def check_rendezvous(variables: Mapping[str, str]) -> None:
 
 
 def _is_ours_to_open(variables: Mapping[str, str]) -> bool:
-    """Return whether this process will listen at `MASTER_PORT`: rank zero, unless torchrun's agent does already."""
+    """Return whether this process will listen at `MASTER_PORT`.
+
+    This is rank zero, unless torchrun's agent already listens there.
+    """
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False
     return all(
@@ -293,7 +298,7 @@ def _is_ours_to_open(variables: Mapping[str, str]) -> bool:
 
 def _check_free(port: int) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # as torch's store: what lingers is no listener
+        # as torch's store does: a socket in TIME_WAIT is not a listener
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -308,10 +313,10 @@ def _check_free(port: int) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a directory that cannot be written to, or a disk that is full.
+    """Raise if a directory cannot be created or written to, for example because the disk is full.
 
     Raises:
-        ValueError: It cannot be made, or takes no file.
+        ValueError: The directory cannot be created, or a file cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -327,10 +332,10 @@ def check_writable(folder: Path) -> None:
 
 
 def refuse_to_overwrite(run_dir: Path, *, resume: Any, overwrite: Any) -> None:
-    """Refuse a run from scratch in a directory that holds the checkpoints of another run.
+    """Raise if a new run would overwrite the checkpoints of another run in its directory.
 
     Raises:
-        ValueError: It does, and neither `resume` nor `overwrite` is set.
+        ValueError: There are checkpoints, and neither `resume` nor `overwrite` is set.
     """
     checkpoints = sorted((run_dir / "checkpoints").glob("*.ckpt"))
     if checkpoints and resume is None and not overwrite:
@@ -341,10 +346,10 @@ def refuse_to_overwrite(run_dir: Path, *, resume: Any, overwrite: Any) -> None:
 
 
 def check_required(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration in which a value is left to the user, `???` in the files of conf.
+    """Raise if the configuration still contains `???`, which marks values that the user must set.
 
     Raises:
-        ValueError: Names all such keys.
+        ValueError: The message names all such keys.
 
     >>> check_required({"root": "???", "packing": {"out": "???", "quality": 90}})
     Traceback (most recent call last):
@@ -353,7 +358,7 @@ def check_required(config: Mapping[str, Any]) -> None:
     """
     missing = list[str]()
     nodes: list[tuple[str, Any]] = [("", config)]
-    for key, value in nodes:  # grows
+    for key, value in nodes:  # the list grows while it is traversed
         if isinstance(value, Mapping):
             nodes += [
                 (f"{key}.{name}" if key else str(name), child) for name, child in value.items()
@@ -368,17 +373,18 @@ def check_required(config: Mapping[str, Any]) -> None:
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Refuse values that can be judged without torch, whose import takes seconds.
+    """Check the values that can be validated without importing torch, which takes seconds.
 
     Raises:
         ValueError: `precision` is the name of a dtype, a number of images or ranks is not above zero, the images do not
-            divide among the ranks, or a folder (`root`, `data.root`) or file (`resume`, Fashion-MNIST) is missing.
+            divide evenly among the ranks, or a folder (`root`, `data.root`) or file (`resume`, Fashion-MNIST) is
+            missing.
 
     >>> check_values({"precision": "fp16"})
     Traceback (most recent call last):
         ...
     ValueError: `precision` (='fp16') must be a name of Lightning's, such as 16-true (half-precision model on fp32 \
-masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
+    masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
     """
     precision = str(config.get("precision"))
     data = config.get("data")
@@ -411,7 +417,7 @@ masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
 
 
 def _without_launcher(value: Any) -> Any:
-    """Return the number that conf has for a start without torchrun or SLURM, and other values as they are.
+    """Return the default of an interpolation that asks the launcher, and other values unchanged.
 
     >>> _without_launcher("${world_from_launcher:devices,2}"), _without_launcher(3), _without_launcher("auto")
     (2, 3, 'auto')
@@ -423,10 +429,10 @@ def _without_launcher(value: Any) -> Any:
 
 
 def check_resume(resume: Any) -> None:
-    """Refuse the path of a checkpoint that is not there.
+    """Raise if `resume` is the path of a checkpoint that does not exist.
 
     Raises:
-        ValueError: There is no such file.
+        ValueError: The file does not exist.
     """
     if not _is_path(resume) or resume == "auto" or Path(resume).is_file():
         return
@@ -437,7 +443,7 @@ def check_resume(resume: Any) -> None:
 
 
 def _is_path(root: Any) -> bool:
-    # `$`: conf asks the environment. `?`: the value is left to the user, see `check_required`.
+    # `$`: the value comes from the environment. `?`: the user must set the value, see `check_required`.
     return isinstance(root, str) and not root.startswith(("$", "?"))
 
 
@@ -447,14 +453,14 @@ def _check_folder(key: str, root: Any, content: str) -> None:
 
 
 def _check_shares(batch: int, devices: Any, num_nodes: Any) -> None:
-    """Refuse a batch that does not divide among the ranks that the trainer would start."""
+    """Raise if the batch does not divide evenly among the ranks that the trainer would start."""
     if (
         not isinstance(devices, int)
         or not isinstance(num_nodes, int)
         or devices < 1
         or num_nodes < 1
     ):
-        return  # all devices of the machine, or a value that is refused later
+        return  # all devices of the machine, or a value that is rejected later
     num_ranks = devices * num_nodes
     if batch % num_ranks:
         below = batch // num_ranks * num_ranks
@@ -469,24 +475,24 @@ def _check_shares(batch: int, devices: Any, num_nodes: Any) -> None:
 
 
 def check_secrets(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration with a key or password in it: Hydra, loggers and checkpoints write all of it down.
+    """Raise if the configuration contains a secret, because it is written to disk and to loggers.
 
     Args:
-        config: Plain mappings and lists.
+        config: Configuration of plain mappings and lists.
 
     Raises:
-        ValueError: Names the configuration's key, and not what it holds.
+        ValueError: The message names the key, and does not contain the secret.
 
     >>> check_secrets({"logger": {"settings": {"api_key": "mine"}}})
     Traceback (most recent call last):
         ...
     ValueError: `logger.settings.api_key` must not be in the configuration, which is written to the run directory, to \
-checkpoints and to the tracker: anybody who sees them would have it. Set WANDB_API_KEY, or run `wandb login`; and \
-change it if it was there before.
+    checkpoints and to the tracker: anybody who sees them would have it. Set WANDB_API_KEY, or run `wandb login`; and \
+    change it if it was there before.
     >>> check_secrets({"logger": {"settings": {"api_key": None}}})
     """
     nodes: list[tuple[str, Any]] = [("", config)]
-    for key, value in nodes:  # grows
+    for key, value in nodes:  # the list grows while it is traversed
         if isinstance(value, Mapping):
             nodes += [
                 (f"{key}.{name}" if key else str(name), child) for name, child in value.items()

@@ -1,4 +1,4 @@
-"""Files that a command writes when it ends: its configuration, versions and machine, and JSON."""
+"""Output of a finished command: JSON files, with the configuration, library versions and machine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from lightning_hybrid.callbacks.run_report.environment import environment as env
 
 
 def environment() -> dict[str, Any]:
-    """Return versions and machine. `commit` where this is a checkout, with a `+` where files differ from it."""
+    """Return library versions and a description of the machine.
+
+    In a git checkout it includes `commit`, which ends with a `+` if files were modified.
+    """
     return environment_of(Path(__file__).parent)
 
 
 def config_and_folder(cfg: DictConfig) -> tuple[dict[str, Any], Path]:
-    """Return the configuration, resolved and without `run_dir`, and that directory."""
+    """Return the resolved configuration without `run_dir`, and the run directory."""
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     return config, Path(config.pop("run_dir"))
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, one value a line. Make its folder where there is none."""
+    """Write a JSON file with one value per line. Create its folder if it does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Standard output and error that may end before the run does: `| head -1`, a terminal that is gone, a full disk."""
+"""Standard streams that may be closed before the run ends, such as by `| head -1` or by a full disk."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any, TextIO, cast
 
 
 class BrokenPipeSafeStream:
-    """Stream of text whose end does not end the run: what cannot be written is dropped, after one message.
+    """Text stream that drops output after its reader has closed or its disk is full.
+
+    The first failed write prints one message to another stream. The run continues.
 
     Args:
         stream: `sys.stdout` or `sys.stderr`.
         name: Name of the stream in the message.
-        other: Stream for the message.
+        other: Stream for the message. None prints no message.
     """
 
     def __init__(self, stream: TextIO, *, name: str, other: Any) -> None:
@@ -23,7 +25,7 @@ class BrokenPipeSafeStream:
         self._other = other
 
     def write(self, text: str) -> int:
-        """Write as any stream. Never fail for want of a reader or of space."""
+        """Write text, and drop it if the stream is closed or its disk is full."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -31,7 +33,7 @@ class BrokenPipeSafeStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush as any stream."""
+        """Flush the stream. A closed stream or a full disk is ignored."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -41,7 +43,10 @@ class BrokenPipeSafeStream:
         return getattr(self._stream, name)
 
     def _let_go(self, error: OSError) -> None:
-        """Point the stream at nothing, so that neither later text nor the interpreter's last flush fails."""
+        """Redirect the stream to the null device, so that later writes and flushes succeed.
+
+        Print one message to the other stream, if there is one.
+        """
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, self._stream.fileno())
         os.close(nothing)
@@ -55,9 +60,10 @@ class BrokenPipeSafeStream:
 
 
 def outlive_streams() -> None:
-    """Let this process outlive its standard output and error. One call is enough.
+    """Let this process continue if standard output or standard error is closed.
 
-    Nor does Python's `logging` print a traceback for every line that a log file does not take: W&B would log those.
+    A second call has no effect. Python's `logging` also stops printing a traceback for every line that cannot be
+    written, because W&B would log these tracebacks.
     """
     logging.raiseExceptions = False
     for name, words, other_stream in (

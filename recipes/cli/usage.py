@@ -1,4 +1,4 @@
-"""Usage of a command, and its exit after a wrong call. Imports neither Hydra nor torch."""
+"""Usage errors, and checks for missing packages. This module imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXTRAS_OF = {
 
 
 class UsageError(SystemExit):
-    """End of a program for what was given to it: exit code 2. Where it is raised, its message is printed."""
+    """Exit with code 2 after a usage error. The code that raises it also prints the message."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ NEEDED_BY_TARGETS = {
 
 
 def missing_line(who: str, extras: Sequence[str], packages: Sequence[str]) -> str:
-    """Return the line about packages that are not installed, which is empty if all are."""
+    """Return the message about packages that are not installed, or an empty string if all are installed."""
     missing = [package for package in packages if find_spec(package) is None]
     if not missing:
         return ""
@@ -61,7 +61,7 @@ def missing_line(who: str, extras: Sequence[str], packages: Sequence[str]) -> st
 
 
 def missing_extras(name: str) -> str:
-    """Return the line about packages that a command needs and that are not installed, which is empty if all are."""
+    """Return the message about missing packages of a command, or an empty string if none is missing."""
     extras = EXTRAS_OF.get(name, ("recipes", "report"))
     return missing_line(
         f"`{command(name)}`", extras, [package for extra in extras for package in EXTRAS[extra]]
@@ -69,10 +69,10 @@ def missing_extras(name: str) -> str:
 
 
 def refuse_missing_extras(name: str) -> None:
-    """Refuse a command for which packages are missing, before anything of it is imported.
+    """Exit with an error if packages of a command are missing, before the command imports anything.
 
     Raises:
-        UsageError: One is; it says the line that installs them.
+        UsageError: A package is missing. The message contains the line that installs it.
     """
     line = missing_extras(name)
     if line:
@@ -82,7 +82,7 @@ def refuse_missing_extras(name: str) -> None:
 
 
 def refuse_missing_hydra(name: str) -> None:
-    """Refuse a command if nothing can read its command line, help included.
+    """Exit with an error if Hydra or OmegaConf is missing, because even the help needs them.
 
     Raises:
         UsageError: Hydra or OmegaConf is not installed.
@@ -92,7 +92,7 @@ def refuse_missing_hydra(name: str) -> None:
 
 
 def missing_packages_of(config: Any) -> str:
-    """Return the line about packages that the parts of a configuration need and that are not installed."""
+    """Return the message about missing packages that the parts of a configuration need."""
     if not isinstance(config, Mapping):
         return ""
     target = str(config.get("_target_", ""))
@@ -111,7 +111,10 @@ def missing_packages_of(config: Any) -> str:
 
 
 def command(name: str) -> str:
-    """Return what a user types for a command, as this one was started: by `lightning-hybrid` or by its file."""
+    """Return the command line that starts a command, in the form in which this process was started.
+
+    The forms are `lightning-hybrid <name>` and `python <path>`.
+    """
     # see lightning_hybrid/__main__.py
     started_as = getattr(sys.modules["__main__"], "STARTED_AS", None)
     if started_as is not None:

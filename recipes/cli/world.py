@@ -1,4 +1,4 @@
-"""Number of ranks, and shares of a step's images: plain arithmetic before anything starts."""
+"""Number of ranks, and batch size per rank, computed before anything starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def slurm_started_us() -> bool:
-    """Return whether this process is a task of a SLURM job, as Lightning sees it: not in an interactive shell."""
+    """Return whether this process is a SLURM task. As in Lightning, interactive shells do not count."""
     return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in (
         "bash",
         "interactive",
@@ -22,13 +22,13 @@ def slurm_started_us() -> bool:
 
 
 def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
-    """Count the ranks of the world, from the trainer's arguments.
+    """Return the number of ranks from the arguments of the trainer.
 
     >>> num_ranks(4, 2), num_ranks([0, 3], 1), num_ranks("0,1,2", 1), num_ranks("auto", 2, "cpu")
     (8, 2, 3, 2)
 
     Raises:
-        ValueError: `devices` is no number of devices.
+        ValueError: `devices` is not a number of devices.
     """
     if isinstance(devices, str) and "," in devices:
         devices = [part for part in devices.split(",") if part.strip()]
@@ -49,9 +49,10 @@ def num_ranks(devices: Any, num_nodes: int, accelerator: str = "auto") -> int:
 
 
 def world_from_launcher(what: str, otherwise: int | str) -> int | str:
-    """Return ranks of a node (`what="devices"`) or nodes (`"num_nodes"`), from torchrun or SLURM. Else `otherwise`.
+    """Return the ranks per node (`"devices"`) or the nodes (`"num_nodes"`) that the launcher reports.
 
-    SLURM counts where Lightning takes its word too: tasks of a job step that is not an interactive shell.
+    The launcher is torchrun or SLURM. Without one, the result is `otherwise`. As in Lightning, SLURM counts only in a
+    job step that is not an interactive shell.
     """
     names = {
         "devices": ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
@@ -66,10 +67,10 @@ def world_from_launcher(what: str, otherwise: int | str) -> int | str:
 
 
 def steps_between_questions(accelerator: str, accumulate_grad_batches: int) -> int:
-    """Return after how many steps ranks ask each other whether one received a stop signal.
+    """Return the number of steps between two checks of whether any rank received a stop signal.
 
-    On GPUs the host's wait for the answer costs most where steps are short. Steps of many batches last for seconds, and
-    the signal's grace is 30 of them.
+    On GPUs the host has to wait for the answer, which costs most if steps are short. Steps with gradient accumulation
+    last for seconds, and the job has 30 seconds to react to the signal.
 
     >>> steps_between_questions("gpu", 1), steps_between_questions("gpu", 64), steps_between_questions("cpu", 1)
     (20, 1, 1)
@@ -83,10 +84,10 @@ def steps_between_questions(accelerator: str, accumulate_grad_batches: int) -> i
 
 
 def check_world(trainer: pl.Trainer) -> None:
-    """Refuse a launcher whose ranks are not the trainer's, and a rank that is not among them.
+    """Raise if the launcher's ranks do not match the trainer's devices and nodes.
 
     Raises:
-        ValueError: They are not.
+        ValueError: The settings of the launcher and the trainer differ, or this rank is outside of the trainer's world.
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if environment is None:
@@ -104,14 +105,14 @@ def accumulation(
     num_nodes: int,
     accelerator: str = "auto",
 ) -> int:
-    """Count the batches that each rank adds up for one step: `global_batch_size / (ranks * batch_size_per_rank)`.
+    """Return the number of accumulation steps: `global_batch_size / (ranks * batch_size_per_rank)`.
 
-    Without a `batch_size_per_rank`, the fewest equal batches of at most `max_batch_size_per_rank` images; without that
-    either, one.
+    Without `batch_size_per_rank`, the result is the smallest number of equal batches with at most
+    `max_batch_size_per_rank` images each. Without either limit, it is 1.
 
     Raises:
-        ValueError: It is not a whole number, or an argument is not, or the fewest equal batches are more than twice as
-            many as the limit asks for.
+        ValueError: The result is not a whole number, an argument is not one, or the smallest number of equal batches is
+            more than twice the number that the limit requires.
 
     >>> accumulation(256, 32, None, 4, 1), accumulation(256, None, None, 4, 1)
     (2, 1)
@@ -120,7 +121,7 @@ def accumulation(
     """
     world_size = num_ranks(devices, num_nodes, accelerator)
     if world_size < 1 or not isinstance(global_batch_size, int):
-        return 1  # the trainer refuses a world without ranks in its own words, `check` the batch
+        return 1  # the trainer rejects a world without ranks, and `check` rejects the batch size
     share = global_batch_size / world_size
     if batch_size_per_rank is None:
         if max_batch_size_per_rank is None:
@@ -129,7 +130,7 @@ def accumulation(
             "max_batch_size_per_rank", max_batch_size_per_rank, share, why="null for no limit"
         )
         if share % 1 or share <= max_batch_size_per_rank:
-            return 1  # what does not divide by the ranks is refused when the data is built
+            return 1  # a batch that does not divide among the ranks is rejected when the data module is built
         return _fewest_rounds(int(share), max_batch_size_per_rank, world_size)
     _check_batch(
         "batch_size_per_rank", batch_size_per_rank, share, why="null for a rank's whole share"
@@ -148,17 +149,17 @@ def accumulation(
 def batch_line(
     global_batch_size: int, world_size: int, accumulate_grad_batches: int, *, unit: str = "images"
 ) -> str:
-    """Format the shares of a step's images, or of what else `unit` says, in one line.
+    """Format how the global batch is divided into ranks and accumulation steps, as one line.
 
     Raises:
-        ValueError: They do not divide.
+        ValueError: The global batch size is not divisible.
 
     >>> batch_line(65536, 256, 2)
     'Global batch size 65536: 256 ranks x 2 batches x 128 images.'
     >>> batch_line(20, 2, 1, unit="sequences")
     'Global batch size 20: 2 ranks x 10 sequences, no gradient accumulation.'
     """
-    # here: it imports Lightning, and not every command needs it
+    # Imported here because it imports Lightning, which not every command needs.
     from lightning_hybrid.data import (
         batch_size_per_rank,
     )
@@ -175,9 +176,16 @@ def batch_line(
 
 
 def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:
-    """Return the fewest equal rounds. Not any divisor: a share of twice a prime would train two images at a time."""
+    """Return the smallest number of equal accumulation steps that respects `max_batch_size`.
+
+    It may be at most twice the number that the limit requires. Without this bound, a batch of twice a prime number per
+    rank would be trained two images at a time.
+
+    Raises:
+        ValueError: No such number exists.
+    """
     fewest = -(-share // max_batch_size)
-    # At most twice the fewest: beyond, batches would be less than half of what the device can hold.
+    # Beyond twice the minimum, batches would be less than half of what the device can hold.
     for rounds in range(fewest, 2 * fewest + 1):
         if share % rounds == 0:
             return rounds

@@ -1,1 +1,1 @@
-"""Image sets of the recipes, and their packing into shards."""
+"""Datasets of the recipes, and packing of datasets into shards."""

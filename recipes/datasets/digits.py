@@ -1,9 +1,9 @@
-"""Scikit-learn's handwritten digits: a real image set of 57 KB that comes with its library, without a download.
+"""Scikit-learn's handwritten digits, a real dataset of 57 KB that needs no download.
 
     1,797 grey images of 8 x 8 pixels, 10 classes (UCI "Optical Recognition of Handwritten Digits", CC BY 4.0)
     -> 16 x 16, uint8 -> fixed stratified split: 1,257 train, 180 validation, 360 test
 
-Small and easy: it shows that a run works, and says nothing about ImageNet.
+The dataset is small and easy. It shows that a run works, and says nothing about ImageNet.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ NUM_TRAIN = 1257
 NUM_VAL = 180
 NUM_TEST = 360
 NUM_FOLDS = 5
-SPLIT_SEED = 0  # of the split alone: the three sets are the same in every run
+SPLIT_SEED = 0  # seed of the split only: the three sets are the same in every run
 
 
 def digits_split(fold: int | None = None) -> dict[str, ImageSet]:
-    """Load the image sets `train`, `val` and `test`: the same ones every time.
+    """Load the image sets `train`, `val` and `test`, which are the same in every run.
 
-    With `fold`, from 0 to 4, the test images are the fold of this number: over all five each image is one once, and
-    there may be one more training image in place of a test image.
+    With `fold`, from 0 to 4, the test images are the cross-validation fold of this number. Over all five folds each
+    image is a test image once. A fold may have one more training image and one fewer test image than the fixed split.
 
     >>> {name: len(image_set.labels) for name, image_set in digits_split().items()}
     {'train': 1257, 'val': 180, 'test': 360}
@@ -72,14 +72,14 @@ def digits_split(fold: int | None = None) -> dict[str, ImageSet]:
 
 
 class DigitsDataModule(InMemoryDataModule):
-    """A data module of handwritten digits, 16 x 16.
+    """Data module of scikit-learn's handwritten digits, 16 x 16 pixels.
 
     Args:
-        fold: Which fifth of all images is tested, 0 to 4; None: a fixed split.
+        fold: Cross-validation fold that is tested, 0 to 4. None: the fixed split.
         global_batch_size, seed, shift_pixels, eval_batch_size_per_rank: As in `InMemoryDataModule`.
 
     Raises:
-        ValueError: There is no such fold; or as `InMemoryDataModule`.
+        ValueError: The fold does not exist, or as in `InMemoryDataModule`.
     """
 
     num_train = NUM_TRAIN
@@ -111,5 +111,5 @@ class DigitsDataModule(InMemoryDataModule):
         self.fold = fold
 
     def load(self) -> dict[str, ImageSet]:
-        """Load the sets. See `digits_split`."""
+        """Load the image sets. See `digits_split`."""
         return digits_split(self.fold)

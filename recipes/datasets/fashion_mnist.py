@@ -1,10 +1,10 @@
-"""Fashion-MNIST: 70,000 grey images of clothes, 28 x 28 pixels, 10 classes, read from the four published files.
+"""Fashion-MNIST: 70,000 grey images of clothes with 28 x 28 pixels and 10 classes.
 
     60,000 training images -> train, of which some may be held out as validation images
-    10,000 test images     -> test; validation too, where no training image is held out
+    10,000 test images     -> test; validation too, if no training image is held out
 
-Xiao et al. 2017, arXiv:1708.07747, MIT licence. Debian has it as the package `dataset-fashion-mnist`; nothing is
-downloaded.
+Xiao et al. 2017, arXiv:1708.07747, MIT licence. The four published files are read from disk, and nothing is downloaded.
+Debian has them in the package `dataset-fashion-mnist`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from recipes.datasets.in_memory.loader import ImageSet
 NUM_CLASSES = 10
 IMAGE_SIZE = 28
 NUM_TRAIN = 60_000
-SPLIT_SEED = 0  # of the held-out images alone: they are the same in every run
+SPLIT_SEED = 0  # seed of the held-out images only: they are the same in every run
 
 
 def array_of(content: bytes) -> Tensor:
-    """Return the array in the content of an IDX file of bytes, uint8.
+    """Return the uint8 array in the content of an IDX file.
 
     The format: two zeros, 8 for "unsigned byte", the number of dimensions, the size of each as a big-endian 32-bit
-    number, the values.
+    number, and the values.
 
     >>> array_of(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 6]))
     tensor([[1, 2, 3],
             [4, 5, 6]], dtype=torch.uint8)
 
     Raises:
-        ValueError: The content is no such file.
+        ValueError: The content is not an IDX file of unsigned bytes.
     """
     if len(content) >= 4:
         num_dims = content[3]
@@ -62,23 +62,24 @@ def array_of(content: bytes) -> Tensor:
 
 
 def image_set_of(root: str | Path, name: str) -> ImageSet:
-    """Read the images and labels of one part of the set, `train` or `t10k`."""
+    """Read the images and labels of the part `train` or `t10k`."""
     images = array_of(content_of(root, f"{name}-images-idx3-ubyte.gz"))
     labels = array_of(content_of(root, f"{name}-labels-idx1-ubyte.gz"))
     return ImageSet(images=images[:, None], labels=labels.long())
 
 
 class FashionMNISTDataModule(InMemoryDataModule):
-    """A data module of Fashion-MNIST, 28 x 28.
+    """Data module of Fashion-MNIST, 28 x 28 pixels.
 
     Args:
         root: Folder with the four files, each `.gz`.
-        num_held_out: Training images that are not trained on and become the validation images, the same ones in every
-            run, each class with its share. 0: all are trained on, and validation sees the test images, as on ImageNet.
+        num_held_out: Number of training images that are held out for validation. They are the same in every run and
+            stratified by class. 0: train on all images, and validate on the test images, as is usual for ImageNet.
         global_batch_size, seed, shift_pixels, eval_batch_size_per_rank: As in `InMemoryDataModule`.
 
     Raises:
-        ValueError: A file is missing, or as `InMemoryDataModule`; in `setup`, a file has another checksum.
+        ValueError: A file is missing, an argument is invalid as in `InMemoryDataModule`, or, in `setup`, the checksum
+            of a file differs.
     """
 
     num_classes = NUM_CLASSES

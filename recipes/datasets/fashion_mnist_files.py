@@ -1,4 +1,4 @@
-"""Names, checks and contents of the four files of Fashion-MNIST, without an import of torch."""
+"""Names, checksums and contents of the four files of Fashion-MNIST. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ DEBIAN_FOLDER = "/usr/share/datasets/fashion-mnist"
 DATA_MODULE = "recipes.datasets.fashion_mnist.FashionMNISTDataModule"
 """Target in a configuration whose `data.root` must hold these files."""
 
-# Of the uncompressed content: the authors' files and Debian's differ in their gzip headers, which hold names and times.
+# Checksums of the uncompressed content: the gzip headers of the authors' files and Debian's have different names and
+# times.
 SHA256 = {
     "train-images-idx3-ubyte.gz": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte.gz": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
@@ -23,11 +24,11 @@ SHA256 = {
 
 
 def check_files(root: str | Path, *, name: str = "root") -> None:
-    """Refuse a folder in which one of the four files is missing.
+    """Raise if one of the four files is missing in a folder.
 
     Args:
         root: Folder with the files.
-        name: Name under which the user gave it, for the message.
+        name: Name of the option that sets the folder, for the message.
 
     Raises:
         ValueError: A file is missing.
@@ -45,10 +46,10 @@ def check_files(root: str | Path, *, name: str = "root") -> None:
 
 
 def content_of(root: str | Path, file_name: str) -> bytes:
-    """Return the uncompressed content of a file, once its checksum is right.
+    """Return the uncompressed content of a file after verifying its checksum.
 
     Raises:
-        ValueError: The file is damaged, or is another than the published one.
+        ValueError: The file is damaged, or differs from the published one.
     """
     path = Path(root) / file_name
     try:

@@ -1,11 +1,11 @@
-"""Generated images of characters, with fonts in validation and test that training has not seen: synthetic data.
+"""Synthetic images of characters. The fonts of validation and test do not occur in training.
 
-    32 classes: 2 ... 9 and A ... Z without I and O, which look like others
+    32 classes: 2 ... 9 and A ... Z without I and O, which resemble other characters
     22 fonts that come with matplotlib (DejaVu, STIX, Computer Modern) -> 14 train, 4 validation, 4 test
-    each image: a character turned, sheared, scaled, moved, with other greys and noise -> 32 x 32, uint8
+    each image: a character with random rotation, shear, scale, position, grey levels and noise -> 32 x 32, uint8
 
-Nothing is downloaded, and a batch can be large and still a small part of an epoch. It says nothing about ImageNet. The
-fonts of the three sets are different files; families are shared on purpose.
+Nothing is downloaded. The training set is large enough for large-batch runs with many steps per epoch. Results say
+nothing about ImageNet. The three sets use different font files, and share font families on purpose.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FONTS = {
     "test": "DejaVuSansMono-BoldOblique DejaVuSerif-Italic STIXGeneralBol cmss10".split(),
 }
 
-# Our choice: readable by eye. The size of a character is that of its capital letters, in parts of the image.
+# Our choice, readable by eye. The size of a character is the height of a capital letter as a fraction of the image.
 _SIZE = (0.45, 0.8)
 _TURN_RAD = 0.25
 _SHEAR = 0.2
@@ -55,7 +55,7 @@ _MASK_POINTS = 64
 
 
 def _mask(font_name: str, character: str) -> Tensor:
-    # fp32: 0 = paper, 1 = ink.
+    # fp32 values: 0 is paper, 1 is ink
     font = FT2Font(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font_name}.ttf"))
     if font.get_char_index(ord(character)) == 0:
         raise ValueError(
@@ -88,7 +88,8 @@ def _placed(masks: Tensor, generator: torch.Generator) -> Tensor:
     lean = torch.eye(2).repeat(num, 1, 1)
     lean[:, 0, 1] = shear
     matrix = zoom[:, None, None] * (turn @ lean)
-    # affine_grid maps places of the result to places of the mask, -1 to 1: zoom and shift are those of the way back.
+    # affine_grid maps coordinates of the result to coordinates of the mask, from -1 to 1, so that zoom and shift are
+    # those of the inverse map.
     shift = _uniform((num, 2, 1), -2 * _SHIFT, 2 * _SHIFT, generator)
     places = F.affine_grid(
         torch.cat([matrix, matrix @ shift], 2),
@@ -99,9 +100,10 @@ def _placed(masks: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
-    """Render images of one set's fonts. Classes and fonts alternate, so that their counts differ by at most one.
+    """Render images of the fonts of one set, with classes and fonts balanced.
 
-    Deterministic in its arguments, on one machine and version of torch.
+    Counts of classes and of fonts differ by at most one. The images are deterministic on one machine and version of
+    torch.
 
     >>> image_set = rendered("val", num_images=256, seed=0)
     >>> image_set.images.shape, image_set.images.dtype, image_set.labels.bincount().tolist() == [8] * 32
@@ -111,7 +113,7 @@ def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
     generator = torch.Generator().manual_seed(seed)
     masks = torch.stack([_mask(font, character) for font in fonts for character in CHARACTERS])
     which = torch.arange(num_images) % len(masks)
-    # In parts: the masks of all training images at once would be 600 MB.
+    # In chunks: the masks of all training images would take 600 MB.
     drawn = torch.cat([_placed(masks[part], generator) for part in which.split(2048)])
     size = (num_images, 1, 1, 1)
     ink = _uniform(size, *_INK, generator)
@@ -124,7 +126,10 @@ def rendered(name: str, *, num_images: int, seed: int) -> ImageSet:
 
 @lru_cache(maxsize=1)
 def glyphs_split(num_train: int = NUM_TRAIN) -> dict[str, ImageSet]:
-    """Make the image sets `train`, `val` and `test`, once per process: about 25 MB."""
+    """Render the image sets `train`, `val` and `test` once per process.
+
+    They take about 25 MB.
+    """
     sizes = {"train": num_train, "val": NUM_VAL, "test": NUM_TEST}
     return {
         name: rendered(name, num_images=num, seed=seed)
@@ -133,14 +138,14 @@ def glyphs_split(num_train: int = NUM_TRAIN) -> dict[str, ImageSet]:
 
 
 class GlyphsDataModule(InMemoryDataModule):
-    """A data module of generated characters, 32 x 32.
+    """Data module of synthetic characters, 32 x 32 pixels.
 
     Args:
-        num_train: Training images.
+        num_train: Number of training images.
         global_batch_size, seed, shift_pixels, eval_batch_size_per_rank: As in `InMemoryDataModule`.
 
     Raises:
-        ValueError: As `InMemoryDataModule`, or `num_train` is below 1.
+        ValueError: As in `InMemoryDataModule`, or `num_train` is below 1.
     """
 
     num_classes = NUM_CLASSES
@@ -165,11 +170,11 @@ class GlyphsDataModule(InMemoryDataModule):
         )
 
     def load(self) -> dict[str, ImageSet]:
-        """Make the sets. See `glyphs_split`."""
+        """Render the image sets. See `glyphs_split`."""
         return glyphs_split(self.num_train)
 
     def setup(self, stage: str) -> None:
-        """Make the images, and say that they are synthetic."""
+        """Render the images, and log that they are synthetic."""
         if not hasattr(self, "image_sets"):
             rank_zero_info(
                 f"glyphs: synthetic, {self.num_train} training images of {len(FONTS['train'])} fonts; validation and "

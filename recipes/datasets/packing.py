@@ -1,7 +1,7 @@
-"""Packing of an image set into shards, one split after the other, for `recipes/pack.py`.
+"""Packing of an image dataset into shards, one split after the other, for `recipes/pack.py`.
 
-Every shard appears whole or not at all, with an index of its own; the index of all is written last. A run that was
-killed therefore goes on behind its last whole shard, and a reader never finds half a set.
+Every shard is written atomically and has its own index. The index of the whole split is written last. A run that was
+killed therefore continues after its last complete shard, and a reader never finds an incomplete split.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from recipes.datasets.images.shards import (
 
 PLAN_NAME = "packing.json"
 CORRUPT_NAME = "corrupt.txt"
-NUM_SAMPLES = 64  # our choice: images whose mean size decides how many make a shard
+NUM_SAMPLES = 64  # our choice: number of images whose mean size determines the images per shard
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -84,21 +84,21 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Options of packing, and the run.
+    """Options of packing images, and the methods that pack and check.
 
     Args:
-        root: The set as it is unpacked.
-        out: Where `<split>/shard-*.bin` and `<split>/index.npz` go.
-        splits: Folders of `root`.
+        root: Folder of the unpacked dataset.
+        out: Folder for `<split>/shard-*.bin` and `<split>/index.npz`.
+        splits: Names of the folders in `root` to pack.
         seed: Seed of the order in which images are stored.
-        short_side: Images whose short side is longer are resized to it (bilinear, antialiased) and encoded again as
-            JPEG; None: every file stays as it is.
+        short_side: Length in pixels to which longer short sides are resized (bilinear, antialiased) before the image is
+            encoded as JPEG again. None: store every file unchanged.
         quality: Quality of the JPEGs that are encoded again.
-        shard_bytes: Approximate size of a file.
-        max_corrupt_images: Most images of a split that cannot be decoded and are left out, listed in
-            `<split>/corrupt.txt`; more end the run.
-        num_threads: None: a thread per core.
-        verify: Decode what is not resized as well, to find what is corrupt now rather than in training.
+        shard_bytes: Approximate size of a shard in bytes.
+        max_corrupt_images: Maximum number of images per split that cannot be decoded. They are left out and listed in
+            `<split>/corrupt.txt`. More of them end the run.
+        num_threads: Number of threads. None: one per core.
+        verify: Decode images that are not resized too, so that corrupt ones are found now instead of in training.
     """
 
     root: str
@@ -128,7 +128,7 @@ class Packing:
             )
 
     def run(self) -> list[Packed]:
-        """Pack every split.
+        """Pack every split, and return their results.
 
         Raises:
             ValueError: `root` is incomplete, `out` holds another packing, or too many images are corrupt.
@@ -140,10 +140,10 @@ class Packing:
         ]
 
     def check(self) -> None:
-        """Read every byte of what was packed.
+        """Read all shards and verify their checksums.
 
         Raises:
-            ValueError: Packing was not finished, or a shard is not what was packed.
+            ValueError: Packing was not finished, or a shard is damaged.
         """
         out = Path(self.out)
         for split in self.splits:
@@ -159,10 +159,10 @@ class Packing:
                 )
 
     def prepared(self, data: bytes) -> bytes:
-        """Return the bytes to store for an image file.
+        """Return the bytes to store for an image file, which may be a smaller JPEG.
 
         Raises:
-            CorruptImageError: It cannot be decoded.
+            CorruptImageError: The file cannot be decoded.
         """
         if self.short_side is None and not self.verify:
             return data
@@ -177,12 +177,12 @@ class Packing:
 
 @dataclass
 class _Split:
-    """State of one split while it is packed."""
+    """Packing of one split, with its state."""
 
     packing: Packing
     source: ImageFolder
     out: Path
-    corrupt: list[tuple[str, str]] = field(default_factory=list)  # name, reason
+    corrupt: list[tuple[str, str]] = field(default_factory=list)  # (name, reason)
 
     def run(self) -> Packed:
         start_s = time.perf_counter()
@@ -213,7 +213,7 @@ class _Split:
         )
 
     def _agree_on_plan(self) -> int:
-        """Return images per shard. Refuse another number than an earlier run's."""
+        """Return the number of images per shard, and raise if an earlier run used other options."""
         packing = {name: value for name, value in asdict(self.packing).items() if name in _DECIDES}
         names = crc32_of(self._name(image) for image in range(len(self.source)))
         plan = packing | {"num_images": len(self.source), "names_crc32": names}
@@ -228,8 +228,8 @@ class _Split:
                     "this would go on with. Pack as before, or into another out=..."
                 )
             return num_per_shard
-        # The size of a shard decides which image is in which: it comes from a seeded sample, so that a run after a
-        # kill finds the same plan, and is then written down.
+        # The images per shard determine which image is in which shard. The number is computed from a seeded sample and
+        # then written to a file, so that a run after a kill uses the same plan.
         samples = np.random.default_rng([self.packing.seed, 1]).choice(
             len(self.source), size=min(NUM_SAMPLES, len(self.source)), replace=False
         )
@@ -244,18 +244,18 @@ class _Split:
         return num_per_shard
 
     def _name(self, image: int) -> bytes:
-        """Return `<class>/<file>`."""
+        """Return the name `<class>/<file>` of an image."""
         return os.fsencode(self.source.name(image)[len(str(self.source.folder)) + 1 :])
 
     def _prepared(self, image: int) -> bytes | str:
-        """Return the bytes to store, or why there are none."""
+        """Return the bytes to store for an image, or the reason why it cannot be stored."""
         try:
             return self.packing.prepared(self.source.read(int(image)))
         except (CorruptImageError, OSError) as error:
             return str(error)
 
     def _part(self, shard: int) -> ShardIndex | None:
-        """Return the index of a shard that an earlier run finished."""
+        """Return the index of a shard that an earlier run finished, or None."""
         path = self.out / shard_name(shard)
         index = self._part_path(shard)
         if not index.is_file() or not path.is_file():
@@ -291,7 +291,7 @@ class _Split:
                 crc32s.append(zlib.crc32(data))
                 shard_crc32 = zlib.crc32(data, shard_crc32)
             sync(file)
-        # The shard is in place before its index: an index always describes a whole shard.
+        # The index is written after its shard, so that an index always describes a complete shard.
         part = ShardIndex(
             shards=np.full(len(stored), shard, dtype=np.int32),
             offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[: len(stored)].astype(
@@ -328,11 +328,13 @@ class _Split:
             )
 
 
-_DECIDES = ("seed", "short_side", "quality", "shard_bytes")  # options on which the bytes depend
+_DECIDES = ("seed", "short_side", "quality", "shard_bytes")  # options that change the stored bytes
 
 
 def mapped_ahead(function: Callable[[T], R], values: Iterable[T], num_threads: int) -> Iterator[R]:
-    """Map in order by threads, no more than a few values ahead: results are large.
+    """Map a function over values with threads, in order and only a few values ahead.
+
+    The number of values is bounded because results are large.
 
     >>> list(mapped_ahead(lambda value: value * value, range(5), num_threads=2))
     [0, 1, 4, 9, 16]
@@ -341,7 +343,7 @@ def mapped_ahead(function: Callable[[T], R], values: Iterable[T], num_threads: i
         waiting: deque[Future[R]] = deque()
         for value in values:
             waiting.append(pool.submit(function, value))
-            # Four per thread: enough that one slow image stalls no thread, few enough to fit into memory.
+            # Four per thread: enough that one slow image does not stall the threads, and few enough to fit into memory.
             if len(waiting) > 4 * num_threads:
                 yield waiting.popleft().result()
         while waiting:

@@ -1,4 +1,4 @@
-"""Images of noise in ImageNet's shape and number: training without the cost of reading and decoding."""
+"""Synthetic images of noise, as large and as many as ImageNet's, without reading or decoding."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from recipes.datasets.images.datamodule import ImageDataModule
 from recipes.datasets.images.normalize import IMAGENET_MEAN, IMAGENET_STD
 from recipes.datasets.images.source import RowSource
 
-# of ImageNet (ILSVRC 2012)
+# sizes of ImageNet (ILSVRC 2012)
 NUM_TRAIN = 1_281_167
 NUM_VAL = 50_000
 
 
 class StoredRows(RowSource):
-    """A set of `num_images` images of which `num_stored` are different: image i is stored image `i mod num_stored`.
+    """Row source of `num_images` images, of which only `num_stored` are different.
 
-    Its label is `i mod num_stored mod num_classes`. The images depend on the seed alone, not on the epoch.
+    Image i is the stored image `i mod num_stored`, and its label is `i mod num_stored mod num_classes`. The images
+    depend only on the seed, and not on the epoch.
 
     >>> rows = StoredRows(num_images=10, num_stored=4, num_classes=3, image_size=2, seed=0)
     >>> row = torch.empty(3, 2, 2, dtype=torch.uint8)
@@ -49,27 +50,28 @@ class StoredRows(RowSource):
         self._images = torch.from_numpy(levels).permute(0, 3, 1, 2)
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
-        """Copy a stored image. See `RowSource`."""
-        # The label is of the stored image, not of the index, so that a network can learn the images by heart.
+        """Copy a stored image into a row of a batch, and return its label. See `RowSource`."""
+        # The label belongs to the stored image and not to the index, so that a network can memorise the images.
         stored = index % len(self._images)
         row.copy_(self._images[stored])
         return stored % self.num_classes
 
 
 class SyntheticImageNetDataModule(ImageDataModule):
-    """A data module of noise, with the loaders of `ImageNetDataModule`: same batches, order, state, transfer.
+    """Data module of noise, with the same loaders, batches and transfer as `ImageNetDataModule`.
 
-    Nothing is read or decoded, so it measures a network's throughput where data must not limit it, and tests recipes
-    without a data set; accuracy on it means nothing. The arguments not listed here are those of `ImageDataModule`.
+    Nothing is read or decoded. Use it to measure the throughput of a network without the influence of data loading, and
+    to test recipes without a dataset. Accuracy on it means nothing. Arguments that are not listed here are those of
+    `ImageDataModule`.
 
     Args:
-        seed: Seed of the noise and of the order of images. Every rank must have the same.
-        num_classes: Classes of the network.
-        image_size: Pixels of a side.
-        num_train_images: Images of an epoch; ImageNet's number by default.
-        num_val_images: Images of an evaluation; ImageNet's number by default.
-        num_stored_images: Different images, in memory: 256 of 224 x 224 are 38.5 MB on each rank (our choice: several
-            times a processor's cache, and quickly made).
+        seed: Seed of the noise and of the image order. It must be the same on every rank.
+        num_classes: Number of classes of the network.
+        image_size: Height and width of the images in pixels.
+        num_train_images: Images per epoch, by default as many as in ImageNet.
+        num_val_images: Images per evaluation, by default as many as in ImageNet.
+        num_stored_images: Number of different images in memory. 256 of 224 x 224 take 38.5 MB on each rank (our choice:
+            several times a processor's cache, and fast to create).
     """
 
     def __init__(
@@ -113,11 +115,11 @@ class SyntheticImageNetDataModule(ImageDataModule):
         self.image_shape = (3, image_size, image_size)
 
     def num_train_images_up_to(self, most: int) -> int:
-        """Count the training images, but no further than `most`."""
+        """Return the number of training images, or `most` if there are at least that many."""
         return min(most, self.num_train_images)
 
     def setup(self, stage: str) -> None:
-        """Draw the noise, once, on every rank."""
+        """Generate the noise, once, on every rank."""
         if hasattr(self, "train_rows"):
             return
         self.train_rows, self.eval_rows = (

@@ -1,12 +1,12 @@
-"""Masked text: sequences of tokens out of packed shards, of which some tokens are masked and have to be predicted.
+"""Masked text for masked-language-model training, read from packed shards of tokens.
 
     [CLS] L - 2 tokens of the text [SEP]        sequence i has tokens i (L - 2), ..., (i + 1) (L - 2) - 1 of its split
-    15 % of these L - 2 are to be predicted: 80 % of them become [MASK], 10 % another token, 10 % stay
+    15 % of these L - 2 tokens are predicted: 80 % of them become [MASK], 10 % another token, 10 % stay
     (Devlin et al. 2018, arXiv:1810.04805)
 
-Which ones follows from (seed, epoch, sequence) alone, so that they change from epoch to epoch, need no state in a
-checkpoint, and do not depend on the number of ranks. As many are masked in each sequence: the mean over ranks is that
-over all masked tokens.
+The masked positions depend only on (seed, epoch, sequence). They change from epoch to epoch, need no state in a
+checkpoint, and do not depend on the number of ranks. Every sequence has the same number of masked tokens, so that the
+mean over ranks equals the mean over all masked tokens.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from recipes.datasets.text_packing import (
 MASKED_SHARE = 0.15
 MASK_SHARE = 0.8
 RANDOM_SHARE = 0.1
-VALIDATION_SEED = 0  # of the masks there: the same in every run and epoch
+VALIDATION_SEED = 0  # seed of the masks in validation: the same in every run and epoch
 
 TextBatch = tuple[tuple[Tensor, Tensor], Tensor]
 
 
 class Sequences:
-    """The sequences of one split, read from its shards as they are asked for.
+    """Token sequences of one split, read from its shards on demand.
 
     Args:
-        folder: Where `TextPacking` wrote.
+        folder: Folder that `TextPacking` wrote.
         split: `train`, `val` or `test`.
-        sequence_length: Tokens of a sequence, [CLS] and [SEP] included.
+        sequence_length: Tokens per sequence, including [CLS] and [SEP].
     """
 
     def __init__(self, folder: Path, split: str, sequence_length: int) -> None:
@@ -74,7 +74,7 @@ class Sequences:
         return np.concatenate(parts)
 
     def batch(self, indices: Indices, seed: int, epoch: int) -> TextBatch:
-        """Return `((tokens, positions), targets)`, see `TextLoader`."""
+        """Return a masked batch `((tokens, positions), targets)`, see `TextLoader`."""
         length = self._num_own + 2
         tokens = np.full((len(indices), length), SEP, dtype=np.int64)
         tokens[:, 0] = CLS
@@ -96,14 +96,14 @@ class Sequences:
 
 
 def num_sequences(packed: PackedText, split: str, sequence_length: int) -> int:
-    """Return how many whole sequences a split has."""
+    """Return the number of complete sequences in a split."""
     return packed.num_tokens[split] // (sequence_length - 2)
 
 
 def mask_tokens(
     tokens: NDArray[np.int64], generator: np.random.Generator, vocab_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Choose which tokens are to be predicted, and what stands in their positions.
+    """Return the positions of the tokens to predict, and the tokens to show in these positions.
 
     >>> masked, shown = mask_tokens(np.arange(5, 25), np.random.default_rng(2), vocab_size=100)
     >>> masked, shown
@@ -122,14 +122,14 @@ def mask_tokens(
 
 
 class TextLoader(ResumableLoader):
-    """One rank's share of shuffled epochs of masked sequences, resumable after any batch.
+    """Training loader of one rank for shuffled epochs of masked sequences, resumable after any batch.
 
     Yields:
-        `((tokens, positions), targets)`: tokens int64 `"batch length"`, some masked; positions int64 `"batch masked"`,
-        theirs in each sequence; targets int64 `"batch masked"`, what was there.
+        `((tokens, positions), targets)`: tokens int64 `"batch length"`, some of them masked; positions int64 `"batch
+            masked"`, the masked positions in each sequence; targets int64 `"batch masked"`, the original tokens.
     """
 
-    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
+    reads_ahead = True  # and returns new memory for each batch, see `DevicePrefetcher`
 
     def __init__(
         self, sequences: Sequences, order: EpochOrder, *, trainer: pl.Trainer | None = None
@@ -143,7 +143,7 @@ class TextLoader(ResumableLoader):
 
 
 class TextEvalLoader:
-    """One rank's share of a split in which every sequence comes once over all ranks, with the same masks each time."""
+    """Evaluation loader of one rank. Every sequence occurs once over all ranks, with fixed masks."""
 
     reads_ahead = True
 
@@ -160,20 +160,20 @@ class TextEvalLoader:
 
 
 class TextDataModule(pl.LightningDataModule):
-    """A data module of masked text, for any number of ranks.
+    """Data module of masked text, for any number of ranks.
 
     Args:
-        root: Folder that `recipes/pack.py packing=text` wrote. None: `packing` packs when the run begins.
-        packing: Options of that, where there is no `root`.
-        sequence_length: Tokens of a sequence, [CLS] and [SEP] included; any, of the same shards.
-        vocab_size: Tokens that the network knows.
-        max_sequences: Of the training set, the first ones; None: all.
-        global_batch_size: Sequences per optimizer step, over all ranks and accumulation rounds.
-        seed: Seed of the order and of the masks. Every rank must have the same.
-        eval_batch_size_per_rank: Sequences per batch of one rank in validation and test; no influence on results.
+        root: Folder that `recipes/pack.py packing=text` wrote. None: pack with `packing` when the run begins.
+        packing: Options of packing, used if `root` is None.
+        sequence_length: Tokens per sequence, including [CLS] and [SEP]. Any length works with the same shards.
+        vocab_size: Number of tokens that the network knows.
+        max_sequences: Number of training sequences to use, from the start. None: all.
+        global_batch_size: Sequences per optimizer step, over all ranks and accumulation steps.
+        seed: Seed of the order and of the masks. It must be the same on every rank.
+        eval_batch_size_per_rank: Sequences per batch and rank in validation and test. It does not influence results.
 
     Raises:
-        ValueError: An argument breaks its rule, or the text has more tokens than `vocab_size`.
+        ValueError: An argument is out of range, or the text has more tokens than `vocab_size`.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def folder(self) -> Path:
-        """The folder of the shards."""
+        """Folder of the shards."""
         return Path(self.packing.out if self.root is None else self.root)  # type: ignore[union-attr]
 
     def _check(self, packed: PackedText) -> None:
@@ -225,13 +225,13 @@ class TextDataModule(pl.LightningDataModule):
             )
 
     def prepare_data(self) -> None:
-        """Pack where there is no `root`. On one rank of a node."""
+        """Pack the text if `root` is None, on one rank per node."""
         if self.root is None:
             for line in self.packing.run():  # type: ignore[union-attr]
                 print(line, flush=True)
 
     def setup(self, stage: str) -> None:
-        """Open the shards, on every rank."""
+        """Open the shards of all splits, on every rank."""
         self._check(PackedText.load(self.folder))
         self.splits = {
             name: Sequences(self.folder, name, self.sequence_length)
@@ -239,7 +239,7 @@ class TextDataModule(pl.LightningDataModule):
         }
 
     def train_dataloader(self) -> TextLoader:
-        """Make the loader of this rank. Lightning sets its epoch."""
+        """Return this rank's training loader. Lightning sets its epoch."""
         sequences = self.splits["train"]
         trainer = self.trainer
         order = EpochOrder(
@@ -260,9 +260,9 @@ class TextDataModule(pl.LightningDataModule):
         return TextEvalLoader(sequences, shares)
 
     def val_dataloader(self) -> TextEvalLoader:
-        """Make the loader of this rank's share of the validation text."""
+        """Return this rank's loader of the validation text."""
         return self._eval_loader("val")
 
     def test_dataloader(self) -> TextEvalLoader:
-        """Make the loader of this rank's share of the test text."""
+        """Return this rank's loader of the test text."""
         return self._eval_loader("test")

@@ -1,4 +1,7 @@
-"""Packing of text into shards of tokens, with a tokeniser that is trained on it, for `recipes/pack.py packing=text`."""
+"""Packing of text into shards of tokens with a tokeniser that is trained on it.
+
+`recipes/pack.py packing=text` uses this module.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +26,23 @@ INDEX_NAME = "text.json"
 TOKENIZER_NAME = "tokenizer.json"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNK, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
-# our choice: a longer file is cut at ends of lines, so that one file can be a whole set
+# our choice: a longer file is split at line ends, so that one file can be a whole dataset
 PIECE_CHARS = 1 << 14
-NUM_LETTERS = 1000  # that are tokens, the most frequent, as usual
-NUM_TOGETHER = 64  # pieces that are tokenised at a time
+NUM_LETTERS = 1000  # number of the most frequent characters that become tokens, as is usual
+NUM_TOGETHER = 64  # number of pieces that are tokenised at a time
 SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedText:
-    """Result of packing, and the content of `text.json`.
+    """Result of packing text, which is the content of `text.json`.
 
     Args:
         about: Options of the packing.
-        vocab_size: Tokens of the trained vocabulary.
-        num_tokens: Of each split.
-        crc32s: Of the shards of each split, in their order.
-        num_left_out: Files that are no UTF-8 text.
+        vocab_size: Number of tokens of the trained vocabulary.
+        num_tokens: Number of tokens of each split.
+        crc32s: CRC-32 of the shards of each split, in order.
+        num_left_out: Number of files that are not UTF-8 text.
     """
 
     about: dict[str, Any]
@@ -50,10 +53,10 @@ class PackedText:
 
     @classmethod
     def load(cls, folder: Path) -> PackedText:
-        """Read the index of a folder.
+        """Read the index of a folder of packed text.
 
         Raises:
-            ValueError: There is none: nothing was packed there, or not to its end.
+            ValueError: There is no index, because nothing was packed there or packing was not finished.
         """
         path = folder / INDEX_NAME
         if not path.is_file():
@@ -74,23 +77,23 @@ class PackedText:
 
 @dataclass(frozen=True, kw_only=True)
 class TextPacking:
-    """Options of packing text, and the run.
+    """Options of packing text, and the methods that pack and check.
 
-    Every 20th piece of text is for validation and the one after it for the test. Not resumed: a run that was killed
-    begins again.
+    Every 20th piece of text is for validation, and the piece after it for the test. Packing is not resumable: a run
+    that was killed starts again.
 
     Args:
-        root: A folder of any text: all files below it that are UTF-8. None: Python's own documentation, licence and
-            sources, the same for one version of Python.
-        out: Where shards, tokeniser and index go.
-        vocab_size: Most tokens of the WordPiece vocabulary that is trained (Devlin et al. 2018, arXiv:1810.04805;
-            theirs has 30,522, of lower-case text as here).
-        shard_tokens: Tokens of a file.
-        max_chars: About so many characters are taken; None: all.
-        max_training_chars: About so many characters train the tokeniser.
+        root: Folder of text, of which all UTF-8 files are read. None: Python's own documentation, licence and sources,
+            which are the same for one version of Python.
+        out: Folder for shards, tokeniser and index.
+        vocab_size: Maximum size of the WordPiece vocabulary that is trained (Devlin et al. 2018, arXiv:1810.04805).
+            BERT's vocabulary has 30,522 tokens of lower-case text, which is also used here.
+        shard_tokens: Tokens per shard.
+        max_chars: Approximate number of characters to pack. None: all.
+        max_training_chars: Approximate number of characters for training the tokeniser.
 
     Raises:
-        ValueError: An option breaks its rule.
+        ValueError: An option is out of range.
     """
 
     root: str | None
@@ -120,10 +123,10 @@ class TextPacking:
             )
 
     def run(self) -> list[str]:
-        """Pack, unless `out` has it already. Return what there is.
+        """Pack the text unless `out` already has the result, and return a summary.
 
         Raises:
-            ValueError: `out` holds another packing, or there is no text.
+            ValueError: `out` holds another packing, or there is too little text.
         """
         out = Path(self.out)
         start_s = time.perf_counter()
@@ -163,10 +166,10 @@ class TextPacking:
         return [f"{packed}; {time.perf_counter() - start_s:.1f} s"]
 
     def check(self) -> None:
-        """Read every byte of what was packed.
+        """Read all shards and verify their checksums.
 
         Raises:
-            ValueError: A shard is not what was packed.
+            ValueError: A shard is missing or damaged.
         """
         packed = PackedText.load(Path(self.out))
         for name, crc32s in packed.crc32s.items():
@@ -191,7 +194,7 @@ class TextPacking:
 
 
 class _Shards:
-    """Writer of one split: tokens in, whole files out."""
+    """Writer that collects the tokens of one split and writes complete shards."""
 
     def __init__(self, folder: Path, name: str, shard_tokens: int) -> None:
         self.folder = folder
@@ -226,15 +229,18 @@ class _Shards:
 
 
 def shard_path(folder: Path, split: str, shard: int) -> Path:
-    """Return the file of a shard: uint16, as a vocabulary has fewer than 65,536 tokens."""
+    """Return the path of a shard, a file of uint16 tokens.
+
+    The vocabulary has fewer than 65,536 tokens.
+    """
     return folder / f"{split}-{shard:05d}.bin"
 
 
 def files_of(root: str | None) -> list[Path]:
-    """Return the files of a folder in the order of their names. Of None, those of Python that are there.
+    """Return the sorted files of a folder. For None, return the text files of the Python installation.
 
     Raises:
-        ValueError: There is no such folder, or it is empty.
+        ValueError: The folder does not exist, or it is empty.
     """
     if root is None:
         library = Path(sysconfig.get_path("stdlib"))
@@ -249,14 +255,14 @@ def files_of(root: str | None) -> list[Path]:
 
 
 def pieces_of(path: Path) -> Iterator[str]:
-    """Yield a file in pieces of about `PIECE_CHARS`, whole lines each."""
+    """Yield the text of a file in pieces of about `PIECE_CHARS` characters, split at line ends."""
     with path.open(encoding="utf-8") as file:
         while lines := file.readlines(PIECE_CHARS):
             yield "".join(lines)
 
 
 def trained(pieces: Iterable[str], vocab_size: int) -> Any:
-    """Train a WordPiece tokeniser. The same text gives the same one.
+    """Train a WordPiece tokeniser, deterministically for the same text.
 
     Raises:
         ValueError: The package `tokenizers` is missing.
@@ -274,7 +280,8 @@ def trained(pieces: Iterable[str], vocab_size: int) -> Any:
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         return tokenizer
 
-    # The trainer breaks ties by ids that it gives in the order of a hash table: parts of one character are named first.
+    # The trainer breaks ties by token ids, which it assigns in hash-table order. Listing the one-character parts first
+    # makes the order deterministic.
     held = list(pieces)
     tokenizer = make({})
     counts = sum((Counter(tokenizer.normalizer.normalize_str(text)) for text in held), Counter())
@@ -297,7 +304,7 @@ def trained(pieces: Iterable[str], vocab_size: int) -> Any:
 
 
 def tokens_of(pieces: Iterable[str], tokenizer: Any) -> Iterator[NDArray[np.uint16]]:
-    """Yield the tokens of each piece, with [SEP] behind."""
+    """Yield the tokens of each piece of text, followed by [SEP]."""
     source = iter(pieces)
     while some := list(itertools.islice(source, NUM_TOGETHER)):
         for encoding in tokenizer.encode_batch(some, add_special_tokens=False):

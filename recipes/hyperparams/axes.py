@@ -1,4 +1,4 @@
-"""Axes of a search: configuration keys, each with a range of values."""
+"""Search axes: configuration keys, each with a range of values."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ class Axis:
         return [self.shifted(self.low, index) for index in range(self.num)]
 
     def is_edge(self, value: float) -> bool:
-        """Return whether a better value may lie outside of the range."""
+        """Return whether a value lies at an end of the range, so that better ones may lie outside."""
         return value <= self.low or value >= self.high
 
     def distribution(self) -> FloatDistribution:
-        """Return the range from `low` to `high`."""
+        """Return the range from `low` to `high` as an Optuna distribution."""
         return FloatDistribution(self.low, self.high, log=self.scale == "log")
 
     def widened(self) -> Axis:
-        """Return the axis with another grid value below and above."""
+        """Return the axis with one more grid value below and above."""
         low = self.shifted(self.low, -1)
         high = self.shifted(self.high, 1)
         return replace(self, low=low, high=high, num=self.num + 2)
@@ -127,7 +127,7 @@ def _axis(key: str, options: Mapping[str, Any]) -> Axis:
 
 
 def overrides_of(point: Mapping[str, float]) -> tuple[str, ...]:
-    """Format a point as overrides of the command line.
+    """Format a point as command-line overrides.
 
     >>> overrides_of({"optim.lr": 0.5, "optim.weight_decay": 1e-4})
     ('optim.lr=0.5', 'optim.weight_decay=0.0001')

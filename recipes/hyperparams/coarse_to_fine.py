@@ -17,21 +17,21 @@ from recipes.hyperparams.outcome import best_of, has_ended, was_interrupted
 
 
 class CoarseToFine(BaseSampler):
-    """Wide grid over all axes, then ever finer ones around the best (Jia et al. 2018, arXiv:1807.11205).
+    """Optuna sampler with a wide grid, then ever finer grids around the best point (Jia et al. 2018).
 
-    The authors say that they first took large steps to find a good region and refined there, not how many or how
-    large. Grid, zoom and rounds are therefore the user's, and the defaults our choice.
+    The authors (arXiv:1807.11205) say that they first took large steps to find a good region and refined there. They do
+    not say how many steps or how large. Grid, zoom and rounds are therefore options, and the defaults are our choice.
 
-    The rounds follow from the trials in the study alone, so that a resumed search continues where it was. A round
-    begins when all trials of the round before have ended.
+    The rounds depend only on the trials in the study, so a resumed search continues at the same point. A round begins
+    when all trials of the previous round have ended.
 
     Args:
-        axes: What to search.
-        num_rounds: Number of rounds, the first grid included.
-        zoom: How many times finer each round is than the one before. A whole number, at least 2.
+        axes: Axes to search.
+        num_rounds: Number of rounds, including the first grid.
+        zoom: Factor by which each round is finer than the previous one. A whole number of at least 2.
 
     Raises:
-        ValueError: There is no round, or no zoom.
+        ValueError: `num_rounds` is below 1, or `zoom` is below 2.
     """
 
     def __init__(self, axes: Sequence[Axis], *, num_rounds: int = 3, zoom: int = 2) -> None:
@@ -48,7 +48,7 @@ class CoarseToFine(BaseSampler):
         self.num_trials = num_in_grid + (num_rounds - 1) * num_neighbours
 
     def rounds(self, study: Study) -> list[list[FrozenTrial]]:
-        """Return the trials of this search that have ended, by round."""
+        """Return the trials of this search that have ended, grouped by round."""
         trials = study.get_trials(deepcopy=False)
         return [_ended_at(points, trials) for points in self._rounds_of_points(study)]
 
@@ -59,7 +59,7 @@ class CoarseToFine(BaseSampler):
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
-        """Return all keys: a point is chosen as a whole."""
+        """Return the distributions of all keys, because a point is sampled as a whole."""
         return {axis.key: axis.distribution() for axis in self.axes}
 
     def sample_relative(
@@ -78,7 +78,7 @@ class CoarseToFine(BaseSampler):
         param_name: str,
         param_distribution: BaseDistribution,
     ) -> Any:
-        """Refuse a key that is no axis."""
+        """Raise, because a key is not one of the axes."""
         raise ValueError(
             f"`{param_name}` must be one of the axes {[axis.key for axis in self.axes]}."
         )
@@ -92,7 +92,7 @@ class CoarseToFine(BaseSampler):
         return [point for point in points if _key(point) not in taken]
 
     def _rounds_of_points(self, study: Study) -> list[list[Point]]:
-        """Return the points of the first round, and of all rounds that follow from the trials so far."""
+        """Return the grid points of each round that can be determined from the trials so far."""
         trials = study.get_trials(deepcopy=False)
         rounds = [_product(self.axes, [axis.values() for axis in self.axes])]
         ended = _ended_at(rounds[0], trials)
@@ -106,7 +106,7 @@ class CoarseToFine(BaseSampler):
         return rounds
 
     def _neighbours(self, centre: Point, level: int) -> list[Point]:
-        """Return the points around `centre`, `zoom ** level` times closer to it than points of the first grid."""
+        """Return the points around `centre`, at a distance of `1 / zoom**level` grid steps."""
         step = 1 / self.zoom**level
         values = []
         for axis in self.axes:
@@ -122,7 +122,7 @@ def _product(axes: Sequence[Axis], values: Iterable[Iterable[float]]) -> list[Po
 
 
 def _ended_at(points: Sequence[Point], trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-    """Return the trial of each point that has one that ended, in the order of the points."""
+    """Return the ended trial of each point that has one, in the order of the points."""
     trial_at: dict[frozenset[tuple[str, float]], FrozenTrial] = {}
     for trial in trials:
         if has_ended(trial):

@@ -1,4 +1,4 @@
-"""Locks by which processes that share a search know which trials run."""
+"""File locks with which processes that share a search know which trials are running."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 class TrialLocks:
-    """Locks of the trials that run, a byte of a file for each.
+    """Locks of running trials, one byte of a file per trial.
 
-    The kernel releases them when the process ends, however it ends.
+    The kernel releases the locks of a process when it exits for any reason.
 
     Args:
-        path: File; created if missing. One object of this class per process and path, because closing the file once
-            releases all locks of the process.
+        path: Lock file, which is created if missing. Use one object of this class per process and path, because closing
+            the file once releases all locks of the process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +24,7 @@ class TrialLocks:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Keep other processes from starting a trial, to which this one might give the same point."""
+        """Prevent other processes from starting a trial, so that no point is sampled twice."""
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, 0, os.SEEK_SET)
         try:
             yield
@@ -32,15 +32,18 @@ class TrialLocks:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, 0, os.SEEK_SET)
 
     def hold(self, number: int) -> None:
-        """Lock a trial."""
+        """Lock a running trial."""
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, number + 1, os.SEEK_SET)
 
     def release(self, number: int) -> None:
-        """Unlock a trial."""
+        """Unlock a trial that has ended."""
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number + 1, os.SEEK_SET)
 
     def is_held_elsewhere(self, number: int) -> bool:
-        """Return whether another process runs a trial, which must not be one of this process."""
+        """Return whether another process is running a trial.
+
+        The trial must not be one of this process.
+        """
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number + 1, os.SEEK_SET)
         except OSError:

@@ -1,4 +1,4 @@
-"""Outcome of a trial, and the order of trials from the best to the worst."""
+"""Outcome of a trial, and ranking of trials from best to worst."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Outcome:
     """Result of one trial.
 
     Attributes:
-        status: `done`; `stopped` early by the pruner; `diverged`, a loss that is not finite, or an accuracy that is no
-            better than guessing at the end; `failed`, an error.
-        reason: Why the trial is not done.
+        status: `done`, `stopped` (by the pruner), `diverged` (the loss is not finite, or the final accuracy is no
+            better than guessing) or `failed` (an error).
+        reason: Reason why the trial is not done.
         value: Objective of a trial that is done.
-        metrics: All that was measured at the end.
+        metrics: All metrics at the end of the trial.
     """
 
     status: Status
@@ -46,18 +46,18 @@ def status_of(trial: FrozenTrial) -> Status:
 
 
 def was_interrupted(trial: FrozenTrial) -> bool:
-    """Return whether the process of a trial ended before the trial did, so that it has to run again."""
-    # A trial that fails by itself says so before its state changes.
+    """Return whether the process of a trial was killed, so that the trial has to run again."""
+    # A trial that fails because of an error records that before its state changes.
     return trial.state == TrialState.FAIL and trial.user_attrs.get("status") != "failed"
 
 
 def has_ended(trial: FrozenTrial) -> bool:
-    """Return whether a trial has ended by itself, well or not."""
+    """Return whether a trial has ended by itself, successfully or not."""
     return trial.state.is_finished() and not was_interrupted(trial)
 
 
 def sort_key(trial: FrozenTrial, direction: StudyDirection) -> tuple[int, float]:
-    """Return a sort key, best first: trials that are done by value, then stopped ones by value, then the others."""
+    """Return a sort key, best first: trials that are done by value, then stopped ones, then the others."""
     status = status_of(trial)
     if status in ("diverged", "failed") or trial.value is None or not math.isfinite(trial.value):
         return 2, 0.0
@@ -68,6 +68,6 @@ def sort_key(trial: FrozenTrial, direction: StudyDirection) -> tuple[int, float]
 
 
 def best_of(trials: Iterable[FrozenTrial], direction: StudyDirection) -> FrozenTrial | None:
-    """Return the best trial that is done, or None. Of equals it is the first."""
+    """Return the best trial that is done, or None. The first of equal trials wins."""
     done = [trial for trial in trials if sort_key(trial, direction)[0] == 0]
     return min(done, key=lambda trial: sort_key(trial, direction), default=None)

@@ -1,4 +1,4 @@
-"""Processes of a trial, one per rank, forked from a server that has imported everything."""
+"""Processes of a trial, one per rank, forked from a server that has already imported everything."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PRELOADED = ["recipes.hyperparams.trial", "recipes.datasets.digits"]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Objective in the course of a trial.
+    """Intermediate value of the objective during a trial.
 
     Attributes:
-        percent: How much of the run is over.
-        value: Objective there.
+        percent: Percentage of the run that is complete.
+        value: Objective at that point.
     """
 
     percent: int
@@ -40,10 +40,10 @@ AskPruner = Callable[[Report], bool]
 
 
 class RunTrial(Protocol):
-    """Function that runs one trial. It is pickled for other processes."""
+    """Protocol of a function that runs one trial. It is pickled for other processes."""
 
     def __call__(self, overrides: tuple[str, ...], ask_pruner: AskPruner) -> Outcome:
-        """Run the trial with these overrides."""
+        """Run the trial with these overrides, and return its outcome."""
 
 
 class TrialProcesses:
@@ -53,10 +53,10 @@ class TrialProcesses:
         run_trial: Function that runs the trial, in every process.
         overrides: Overrides of the trial.
         num_ranks: Number of processes.
-        log: File for all that they print; None leaves it on the terminal.
+        log: File for their output. None leaves it on the terminal.
 
     Attributes:
-        connections: Connections from which a message may be received.
+        connections: Connections that may still receive a message.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TrialProcesses:
         self.connections: list[Connection] = []
         self._ranks: dict[Connection, int] = {}
         self._processes: list[ForkServerProcess] = []
-        # a fork would inherit the threads of this process
+        # a forked process would inherit the state of this process's threads
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         _make_importable()
@@ -87,7 +87,7 @@ class TrialProcesses:
             self._processes.append(process)
 
     def receive(self, connection: Connection) -> Report | Outcome | None:
-        """Return a report, the outcome of the whole trial, or None if a rank ended well before rank zero."""
+        """Return a report, the outcome of the trial, or None if a rank other than zero ended normally."""
         rank = self._ranks[connection]
         try:
             message: Report | Outcome = connection.recv()
@@ -102,7 +102,7 @@ class TrialProcesses:
         return None
 
     def kill(self) -> None:
-        """End all processes. Ranks may wait for one that failed."""
+        """Kill all processes. Ranks may be waiting for one that failed."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -111,7 +111,7 @@ class TrialProcesses:
 
 
 def run_safely(run_trial: RunTrial, overrides: tuple[str, ...], ask_pruner: AskPruner) -> Outcome:
-    """Run a trial and return its outcome. An error of the trial is an outcome too."""
+    """Run a trial and return its outcome. An exception counts as a failed outcome."""
     try:
         return run_trial(overrides, ask_pruner)
     except Exception as error:  # not SystemExit: Lightning turns SIGTERM and Ctrl-C into one
@@ -120,14 +120,17 @@ def run_safely(run_trial: RunTrial, overrides: tuple[str, ...], ask_pruner: AskP
 
 
 def _make_importable() -> None:
-    """Put this checkout on the path of the server, which imports before it knows the path of this process."""
+    """Add this checkout to `PYTHONPATH`, so that the fork server can import it."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(ROOT) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, paths)])
 
 
 def _environments(num_ranks: int) -> list[dict[str, str]]:
-    """Return the variables by which Lightning knows a rank. A trial of one process needs none."""
+    """Return the environment variables of each rank for Lightning.
+
+    A trial with one process needs none.
+    """
     if num_ranks == 1:
         return [{}]
     with socket.socket() as free:
@@ -149,7 +152,7 @@ def _run_rank(
     log: Path | None,
     connection: Connection,
 ) -> None:
-    """Run the trial as one rank, and send its outcome."""
+    """Run the trial as one rank, and send its outcome to the parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)

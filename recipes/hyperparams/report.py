@@ -1,4 +1,4 @@
-"""Result of a search: a row for each trial as it ends, a table of all trials, and a picture."""
+"""Report of a search: a row for each trial as it ends, a table of all trials and a figure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SearchReport:
     """Report of a search.
 
     Attributes:
-        axes: What is searched.
+        axes: Axes of the search.
         objective: Name of the metric that is compared.
         direction: Better direction of the objective.
     """
@@ -50,7 +50,7 @@ class SearchReport:
         return self._line([f"{num_ended} of {num_trials}", *self._cells(trial)])
 
     def table(self, rounds: Rounds) -> str:
-        """Format all trials as a table in Markdown, best first."""
+        """Format all trials as a Markdown table, best first."""
         round_of = {}
         for number, trials in enumerate(rounds, start=1):
             for trial in trials:
@@ -68,7 +68,7 @@ class SearchReport:
         return best_of(self._sorted(rounds), self.direction)
 
     def edges(self, best: FrozenTrial) -> list[str]:
-        """Return the keys whose best value lies at an end of the range, or beyond it."""
+        """Return the keys whose best value lies at an end of the range or beyond it."""
         return [axis.key for axis in self.axes if axis.is_edge(best.params[axis.key])]
 
     def write(self, folder: Path, study: Study, rounds: Rounds) -> None:

@@ -1,4 +1,4 @@
-"""Runner of the trials of a search, several at a time."""
+"""Runner of the trials of a search, several in parallel."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class RunningTrial:
-    """Trial of the study, and the processes that run it."""
+    """Running trial of the study, and its processes."""
 
     trial: Trial
     processes: TrialProcesses
 
     def handle_messages(self, ready: Sequence[Any]) -> Outcome | None:
-        """Answer a report, or return the outcome, that arrived on one of the connections."""
+        """Handle messages that have arrived, and return the outcome of the trial if it is one of them.
+
+        A report is answered with the decision of the pruner.
+        """
         for connection in list(self.processes.connections):
             if connection not in ready:
                 continue
@@ -39,22 +42,22 @@ class RunningTrial:
                 return message
             if isinstance(message, Report):
                 self.trial.report(message.value, step=message.percent)
-                # a process that has died meanwhile is noticed when the connection is read
+                # a process that died in the meantime is noticed when the connection is read
                 with suppress(OSError):
                     connection.send(self.trial.should_prune())
         return None
 
 
 class TrialRunner:
-    """Runner of the trials of a search, several at a time.
+    """Runner of the trials of a search, several in parallel.
 
     Args:
         search: Search that the trials belong to.
         run_trial: Function that runs one trial.
-        num_workers: Number of trials at a time.
-        num_ranks: Number of processes of a trial.
-        budget_s: No trial starts after this many seconds; None sets no limit.
-        log_dir: Directory for what trials print, except the first; None leaves it on the terminal.
+        num_workers: Number of trials that run in parallel.
+        num_ranks: Number of processes per trial.
+        budget_s: Time in seconds after which no trial starts. None sets no limit.
+        log_dir: Directory for the output of all trials except the first. None leaves it on the terminal.
         on_end: Function called with each trial once its outcome is in the study.
     """
 
@@ -80,7 +83,7 @@ class TrialRunner:
         self._running: list[RunningTrial] = []
 
     def run(self) -> None:
-        """Run trials until the search has no more, or no time is left."""
+        """Run trials until the search is complete or its time is over."""
         self._deadline_s = time.monotonic() + self.budget_s
         try:
             while True:
@@ -89,7 +92,7 @@ class TrialRunner:
                     return
                 self._handle_messages()
         finally:
-            # Only an error or Ctrl-C leaves trials here. They run again when the search resumes.
+            # Trials are left here only after an error or Ctrl-C. They run again when the search resumes.
             for running in self._running:
                 running.processes.kill()
 
@@ -110,11 +113,11 @@ class TrialRunner:
         return time.monotonic() >= self._deadline_s
 
     def _must_wait(self) -> bool:
-        """Return whether trials of another process may be followed by trials of this one."""
+        """Return whether this process must wait because trials of other processes are still running."""
         return not self._is_out_of_time() and self.search.others_run()
 
     def _handle_messages(self) -> None:
-        """Handle the messages that have arrived. Without any, wait for them for a while."""
+        """Handle the messages that have arrived, and wait a short time if there are none."""
         connections = []
         for running in self._running:
             connections.extend(running.processes.connections)

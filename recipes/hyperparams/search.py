@@ -1,4 +1,4 @@
-"""Search: an Optuna study in a directory, which processes share."""
+"""Search in the form of an Optuna study in a directory that processes share."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ DIRECTIONS = {"min": StudyDirection.MINIMIZE, "max": StudyDirection.MAXIMIZE}
 class Search:
     """Optuna study in a directory.
 
-    Several searches with the same directory, one after the other or at the same time, share the trials.
+    Several searches with the same directory, one after the other or in parallel, share the trials.
 
     Args:
-        folder: Directory of the journal; created if missing.
-        axes: What is searched.
-        sampler: Sampler of points.
-        num_trials: Number of trials in all. `CoarseToFine` has its own.
-        pruner: Optuna's pruner, or None to let every trial run to its end. A trial reports at percents of its run.
+        folder: Directory of the journal, which is created if missing.
+        axes: Axes to search.
+        sampler: Optuna's sampler of points.
+        num_trials: Total number of trials. `CoarseToFine` determines its own.
+        pruner: Optuna's pruner, or None to let every trial run to its end. A trial reports the percentage of its run as
+            its step.
         mode: `min` for a loss, `max` for an accuracy.
         settings: Hash of the configuration that all trials share.
 
@@ -76,13 +77,13 @@ class Search:
         if isinstance(sampler, CoarseToFine):
             self._coarse_to_fine = sampler
             self.num_trials = sampler.num_trials
-            # a round around an end of the grid goes beyond it
+            # a round around a point at the edge of the grid goes beyond the edge
             axes = [axis.widened() for axis in axes]
         self._distributions: dict[str, BaseDistribution] = {
             axis.key: axis.distribution() for axis in axes
         }
         if self.study.trials:
-            sampler.reseed_rng()  # with the same seed it would propose the points of the first trials again
+            sampler.reseed_rng()  # with the same seed the sampler would propose the first points again
 
     def _check_settings(self, folder: Path, settings: str) -> None:
         saved_settings = self.study.user_attrs.get("settings")
@@ -96,7 +97,7 @@ class Search:
             )
 
     def rounds(self) -> list[list[FrozenTrial]]:
-        """Return the trials that have ended, by round."""
+        """Return the trials that have ended, grouped by round."""
         if self._coarse_to_fine is not None:
             return self._coarse_to_fine.rounds(self.study)
         return [[trial for trial in self.study.get_trials(deepcopy=False) if has_ended(trial)]]
@@ -117,7 +118,7 @@ class Search:
             return trial
 
     def end_trial(self, trial: Trial, outcome: Outcome) -> FrozenTrial:
-        """Write the outcome of a trial, and return the trial."""
+        """Record the outcome of a trial, and return the trial."""
         trial.set_user_attr("status", outcome.status)
         trial.set_user_attr("reason", outcome.reason)
         trial.set_user_attr("metrics", dict(outcome.metrics))
@@ -127,7 +128,7 @@ class Search:
         return ended
 
     def others_run(self) -> bool:
-        """Return whether another process runs a trial of this search."""
+        """Return whether another process is running a trial of this search."""
         with self._locks.starting():
             self._fail_interrupted()
             return any(trial.number not in self._held for trial in self._running_trials())
@@ -153,7 +154,7 @@ class Search:
 
 
 def _journal(path: Path) -> JournalStorage:
-    """Open a journal, without the half line that a killed process may have left at its end."""
+    """Open the journal after removing an incomplete last line, which a killed process may have left."""
     lock = JournalFileOpenLock(str(path))
     lock.acquire()
     try:

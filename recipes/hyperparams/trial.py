@@ -1,4 +1,4 @@
-"""Trial of a configuration of `recipes/train.py` with some keys changed."""
+"""Trial of a search: a run of `recipes/train.py` with some keys changed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 @contextmanager
 def _no_other_hydra() -> Iterator[None]:
-    """Remove the search's own Hydra, which holds one configuration per process, while a trial's is composed."""
+    """Deactivate the search's Hydra instance while the configuration of a trial is composed.
+
+    Hydra holds one configuration per process.
+    """
     state = GlobalHydra.instance()
     outer = state.hydra
     state.hydra = None
@@ -50,10 +53,10 @@ def compose_trial(overrides: Sequence[str]) -> DictConfig:
 
 
 def configured(overrides: Sequence[str], *, run_dir: str) -> DictConfig:
-    """Compose the configuration of a trial, and check it.
+    """Compose and validate the configuration of a trial.
 
     Raises:
-        ValueError: A `???` is left, or the trial would need several hosts.
+        ValueError: A required value is missing, or the trial would need several hosts.
     """
     cfg = compose_trial([*overrides, f"run_dir='{run_dir}'"])
     config_check.check(cfg, keys.TRAIN_KEYS)
@@ -71,7 +74,7 @@ def num_ranks_of(cfg: DictConfig) -> int:
 
 
 def settings_of(base: Sequence[str], *, objective: str, mode: str) -> str:
-    """Return eight letters that change with the configuration that all trials share.
+    """Return a short hash of the configuration that all trials share.
 
     Args:
         base: Overrides of every trial.
@@ -84,10 +87,9 @@ def settings_of(base: Sequence[str], *, objective: str, mode: str) -> str:
 
 
 class Watch(Callback):
-    """Callback that reports the objective, and ends a trial that has diverged or that the pruner stops.
+    """Callback that reports the objective, and ends a trial that diverges or that the pruner stops.
 
-    Validation may be as rare as the trial likes. The training loss is read every `log_every_n_steps` steps and at the
-    end.
+    Validation may be as rare as needed. The training loss is read every `log_every_n_steps` steps and at the end.
 
     Args:
         objective: Name of a metric that validation logs.
@@ -102,7 +104,7 @@ class Watch(Callback):
         self.reason = ""
 
     def end(self, status: Status, reason: str) -> None:
-        """Set the status of a trial that is not done."""
+        """Record the status and reason of a trial that is not done."""
         self.status = status
         self.reason = reason
 
@@ -114,19 +116,19 @@ class Watch(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Check the loss, as often as a log would."""
+        """Check at logged steps, and at the end, that the loss is finite."""
         is_last = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
-        # To read the loss waits for the device: therefore only as often as a log, and once at the end.
+        # Reading the loss waits for the device: do so only at logged steps, and once at the end.
         if not is_last and trainer.global_step % trainer.log_every_n_steps != 0:  # type: ignore[attr-defined]
             return
-        # The mean over all ranks: a rank that trained on would wait for the others forever.
+        # Averaged over ranks, so that all stop together: a rank that continued would wait for the others forever.
         loss = float(trainer.strategy.reduce(outputs["loss"].clone(), reduce_op="mean"))
         if not math.isfinite(loss):
             self.end("diverged", f"train/loss is {loss} at step {trainer.global_step}")
             trainer.should_stop = True
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report the objective, and stop where it is not finite or the pruner says so."""
+        """Report the objective, and stop if it is not finite or the pruner says so."""
         is_in_training = trainer.state.fn is TrainerFn.FITTING and not trainer.sanity_checking
         if (
             not is_in_training
@@ -152,12 +154,14 @@ class Watch(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTrial:
-    """Trial of `recipes/train.py`: a fit, a validation, and a test unless `trainer.limit_test_batches` is 0.
+    """Trial of `recipes/train.py`: a fit, a validation and, by default, a test.
+
+    The test is skipped if `trainer.limit_test_batches` is 0.
 
     Attributes:
-        base: Overrides of every trial. A trial's own come after them.
+        base: Overrides of every trial. The overrides of a single trial come after them.
         objective: Name of a metric that validation logs.
-        run_dir: Directory of the trials, each of which writes into a folder of its own, if at all.
+        run_dir: Directory of the trials. Each trial writes into its own folder, if it writes anything.
     """
 
     base: tuple[str, ...]
@@ -165,7 +169,7 @@ class TrainTrial:
     run_dir: str
 
     def __call__(self, overrides: tuple[str, ...], ask_pruner: AskPruner) -> Outcome:
-        """Run the trial with these overrides."""
+        """Run the trial with these overrides, and return its outcome."""
         _silence_lightning()
         launch.register_resolvers()
         folder = Path(self.run_dir) / ",".join(overrides)
@@ -181,7 +185,7 @@ class TrainTrial:
         if watch.status != "done":
             return Outcome(status=watch.status, reason=watch.reason, metrics=metrics)
 
-        # The last validation of the fit is that of the final weights only if it came at the very end.
+        # The last validation during the fit used the final weights only if it ran at the very end.
         validated: Mapping[str, Any] = trainer.callback_metrics
         if watch.last_report is None or watch.last_report.percent < 100:
             validated = trainer.validate(module, data, verbose=False)[0]
@@ -210,9 +214,10 @@ class TrainTrial:
 
 
 def is_at_chance(accuracy: float, chance: float) -> bool:
-    """Return whether an accuracy is that of guessing, up to a tenth of it: classes are not equally frequent.
+    """Return whether an accuracy is no better than guessing, within a tolerance of 10 %.
 
-    A network whose units are all dead answers with one class, and its loss is finite.
+    The tolerance is needed because classes are not equally frequent. A network whose units are all dead always predicts
+    the same class, and its loss is finite.
 
     >>> is_at_chance(0.105, 0.1), is_at_chance(0.12, 0.1)
     (True, False)
@@ -225,7 +230,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _silence_lightning() -> None:
-    """Silence Lightning's lines about devices and loaders, which would bury the rows of the search."""
+    """Silence Lightning's messages about devices and loaders, which would hide the rows of the search."""
     launch.ignore_lightning_warnings()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

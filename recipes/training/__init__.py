@@ -1,1 +1,1 @@
-"""Module, configuration, resume and tracking of `train`."""
+"""Training of the recipes: modules, callbacks, loggers, checkpoint resumption and comparison of runs."""

@@ -1,4 +1,4 @@
-"""Trainer, module and data of a configuration."""
+"""Construction of the trainer, LightningModule and data module from a configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipes.training import keys, mfu, resume, tracking
 from recipes.training.classifier import Classifier
 from recipes.training.fully_sharded import FullyShardedStrategy, ShardedClassifier
 
-launch.register_resolvers()  # here, since programs and tests that compose `train` import this module
+launch.register_resolvers()  # registered here because all programs and tests that compose `train` import this module
 
 OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded channels_last compile".split()
 
@@ -27,15 +27,19 @@ OPTIONS = "warmup_epochs warmup_steps label_smoothing trust_ratio decay_excluded
 def build(
     cfg: DictConfig, ckpt_path: str | None = None
 ) -> tuple[pl.Trainer, Classifier, pl.LightningDataModule]:
-    """Build everything a run needs, checked as far as possible before any process is started."""
+    """Build the trainer, module and data module, and validate them before any process starts.
+
+    Raises:
+        ValueError: A value of the configuration is invalid.
+    """
     keys.check_precision(cfg)
     config_check.check(cfg, keys.TRAIN_KEYS)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
-    # Data first: a missing folder shows before a large network is made.
+    # Data first: a missing folder is reported before a large network is built.
     data: pl.LightningDataModule = instantiate(cfg.data)
     optimizer = instantiate(cfg.optim)
     schedule = instantiate(cfg.schedule)
-    # a wrong argument shows here
+    # raises here if an argument is wrong
     schedule(optimizer([nn.Parameter(torch.zeros(1))]), total_steps=2, warmup_steps=1)
     trainer: pl.Trainer = instantiate(
         cfg.trainer,

@@ -22,7 +22,7 @@ from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.optim import param_groups
 
 log = logging.getLogger(__name__)
-# of an epoch, of a run: our choice; the default recipe has 9 and 270
+# Few steps per epoch and per run, chosen by us. The default recipe has 9 and 270.
 FEW_STEPS = 10
 MANY_STEPS = 200
 
@@ -30,26 +30,31 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Classifier(pl.LightningModule):
-    """Module that trains a network to name the class of an image, or masked tokens, whose classes are the vocabulary.
+    """LightningModule that trains a classifier of images, or of masked tokens.
+
+    For masked tokens, the classes are the vocabulary.
 
     Args:
-        model: Images `"batch channels height width"`, or `datasets.text`'s inputs -> logits `"batch num_classes"`.
-        optimizer: Makes the optimizer out of parameter groups.
-        weight_decay: Decay of weights; biases and normalisation get none.
-        schedule: Makes the schedule out of `(optimizer, total_steps=, warmup_steps=)`; it steps once per update.
-        warmup_epochs: Warm-up of the learning rate, in epochs; may be a fraction. None: see `warmup_steps`.
-        warmup_steps: The same in optimizer steps, instead.
+        model: Network that maps images `"batch channels height width"`, or the inputs of `datasets.text`, to logits
+            `"batch num_classes"`.
+        optimizer: Function that creates the optimizer from parameter groups.
+        weight_decay: Weight decay of the weights. Biases and normalisation parameters get none.
+        schedule: Function that creates the schedule from `(optimizer, total_steps=, warmup_steps=)`. The schedule
+            advances once per optimizer step.
+        warmup_epochs: Warm-up of the learning rate in epochs, which may be a fraction. None: use `warmup_steps`.
+        warmup_steps: Warm-up of the learning rate in optimizer steps. None: use `warmup_epochs`.
         num_classes: Number of classes, for the accuracy.
-        label_smoothing: Part of a training target that is spread evenly over all classes (Szegedy et al. 2015,
-            arXiv:1512.00567). The loss in validation is of the plain targets.
-        trust_ratio: False = every layer learns at the bare learning rate: an ablation.
-        decay_excluded: True = weight decay for biases and normalisation too: the paper's ablation.
-        channels_last: Network and images in that memory layout, which tensor cores are faster with; the same numbers up
-            to the order of summation.
-        compile: `torch.compile` the network, at its first batch.
+        label_smoothing: Fraction of a training target that is spread evenly over all classes (Szegedy et al. 2015,
+            arXiv:1512.00567). The validation loss uses the plain targets.
+        trust_ratio: False disables the trust ratio for all layers, as an ablation.
+        decay_excluded: True applies weight decay to biases and normalisation parameters too, as in the paper's
+            ablation.
+        channels_last: Use the channels-last memory format for network and images, which is faster on tensor cores.
+            Results are equal up to the order of summation.
+        compile: Compile the network with `torch.compile` at its first batch.
 
     Raises:
-        ValueError: Both or none of `warmup_epochs` and `warmup_steps`, or an option that breaks its rule.
+        ValueError: Both or none of `warmup_epochs` and `warmup_steps` are given, or an option is out of range.
     """
 
     def __init__(
@@ -91,12 +96,12 @@ class Classifier(pl.LightningModule):
         self.label_smoothing = label_smoothing
         self.trust_ratio = trust_ratio
         self.decay_excluded = decay_excluded
-        # by default a nan would be left out of the mean
+        # by default torchmetrics would leave NaN out of the mean
         self.val_loss = MeanMetric(nan_strategy="disable")
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
         self.test_acc = MulticlassAccuracy(num_classes, average="micro")
-        self._planned_steps: dict[str, int] = {}  # of the schedule
-        has_top5 = num_classes > 5  # else it is 1
+        self._planned_steps: dict[str, int] = {}  # lengths of the schedule
+        has_top5 = num_classes > 5  # with five classes or fewer it would always be 1
         self.val_acc_top5 = (
             MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
         )
@@ -105,19 +110,19 @@ class Classifier(pl.LightningModule):
         )
 
     def forward(self, images: Any) -> Tensor:
-        """Return logits, fp32 at least whatever the network computes in: the loss is fp32 before any mean."""
-        if isinstance(images, Tensor):  # and no text
+        """Return the logits in fp32 or fp64, so that the loss is computed in full precision."""
+        if isinstance(images, Tensor):  # images, and not a pair of tensors for text
             images = images.contiguous(memory_format=self.memory_format)
         logits: Tensor = self.model(images)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the cross entropy of this rank's batch, with smoothed labels where asked."""
+        """Return the cross entropy of this rank's batch, with label smoothing if it is enabled."""
         images, labels = batch
         return F.cross_entropy(self(images), labels.flatten(), label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss on the plain labels and accuracy. The metrics add up over batches and ranks."""
+        """Log the loss on the plain labels and the accuracy, averaged over batches and ranks."""
         images, labels = batch
         logits = self(images)
         labels = labels.flatten()
@@ -130,7 +135,7 @@ class Classifier(pl.LightningModule):
             self.log(m.VAL_ACC_TOP5, self.val_acc_top5, on_step=False, on_epoch=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log accuracy, top-1 and top-5."""
+        """Log the top-1 and top-5 test accuracy."""
         images, labels = batch
         logits = self(images)
         labels = labels.flatten()
@@ -141,7 +146,7 @@ class Classifier(pl.LightningModule):
             self.log(m.TEST_ACC_TOP5, self.test_acc_top5, on_step=False, on_epoch=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Make the optimizer on the parameter groups, and the schedule over all steps of the run."""
+        """Create the optimizer on the parameter groups, and the schedule for all steps of the run."""
         groups = param_groups(self, weight_decay=self.weight_decay)
         rank_zero_info(groups.report())
         adapted, excluded = groups
@@ -167,16 +172,17 @@ class Classifier(pl.LightningModule):
                 f"an epoch has {steps_per_epoch} steps, and the run {total_steps}: a network learns little in so few. "
                 "Set a smaller global_batch_size, or for images of your own recipe=small_images."
             )
-        # A short run, as a test of three steps, may end within its warm-up.
+        # A short run, such as a test of three steps, may end during its warm-up.
         warmup_steps = min(asked or 0, total_steps - 1)
         self._planned_steps = {"total_steps": total_steps, "warmup_steps": warmup_steps}
         schedule = self.schedule(optimizer, **self._planned_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Follow the schedule of this run's length, and warn if the run resumes from a checkpoint of another length.
+        """Adapt a resumed schedule to the length of this run, and warn if the checkpoint had another length.
 
-        A schedule loads its length with its state: the run would train on at the end of the other run's schedule.
+        A schedule restores its length with its state. Without this, a longer run would continue training beyond the end
+        of the schedule in the checkpoint.
         """
         schedule: Any = self.lr_schedulers()
         saved_steps = {name: getattr(schedule, name, None) for name in self._planned_steps}
@@ -202,10 +208,10 @@ class Classifier(pl.LightningModule):
             )
 
     def _num_steps(self) -> tuple[int, int]:
-        """Return the steps of an epoch, and of the run.
+        """Return the number of optimizer steps of an epoch and of the run.
 
-        Not `trainer.estimated_stepping_batches`: that makes Lightning 2.6 keep a loader from before the checkpoint is
-        read, and a run resumed in mid-epoch then begins its epoch again, without a word.
+        `trainer.estimated_stepping_batches` is not used: with it Lightning 2.6 keeps a data loader from before the
+        checkpoint is read, and a run resumed in the middle of an epoch would silently repeat its epoch.
         """
         trainer = self.trainer
         num_batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Comparison of runs: curves over steps and over time, final metrics, differing configurations."""
+"""Comparison of runs: curves over steps and over time, final metrics and differing keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recipes.cli.usage import command
 
 TEMPLATE = Path(__file__).parent / "templates" / "comparison.html"
 FILES = ("summary.json", "curves.json")
-# Title, metric, unit, whether it is drawn over time too.
+# Title, metric, unit, and whether the curve is also drawn over time.
 PANELS = (
     ("Training loss", m.TRAIN_LOSS, "", True),
     ("Validation loss", m.VAL_LOSS, "", True),
@@ -32,7 +32,7 @@ PANELS = (
 )
 RESULTS = ("test", "val")
 """Groups of metrics that come first."""
-MOST_POINTS = 80  # of a curve in a picture: a noisy loss is drawn as means of several
+MOST_POINTS = 80  # per curve in a figure; longer curves are drawn as averages of several points
 _OF_THE_PLACE = ("run_dir", "default_root_dir", "dirpath", "save_dir")
 """Keys that hold where a run was written: they differ between any two."""
 _OF_HYDRA = ("_partial_", "_recursive_", "_convert_", "_args_")
@@ -43,7 +43,7 @@ _COPY = ".kept."
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Finished run: `summary.json` and `curves.json` of its directory."""
+    """Finished run, read from `summary.json` and `curves.json` of its directory."""
 
     name: str
     folder: Path
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Flat configuration: keys as on the command line, and the name of the class for each part that has one."""
+        """Flat configuration with dotted keys and, for each part with a `_target_`, the name of its class."""
         config = {}
         for key, value in html_page.flatten(self.summary["config"] or {}).items():
             parent, _, name = key.rpartition(".")
@@ -65,7 +65,10 @@ class Run:
         return config
 
     def over_time(self, name: str) -> list[tuple[float, float]]:
-        """Return a curve against seconds since training began, interpolated between steps whose time is known."""
+        """Return a curve against the seconds since training began.
+
+        Times are interpolated between steps whose time is known.
+        """
         elapsed = self.curves.get(m.ELAPSED_S, ())
         if not elapsed:
             return []
@@ -82,10 +85,11 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) -> list[Run]:
-    """Read the runs of these folders, in their order.
+    """Read the finished runs of these folders, in the given order.
 
     Raises:
-        ValueError: No folder, one that is given twice or is no run's, a file that is torn, a name too few or too many.
+        ValueError: There is no folder, a folder is given twice or does not contain a run, a file is damaged, or the
+            number of names is wrong.
     """
     if not folders:
         raise ValueError(
@@ -111,10 +115,10 @@ def read_runs(folders: Sequence[Path], *, names: Sequence[str] | None = None) ->
 
 
 def read_run(folder: Path, *, name: str) -> Run:
-    """Read one run.
+    """Read one finished run.
 
     Raises:
-        ValueError: The folder is none, or no run's; a file is torn or not a run's.
+        ValueError: The folder does not exist or does not contain a run, or a file is damaged.
     """
     files = []
     for file in FILES:
@@ -150,7 +154,7 @@ def read_run(folder: Path, *, name: str) -> Run:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return names that distinguish folders: their paths below the one that contains all.
+    """Return names that distinguish folders: their paths relative to the common parent folder.
 
     >>> short_names([Path("/runs/a/0"), Path("/runs/b/0")]), short_names([Path("/runs/a")])
     (['a/0', 'b/0'], ['a'])
@@ -163,7 +167,10 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return configuration keys whose values differ, None where a run has none. Not those of the place."""
+    """Return the values of each configuration key that differs between runs.
+
+    The value is None for a run without the key. Keys of output directories are left out.
+    """
     configs = [run.config for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     differences = {}
@@ -176,7 +183,10 @@ def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def final_metrics(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return, by metric, each run's last value, and its best where one is best, or None if a run has none."""
+    """Return the last value of each metric for every run, and the best value where one is recorded.
+
+    The value is None for a run that does not have the metric.
+    """
     names = dict.fromkeys(name for run in runs for name in run.summary["metrics"])
     values = {}
     for name in names:
@@ -187,7 +197,7 @@ def final_metrics(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def text_table(runs: Sequence[Run]) -> str:
-    """Format final accuracy, throughput and time for the terminal."""
+    """Format final accuracy, throughput and time of each run as a table for the terminal."""
     rows: list[tuple[str, ...]] = [
         ("run", "steps", "val/acc best", "test/acc", "images/s", "time s")
     ]
@@ -214,7 +224,7 @@ def text_table(runs: Sequence[Run]) -> str:
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """Return a panel for each curve that was measured over steps, and for losses and accuracy over time."""
+    """Return a figure panel for each recorded curve, over steps and in some cases over time."""
     panels = list[Panel]()
     for title, name, unit, is_timed in PANELS:
         by_step = {run.name: run.curves.get(name, []) for run in runs}
@@ -259,7 +269,10 @@ def _draw(
 
 
 def marked_metrics(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return a row for each final metric in its unit, results first, with the best of each row marked."""
+    """Return a table row for each final metric, with its unit and the best value marked.
+
+    Test and validation metrics come first.
+    """
     rows = []
     for name, values in final_metrics(runs).items():
         metric = m.metric_of(name.removesuffix(", best"))
@@ -287,7 +300,7 @@ def marked_metrics(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def html(runs: Sequence[Run], panels: Sequence[Panel], *, title: str) -> str:
-    """Format the page: final metrics, pictures, differing keys, the runs' folders."""
+    """Format the comparison as an HTML page: final metrics, figures, differing keys and folders."""
     return html_page.render(
         TEMPLATE,
         title=title,
@@ -303,7 +316,7 @@ def html(runs: Sequence[Run], panels: Sequence[Panel], *, title: str) -> str:
 
 
 def write_comparison(folder: Path, runs: Sequence[Run], *, title: str) -> None:
-    """Write `report.html`, which needs no other file, and `report.json` into `folder`."""
+    """Write the self-contained page `report.html`, and `report.json`, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "runs": [{"name": run.name, "folder": str(run.folder)} for run in runs],

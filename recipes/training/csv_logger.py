@@ -1,4 +1,4 @@
-"""Logger of metrics as CSV, which a resumed run neither repeats nor leaves out."""
+"""CSV logger whose file a resumed run continues without duplicate or missing rows."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lightning_hybrid.atomic_file import atomic_path, part_path, sync
 
 
 class _Writer(ExperimentWriter):
-    """Lightning's writer, with a file that is always whole: a kill or a full disk loses no row of it.
+    """CSV writer that keeps the file complete even if the process is killed or the disk is full.
 
-    Rows that the disk does not take stay here until it does; training goes on.
+    Rows that cannot be written stay in memory until the disk has space. Training continues.
     """
 
     is_failing = False
 
     def save(self) -> None:
-        """Write the new rows."""
+        """Write the new rows to the file."""
         if not self.metrics:
             return
         path = Path(self.metrics_file_path)
@@ -53,14 +53,14 @@ class _Writer(ExperimentWriter):
 
 
 class CSVRows(CSVLogger):
-    """Lightning's `CSVLogger`, with a file that a resumed run continues.
+    """CSV logger that continues the file of an earlier run, based on Lightning's `CSVLogger`.
 
-    Lightning's deletes what an earlier run has left in the file. This keeps the rows that the checkpoint knows, and
-    drops those that were written after it: the resumed run writes them again.
+    Lightning's logger deletes what an earlier run left in the file. This one keeps the rows that the checkpoint counts,
+    and drops later ones, because the resumed run writes them again.
 
     Args:
-        num_rows_kept: Rows of the file that the checkpoint knows; 0 = a new file.
-        **kwargs: As in `CSVLogger`.
+        num_rows_kept: Number of rows of the file that the checkpoint counts. 0 starts a new file.
+        **kwargs: Arguments of `CSVLogger`.
     """
 
     def __init__(self, *, num_rows_kept: int = 0, **kwargs: Any) -> None:
@@ -71,11 +71,11 @@ class CSVRows(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Writer. The first access cuts the file to the rows that the checkpoint knows."""
+        """Writer of the CSV file. The first access truncates the file to the rows that the checkpoint counts."""
         if self._experiment is None:
             path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
             part = part_path(path)
-            # A kill between the deletion by Lightning and the rename below leaves only the part.
+            # If the process is killed between Lightning's deletion and the rename below, only the part file exists.
             kept_rows = read_rows(path if path.is_file() else part)[: self._num_rows_kept]
             if len(kept_rows) < self._num_rows_kept:
                 rank_zero_warn(
@@ -85,7 +85,7 @@ class CSVRows(CSVLogger):
                 )
             columns = sorted({name for row in kept_rows for name in row})
             if kept_rows:
-                # moved below: Lightning's writer first deletes the file itself
+                # renamed below, because Lightning's writer first deletes the file
                 write_rows(part, kept_rows, columns)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Experiment logs directory")
@@ -98,17 +98,17 @@ class CSVRows(CSVLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Log one more row."""
+        """Log one row of metrics."""
         super().log_metrics(metrics, step)
         self.num_rows += 1
 
     @rank_zero_only
     def sync(self) -> None:
-        """Write all rows so far to the disk, as the checkpoint that counts them will be."""
+        """Flush all logged rows to the disk, so that a checkpoint can count them."""
         self.save()
         path = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
         if path.is_file():
-            # the checkpoint itself says what its disk does not do
+            # writing the checkpoint reports errors of this disk
             with (
                 suppress(OSError),
                 path.open("rb") as file,
@@ -117,7 +117,7 @@ class CSVRows(CSVLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Close as Lightning does. Warn of the number of lost rows."""
+        """Close the logger, and warn if rows could not be written."""
         super().finalize(status)
         if self._experiment is not None and self._experiment.metrics:
             rank_zero_warn(
@@ -126,7 +126,7 @@ class CSVRows(CSVLogger):
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Read the rows of a CSV file with a header, or None if there is no file."""
+    """Read the rows of a CSV file with a header, or an empty list if there is no file."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
@@ -134,7 +134,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
-    """Write a CSV file whole or not at all."""
+    """Write a CSV file atomically."""
     with atomic_path(path) as part, part.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
@@ -143,19 +143,19 @@ def write_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> No
 
 
 def _append(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
-    """Append all of the rows, or none."""
+    """Append all rows to a CSV file, or none if the disk is full."""
     num_bytes = path.stat().st_size
     try:
         with path.open("a", newline="") as file:
             csv.DictWriter(file, columns).writerows(rows)
     except OSError:
-        # A disk that fills up takes part of the rows; the next try would repeat these.
+        # A disk that fills up accepts only some of the rows, which the next attempt would write again.
         os.truncate(path, num_bytes)
         raise
 
 
 def num_rows_of(logger: Any) -> int | None:
-    """Count the rows that a logger has, or None for loggers without a count."""
+    """Return the number of rows that a logger has written, or None for loggers without a count."""
     if isinstance(logger, CSVRows):
         logger.sync()
         return logger.num_rows
@@ -168,15 +168,15 @@ def num_rows_of(logger: Any) -> int | None:
 
 
 def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
-    """Return what Lightning will log of the step just made, where it has not yet.
+    """Return the metrics of the last step that Lightning has not logged yet, or None if all are logged.
 
-    `ModelCheckpoint` writes after a step before Lightning 2.6 hands the step's metrics to the loggers: a run that is
-    resumed from there never would.
+    Lightning 2.6 lets `ModelCheckpoint` save after a step before it passes the metrics of that step to the loggers. A
+    run that resumes from this checkpoint would never log them.
     """
     loop = trainer.fit_loop.epoch_loop
     connector = trainer._logger_connector
     progress: Any = loop.batch_progress.current
-    # Between `processed` and `completed` the step is done, and its metrics are not logged yet.
+    # Between `processed` and `completed`, the step has been made and its metrics are not logged yet.
     is_between = trainer.training and progress.processed > progress.completed
     if not is_between or loop._should_accumulate() or not connector.should_update_logs:
         return None
@@ -194,7 +194,7 @@ def row_to_come(trainer: pl.Trainer) -> dict[str, Any] | None:
 
 
 def go_on(logger: Any, num_rows: int | None, row: dict[str, Any] | None) -> None:
-    """Let a logger of a resumed run count on from the checkpoint, and log the row that the checkpoint preceded."""
+    """Continue a logger at the row count of the checkpoint, and log the row that was missing there."""
     if num_rows and type(logger).__name__ == "WandbLogger":
         logger.experiment.log({}, step=num_rows)
     if row is not None:

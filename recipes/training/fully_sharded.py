@@ -1,4 +1,4 @@
-"""FSDP2 for the networks of the recipes: weights, gradients and optimizer state in shards over all ranks."""
+"""FSDP2 strategy for the recipes: weights, gradients and optimizer state are sharded over all ranks."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ from recipes.training.gathered_blocks import gathered_alone
 
 
 class ShardedClassifier(Classifier):
-    """A `Classifier` whose network is sharded by the strategy."""
+    """`Classifier` whose network is sharded by `FullyShardedStrategy`."""
 
-    # Of its own: Lightning treats every module with this hook as one that may be sharded.
+    # A separate class, because Lightning treats every module with this hook as one that may be sharded.
     def configure_model(self) -> None:
-        """Shard the network, once."""
+        """Shard the network over all ranks, once."""
         strategy: Any = self.trainer.strategy
         strategy.shard_(self.model)
 
 
 class FullyShardedStrategy(HostShards, ModelParallelStrategy):
-    """Lightning's `ModelParallelStrategy` with all ranks data-parallel, and one file per checkpoint.
+    """FSDP2 strategy with all ranks data-parallel and one file per checkpoint.
 
-    The module gives its network to `shard_`, in `configure_model`, as `ShardedClassifier` does.
+    Based on Lightning's `ModelParallelStrategy`. The module passes its network to `shard_` in `configure_model`, as
+    `ShardedClassifier` does.
 
     Args:
-        offload: Whether weights, gradients and optimizer state are in the host's memory, where the optimizer then
-            steps; the device has what is gathered.
-        reshard_after_forward: Whether gathered weights are freed after forward and gathered again in backward.
-        timeout: Of every collective.
-        checkpoint_io: Writes checkpoints, whole on rank zero; None: `DurableCheckpointIO`.
-        loss_scale: Of `precision="16-true"`, which `ShardedHalfPrecision` carries out.
+        offload: Keep weights, gradients and optimizer state in host memory and run the optimizer there. The device
+            holds only the gathered weights.
+        reshard_after_forward: Free gathered weights after forward and gather them again in backward.
+        timeout: Timeout of every collective.
+        checkpoint_io: Plugin that writes the complete checkpoint on rank zero. None: `DurableCheckpointIO`.
+        loss_scale: Loss scale of `precision="16-true"`, which `ShardedHalfPrecision` implements.
     """
 
     def __init__(
@@ -66,36 +67,36 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        """The precision in force."""
+        """Precision plugin in use."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        """Put half precision on fp32 shards in the place of Lightning's plain one."""
+        """Replace Lightning's plain half precision by half precision with fp32 master shards."""
         self._precision_plugin = with_masters(plugin, ShardedHalfPrecision, self.loss_scale)
 
     def teardown(self) -> None:
-        """End the run, with all checkpoints on the disk."""
+        """Tear down the strategy after all checkpoints are on the disk."""
         try:
             super().teardown()
         finally:
             self.checkpoint_io.teardown()
 
     def setup_environment(self) -> None:
-        """Start the processes' group, with a mesh over all ranks."""
-        # Lightning's "auto" is a node's worth of tensor parallelism, and data parallelism between nodes.
+        """Start the process group with a device mesh over all ranks."""
+        # Lightning's "auto" would use tensor parallelism within a node and data parallelism only between nodes.
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
     def shard_(self, network: nn.Module) -> None:
-        """Shard `network` over all ranks, in place: its blocks, each gathered on its own, and what is left.
+        """Shard `network` over all ranks in place, with each block gathered separately.
 
-        A block has a matrix or a kernel, and is a layer of an `nn.ModuleList`, as Transformers have them; where there
-        is none, a child of the network, or of an `nn.Sequential` in it. Called again, it does nothing, as
-        `configure_model` must.
+        A block has at least one parameter with two or more dimensions. Blocks are the layers of `nn.ModuleList`s, as in
+        Transformers. Without an `nn.ModuleList`, they are the children of the network, or of an `nn.Sequential` in it.
+        A second call does nothing, as Lightning requires of `configure_model`.
 
         Raises:
-            ValueError: A weight is not contiguous, as `channels_last` makes it.
+            ValueError: A weight is not contiguous, for example because of `channels_last`.
         """
         if isinstance(network, FSDPModule):
             return
@@ -107,7 +108,7 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
                 )
         options: dict[str, Any] = {"mesh": self.device_mesh["data_parallel"]}
         options["reshard_after_forward"] = self.reshard_after_forward
-        if self.offload:  # copies overlap the work only from and to pinned memory, which is CUDA's
+        if self.offload:  # copies overlap with computation only for pinned memory, which needs CUDA
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
         blocks = gathered_alone(network)
         if isinstance(self.precision_plugin, ShardedHalfPrecision):
@@ -120,19 +121,22 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a whole file into the shards, also one of `ddp` and `hybrid_allreduce`. Every rank reads it."""
+        """Load a complete checkpoint into the shards, including those of `ddp` and `hybrid_allreduce`.
+
+        Every rank reads the file.
+        """
         checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         assert self.model is not None
         assert self.lightning_module is not None
         options = StateDictOptions(
             full_state_dict=True, strict=self.lightning_module.strict_loading
         )
-        # Cut here, with no word to others: torch does not where shards are on the host and buffers on the device.
+        # Sharded here without communication: torch does not support shards on the host with buffers on the device.
         own_state = get_model_state_dict(self.model)
         weights = checkpoint["state_dict"]
         cut = {name: _cut(whole, like=own_state.get(name)) for name, whole in weights.items()}
         set_model_state_dict(self.model, cut, options=StateDictOptions(strict=options.strict))
-        # No optimizers: to validate or to test.
+        # There are no optimizers when validating or testing.
         for optimizer, saved in zip(
             self.optimizers, checkpoint.get("optimizer_states", ()), strict=False
         ):
@@ -141,19 +145,19 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
         return checkpoint
 
     def on_validation_start(self) -> None:
-        """Make buffers those of rank zero."""
+        """Broadcast the buffers of rank zero to all ranks."""
         self._broadcast_buffers()
 
     def on_test_start(self) -> None:
-        """Make buffers those of rank zero."""
+        """Broadcast the buffers of rank zero to all ranks."""
         self._broadcast_buffers()
 
     def on_predict_start(self) -> None:
-        """Make buffers those of rank zero."""
+        """Broadcast the buffers of rank zero to all ranks."""
         self._broadcast_buffers()
 
     def _broadcast_buffers(self) -> None:
-        # FSDP2 leaves BatchNorm's running statistics to each rank; checkpoints have those of rank zero, as under DDP.
+        # With FSDP2 each rank has its own BatchNorm running statistics. Checkpoints contain rank zero's, as in DDP.
         assert self.model is not None
         for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)

@@ -1,4 +1,7 @@
-"""Blocks of a network that FSDP2 gathers on their own. `simulate` asks for them too, and starts without Lightning."""
+"""Blocks of a network that FSDP2 gathers separately.
+
+`simulate` uses this module too, and must start without importing Lightning.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from torch import nn
 
 
 def gathered_alone(network: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a network that are gathered on their own, as `FullyShardedStrategy.shard_` says."""
+    """Return the blocks of a network that FSDP2 gathers separately.
+
+    `FullyShardedStrategy.shard_` describes them.
+    """
     candidates: list[nn.Module] = []
     for module in network.modules():
         if isinstance(module, nn.ModuleList):

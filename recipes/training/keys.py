@@ -1,4 +1,4 @@
-"""Keys of conf/train.yaml, and what each must hold: the parts by what they make, the rest by type and range."""
+"""Keys of conf/train.yaml with the type and range of their values."""
 
 from __future__ import annotations
 
@@ -61,11 +61,17 @@ TRAIN_KEYS: dict[str, Any] = {
 }
 
 
-SMALL_IMAGE = 64  # pixels of a side, up to which the small networks of conf/model are meant
+SMALL_IMAGE = (
+    64  # largest image side, in pixels, that the small networks of conf/model are meant for
+)
 
 
 def check_precision(cfg: DictConfig) -> None:
-    """Raise `ValueError` where `precision` is none of Lightning's, or none that the strategy computes in."""
+    """Raise if `precision` is not a precision of Lightning, or not supported by the strategy.
+
+    Raises:
+        ValueError: The precision is unknown or not supported.
+    """
     preflight.check_values({"precision": cfg.precision})
     is_sharded = str(cfg.strategy.get("_target_")).endswith("FullyShardedStrategy")
     if is_sharded and str(cfg.precision) not in (
@@ -82,11 +88,11 @@ def check_precision(cfg: DictConfig) -> None:
 
 
 def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer) -> nn.Module:
-    """Make the configured network, and refuse it where it does not take what `data` gives.
+    """Build the configured network, and raise if it does not fit the images and classes of `data`.
 
     Raises:
-        ValueError: It does not, or it has fewer logits than `data` has classes, or `data` has fewer images than a step
-            takes. The message says all that has to be set.
+        ValueError: The network does not accept the images, it has fewer logits than `data` has classes, or `data` has
+            fewer images than a step needs. The message gives all keys to set.
     """
     model: nn.Module = instantiate(cfg.model)
     if getattr(model, "node_slices", ()) and not isinstance(
@@ -125,17 +131,17 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
             f"`model.num_classes` (={cfg.model.num_classes}) must be at least the number of classes of "
             f"{type(data).__name__} (={num_classes}): the others would have no logit. Set {' '.join(also)}."
         )
-    # refuses more than there are
+    # raises if the batch has more images than the dataset
     EpochOrder(num_images=num_images, global_batch_size=batch, seed=0, **parts)
     return model
 
 
 def _fitting(cfg: DictConfig, shape: Sequence[int]) -> str:
-    """Return what to set so that the network takes such images: all of it, so that the next start is the last."""
+    """Return the overrides that make the network fit images of this shape."""
     channels, size, _ = shape
     is_for_one_size = "image_size" in cfg.model
     if is_for_one_size and cfg.model.in_channels != channels == 3 and size > SMALL_IMAGE:
-        return "model=resnet50"  # made for them; the small networks would be slow, and no better
+        return "model=resnet50"  # suited to large images; the small networks would be slower and no better
     if is_for_one_size:
         has_size = [f"model.image_size={size}"]
     else:

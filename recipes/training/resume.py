@@ -1,4 +1,4 @@
-"""Choice of the checkpoint to resume: the newest whole one, of the same configuration, the same on every rank."""
+"""Selection of the checkpoint to resume from, and checks that it fits the configuration on every rank."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ NO_INFLUENCE = {"model.checkpoint_activations", "model.slice_fc"}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCandidate:
-    """File that looks like a checkpoint of a whole training state."""
+    """Checkpoint file with a complete training state that a run could resume from."""
 
     path: Path
     global_step: int
 
     @property
     def age(self) -> tuple[int, int]:
-        """Sort key, larger for the newer: by steps, and among those of one step by the clock."""
+        """Sort key that is larger for newer checkpoints: the step, then the modification time."""
         return self.global_step, self.path.stat().st_mtime_ns
 
 
 def checkpoint(cfg: DictConfig) -> str | None:
-    """Return the checkpoint that `resume` asks for, once it is known to fit. None = start from scratch.
+    """Return the path of the checkpoint that `resume` selects, or None to start from scratch.
 
     Raises:
-        ValueError: There is no such file, none of those there is whole, or it is of another configuration.
+        ValueError: The file does not exist, all checkpoints are damaged, or the checkpoint has another configuration.
     """
     path = _asked_for(cfg.resume, Path(cfg.run_dir))
     if path is not None and (now := saved_configuration(cfg)) is not None:
@@ -68,19 +68,20 @@ def _asked_for(resume: str | None, run_dir: Path) -> Path | None:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Return the checkpoint in `folder` of the most steps whose checksum is right, or None if there is no checkpoint.
+    """Return the newest undamaged checkpoint in `folder`, or None if there is no checkpoint.
 
-    Damaged ones, and such as hold more than plain data, are named in a warning and passed over.
+    The newest one has the most steps. Checkpoints that are damaged, or contain more than plain data, are skipped with a
+    warning.
 
     Raises:
-        ValueError: There are some, and none is whole: a new run would write over them without a word.
+        ValueError: All checkpoints are damaged. A new run would silently overwrite them.
     """
     paths = {path.resolve() for path in folder.glob("*.ckpt") if path.is_file()}
     refused: list[str] = []
     candidates = [
         candidate for path in sorted(paths) if (candidate := _look_at(path, refused)) is not None
     ]
-    # Checksums read whole files: therefore the newest first, and no further than the first whole one.
+    # A checksum reads the whole file: start with the newest file, and stop at the first one that is undamaged.
     for candidate in sorted(candidates, key=lambda each: each.age, reverse=True):
         try:
             check_whole(candidate.path)
@@ -99,7 +100,7 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def _look_at(path: Path, refused: list[str]) -> CheckpointCandidate | None:
-    """Read how far the checkpoint is, or None for weights alone, and for what cannot be read."""
+    """Read the step of a checkpoint, or return None if it is unreadable or contains only weights."""
     try:
         content = load_unchecked(path, map_location="cpu", mmap=True)
     except (DamagedCheckpointError, RefusedCheckpointError) as error:
@@ -114,7 +115,7 @@ def _look_at(path: Path, refused: list[str]) -> CheckpointCandidate | None:
 
 
 class Configuration(Callback):
-    """Callback that saves, in the checkpoint, the configuration that a resumed run must have.
+    """Callback that saves the configuration in the checkpoint, for comparison when a run resumes.
 
     Args:
         kept: Saved parts of the configuration, as plain data.
@@ -124,12 +125,12 @@ class Configuration(Callback):
         self.kept = kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the configuration."""
+        """Return the saved parts of the configuration."""
         return {"kept": self.kept}
 
 
 def saved_configuration(cfg: DictConfig) -> dict[str, Any] | None:
-    """Return what `Configuration` would save of this run, or None if it is taken out."""
+    """Return the configuration that `Configuration` saves, or None if the callback is disabled."""
     node = (cfg.callbacks or {}).get("configuration")
     if node is None:
         return None
@@ -137,10 +138,12 @@ def saved_configuration(cfg: DictConfig) -> dict[str, Any] | None:
 
 
 def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
-    """Compare the run's configuration with the one in a checkpoint. One without passes.
+    """Raise if the run's configuration differs from the one in a checkpoint.
+
+    A checkpoint without a configuration is accepted.
 
     Raises:
-        ValueError: Names the first key that differs, and how many more do.
+        ValueError: The message names the first key that differs, and the other ones.
     """
     content = load_unchecked(path, map_location="cpu", mmap=True)
     before = content.get("callbacks", {}).get(Configuration.__name__, {}).get("kept")
@@ -163,7 +166,7 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
 
 
 def differences(before: Any, now: Any) -> list[str]:
-    """Return dotted keys at which two configurations differ.
+    """Return the dotted keys at which two configurations differ.
 
     >>> differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 0}, "e": 4})
     ['a.c', 'd', 'e']
@@ -189,24 +192,28 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class SameCheckpoint(Callback):
-    """Callback that compares over ranks what each will resume from. Every rank must have it.
+    """Callback that checks that all ranks resume from the same checkpoint. Every rank must use it.
 
-    Each rank looks into the run directory by itself. Where that is not one directory, or one that some see late, ranks
-    would go on from different places, or wait for others for ever.
+    Each rank searches the run directory by itself. If ranks see different directories, or a file system that is updated
+    late, they would resume from different steps or wait for each other forever.
 
     Args:
-        ckpt_path: What this rank resumes from.
+        ckpt_path: Checkpoint that this rank resumes from.
 
     Raises:
-        ValueError: In `setup`, on every rank: says what each found.
+        ValueError: Raised in `setup` on every rank if the checkpoints differ. The message says which checkpoint each
+            rank found.
     """
 
     def __init__(self, ckpt_path: str | None) -> None:
         self.ckpt_path = ckpt_path
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Compare the checkpoints of all ranks. Collective."""
-        # `setup` of the test comes after the fit, with the same file.
+        """Compare the checkpoints of all ranks.
+
+        Collective: every rank must call it.
+        """
+        # The test runs its own `setup` after the fit, with the same file.
         if stage != "fit" or trainer.world_size < 2 or not dist.is_initialized():
             return
         paths: list[str | None] = [None] * trainer.world_size

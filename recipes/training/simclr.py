@@ -1,4 +1,4 @@
-"""SimCLR as a LightningModule: two views of each image must find one another. Then probes say what was learnt."""
+"""SimCLR as a LightningModule, with a nearest-neighbour probe and a linear probe of the features."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ from lightning_hybrid.checks import require_number, require_whole
 from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
 from recipes.training.classifier import Batch, Classifier
 
-KNN_TEMPERATURE = 0.07  # of Wu et al. 2018 (arXiv:1805.01978)
+KNN_TEMPERATURE = 0.07  # from Wu et al. 2018 (arXiv:1805.01978)
 
 
 class SimCLR(Classifier):
-    """Module that trains a network without labels, over the images of all ranks (Chen et al. 2020, arXiv:2002.05709).
+    """Self-supervised SimCLR module with negatives from all ranks (Chen et al. 2020, arXiv:2002.05709).
 
         h = the network without its last layer;   z = projector(h)
         loss = InfoNCE of both views of all images of a step
 
-    Labels are for probes alone, which are given the h of training images, as their loader has them in epoch 0.
-    Validation logs the accuracy of the nearest neighbours, the test that of a linear layer (`test/acc`) and of the
-    nearest neighbours (`test/acc_knn`).
+    Labels are used only by the probes, which get the features h of training images in the order of epoch 0. Validation
+    logs the accuracy of the nearest-neighbour probe. The test logs the accuracy of a linear layer (`test/acc`) and of
+    the nearest neighbours (`test/acc_knn`).
 
     Args:
-        temperature: Of the loss.
-        features: Of z.
-        chunk: Images whose two views pass through the network at a time: what BatchNorm sees, and what memory holds.
-        least_area: Of a view, as a part of the image's.
-        jitter: Most by which gain and level of each channel change; 0 = off. There is no blur: our choice.
-        flip: Flip half of the views left to right.
-        num_neighbours: Of the probe.
-        max_probe_images: Training images that a rank gives to the probes, at most.
-        options: As in `Classifier`.
+        temperature: Temperature of the loss.
+        features: Number of features of z.
+        chunk: Number of images whose two views pass through the network at a time. It determines the BatchNorm
+            statistics and the memory.
+        least_area: Minimum area of a view, as a fraction of the image's area.
+        jitter: Maximum relative change of gain and level of each channel. 0 disables it. There is no blur, which is our
+            choice.
+        flip: Flip half of the views horizontally.
+        num_neighbours: Number of neighbours of the probe.
+        max_probe_images: Maximum number of training images per rank for the probes.
+        options: Arguments of `Classifier`.
 
     Raises:
-        ValueError: An argument breaks its rule.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -85,32 +87,32 @@ class SimCLR(Classifier):
         self.test_acc_knn = MulticlassAccuracy(self.num_classes, average="micro")
 
     def embed(self, views: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Return z of both views of some images, which BatchNorm sees together."""
+        """Return z of both views of some images. BatchNorm sees both views together."""
         return self.projector(self(torch.cat(views))).chunk(2)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss of all ranks' images."""
+        """Return the contrastive loss over the images of all ranks."""
         images, _ = batch
         loss: Tensor = self.global_batch(self.embed, tuple(self.view(images) for _ in range(2)))
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Compute h of training images."""
+        """Compute the features of training images for the nearest-neighbour probe."""
         self.bank = self._features_of_training_images()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the accuracy of nearest neighbours."""
+        """Log the accuracy of the nearest-neighbour probe."""
         images, labels = batch
         self.val_acc(knn(self(images), *self.bank, self.num_neighbours, self.num_classes), labels)
         self.log(m.VAL_ACC, self.val_acc, on_step=False, on_epoch=True, prog_bar=True)
 
     def on_test_epoch_start(self) -> None:
-        """Compute h of training images, and fit a linear layer to them."""
+        """Compute the features of training images, and fit a linear layer to them."""
         self.bank = self._features_of_training_images()
         self.probe = linear_probe(*self.bank, self.num_classes)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the accuracies of the linear layer and of nearest neighbours."""
+        """Log the accuracies of the linear probe and of the nearest-neighbour probe."""
         images, labels = batch
         h = self(images)
         self.test_acc(self.probe(h), labels)
@@ -120,7 +122,10 @@ class SimCLR(Classifier):
 
     @torch.no_grad()
     def _features_of_training_images(self) -> tuple[Tensor, Tensor]:
-        """Return h and labels, of as many images of each rank. Collective."""
+        """Return features and labels of training images, the same number from each rank.
+
+        Collective: every rank must call it.
+        """
         trainer: Any = self.trainer
         loader = trainer.datamodule.train_dataloader()
         features = []
@@ -128,7 +133,7 @@ class SimCLR(Classifier):
         for batch in loader.every_image():
             images, labels = trainer.strategy.batch_to_device(batch)
             with trainer.precision_plugin.forward_context():
-                # the loader may fill its memory again
+                # cloned because the loader may reuse its memory
                 features.append((self(images).clone(), labels.clone()))
             if sum(map(len, next(zip(*features, strict=True)))) >= num_images:
                 break
@@ -137,7 +142,10 @@ class SimCLR(Classifier):
 
 
 def of_all_ranks(rows: Tensor) -> Tensor:
-    """Return the rows of all ranks, of which each has as many. Collective."""
+    """Return the concatenated rows of all ranks, each of which has the same number.
+
+    Collective: every rank must call it.
+    """
     if not dist.is_initialized():
         return rows
     parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
@@ -146,7 +154,9 @@ def of_all_ranks(rows: Tensor) -> Tensor:
 
 
 def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool) -> Tensor:
-    """Cut a random square part out of each image, enlarge it again, and change gain and level of each channel.
+    """Return a random augmented view of each image.
+
+    A square part is cut out at random and enlarged again, and gain and level of each channel change.
 
     >>> images = torch.rand(2, 3, 8, 8)
     >>> torch.allclose(random_view(images, least_area=1.0, jitter=0.0, flip=False), images, atol=1e-6)
@@ -154,7 +164,7 @@ def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool)
     """
 
     def uniform(*shape: int) -> Tensor:
-        return 2 * torch.rand(len(images), *shape, device=images.device) - 1  # from -1 to 1
+        return 2 * torch.rand(len(images), *shape, device=images.device) - 1  # uniform from -1 to 1
 
     side = (1 - (1 - least_area) * (1 + uniform()) / 2).sqrt()
     affine = torch.zeros(len(images), 2, 3, device=images.device)
@@ -169,7 +179,10 @@ def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool)
 
 
 def knn(h: Tensor, bank: Tensor, labels: Tensor, num_neighbours: int, num_classes: int) -> Tensor:
-    """Return a score for each class: the sum of exp(cosine / 0.07) over neighbours of the class (Wu et al. 2018)."""
+    """Return nearest-neighbour scores for each class (Wu et al. 2018).
+
+    The score is the sum of exp(cosine / 0.07) over the neighbours of the class.
+    """
     cosines = F.normalize(h) @ F.normalize(bank).T
     weights, nearest = cosines.topk(min(num_neighbours, len(bank)))
     votes = (weights.float() / KNN_TEMPERATURE).exp()
@@ -179,7 +192,10 @@ def knn(h: Tensor, bank: Tensor, labels: Tensor, num_neighbours: int, num_classe
 def linear_probe(
     bank: Tensor, labels: Tensor, num_classes: int, *, decay: float = 1e-4
 ) -> nn.Module:
-    """Fit a logistic regression on standardised features. Every rank gets the same."""
+    """Fit a logistic regression on standardised features.
+
+    All ranks compute the same result.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         bank = bank.clone()
         labels = labels.clone()

@@ -1,4 +1,4 @@
-"""Tracker of a run: what it receives, how a resumed run continues in it, and errors for a server out of reach."""
+"""Setup of loggers: logged configuration, resumed tracker runs, and errors if a server is unreachable."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ STEP_METRIC = "trainer/global_step"
 
 
 class TrackerRun(Callback):
-    """Callback that saves in the checkpoint how far the loggers are, so that a resumed run continues there.
+    """Callback that saves the state of the loggers in checkpoints, so that a resumed run continues them.
 
-    The id of the tracker's run; of W&B's, where it sends or writes anything. The rows that CSV and W&B have: what a
-    killed run logged after the checkpoint is dropped from the CSV, and written again with the same numbers by W&B. And
-    the row that Lightning has not logged yet when the checkpoint of a step is written.
+    It saves three things: the id of the W&B run, the number of rows that CSV and W&B have, and the row that Lightning
+    has not logged yet when the checkpoint of a step is written. Rows that a killed run logged after its checkpoint are
+    dropped from the CSV file, and W&B writes them again with the same numbers.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class TrackerRun(Callback):
         self._resumed: dict[str, Any] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Note the trainer whose loggers are asked."""
+        """Store the trainer, whose loggers are saved."""
         self._trainer = trainer
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue where the checkpoint was."""
+        """Continue the loggers at the row count of the checkpoint."""
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 num_rows = self._resumed.get("num_rows", {}).get(type(logger).__name__)
@@ -54,7 +54,7 @@ class TrackerRun(Callback):
         self._resumed = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the id (None without a tracker that has one), rows by logger, the row to come."""
+        """Return the W&B run id or None, the rows of each logger, and the row that is not logged yet."""
         trainer = self._trainer
         state: dict[str, Any] = {"run_id": self.run_id}
         if trainer is not None and trainer.loggers:
@@ -67,34 +67,43 @@ class TrackerRun(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore. A run that began has an id by now. One with another logger saves the checkpoint's for later."""
+        """Restore the state. A run id that already exists is kept.
+
+        A run with another logger keeps the id of the checkpoint for later.
+        """
         self._resumed = state_dict
         if self.run_id is None:
             self.run_id = state_dict["run_id"]
 
 
 def saved_run_id(ckpt_path: str | None) -> str | None:
-    """Return the run id in a checkpoint, or None if it has none. Raises as `saved_state`."""
+    """Return the W&B run id in a checkpoint, or None if it has none.
+
+    Raises:
+        ValueError: As in `saved_state`.
+    """
     run_id: str | None = saved_state(ckpt_path).get("run_id")
     return run_id
 
 
 def saved_state(ckpt_path: str | None) -> dict[str, Any]:
-    """Return what `TrackerRun` saved in a checkpoint, of which nothing else is read. Nothing where it has none.
+    """Return the state that `TrackerRun` saved in a checkpoint, or an empty dictionary if there is none.
 
     Raises:
-        ValueError: The file is no checkpoint.
+        ValueError: The file is not a complete checkpoint.
     """
     if ckpt_path is None:
         return {}
     try:
-        # Mapped, so that only the small callback state is read; weights only, so that no code runs.
+        # Memory-mapped, so that only the small callback state is read. `weights_only`, so that no code is executed.
         checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
         state: dict[str, Any] = checkpoint.get("callbacks", {}).get(TrackerRun.__name__, {})
     except (
         Exception
-    ) as error:  # torch raises anything here: RuntimeError, UnpicklingError, EOFError, KeyError
-        if "weights_only" in str(error):  # whole, but with objects of the user's own
+    ) as error:  # torch may raise RuntimeError, UnpicklingError, EOFError or KeyError here
+        if "weights_only" in str(
+            error
+        ):  # complete, but it contains objects of the user's own classes
             rank_zero_warn(
                 f"the tracker's run id in {ckpt_path} cannot be read: the tracker begins a new run"
             )
@@ -108,12 +117,12 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
 
 
 def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None:
-    """Make the configured logger. W&B's continues the run of the checkpoint, unless `logger.id` names another.
+    """Create the configured logger. W&B's continues the run of the checkpoint, unless `logger.id` is set.
 
-    Where wandb is not installed metrics go to a CSV file, with a warning: it is the default logger, not a wish.
+    If wandb is not installed, metrics go to a CSV file with a warning, because W&B is the default logger.
 
     Raises:
-        ValueError: TensorBoard was asked for and is not installed; the checkpoint cannot be read.
+        ValueError: TensorBoard is configured and not installed, or the checkpoint cannot be read.
     """
     target = str((cfg.logger or {}).get("_target_", ""))
     if target.endswith("TensorBoardLogger") and not any(
@@ -142,12 +151,12 @@ def logger_of(cfg: DictConfig, *, ckpt_path: str | None = None) -> Logger | None
 
 
 def begin(trainer: pl.Trainer, cfg: DictConfig, *, overrides: Sequence[str]) -> None:
-    """Give loggers and report resolved configuration, overrides and state of the code, before training.
+    """Send the resolved configuration, overrides and code state to loggers and reports, before training.
 
-    W&B's run begins here, while nothing waits for this process yet.
+    The W&B run starts here, because no other rank waits for this process yet.
 
     Raises:
-        ValueError: W&B refuses the key, or cannot be reached.
+        ValueError: W&B rejects the key, or cannot be reached.
     """
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     content = config | {"overrides": list(overrides), "code": code_state(Path(__file__).parent)}
@@ -180,7 +189,10 @@ def _begin_wandb(trainer: pl.Trainer, logger: Any) -> None:
 
 @rank_zero_only
 def send_report(trainer: pl.Trainer, run_dir: str) -> None:
-    """Give W&B the page of the run as an artifact, where it is online: offline it would copy it next to itself."""
+    """Upload the HTML page of the run to W&B as an artifact, if W&B is online.
+
+    Offline, W&B would copy the page next to itself.
+    """
     page = Path(run_dir, "run.html")
     for logger in trainer.loggers:
         if type(logger).__name__ == "WandbLogger" and page.exists():

@@ -1,1 +1,1 @@
-"""Agrees on who takes part in an elastic run: who is lost, who joins, and which step all have after each change."""
+"""Membership protocol by which the hosts of an elastic run agree on who takes part."""

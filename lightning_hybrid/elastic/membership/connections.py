@@ -1,4 +1,4 @@
-"""JSON messages between ranks, one a line, over sockets that one thread serves for a rank."""
+"""Connections that carry JSON messages between ranks, one per line, all served by one thread per rank."""
 
 from __future__ import annotations
 
@@ -19,28 +19,32 @@ from lightning_hybrid.elastic.membership.view import Settings
 
 log = logging.getLogger(__name__)
 
-LIMIT = 64 * 1024  # bytes of a message
+LIMIT = 64 * 1024  # maximum bytes of a message
 
-# What a connection may hold back for a peer that does not read: one that is stopped, and soon lost.
+# Maximum bytes that are buffered for a peer that does not read, such as a stopped process that is soon lost.
 MOST_UNSENT = 4 * 1024 * 1024
 
-# How a dead process shows. Other errors are of the network, and no proof.
+# Errors that prove the death of the other process. Other errors may be those of the network.
 DEATH = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 
-# Ranks of one host give each other fewer signs of life: the kernel tells of an end, and each sign wakes a thread.
+# Ticks per heartbeat between ranks of one host. Their heartbeats are rarer than those between hosts, because the kernel
+# reports the end of a process, and each heartbeat wakes a thread.
 TICKS_WITHIN_HOST = 4
 
-# How long a connection may stay without a greeting, and how long `close` waits until the last words are sent.
+# Seconds that a connection may stay without a greeting, and that `close` waits for unsent messages.
 GREETING_S = 10.0
 LAST_WORDS_S = 0.5
 
 
 class MalformedError(ValueError):
-    """Error for bytes that are not a message."""
+    """Error for received data that is not a valid message."""
 
 
 class Connection(asyncio.Protocol):
-    """One socket, connected or about to be, of a `SocketThread`. What comes before `trust` goes to its `greet`."""
+    """Connection to another rank over one socket of a `SocketThread`.
+
+    The socket may still be connecting. Messages that arrive before `trust` is called go to the thread's `greet`.
+    """
 
     def __init__(self, sock: socket.socket, thread: SocketThread) -> None:
         sock.setblocking(False)
@@ -61,14 +65,26 @@ class Connection(asyncio.Protocol):
     def trust(
         self, peer: str, read: Callable[[dict[str, Any]], None], ended: Callable[[bool], None]
     ) -> None:
-        """Give all further messages to `read`, and say to `ended` whether the process at the other end surely died."""
+        """Accept the peer, and set the callbacks for its messages and for the end of the connection.
+
+        Args:
+            peer: Name of the peer, for log messages.
+            read: Called with each further message.
+            ended: Called when the connection ends, with True if the process at the other end has certainly died.
+        """
         self.peer = peer
         self.is_trusted = True
         self._read = read
         self._ended = ended
 
     def send(self, **message: Any) -> None:
-        """Send a message, now or as soon as the socket takes it."""
+        """Send a message as soon as the socket accepts it.
+
+        The message is dropped if `MOST_UNSENT` bytes are unsent already.
+
+        Raises:
+            MalformedError: The message is longer than `LIMIT` bytes.
+        """
         line = json.dumps(message).encode() + b"\n"
         if len(line) > LIMIT:
             raise MalformedError(
@@ -81,7 +97,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(line)
 
     def num_unsent(self) -> int:
-        """Return how many bytes the socket has not taken."""
+        """Return the number of bytes that the socket has not accepted yet."""
         return self._transport.get_write_buffer_size() if self.is_connected else 0
 
     def drop(self) -> None:
@@ -91,13 +107,13 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: Any) -> None:
-        """Send what was held back."""
+        """Send the messages that were buffered while the socket was connecting."""
         self._transport = transport
         self.is_connected = True
         transport.write(self._unsent)
 
     def data_received(self, data: bytes) -> None:
-        """Read the messages that have come. Others close the connection."""
+        """Read the messages that have arrived, and close the connection if one is malformed."""
         *lines, self._received = (self._received + data).split(b"\n")
         try:
             if max(map(len, [*lines, self._received])) > LIMIT:
@@ -117,20 +133,25 @@ class Connection(asyncio.Protocol):
             self.drop()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell of the end, where it is not this rank that has closed it."""
+        """Report the end of the connection, unless this rank has closed it."""
         self.sock.close()
         if self._thread.sockets.pop(self.sock, None):
             self._ended(error is None or getattr(error, "errno", 0) in DEATH)
 
 
 class SocketThread:
-    """One rank's part. All but `post` and `close` happens in its thread, which ends with `close`.
+    """Thread that serves all membership sockets of one rank.
 
-    `deliver` gets, in this thread: `("view", proposal)`, `("change", why)`, `("isolated", why)`, `("refused", why)`,
-    and `("lost", why)` where a rank of this host is gone.
+    Everything except `start`, `post` and `close` runs in this thread, which ends with `close`.
+
+    Args:
+        settings: Membership settings of this rank.
+        deliver: Callback for events, called in this thread: `("view", proposal)`, `("change", why)`,
+            `("isolated", why)`, `("refused", why)`, and `("lost", why)` if a rank of this host has died.
+        *listeners: Sockets on which other ranks connect.
     """
 
-    key = ""  # of this host, once known
+    key = ""  # key of this host, once known
 
     def __init__(
         self, settings: Settings, deliver: Callable[[str, Any], None], *listeners: socket.socket
@@ -148,16 +169,25 @@ class SocketThread:
     # ---- what differs ------------------------------------------------------------------------------------------------
 
     def greet(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Take a first message."""
+        """Read the first message of a connection, which the base class always rejects.
+
+        Raises:
+            MalformedError: The message is not a valid greeting.
+        """
         raise MalformedError("no greeting")
 
     def tick(self, now: float, is_late: bool) -> None:
-        """Send due heartbeats and expire silent peers. `is_late`: this thread paused too long to hear the others."""
+        """Send due heartbeats, and expire silent peers.
+
+        Args:
+            now: Current time in seconds.
+            is_late: Whether this thread was paused so long that it may not have read the messages of others.
+        """
         raise NotImplementedError
 
     @property
     def pause_s(self) -> float:
-        """Time between two ticks."""
+        """Seconds between two ticks."""
         return self._settings.tick_s
 
     # ---- from any thread ---------------------------------------------------------------------------------------------
@@ -167,12 +197,12 @@ class SocketThread:
         self._thread.start()
 
     def post(self, command: Callable[..., object], *arguments: Any) -> None:
-        """Run a command in the thread, soon."""
-        with suppress(RuntimeError):  # it has ended
+        """Schedule a function call in the thread, or do nothing if the thread has ended."""
+        with suppress(RuntimeError):  # the thread has ended
             self._loop.call_soon_threadsafe(command, *arguments)
 
     def close(self) -> None:
-        """Send what is unsent, for a short time. End the thread and close all sockets."""
+        """Send unsent messages for a short time, then end the thread and close all sockets."""
         self.post(self._end.cancel)
         if self._thread is not threading.current_thread():
             self._thread.join(2 * LAST_WORDS_S + self._settings.tick_s)
@@ -180,7 +210,12 @@ class SocketThread:
     # ---- in the thread -----------------------------------------------------------------------------------------------
 
     def open(self, sock: socket.socket, address: str = "") -> Connection:
-        """Take a socket that is connected, or begin to connect it to an "ip:port"."""
+        """Create a connection from a socket.
+
+        Args:
+            sock: The socket.
+            address: "ip:port" to which the socket begins to connect. Empty: the socket is connected.
+        """
         self.sockets[sock] = connection = Connection(sock, self)
         connection.opening = self._loop.create_task(self._open(connection, address))
         return connection
@@ -201,7 +236,7 @@ class SocketThread:
         return [connection for connection in self.sockets.values() if connection]
 
     def _crash(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        # No caller can catch it: all sockets close at once, as if this rank died.
+        # No caller can catch this error, so all sockets close at once, as if this rank had died.
         if not self._end.done():
             self._end.set_exception(context.get("exception") or RuntimeError(context["message"]))
             self._close_all()
@@ -258,20 +293,26 @@ def _closer(of_thread: weakref.ref[SocketThread]) -> Callable[[], None]:
 
 
 def split(address: str) -> tuple[str, int]:
-    """Return ip and port of an "ip:port"."""
+    """Split an address "ip:port" into its IP address and port."""
     ip, _, port = address.rpartition(":")
     return ip, int(port)
 
 
 def own_ip_towards(address: str) -> str:
-    """Return the address of the interface through which `address` is reached. Nothing is sent."""
+    """Return the IP address of the local interface through which `address` is reached.
+
+    Nothing is sent.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(split(address))
         return str(probe.getsockname()[0])
 
 
 def listen(address: Any, family: int = socket.AF_INET) -> socket.socket | None:
-    """Listen on one address, or None if it is another host's, or taken."""
+    """Return a socket that listens on an address, or None if the address is not available.
+
+    The address belongs to another host then, or is already in use.
+    """
     try:
         return socket.create_server(address, family=family, backlog=128)
     except OSError as error:

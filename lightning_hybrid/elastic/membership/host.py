@@ -1,4 +1,4 @@
-"""Membership of the first rank of a host, which represents its host to the other hosts."""
+"""Membership thread of the first rank of a host, which represents the host to the other hosts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Answer:
-    """Answer of an address of `meet`.
+    """Latest answer from one of the addresses in `meet`.
 
     Attributes:
         host: Key of the host to join.
         is_running: Whether that host has a run.
-        time_s: Time of the answer.
+        time_s: Time at which the answer arrived, in seconds.
     """
 
     host: str
@@ -118,11 +118,11 @@ class Host(SocketThread):
         self._num_ticks = 0
 
     def come(self, committed: int, store: str = "", local: int = 0) -> None:
-        """Note that a rank of this host waits for a view.
+        """Record that a rank of this host waits for the next membership view.
 
         Args:
-            committed: Number of steps that the rank has, or -1.
-            store: "ip:port" of a fresh store, from the first rank.
+            committed: Number of steps that the rank has completed, or -1 if it lacks the state of the run.
+            store: "ip:port" of a new TCP store, from the first rank.
             local: Local rank.
         """
         self._since_s = monotonic()
@@ -130,20 +130,20 @@ class Host(SocketThread):
         self._act()
 
     def end_view(self, why: str) -> None:
-        """End the current view on all hosts, unless it has ended."""
+        """End the current membership view on all hosts, unless it has ended already."""
         if not self.machine.has_ended:
             self.machine.end_view(why)
             self._act()
 
     def leave(self) -> None:
-        """Leave the run as planned, and tell the other hosts and the ranks of this host."""
+        """Leave the run without an error, and notify the other hosts and the ranks of this host."""
         self.machine.leave()
         for connection in self._ranks.values():
             connection.send(kind="bye")
         self._act()
 
     def waits_for(self) -> str:
-        """Return a text that says why the next view has not been agreed yet."""
+        """Describe the ranks or hosts that the next membership view is waiting for."""
         machine = self.machine
         late_ranks = sorted(set(range(self._settings.ranks_per_host)) - set(machine.committed))
         if late_ranks:
@@ -164,7 +164,7 @@ class Host(SocketThread):
         return f"more hosts: `min_hosts` is {self._settings.min_hosts}"
 
     def _waits_for_hosts(self) -> str:
-        """Return a text with the answer of each address of `meet`, and the number of hosts that a run needs."""
+        """Describe which addresses of `meet` answer, and how many hosts are present and needed."""
         settings = self._settings
         now = monotonic()
         texts = []
@@ -190,7 +190,7 @@ class Host(SocketThread):
         )
 
     def _act(self) -> None:
-        """Carry out the actions that the state machine has queued, in order."""
+        """Execute the actions that the state machine has queued, in order."""
         while self.machine.out:
             action, *arguments = self.machine.out.pop(0)
             if action == "send":
@@ -208,13 +208,19 @@ class Host(SocketThread):
     # ---- to other hosts ----------------------------------------------------------------------------------------------
 
     def _peer(self, host: str) -> Connection:
-        """Return the connection to another host, and open it if there is none."""
+        """Return the outgoing connection to another host, and open it if there is none."""
         if host not in self._peers:
             self._peers[host] = self._connect(address_of(host), host, _CALLER)
         return self._peers[host]
 
     def _connect(self, address: str, peer: str, meet_index: int) -> Connection:
-        """Open a connection to a host, or to an address of `meet` if the peer's key is unknown (empty)."""
+        """Open a connection to another host, and send a greeting.
+
+        Args:
+            address: "ip:port" of the host.
+            peer: Key of the host, or empty if only its address in `meet` is known.
+            meet_index: Index of the address in `meet`, or `_CALLER`.
+        """
         connection = self.open(socket.socket(), address)
         connection.trust(
             peer or address,
@@ -225,7 +231,7 @@ class Host(SocketThread):
         return connection
 
     def _read_answer(self, meet_index: int, message: dict[str, Any]) -> None:
-        """Store the address of a run that another host answers, or deliver its refusal."""
+        """Store another host's answer with the host to join, or deliver its refusal."""
         if message["kind"] == "refused":
             self._deliver_to_ranks("refused", message["why"])
         elif message["kind"] != "at":
@@ -234,7 +240,7 @@ class Host(SocketThread):
             self._answers[meet_index] = _Answer(message["host"], message["is_running"], monotonic())
 
     def _has_closed(self, host: str, meet_index: int, is_dead: bool) -> None:
-        """Note that an outgoing connection has ended."""
+        """Handle the end of an outgoing connection."""
         if host:
             del self._peers[host]
             self._has_ended(host, is_dead)
@@ -245,11 +251,14 @@ class Host(SocketThread):
             self._refused.add(meet_index)
 
     def _has_ended(self, host: str, is_dead: bool) -> None:
-        """Note that a connection from or to a host has ended. A host that leaves says so on its own connection."""
+        """Handle the end of a connection from or to another host.
+
+        A host that leaves without an error says goodbye on its own connection.
+        """
         if not is_dead:
             return
         if self._has_connection_from(host):
-            # Its goodbye may be unread there: sockets end in any order, and each alone keeps the order of its bytes.
+            # A goodbye may be unread there, because sockets end in any order and only bytes of one socket are ordered.
             self._ended_s.setdefault(host, monotonic())
         else:
             self._lose_dead(host)
@@ -269,7 +278,10 @@ class Host(SocketThread):
         self._act()
 
     def _lose_hosts_without_goodbye(self, now: float) -> None:
-        """Mark hosts as lost that closed a connection a tick ago: everything they had sent by then has been read."""
+        """Mark hosts as lost that closed a connection at least one tick ago without a goodbye.
+
+        Everything that they had sent by then has been read.
+        """
         for host, ended_s in list(self._ended_s.items()):
             if now - ended_s >= self._settings.tick_s:
                 self._lose_dead(host)
@@ -291,7 +303,11 @@ class Host(SocketThread):
             )
 
     def _greet_rank(self, connection: Connection, local: int) -> None:
-        """Accept another rank of this host, if it is a process of the same user."""
+        """Accept a connection from another rank of this host if it is a process of the same user.
+
+        Raises:
+            MalformedError: The process belongs to another user, or the local rank is connected already.
+        """
         credentials = connection.sock.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
         )
@@ -310,7 +326,7 @@ class Host(SocketThread):
         connection.send(kind="hello", key=self.key)
 
     def _refuse(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Refuse a host whose token differs, and tell it the differing settings."""
+        """Refuse a host whose token differs, and send it the settings that differ."""
         token, refused_token = differing_parts(self._settings.token, str(message["token"]))
         log.warning(
             "elastic: refused host %s: its `token` is %s, and not %s",
@@ -325,7 +341,7 @@ class Host(SocketThread):
         connection.send(kind="refused", why=why)
 
     def _hear_host(self, host: str, connection: Connection, message: dict[str, Any]) -> None:
-        """Read a message of another host."""
+        """Handle a message from another host."""
         self._seen_s[host] = monotonic()
         kind = message["kind"]
         if kind == "ask":
@@ -340,7 +356,7 @@ class Host(SocketThread):
             self._act()
 
     def _hear_rank(self, local: int, message: dict[str, Any]) -> None:
-        """Read a message of another rank of this host."""
+        """Handle a message from another rank of this host."""
         self._seen_s[local] = monotonic()
         if message["kind"] == "come":
             self.come(int(message["committed"]), local=local)
@@ -350,12 +366,12 @@ class Host(SocketThread):
             del self._ranks[local]
 
     def _has_rank_ended(self, local: int, is_dead: bool) -> None:
-        """Report that another rank of this host is gone, unless it has said goodbye."""
+        """Report the death of another rank of this host, unless it has said goodbye."""
         if local in self._ranks and not self.machine.is_over:
             self._deliver("lost", f"rank {local} of this host is gone")
 
     def tick(self, now: float, is_late: bool) -> None:
-        """Send signs of life, and mark hosts and ranks as lost that sent none.
+        """Send heartbeats, and mark hosts and ranks as lost that have sent none.
 
         Args:
             now: Current time in seconds.
@@ -364,7 +380,7 @@ class Host(SocketThread):
         machine = self.machine
         if machine.is_over:
             return
-        # The others are not to blame for messages that were not read meanwhile.
+        # Messages of the others may have arrived without being read.
         if is_late:
             self._seen_s = dict.fromkeys(self._seen_s, now)
         self._lose_hosts_without_goodbye(now)
@@ -377,7 +393,7 @@ class Host(SocketThread):
         self._act()
 
     def _watch_hosts(self, now: float) -> None:
-        """Send a sign of life to other hosts, and mark hosts as lost that were silent."""
+        """Send a heartbeat to other hosts, and mark hosts as lost that were silent for too long."""
         machine = self.machine
         silent_s = self._settings.silent_s
         watched = set(machine.lobby)
@@ -391,7 +407,7 @@ class Host(SocketThread):
                 machine.lose(host, "silent", f"host {name_of(host)} was silent for {silent_s:g} s")
 
     def _watch_ranks(self, now: float, *, sends_sign: bool) -> None:
-        """Send a sign of life to the ranks of this host if it is due, and report ranks that were silent."""
+        """Send due heartbeats to the ranks of this host, and report ranks that were silent for too long."""
         limit_s = 2 * self._settings.silent_s
         for local, connection in self._ranks.items():
             if sends_sign:
@@ -402,7 +418,7 @@ class Host(SocketThread):
     # ---- meeting -----------------------------------------------------------------------------------------------------
 
     def _meet(self, now: float) -> None:
-        """Ask for a run or found one, or call hosts that wait elsewhere if this host coordinates a run."""
+        """Look for a run to join or start one, or invite waiting hosts if this host coordinates a run."""
         machine = self.machine
         is_starting = not machine.run and len(machine.committed) == self._settings.ranks_per_host
         if not is_starting and not machine.is_head():
@@ -420,11 +436,11 @@ class Host(SocketThread):
             self._join_or_form(now)
 
     def _answer(self, connection: Connection) -> None:
-        """Send the key of the host to join, and whether it has a run."""
+        """Send a host the key of the host that it should join, and whether a run exists."""
         connection.send(kind="at", host=self.machine.head(), is_running=bool(self.machine.run))
 
     def _join_or_form(self, now: float) -> None:
-        """Ask a host to join its run or its lobby, or found a run if no host comes first."""
+        """Ask another host for admission, or start a run if no other host has precedence."""
         host = self._host_to_join(now)
         if host is not None:
             machine = self.machine
@@ -434,7 +450,11 @@ class Host(SocketThread):
             self._form_if_complete(now, self._meet_index)
 
     def _host_to_join(self, now: float) -> str | None:
-        """Return a host with a run, else the one at the first address of `meet` before this host's, else None."""
+        """Return the host that this host should join, or None if no other host has precedence.
+
+        A host with a run comes first. Otherwise it is the host that answers at the first address of `meet` before this
+        host's own.
+        """
         answers = {}
         for meet_index, answer in self._answers.items():
             if now - answer.time_s < self._settings.silent_s:
@@ -448,7 +468,7 @@ class Host(SocketThread):
         return None
 
     def _form_if_complete(self, now: float, meet_index: int) -> None:
-        """Found a run once enough hosts wait in the lobby, and none may be waiting at an earlier address of `meet`."""
+        """Start a run once enough hosts wait, and none may be waiting at an earlier address of `meet`."""
         settings = self._settings
         machine = self.machine
         if len(machine.lobby) != self._num_waiting:
@@ -463,7 +483,10 @@ class Host(SocketThread):
             machine.form(secrets.token_hex(8))
 
     def _join(self, host: str, committed: list[int]) -> None:
-        """Take a host into the lobby if it can be reached from here too. Otherwise it asks again later."""
+        """Add a waiting host to the lobby if this host can connect to it.
+
+        Otherwise the host asks again later.
+        """
         if len(committed) != self._settings.ranks_per_host:
             raise MalformedError("the host has another number of ranks")
         if (not self.machine.run or self.machine.is_head()) and self._peer(host).is_connected:

@@ -1,4 +1,4 @@
-"""One rank's part in the membership of an elastic run."""
+"""Membership of one rank in an elastic run."""
 
 from __future__ import annotations
 
@@ -26,44 +26,52 @@ from lightning_hybrid.elastic.membership.view import (
     members_of,
 )
 
-# Time between two messages of a rank that waits for a view. Our choice: hosts that are there meet within 10 s.
+# Seconds between two messages of a rank that waits for a view. It is our choice: present hosts meet within 10 s.
 WAIT_MESSAGE_S = 15.0
 
 
 def end_process(why: str) -> None:
-    """End this process at once: its host is lost as a whole."""
+    """Exit this process immediately, because another rank of its host has died.
+
+    The host counts as lost as a whole.
+    """
     print(f"elastic: {why}; this rank ends too", file=sys.stderr, flush=True)
     os._exit(75)
 
 
 class Follower(SocketThread):
-    """Another rank of a host: it speaks with the first alone."""
+    """Membership thread of a rank that is not the first of its host.
+
+    It exchanges messages with the first rank of its host only.
+    """
 
     _first: Connection | None = None
     _has_left = False
     _seen_s = 0.0
-    _committed: int | None = (
-        None  # with which this rank has come, before there was somebody to say it to
-    )
+    _committed: int | None = None  # completed steps of this rank, until the first rank can be told
 
     def come(self, committed: int) -> None:
-        """Say that this rank waits for a view."""
+        """Tell the first rank that this rank waits for the next membership view.
+
+        Args:
+            committed: Number of steps that this rank has completed, or -1 if it lacks the state of the run.
+        """
         self._committed = committed
         self._say_it()
 
     def end_view(self, why: str) -> None:
-        """Say that the present view has ended."""
+        """Ask the first rank to end the current membership view."""
         if self._first:
             self._first.send(kind="end", why=why)
 
     def leave(self) -> None:
-        """Leave as planned."""
+        """Leave the run without an error, and say goodbye to the first rank."""
         self._has_left = True
         if self._first:
             self._first.send(kind="bye")
 
     def waits_for(self) -> str:
-        """Say what the next view waits for."""
+        """Describe what the next membership view is waiting for."""
         return "the first rank of this host, which speaks with the others"
 
     def _say_it(self) -> None:
@@ -78,7 +86,7 @@ class Follower(SocketThread):
             self.key = message["key"]
             self._say_it()
         elif kind != "alive":
-            # From then on the first rank may end, each time for a reason of its own.
+            # After one of these messages, the end of the first rank is not a loss.
             self._has_left = self._has_left or kind in ("bye", "isolated", "refused")
         if kind not in ("hello", "alive", "bye"):
             self._deliver(kind, message["value"])
@@ -90,16 +98,16 @@ class Follower(SocketThread):
 
     @property
     def pause_s(self) -> float:
-        """Time between two ticks."""
+        """Seconds between two ticks."""
         return self._settings.tick_s * (TICKS_WITHIN_HOST if self.key else 1)
 
     def tick(self, now: float, is_late: bool) -> None:
-        """Look for the first rank, or whether it gives signs of life."""
+        """Connect to the first rank of this host, or exchange heartbeats with it."""
         if self._first is None and not self.key:
             sock = socket.socket(socket.AF_UNIX)
             try:
                 sock.connect(self._settings.path)
-            except OSError:  # it has not started yet
+            except OSError:  # the first rank has not started yet
                 sock.close()
                 return
             self._first = self.open(sock)
@@ -117,15 +125,19 @@ class Follower(SocketThread):
 
 
 class Membership:
-    """Membership of a run, seen by one rank. Its thread runs from the constructor to `close`.
+    """Membership of one rank in an elastic run.
+
+    A background thread runs from construction to `close`.
 
     Args:
-        on_change: called in a thread of its own, once a view, with its number and why it ends: a loss, or a host that
-            joins. It may be called before `next_view` has returned that view, and after it has returned the next.
-        make_store: called on the first rank of each host before it waits for a view; returns the "ip:port" of a fresh
-            store. That of one host serves for the view.
-        on_own_host_lost: called where another rank of this host is gone; it is not meant to return.
-        meet, settings: as for `Settings`.
+        meet: Addresses "ip:port" or "name:port" at which hosts find each other, as in `Settings`.
+        on_change: Called in a thread of its own, once per view, with the view's number and the reason for its end: a
+            loss, or a host that joins. It may be called before `next_view` has returned that view, or after it has
+            returned the next.
+        make_store: Called on the first rank of each host before it waits for a view. Returns the "ip:port" of a new TCP
+            store. A view uses the store of one host.
+        on_own_host_lost: Called if another rank of this host has died. It is not meant to return.
+        **settings: As in `Settings`.
     """
 
     def __init__(
@@ -145,15 +157,15 @@ class Membership:
         self._changed = threading.Condition()
         self._view: View | None = None
         self._error: Exception | None = None
-        self._is_waiting = False  # this rank has come, and there is no view yet
-        self._has_told = True  # the caller that the present view ended
+        self._is_waiting = False  # this rank waits for a view
+        self._has_told = True  # the caller knows that the current view has ended
         part = Follower if self._settings.local else Host
         self._part: Host | Follower = part(self._settings, self._deliver)
         self._part.start()
 
     @property
     def me(self) -> Member:
-        """The member that is this rank, once `enter` has returned."""
+        """Member entry of this rank, available once `enter` has returned."""
         return members_of([self._part.key], self._settings.ranks_per_host)[self._settings.local]
 
     def next_view(
@@ -163,15 +175,21 @@ class Membership:
         timeout_s: float,
         on_wait: Callable[[float, str], None] | None = None,
     ) -> View:
-        """Wait for the view after the present one, which ended. Every rank of every living host must call it.
+        """Wait for the next membership view after the current one has ended, and return it.
 
-        `committed`: steps that this rank has; -1: it has not taken the state yet that the former view promised it.
-        `on_wait`: called every `WAIT_MESSAGE_S` with how long this rank has waited, and what for.
+        Collective: every rank of every living host must call it.
+
+        Args:
+            committed: Number of steps that this rank has completed. -1: it has not received the state yet that it was
+                to receive in the previous view.
+            timeout_s: Maximum time to wait, in seconds.
+            on_wait: Called every `WAIT_MESSAGE_S` seconds with the seconds that this rank has waited, and a description
+                of what it waits for.
 
         Raises:
-            TimeoutError: no view in time; says what was waited for.
-            IsolatedError: the others go on without this host, or none may.
-            RefusedError: the token of the run that it would join is another.
+            TimeoutError: There was no view in time. The error says what was waited for.
+            IsolatedError: The other hosts continue without this host, or no host may continue.
+            RefusedError: The run that this host would join has another token.
         """
         with self._changed:
             self._is_waiting = True
@@ -192,7 +210,10 @@ class Membership:
     def _wait_for_view(
         self, timeout_s: float, on_wait: Callable[[float, str], None] | None
     ) -> None:
-        """Wait, with the lock held, until there is a view or an error, or the time is over."""
+        """Wait until there is a membership view or an error, or the timeout is over.
+
+        The caller holds the lock.
+        """
         began_s = monotonic()
         while True:
             waited_s = monotonic() - began_s
@@ -208,13 +229,19 @@ class Membership:
                 on_wait(waited_s, self._part.waits_for())
 
     def end_view(self, why: str) -> None:
-        """End the present view everywhere: this rank cannot be in it. `next_view` does so too, once it is called."""
+        """End the current membership view on all hosts, because this rank cannot take part in it.
+
+        `next_view` ends it too when it is called.
+        """
         self._part.post(self._part.end_view, why)
 
-    enter = next_view  # the first, or that of a run that is there; `committed` is of a checkpoint
+    enter = next_view  # for the first view of this rank, with the number of steps in its checkpoint
 
     def say_goodbye(self) -> None:
-        """Tell the others that this rank ends as planned. Closed sockets are no loss then."""
+        """Tell the other ranks that this rank ends without an error.
+
+        They then do not treat its closed sockets as a loss.
+        """
         self._part.post(self._part.leave)
 
     def close(self) -> None:
@@ -222,7 +249,7 @@ class Membership:
         self._part.close()
 
     def _deliver(self, what: str, value: Any) -> None:
-        """Take what the thread of the sockets has to say."""
+        """Handle an event from the socket thread."""
         why = ""
         with self._changed:
             if what == "view":

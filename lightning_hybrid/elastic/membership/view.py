@@ -1,4 +1,4 @@
-"""The agreed list of members: who may be in the next, and who takes state from whom."""
+"""Membership views, the quorum rule, and the choice of ranks that send and receive the training state."""
 
 from __future__ import annotations
 
@@ -10,16 +10,26 @@ from typing import Any
 
 
 class IsolatedError(RuntimeError):
-    """Raised where this host may not go on: the others do without it, or none may. Save, and end."""
+    """Error of a host that must stop, because it is cut off from a quorum of the other hosts.
+
+    The other hosts continue without it, or no host may continue. Save, and end the run.
+    """
 
 
 class RefusedError(RuntimeError):
-    """Raised where the running hosts do not take this one: what must be equal on all hosts differs."""
+    """Error of a host that a running job refuses to admit, because their settings differ."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One rank. `id` is of this process alone, `local` its rank on its host, `address` the "ip:port" of its host."""
+    """One rank in a membership view.
+
+    Attributes:
+        id: Identifier that no other process has.
+        host: Name of its host.
+        local: Its rank on the host.
+        address: "ip:port" of its host.
+    """
 
     id: str
     host: str
@@ -29,18 +39,20 @@ class Member:
 
 @dataclass(frozen=True)
 class View:
-    """The members between two changes, the same on all of them.
+    """Numbered list of the ranks that train together between two changes of hosts.
+
+    All members have the same view.
 
     Attributes:
-        number: grows; some may be left out.
-        members: hosts in order of entry, the ranks of a host in order of their local rank.
-        store: "ip:port" of a fresh store, opened for this view alone.
-        target: number of committed steps that all have after the change.
-        donors: by local rank, the id of a member that has committed `target`: one of that local rank where there is
-            one, else any. The state of data-parallel ranks is the same on all; where ranks of a host share the update,
-            they must commit a step all or none, and then there always is one.
-        behind: ids of members that take state from the donor of their local rank.
-        reasons: why the former view ended.
+        number: Increasing number of the view. Some numbers may be left out.
+        members: Ranks, with hosts in order of entry and the ranks of a host in order of their local rank.
+        store: "ip:port" of a new TCP store, opened for this view only.
+        target: Number of completed steps that all ranks have after the change.
+        donors: By local rank, the id of a member that has completed `target` steps. It has the same local rank if there
+            is such a member, otherwise any. Data-parallel ranks all have the same state. If the ranks of a host share
+            the update, all of them complete a step or none does, and there always is a member with that local rank.
+        behind: Ids of members that receive the state from the donor of their local rank.
+        reasons: Reasons for the end of the previous view.
     """
 
     number: int
@@ -63,18 +75,20 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of one rank's membership.
+    """Membership settings of one rank.
 
     Attributes:
-        host: name of this host, of no other of the run.
-        local, ranks_per_host: this rank on its host.
-        meet: "ip:port" of where starting hosts ask for the run, in the same order on all. The holder of the first is
-            the arbiter where a cut link leaves two halves.
-        min_hosts, max_hosts: fewer do not go on; more wait.
-        token: of what must be equal on all hosts.
-        silent_s: after how long without a sign of life a host is lost; a rank of this one, with which all of it ends,
-            after twice as long.
-        wait_s: how long the first meeting waits for more hosts than `min_hosts`.
+        host: Name of this host, which no other host of the run has.
+        local: Rank on this host.
+        ranks_per_host: Number of ranks on each host.
+        meet: Addresses "ip:port" where starting hosts ask for the run, in the same order on all hosts. The host at the
+            first address is the arbiter if a broken link leaves two halves.
+        min_hosts: Minimum number of hosts. With fewer, a run does not continue.
+        max_hosts: Maximum number of hosts. Further hosts wait.
+        token: Description of the run's settings that must be equal on all hosts.
+        silent_s: Seconds without a heartbeat after which a host is lost. A rank of this host is lost after twice as
+            long, and ends its whole host.
+        wait_s: Seconds that the first meeting waits for more hosts than `min_hosts`.
     """
 
     host: str
@@ -89,18 +103,27 @@ class Settings:
 
     @property
     def tick_s(self) -> float:
-        """Time between two signs of life."""
+        """Seconds between two heartbeats."""
         return self.silent_s / 8
 
     @property
     def path(self) -> str:
-        """The address at which the ranks of a host meet: an abstract Unix socket, which ends with its process."""
+        """Address of the abstract Unix socket at which the ranks of this host connect.
+
+        The socket ends with its process.
+        """
         words = "\n".join([str(os.getuid()), self.host, self.token, *self.meet])
         return "\0lightning-hybrid-" + hashlib.sha256(words.encode()).hexdigest()[:32]
 
 
 def host_key(name: str, address: str, place: int | None, nonce: str) -> str:
-    """Write what others must know of a host in one word. `place`: which address of `meet` it holds.
+    """Return the key of a host, a string with its name, its address and its index in `meet`.
+
+    Args:
+        name: Name of the host.
+        address: "ip:port" of the host.
+        place: Index of the address in `meet` at which the host listens, or None.
+        nonce: Random text, so that a restarted host has another key.
 
     >>> key = host_key("node7", "10.0.0.7:41233", 0, "3fa9")
     >>> key, name_of(key), address_of(key), is_arbiter(key)
@@ -110,17 +133,20 @@ def host_key(name: str, address: str, place: int | None, nonce: str) -> str:
 
 
 def name_of(host: str) -> str:
-    """Return the name in the key of a host."""
+    """Return the host name contained in a host's key."""
     return host.rpartition("@")[0]
 
 
 def address_of(host: str) -> str:
-    """Return the "ip:port" in the key of a host."""
+    """Return the "ip:port" contained in a host's key."""
     return host.rpartition("@")[2].partition("#")[0]
 
 
 def differing_parts(token: str, other: str) -> tuple[str, str]:
-    """Return what differs between two tokens, of parts "name=value" with semicolons. All if they have other parts.
+    """Return the settings that differ between two tokens, once from each token.
+
+    A token is a list of "name=value" entries, separated by semicolons. Both tokens are returned in full if they have
+    different numbers of entries.
 
     >>> differing_parts("devices=1; data=64 images", "devices=1; data=48 images")
     ('data=64 images', 'data=48 images')
@@ -134,17 +160,17 @@ def differing_parts(token: str, other: str) -> tuple[str, str]:
 
 
 def is_arbiter(host: str) -> bool:
-    """Return whether the host holds the first address of `meet`."""
+    """Return whether a host holds the first address of `meet`, which breaks ties between two halves."""
     return host.rpartition("#")[2].startswith("0.")
 
 
 def names_of(hosts: Sequence[str]) -> str:
-    """Write the names of hosts, for errors."""
+    """Format the names of several hosts for error messages."""
     return ("host " if len(hosts) == 1 else "hosts ") + ", ".join(map(name_of, hosts))
 
 
 def members_of(hosts: Sequence[str], ranks_per_host: int) -> tuple[Member, ...]:
-    """Return the ranks of the hosts, in the order of a view."""
+    """Return the ranks of several hosts as members, in the order of a membership view."""
     return tuple(
         Member(f"{host}/{local}", name_of(host), local, address_of(host))
         for host in hosts
@@ -152,14 +178,23 @@ def members_of(hosts: Sequence[str], ranks_per_host: int) -> tuple[Member, ...]:
     )
 
 
-# How a host is lost that votes nowhere any more: it is dead, or said goodbye. One that is "silent" may live.
+# Kinds of loss after which a host certainly casts no vote: its process has died, or it said goodbye. A host that is
+# "silent" may still be alive.
 FOR_SURE = ("closed", "left")
 
 
 def who_hear_each_other(
     first: Sequence[str], others: Sequence[str], lost: Mapping[str, Mapping[str, str]]
 ) -> list[str]:
-    """Return `first`, and of `others` those that hear all before them: of two that do not, the later goes.
+    """Return a list of hosts that can all hear each other, which starts with all of `first`.
+
+    A host of `others` is added if it and every host before it in the list hear each other. Of two hosts that do not,
+    the later one is left out.
+
+    Args:
+        first: Hosts that are kept.
+        others: Hosts that may be added, in order of precedence.
+        lost: By host, the hosts that it has lost, with the kind of loss.
 
     >>> who_hear_each_other([], ["a", "b", "c"], {"b": {"c": "silent"}})
     ['a', 'b']
@@ -174,10 +209,11 @@ def who_hear_each_other(
 
 
 def have_the_votes(kept: Sequence[str], hosts: Sequence[str], lost: Mapping[str, str]) -> bool:
-    """Return whether `kept` may go on from a view of `hosts`: no others of these can do so elsewhere.
+    """Return whether `kept` is a quorum of `hosts`, so that no disjoint subset can continue.
 
-    They can where they are silent. Then more than half is needed, or half and the arbiter; the dead count too, as the
-    others may have had their votes before.
+    If all other hosts are certainly gone, `kept` is a quorum. If some are silent, they may continue elsewhere. Then
+    `kept` needs more than half of `hosts`, or half with the arbiter. Hosts that have died count among `hosts`, because
+    the silent ones may have had their votes before.
 
     >>> a, b, c = "a@x:1#0.1", "b@x:2#-.2", "c@x:3#-.3"
     >>> have_the_votes([b], [a, b], {a: "closed"}), have_the_votes([b], [a, b], {a: "silent"})
@@ -193,7 +229,13 @@ def have_the_votes(kept: Sequence[str], hosts: Sequence[str], lost: Mapping[str,
 
 
 def who_takes_from_whom(committed: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return `target`, `donors` and `behind` of a view. `committed`: steps of the ranks of each host, in its order.
+    """Choose the ranks that receive the training state, and the ranks that send it.
+
+    Args:
+        committed: Number of completed steps of the ranks of each host, by host in the order of the view.
+
+    Returns:
+        `target`, `donors` and `behind` of a `View`.
 
     >>> found = who_takes_from_whom({"a@x:1#0.1": [3, 4], "b@x:2#-.2": [3, 3]})
     >>> found["target"], found["donors"], len(found["behind"])

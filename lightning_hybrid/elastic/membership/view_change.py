@@ -1,8 +1,11 @@
-"""The change from one view to the next as a state machine: words and losses in, words out. No socket, clock or thread.
+"""State machine for the change from one membership view to the next.
 
-One machine for each host; README.md has its states. What makes it safe against cut links is dynamic voting: a proposal
-that may be installed somewhere counts as a view until it is known better, and the next one needs the votes of its hosts
-too (Yeger Lotem, Keidar and Dolev 1997, "Dynamic voting for consistent primary components", PODC).
+Each host has one. Its inputs are messages and losses of hosts, and its outputs are messages. It uses no sockets, clocks
+or threads. README.md describes its states.
+
+Dynamic voting makes it safe when links are cut. A proposal that may have been installed on some host counts as a view
+until it is known not to be, and the next proposal needs the votes of its hosts, too (Yeger Lotem, Keidar and Dolev
+1997, "Dynamic voting for consistent primary components", PODC).
 """
 
 from __future__ import annotations
@@ -23,10 +26,17 @@ Message = dict[str, Any]
 
 
 class ViewChange:
-    """State machine of one host: its knowledge of the run and its answers to messages and losses.
+    """Membership state machine of one host, which holds its knowledge of the run.
 
-    `out` is what is to be done, in order: `("send", host, message)`, `("change", why)`, `("view", proposal)`,
-    `("isolated", why)`; its reader empties it.
+    Args:
+        me: Key of this host.
+        ranks_per_host: Number of ranks on each host.
+        min_hosts: Minimum number of hosts in a view.
+        max_hosts: Maximum number of hosts in a view.
+
+    Attributes:
+        out: Actions to be executed in order, and removed by the reader: `("send", host, message)`, `("change", why)`,
+            `("view", proposal)` and `("isolated", why)`.
     """
 
     def __init__(self, me: str, *, ranks_per_host: int, min_hosts: int, max_hosts: int) -> None:
@@ -34,44 +44,48 @@ class ViewChange:
         self._min_hosts = min_hosts
         self._max_hosts = max_hosts
         self.me = me
-        self.run = ""  # none yet: this host waits in the lobby of another
-        self.number = -1  # of the latest view known to be installed, by whomever, and its hosts
-        self.hosts: list[str] = []
+        self.run = ""  # empty while this host waits in the lobby of another
+        self.number = -1  # number of the latest view known to be installed on any host
+        self.hosts: list[str] = []  # hosts of that view
         self.attempts: dict[
             tuple[int, str], list[str]
-        ] = {}  # number, proposer: hosts; later ones, perhaps installed
+        ] = {}  # hosts of later proposals that may be installed, by number and proposer
         self.top = -1  # greatest number heard of
-        self.lost: dict[str, str] = {}  # and how
+        self.lost: dict[str, str] = {}  # kind of loss, by host
         self.out: list[tuple[Any, ...]] = []
         self.promised = (
             -1
-        )  # greatest number proposed or accepted here; it accepts no equal or lower one any more
+        )  # greatest number proposed or accepted here; equal or lower ones are refused afterwards
         self.lobby: dict[
             str, list[int]
-        ] = {}  # who waits for a view, with the committed steps of its ranks
-        self.left_out: list[str] = []  # by this host, once: such a one comes back under another key
+        ] = {}  # completed steps of the ranks of each host that waits for a view
+        self.left_out: list[str] = []  # hosts excluded by this host; they return with another key
         self.is_over = self.has_had_view = False
-        self.has_ended = True  # the present view, if any
+        self.has_ended = True  # whether the current view has ended, or there is none
         self._clear()
 
     def _clear(self) -> None:
-        self.committed: dict[int, int] = {}  # by local rank, of those that came to the change
+        self.committed: dict[int, int] = {}  # by local rank, of ranks that wait for the next view
         self.readies: dict[str, Message] = {}
         self.offers: dict[str, Message] = {}
         self.accepted: Message = {}
         self.proposal: Message = {}
         self.accepts: list[str] = []
-        self.invited: list[str] = []  # who was to join by any proposal of this host
+        self.invited: list[str] = []  # hosts that were to join in any proposal of this host
         self.reasons: list[str] = []
         self.store = ""
 
     def form(self, run: str) -> None:
-        """Found a run, with a name that no other has, of this host and those in its lobby."""
+        """Start a run with this host and the hosts in its lobby.
+
+        Args:
+            run: Name that no other run has.
+        """
         self.run = self.run or run
         self._advance()
 
     def join(self, host: str, committed: list[int]) -> None:
-        """Take a host into the lobby, which can be reached and waits for a view."""
+        """Add a reachable host to the lobby, where it waits for the next view."""
         known_hosts = {*self.candidates(), *self.left_out, *self.lobby}
         if host not in known_hosts and self.lost.get(host) not in FOR_SURE:
             self.lost.pop(host, None)
@@ -80,9 +94,12 @@ class ViewChange:
             self._advance()
 
     def come(self, local: int, committed: int, store: str = "") -> None:
-        """Record that a rank of this host joined the change, with its committed steps.
+        """Record that a rank of this host waits for the next view.
 
-        The first rank brings a new store.
+        Args:
+            local: Local rank.
+            committed: Number of steps that the rank has completed, or -1 if it lacks the state of the run.
+            store: "ip:port" of a new TCP store, from the first rank.
         """
         self.committed[local] = committed
         self.store = store or self.store
@@ -91,7 +108,13 @@ class ViewChange:
         self._advance()
 
     def lose(self, host: str, how: str, why: str) -> None:
-        """Note that a host is gone: `closed`, `left` (as planned, or isolated) or `silent`."""
+        """Record the loss of a host, and end the current view if the host is in it.
+
+        Args:
+            host: Key of the host.
+            how: Kind of loss: `"closed"`, `"left"` (without an error, or isolated) or `"silent"`.
+            why: Reason for the end of the view.
+        """
         if host == self.me or self.lost.get(host) in (how, *FOR_SURE):
             return
         self.lost[host] = how
@@ -101,12 +124,15 @@ class ViewChange:
         self._advance()
 
     def leave(self, why: str = "") -> None:
-        """End as planned, or because this host may not go on."""
+        """Leave the run, and say goodbye to the other hosts.
+
+        The host has finished without an error, or may not continue.
+        """
         self._send(self.candidates(), kind="bye", why=why)
         self.is_over = True
 
     def end_view(self, why: str) -> None:
-        """End the present view, here and elsewhere."""
+        """End the current view on this host and on all others."""
         if self.is_over or (self.has_ended and not self.hosts):
             return
         self.reasons.append(why)
@@ -116,7 +142,7 @@ class ViewChange:
             self._send(self.hosts, kind="stop", number=self.number, why=why)
 
     def receive(self, sender: str, message: Message) -> None:
-        """Take a message of another host."""
+        """Handle a message from another host."""
         kind = message["kind"]
         if self.is_over or self.lost.get(sender) in FOR_SURE:
             return
@@ -142,23 +168,26 @@ class ViewChange:
         elif kind == "install" and message["number"] > self.number:
             if self.accepted and self.accepted["to"] == message["number"] == self.promised:
                 self._install(self.accepted)
-            else:  # it was, but this host has accepted a later one since
+            else:  # this host has accepted a later proposal since
                 self._learn(message["number"], message["hosts"])
         self._advance()
 
     # ---- knowledge ---------------------------------------------------------------------------------------------------
 
     def candidates(self) -> list[str]:
-        """Return who may be in the present view, in order of entry."""
+        """Return the hosts that may be in the current view, in order of entry."""
         later = (host for key in sorted(self.attempts) for host in self.attempts[key])
         return list(dict.fromkeys([*self.hosts, *later, self.me]))
 
     def living(self) -> list[str]:
-        """Return those of them that are not lost."""
+        """Return the hosts that may be in the current view and are not lost."""
         return [host for host in self.candidates() if host not in self.lost]
 
     def head(self) -> str:
-        """Return the host that coordinates, as far as known here. This one where it knows of no run."""
+        """Return the host that coordinates the run, as far as this host knows.
+
+        It is this host itself if it knows of no run.
+        """
         return self.living()[0]
 
     def is_head(self) -> bool:
@@ -182,7 +211,7 @@ class ViewChange:
         for number, proposer, hosts in message["attempts"]:
             if (
                 number > self.number and proposer != self.me
-            ):  # one's own is void until one has installed it
+            ):  # proposals of this host are void until it has installed them
                 self.attempts[number, proposer] = hosts
                 self.top = max(self.top, number)
         for host, how in message["lost"].items():
@@ -190,7 +219,7 @@ class ViewChange:
                 self.lose(host, how, f"host {name_of(host)} is lost")
 
     def _learn(self, number: int, hosts: list[str]) -> None:
-        """Note that a view was installed, by whomever: what was proposed before it is over."""
+        """Record that a view was installed on some host, which makes earlier proposals void."""
         if number > self.number and self.me not in hosts and (self.hosts or self.attempts):
             self._isolate(f"{names_of(hosts)} go on without this host")
         elif number > self.number:
@@ -198,10 +227,10 @@ class ViewChange:
             self.hosts = hosts
             self.top = max(self.top, number)
             self.attempts = {key: value for key, value in self.attempts.items() if key[0] > number}
-            self.readies = {}  # of an earlier change
+            self.readies = {}  # they belong to an earlier change
 
     def _ready(self) -> Message:
-        joins = bool(self.hosts) and not self.has_had_view  # what it has is not of this run
+        joins = bool(self.hosts) and not self.has_had_view  # its state is not that of this run
         committed = [
             -1 if joins else self.committed[local] for local in range(self._ranks_per_host)
         ]
@@ -246,13 +275,14 @@ class ViewChange:
         if offer is None:
             return
         is_late = offer["to"] <= max(self.promised, self.number) or offer["number"] < self.number
-        # What its proposer has left out of its own attempts is void; of those of others it must have heard.
+        # Attempts of the proposer that it has left out are void. It must have heard of all attempts of other hosts.
         heard = {(number, proposer) for number, proposer, _ in offer["attempts"]}
         heard |= {key for key in self.attempts if key[1] == head}
         if is_late or not heard.issuperset(self.attempts) or set(offer["next"]) & set(self.lost):
-            self._send([head], **self._ready())  # from which it learns what to propose
+            self._send([head], **self._ready())  # the head learns from this what to propose
             return
-        # Now, not when it is installed: who is left out must hear of it before it can see the others end.
+        # Hosts that are left out are told now, and not at the installation, so that they hear of it before they can
+        # see the others end.
         self._exclude(
             [host for host in self.candidates() if host not in offer["next"]],
             offer["to"],
@@ -279,7 +309,7 @@ class ViewChange:
         if all(step < 0 for host in kept for step in self.readies[host]["committed"]):
             self._isolate("no host is left that has the state of the run")
             return
-        # Who waits in the lobby comes in with the next proposal, not in the middle of one.
+        # A host in the lobby joins with the next proposal, and not in the middle of one.
         joining = [
             host for host in self.proposal.get("next", self._admissible(kept)) if host in self.lobby
         ]
@@ -287,13 +317,13 @@ class ViewChange:
             len(kept) :
         ]
         if len(kept) + len(joining) < self._min_hosts:
-            self.proposal = {}  # who comes next is for the next one
+            self.proposal = {}  # the next proposal may include other hosts
             return
         wanted = {**self._state(), "next": kept + joining}
         if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):
             self.promised = self.top = self.top + 1
             steps = {host: self.readies[host]["committed"] for host in kept}
-            # In the first meeting all come with what they have; later, who joins has nothing.
+            # At the first meeting every host has state. Later, a host that joins has none.
             steps |= {
                 host: [-1] * self._ranks_per_host if self.hosts else self.lobby[host]
                 for host in joining
@@ -335,7 +365,7 @@ class ViewChange:
         self.has_ended = False
         self.has_had_view = True
         self.out.append(("view", proposal))
-        if self.lost or self.attempts:  # attempts: others have seen a loss already
+        if self.lost or self.attempts:  # with attempts, other hosts have seen a loss already
             went = [f"{name_of(host)} went" for host in self.lost] or ["a host went"]
             self.end_view(" and ".join(went) + " meanwhile")
         self._admit()
@@ -344,7 +374,7 @@ class ViewChange:
         return [host for host in self.lobby if name_of(host) not in map(name_of, hosts)]
 
     def _admit(self) -> None:
-        """End the view where a host waits and a place is free."""
+        """End the current view if a host waits to join and fewer than `max_hosts` are present."""
         living = self.living()
         if (
             self.hosts

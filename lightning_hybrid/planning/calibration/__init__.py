@@ -1,1 +1,1 @@
-"""Measurements of links and all-reduces, and the description of a cluster that fits them."""
+"""Measurements of links and all-reduces, and a cluster description fitted to them."""

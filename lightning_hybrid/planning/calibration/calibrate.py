@@ -1,12 +1,12 @@
-"""From measured times to a described cluster: links by lines, then the costs of software by the timed sums.
+"""Fit of a cluster description to measured times of messages and all-reduces.
 
     links       `ping` inside and across, each a line with intervals (link_fit.py); a node's link by its `flows`
-    latency     of the wire: across less inside, as a message inside costs the same software and no wire
-    software    what the simulator needs so that its times of the measured sums have the least error (overhead_fit.py)
+    latency     of the wire: across less inside, because a message inside has the same software costs and no wire
+    software    costs with which simulated times of the measured all-reduces have the smallest error (overhead_fit.py)
     codec       rates of encoding and decoding
-    curves      the rest: for each algorithm, and for sums through a codec, measured over modelled time by bytes
+    curves      remaining error: measured over modelled time by bytes, for each algorithm, also through a codec
 
-`Calibration.notes` names each link that is no line, and the error of the predicted sums.
+`Calibration.notes` names each link that is not a line, and the error of predicted all-reduces.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lightning_hybrid.planning.model.node_wire import KERNEL_S, CodecRates
 # Several flows must carry this many times the bytes of one to count as more than noise. Our choice.
 CLEARLY_MORE = 1.1
 
-# A median error of sums beyond this is reported. Our choice: near the simulator's error on our records.
+# A larger median error of all-reduces is reported. Our choice, near the simulator's error on our records.
 WELL_FITTED = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedAllReduce:
-    """A timed all-reduce and its time as the described cluster predicts it from those of other sizes."""
+    """Measured time of an all-reduce, and its prediction from the measurements of other sizes."""
 
     algorithm: str
     num_bytes: int
@@ -48,19 +48,19 @@ class TimedAllReduce:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured time."""
+        """Predicted time divided by measured time."""
         return self.predicted_s / self.measured_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A described cluster and the fits that it is made of.
+    """Fitted cluster description, with the fits from which it is made.
 
     Attributes:
         cluster: The description.
-        inside: The fitted link inside a node; None with one rank per node.
-        across: The fitted link between nodes; None with one node.
-        consent_s: Additional time of a message whose receiver does not wait yet, by level.
+        inside: The fitted link inside a node. None with one rank per node.
+        across: The fitted link between nodes. None with one node.
+        consent_s: Additional time of a message whose receiver is not ready yet, by level (inside, across).
         flow_bytes_per_s: Rate of a node by the number of flows at the same time.
         add_bytes_per_s: Rate of additions of a rank, by dtype, while all ranks add.
         sums: The timed all-reduces.
@@ -78,20 +78,20 @@ class Calibration:
 
     @property
     def typical_error(self) -> float:
-        """Median error of the predicted sums."""
+        """Median relative error of the predicted all-reduce times."""
         return statistics.median(abs(checked_sum.ratio - 1) for checked_sum in self.sums)
 
     @property
     def worst(self) -> TimedAllReduce:
-        """The sum with the largest error."""
+        """Measured all-reduce whose prediction has the largest error."""
         return max(self.sums, key=lambda found: abs(math.log(found.ratio)))
 
 
 def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
-    """Fit the cluster that explains these times best.
+    """Fit the cluster description that explains the measured times best.
 
     Raises:
-        ValueError: Too few sizes were measured for a line, or no sum at all.
+        ValueError: Too few sizes were measured for a line, or no all-reduce was measured.
     """
     fits = {
         level: fit_line(times_s) if (times_s := samples.of("ping", level)) else None
@@ -109,7 +109,7 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
             f"`limit_s` (={samples.took_s:.3g}) must leave time for messages and sums of several sizes: nothing can be "
             "fitted to what came about. Give it more: measure.limit_s=<seconds>."
         )
-    # A core that receives and adds is no faster than at either alone.
+    # A core that receives and adds is not faster than at one of the two alone.
     core_bytes_per_s = min(
         [fit.bytes_per_s for fit in [fits["inside"]] if fit is not None] + list(adds.values())
     )
@@ -158,7 +158,7 @@ _LEVELS: tuple[str, ...] = ("inside", "across")
 
 
 def _flow_rates(samples: Measurements, across: LineFit | None) -> dict[int, float]:
-    # A node's bytes per second by the number of flows, at the largest size that all were timed at.
+    # Bandwidth of a node by the number of flows, at the largest size that was timed for all of them.
     by_flows = {int(flows): samples.of("flows", flows) for flows in samples.whats("flows")}
     common = (
         set.intersection(*(set(times_s) for times_s in by_flows.values())) if by_flows else set()
@@ -167,7 +167,7 @@ def _flow_rates(samples: Measurements, across: LineFit | None) -> dict[int, floa
         return {}
     size = max(common)
     medians_s = {num: statistics.median(times_s[size]) for num, times_s in sorted(by_flows.items())}
-    # Without the time of the consent and of the first byte, which is not the wire's.
+    # Subtract the time of the handshake and of the first byte, which is not spent on the wire.
     return {
         num: size / (time_s - min(2 * across.latency_s, time_s / 2))
         for num, time_s in medians_s.items()
@@ -175,7 +175,7 @@ def _flow_rates(samples: Measurements, across: LineFit | None) -> dict[int, floa
 
 
 def _gain(flows: dict[int, float], across: LineFit) -> float:
-    # The rate of all flows of a node together over that of one message; 1 within noise.
+    # Bandwidth of all flows of a node together relative to one message, or 1 within noise.
     gain = max(flows.values(), default=0.0) / across.bytes_per_s
     return gain if gain > CLEARLY_MORE else 1.0
 
@@ -189,7 +189,7 @@ def _add_rates(samples: Measurements) -> dict[str, float]:
 
 
 def _codec_rates(samples: Measurements, cluster: Cluster) -> CodecRates:
-    # All ranks encoded at once: where they share cores, the model has each wait for its turn, so rates are a core's.
+    # All ranks encoded at once. If they share cores, the model makes them take turns, so rates are those of one core.
     transport = cluster.transport
     turns = (
         transport.work_s(1.0, of_busiest=1, of_all=cluster.world_size)
@@ -205,7 +205,8 @@ def _codec_rates(samples: Measurements, cluster: Cluster) -> CodecRates:
 
 
 def _consent_s(samples: Measurements, place: str) -> float | None:
-    # An exchange less a message that its receiver waits for; at the fewest bytes, where nothing hides the consent.
+    # Time of an exchange minus that of a message whose receiver waits, at the smallest size, where nothing hides the
+    # handshake.
     pings = samples.of("ping", place)
     exchanges = samples.of("exchange", place)
     common = set(pings) & set(exchanges)
@@ -223,7 +224,7 @@ def _bare_cluster(
     *,
     core_bytes_per_s: float,
 ) -> Cluster:
-    # The links alone; costs of software are 0 so far. With one rank per node, `inside` is only additions.
+    # Links only, with software costs of 0. With one rank per node, `inside` is the rate of additions.
     near = Link(
         latency_s=0.0, bytes_per_s=core_bytes_per_s if inside is None else inside.bytes_per_s
     )
@@ -231,8 +232,8 @@ def _bare_cluster(
     num_nics = 1
     burst_bytes = 0
     if across is not None:
-        # A message inside a node costs the same software and no wire: the difference is the wire's latency. Where
-        # several flows carry more, that is several cards under NCCL, and one card that one flow does not fill over TCP.
+        # A message inside a node has the same software costs and no wire, so the difference is the wire's latency. If
+        # several flows carry more, there are several cards under NCCL, or one TCP flow does not fill a card.
         software_s = 0.0 if inside is None else inside.latency_s
         gain = _gain(flows, across)
         num_nics = max(1, round(gain)) if setup.on_cuda else 1
@@ -250,7 +251,7 @@ def _bare_cluster(
             version=setup.nccl_version,
             algorithms=algorithms,
             channels=setup.channels,
-            payload_share=1.0,  # rates are measured
+            payload_share=1.0,  # the rates are measured
         )
         codec = CodecRates(kernel_s=KERNEL_S)
     else:
@@ -309,7 +310,7 @@ def _notes(found: Calibration) -> list[str]:
 
 
 def calibration_values(found: Calibration) -> dict[str, object]:
-    """Convert a calibration to JSON's types."""
+    """Return a calibration as a dictionary for JSON."""
     fits = {"inside": found.inside, "across": found.across}
     return {
         "links": {name: None if fit is None else asdict(fit) for name, fit in fits.items()},

@@ -1,4 +1,4 @@
-"""Benchmarks of codecs: their passes alone, and all-reduces between nodes through them."""
+"""Benchmarks of codecs alone, and of all-reduces between nodes through them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_hybrid.comm.plan import KIB, MIB, CommPlan
 
 CODECS = {"int8": Codec(bits=8), "int4": Codec(bits=4)}
 
-# Names and bytes of sums through a codec: two sizes tell how they differ from those without.
+# Names and bytes of all-reduces through a codec. Two sizes show how they differ from those without a codec.
 CODED_SUMS = tuple(
     (f"two_level_{name}", num_bytes) for name in CODECS for num_bytes in (512 * KIB, 4 * MIB)
 )
 
 
 def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    """Return a call that encodes `num_bytes` of float32, then decodes and adds two such messages."""
+    """Return a function that encodes `num_bytes` of float32, then decodes and adds two such messages."""
     coder = Coder(CODECS[name], device)
     flat = torch.ones(num_bytes // 4, device=device)  # blocks of zeros would take no time
     message_bytes = coder.codec.message_bytes(flat.numel())
@@ -38,7 +38,7 @@ def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], 
 
 
 def coded_engines(**settings: Any) -> dict[str, CommEngine]:
-    """Return one engine per codec, by the name of its all-reduces in `CODED_SUMS`.
+    """Create one communication engine per codec, by the name of its all-reduces in `CODED_SUMS`.
 
     Collective: every rank of the group must call it, in the same order.
 

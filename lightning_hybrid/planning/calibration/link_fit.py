@@ -1,10 +1,11 @@
-"""A straight line through measured times of messages, with intervals, and a test whether it is a line at all.
+"""Robust fit of a line to measured message times, with intervals and a test of linearity.
 
     time = latency + (bytes + min(bytes, burst)) / rate          alpha-beta (Hockney 1994); the burst is our addition
 
-Times span five orders of magnitude, so errors are relative; outliers are all in one direction, so the fit is by least
-absolute deviations of the medians: a size whose times are off does not bend the line, it shows in `errors`. Bursts that
-switches store bend any line; so a few are tried, and none is taken without a clear gain.
+Times span five orders of magnitude, so errors are relative. Outliers are all in one direction, so
+the fit minimises the absolute deviations of the medians. A size with wrong times does not bend the
+line, but shows in `errors`. Bursts that switches store bend any line, so a few burst sizes are
+tried, and one is used only if it clearly improves the fit.
 """
 
 from __future__ import annotations
@@ -15,26 +16,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# The bursts to try: none, an Ethernet frame, a page, a jumbo frame, and segments that network cards put together.
+# Burst sizes to try: none, an Ethernet frame, a page, a jumbo frame, and segments that network cards assemble.
 BURSTS_BYTES = (0, 1500, 4096, 9000, 16384, 65536)
 
-# A burst must bring the errors to this share of those without. Our choice: noise alone does not reach it.
+# A burst must reduce the error to this fraction of that without. Our choice, which noise alone does not reach.
 LEAST_GAIN = 0.5
 
-# A link whose median at some size is further off is reported as no line. Our choice.
+# A link with a larger error of the median at some size is reported as not linear. Our choice.
 MOST_ERROR = 0.25
 
 CONFIDENCE = 0.9
-# Draws of the bootstrap; the ends of an interval of 90 % are then the 20th draws from either side.
+# Number of bootstrap draws. The bounds of a 90 % interval are then the 20th draws from either side.
 NUM_DRAWS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineFit:
-    """A fitted link.
+    """Fitted latency and bandwidth of a link, with confidence intervals.
 
-    The true latency and rate lie in their intervals with probability `confidence`, if the link is of this form and
-    times differ by chance only. `errors` holds, for each size, median measured over fitted time, minus one.
+    The true values lie in their intervals with probability `confidence`, if the link has this form
+    and times differ only by chance. `errors` holds, for each size, the median measured time over
+    the fitted time, minus one.
     """
 
     latency_s: float
@@ -48,12 +50,12 @@ class LineFit:
 
     @property
     def typical_error(self) -> float:
-        """Median error over sizes."""
+        """Median relative error over sizes."""
         return float(np.median([abs(error) for _, error in self.errors]))
 
     @property
     def worst(self) -> tuple[int, float]:
-        """The size with the largest error, and that error."""
+        """Size with the largest error, and that error."""
         return max(self.errors, key=lambda pair: abs(pair[1]))
 
     @property
@@ -62,15 +64,15 @@ class LineFit:
         return abs(self.worst[1]) <= MOST_ERROR
 
     def seconds(self, num_bytes: float) -> float:
-        """Compute the time of one message."""
+        """Return the fitted time of one message in seconds."""
         return self.latency_s + (num_bytes + min(num_bytes, self.burst_bytes)) / self.bytes_per_s
 
 
 def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFit:
-    """Fit a line to `times_s`: samples by number of bytes.
+    """Fit latency and bandwidth to samples of message times, given by number of bytes.
 
-    Intervals are percentiles of a bootstrap: samples of each size are drawn with replacement, and the line is fitted to
-    their medians (Efron 1979). The same samples give the same fit.
+    Intervals are percentiles of a bootstrap (Efron 1979): samples of each size are drawn with
+    replacement, and the line is fitted to their medians. The same samples give the same fit.
 
     Raises:
         ValueError: There are fewer than three sizes, or a time is not positive.
@@ -93,7 +95,7 @@ def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFi
     fits = {burst: _lines(_loads(sizes, burst), medians_s[None]) for burst in BURSTS_BYTES}
     found = {burst: float(lines[2][0]) for burst, lines in fits.items()}
     best = min(found, key=lambda burst: found[burst])
-    # With four sizes or fewer a third parameter would always fit.
+    # With four sizes or fewer, a third parameter would always fit.
     burst = best if found[best] < LEAST_GAIN * found[0] and len(sizes) > 4 else 0
     loads = _loads(sizes, burst)
     latency_s = float(fits[burst][0][0])
@@ -127,7 +129,7 @@ def _rate(per_byte_s: float) -> float:
 
 
 def _loads(sizes: Sequence[int], burst: int) -> np.ndarray:
-    # A burst is stored before it is passed on: a message waits for these bytes twice.
+    # A burst is stored before it is forwarded, so a message waits for these bytes twice.
     return np.array([size + min(size, burst) for size in sizes], dtype=float)
 
 
@@ -137,8 +139,11 @@ def _drawn_medians(samples_s: np.ndarray, generator: np.random.Generator) -> np.
 
 
 def _lines(loads: np.ndarray, medians_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Find latency, seconds per byte and mean relative error of the best line of each row of `medians_s`."""
-    # A line of least absolute deviations goes through two of its points, or one where a bound holds it: try them all.
+    """Return latency, seconds per byte and mean relative error of the best line for each row.
+
+    `medians_s` has one row per fit.
+    """
+    # A line of least absolute deviations goes through two points, or through one at a bound. Try all of them.
     first, second = np.triu_indices(len(loads), k=1)
     slopes = (medians_s[:, second] - medians_s[:, first]) / (loads[second] - loads[first])
     starts = medians_s[:, first] - slopes * loads[first]

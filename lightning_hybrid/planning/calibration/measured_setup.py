@@ -1,4 +1,4 @@
-"""Ranks on which links are measured: what they agree on, what is known of them, and measurements that were written."""
+"""Description of the measured ranks, checks that they agree, and saved measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def check_same_on_all_ranks(answers: list[dict[str, Any]]) -> None:
-    """Refuse ranks that would measure different things, and so wait for each other in different places.
+    """Raise if ranks have different measurement settings.
+
+    Such ranks would wait for each other in different calls.
 
     >>> check_same_on_all_ranks([{"limit_s": 60, "dtype": "float16"}, {"limit_s": 60, "dtype": "float32"}])
     Traceback (most recent call last):
@@ -40,10 +42,10 @@ every rank with the same command.
 
 
 def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
-    """Return what an earlier run measured, and on what.
+    """Read the measurements and the setup of an earlier run from its `summary.json`.
 
     Raises:
-        ValueError: It is no summary of one.
+        ValueError: The file is not such a summary.
     """
     try:
         answers = json.loads(Path(path).read_text())
@@ -63,12 +65,13 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
 
 
 def read_nccl_log(path: str) -> dict[str, Any]:
-    """Return the channels of NCCL's rings and its version, as fields of `MeasuredSetup`.
+    """Return the ring channels and the version found in an NCCL log, as fields of `MeasuredSetup`.
 
-    NCCL logs the channels of its graph where it searches for rings ("Pattern 4"); it sums on copies of them.
+    NCCL logs the channels of its graph when it searches for rings ("Pattern 4"). All-reduces use
+    copies of them.
 
     Raises:
-        ValueError: There are none in this file.
+        ValueError: The file contains no channels.
     """
     text = Path(path).read_text(errors="replace") if Path(path).is_file() else ""
     channels = re.findall(r"NCCL INFO Pattern 4, .*?nChannels ([1-9]\d*)", text)
@@ -87,7 +90,11 @@ def read_nccl_log(path: str) -> dict[str, Any]:
 def world_of(
     topology: Topology, device: torch.device, asked: Measurement, *, inside: Any
 ) -> MeasuredSetup:
-    """Describe the setup. Collective: every rank sends its machine and its cores."""
+    """Return the `MeasuredSetup` that describes the nodes, ranks and cores.
+
+    Collective: every rank must call it, and sends the identity of its machine and its number of
+    cores.
+    """
     mine = (
         host_identity()[:2],
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

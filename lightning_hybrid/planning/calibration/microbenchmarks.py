@@ -1,17 +1,21 @@
-"""Measured times of messages and all-reduces between the ranks there are. `calibrate` fits a cluster to them.
+"""Microbenchmarks of messages and all-reduces between the current ranks.
 
-    ping        half a round trip between two ranks; the receiver waits already, so that Gloo asks for no consent
-    exchange    two ranks send each other everything at once, and add: with Gloo's consent
+`calibrate` fits a cluster description to the measured times.
+
+    ping        half a round trip between two ranks; the receiver is ready, so that Gloo needs no handshake
+    exchange    two ranks send each other everything at once, and add: with Gloo's handshake
     flows       some ranks of every node send to the next node at the same time: does one fill the link?
     add         all ranks add two buffers at the same time
-    codec       all ranks encode float32 at the same time, and decode and add up two messages, as for two nodes
+    codec       all ranks encode float32 at the same time, and decode and add two messages, as for two nodes
     sum         an all-reduce by each of our algorithms, or the backend's own: `gloo_ring` or `nccl`; `two_level_int8`
                 is `two_level` through a codec
 
-`inside` is between ranks 0 and 1 of the first node, `across` between the first ranks of the first two nodes. Cases
-alternate in rounds. A sample is as many calls as take `min_sample_s`; the time of the slowest rank counts.
+`inside` is between ranks 0 and 1 of the first node, `across` between the first ranks of the first
+two nodes. Cases alternate in rounds. A sample repeats a call until it takes `min_sample_s`, and the
+time of the slowest rank counts.
 
-Collective: every rank of the world must call `measure`. Every wait is limited by the groups' timeouts.
+Collective: every rank of the world must call `measure`. Every wait is limited by the groups'
+timeouts.
 """
 
 from __future__ import annotations
@@ -43,21 +47,25 @@ Kind = Literal["ping", "exchange", "flows", "add", "codec", "sum"]
 MESSAGE_BYTES = (4, 256, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 EXCHANGE_BYTES = (4, 256, 4 * KIB)
 SUM_BYTES = (4 * KIB, 64 * KIB, 512 * KIB, *(2**power * MIB for power in range(11)))
-MOST_BYTES_ON_CPU = 64 * MIB  # of a sum: ranks may share a machine's memory
+MOST_BYTES_ON_CPU = 64 * MIB  # of an all-reduce, because ranks may share a machine's memory
 ALGORITHMS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "two_level")
 BACKEND_NAMES = {"cpu": "gloo_ring", "cuda": "nccl"}
 ADD_BYTES = 4 * MIB
 
-# The part of the time limit that one call may take: larger sizes are left out, so that each is measured repeatedly.
+# Fraction of the time limit that one call may take. Larger sizes are left out, so that each is measured repeatedly.
 CALL_SHARE = 1 / 100
-# So many rounds must fit into the limit: the costliest cases are left out until they do.
+# Number of rounds that must fit into the limit. The costliest cases are left out until they do.
 LEAST_ROUNDS = 7
 MOST_CALLS = 200
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Microbenchmark:
-    """One timed case. `what` is, by kind, the level. The number of flows. The dtype. The codec. Or the algorithm."""
+    """Benchmark case, with its kind, variant and number of bytes.
+
+    `what` is the variant: the level (`ping`, `exchange`), the number of flows (`flows`), the dtype
+    (`add`), the codec (`codec`) or the algorithm (`sum`).
+    """
 
     kind: Kind
     what: str
@@ -66,13 +74,17 @@ class Microbenchmark:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Seconds per call of each case, in the order of measuring, the same on every rank. `took_s` is the total."""
+    """Measured seconds per call of each benchmark case.
+
+    The samples are in the order of measuring and the same on every rank. `took_s` is the total
+    time.
+    """
 
     times_s: dict[Microbenchmark, list[float]]
     took_s: float
 
     def of(self, kind: Kind, what: str) -> dict[int, list[float]]:
-        """Return samples by number of bytes."""
+        """Return the samples of one kind and variant by number of bytes."""
         return {
             case.num_bytes: times_s
             for case, times_s in sorted(self.times_s.items())
@@ -80,22 +92,22 @@ class Measurements:
         }
 
     def whats(self, kind: Kind) -> list[str]:
-        """List every `what` that was measured of a kind, in the order of measuring."""
+        """Return the measured variants of a kind, in the order of measuring."""
         return list(dict.fromkeys(case.what for case in self.times_s if case.kind == kind))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The settings of a measurement.
+    """Settings of the microbenchmarks.
 
     Args:
-        limit_s: Total time. No call begins after it.
-        num_rounds: Samples of each case, where there is time.
-        min_sample_s: Short calls are repeated until a sample takes this long.
-        max_bytes: The largest message or sum.
-        dtype: dtype of the sums, torch's name: that of gradients on the wire.
-        algorithms: Algorithms to time, next to the backend's own.
-        timeout_s: Limit of every wait for another rank, the first included, in which each imports torch.
+        limit_s: Total time in seconds. No call begins after it.
+        num_rounds: Number of samples of each case, if there is time.
+        min_sample_s: Minimum time of a sample in seconds. Shorter calls are repeated.
+        max_bytes: Size of the largest message or all-reduce.
+        dtype: Name of the torch dtype of the all-reduces, which is that of gradients on the wire.
+        algorithms: Algorithms to time, in addition to the backend's own.
+        timeout_s: Limit of every wait for another rank, including the first one, in which each rank imports torch.
     """
 
     limit_s: float = 120.0
@@ -134,10 +146,10 @@ class Measurement:
                 f"`dtype` (={self.dtype!r}) must be float16, bfloat16 or float32: sums are timed in it."
             )
         for name in self.algorithms:
-            CommPlan(algorithm=name)  # refuses what is none
+            CommPlan(algorithm=name)  # raises if the algorithm is unknown
 
     def cases(self, topology: Topology, backend: str) -> list[Microbenchmark]:
-        """List every case to time here, the smallest first."""
+        """Return every case to measure on this topology, the smallest first."""
         messages = [size for size in MESSAGE_BYTES if size <= self.max_bytes]
         places = [
             level
@@ -182,16 +194,17 @@ class Measurement:
 
 
 def measure(asked: Measurement, topology: Topology, device: torch.device) -> Measurements:
-    """Time everything, in rounds, until there are `num_rounds` or the time is over.
+    """Measure all cases in rounds, until there are `num_rounds` or the time is over.
 
-    Collective: every rank of the world must call it with the same arguments. It agrees on times over the default group.
+    Collective: every rank of the world must call it with the same arguments. Ranks compare times
+    over the default group.
 
     Raises:
         ValueError: Nodes differ in size, or there is one rank.
     """
     validate(topology)
     began_s = time.perf_counter()
-    # A group of its own: its timeout limits every wait here, and no message of the user's meets one of ours.
+    # A separate group, whose timeout limits every wait here, and which carries no messages of the user.
     group: Any = dist.new_group(
         timeout=timedelta(seconds=asked.timeout_s), group_desc="lightning_hybrid.probes"
     )
@@ -211,7 +224,7 @@ def measure(asked: Measurement, topology: Topology, device: torch.device) -> Mea
 
 
 def validate(topology: Topology) -> None:
-    """Refuse a topology that a description with equal nodes cannot hold."""
+    """Raise if a cluster description with equal nodes cannot represent the topology."""
     if topology.world_size == 1:
         raise ValueError(
             "`world_size` (=1) must be 2 or more: links are between ranks, and one has none. Start more of them: "
@@ -240,11 +253,11 @@ class _Table:
         calls = self._warm_up()
         order = list(calls)
         for turn in range(self.asked.num_rounds):
-            # Another permutation each time, the same on every rank.
+            # Use another permutation in each round, the same on every rank.
             shuffled = torch.randperm(
                 len(order), generator=torch.Generator().manual_seed(turn)
             ).tolist()
-            # In turns, so that a slow minute does not make one case slow.
+            # Cases alternate, so that a slow minute does not affect only one case.
             for case in (order[index] for index in shuffled):
                 last_s = calls[case] * (
                     self.times_s[case][-1] if case in self.times_s else self.asked.min_sample_s
@@ -258,13 +271,13 @@ class _Table:
         return Measurements(times_s=enough, took_s=self.elapsed_s)
 
     def _warm_up(self) -> dict[Microbenchmark, int]:
-        # Every case once, which also connects all pairs; the result is calls per sample of the fast enough cases.
+        # Run every case once, which also connects all pairs. Return the calls per sample of cases that are fast enough.
         limit_s = self.asked.limit_s * CALL_SHARE
         sample_s: dict[Microbenchmark, float] = {}
         calls: dict[Microbenchmark, int] = {}
         slow: set[tuple[str, str]] = set()
         for case in self.asked.cases(self.topology, BACKEND_NAMES[self.device.type]):
-            # The smallest come first: past a slow size the larger ones of its kind are not tried.
+            # The smallest come first. Beyond a slow size, larger ones of its kind are not tried.
             if (case.kind, case.what) in slow or self.elapsed_s > self.asked.limit_s / 3:
                 continue
             call_s = self._sample(case, 1)
@@ -285,14 +298,14 @@ class _Table:
         call = self._call_of(case)
         taken_s = 0.0
         if call is not None:
-            # Not counted: it lets the ranks begin together.
+            # This call is not counted. It makes the ranks start together.
             call(1)
             self._synchronize()
             began_s = time.perf_counter()
             call(num_calls)
             self._synchronize()
             taken_s = (time.perf_counter() - began_s) / num_calls
-        # The slowest rank's times are the times of all ranks, so that all choose the same cases to go on with.
+        # Every rank uses the slowest rank's times, so that all continue with the same cases.
         slowest = torch.tensor(
             [taken_s, time.perf_counter() - self.began_s], dtype=torch.float64, device=self.device
         )
@@ -362,7 +375,8 @@ class _Table:
         return exchange
 
     def _flow(self, case: Microbenchmark) -> Callable[[int], None] | None:
-        # To the next node and from the one before, on some ranks of each; the bytes are those of all flows.
+        # Send to the next node and receive from the previous one, on some ranks of each. The bytes are those of all
+        # flows.
         num_flows = int(case.what)
         local_rank = self.topology.local_rank
         if local_rank >= num_flows:
@@ -379,7 +393,7 @@ class _Table:
 
 
 def _swap(group: dist.ProcessGroup, out: Tensor, to: int, back: Tensor, source: int) -> None:
-    # At the same time: NCCL would do two single calls one after the other.
+    # Send and receive at the same time, because NCCL would run two single calls one after the other.
     if out.is_cuda:
         ops = [dist.P2POp(dist.irecv, back, source, group), dist.P2POp(dist.isend, out, to, group)]
         works = dist.batch_isend_irecv(ops)
@@ -392,7 +406,7 @@ def _swap(group: dist.ProcessGroup, out: Tensor, to: int, back: Tensor, source: 
 def _ping(
     group: dist.ProcessGroup, peer: int, buffer: Tensor, *, leads: bool
 ) -> Callable[[int], None]:
-    # Over Gloo each rank posts its receive before the other sends, so that no send must wait for a consent.
+    # Over Gloo each rank posts its receive before the other sends, so that no send waits for a handshake.
     arrived = torch.zeros_like(buffer)
 
     def on_cpu(num_calls: int) -> None:
@@ -419,7 +433,7 @@ def _levels(topology: Topology) -> tuple[bool, bool]:
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... and the most.
+    """Return the powers of two below `most`, and `most` itself.
 
     >>> _powers(6), _powers(1)
     ([1, 2, 4, 6], [1])

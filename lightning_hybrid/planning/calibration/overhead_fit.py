@@ -1,8 +1,9 @@
-"""The software costs with which the simulated times of measured all-reduces have the least error.
+"""Fit of software costs that minimise the error of simulated all-reduce times.
 
-Over Gloo: a stage, a message, a segment, a core's rate and the share that one ring fills (cost_gloo.py). Over NCCL: the
-launch (cost_nccl.py). They are fitted together and compensate each other, so that none has a meaning, or an interval,
-of its own. The remaining error becomes a curve over bytes of each algorithm.
+Over Gloo the costs are a stage, a message, a segment, a core's rate and the fraction of a link that
+one ring uses (cost_gloo.py). Over NCCL the cost is the launch (cost_nccl.py). The costs are fitted
+together and compensate each other, so a single one has no meaning or interval of its own. The
+remaining error becomes a curve over bytes for each algorithm.
 """
 
 from __future__ import annotations
@@ -21,34 +22,34 @@ from lightning_hybrid.planning.model.node_wire import NodeWire
 from lightning_hybrid.planning.model.simulate import simulate
 from lightning_hybrid.planning.model.workload import StepWorkload
 
-# The start of the fit of Gloo's costs: those of the emulated cluster (conf/cluster/netlab.yaml), rounded.
+# Start values of the fit of Gloo's costs: rounded costs of the emulated cluster (conf/cluster/netlab.yaml).
 FIRST_GUESS = {"stage_s": 1e-4, "message_s": 5e-5, "segment_s": 5e-5, "ring_share": 0.9}
 
-# The fit ends where steps of 3 % do not lower its error by a part in a thousand. Our choice.
+# The fit ends when steps of 3 % lower its error by less than a thousandth. Our choice.
 LEAST_STRIDE = 0.03
 LEAST_PROGRESS = 1e-3
 
-# Larger sums are links alone, and take long to simulate in chunks.
+# The time of larger all-reduces is that of the links, and takes long to simulate in chunks.
 MOST_FITTED_BYTES = 16 * MIB
 
-# Errors of sums count squared up to here and linearly beyond.
+# Errors of all-reduces count squared up to here and linearly beyond.
 ROBUST = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSetup:
-    """The machines and the data type of a measurement.
+    """Machines, ranks and data type of a measurement.
 
     Args:
         num_nodes: Number of nodes.
-        ranks_per_node: Ranks on each node.
-        on_cuda: Whether NCCL was measured, else Gloo.
-        itemsize: Bytes of an element of the sums that were timed.
-        num_shared_cores: Cores of the one machine that all ranks run on; None where there are several machines.
-        is_interleaved: Consecutive ranks are on different nodes.
-        inside: The connection of the GPUs of a node.
-        channels: Of NCCL's graph, from its log; None: not known.
-        nccl_version: Of the same log.
+        ranks_per_node: Number of ranks on each node.
+        on_cuda: Whether NCCL was measured. False: Gloo.
+        itemsize: Bytes of an element in the measured all-reduces.
+        num_shared_cores: Number of cores if all ranks run on one machine. None: there are several machines.
+        is_interleaved: Whether consecutive ranks are on different nodes.
+        inside: Connection of the GPUs of a node.
+        channels: Number of channels of NCCL's graph, from its log. None: unknown.
+        nccl_version: Version of NCCL, from the same log.
     """
 
     num_nodes: int
@@ -65,9 +66,10 @@ class MeasuredSetup:
 def predicted_all_reduce_s(
     cluster: Cluster, algorithm: str, num_bytes: int, setup: MeasuredSetup
 ) -> float:
-    """Simulate one all-reduce, cut as the plan cuts it, with nothing to hide it. Return its seconds.
+    """Return the simulated time of one all-reduce that no computation hides, in seconds.
 
-    `algorithm`: `two_level_int8` is `two_level` through a codec.
+    It is chunked as the plan says. `algorithm` may have a suffix: `two_level_int8` is `two_level`
+    through a codec.
     """
     work = StepWorkload(forward_s=0.0, gradients=((max(1, num_bytes // setup.itemsize), 0.0),))
     is_peer = algorithm in PEERS
@@ -89,7 +91,7 @@ def predicted_all_reduce_s(
 
 
 def is_coded(algorithm: str) -> bool:
-    """Return whether sums of this name go through a codec.
+    """Return whether all-reduces of this name use a codec.
 
     >>> is_coded("two_level_int8"), is_coded("two_level")
     (True, False)
@@ -104,9 +106,10 @@ def fit_overheads(
     *,
     most_bytes_per_s: float,
 ) -> Cluster:
-    """Return the cluster whose predictions of the sums have the least error, of those of up to `MOST_FITTED_BYTES`.
+    """Return the cluster with the software costs that predict the measured all-reduces best.
 
-    Those through a codec are left out. A core's rate is at most `most_bytes_per_s`.
+    All-reduces through a codec, or of more than `MOST_FITTED_BYTES`, are ignored. A core's rate is
+    at most `most_bytes_per_s`.
     """
     measured = {
         (name, size): time_s
@@ -115,7 +118,7 @@ def fit_overheads(
     }
 
     def loss(cluster: Cluster) -> float:
-        # In the logarithm a factor of two too much is as bad as one too little, at any size.
+        # In the logarithm, predictions twice and half as long as measured have the same error, at any size.
         errors = (
             math.log(predicted_all_reduce_s(cluster, name, size, setup) / time_s) / ROBUST
             for (name, size), time_s in measured.items()
@@ -131,7 +134,7 @@ def fit_overheads(
         return launched(_descend({"launch_s": 1e-5}, lambda values: loss(launched(values))))
 
     def with_costs(values: dict[str, float]) -> Cluster:
-        # A core that sends, receives and adds is at most as fast as one that does one of these. Where the links are too
+        # A core that sends, receives and adds is at most as fast as one that does one of these. If the links are too
         # slow to show the core's rate, the fit ends at this bound.
         core = replace(bare.inside, bytes_per_s=min(values["core_bytes_per_s"], most_bytes_per_s))
         costs = replace(
@@ -150,7 +153,9 @@ def fit_overheads(
 def _descend(
     values: dict[str, float], loss: Callable[[dict[str, float]], float]
 ) -> dict[str, float]:
-    """Search positive values with the least loss: one after another, up and down by a factor that shrinks.
+    """Minimise a function of positive values by coordinate descent.
+
+    Each value in turn is multiplied and divided by a factor that shrinks.
 
     >>> found = _descend({"x": 1.0, "y": 1.0}, lambda v: (v["x"] - 7) ** 2 + (v["y"] - v["x"] / 2) ** 2)
     >>> abs(found["x"] - 7) < 0.1, abs(found["y"] - 3.5) < 0.1
@@ -162,7 +167,7 @@ def _descend(
     while stride > LEAST_STRIDE:
         before = least
         for name in values:
-            # By factors: all values are positive, and differ by orders of magnitude.
+            # Use factors, because all values are positive and differ by orders of magnitude.
             for factor in (1 + stride, 1 / (1 + stride)):
                 tried = best | {name: best[name] * factor}
                 if (tried_loss := loss(tried)) < least:

@@ -1,1 +1,1 @@
-"""Estimates behind the reports: memory, failures, pipelines, fewer bits between nodes. The timeline of a step."""
+"""Estimates of memory, failures, pipelines, compression and step timelines for the reports."""

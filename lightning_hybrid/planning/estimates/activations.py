@@ -1,4 +1,4 @@
-"""Activation memory and FLOPs of a training step, measured tensor by tensor on the meta device."""
+"""Activation memory and FLOPs of a training step, measured on the meta device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counter of FLOPs, and of the bytes of all live tensors that were created within the context.
+    """Counter of FLOPs and of the bytes of live tensors created within the context.
 
     A tensor and its views count once. FLOPs cover products only, by torch's own formulas.
 
@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch would import its compiler otherwise, which takes seconds."""
+        """Return False, because torch would otherwise import its compiler, which takes seconds."""
         return False
 
     def __torch_dispatch__(
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         args: Any = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, counting its FLOPs and the memory of its results until they are freed."""
+        """Run an operation, and count its FLOPs and the memory of its results until they are freed."""
         kwargs = kwargs or {}
         results = shapes_of(func, args, kwargs)
         self.flops += flops_of(func, args, kwargs, results)
@@ -83,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
 def example_of(
     model: nn.Module, num_samples: int, shape: Sequence[int], *, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """Return an input on the meta device.
+    """Return an example input of the network on the meta device.
 
     The network's own `example` method creates it if there is one. Otherwise it is a batch of images
     of this shape.
@@ -96,10 +96,10 @@ def example_of(
 
 @contextmanager
 def meta_step(model: nn.Module, precision: str) -> Iterator[tuple[nn.Module, torch.dtype]]:
-    """Yield a meta-device copy of the network in this precision, and the dtype of its input.
+    """Yield a copy of the network on the meta device in a given precision, and the dtype of its input.
 
-    Gradients of parameters are dropped as soon as they are computed: they live in the buckets, whose
-    memory is counted elsewhere.
+    Gradients of parameters are dropped as soon as they are computed, because they are part of the
+    buckets, whose memory is counted elsewhere.
     """
     shadow = copy.deepcopy(model).to("meta").train()
     for parameter in shadow.parameters():
@@ -126,10 +126,10 @@ def _drop(parameter: Tensor) -> None:
 def step_bytes(
     model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str
 ) -> int:
-    """Measure the peak bytes of forward and backward of a batch, without weights and their gradients.
+    """Return the peak bytes of a batch's forward and backward, without weights and their gradients.
 
     The peak includes activations that forward saves for backward, temporary tensors of both,
-    re-materialised activations, and two batches of images, because the next batch is loaded during
+    recomputed activations, and two batches of images, because the next batch is loaded during
     the step. It does not include workspaces of the device's libraries.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Sigmoid(), nn.Linear(5, 1))
@@ -143,7 +143,7 @@ def step_bytes(
         inputs = list(tree_iter(images))
         with LiveBytes(known=[*shadow.parameters(), *shadow.buffers(), *inputs]) as live:
             _forward_and_backward(shadow, images)
-    # `LiveBytes` did not count the images: add this batch and the next.
+    # `LiveBytes` did not count the images, so add this batch and the next.
     input_bytes = sum(tensor.nbytes for tensor in inputs)
     return (live.peak + 2 * input_bytes) * batch_size // counted
 
@@ -151,7 +151,10 @@ def step_bytes(
 def tracked_bytes(
     model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str
 ) -> int:
-    """Measure the same peak as `step_bytes` with torch's `MemTracker`, in seconds for a large network."""
+    """Return the same peak as `step_bytes`, measured by torch's `MemTracker`.
+
+    It takes seconds for a large network.
+    """
     from torch.distributed._tools.mem_tracker import MemTracker  # imports torch's compiler
 
     with meta_step(model, precision) as (shadow, dtype), warnings.catch_warnings():
@@ -184,12 +187,15 @@ def _forward_and_backward(network: nn.Module, images: Any) -> None:
 
 
 def has_checkpointing(model: nn.Module) -> bool:
-    """Return True if the network has the option `checkpoint_activations`, as this library's networks do."""
+    """Return whether the network has the option `checkpoint_activations`.
+
+    Networks of this library have it.
+    """
     return hasattr(model, "checkpoint_activations")
 
 
 def with_checkpointing(model: nn.Module, *, is_on: bool) -> nn.Module:
-    """Return a copy of the network with re-materialisation of activations switched on or off."""
+    """Return a copy of the network with activation checkpointing switched on or off."""
     changed = copy.deepcopy(model)
     changed.checkpoint_activations = is_on  # type: ignore[assignment]
     return changed
@@ -199,7 +205,10 @@ def with_checkpointing(model: nn.Module, *, is_on: bool) -> nn.Module:
 
 
 def shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation, by shapes alone if all its tensors are on the meta device."""
+    """Return the result of an operation, computed from shapes alone on the meta device.
+
+    Other operations run normally.
+    """
     is_plain = func in SHAPES and not kwargs.keys() - {"pin_memory", "memory_format"}
     is_meta = all(not isinstance(value, Tensor) or value.is_meta for value in args)
 
@@ -251,7 +260,7 @@ def _batch_norm(images: Tensor, *options: Any) -> tuple[Tensor, ...] | None:
 def _gradients(
     gradient: Tensor, images: Tensor, weight: Tensor | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of input, weight and bias of a convolution or normalisation."""
+    """Return empty gradients of the input, weight and bias of a convolution or normalisation."""
     wants_input, wants_weight, wants_bias = options[-1]
     of_input = images.new_empty(images.shape) if wants_input else None
     if weight is None:  # a normalisation with affine=False
@@ -306,7 +315,10 @@ def _max_pool(images: Tensor, kernel: Any, *options: Any) -> tuple[Tensor, Tenso
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of an operation's products, two for each multiply-add, or 0 for others."""
+    """Return the FLOPs of an operation's matrix products and convolutions.
+
+    A multiply-add counts as two. Other operations have 0 FLOPs.
+    """
     is_convolution = func is aten.convolution.default
     is_transposed = is_convolution and args[6]
     if func in PRODUCTS and not is_transposed:

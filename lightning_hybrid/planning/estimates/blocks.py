@@ -1,4 +1,4 @@
-"""The blocks of a network between which a pipeline may be cut, with the compute, memory and messages of each."""
+"""Network blocks between which a pipeline may be cut, with their compute, memory and messages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_iter
 from lightning_hybrid.pipeline.shapes import as_arguments
 from lightning_hybrid.planning.estimates.activations import LiveBytes, example_of, meta_step
 
-# Images on the meta device. Bytes that do not depend on the batch are then a small part of what is counted.
+# Number of images on the meta device. Bytes that do not depend on the batch are then a small part of the total.
 BATCH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Consecutive modules between two places at which a pipeline may be cut.
+    """Consecutive modules of a network between two possible pipeline cuts.
 
     Args:
         name: Name of the first module.
@@ -51,9 +51,9 @@ class _Mark:
 
 
 class _Uses(LiveBytes):
-    """Record of the tensors that are used on both sides of a mark.
+    """Record of tensors that are used both before and after a possible pipeline cut.
 
-    A cut is possible only if the mark's input is the only such tensor.
+    A cut is possible only if the input of the module after the cut is the only such tensor.
     """
 
     def __init__(self, known: Sequence[Tensor]) -> None:
@@ -79,7 +79,7 @@ class _Uses(LiveBytes):
         return results
 
     def use(self, tensor: Tensor) -> None:
-        """Note that the tensor is needed here."""
+        """Record a use of the tensor, and rule out cuts that it crosses."""
         address = tensor.untyped_storage()._cdata
         # A parameter counts from its first use, so that no parameter is used on both sides of a cut.
         first_seen_at = self._first_seen_at.setdefault(address, len(self.marks))
@@ -193,7 +193,7 @@ def _traced_marks(
 
 
 def _owned_numels(network: nn.Module, modules: Sequence[nn.Module]) -> list[list[int]]:
-    # The elements of each parameter of each module. A shared parameter belongs to the first module that has it.
+    # Numbers of elements of each module's parameters. A shared parameter belongs to the first module that has it.
     unassigned = {id(parameter) for parameter in network.parameters()}
     owned: list[list[int]] = []
     for module in modules:
@@ -207,7 +207,7 @@ def _owned_numels(network: nn.Module, modules: Sequence[nn.Module]) -> list[list
 
 
 def _num_tied(modules: Sequence[nn.Module], owned: Sequence[Sequence[int]]) -> list[int]:
-    # The elements of each module that belong to an earlier module.
+    # Number of elements of each module that belong to an earlier module.
     num_tied: list[int] = []
     for module, numels in zip(modules, owned, strict=True):
         num_elements = sum(parameter.numel() for parameter in module.parameters())
@@ -216,7 +216,7 @@ def _num_tied(modules: Sequence[nn.Module], owned: Sequence[Sequence[int]]) -> l
 
 
 def _numels_outside(network: nn.Module, modules: Sequence[nn.Module]) -> list[int]:
-    # The elements of each parameter that belongs to none of the modules.
+    # Numbers of elements of the parameters that belong to none of the modules.
     inside: set[int] = set()
     for module in modules:
         inside.update(id(parameter) for parameter in module.parameters())
@@ -240,7 +240,10 @@ def _named(blocks: Sequence[nn.Module], network: nn.Module) -> Iterator[tuple[st
 
 
 def units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children of the network by name. An `nn.Sequential` or an only child is replaced by its children."""
+    """Yield the children of a network with their names.
+
+    An `nn.Sequential`, or an only child with children, is replaced by its children.
+    """
     children = dict(module.named_children())
     for name, child in children.items():
         if isinstance(child, nn.Sequential) or (len(children) == 1 and list(child.children())):

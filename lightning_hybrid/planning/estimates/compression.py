@@ -1,8 +1,9 @@
-"""Gain of fewer bits or fewer all-reduces between nodes: steps with each codec, local steps, and the best without.
+"""Estimated gain of compressed gradients, or of less frequent averages, between nodes.
 
-A codec saves the wire's time of what is exposed, and costs its own. Of more than 200 set-ups of data centres 6 gained
-(Agarwal et al. 2022, MLSys, arXiv:2103.00543); where links between nodes are slow many do. It changes the numbers, so
-it must save `CLEARLY_LESS_BY_CODEC` of a step, and it is only ever proposed.
+A codec shortens exposed communication, and takes time itself. Of more than 200 set-ups of data
+centres, 6 gained (Agarwal et al. 2022, MLSys, arXiv:2103.00543). With slow links between nodes,
+many do. A codec changes the gradients, so it must save `CLEARLY_LESS_BY_CODEC` of a step, and is
+only proposed, never applied.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ from lightning_hybrid.planning.model.plan_search import with_buckets
 from lightning_hybrid.planning.model.simulate import SimulatedSteps, simulate
 from lightning_hybrid.planning.model.workload import StepWorkload
 
-# The share of a step that a codec must save over the best step without. Our choice.
+# Fraction of the best step without a codec that a codec must save. Our choice.
 CLEARLY_LESS_BY_CODEC = 0.05
 
-# In the order of their bits. bfloat16 takes what float16 does.
+# In descending order of bits. bfloat16 takes the same time as float16.
 NAMES: tuple[WireName, ...] = ("float16", "int8", "int4")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WireStep:
-    """A step with sums between nodes in one form, with all ranks at mean pace.
+    """Simulated step with one data type or codec between nodes, with all ranks at mean speed.
 
     Attributes:
-        name: `comm_dtype_across_nodes`; None: as in the buckets.
-        step_s: Its time, of which `exposed_s` is communication that backward does not hide.
-        codec_s: A rank's time for rounding, exposed or not.
-        node_bytes: What any algorithm must send from a node in this form, 2 (N - 1) / N A.
+        name: `comm_dtype_across_nodes`. None: as in the buckets.
+        step_s: Time of the step in seconds.
+        exposed_s: Time of communication that backward does not hide, in seconds.
+        codec_s: Time of a rank for rounding in seconds, exposed or not.
+        node_bytes: Bytes that any algorithm must send from a node, 2 (N - 1) / N A.
     """
 
     name: WireName | None
@@ -46,7 +48,10 @@ class WireStep:
 def wire_step(
     outcome: SimulatedSteps, cluster: ClusterCosts, *, itemsize: int, name: WireName | None
 ) -> WireStep:
-    """Return a simulated step as one to be compared. `name`: the form between nodes that it was simulated with."""
+    """Return the figures of a simulated step for a comparison of data types between nodes.
+
+    `name` is the data type or codec between nodes in that simulation.
+    """
     wire = None if name is None else NodeWire(name=name, itemsize=itemsize)
     sums = [(bucket.algorithm, bucket.num_bytes) for bucket in outcome.buckets]
     num_bytes = sum(size for _, size in sums)
@@ -68,9 +73,10 @@ def compressed_steps(
     itemsize: int,
     on_cuda: bool,
 ) -> tuple[WireStep, ...]:
-    """Simulate a step with fewer bytes between nodes in each form, under the best of `plans`, or None for one node.
+    """Simulate a step with each smaller data type between nodes, under the best of `plans`.
 
-    A plan without a sum of each node is tried with `algorithm="auto"`, as a codec refuses it.
+    The result is empty for a single node. A codec needs a reduction inside each node first, so
+    plans without one are tried with `algorithm="auto"`.
     """
     if cluster.num_nodes == 1:
         return ()
@@ -92,7 +98,7 @@ def compressed_steps(
 
 
 def proposed(plain: WireStep, steps: Sequence[WireStep]) -> WireStep | None:
-    """Return the form to propose in place of `plain`: the most bits with a clearly shorter step, or None.
+    """Return the step with the most bits that is clearly shorter than `plain`, or None if none is.
 
     >>> def step(name, step_s):
     ...     return WireStep(name=name, step_s=step_s, exposed_s=0.0, codec_s=0.0, node_bytes=0.0)
@@ -101,16 +107,16 @@ def proposed(plain: WireStep, steps: Sequence[WireStep]) -> WireStep | None:
     [None, 'int8', 'int4']
     """
     best: WireStep | None = None
-    for step in steps:  # the most bits come first
+    for step in steps:  # in descending order of bits
         if step.step_s <= (1 - CLEARLY_LESS_BY_CODEC) * (best or plain).step_s:
             best = step
     return best
 
 
-# ---- steps inside nodes, averages over nodes in between (`sync_across_nodes_every`) ----
+# ---- steps inside nodes, with averages over nodes in between (`sync_across_nodes_every`) ----
 
-CHUNK_BYTES = 16 * MIB  # of the average, of which two are under way
-BYTES = 8  # of a parameter in an average: its master and its momentum, in fp32; Adam and LAMB send no momentum
+CHUNK_BYTES = 16 * MIB  # of the average, with two chunks in flight
+BYTES = 8  # of a parameter in an average, for fp32 master weight and momentum. Adam and LAMB send no momentum
 
 
 def average_s(
@@ -121,10 +127,11 @@ def average_s(
     on_cuda: bool,
     wire: NodeWire | None = None,
 ) -> float:
-    """Compute the time of one average over nodes of `num_bytes` in fp32, which nothing hides.
+    """Return the time to average `num_bytes` of fp32 values over nodes, in seconds.
 
-    They are those of the masters and of the momentum, 4 and 4 per parameter, and are summed over all ranks in chunks of
-    16 MiB; `wire`: their form between nodes. Running statistics of BatchNorm, some thousandths, are not counted.
+    Nothing hides this time. The bytes are master weights and momentum, 4 and 4 per parameter, which
+    are all-reduced over all ranks in chunks of 16 MiB. `wire` is their data type or codec between
+    nodes. BatchNorm's running statistics, some thousandths of the bytes, are not counted.
     """
     num_chunks = max(1, round(num_bytes / CHUNK_BYTES))
     chunks = StepWorkload(
@@ -135,11 +142,11 @@ def average_s(
 
 
 def with_averages(inside: SimulatedSteps, *, every: int, average_s: float) -> SimulatedSteps:
-    """Return steps inside a node with the time of the average spread over them.
+    """Return simulated steps inside nodes, with the time of averages between nodes spread over them.
 
         step = step inside the node + average / every
 
-    A node sends 2 (N - 1) / N of the average's bytes, by `every`, in place of those of the gradients in each step
+    Per step a node sends 2 (N - 1) / N of the average's bytes divided by `every`, instead of the gradients' bytes
     (Lin et al. 2020, arXiv:1808.07217).
     """
     more_s = average_s / every

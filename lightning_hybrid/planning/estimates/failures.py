@@ -1,4 +1,4 @@
-"""Failures of nodes: how often to save, and how long a run takes with them.
+"""Effect of node failures on a run, with the best checkpoint interval and the expected duration.
 
     tau = sqrt(2 c M) (1 + sqrt(x) / 3 + x / 9) - c,   x = c / (2 M) < 1         work between two checkpoints
     T   = M exp(R / M) (exp((tau + c) / M) - 1) W / tau                          expected time, by restart
@@ -7,9 +7,9 @@
     M   mean time between failures of the whole job      c   a checkpoint     W   work without failures
     R   detection and restart                            r   detection and rejoin
 
-An elastic run loses no step, as the others go on with what they hold; that they are fewer for a while is left out.
-Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps"; failures come at
-random, at a constant rate.
+An elastic run loses no step, because the other nodes continue with their state. The model ignores that fewer nodes
+train for a while. Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps".
+Failures occur at random at a constant rate.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from lightning_hybrid.checks import require_number
 
 NUM_RUNS = 200
 SHARES = (0.1, 0.9)
-NO_END = 50  # times the work: a run that takes longer is not simulated
+NO_END = 50  # multiple of the work beyond which a run is not simulated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Rates of failures, and their costs.
+    """Rate of GPU failures, and the time that each failure costs.
 
     Args:
-        gpu_hours: Between failures. Default: 419 in 54 days of 16,384 GPUs (Dubey et al. 2024, arXiv:2407.21783).
-        checkpoint_s: Training stands still for a checkpoint.
-        detection_s: Until a loss is known.
-        restart_s: From there until a restarted job trains, with a new node.
-        rejoin_s: From there until the others of an elastic run train.
-        start_s: From the job's start until its first step.
+        gpu_hours: GPU hours between two failures. Default: 419 failures in 54 days of 16,384 GPUs (Dubey et al. 2024,
+            arXiv:2407.21783).
+        checkpoint_s: Time for which training stops for a checkpoint.
+        detection_s: Time until a failure is detected.
+        restart_s: Time from detection until a restarted job trains, with a new node.
+        rejoin_s: Time from detection until the other nodes of an elastic run train.
+        start_s: Time from the start of the job until its first step.
 
     >>> failures = Failures(checkpoint_s=10, detection_s=0, restart_s=600)
     >>> round(failures.interval_s(1024)), round(1 - 30 / (failures.restarted_s(30 * 86400, 1024) / 86400), 3)
@@ -65,11 +66,11 @@ class Failures:
             )
 
     def between_s(self, num_gpus: int) -> float:
-        """Compute the mean time between failures of a job."""
+        """Return the mean time between failures of a job, in seconds."""
         return 3600 * self.gpu_hours / num_gpus
 
     def interval_s(self, num_gpus: int) -> float:
-        """Compute the best work between two checkpoints."""
+        """Return the optimal time of work between two checkpoints, in seconds."""
         mean_s = self.between_s(num_gpus)
         cost_s = self.checkpoint_s
         part = cost_s / (2 * mean_s)
@@ -78,7 +79,10 @@ class Failures:
         return math.sqrt(2 * cost_s * mean_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
 
     def restarted_s(self, work_s: float, num_gpus: int, every_s: float | None = None) -> float:
-        """Compute the expected time with checkpoints after each `every_s` of work. None: the best."""
+        """Return the expected duration with a checkpoint after each `every_s` of work, in seconds.
+
+        None stands for the best interval.
+        """
         mean_s = self.between_s(num_gpus)
         every_s = min(work_s, every_s or self.interval_s(num_gpus))
         back_s = self.detection_s + self.restart_s
@@ -88,14 +92,17 @@ class Failures:
         return each_s * work_s / every_s
 
     def elastic_s(self, work_s: float, num_gpus: int) -> float:
-        """Compute the expected time of an elastic run, infinite if it loses more than it works."""
+        """Return the expected duration of an elastic run in seconds.
+
+        It is infinite if the run loses more time than it works.
+        """
         lost = (self.detection_s + self.rejoin_s) / self.between_s(num_gpus)
         return work_s / (1 - lost) if lost < 1 else math.inf
 
     def simulated_s(
         self, work_s: float, num_gpus: int, *, elastic: bool = False, seed: int = 0
     ) -> list[float]:
-        """Simulate runs failure by failure. Return their times, the shortest first."""
+        """Simulate runs failure by failure, and return their durations in ascending order."""
         mean_s = self.between_s(num_gpus)
         every_s = min(work_s, self.interval_s(num_gpus))
         back_s = self.detection_s + (self.rejoin_s if elastic else self.restart_s)
@@ -115,7 +122,7 @@ class Failures:
         elastic: bool,
         chance: random.Random,
     ) -> float:
-        # Work that counts is whole intervals; of an elastic run all that was done.
+        # Only whole intervals of work count. In an elastic run, all work counts.
         time_s = 0.0
         left = work_s if elastic else work_s / every_s
         unit_s = 1.0 if elastic else every_s + self.checkpoint_s

@@ -1,4 +1,4 @@
-"""Work of one rank in a step of a network: which gradient is ready when."""
+"""Layers of a network, and the compute times of one rank in a training step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from lightning_hybrid.planning.model.workload import StepWorkload
 
 FORWARD_SHARE = (
     1 / 3
-)  # share of a step's arithmetic: backward makes two products for each of forward's
+)  # fraction of a step's arithmetic, because backward has two products for each of forward's
 
 
 class WithoutValues(TorchFunctionMode):
-    """Parameters are made on the meta device and keep no initial values: to draw these imports torch's compiler.
+    """Context in which parameters are created on the meta device, without initial values.
+
+    Random initial values would import torch's compiler.
 
     >>> with WithoutValues():
     ...     nn.Linear(2, 3).weight.is_meta
@@ -28,7 +30,7 @@ class WithoutValues(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Leave out what fills a tensor at random."""
+        """Skip functions that initialise a tensor, and run other functions on the meta device."""
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         if (
@@ -42,7 +44,11 @@ class WithoutValues(TorchFunctionMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Module with parameters of its own: elements of each, in their order, and FLOPs of one image's forward."""
+    """Module with its own parameters.
+
+    `numels` are the numbers of elements of the parameters, in their order. `forward_flops` are the
+    FLOPs of one image's forward.
+    """
 
     name: str
     numels: tuple[int, ...]
@@ -50,10 +56,10 @@ class Layer:
 
 
 def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
-    """Return the layers in the order in which forward runs them.
+    """Return the layers of a network in the order in which forward runs them.
 
-    Counted on the meta device, where nothing is computed. Only products are counted (`models/flops.py`), so
-    normalisation and activations cost nothing by themselves: their time goes to the products next to them.
+    FLOPs are counted on the meta device, where nothing is computed. Only products are counted (`models/flops.py`), so
+    normalisation and activations have no FLOPs. Their time is attributed to the products next to them.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 4 * 4, 2))
     >>> [(layer.name, layer.numels, layer.forward_flops) for layer in layers_of(net, (3, 4, 4))]
@@ -65,7 +71,7 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
     before: dict[str, int] = {}
     owners: dict[
         int, str
-    ] = {}  # a shared parameter is the first layer's: its gradient is complete there
+    ] = {}  # a shared parameter belongs to the first layer, where its gradient is complete
 
     def begin(name: str) -> None:
         before[name] = counter.flops
@@ -98,10 +104,11 @@ def work_of(
     update_s: float = 0.0,
     input_s: float = 0.0,
 ) -> StepWorkload:
-    """Return a step of `batch_size` images on a device that alone does `images_per_s`, spread over layers by FLOPs.
+    """Return the compute times of a step of `batch_size` images, spread over layers by FLOPs.
 
-    Forward is a third of it; backward goes from the last layer to the first, and in a layer the last tensor is ready
-    first. `images_per_s` is a measured rate, or achieved FLOP/s over FLOPs per image.
+    `images_per_s` is the rate of a single device, either measured or achieved FLOP/s over FLOPs per
+    image. Forward is a third of the step. Backward goes from the last layer to the first, and in a
+    layer the last tensor is ready first.
     """
     if not images_per_s > 0 or not batch_size > 0:
         raise ValueError(
@@ -120,7 +127,7 @@ def work_of(
             gradients.append((numel, waiting_s))
             waiting_s = 0.0
     if gradients and waiting_s > 0.0:
-        # No gradient is ready after the backward of the first layers: the last one closes the step.
+        # No gradient is ready after the backward of the first layers, so its time is added to the last gradient.
         numel, backward_s = gradients[-1]
         gradients[-1] = (numel, backward_s + waiting_s)
     return StepWorkload(
@@ -132,5 +139,5 @@ def work_of(
 
 
 def flops_per_image(layers: Sequence[Layer]) -> int:
-    """Return the FLOPs of a training step, three times those of forward."""
+    """Return the FLOPs of a training step per image, which are three times those of forward."""
     return 3 * sum(layer.forward_flops for layer in layers)

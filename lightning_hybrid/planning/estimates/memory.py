@@ -1,10 +1,10 @@
-"""Bytes that a rank needs for training, by owner, and what to change where they are more than its device has.
+"""Memory that a rank needs for training, and settings that reduce it.
 
-    parameters    weights, fp32 masters, gradients, optimizer state: bytes per parameter, by dtype alone
-    activations   what forward keeps for backward, with or without re-materialisation: measured by the caller
-    left          `1 - USABLE_SHARE` of the device, which is not counted
+    parameters    weights, fp32 master weights, gradients, optimizer state: bytes per parameter, by dtype alone
+    activations   tensors that forward keeps for backward, with or without checkpointing: measured by the caller
+    free          `1 - USABLE_SHARE` of the device, which is not counted
 
-Bytes per parameter are those between two steps that recipes/records/memory measured.
+The bytes per parameter hold between two steps, as measured in recipes/records/memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ HOST_LINK_BYTES_PER_S = 15.75e9
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes per parameter between two steps, by owner.
+    """Bytes per parameter that a rank holds between two steps, by kind of state.
 
-    With Psi parameters and the shares of them that a rank holds:
+    With Psi parameters, and the fraction of each kind that a rank holds:
 
         bytes = (weights weight_share + gradients gradient_share + (masters + optimizer) state_share + rest) Psi
 
-    ZeRO's stages 1, 2, 3 over N ranks are 1/N for state, then gradients, then weights (Rajbhandari et al. 2019,
-    arXiv:1910.02054; masters and moments are its K = 12).
+    ZeRO's stages 1, 2, 3 over N ranks hold 1/N of the state, then also of gradients, then also of weights
+    (Rajbhandari et al. 2019, arXiv:1910.02054). Master weights and moments are its K = 12.
 
     >>> adam_fp16 = StateBytes(weights=2, gradients=2, masters=4, optimizer=8, rest=0)
     >>> adam_fp16.per_parameter(), adam_fp16.per_parameter(state_share=1 / 64)
@@ -55,13 +55,13 @@ class StateBytes:
 
     @classmethod
     def of(cls, *, precision: str, optimizer: str, copies_gradients: bool) -> StateBytes:
-        """Return what `HybridAllReduceStrategy` holds.
+        """Return the bytes per parameter that `HybridAllReduceStrategy` holds.
 
         Args:
-            precision: The trainer's; with `"16-true"` and `"bf16-true"` masters are fp32.
+            precision: Precision of the trainer. With `"16-true"` and `"bf16-true"` master weights are fp32.
             optimizer: One of `STATE_BYTES`.
-            copies_gradients: In half precision the optimizer takes fp32 gradients, next to those in the buckets. LARS
-                and LAMB take none on CUDA, and on a CPU none with `fused=True`.
+            copies_gradients: Whether the optimizer needs fp32 gradients in half precision, in addition to those in the
+                buckets. LARS and LAMB need none on CUDA, and none on a CPU with `fused=True`.
 
         Raises:
             ValueError: `precision` or `optimizer` is unknown.
@@ -86,7 +86,7 @@ class StateBytes:
     def per_parameter(
         self, *, weight_share: float = 1.0, gradient_share: float = 1.0, state_share: float = 1.0
     ) -> float:
-        """Compute the bytes per parameter of a rank that holds these shares."""
+        """Return the bytes per parameter of a rank that holds these fractions of each kind of state."""
         state = self.masters + self.optimizer
         return (
             self.weights * weight_share
@@ -96,17 +96,18 @@ class StateBytes:
         )
 
     def fully_sharded(self, num_ranks: int) -> float:
-        """Compute the bytes per parameter with torch's `fully_shard` (FSDP2), between steps. Counted, not measured.
+        """Return the bytes per parameter with torch's `fully_shard` (FSDP2), between steps.
 
-        Weights, gradients and state are fp32 there, each rank with 1 / N of all; what a block gathers comes on top.
+        Weights, gradients and state are fp32, and each rank holds 1 / N of them. Parameters
+        gathered for a block come on top. The result is calculated, not measured.
         """
         return (4 + 4 + self.optimizer) / num_ranks
 
 
 def shared_share(numels: Sequence[int], num_ranks: int, *, is_world: bool = False) -> float:
-    """Compute the part of masters and optimizer state that a rank holds where `num_ranks` share them.
+    """Return the fraction of master weights and optimizer state that a rank holds under a sharded update.
 
-        sigma / k + 1 - sigma          sigma -> share of elements in tensors of at least k parts, in the world of two
+        sigma / k + 1 - sigma          sigma: fraction of elements in tensors of at least k shards (world: two shards)
 
     Smaller tensors stay whole on each rank.
 
@@ -121,15 +122,15 @@ def shared_share(numels: Sequence[int], num_ranks: int, *, is_world: bool = Fals
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """Memory that a rank needs under some settings.
+    """Memory that a rank needs under given settings.
 
     Args:
-        settings: What to give on the command line; empty: what was asked for.
-        state_bytes: Weights, masters, gradients, optimizer state, engine.
-        activation_bytes: The most that a step needs on top: kept for backward, and in work.
-        batch_size: Images that a rank takes at a time.
-        kind: Precision, and whether activations are re-materialised.
-        extra_s: What a step of the whole batch takes more.
+        settings: Settings for the command line that differ from the configured ones. Empty: as configured.
+        state_bytes: Bytes of weights, master weights, gradients, optimizer state and communication buffers.
+        activation_bytes: Peak bytes of a step in addition, kept for backward or temporary.
+        batch_size: Number of images that a rank processes at a time.
+        kind: Precision, and whether activations are checkpointed.
+        extra_s: Additional time of a step of the whole batch, in seconds.
     """
 
     settings: tuple[str, ...]
@@ -141,33 +142,37 @@ class MemoryNeed:
 
     @property
     def total_bytes(self) -> float:
-        """All of it."""
+        """Sum of state and activation bytes."""
         return self.state_bytes + self.activation_bytes
 
     def fits(self, memory_bytes: float) -> bool:
-        """Return whether a device with this memory has room for it."""
+        """Return whether the need fits into the usable part of a device's memory."""
         return self.total_bytes <= USABLE_SHARE * memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryChoices:
-    """Combinations of settings that save memory on a data-parallel rank: about a hundred, so that no solver is needed.
+    """Combinations of settings that reduce the memory of a data-parallel rank.
 
         activations = constant + slope * batch         by a step of one image and one of the batch
 
+    There are about a hundred, so no solver is needed.
+
     Args:
-        states: Bytes per parameter in each precision; that asked for comes first.
-        activations: Bytes of a step of one image and of the whole batch, by precision and whether they are
-            re-materialised; the network has that option where the latter is there.
-        batch_size: Images of a rank in a step. Fewer at a time accumulate; the planner knows no time that this costs.
-        numels: Elements of each parameter.
-        ranks_per_node: Ranks that may share the update.
-        world_size: Ranks that may share everything.
-        largest_block: Elements of the largest part of the network that `fully_shard` gathers at once.
-        forward_s: Of a step: re-materialisation takes it once more.
-        gather_s: Of all weights in a node, after a shared update.
-        gather_all_s: Of all weights over all ranks: `fully_shard` gathers twice and scatters sums once, in the place of
-            an all-reduce, which is two of them. Of an update that all share it is behind forward, as far as that lasts.
+        states: Bytes per parameter in each precision. The configured precision comes first.
+        activations: Bytes of a step of one image and of the whole batch, by precision and by whether activations are
+            checkpointed. Entries with checkpointing exist if the network supports it.
+        batch_size: Number of images of a rank in a step. Smaller batches accumulate gradients, which is assumed to
+            take no more time.
+        numels: Number of elements of each parameter.
+        ranks_per_node: Number of ranks that may share the update inside a node.
+        world_size: Number of ranks over which everything may be sharded.
+        largest_block: Number of elements of the largest block of the network that `fully_shard` gathers at once.
+        forward_s: Time of a step's forward, which activation checkpointing repeats.
+        gather_s: Time to all-gather all weights in a node, after a sharded update.
+        gather_all_s: Time to all-gather all weights over all ranks. `fully_shard` gathers twice and reduce-scatters
+            once, while an all-reduce costs two of them. With an update sharded over the world, forward hides the
+            gather as long as forward lasts.
     """
 
     states: Mapping[str, StateBytes]
@@ -189,7 +194,11 @@ class MemoryChoices:
         again: bool = False,
         sharing: Literal["", "node", "world", "fsdp2", "host"] = "",
     ) -> MemoryNeed:
-        """Return what a rank needs with these."""
+        """Return the memory that a rank needs under one combination of settings.
+
+        `again` switches activation checkpointing on. `sharing` is where updates or parameters are
+        sharded: `""` (nowhere), `"node"`, `"world"`, `"fsdp2"` or `"host"` (FSDP2 with offload).
+        """
         state = self.states[precision]
         total = sum(self.numels)
         first, whole = self.activations[precision, again]
@@ -202,12 +211,12 @@ class MemoryChoices:
             )
         elif sharing == "world":
             share = shared_share(self.numels, self.world_size, is_world=True)
-            # Weights on their way go as activations come: what counts is the larger of the two.
+            # Gathered weights are freed as activations grow, so the larger of the two counts.
             bytes_each = state.per_parameter(state_share=share) + max(
                 0.0, state.weights - activation_bytes / max(1, total)
             )
         elif sharing:
-            # Two blocks gathered, this one and the next, and the gradients of this one, which are sent in fp32.
+            # Two gathered blocks, the current and the next, and the fp32 gradients of the current block.
             bytes_each = (3 * state.weights + 4) * self.largest_block / max(1, total)
             bytes_each += state.fully_sharded(self.world_size) if sharing == "fsdp2" else 0.0
         settings = {
@@ -219,7 +228,8 @@ class MemoryChoices:
             "model.checkpoint_activations=true": again,
         }
         extra_s = {"": 0.0, "node": self.gather_s, "fsdp2": self.gather_all_s}
-        # Each gather takes fp32 shards up, and gradients come down; what the host takes for the update is not known.
+        # Each gather copies fp32 shards to the device, and gradients back. The time of the update on the host is
+        # unknown.
         extra_s["host"] = (
             self.gather_all_s + 3 * 4 * total / self.world_size / HOST_LINK_BYTES_PER_S
         )
@@ -234,7 +244,11 @@ class MemoryChoices:
         )
 
     def needs(self) -> list[MemoryNeed]:
-        """Return all combinations: what was asked for first, then by number of settings, time and size of batches."""
+        """Return the memory needs of all combinations of settings.
+
+        The configured settings come first. The others are sorted by number of settings, time and
+        descending batch size.
+        """
         sizes = [self.batch_size >> halvings for halvings in range(self.batch_size.bit_length())]
         sizes = [size for size in sizes if self.batch_size % size == 0]
         of_all = ["world", "fsdp2"] if self.world_size > 1 else []
@@ -248,9 +262,10 @@ class MemoryChoices:
         return sorted(needs, key=lambda need: (len(need.settings), need.extra_s, -need.batch_size))
 
     def alone(self, memory_bytes: float) -> list[MemoryNeed]:
-        """Return what a rank needs with one setting each: in the order of their time by the bytes that they save.
+        """Return the memory needs with one changed setting each, in the order in which to try them.
 
-        Of those that take no time the one that saves most comes first.
+        They are sorted by additional time per byte saved. Among settings that take no time, the one
+        that saves most comes first.
         """
         asked, *single_needs = [need for need in self.needs() if len(need.settings) < 2]
         single = [
@@ -267,7 +282,10 @@ class MemoryChoices:
 
 
 def largest_batches(needs: Sequence[MemoryNeed], memory_bytes: float) -> list[MemoryNeed]:
-    """Leave of needs whose settings differ in a number alone the first that fits, else the last."""
+    """Return one memory need for each group whose settings differ only in a number.
+
+    The first need that fits is kept, or the last one if none fits.
+    """
     kinds: dict[tuple[str, ...], list[MemoryNeed]] = {}
     for need in needs:
         kinds.setdefault(

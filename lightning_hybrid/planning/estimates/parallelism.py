@@ -1,4 +1,4 @@
-"""Pipelines within the nodes of a planned run, with as many images per step as its data-parallel ranks."""
+"""Pipelines inside the nodes of a planned run, with as many images per step as data parallelism."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STAGES_PER_RANK = {"1f1b": 1, "interleaved": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineChoice:
-    """Pipeline of a planned run.
+    """Pipeline configuration for a planned run, with its simulated step.
 
     Args:
         schedule: Name of the schedule.
@@ -45,7 +45,7 @@ class PipelineChoice:
         recomputes: True if each block keeps only its input and runs forward again in backward.
         first_blocks: Name of the first block of each stage, except the first stage.
         step_s: Time of a step in seconds.
-        bubble: Share of the step in which ranks wait for one another.
+        bubble: Fraction of the step in which ranks wait for one another.
         rank_bytes: Memory of each rank in bytes.
         sent_bytes: Bytes that cross each cut in forward. Backward sends as many in the other direction.
         tasks: The tasks of each rank, with their times.
@@ -66,12 +66,12 @@ class PipelineChoice:
 
     @property
     def most_bytes(self) -> float:
-        """The memory of the rank that needs the most, in bytes."""
+        """Memory of the rank that needs the most, in bytes."""
         return max(self.rank_bytes)
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The overrides for the command line."""
+        """Overrides that select the pipeline on the command line."""
         overrides = [
             "strategy=pipeline",
             f"strategy.num_stages={self.num_ranks}",
@@ -91,7 +91,7 @@ def pipeline_choices(
     usable_bytes: float | None,
     recomputes: bool = False,
 ) -> list[PipelineChoice]:
-    """Simulate pipelines of 2 to 8 ranks in a node and return them, the fastest first.
+    """Simulate pipelines of 2 to 8 ranks in a node, and return them with the fastest first.
 
     A pipeline of S ranks takes the images of S data-parallel ranks. The time of a block is proportional to its FLOPs,
     however small the micro-batch is, and messages slow down no computation. Both assumptions favour pipelines.
@@ -132,7 +132,7 @@ def pipeline_choices(
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockLoad:
-    # What one block costs for one micro-batch. `held_bytes` are its weights and their state, for the whole fit.
+    # Cost of one block for one micro-batch. `held_bytes` are its weights and their state, for the whole fit.
     forward_s: float
     backward_s: float
     kept_bytes: float
@@ -150,7 +150,10 @@ class _Pipeline:
     num_microbatches: int
 
     def choice(self, usable_bytes: float | None) -> PipelineChoice | None:
-        """Cut the network into stages and simulate a step. Return None if the stages do not fit."""
+        """Cut the network into stages, and simulate a step.
+
+        Returns None if the stages do not fit into memory.
+        """
         order = schedule_tasks(
             self.schedule,
             self.num_ranks,
@@ -165,7 +168,8 @@ class _Pipeline:
         loads = [self._stage_load(block_loads, begin, end) for begin, end in stages]
         tasks = simulate_pipeline(order, loads)
 
-        # What a block computes again is alive beside the inputs. Otherwise the inputs are among what is kept.
+        # Recomputed activations of a block are alive in addition to the inputs. Otherwise the kept bytes include
+        # inputs.
         recomputed_bytes = 0.0
         if self.recomputes:
             recomputed_bytes = self.images_per_microbatch * max(
@@ -201,12 +205,12 @@ class _Pipeline:
 
     @property
     def stages_per_rank(self) -> int:
-        """The number of stages that each rank holds."""
+        """Number of stages that each rank holds."""
         return STAGES_PER_RANK[self.schedule]
 
     @property
     def images_per_microbatch(self) -> float:
-        """The number of images in a micro-batch."""
+        """Number of images in a micro-batch."""
         return self.num_ranks * self.scenario.batch_size_per_rank / self.num_microbatches
 
     def _block_loads(self) -> list[_BlockLoad]:
@@ -276,7 +280,7 @@ class _Pipeline:
         )
 
     def _tied_s(self) -> float:
-        # The time in which the stages that share a weight add up its gradients, once per step.
+        # Time in which the stages that share a weight all-reduce its gradients, once per step.
         num_tied = sum(block.num_tied for block in self.blocks)
         if not num_tied:
             return 0.0
@@ -284,7 +288,10 @@ class _Pipeline:
 
     @property
     def group(self) -> Cluster:
-        """The ranks that hold the same stage. All such groups of a node share its network cards."""
+        """Cluster of the ranks that hold the same stage.
+
+        All such groups of a node share its network cards.
+        """
         cluster = self.scenario.cluster
         across = replace(cluster.across, bytes_per_s=cluster.across.bytes_per_s / self.num_ranks)
         return replace(

@@ -1,17 +1,18 @@
-"""Time and memory of a pipeline's step: which micro-batch is in which stage when, under each schedule.
+"""Time and memory of a pipeline's training step under each schedule.
 
     blocks -> cuts -> stages        pipeline/cuts.py
-    schedule                        what each rank does, in which order: `schedule_tasks`
-    timeline                        when: a forward waits for the stage before, a backward for the stage after
+    schedule                        order of each rank's tasks: `schedule_tasks`
+    timeline                        times: a forward waits for the stage before, a backward for the stage after
 
-With S ranks, v stages on each, M micro-batches of f + b seconds on a rank, even stages and free messages:
+With S ranks, v stages on each, M micro-batches of f + b seconds on a rank, even stages and free
+messages:
 
     step     (M + (S - 1) / v) (f + b)
     bubble   (S - 1) / (v M + S - 1)
     alive    M micro-batches (gpipe), min(M, S - j) in stage j (1f1b)
 
-Sources: GPipe, Huang et al. 2018, arXiv:1811.06965; 1F1B, Narayanan et al. 2019 (PipeDream), here with a flush at the
-end of each step; interleaved, Narayanan et al. 2021, arXiv:2104.04473.
+Sources: GPipe, Huang et al. 2018, arXiv:1811.06965; 1F1B, Narayanan et al. 2019 (PipeDream), here
+with a flush at the end of each step; interleaved, Narayanan et al. 2021, arXiv:2104.04473.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 @dataclass(frozen=True, kw_only=True)
 class StageLoad:
-    """Cost of one micro-batch in a stage.
+    """Compute, communication and memory cost of one micro-batch in a pipeline stage.
 
     Args:
-        forward_s: Forward; re-materialisation adds a second one to `backward_s`.
-        backward_s: Backward.
-        send_s: Until the output has reached the next stage; its gradient takes as long back.
-        kept_bytes: What forward keeps for backward.
-        gradient_s: The all-reduce of the stage's gradients over the ranks that have this stage, once per step.
+        forward_s: Time of forward in seconds.
+        backward_s: Time of backward in seconds, including recomputation with activation checkpointing.
+        send_s: Time until the output has reached the next stage. Its gradient takes the same time back.
+        kept_bytes: Bytes that forward keeps for backward.
+        gradient_s: Time to all-reduce the stage's gradients over the ranks that hold this stage, once per step.
     """
 
     forward_s: float
@@ -46,7 +47,10 @@ class StageLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTask:
-    """Forward or backward of one micro-batch in one stage. Times are 0 before it is simulated."""
+    """Forward or backward of one micro-batch in one pipeline stage.
+
+    The times are 0 before the task is simulated.
+    """
 
     stage: int
     microbatch: int
@@ -58,7 +62,9 @@ class PipelineTask:
 def schedule_tasks(
     schedule: str, num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 1
 ) -> list[list[PipelineTask]]:
-    """Return what each rank does, in order. Rank r has the stages r, r + S, r + 2 S, ...
+    """Return the tasks of each rank, in the order of the schedule.
+
+    Rank r holds the stages r, r + S, r + 2 S and so on.
 
     Raises:
         ValueError: The schedule is unknown, or cannot run with these numbers.
@@ -94,7 +100,7 @@ def _tasks_of_rank(
     counts: Counter[tuple[int, bool]] = Counter()
 
     def task(step: int, is_forward: bool) -> PipelineTask:
-        # S micro-batches go through a stage before the next stage of the rank has its turn; backward from the last.
+        # S micro-batches go through a stage before the rank's next stage runs. Backward starts with the last stage.
         turn = step // num_ranks % per_rank
         stage = rank + num_ranks * (turn if is_forward else per_rank - 1 - turn)
         counts[stage, is_forward] += 1
@@ -119,7 +125,11 @@ def _tasks_of_rank(
 def in_turns(
     forwards: list[PipelineTask], backwards: list[PipelineTask], num_ahead: int
 ) -> list[PipelineTask]:
-    """Return some forwards ahead, then one backward, one forward, until no forward is left, and the other backwards."""
+    """Return the order of forwards and backwards, with `num_ahead` forwards first.
+
+    One backward and one forward then alternate until no forward is left. The other backwards
+    follow.
+    """
     order = forwards[:num_ahead]
     for backward, forward in zip(backwards, forwards[num_ahead:], strict=False):
         order += [backward, forward]
@@ -129,10 +139,10 @@ def in_turns(
 def simulate_pipeline(
     order: Sequence[Sequence[PipelineTask]], loads: Sequence[StageLoad]
 ) -> list[list[PipelineTask]]:
-    """Simulate a step. Return each rank's tasks with their times.
+    """Simulate a step, and return the tasks of each rank with their times.
 
-    A rank does its tasks in order, each as soon as what it needs has arrived. Messages take their time and disturb
-    nothing: sends are asynchronous.
+    A rank runs its tasks in order, each as soon as its input has arrived. Messages take time but do
+    not slow down computation, because sends are asynchronous.
     """
     ends: dict[tuple[int, int, bool], float] = {}
     free_s = [0.0] * len(order)
@@ -164,7 +174,7 @@ def simulate_pipeline(
 def _arrival_s(
     task: PipelineTask, loads: Sequence[StageLoad], ends: dict[tuple[int, int, bool], float]
 ) -> float | None:
-    # When what the task needs is there; None: not yet known.
+    # Return the time at which the input of the task arrives, or None if it is not known yet.
     stage = task.stage
     micro = task.microbatch
     last = len(loads) - 1
@@ -178,10 +188,10 @@ def _arrival_s(
 
 
 def pipeline_step_s(tasks: Sequence[Sequence[PipelineTask]], loads: Sequence[StageLoad]) -> float:
-    """Compute the time of a step, from its simulated tasks: until the last gradient of the last rank is averaged.
+    """Return the time of a simulated step until the last gradient is averaged, in seconds.
 
-    The gradients of a stage travel from the begin of its last backward on, one stage of a rank after another: hidden by
-    that backward, and by those of the stages before.
+    The all-reduce of a stage's gradients starts with its last backward, and the stages of a rank
+    follow one another. That backward, and those of the stages before, hide it.
     """
     step_s = 0.0
     for of_rank in tasks:
@@ -197,14 +207,17 @@ def pipeline_step_s(tasks: Sequence[Sequence[PipelineTask]], loads: Sequence[Sta
 
 
 def waiting_share(tasks: Sequence[Sequence[PipelineTask]]) -> float:
-    """Compute the share of the time until the last task's end in which ranks do nothing, on average: the bubble."""
+    """Return the bubble, which is the average fraction of a step in which ranks are idle.
+
+    The step ends with the last task.
+    """
     end_s = max(task.end_s for of_rank in tasks for task in of_rank)
     busy_s = sum(task.end_s - task.begin_s for of_rank in tasks for task in of_rank)
     return 1 - busy_s / (len(tasks) * end_s)
 
 
 def most_kept_bytes(tasks: Sequence[PipelineTask], loads: Sequence[StageLoad]) -> float:
-    """Compute the most activations that a rank keeps at once, from its tasks in order.
+    """Return the maximum bytes of activations that a rank keeps at once, given its tasks in order.
 
     >>> load = StageLoad(forward_s=1, backward_s=2, kept_bytes=10)
     >>> [most_kept_bytes(tasks, [load] * 4) for tasks in schedule_tasks("1f1b", 4, 8)]

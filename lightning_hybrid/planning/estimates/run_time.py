@@ -1,4 +1,4 @@
-"""Expected time of a planned run with its start, checkpoints and failures, and its 80 % interval."""
+"""Expected duration of a planned run with start, checkpoints and failures, and its 80 % interval."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_hybrid.planning.estimates.scenario import Scenario
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """Length, failures and rates of a run on a named cluster.
+    """Length, failure rates and prices of a planned run on a named cluster.
 
     Args:
         about: Description of the cluster and the network.
@@ -29,19 +29,19 @@ class PlannedRun:
     price_per_node_hour: float | None = None
 
     def num_steps(self, global_batch_size: int) -> float:
-        """Return the number of steps of the run, which may be a fraction."""
+        """Return the number of steps of the run, which may be fractional."""
         return self.epochs * self.images_per_epoch / global_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
-    """Expected seconds of a run, and the interval that holds 80 % of runs.
+    """Expected duration of a run in seconds, with the interval that holds 80 % of runs.
 
     Args:
-        work_s: Seconds of the steps alone.
+        work_s: Seconds of the steps without start, checkpoints and failures.
         run_s: Seconds of the run with start, checkpoints and failures.
-        low_s: Lower end, with the shortest likely steps and few failures.
-        high_s: Upper end, with the longest likely steps and many failures.
+        low_s: Lower bound, with the shortest likely steps and few failures.
+        high_s: Upper bound, with the longest likely steps and many failures.
         elastic_s: `run_s` of an elastic run.
         step_bounds_s: Shortest and longest likely seconds of a step. None: unknown, so that `low_s` and
             `high_s` differ by failures only.
@@ -56,7 +56,7 @@ class RunTime:
 
     @classmethod
     def of(cls, scenario: Scenario, step_s: float, num_steps: float, failures: Failures) -> RunTime:
-        """Simulate the run with steps of `step_s`."""
+        """Calculate the duration of a run with steps of `step_s`, and simulate failures for its bounds."""
         gpus = scenario.cluster.world_size
         step_bounds_s: tuple[float, float] | None = None
         fastest_step_s = step_s
@@ -85,5 +85,5 @@ class RunTime:
         )
 
     def costs(self, rate_per_s: float) -> tuple[float, float, float]:
-        """Return the cost of the run at a rate per second, with the lower and upper end."""
+        """Return the cost of the run and its lower and upper bound, at a rate per second."""
         return rate_per_s * self.run_s, rate_per_s * self.low_s, rate_per_s * self.high_s

@@ -1,4 +1,4 @@
-"""Training run to be planned, at any scale, and the search for its best plan."""
+"""Training run to be planned at any number of ranks, and the search for its best plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from lightning_hybrid.planning.model.workload import StepWorkload
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Network, device, cluster and plan. Arguments as in conf/simulate.yaml."""
+    """Training run to be planned, with its network, device, cluster and communication plan.
+
+    The arguments are the same as in conf/simulate.yaml.
+    """
 
     layers: tuple[Layer, ...]
     images_per_s: float
@@ -41,7 +44,10 @@ class Scenario:
 
     @property
     def wire(self) -> NodeWire | None:
-        """The form of sums between nodes, where it is not that of the buckets, or of averages, which are fp32."""
+        """Data type or codec of traffic between nodes, or None for the default data type.
+
+        Averages of master weights and momentum are fp32.
+        """
         name = self.comm_dtype_across_nodes
         return (
             None
@@ -56,18 +62,18 @@ class Scenario:
 
     @property
     def averaged_bytes(self) -> int:
-        """Bytes of masters and momentum, in fp32."""
+        """Bytes of master weights and momentum in fp32."""
         return BYTES * sum(numel for layer in self.layers for numel in layer.numels)
 
     @property
     def average_s(self) -> float:
-        """Seconds of one average of masters and momentum over nodes."""
+        """Time of one average of master weights and momentum over nodes, in seconds."""
         return average_s(
             self.averaged_bytes, self.cluster, self.plan, on_cuda=self.on_cuda, wire=self.wire
         )
 
     def node_bytes(self, outcome: SimulatedSteps) -> float:
-        """Return the bytes of a step that are summed between nodes, in their form there."""
+        """Return the bytes per step that are all-reduced between nodes, in their wire format."""
         if self.is_local:
             num_bytes = self.averaged_bytes / self.sync_across_nodes_every
         else:
@@ -76,11 +82,14 @@ class Scenario:
 
     @property
     def global_batch_size(self) -> int:
-        """Images of a step."""
+        """Number of images in a step over all ranks."""
         return self.cluster.world_size * self.batch_size_per_rank
 
     def work(self) -> StepWorkload:
-        """Return the work of one rank. All ranks of a node share its input."""
+        """Return the compute times of one rank in a step.
+
+        All ranks of a node share its input pipeline.
+        """
         node_batch = self.batch_size_per_rank * self.cluster.ranks_per_node
         input_s = 0.0 if self.input_images_per_s is None else node_batch / self.input_images_per_s
         return work_of(
@@ -92,7 +101,7 @@ class Scenario:
         )
 
     def run(self) -> SimulatedSteps:
-        """Simulate the scenario."""
+        """Simulate training steps of the scenario."""
         outcome = simulate(
             self.work(),
             self.cluster.of(1) if self.is_local else self.cluster,
@@ -111,7 +120,10 @@ class Scenario:
         return with_averages(outcome, every=self.sync_across_nodes_every, average_s=self.average_s)
 
     def bounds(self) -> tuple[Scenario, Scenario] | None:
-        """Return the scenario between whose steps 80 % of measured ones are expected. None: nothing is known."""
+        """Return scenarios with lower and upper bounds of the step time, or None if unknown.
+
+        80 % of measured step times are expected between the bounds.
+        """
         cluster_bounds = bounds(self.cluster)
         if cluster_bounds is None:
             return None
@@ -123,7 +135,10 @@ class Scenario:
         return fast, slow
 
     def at(self, num_ranks: int) -> Scenario:
-        """Return the scenario with this number of ranks: whole nodes, or part of one."""
+        """Return the scenario with another number of ranks, rounded up to whole nodes.
+
+        If there are fewer ranks than on a node, the result has one smaller node.
+        """
         per_node = min(self.cluster.ranks_per_node, num_ranks)
         cluster = replace(
             self.cluster, ranks_per_node=per_node, num_nodes=-(-num_ranks // per_node)
@@ -131,7 +146,8 @@ class Scenario:
         return replace(self, cluster=cluster)
 
 
-# Of a device's peak in training: the descriptions of conf/cluster with a rate and a peak reach 0.18 to 0.27.
+# Fraction of a device's peak that training reaches. Descriptions in conf/cluster with a rate and a peak have 0.18 to
+# 0.27.
 PEAK_SHARE = 0.2
 LEAST_SHARE = 0.13
 MOST_SHARE = 0.27
@@ -139,11 +155,11 @@ MOST_SHARE = 0.27
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Search over every algorithm with every bucket size.
+    """Search over combinations of algorithms and bucket sizes.
 
     Args:
-        algorithms: Null is the plan's choice by bytes.
-        bucket_bytes: Caps; `num_buckets` of the plan is 1, so that they are what counts.
+        algorithms: Algorithms to try. None stands for the plan's choice by bytes.
+        bucket_bytes: Bucket sizes to try. `num_buckets` of the plans is 1, so that only these sizes count.
         num_shown: Number of plans in the report.
     """
 
@@ -155,7 +171,10 @@ class Search:
         require_whole("num_shown", self.num_shown, "it is a number of plans in the report", least=0)
 
     def run(self, scenario: Scenario) -> list[Candidate]:
-        """Return all different plans, the best first. Among equals, the one with fewer buckets comes first."""
+        """Return the simulated candidates without duplicates, the fastest first.
+
+        Among equal times, the candidate with fewer buckets comes first.
+        """
         plans = [
             with_buckets(replace(scenario.plan, algorithm=algorithm or "auto"), size)  # type: ignore[arg-type]
             for algorithm, size in itertools.product(self.algorithms, self.bucket_bytes)

@@ -1,4 +1,4 @@
-"""Timeline of a simulated step, in the format that a real run writes."""
+"""Timeline of a simulated step, in the trace format of a real run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from lightning_hybrid.planning.model.simulate import SimulatedSteps
 
 
 def to_trace(outcome: SimulatedSteps) -> CommTrace:
-    """Convert the first simulated step to the trace that a real run writes.
+    """Convert the first simulated step to the trace format of a real run.
 
-    Rows, counters and JSON have the same format.
-
-    `to_trace(outcome).write(path, rank=0)` writes a file for Perfetto.
+    Rows, counters and JSON have the same format. `to_trace(outcome).write(path, rank=0)` writes a
+    file for Perfetto.
     """
     # A `CommTrace` reads a clock. This one is a list of one number, set to the time of each event.
     clock_s = [0.0]

@@ -1,1 +1,1 @@
-"""Model of a cluster and of training steps on it: links, collectives, buckets, and the choice of a plan."""
+"""Model of a cluster and of training steps on it, with links, collectives, buckets and plans."""

@@ -1,4 +1,4 @@
-"""A cluster that chooses plans: what users describe, and give to the strategy, and how sure its sums are."""
+"""Cluster description that chooses communication plans, and the uncertainty of its predictions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from lightning_hybrid.planning.model.cost_nccl import Nccl
 from lightning_hybrid.planning.model.node_wire import NodeWire
 from lightning_hybrid.planning.model.plan_search import choose_plan
 
-# How far predicted sums between nodes are off: 80 % of measured times lie within these times the predicted.
-# By fabric and bytes, as `tests.evidence.planner.between_nodes` has them: the 10 and 90 % quantiles of measured over
-# predicted time, each source of equal weight, widened by half (in the logarithm): the first of steps of a quarter with
-# which those of the half of sources that was read hold 70 % of a source left out. They hold 92 % of the other half.
-# InfiniBand, RoCE and EFA are one class; all rows are of A100 and H100 with NVLink, on nodes of up to 8.
+# Uncertainty of predicted all-reduces between nodes: 80 % of measured times lie between these multiples of the
+# prediction. The multiples are listed by fabric and bytes, as computed by `tests.evidence.planner.between_nodes`.
+# They are the 10 and 90 % quantiles of measured over predicted time with equal weight for each source, widened by
+# half in the logarithm. Widening grew in steps of a quarter until the intervals of one half of the sources held 70 %
+# of a source left out. They hold 92 % of the other half. InfiniBand, RoCE and EFA are one class. All measurements are
+# of A100 and H100 with NVLink, on nodes of up to 8 GPUs.
 FROM_BYTES = (0, MIB, 64 * MIB + 1)
 WIDENED = 1.5
 VERBS = ((0.58, 2.0), (0.75, 2.17), (0.76, 1.2))
@@ -26,21 +27,25 @@ ERRORS = {
     "slingshot": ((1.06, 6.45), (0.85, 8.67), (0.87, 2.06)),
     "tcp": ((0.84, 2.24), (0.51, 2.18), (0.72, 2.1)),
 }
-# The same of sums that were measured on 4 nodes or more, on up to `HOLDS_TO` times as many, as
-# `tests.evidence.planner.from_few_nodes` has them. Further on they get wider, in the logarithm, by a quarter with
-# each doubling (fitted to Alps).
+# The same for clusters measured on 4 nodes or more, up to `HOLDS_TO` times as many nodes, as computed by
+# `tests.evidence.planner.from_few_nodes`. Beyond that, the intervals widen in the logarithm by a quarter with each
+# doubling (fitted to Alps).
 MEASURED_VERBS = ((0.73, 1.28), (0.73, 1.28), (0.8, 1.16))
 MEASURED = ((0.9, 1.99), (0.5, 2.66), (0.87, 1.85))
 MEASURED_FROM = 4
 HOLDS_TO = 8
 WIDER_BY_DOUBLING = 0.25
-# Over Gloo, with costs fitted to sums: the quantiles of 70 steps of `tests.evidence.planner.emulated`, as much wider.
+# Over Gloo, with costs fitted to all-reduces: the quantiles of 70 steps of `tests.evidence.planner.emulated`, widened
+# by as much.
 EMULATED = ((0.85, 1.07),) * 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(ClusterCosts):
-    """`ClusterCosts` as a planner: `HybridAllReduceStrategy(plan=cluster)`."""
+    """Cluster description that the strategy accepts as a planner.
+
+    Pass it as `comm=Comm(plan=cluster)`.
+    """
 
     def plan_for(
         self,
@@ -51,12 +56,14 @@ class Cluster(ClusterCosts):
         on_cuda: bool,
         codec_bits: int | None = None,
     ) -> CommPlan:
-        """Choose the plan of a job: see `plan_search.choose_plan`.
+        """Choose the communication plan of a job with `plan_search.choose_plan`.
 
-        `codec_bits`: of `between_nodes.dtype="int8"` or `"int4"`.
+        `codec_bits` is 8 for `between_nodes.dtype="int8"`, 4 for `"int4"` and None without a codec.
+        On CUDA with several nodes, the result is the default plan, with a warning, unless
+        `is_known` is true of the links.
 
         Raises:
-            ValueError: nodes of the job have other numbers of ranks than those of the description.
+            ValueError: The nodes of the job have another number of ranks than the nodes of the description.
         """
         if topology.ranks_per_node != self.ranks_per_node:
             raise ValueError(
@@ -83,9 +90,10 @@ class Cluster(ClusterCosts):
 
 
 def is_known(cluster: Cluster) -> bool:
-    """Return whether choices by the model were better than the default on such links, by published sums.
+    """Return whether plans chosen by the model are known to beat the default on the cluster's links.
 
-    That is InfiniBand, RoCE and EFA, and what was measured on `MEASURED_FROM` nodes or more.
+    They are on one node, over Gloo, on clusters measured on `MEASURED_FROM` nodes or more, and over
+    InfiniBand, RoCE and EFA according to published measurements.
     """
     errors = _errors(cluster)
     return cluster.num_nodes == 1 or (
@@ -94,9 +102,10 @@ def is_known(cluster: Cluster) -> bool:
 
 
 def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
-    """Return the cluster with the shortest and the longest sums that are as likely. None: nothing is known.
+    """Return clusters with lower and upper bounds of the all-reduce times, or None if unknown.
 
-    One node has no sums between nodes: twice itself.
+    80 % of measured times lie between the bounds. One node has no all-reduce between nodes, so both
+    bounds are the cluster itself.
     """
     if cluster.num_nodes == 1:
         return cluster, cluster
@@ -110,7 +119,7 @@ def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
 
 
 def times_measured(cluster: Cluster) -> float:
-    """Return the number of nodes over that of those measured. 1 where none was."""
+    """Return the ratio of the cluster's nodes to the measured nodes, or 1 if none were measured."""
     return cluster.num_nodes / (cluster.measured_nodes or cluster.num_nodes)
 
 

@@ -1,7 +1,8 @@
-"""A cluster as communication sees it, and the stages of each algorithm on it.
+"""Cluster description for communication, and the cost of each all-reduce stage on it.
 
-A stage is first a delay, in which it uses nothing that others might want, and then work: the seconds that its bytes
-take of a node's inside or of its links, alone at full rate. One node stands for all: that with the slowest links.
+A stage begins with a delay, in which it uses no shared resource. Its work follows, which is the
+time in seconds that its bytes need inside a node or on its links, alone at full rate. One node
+stands for all: a node with the slowest links.
 """
 
 from __future__ import annotations
@@ -30,31 +31,34 @@ from lightning_hybrid.planning.model.cost_nccl import Nccl
 from lightning_hybrid.planning.model.node_wire import CodecRates, NodeWire, bits_of
 
 OURS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "two_level")
-# Algorithms of others: NCCL's own choice, its ring, its tree; Gloo's ring as DistributedDataParallel calls it; two
-# textbook forms and the 2D torus, with the links' latencies and no software.
+# Algorithms for comparison: NCCL's own choice, its ring and its tree, Gloo's ring as DistributedDataParallel calls it,
+# and two textbook algorithms and the 2D torus, with the latencies of the links and no software costs.
 PEERS = ("nccl", "nccl_ring", "nccl_tree", "gloo_ring", "halving_doubling", "double_tree", "torus")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterCosts:
-    """Nodes with equal numbers of ranks, and what stages take on them.
+    """Cluster of nodes with equal numbers of ranks, and the cost of all-reduce stages on it.
 
     Args:
         num_nodes: Number of nodes.
-        ranks_per_node: Ranks on each node.
-        inside: The link from a rank to others of its node; over Gloo its rate is what a core copies or adds.
-        across: The link of one network card.
-        nics_per_node: Network cards that the ranks of a node use at the same time (rails).
-        transport: The software that carries messages: `Nccl` or `Gloo`.
-        is_interleaved: Consecutive ranks are on different nodes, so that every edge of a flat ring leaves its node.
-        curves: Measured over modelled time, by algorithm and by the bytes of a sum (`recipes/tune.py`); 1 for others.
-            `two_level_int8` is that of sums through a codec; without it, that of `two_level`.
-        measured_nodes: How many nodes were measured.
-        codec: What rounding takes where sums between nodes go through a codec.
-        groups: Nodes that differ from the others: every sum goes at the pace of the slowest link, every step at that
-            of the slowest ranks. A job on one node has none.
-        taken_share: Of an accelerator's arithmetic, by a sum while it runs.
-        ends: Of an interval: actual over modelled time of stages between nodes, by the bytes from which on it holds.
+        ranks_per_node: Number of ranks on each node.
+        inside: Link from a rank to others of its node. Over Gloo, its bandwidth is the rate at which a core copies or
+            adds.
+        across: Link of one network card.
+        nics_per_node: Number of network cards that the ranks of a node use at the same time (rails).
+        transport: Software that carries messages: `Nccl` or `Gloo`.
+        is_interleaved: Whether consecutive ranks are on different nodes, so that every edge of a flat ring leaves its
+            node.
+        curves: Measured over modelled time, by algorithm and by bytes of an all-reduce (`recipes/tune.py`). 1 for other
+            algorithms. `two_level_int8` is the curve with a codec, which defaults to that of `two_level`.
+        measured_nodes: Number of nodes on which the curves were measured.
+        codec: Throughput of a codec's rounding between nodes.
+        groups: Nodes that differ from the others. Every all-reduce runs at the rate of the slowest link, and every
+            step at the speed of the slowest ranks. They are ignored for a job on one node.
+        taken_share: Fraction of an accelerator's arithmetic that an all-reduce takes while it runs.
+        ends: Factors on the time of stages between nodes for a bound of an interval, by the bytes from which they
+            apply.
 
     Raises:
         ValueError: A count is below one.
@@ -102,11 +106,11 @@ class ClusterCosts:
 
     @property
     def slowdown(self) -> float:
-        """Time of the slowest ranks' arithmetic over that of the others."""
+        """Compute time of the slowest ranks relative to the other ranks."""
         return max([1.0, *(group.slowdown for group in self.groups if self.num_nodes > 1)])
 
     def at_slowest(self) -> Self:
-        """Return equal nodes with the slowest links of these."""
+        """Return a cluster in which all nodes have the slowest links of this cluster."""
         inside = self.inside
         across = self.across
         for group in self.groups if self.num_nodes > 1 else ():
@@ -116,11 +120,14 @@ class ClusterCosts:
 
     @property
     def node_bytes_per_s(self) -> float:
-        """Bytes per second that a node can send to others."""
+        """Bandwidth of a node to other nodes, in bytes/s."""
         return self.nics_per_node * self.across.bytes_per_s
 
     def least_s(self, num_bytes: float) -> float:
-        """Compute the time that no all-reduce can beat. See `cost.least_s`."""
+        """Return a lower bound for the time of an all-reduce, in seconds.
+
+        See `cost.least_s`.
+        """
         return least_s(
             num_bytes,
             num_nodes=self.num_nodes,
@@ -140,12 +147,15 @@ class ClusterCosts:
         *,
         of_bytes: float | None = None,
     ) -> tuple[StageCost, ...]:
-        """Return the stages of a chunk of `num_bytes`, or None for one rank.
+        """Return the cost of each stage of a chunk's all-reduce.
 
-        `wire`: the form of sums between nodes; None: that of the chunk. `of_bytes`: of the whole sum; None: it is all.
+        The result is empty for a single rank.
+
+        `wire` is the data type or codec between nodes. None: that of the chunk. `of_bytes` is the
+        size of the whole all-reduce. None: the chunk is all of it.
 
         Raises:
-            ValueError: The algorithm is unknown, this transport does not have it, or it has no such form.
+            ValueError: The algorithm is unknown, this transport does not have it, or it does not support `wire`.
         """
         if algorithm not in (*OURS, *PEERS):
             raise ValueError(
@@ -182,7 +192,10 @@ class ClusterCosts:
         )
 
     def codec_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> float:
-        """Compute what rounding adds to the stage between nodes, of a chunk of `num_bytes`. 0 without a codec."""
+        """Return the time that a codec adds to the stage between nodes, in seconds.
+
+        `num_bytes` is the size of the chunk. The time is 0 without a codec.
+        """
         if wire is None:
             return 0.0
         num_groups = self.ranks_per_node if algorithm == "two_level" else 1
@@ -192,11 +205,11 @@ class ClusterCosts:
         return self.transport.work_s(alone_s, of_busiest=1, of_all=num_groups * self.num_nodes)
 
     def alone_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None = None) -> float:
-        """Compute the time of one all-reduce in one chunk, with nothing else at the same time."""
+        """Return the time in seconds of one all-reduce in one chunk, without other communication."""
         return sum(stage.alone_s for stage in self.stages(algorithm, num_bytes, wire))
 
     def _textbook(self, algorithm: str, num_bytes: float) -> StageCost:
-        # A rail: a rank's share of its node's network cards.
+        # A rail is the bandwidth of a node's network cards divided by its ranks.
         rail = replace(self.across, bytes_per_s=self.node_bytes_per_s / self.ranks_per_node)
         if algorithm == "torus":
             cost = levels(num_bytes, [(self.ranks_per_node, self.inside), (self.num_nodes, rail)])
@@ -205,12 +218,12 @@ class ClusterCosts:
                 num_bytes, self.ranks_per_node, self.inside
             )
         elif algorithm == "halving_doubling":
-            # In the far rounds all ranks of a node use its links at once, each with its part of the bytes.
+            # In the rounds between nodes, all ranks of a node use its links at once, each with its shard of the bytes.
             near = halving_doubling(num_bytes, self.ranks_per_node, self.inside)
             cost = near + halving_doubling(num_bytes / self.ranks_per_node, self.num_nodes, rail)
         else:
             near = Cost(latency_s=2 * (self.ranks_per_node - 1) * self.inside.latency_s)
-            # Inside a node the tree is a chain through all ranks, as NCCL's.
+            # Inside a node the tree is a chain through all ranks, as in NCCL.
             whole = replace(self.across, bytes_per_s=self.node_bytes_per_s)
             cost = near + double_tree(num_bytes, self.num_nodes, whole)
         level: Place = "inside" if self.num_nodes == 1 else "across"
@@ -243,7 +256,8 @@ def _over_nccl(
         raise ValueError(
             "`algorithm` (='gloo_ring') must be one that NCCL has: set nccl_ring, or a `Gloo` transport."
         )
-    # two_level: each rank sums its part between nodes, on its own rail; hierarchical: a leader sums all, on one card.
+    # With two_level each rank reduces its shard between nodes on its own rail. With hierarchical a leader reduces all
+    # bytes on one card.
     is_sharded = algorithm == "two_level"
     before = after = nccl.reduce(num_bytes, k, cluster.inside, is_sharded=is_sharded)
     rate, size = (
@@ -261,7 +275,7 @@ def _over_nccl(
         if is_sharded
         else ("reduce", "ring", "broadcast")
     )
-    # One rank per node, or one node, leaves out a stage.
+    # With one rank per node, or one node, some stages take no time.
     stages = [
         _stage(names[0], "inside", before),
         _stage(names[1], "across", between),

@@ -1,4 +1,4 @@
-"""Seconds of an all-reduce by counting: textbook algorithms as pure functions of bytes and ranks.
+"""Alpha-beta cost models of textbook all-reduce algorithms, as functions of bytes and ranks.
 
     time = latency + transfer                     "alpha-beta" (Hockney 1994; Thakur, Rabenseifner, Gropp 2005)
 
@@ -13,11 +13,11 @@ With P ranks and S bytes (log2 rounded up):
     ring              2 (P - 1) alpha      2 (P - 1) / P S beta
     halving_doubling  2 log2 P alpha       2 (P - 1) / P S beta
     double_tree       2 log2 P alpha       2 S beta (2 ranks: S beta)
-    levels            sums over levels, each on what the inner ones left of S (two-level, torus, BlueConnect)
+    levels            sums over levels, each on the shard of S from the inner ones (two-level, torus, BlueConnect)
     ================  ===================  ==========================
 
-These are lower limits of what software does: `cost_gloo.py` and `cost_nccl.py` add protocols and their waits. Nothing
-here knows a cluster; `cluster.py` combines links and algorithms.
+These are lower limits for real software. `cost_gloo.py` and `cost_nccl.py` add protocols and their waits, and
+`cluster_costs.py` combines links and algorithms of a cluster.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ Place = Literal["inside", "across"]
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The connection of two ranks: `latency_s` one way, `bytes_per_s` of payload in each direction at the same time.
+    """Connection between two ranks, with its latency and bandwidth.
+
+    `latency_s` is one way. `bytes_per_s` is the payload in each direction at the same time.
 
     Raises:
-        ValueError: The latency is negative, or the rate is not positive.
+        ValueError: The latency is negative, or the bandwidth is not positive.
     """
 
     latency_s: float
@@ -57,20 +59,25 @@ class Link:
         require_number("latency_s", self.latency_s, why)
 
     def or_slower(self, other: Link | None) -> Link:
-        """Return a link as slow as the slower of both."""
+        """Return a link with the higher latency and the lower bandwidth of both links."""
         if other is None:
             return self
         latency_s = max(self.latency_s, other.latency_s)
         return Link(latency_s=latency_s, bytes_per_s=min(self.bytes_per_s, other.bytes_per_s))
 
     def seconds(self, num_bytes: float) -> float:
-        """Compute the time of one message."""
+        """Return the time of one message in seconds."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One stage of one chunk. `share` is the part of the place's rate that it can fill by itself."""
+    """Cost of one stage of an all-reduce for one chunk.
+
+    The stage first waits `delay_s` without using the resource `place`, then uses it for `work_s`
+    seconds at full rate. `share` is the fraction of the resource's rate that the stage can use by
+    itself.
+    """
 
     name: str
     place: Place
@@ -80,18 +87,18 @@ class StageCost:
 
     @property
     def alone_s(self) -> float:
-        """Seconds with no other stage at the same place."""
+        """Time of the stage in seconds if no other stage uses the same resource."""
         return self.delay_s + self.work_s / self.share
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """Nodes of a cluster that differ from its others: one with a degraded link, or an older kind.
+    """Nodes that differ from the rest of a cluster, such as older ones or those with degraded links.
 
     Args:
-        inside: The link inside these nodes; None: as in the others.
-        across: The link of one of their network cards.
-        slowdown: Time of their ranks' arithmetic over that of the others.
+        inside: Link inside these nodes. None: as in the other nodes.
+        across: Link of one network card of these nodes. None: as in the other nodes.
+        slowdown: Compute time of the ranks of these nodes relative to the other ranks.
     """
 
     inside: Link | None = None
@@ -103,7 +110,9 @@ class NodeGroup:
 
 
 def curve_at(curve: Mapping[float, float], num_bytes: float) -> float:
-    """Interpolate a curve in the logarithms of both. It is level beyond its ends, and 1 where it has no points.
+    """Return the value of a curve at `num_bytes`, by linear interpolation on logarithmic axes.
+
+    The curve is constant beyond its ends, and 1 if it has no points.
 
     >>> curve_at({1: 1.0, 4: 4.0}, 2), curve_at({1: 1.0, 4: 4.0}, 9), curve_at({}, 2)
     (2.0, 4.0, 1.0)
@@ -121,14 +130,17 @@ def curve_at(curve: Mapping[float, float], num_bytes: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds of one collective, by cause. Costs of consecutive parts add."""
+    """Time of one collective in seconds, split into latency and transfer.
+
+    The costs of consecutive collectives can be added.
+    """
 
     latency_s: float = 0.0
     transfer_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        """Latency and transfer together."""
+        """Sum of latency and transfer time in seconds."""
         return self.latency_s + self.transfer_s
 
     def __add__(self, other: Cost) -> Cost:
@@ -139,7 +151,9 @@ class Cost:
 
 
 def ring(num_bytes: float, num_ranks: int, link: Link) -> Cost:
-    """Compute the cost of an all-reduce round a ring: scatter-reduce, then gather (Patarasuk and Yuan 2009).
+    """Return the cost of a ring all-reduce (Patarasuk and Yuan 2009).
+
+    It is a reduce-scatter round the ring, followed by an all-gather.
 
     >>> ring(8e6, 4, Link(latency_s=1e-6, bytes_per_s=1e9))     # 6 hops; 1.5 times the bytes
     Cost(latency_s=6e-06, transfer_s=0.012)
@@ -152,12 +166,14 @@ def ring(num_bytes: float, num_ranks: int, link: Link) -> Cost:
 
 
 def halving_doubling(num_bytes: float, num_ranks: int, link: Link) -> Cost:
-    """Compute the cost of an all-reduce by recursive halving, then doubling (Rabenseifner 2004).
+    """Return the cost of an all-reduce by recursive halving and doubling (Rabenseifner 2004).
 
-    Where P is no power of two, the ranks beyond the next lower power add two rounds with all bytes.
+    If the number of ranks is not a power of two, the ranks beyond the next lower power add two
+    rounds with all bytes.
     """
     _check(num_bytes, num_ranks)
-    # The largest power of two takes part; the other ranks send all they have before, and get the sum after.
+    # The largest power of two of the ranks takes part. The other ranks send all bytes before, and receive the sum
+    # after.
     core = 1 << (num_ranks.bit_length() - 1)
     share = (core - 1) / core * num_bytes
     extra = num_bytes if core < num_ranks else 0.0
@@ -168,13 +184,14 @@ def halving_doubling(num_bytes: float, num_ranks: int, link: Link) -> Cost:
 
 
 def double_tree(num_bytes: float, num_ranks: int, link: Link) -> Cost:
-    """Compute the cost of an all-reduce on two binary trees, each for half the bytes, well pipelined.
+    """Return the cost of a pipelined all-reduce on two binary trees, each for half the bytes.
 
-    At most S goes up and S down; two ranks have one edge: S. Source: Sanders, Speck, Traeff 2009.
+    A rank sends at most S bytes up and S bytes down. Two ranks have one edge, so each sends S bytes
+    in all. Source: Sanders, Speck, Traeff 2009.
     """
     _check(num_bytes, num_ranks)
     depth = (num_ranks - 1).bit_length()
-    # A rank is inside one tree and a leaf of the other: in all it sends S on the way up and S on the way down.
+    # A rank is an inner node of one tree and a leaf of the other, so it sends S bytes up and S bytes down in all.
     num_times = 0 if num_ranks == 1 else 1 if num_ranks == 2 else 2
     return Cost(
         latency_s=2 * depth * link.latency_s, transfer_s=num_times * num_bytes / link.bytes_per_s
@@ -182,16 +199,19 @@ def double_tree(num_bytes: float, num_ranks: int, link: Link) -> Cost:
 
 
 def levels(num_bytes: float, sizes: Sequence[tuple[int, Link]]) -> Cost:
-    """Compute the cost of an all-reduce over a product of groups: scatter-reduce by levels, then gather back.
+    """Return the cost of an all-reduce over nested groups of ranks.
+
+    It is a reduce-scatter at each level from the innermost on, followed by all-gathers in reverse
+    order.
 
         time = sum over levels j of   2 (p_j - 1) alpha_j + 2 (p_j - 1) / p_j S / (p_1 ... p_{j-1}) beta_j
 
-    Two levels (node, world) are our `two_level` and the 2D torus of Mikami et al. 2018 (arXiv:1811.05233); more are
-    BlueConnect (Cho et al. 2019). One level is the ring.
+    Two levels (node, world) are our `two_level` and the 2D torus of Mikami et al. 2018 (arXiv:1811.05233). More levels
+    are BlueConnect (Cho et al. 2019). One level is the ring.
 
     Args:
-        num_bytes: What is summed.
-        sizes: Ranks and link of each level, the innermost first.
+        num_bytes: Bytes that each rank contributes.
+        sizes: Number of ranks and link of each level, the innermost first.
 
     >>> link = Link(latency_s=0.0, bytes_per_s=1e9)
     >>> levels(8e6, [(4, link), (2, link)]).transfer_s == ring(8e6, 8, link).transfer_s     # the same bytes
@@ -206,11 +226,13 @@ def levels(num_bytes: float, sizes: Sequence[tuple[int, Link]]) -> Cost:
 
 
 def least_s(num_bytes: float, *, num_nodes: int, across: Link, nics_per_node: int = 1) -> float:
-    """Compute the time that no all-reduce by the nodes' own processors can beat, for N nodes with r NICs each.
+    """Return a lower bound for the time of an all-reduce between nodes, in seconds.
+
+    The bound holds if the nodes' own processors reduce, for N nodes with r NICs each:
 
         time >= max(2 (N - 1) / N S / (r B),  alpha)
 
-    Switches that add need half of the bytes. One node has no such bound: 0.
+    Switches that reduce need half of the bytes. The bound of a single node is 0.
 
     >>> least_s(8e6, num_nodes=2, across=Link(latency_s=0.0, bytes_per_s=1e9))
     0.008
@@ -218,7 +240,8 @@ def least_s(num_bytes: float, *, num_nodes: int, across: Link, nics_per_node: in
     _check(num_bytes, num_nodes)
     if num_nodes == 1:
         return 0.0
-    # These bytes must leave a node (Patarasuk and Yuan 2009); and nothing is known of others before a message has come.
+    # These bytes must leave a node (Patarasuk and Yuan 2009). No rank has data of others before the first message
+    # arrives.
     egress = 2 * (num_nodes - 1) / num_nodes * num_bytes
     return max(egress / (nics_per_node * across.bytes_per_s), across.latency_s)
 

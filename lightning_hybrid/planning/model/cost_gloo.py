@@ -1,12 +1,13 @@
-"""Seconds of messages over Gloo: its ring, and our direct messages.
+"""Time model of Gloo's ring all-reduce, and of this library's direct messages over Gloo.
 
-Gloo asks for consent: a message leaves only when its receiver has said that it waits for it. The cost depends:
+Gloo sends a message only after its receiver has announced that it is ready. The cost of this
+handshake depends on the algorithm:
 
-    direct (gloo_p2p.py)        receivers wait from the start, all messages are on their way at once:
-                                consent and data, 2 latencies per round
-    Gloo's ring                 every rank passes on 2 (P - 1) chunks in two or more segments; two segments may be
-                                on their way, and an arrival gives the consent for the next. So a segment takes t,
-                                its time on the wire, where that hides the consent, else latency + t / 2:
+    direct (gloo_p2p.py)        receivers are ready from the start, and all messages are in flight at once:
+                                handshake and data, 2 latencies per round
+    Gloo's ring                 every rank forwards 2 (P - 1) chunks in two or more segments; two segments may be in
+                                flight, and an arrival permits the next one. A segment takes t, its time on the wire,
+                                if that hides the handshake, else latency + t / 2:
 
         segments * max(t, latency + t / 2)          = 4 (P - 1) latencies for few bytes
 """
@@ -22,23 +23,24 @@ from lightning_hybrid.comm.bucket_layout import between_nodes_form
 from lightning_hybrid.planning.model.cost import Link, StageCost
 from lightning_hybrid.planning.model.node_wire import NodeWire, bits_of
 
-# Gloo cuts a chunk of its ring in two, and further where a segment would be larger than this (gloo/allreduce.cc).
+# Gloo splits a chunk of its ring in two, and further if a segment would be larger than this (gloo/allreduce.cc).
 SEGMENTS_OF_CHUNK = 2
 MOST_SEGMENT_BYTES = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gloo:
-    """The costs of Gloo and of our Python threads per rank, on hosts without accelerators.
+    """Cost model of Gloo and of this library's Python threads, on hosts without accelerators.
 
     Args:
         stage_s: Processor time of one rank for one stage of an algorithm: waking its thread, finding the tensor.
         message_s: Processor time at either end of one of our messages.
         segment_s: Processor time at either end of one segment of Gloo's ring.
-        ring_share: The part of a link that one ring fills; several rings at the same time fill it up.
-        wire_share: The part of a link's rate that is payload; the rest are headers and acknowledgements.
-        burst_bytes: Bytes that switches store before they pass them on: a message waits for its last burst twice.
-        num_shared_cores: None, or the cores that all ranks of all nodes share, where one machine emulates them.
+        ring_share: Fraction of a link's bandwidth that one ring uses. Several simultaneous rings use all of it.
+        wire_share: Fraction of a link's bandwidth that is payload. The rest are headers and acknowledgements.
+        burst_bytes: Bytes that switches store before they forward them. A message waits for its last burst twice.
+        num_shared_cores: Number of cores that all ranks of all nodes share if one machine emulates them. None: each
+            rank has its own core.
     """
 
     stage_s: float
@@ -64,22 +66,27 @@ class Gloo:
             )
 
     def work_s(self, seconds: float, *, of_busiest: float, of_all: float) -> float:
-        """Compute the time of work: `seconds` per unit, by units of the busiest rank and of all ranks together.
+        """Return the seconds of processor work, given its time per unit and the numbers of units.
+
+        `of_busiest` is the number of units of the busiest rank, and `of_all` that of all ranks
+        together.
 
         >>> Gloo(stage_s=0, message_s=0, segment_s=0, num_shared_cores=2).work_s(1.0, of_busiest=3, of_all=10)
         5.0
         """
-        # In an emulated cluster all ranks share few cores: the work of all of them over these cores is a lower limit.
+        # In an emulated cluster all ranks share few cores. Their total work over these cores is a lower limit.
         shared = 0.0 if self.num_shared_cores is None else of_all / self.num_shared_cores
         return seconds * max(of_busiest, shared)
 
     def latency_s(self, link: Link, num_bytes: float) -> float:
-        """Compute the time of one message beyond its bytes on the wire."""
-        # A switch stores a burst before it passes it on, so that a message waits for its last burst twice.
+        """Return the latency of one message in seconds, including the buffering of switches."""
+        # A switch stores a burst before it forwards it, so a message waits for its last burst twice.
         return link.latency_s + min(num_bytes, self.burst_bytes) / link.bytes_per_s
 
     def wait_of_ring_s(self, num_bytes: float, num_ranks: int, link: Link) -> float:
-        """Compute the time of a ring beyond its bytes at the link's rate: the consents that the wire does not hide.
+        """Return the time in seconds that a ring all-reduce waits for handshakes.
+
+        Only waits that the transfer does not hide count.
 
         >>> gloo = Gloo(stage_s=0, message_s=0, segment_s=0)
         >>> gloo.wait_of_ring_s(0, 8, Link(latency_s=2e-3, bytes_per_s=1e8)) == 4 * 7 * 2e-3
@@ -90,12 +97,12 @@ class Gloo:
         num_segments = segments_of_ring(num_bytes, num_ranks)
         segment = 2 * (num_ranks - 1) / num_ranks * num_bytes / num_segments
         on_wire_s = segment / (link.bytes_per_s * self.wire_share)
-        # segments * (max(t, latency + t / 2) - t): the wire's own time is counted elsewhere.
+        # segments * (max(t, latency + t / 2) - t). The time on the wire is counted elsewhere.
         return num_segments * max(0.0, self.latency_s(link, segment) - on_wire_s / 2)
 
 
 def segments_of_ring(num_bytes: float, num_ranks: int) -> int:
-    """Count the segments that each rank passes on in one all-reduce.
+    """Return the number of segments that each rank forwards in one ring all-reduce.
 
     >>> segments_of_ring(8 * 2**20, 4), segments_of_ring(64 * 2**20, 4)
     (12, 96)
@@ -107,7 +114,10 @@ def segments_of_ring(num_bytes: float, num_ranks: int) -> int:
 def gloo_stages(
     cluster: Any, gloo: Gloo, algorithm: str, num_bytes: float, wire: NodeWire | None
 ) -> tuple[StageCost, ...]:
-    """Return the stages of a chunk over Gloo on a `ClusterCosts`, which imports this module. See its `stages`."""
+    """Return the cost of each stage of a chunk's all-reduce over Gloo.
+
+    `cluster` is a `ClusterCosts`, whose module imports this one. See `ClusterCosts.stages`.
+    """
     nodes = cluster.num_nodes
     k = cluster.ranks_per_node
     size = num_bytes
@@ -130,7 +140,7 @@ def gloo_stages(
         if algorithm == "parallel_flat":
             name = "parallel_all_reduce"
         return (_across(cluster, gloo, name, across_bytes, num_groups=1, codec_s=codec_s),)
-    # In a scatter-reduce every rank sends and receives k - 1 parts; in a reduce the leader alone has k - 1 messages.
+    # In a reduce-scatter every rank sends and receives k - 1 shards. In a reduce the leader handles k - 1 messages.
     if algorithm == "two_level":
         before = _inside(
             cluster,
@@ -164,7 +174,8 @@ def gloo_stages(
 def _inside(
     cluster: Any, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float
 ) -> StageCost:
-    # The busiest rank has `ends` ends of messages, with `share` of the bytes each; consent and data are two latencies.
+    # The busiest rank sends or receives `ends` messages, each with the fraction `share` of the bytes. Handshake and
+    # data take two latencies.
     ranks = cluster.ranks_per_node
     nodes = cluster.num_nodes
     delay_s = 2 * cluster.inside.latency_s
@@ -180,8 +191,8 @@ def _inside(
 def _across(
     cluster: Any, gloo: Gloo, name: str, size: float, *, num_groups: int, codec_s: float | None
 ) -> StageCost:
-    # `between_nodes_form` is the rule of the engine itself: the same form is counted that a step would run. A codec,
-    # which takes `codec_s` of a rank, has two of the three; the link is free while it encodes and decodes.
+    # `between_nodes_form` is the rule of the engine, so the cost is that of the form that a step would run. A codec
+    # takes `codec_s` of a rank and has two of the three forms. The link is free while the rank encodes and decodes.
     nodes = cluster.num_nodes
     rate = cluster.node_bytes_per_s * gloo.wire_share
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
@@ -210,7 +221,7 @@ def _across(
 def _rings_across(
     cluster: Any, gloo: Gloo, name: str, size: float, *, num_groups: int
 ) -> StageCost:
-    # Each ring has threads of its own: while one waits, for a consent or for processors, the others send.
+    # Each ring has its own threads. While one waits for a handshake or for processors, the others send.
     nodes = cluster.num_nodes
     link = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s)
 
@@ -235,7 +246,7 @@ def _rings_across(
 
 
 def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: float) -> StageCost:
-    # While a ring waits for consents its link is free for others: the wait becomes a smaller share of the link.
+    # While a ring waits for handshakes its link is free for others, so the ring uses a smaller fraction of the link.
     if not work_s:
         return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
     share = work_s / (wait_s + work_s / share)
@@ -245,10 +256,10 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
 def _flat_ring(cluster: Any, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
     ranks = cluster.world_size
     nodes = cluster.num_nodes
-    # Edges of the ring that leave a node: one, or one per rank where neighbours in the ring are on different nodes.
+    # Edges of the ring that leave a node: one, or one per rank if neighbours in the ring are on different nodes.
     edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1
     ends = 2 * segments_of_ring(size, ranks)
-    # Through our engine a ring costs a stage more than DistributedDataParallel's own call.
+    # Through our engine a ring costs one stage more than DistributedDataParallel's own call.
     delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=ranks) if is_ours else 0.0
     work_s = gloo.work_s(gloo.segment_s, of_busiest=ends, of_all=ranks * ends)
     passed = 2 * (ranks - 1) / ranks * size

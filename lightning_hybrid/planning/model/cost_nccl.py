@@ -1,17 +1,18 @@
-"""Seconds of NCCL's collectives, by the model with which NCCL itself chooses among its algorithms and protocols.
+"""Time model of NCCL's collectives, based on the model by which NCCL chooses its algorithms.
 
     time = launch + base latency + hops * latency per hop + bytes / bandwidth + filling
 
-The constants are those of NCCL's source, see `nccl_tables`. LL sends a flag with every 4 bytes, LL128 with every 120,
-Simple waits for whole chunks. Between nodes bandwidth is that of the links, or that of the channels where it is less.
+The constants come from NCCL's source, see `nccl_tables`. LL sends a flag with every 4 bytes, LL128 with every 120, and
+Simple waits for whole chunks. Between nodes, the bandwidth is that of the links, or that of the channels if it is
+lower.
 
     ring        2 (P - 1) hops, of which 2 (N - 1) between nodes        2 (P - 1) / P S through the slowest link
     tree        2 ((k - 1) + log2 N) hops                               2 S; between two nodes S
     nvls        one hop through the switch of the node                  (1 + 1 / k) S
     nvls_tree   one hop and 2 log2 N between nodes                      2 S between nodes; between two S
 
-`filling` is not in NCCL's model: on each edge of the way up and down a tree a round of chunks passes before the last
-edge is busy, that is 2 log2 N x (channels x chunk) / rate of a node, and so inside nodes. NCCL chooses without it.
+`filling` is not in NCCL's model. On each edge up and down a tree, a round of chunks passes before the last edge is
+busy. That takes 2 log2 N x (channels x chunk) / rate of a node, and likewise inside nodes. NCCL's choice ignores it.
 """
 
 from __future__ import annotations
@@ -32,35 +33,38 @@ Protocol = Literal["ll", "ll128", "simple"]
 SHARE_OF_PROTOCOL = (0.5, 0.92, 1.0)
 SHARE_OF_TREE = 0.92
 SHARE_OF_PROTOCOL_OF_TREE = (1 / 3.8, 120 / 128, 1.0)
-# Of line rate in payload: 192 of 200 GB/s (NVIDIA/nccl issue 812), 46 to 48 of 50 (NVIDIA/nccl-tests issue 290).
+# Payload as a fraction of the line rate: 192 of 200 GB/s (NVIDIA/nccl issue 812), 46 to 48 of 50 (NVIDIA/nccl-tests
+# issue 290).
 PAYLOAD_SHARE = 0.94
-# Of kernel TCP, fitted to the rows of Polaris over sockets (github.com/argonne-lcf/alcf-nccl-tests): a card, a hop.
+# Bandwidth of a card and latency of a hop with kernel TCP, fitted to Polaris over sockets
+# (github.com/argonne-lcf/alcf-nccl-tests).
 TCP_BYTES_PER_S = 3.25e9
 TCP_HOP_S = 20 * US
 MANY_CHANNELS, BYTES_PER_S_OF_CHANNEL = (
     16,
     45e9,
-)  # fewer channels than that are doubled where their cards are fast
+)  # fewer channels than that are doubled if their cards are fast
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nccl:
-    """NCCL on given hardware.
+    """Cost model of NCCL's collectives on given hardware.
 
     Args:
-        inside: `nvlink` or `pci`: the connection of the GPUs of a node.
-        generation: Of the GPUs.
-        fabric: The network between nodes; None: not said, and taken as InfiniBand.
-        plugin: Whose choice of algorithms takes the place of NCCL's, on nodes of 8.
-        version: Of NCCL: trees came with 2.4, NVLS with 2.17, trees of it with 2.18.
-        algorithms: Algorithms to choose from; None: those that version and generation have.
-        protocols: Protocols to choose from; LL128 needs NVLink and Volta or newer.
-        ll_up_to_bytes: None: the fastest by the model (NCCL 2.5 or newer). Before, LL was used up to this size and
-            Simple above: 16384.
-        channels: Of NCCL's graph, which a log of NCCL_DEBUG=INFO shows; None: one per GPU that has a card.
-        cpu: The nodes' processors.
-        payload_share: Payload over line rate of a network card; 1 where a measured rate is given.
-        launch_s: Seconds per collective outside NCCL's model; a job that queues pays none.
+        inside: Connection of the GPUs of a node: `nvlink` or `pci`.
+        generation: Generation of the GPUs.
+        fabric: Network between nodes. None: unknown, and treated as InfiniBand.
+        plugin: Plug-in whose choice of algorithms replaces NCCL's on nodes of 8 GPUs.
+        version: Version of NCCL. Trees need 2.4, NVLS 2.17 and NVLS trees 2.18.
+        algorithms: Algorithms to choose from. None: those that the version and the generation have.
+        protocols: Protocols to choose from. LL128 needs NVLink and Volta or newer.
+        ll_up_to_bytes: Size up to which LL is used, with Simple above: 16384 before NCCL 2.5. None: the fastest
+            protocol by the model, as in NCCL 2.5 or newer.
+        channels: Number of channels of NCCL's graph, which a log with NCCL_DEBUG=INFO shows. None: one per GPU that
+            has a network card.
+        cpu: Processors of the nodes.
+        payload_share: Payload of a network card as a fraction of its line rate. 1 if a measured rate is given.
+        launch_s: Seconds per collective in addition to NCCL's model. 0 if collectives are queued ahead.
     """
 
     inside: Literal["nvlink", "pci"]
@@ -120,7 +124,7 @@ class Nccl:
 
     @property
     def available(self) -> Sequence[NcclAlgorithm]:
-        """The algorithms to choose from."""
+        """Algorithms that NCCL can choose from."""
         if self.algorithms is not None:
             return self.algorithms
         version = tuple(map(int, self.version.split(".")))
@@ -132,7 +136,7 @@ class Nccl:
         ]
 
     def payload_bytes_per_s(self, line_bytes_per_s: float) -> float:
-        """Compute the payload that a network card of this line rate carries."""
+        """Return the payload bandwidth of a network card with this line rate, in bytes/s."""
         payload = self.payload_share * line_bytes_per_s
         return min(payload, TCP_BYTES_PER_S) if self.fabric == "tcp" else payload
 
@@ -147,10 +151,13 @@ class Nccl:
         num_nics: int = 1,
         algorithm: NcclAlgorithm | None = None,
     ) -> Cost:
-        """Compute the cost of an all-reduce by NCCL's or the plug-in's choice, or by one algorithm.
+        """Return the cost of an all-reduce with the algorithm that NCCL or its plug-in chooses.
 
-        `inside.bytes_per_s` is the rate of a GPU in each direction, `across.bytes_per_s` the payload of a node, all its
-        NICs together. A hop takes NCCL's own latency, or the link's where that is more (sockets, slow fabrics).
+        `algorithm` restricts the choice to one algorithm.
+
+        `inside.bytes_per_s` is the bandwidth of a GPU in each direction. `across.bytes_per_s` is
+        the payload bandwidth of a node with all its NICs. A hop takes NCCL's own latency, or the
+        link's if that is higher (sockets, slow fabrics).
         """
         require_whole("num_nodes", num_nodes, "nodes are counted")
         require_whole("ranks_per_node", ranks_per_node, "ranks are counted")
@@ -180,10 +187,13 @@ class Nccl:
         return ("tree", int(job.num_bytes > ll_bytes)) if job.num_bytes <= most else None
 
     def coded_sum(self, num_bytes: float, num_nodes: int, across: Link) -> Cost:
-        """Compute the cost of a sum through a codec between nodes, one rank on each, without the codec's own time.
+        """Return the communication cost of an all-reduce through a codec between nodes.
 
-        Two exchange `num_bytes`, by a gather of both; more send parts by an all-to-all, which is taken to cost what a
-        gather does, and gather the sums. A gather is half of a ring's all-reduce.
+        The time of the codec itself is not included.
+
+        One rank per node takes part. Two nodes exchange `num_bytes` by an all-gather. More nodes
+        send shards by an all-to-all, which is assumed to cost as much as an all-gather, and
+        all-gather the sums. An all-gather costs half of a ring all-reduce.
         """
         gathered = 2 * num_bytes if num_nodes == 2 else num_bytes
         costs = []
@@ -199,9 +209,10 @@ class Nccl:
         return fastest if num_nodes == 2 else fastest + fastest
 
     def reduce(self, num_bytes: float, num_ranks: int, inside: Link, *, is_sharded: bool) -> Cost:
-        """Compute the cost of a reduce inside a node, along a chain in chunks. The broadcast costs the same.
+        """Return the cost of a reduce inside a node, along a chain in chunks.
 
-        `is_sharded`: of a scatter-reduce, round a ring, and of the gather.
+        The broadcast costs the same. With `is_sharded`, the result is the cost of a reduce-scatter
+        or an all-gather round a ring.
         """
         share = (num_ranks - 1) / num_ranks if is_sharded else 1.0
         require_whole("num_ranks", num_ranks, "ranks are counted")
@@ -222,13 +233,13 @@ class Nccl:
     def _protocols(
         self, num_bytes: float, algorithm: NcclAlgorithm, num_nodes: int = 1
     ) -> list[int]:
-        # As indices of the tables: 0 is LL, 1 is LL128, 2 is Simple, the only one that NVLS has.
+        # Indices of the tables: 0 is LL, 1 is LL128, 2 is Simple, which is the only protocol of NVLS.
         if algorithm.startswith("nvls"):
             return [2]
         names = list(get_args(Protocol))
         if self.ll_up_to_bytes is not None:
             return [0 if num_bytes <= self.ll_up_to_bytes else 2]
-        # LL128 needs a network that keeps the order of bytes.
+        # LL128 needs a network that preserves the order of bytes.
         is_ordered = self.fabric != "tcp" and not (
             self.fabric == "efa" and self._is_before("hopper")
         )
@@ -240,7 +251,8 @@ class Nccl:
         return tables.GENERATIONS.index(self.generation) < tables.GENERATIONS.index(generation)
 
     def _cost(self, kind: NcclAlgorithm, place: int, job: NcclJob, *, expected: bool) -> Cost:
-        # As NCCL expects it, or as it is: pipelines that fill in place of NCCL's correction of trees.
+        # Cost that NCCL expects, or the actual cost. The actual cost has the filling of pipelines in place of NCCL's
+        # correction of trees.
         latency_s = self.launch_s + self._latency_s(kind, place, job)
         if kind == "nvls" or (kind == "nvls_tree" and job.num_nodes == 1):
             rate = tables.NVLS_SHARE[self.generation] * job.inside.bytes_per_s
@@ -302,14 +314,14 @@ class Nccl:
         if kind == "tree":
             hops_s = 2 * ((job.ranks_per_node - 1) * inside_s + job.rounds * between_s)
             return tables.BASE_S["tree"][place] + hops_s
-        if job.num_nodes > 1:  # a host has to start each step next to a network
+        if job.num_nodes > 1:  # with a network, a host has to start each step
             inside_s = max(
                 inside_s, (2 if self.cpu == "amd" else 1) * US * (3 if place == 2 else 1)
             )
         hops_s = (
             2 * (job.num_ranks - job.num_nodes) * inside_s + 2 * (job.num_nodes - 1) * between_s
         )
-        # tuning.cc's plateau of Simple rings between nodes.
+        # Plateau of Simple rings between nodes, from tuning.cc.
         if (
             place == 2
             and job.num_nodes > 1
@@ -322,7 +334,7 @@ class Nccl:
         own_s = (
             tables.NVLS_TREE_HOP_S if kind.startswith("nvls") else tables.HOP_S["net", kind][place]
         )
-        if self.fabric == "efa":  # the plug-in's latency is that of LL, for which NCCL has 5 us
+        if self.fabric == "efa":  # the plug-in's latency replaces LL's, which is 5 us in NCCL
             more_s = (
                 tables.EFA_HOP_S.get(self.generation, tables.EFA_HOP_S["volta"])
                 - tables.HOP_S["net", "tree"][0]
@@ -337,7 +349,7 @@ class Nccl:
                 job.num_bytes, num_nodes=job.num_nodes, heads=heads, generation=self.generation
             )
             return 2 * job.rounds * first / job.across.bytes_per_s
-        # connect.cc: channels are doubled, and again from Hopper on where they are few and their cards fast.
+        # connect.cc doubles channels, and doubles them again from Hopper on if they are few and their cards are fast.
         channels = 2 * job.channels
         is_fast = job.across.bytes_per_s / job.channels > BYTES_PER_S_OF_CHANNEL
         if channels < MANY_CHANNELS and is_fast and not self._is_before("hopper"):
@@ -356,7 +368,7 @@ class Nccl:
 
 
 def _is_possible(algorithm: NcclAlgorithm, num_nodes: int, ranks_per_node: int) -> bool:
-    # NVLS is the switch inside one node; NVLS tree joins such switches by a tree between nodes.
+    # NVLS uses the switch inside one node. NVLS tree connects these switches by a tree between nodes.
     if algorithm == "nvls":
         return num_nodes == 1 and ranks_per_node > 1
     return algorithm != "nvls_tree" or num_nodes > 1

@@ -1,9 +1,10 @@
-"""Discrete-event simulation: chunks of buckets on their way through the stages of an all-reduce.
+"""Discrete-event simulation of bucket chunks that pass through the stages of an all-reduce.
 
-It models the stage threads of `comm.engine`: each stage of each column (a set of process groups) has a thread that does
-one chunk at a time, in the order of arrival; chunks take turns over the columns. Stages that work at the same time
-share a place (the inside of a node, or its links to others) fairly, except that none takes more than it can fill by
-itself (max-min fair rates, as in flow-level simulators). All nodes do the same at the same time: one stands for all.
+It models the stage threads of `comm.engine`. Each stage of each column (a set of process groups)
+has a thread that processes one chunk at a time in the order of arrival. Chunks take turns over the
+columns. Stages that run at the same time share a resource (the inside of a node, or its links to
+other nodes) fairly, except that no stage uses more than it can by itself (max-min fair rates, as in
+flow-level simulators). All nodes do the same at the same time, so one node stands for all.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from lightning_hybrid.planning.model.cost import StageCost
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedChunk:
-    """A part of a bucket: `num_bytes` that go through `stages` from `ready_s` on.
+    """Chunk of a bucket that passes through the stages of an all-reduce from `ready_s` on.
 
-    Chunks of equal algorithm and column queue for the same threads, one for each stage; with `is_serial` for one
-    thread, or CUDA stream, that does all stages of one chunk before the next.
+    Chunks of equal algorithm and column queue for the same threads, one for each stage. With
+    `is_serial`, one thread or CUDA stream runs all stages of one chunk before the next chunk.
     """
 
     bucket: int
@@ -36,7 +37,7 @@ class SimulatedChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The time from `begin_s` to `end_s`, in which a stage had a chunk."""
+    """Time interval in which a stage processed a chunk."""
 
     chunk: SimulatedChunk
     stage: str
@@ -46,7 +47,10 @@ class Span:
 
 @dataclass(eq=False)
 class _Task:
-    """A stage at work on a chunk. `left_s`: seconds of work that are left, at full rate."""
+    """Stage that is processing a chunk.
+
+    `left_s` is the remaining work in seconds at full rate.
+    """
 
     chunk: SimulatedChunk
     index: int
@@ -67,10 +71,12 @@ class _StageThread:
 
 
 def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
-    """Simulate every stage of every chunk. The spans come in the order of their ends. Chunks start in the order given.
+    """Simulate every stage of every chunk, and return the spans in the order of their ends.
+
+    Chunks that are ready at the same time start in the given order.
 
     Raises:
-        ValueError: a time is negative, infinite or nan.
+        ValueError: A time is negative, infinite or NaN.
     """
     for chunk in chunks:
         require_number("ready_s", chunk.ready_s, "time would stand still")
@@ -82,7 +88,8 @@ def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
     threads: dict[tuple[str, int, int], _StageThread] = {}
     spans: list[Span] = []
     now_s = 0.0
-    # Between two events every rate is constant: share the rates, jump to the next begin or end, take off the work done.
+    # Between two events all rates are constant: compute them, jump to the next begin or end, and subtract the work
+    # done.
     while waiting or any(thread.task for thread in threads.values()):
         while waiting and waiting[0].ready_s <= now_s:
             _put(threads, waiting.popleft(), 0, now_s)
@@ -96,7 +103,7 @@ def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
             task.left_s -= task.rate * (next_s - now_s)
         now_s = next_s
         for task in tasks:
-            # Rates are quotients: a rounding error of work may be left to a task that ends now.
+            # Rates are quotients, so a task that ends now may have a rounding error of work left.
             if task.works_from_s <= now_s and task.left_s <= 1e-12 * max(1.0, now_s):
                 spans.append(_finish(threads, task, now_s))
     return spans
@@ -117,7 +124,7 @@ def _put(
 ) -> None:
     thread = _thread_of(threads, chunk, index)
     if chunk.is_serial and index > 0:
-        # A stream goes on with the chunk that it has before it takes another.
+        # A stream finishes its current chunk before it starts another.
         thread.queue.appendleft((chunk, index))
     else:
         thread.queue.append((chunk, index))
@@ -142,7 +149,7 @@ def _finish(threads: dict[tuple[str, int, int], _StageThread], task: _Task, now_
     index = task.index
     thread = _thread_of(threads, chunk, index)
     thread.task = None
-    # The next stage first: a serial chunk goes on with its own thread before that thread looks at its queue.
+    # Queue the next stage first: a serial chunk stays on its thread before that thread looks at its queue.
     if index + 1 < len(chunk.stages):
         _put(threads, chunk, index + 1, now_s)
     if thread.task is None and thread.queue:
@@ -151,14 +158,14 @@ def _finish(threads: dict[tuple[str, int, int], _StageThread], task: _Task, now_
 
 
 def _ends_s(task: _Task, now_s: float) -> float:
-    # In its delay a task has no rate: the next event is the start of its work.
+    # During its delay a task has no rate. Its next event is the start of its work.
     if task.works_from_s > now_s:
         return task.works_from_s
     return now_s + (task.left_s / task.rate if task.left_s > 0 else 0.0)
 
 
 def _share_out(tasks: Iterable[_Task]) -> None:
-    # Max-min fair: in the order of what each can fill, everyone gets an equal part of what is left.
+    # Max-min fair: in the order of their maximum rates, tasks get equal fractions of the remaining rate.
     by_place: dict[str, list[_Task]] = {}
     for task in tasks:
         by_place.setdefault(task.stage.place, []).append(task)

@@ -1,8 +1,10 @@
-"""Tables of NCCL and of a cloud's plug-in for it: latencies, limits per channel and chunks, in seconds and bytes.
+"""Tuning tables of NCCL and of a cloud's NCCL plug-in, in seconds and bytes.
+
+They hold latencies, bandwidth limits per channel and chunk sizes.
 
 Sources, as of June and August 2026: NCCL, `src/graph/tuning.cc` (latencies, limits, corrections), `src/enqueue.cc` and
 `src/transport/nvls.cc` (chunks), `src/graph/connect.cc` (channels); aws-ofi-nccl, `platform-aws.cpp`,
-`nccl_ofi_model.cpp` (latencies) and `nccl_ofi_regions.cpp` (what it chooses in NCCL's place).
+`nccl_ofi_model.cpp` (latencies) and `nccl_ofi_regions.cpp` (choices that replace NCCL's).
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ PLATEAU, PLATEAU_BEFORE_AMPERE = (
 )  # of the latency of Simple rings between nodes, beyond the smallest sizes
 PLATEAU_BYTES_PER_RANK = 64
 
-# A hop over EFA instead of a hop of LL over InfiniBand (5 us), by generation: p3dn, p4d, p5, p6.
+# Latency of a hop over EFA in place of LL's 5 us over InfiniBand, by generation: p3dn, p4d, p5, p6.
 EFA_HOP_S = {"volta": 150 * US, "ampere": 75 * US, "hopper": 20 * US, "blackwell": 18 * US}
 EFA_SIMPLE_S = 3 * US
 
-# Algorithms by the version and the generation that have them.
+# First NCCL version that has each algorithm.
 SINCE = {"ring": (2, 0), "tree": (2, 4), "nvls": (2, 17), "nvls_tree": (2, 18)}
 NVLS_SHARE = {"hopper": 0.85, "blackwell": 0.74}  # of the links' rate
 
@@ -60,7 +62,7 @@ TREE_BEFORE_AMPERE = (18.5 * GB, 10 * GB)
 NVLS_TREE = {"hopper": (57.7 * GB, 45.5 * GB), "blackwell": (96 * GB, 80 * GB)}
 LL = {"intel": (39 * GB, 20.4 * GB), "amd": (22.5 * GB, 19 * GB)}  # of all channels
 
-# The part of their bandwidth that NCCL expects trees to reach, by protocol, at 64 B, 128 B, 256 B, ...
+# Fraction of their bandwidth that NCCL expects trees to reach, by protocol, at 64 B, 128 B, 256 B, ...
 TREE_CORRECTION = (
     (
         1,
@@ -139,7 +141,8 @@ TREE_CORRECTION = (
     ),
 )
 
-# On nodes of 8 the plug-in takes trees with LL128 up to these bytes, from these ranks on; with LL up to the first.
+# On nodes of 8 the plug-in uses trees: with LL up to the first number of bytes, and with LL128 up to the bytes listed
+# for that many ranks or more.
 PLUGIN_TREES = {
     "aws_p5": (0, ((16, 31.4e6), (32, 37.7e6), (64, 117e6), (128, 302e6), (1024, 537e6))),
     "aws_p5en": (192 * KIB, ((16, 13.1e6), (127, 129e6), (1024, 218e6))),
@@ -152,7 +155,10 @@ PLUGIN_TREES = {
 
 @dataclass(frozen=True)
 class NcclJob:
-    """One all-reduce: what is summed, where, and NCCL's channels of it. `across` has the payload's rate of a node."""
+    """Size, links and NCCL channels of an all-reduce.
+
+    `across` has the payload bandwidth of a whole node.
+    """
 
     num_bytes: float
     num_nodes: int
@@ -163,22 +169,25 @@ class NcclJob:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all nodes."""
+        """Number of ranks on all nodes."""
         return self.num_nodes * self.ranks_per_node
 
     @property
     def rounds(self) -> int:
-        """Depth of a tree over nodes."""
+        """Depth of a binary tree over the nodes."""
         return (self.num_nodes - 1).bit_length()
 
     @property
     def column(self) -> int:
-        """The column of tables: two nodes, or more."""
+        """Column of NCCL's bandwidth tables, which is 0 for up to two nodes and 1 for more."""
         return self.num_nodes > 2
 
 
 def tree_correction(num_bytes: float, place: int) -> float:
-    """Look up the correction at the power of two below the size. 1 below 64 B or beyond the table.
+    """Return the fraction of bandwidth that NCCL expects a tree to reach with this many bytes.
+
+    The table is read at the largest power of two up to the size. The fraction is 1 below 64 B or
+    beyond the table. `place` is the protocol: 0 is LL, 1 is LL128, 2 is Simple.
 
     >>> tree_correction(63, 0), tree_correction(64 << 13, 0), tree_correction(1 << 40, 2)
     (1.0, 0.4, 1.0)
@@ -190,7 +199,9 @@ def tree_correction(num_bytes: float, place: int) -> float:
 def nvls_tree_round_bytes(
     num_bytes: float, *, num_nodes: int, heads: int, generation: Generation
 ) -> float:
-    """Return the bytes of a node that are on an edge of an NVLS tree at one time: channels x chunk.
+    """Return the bytes of a node that are in flight on an edge of an NVLS tree.
+
+    They are channels x heads x chunk, and at most `num_bytes`.
 
     >>> nvls_tree_round_bytes(2**30, num_nodes=2, heads=8, generation="hopper") / 2**20
     16.0
@@ -212,7 +223,10 @@ def nvls_tree_round_bytes(
 def tree_round_bytes(
     num_bytes: float, place: int, *, num_channels: int, num_nodes: int, ranks_per_node: int
 ) -> float:
-    """Return the bytes of a node that are on an edge of a tree at one time. `place` of LL, LL128, Simple.
+    """Return the bytes of a node that are in flight on an edge of a tree.
+
+    They are channels x chunk, and at most `num_bytes`. `place` is the protocol: 0 is LL, 1 is
+    LL128, 2 is Simple.
 
     >>> tree_round_bytes(2**30, 2, num_channels=16, num_nodes=4, ranks_per_node=8) / 2**20
     8.0

@@ -1,11 +1,12 @@
-"""The form in which sums travel between nodes, where it is not that of the buckets, and what a codec's rounding takes.
+"""Wire format of gradients between nodes, and the time that a codec takes.
 
-With A bytes in that form and N nodes, a node sends 2 (N - 1) / N A, as without a codec:
+With A bytes in that format and N nodes, a node sends 2 (N - 1) / N A, as without a codec:
 
-    two nodes     one round     each sends its message to the other, and adds up both
-    more          two rounds    each part goes to its owner, who adds up; the sum, encoded once more, to all others
+    two nodes     one round     each sends its message to the other, and adds both
+    more          two rounds    each shard goes to its owner, which adds; the encoded sum goes to all others
 
-so that an element is encoded 1 + 1 / N times, once with two nodes, and decoded twice (`comm.engine.coded_sum`).
+An element is therefore encoded 1 + 1 / N times (once with two nodes) and decoded twice
+(`comm.engine.coded_sum`).
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from lightning_hybrid.comm.codec.block_format import BLOCK, message_bytes
 WireName = Literal["float16", "bfloat16", "int8", "int4"]
 """As `comm_dtype_across_nodes`."""
 
-# From the launch of a small kernel to that of the next one behind it. Our choice.
+# Seconds from the launch of a small kernel to the launch of the next one. Our choice.
 KERNEL_S = 5e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeWire:
-    """The form of sums between nodes.
+    """Data type or codec in which gradients are sent between nodes.
 
     Args:
-        name: A dtype or a codec.
+        name: Name of the dtype or codec.
         itemsize: Bytes of an element in the buckets.
 
     Raises:
-        ValueError: There is no such form.
+        ValueError: `name` is unknown.
 
     >>> [NodeWire(name=name, itemsize=2).num_bytes(512.0) for name in ("float16", "int8", "int4")]
     [512.0, 258.0, 130.0]
@@ -47,18 +48,23 @@ class NodeWire:
 
     @property
     def bits(self) -> Literal[8, 4] | None:
-        """Bits of an element in a codec, or None for a dtype."""
+        """Bits per element of a codec, or None for a dtype."""
         bits_of_codec: dict[str, Literal[8, 4]] = {"int8": 8, "int4": 4}
         return bits_of_codec.get(self.name)
 
     def num_bytes(self, num_bytes: float) -> float:
-        """Return the bytes between nodes of so many in a bucket, whose gradients are whole blocks."""
+        """Return the bytes sent between nodes for `num_bytes` of a bucket.
+
+        The gradients of the bucket must be whole codec blocks.
+        """
         if self.bits is None:
             return min(2 / self.itemsize, 1.0) * num_bytes
         return num_bytes / self.itemsize * message_bytes(BLOCK, self.bits) / BLOCK
 
     def padded(self, numel: int) -> int:
-        """Return the elements of a gradient on the wire: in a codec it fills up its last block.
+        """Return the number of elements that a gradient has on the wire.
+
+        A codec pads the last block of the gradient.
 
         >>> NodeWire(name="int8", itemsize=2).padded(300), NodeWire(name="float16", itemsize=4).padded(300)
         (512, 300)
@@ -67,21 +73,21 @@ class NodeWire:
 
 
 def bits_of(wire: NodeWire | None) -> Literal[8, 4] | None:
-    """Return the bits of an element where sums go through a codec, else None."""
+    """Return the bits per element of a codec, or None without a codec."""
     return None if wire is None else wire.bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecRates:
-    """Bytes of float32 that a rank encodes once and decodes twice in a second, by codec.
+    """Codec throughput, in float32 bytes that a rank encodes once and decodes twice per second.
 
-    The defaults are those of one core of an EPYC with AVX-512: encoding int8 alone runs at 4.7e9, decoding two messages
-    at 2.0e10; `tune` measures yours.
+    The defaults hold for one core of an EPYC with AVX-512, where encoding int8 alone runs at 4.7e9 bytes/s and decoding
+    two messages at 2.0e10 bytes/s. `tune` measures the rates of your ranks.
 
     Args:
-        int8_bytes_per_s, int4_bytes_per_s: The rates.
-        kernel_s: On an accelerator, seconds of each kernel beyond its bytes; 0 on a CPU.
-        is_measured: The rates were measured on these ranks.
+        int8_bytes_per_s, int4_bytes_per_s: Throughput of each codec.
+        kernel_s: Fixed time of each kernel on an accelerator, in seconds. 0 on a CPU.
+        is_measured: Whether the rates were measured on these ranks.
 
     Raises:
         ValueError: A rate is not positive.
@@ -105,13 +111,13 @@ class CodecRates:
 
     @classmethod
     def of_accelerator(cls, memory_bytes_per_s: float) -> CodecRates:
-        """Return what the memory of an accelerator allows, for half-precision gradients.
+        """Return the rates that an accelerator's memory bandwidth allows for half-precision gradients.
 
             bytes of an element    (2 + 4) + (4 + b) + (2 b + 4) + (4 + 2) = 20 + 3 b        b = 258 / 256 or 130 / 256
                                    to float32, encode, decode two, back
 
-        Arithmetic, about 50 integer operations an element, is taken to hide behind it. No GPU has run the kernels: this
-        is counted, not measured.
+        The arithmetic, about 50 integer operations per element, is assumed to overlap with memory
+        traffic. The rates are calculated and not measured, because no GPU has run the kernels.
 
         >>> f"{CodecRates.of_accelerator(4.8e12).int8_bytes_per_s:.3g}"
         '8.34e+11'
@@ -128,7 +134,9 @@ class CodecRates:
         return cls(int8_bytes_per_s=rates[0], int4_bytes_per_s=rates[1], kernel_s=KERNEL_S)
 
     def seconds(self, wire: NodeWire, numel: float, num_nodes: int) -> float:
-        """Compute the time of a rank's passes over `numel` elements that it sums between nodes. 0 for a dtype.
+        """Return the time in seconds that a rank encodes and decodes `numel` elements.
+
+        The time is 0 for a dtype and for a single node.
 
         >>> rates = CodecRates(int8_bytes_per_s=4e9)
         >>> [rates.seconds(NodeWire(name="int8", itemsize=2), 1e6, num_nodes) for num_nodes in (2, 4)]
@@ -137,8 +145,8 @@ class CodecRates:
         if wire.bits is None or num_nodes == 1:
             return 0.0
         rate = self.int8_bytes_per_s if wire.bits == 8 else self.int4_bytes_per_s
-        # Most of the time is the encoding's: the second one, of sums, counts as if it were all.
+        # Encoding takes most of the time, so the second encoding, of the sums, counts like a full pass.
         num_times = 1.0 if num_nodes == 2 else 1 + 1 / num_nodes
-        # To float32 and back, encode, copy, decode; more nodes encode a part for each of them, and decode each part.
+        # To float32 and back, encode, copy, decode. More nodes encode one shard per node, and decode each shard.
         num_kernels = 5 if num_nodes == 2 else 2 * num_nodes + 5
         return num_times * 4 * numel / rate + num_kernels * self.kernel_s

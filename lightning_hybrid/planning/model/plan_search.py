@@ -1,7 +1,8 @@
-"""The best plan on a described cluster, found by simulating a step under each plan.
+"""Search for the best communication plan on a described cluster, based on simulated steps.
 
-The rules of `algorithm="auto"` know bytes and ranks, not links. Where latency is high they are wrong: at 1 Gbit/s and
-2 ms one way they choose two-level for a sum of 4 MiB, which takes 153 ms, where hierarchical takes 97.
+The rules of `algorithm="auto"` depend on bytes and ranks, but not on links. They are wrong if
+latency is high. At 1 Gbit/s and 2 ms one way they choose two-level for an all-reduce of 4 MiB,
+which takes 153 ms, while hierarchical takes 97 ms.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from lightning_hybrid.planning.model.workload import StepWorkload
 
 FLAT_ON_CUDA = ("auto", "flat", "parallel_flat")
 
-# The last is all gradients in one bucket.
+# The last size puts all gradients in one bucket.
 BUCKETS_BYTES = (MIB // 4, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, 1024 * MIB)
 
-# Where `auto` changes from `hierarchical` to `two_level`.
+# Sizes at which `auto` changes from `hierarchical` to `two_level`.
 BELOW_BYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
 
 CHUNKS_BYTES = (128 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 1024 * MIB)
 GROUPS = (1, 2, 4)
 
-# For so many of the best pairs of bucket size and algorithm, chunks and groups are tried too.
+# Number of the best pairs of bucket size and algorithm for which chunks and groups are tried too.
 NUM_REFINED = 4
 
-# A plan must save this share of a step over the library's own to be preferred: the model is not more precise.
+# Fraction of a step that a plan must save to be preferred to the library's own. The model is not more precise.
 CLEARLY_LESS = 0.01
 
-# On CUDA a hierarchy must save this share over the best flat plan: it launches three kernels of NCCL where flat
-# launches one, and the model leaves out that they take processors from backward.
+# Fraction of a step that a hierarchical plan must save on CUDA to be preferred to the best flat plan. It launches three
+# NCCL kernels instead of one, and the model omits that they take multiprocessors from backward.
 CLEARLY_LESS_BY_HIERARCHY = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan and its simulated step, with all ranks at mean pace."""
+    """Communication plan with its simulated step, in which all ranks have mean speed."""
 
     plan: CommPlan
     num_buckets: int
@@ -72,10 +73,11 @@ def rank_plans(
     on_cuda: bool,
     wire: NodeWire | None = None,
 ) -> list[Candidate]:
-    """Simulate a step under each plan and sort by time. Among equals (to three digits), fewer buckets come first.
+    """Simulate a step under each plan, and return the candidates sorted by step time.
 
-    Of plans that do the same with these gradients on this cluster, only the first is in the result; with a codec as
-    `wire`, only plans in which nodes add up first.
+    Among times that are equal to three digits, fewer buckets come first. If several plans do the
+    same with these gradients on this cluster, only the first is in the result. With a codec as
+    `wire`, only plans that reduce inside nodes first are in the result.
     """
     found: dict[object, Candidate] = {}
     if (bits := bits_of(wire)) is not None:
@@ -83,7 +85,7 @@ def rank_plans(
         plans = [plan_for_codec(plan, cluster, bits=bits, on_cuda=on_cuda) for plan in fit]
     for plan in plans:
         outcome = simulate(work, cluster, plan, itemsize=itemsize, on_cuda=on_cuda, wire=wire)
-        # Different settings often come to the same buckets: what is done identifies a candidate, not its plan.
+        # Different settings often lead to the same buckets, so buckets and columns identify a candidate, not its plan.
         done = (
             outcome.buckets,
             tuple(plan.num_columns(bucket.algorithm, cluster) for bucket in outcome.buckets),
@@ -106,10 +108,12 @@ def candidates(
     base: CommPlan | None = None,
     wire: NodeWire | None = None,
 ) -> tuple[Candidate, ...]:
-    """Try algorithms with bucket sizes, then chunks and groups of the best of these. Return all, the best first.
+    """Simulate steps under many plans, and return the candidates with the recommended one first.
 
-    `base` (default: the library's plan) is among them, and comes first unless another saves a hundredth of the step; on
-    CUDA a hierarchy comes first only if it saves a twentieth over every flat plan.
+    Algorithms are combined with bucket sizes. Without CUDA, chunk sizes and numbers of groups are
+    then tried for the best of these. `base` (default: the library's plan) comes first unless
+    another plan shortens the step by at least 1 %. On CUDA, a hierarchical plan comes first only if
+    its step is at least 5 % shorter than under every flat plan.
     """
     base = CommPlan() if base is None else base
     bits = bits_of(wire) if cluster.num_nodes > 1 else None
@@ -117,7 +121,7 @@ def candidates(
         base = plan_for_codec(base, cluster, bits=bits, on_cuda=on_cuda)
     ask: Any = {"itemsize": itemsize, "on_cuda": on_cuda, "wire": wire}
     coarse = rank_plans(work, cluster, [base, *_coarse(base)], **ask)
-    # Chunks and groups are tried for the best few only: 18 simulations each. On CUDA few buckets are cut.
+    # Chunks and groups are tried for the best few only, with 18 simulations each. On CUDA few buckets are chunked.
     refined = [
         replace(candidate.plan, chunk_bytes=chunk, num_parallel_groups=groups)
         for candidate in coarse[:NUM_REFINED]
@@ -128,7 +132,7 @@ def candidates(
     )
     first = chosen(found, on_cuda=on_cuda)
     found = [first, *(candidate for candidate in found if candidate is not first)]
-    # `base` was tried first, so that it is in the result itself and not an equal plan in its place.
+    # `base` was tried first, so the result contains it and not an equal plan.
     own = next(candidate for candidate in found if candidate.plan == base)
     if found[0].step_s > (1 - CLEARLY_LESS) * own.step_s:
         found = [own, *(candidate for candidate in found if candidate is not own)]
@@ -136,7 +140,7 @@ def candidates(
 
 
 def chosen(candidates: Sequence[Candidate], *, on_cuda: bool) -> Candidate:
-    """Return the plan to use. On CUDA it is the best flat one, unless another is at least 5 % faster."""
+    """Return the fastest candidate, or the best flat one on CUDA unless another is 5 % faster."""
     flat = next(
         (candidate for candidate in candidates if candidate.plan.algorithm in FLAT_ON_CUDA), None
     )
@@ -159,18 +163,19 @@ def choose_plan(
     base: CommPlan | None = None,
     wire: NodeWire | None = None,
 ) -> CommPlan:
-    """Choose the plan whose step is the shortest on this cluster.
+    """Return the communication plan with the shortest simulated step on a cluster.
 
-    Deterministic: ranks that know the same cluster choose the same plan.
+    The choice is deterministic, so ranks with the same cluster description choose the same plan.
 
     Args:
-        numels: Elements of the gradients in the order in which they get ready: the last layer's first.
-        cluster: The nodes that will take part; `cluster.of(num_nodes)` is the same cluster with another number.
-        backward_s: Backward of a rank, spread over the gradients by their elements. 0: nothing hides communication.
+        numels: Numbers of elements of the gradients in the order in which they get ready, the last layer first.
+        cluster: Nodes of the job. `cluster.of(num_nodes)` is the same cluster with another number of nodes.
+        backward_s: Time of a rank's backward in seconds, spread over the gradients by their elements. 0: no
+            communication is hidden.
         itemsize: Bytes of an element on the wire.
         on_cuda: As in `simulate`.
-        base: The plan to start from; preferred where the model sees a difference of less than a hundredth.
-        wire: The form of sums between nodes; None: that of the buckets.
+        base: Plan to start from, which is preferred if the model sees a difference of less than 1 %.
+        wire: Data type or codec between nodes. None: that of the buckets.
     """
     total = sum(numels)
     gradients = tuple((numel, backward_s * numel / total) for numel in numels)
@@ -193,7 +198,10 @@ def _coarse(base: CommPlan) -> list[CommPlan]:
 
 
 def with_buckets(plan: CommPlan, bucket_bytes: int) -> CommPlan:
-    """Return the plan with buckets of this size, whatever their number. The last is not larger."""
+    """Return a copy of the plan that fuses gradients into buckets of `bucket_bytes`.
+
+    The number of buckets is not limited, and the last bucket is not larger than the others.
+    """
     last_bytes = min(bucket_bytes, plan.last_bucket_bytes)
     return replace(plan, bucket_bytes=bucket_bytes, num_buckets=1, last_bucket_bytes=last_bytes)
 

@@ -1,10 +1,10 @@
-"""Simulated training steps on a described cluster: their time, and the part of it that is exposed communication.
+"""Simulation of training steps on a described cluster, with their exposed communication.
 
     forward | backward: gradients get ready one by one  -> buckets -> chunks -> stages on shared links | update
             workload.StepWorkload                       buckets_of  chunks_of_step  simulate_events
 
-A step runs at the slowest rank's pace, as every bucket waits for it; `Jitter` is sampled. Left out are traffic of
-others, and failures.
+Every bucket waits for the slowest rank, whose compute time is sampled from `Jitter`. Traffic of other jobs, and
+failures, are not modelled.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from lightning_hybrid.planning.model.workload import (
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """The variation of computing time over ranks and steps.
+    """Variation of compute time over ranks and steps.
 
     Args:
-        relative_std: Standard deviation of a rank's time over its mean (normal, never below half the mean).
+        relative_std: Standard deviation of a rank's compute time relative to the mean (normal distribution, never below
+            half the mean).
         slow_share: Probability that a rank is slow in a step.
-        slow_factor: How many times as long a slow rank takes.
+        slow_factor: Factor by which a slow rank takes longer.
         seed: Seed of the samples.
     """
 
@@ -57,7 +58,7 @@ class Jitter:
         require_whole("seed", self.seed, "NumPy's generators take no other. Write seed=0", least=0)
 
     def slowest(self, num_ranks: int, num_steps: int) -> np.ndarray:
-        """Sample the slowest rank's time over the mean, in each step.
+        """Sample the compute time of the slowest rank in each step, relative to the mean.
 
         >>> Jitter().slowest(4, 3).tolist()
         [1.0, 1.0, 1.0]
@@ -77,12 +78,17 @@ class Jitter:
 
 
 NO_JITTER = Jitter()
-SLOWED_TURNS = 4  # until backward and the sums during it agree within a thousandth of what is taken
+SLOWED_TURNS = 4  # iterations until backward and the communication during it are consistent within a thousandth
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """One simulated step. `exposed_s` is the time from the end of backward until the last bucket is averaged."""
+    """Times of one simulated training step, in seconds.
+
+    `exposed_s` is the time from the end of backward until the last bucket is averaged. `busy_s` is
+    the time in which at least one stage of communication runs. `ready_s` holds the time at which
+    each bucket is ready.
+    """
 
     step_s: float
     exposed_s: float
@@ -93,7 +99,7 @@ class StepTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedSteps:
-    """Many simulated steps."""
+    """Times of several simulated training steps."""
 
     steps_s: np.ndarray
     exposed_s: np.ndarray
@@ -103,23 +109,29 @@ class SimulatedSteps:
 
     @property
     def step_s(self) -> float:
-        """Mean time of a step."""
+        """Mean time of a step in seconds."""
         return float(self.steps_s.mean())
 
     @property
     def efficiency(self) -> float:
-        """A rank's step alone over the mean step of all. 1: communication and waiting for others cost nothing."""
+        """Step time of a single rank divided by the mean step time of all ranks.
+
+        1 means that communication and waiting for other ranks cost nothing.
+        """
         return self.alone_s / self.step_s
 
     def quantile_s(self, share: float) -> float:
-        """Return the step time that this share of steps does not exceed."""
+        """Return the time in seconds that a fraction `share` of the steps does not exceed."""
         return float(np.quantile(self.steps_s, share))
 
 
 def step_times(
     work: StepWorkload, buckets: Sequence[BucketPlan], chunks: Sequence[SimulatedChunk]
 ) -> StepTimes:
-    """Simulate one step of ranks that all have this pace. `chunks` are ready when `work` says."""
+    """Simulate one step in which all ranks have the compute times of `work`.
+
+    `chunks` become ready at the times that `work` determines.
+    """
     spans = simulate_events(chunks)
     backward_end_s = work.forward_s + work.backward_s
     done_s = max((span.end_s for span in spans), default=backward_end_s)
@@ -147,20 +159,21 @@ def simulate(
     num_steps: int = 1,
     wire: NodeWire | None = None,
 ) -> SimulatedSteps:
-    """Simulate steps of all ranks.
+    """Simulate training steps of all ranks.
 
     Args:
-        work: The computation of a rank of mean pace.
-        cluster: Where the step runs.
-        plan: The buckets and algorithms.
+        work: Compute times of a rank with mean speed.
+        cluster: Cluster on which the steps run.
+        plan: Communication plan with the buckets and algorithms.
         itemsize: Bytes of an element on the wire.
-        on_cuda: Chunks go one after another, as on one CUDA stream; that the engine has two is left out.
-        algorithm: None: the plan's. Else one of `PEERS` or `OURS` of `cluster_costs` for every bucket, in one chunk.
+        on_cuda: Whether chunks run one after another, as on one CUDA stream. The second stream of the engine is not
+            modelled.
+        algorithm: One of `PEERS` or `OURS` of `cluster_costs`, used for every bucket in one chunk. None: the plan's.
         cuts: See `buckets_of`.
-        num_columns: Collectives that run at the same time; None: as the plan says, one on CUDA.
-        jitter: The variation over ranks.
+        num_columns: Number of collectives that run at the same time. None: as the plan says, and one on CUDA.
+        jitter: Variation of compute time over ranks and steps.
         num_steps: Number of steps to sample.
-        wire: The form of sums between nodes; None: that of the buckets. For a codec the plan is that of
+        wire: Data type or codec between nodes. None: that of the buckets. A codec changes the plan by
             `plan_for_codec`, as in a run.
     """
     if cluster.num_nodes > 1 and wire is not None and (bits := wire.bits) is not None:
@@ -183,7 +196,7 @@ def simulate(
         )
 
     factors = cluster.slowdown * jitter.slowest(cluster.world_size, num_steps)
-    # Steps differ by the pace of their slowest rank alone: without jitter one simulation is enough for all.
+    # Steps differ only by the speed of their slowest rank, so one simulation is enough without jitter.
     known: dict[float, StepTimes] = {}
     for factor in factors:
         if factor not in known:
@@ -204,7 +217,7 @@ def simulate(
 
 
 def _under_way_s(work: StepWorkload, step: StepTimes) -> float:
-    # Of sums, while the first backward lasts: what is taken makes it longer, and then more of them falls into it.
+    # Time of communication during backward. It slows backward down, so that more communication falls into it.
     end_s = step.step_s - step.exposed_s - work.update_s
     return _union_s(
         [(span.begin_s, min(end_s, span.end_s)) for span in step.spans if span.begin_s < end_s]
@@ -214,7 +227,7 @@ def _under_way_s(work: StepWorkload, step: StepTimes) -> float:
 def _union_s(spans: Sequence[tuple[float, float]]) -> float:
     total_s = 0.0
     until_s = 0.0
-    # `until_s` is the end of what is covered so far: overlapping spans count once.
+    # `until_s` is the end of the time covered so far, so that overlapping spans count once.
     for begin_s, end_s in sorted(spans):
         total_s += max(0.0, end_s - max(begin_s, until_s))
         until_s = max(until_s, end_s)

@@ -1,4 +1,4 @@
-"""The computation of a step, and the buckets and chunks that its gradients become."""
+"""Compute times of a training step, and the buckets and chunks of its gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from lightning_hybrid.planning.model.node_wire import NodeWire
 
 @dataclass(frozen=True, kw_only=True)
 class StepWorkload:
-    """The computation of one rank in a step, in seconds.
+    """Compute times of one rank in a training step, in seconds.
 
     Args:
         forward_s: Time before backward.
-        gradients: For each tensor, as it gets ready: elements, and seconds of backward since the one before.
+        gradients: For each gradient in the order in which they become ready, its number of elements and the time of
+            backward since the gradient before.
         update_s: Time after the last bucket is averaged.
-        input_s: Time to make the next batch, during everything else: a step is never shorter.
+        input_s: Time to make the next batch, in parallel with everything else. A step is never shorter.
     """
 
     forward_s: float
@@ -44,16 +45,16 @@ class StepWorkload:
 
     @property
     def backward_s(self) -> float:
-        """Seconds from the loss to the last gradient."""
+        """Time from the loss to the last gradient, in seconds."""
         return sum(time_s for _, time_s in self.gradients)
 
     @property
     def alone_s(self) -> float:
-        """Seconds of a step of one rank without communication."""
+        """Time of a step of one rank without communication, in seconds."""
         return max(self.forward_s + self.backward_s + self.update_s, self.input_s)
 
     def scaled(self, factor: float) -> StepWorkload:
-        """Return the same workload on a rank that takes `factor` times as long to compute."""
+        """Return the workload of a rank that takes `factor` times as long to compute."""
         gradients = tuple((numel, factor * time_s) for numel, time_s in self.gradients)
         return replace(
             self,
@@ -63,14 +64,14 @@ class StepWorkload:
         )
 
     def slowed(self, more_s: float) -> StepWorkload:
-        """Return the same workload with a backward that takes so much longer, evenly."""
+        """Return the workload with a backward that takes `more_s` seconds longer, spread evenly."""
         factor = 1 + more_s / self.backward_s if self.backward_s else 1.0
         return replace(
             self, gradients=tuple((numel, factor * time_s) for numel, time_s in self.gradients)
         )
 
     def on_wire(self, wire: NodeWire) -> StepWorkload:
-        """Return the same workload with gradients as large as they are on the wire between nodes."""
+        """Return the workload with gradients padded to their size on the wire between nodes."""
         return replace(
             self, gradients=tuple((wire.padded(numel), time_s) for numel, time_s in self.gradients)
         )
@@ -85,10 +86,10 @@ def buckets_of(
     on_cuda: bool,
     cuts: Sequence[int] | None,
 ) -> tuple[BucketPlan, ...]:
-    """Fuse gradients that get ready in this order into buckets.
+    """Fuse gradients into buckets, in the order in which they become ready.
 
-    `cuts`: None fuses as `plan` says; else buckets end before these indices, counted in the order of readiness (Jia et
-    al. fuse in two segments); all indices make one bucket per tensor.
+    `cuts` are the indices before which buckets end, in the order of readiness (Jia et al. fuse in
+    two segments). All indices make one bucket per tensor. None fuses as `plan` says.
     """
     if cuts is None:
         sizes = plan.bucket_caps(
@@ -116,7 +117,10 @@ def buckets_of(
 
 
 def ready_times_s(work: StepWorkload, buckets: Sequence[BucketPlan]) -> tuple[float, ...]:
-    """Compute when the last gradient of each bucket is ready, in seconds from the begin of the step."""
+    """Return the time at which the last gradient of each bucket is ready.
+
+    Times are in seconds from the start of the step.
+    """
     ends = list(itertools.accumulate(bucket.numel for bucket in buckets))
     found: list[float] = []
     now_s = work.forward_s
@@ -124,14 +128,14 @@ def ready_times_s(work: StepWorkload, buckets: Sequence[BucketPlan]) -> tuple[fl
     for size, time_s in work.gradients:
         now_s = now_s + time_s
         numel = numel + size
-        # A bucket is ready with the tensor that holds its last element; one tensor may complete several.
+        # A bucket is ready with the tensor that holds its last element. One tensor may complete several buckets.
         while len(found) < len(ends) and numel >= ends[len(found)]:
             found.append(now_s)
     return tuple(found)
 
 
 def chunk_sizes_bytes(num_bytes: int, num_chunks: int, itemsize: int) -> list[int]:
-    """Cut a bucket into chunks and return their sizes."""
+    """Return the sizes of a bucket's chunks in bytes."""
     return [numel * itemsize for numel in chunk_numels(num_bytes // itemsize, num_chunks)]
 
 
@@ -145,7 +149,10 @@ def chunks_of_step(
     is_serial: bool = False,
     wire: NodeWire | None = None,
 ) -> list[SimulatedChunk]:
-    """Return the chunks of all buckets. `algorithm` replaces that of their plans and leaves one chunk per bucket."""
+    """Return the chunks of all buckets of a step.
+
+    `algorithm` replaces the algorithms of the buckets, with one chunk per bucket.
+    """
     found: list[SimulatedChunk] = []
     counts: dict[str, int] = {}
     for bucket, at_s in zip(buckets, ready_s, strict=True):
@@ -154,7 +161,7 @@ def chunks_of_step(
         for size in chunk_sizes_bytes(
             bucket.num_bytes, num_chunks, bucket.num_bytes // bucket.numel
         ):
-            # Chunks take turns over the columns; each algorithm counts its own.
+            # Chunks of each algorithm take turns over the columns.
             column = counts.get(name, 0) % columns(bucket)
             counts[name] = counts.get(name, 0) + 1
             stages = cluster.stages(name, size, wire, of_bytes=bucket.num_bytes)

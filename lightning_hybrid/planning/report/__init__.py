@@ -1,1 +1,1 @@
-"""Reports of the planner: sentences, tables, JSON and pictures."""
+"""Reports of the planner as sentences, tables, JSON and pictures."""

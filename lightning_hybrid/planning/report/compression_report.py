@@ -1,4 +1,4 @@
-"""Report on fewer bits between nodes: a sentence and a table."""
+"""Report on gradient compression between nodes, as a sentence and a table."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_hybrid.planning.model.workload import StepWorkload
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionReport:
-    """Steps with sums between nodes as in the buckets, and in fewer bits.
+    """Comparison of simulated steps with and without compressed gradients between nodes.
 
     Args:
-        plain: The best without.
-        steps: Those with fewer bits, the most first.
-        is_measured: The codec's own time was.
+        plain: Best step without compression.
+        steps: Steps with fewer bits, in descending order of bits.
+        is_measured: Whether the codec's own time was measured.
     """
 
     plain: WireStep
@@ -43,7 +43,10 @@ class CompressionReport:
         itemsize: int,
         on_cuda: bool,
     ) -> CompressionReport | None:
-        """Simulate a step in each form under the best of `plans`, or None for one node."""
+        """Simulate a step in each compressed format under the best of `plans`.
+
+        Returns None for a single node.
+        """
         if cluster.num_nodes == 1:
             return None
         return cls(
@@ -54,12 +57,15 @@ class CompressionReport:
 
     @property
     def proposal(self) -> str | None:
-        """The value of `comm_dtype_across_nodes` that clearly shortens a step, or None if none does."""
+        """Value of `comm_dtype_across_nodes` that clearly shortens a step, or None if none does."""
         found = proposed(self.plain, self.steps)
         return None if found is None else found.name
 
     def sentence(self) -> str:
-        """Say whether it pays, by how much, and why: exposed communication against the time of rounding."""
+        """Return a sentence that says whether compression shortens a step.
+
+        It compares the exposed communication with the time of rounding.
+        """
         plain = self.plain
         proposal = self.proposal
         codec_s = max(step.codec_s for step in self.steps)
@@ -76,7 +82,7 @@ class CompressionReport:
         )
 
     def table(self) -> str:
-        """Format a row for each form."""
+        """Return a Markdown table with one row per format."""
         lines = [
             "| between nodes | step s | exposed s | rounding s | MB from a node | of the step without |",
             "|---|---|---|---|---|---|",
@@ -89,6 +95,6 @@ class CompressionReport:
         return "\n".join(lines)
 
     def numbers(self) -> dict[str, object]:
-        """Convert to JSON's types."""
+        """Return the comparison as a dictionary for JSON."""
         steps = [asdict(step) for step in (self.plain, *self.steps)]
         return {"steps": steps, "proposal": self.proposal, "codec_is_measured": self.is_measured}

@@ -1,4 +1,4 @@
-"""Report on the memory that a rank of a planned run needs, and on the settings to try if it does not fit."""
+"""Report on the memory that a rank needs, and on settings to try if it does not fit."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class MemorySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Memory that a rank needs, as configured and with other settings.
+    """Memory that a rank needs with the configured settings and with other settings.
 
     Args:
         state: The bytes per parameter.
         blocks: The blocks of the network.
-        asked: The memory with the settings of the run.
-        alone: The memory with one more setting, in the order in which to try them. Empty if the run fits as it is.
+        asked: The memory with the configured settings.
+        alone: The memory with one changed setting each, in the order in which to try them. Empty if the run fits.
         fitting: Combinations of settings that fit, each with its largest batch. Those with the fewest settings come
             first, then those that take the least time.
         memory_bytes: Memory of a device. None if it is unknown.
@@ -80,7 +80,7 @@ class MemoryReport:
     def of(
         cls, scenario: Scenario, network: nn.Module, settings: MemorySettings, *, step_s: float
     ) -> MemoryReport:
-        """Measure the activations of a step on the meta device, and count the other bytes.
+        """Measure the activations of a step on the meta device, and calculate the rest of the memory.
 
         Other settings are measured only if the run does not fit without them, because torch imports its compiler for
         activation checkpointing.
@@ -118,14 +118,14 @@ class MemoryReport:
 
     @property
     def usable_bytes(self) -> float | None:
-        """The bytes of the device that a plan may use. None if the device is unknown."""
+        """Bytes of the device that a plan may use, or None if the device is unknown."""
         if self.memory_bytes is None:
             return None
         return USABLE_SHARE * self.memory_bytes
 
     @property
     def largest_batch(self) -> int | None:
-        """The largest batch per rank that fits with the settings of the run. None if the device is unknown."""
+        """Largest batch per rank that fits with the run's settings, or None if the device is unknown."""
         if self.usable_bytes is None:
             return None
         bytes_per_image = self.asked.activation_bytes / self.asked.batch_size
@@ -133,13 +133,14 @@ class MemoryReport:
 
     @property
     def is_data_parallel_possible(self) -> bool:
-        """True if a rank that holds the whole network fits under some of the settings."""
+        """True if a rank that holds the whole network fits under some settings."""
         return self.memory_bytes is None or bool(self.fitting)
 
     def sentence(self, pipelines: Sequence[PipelineChoice], device: str) -> str:
-        """Describe the memory that is needed.
+        """Return a description of the memory that a rank needs.
 
-        If it does not fit, say what each setting saves and costs, and name the smallest list of settings that fits.
+        If it does not fit, the text says what each setting saves and costs, and names the smallest
+        list of settings that fits.
         """
         asked = self.asked
         text = (
@@ -194,11 +195,11 @@ class MemoryReport:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters of the network."""
+        """Number of parameters of the network."""
         return sum(sum(block.numels) for block in self.blocks)
 
     def table(self) -> str:
-        """Format the memory of the run, with each further setting, and with each list of settings that fits."""
+        """Return a Markdown table of memory needs under the run's settings and under others."""
         lists = [need for need in self.fitting if need != self.asked and need not in self.alone]
         header = ["memory of a rank", "state GB", "activations GB", "GB"]
         if self.tracked:
@@ -217,7 +218,7 @@ class MemoryReport:
         return [name, *map(_gb, sizes), fits, self._time(need)]
 
     def numbers(self) -> dict[str, Any]:
-        """Return the entries for `simulate.json`."""
+        """Return the memory needs as a dictionary for `simulate.json`."""
         return {
             "memory_bytes": self.memory_bytes,
             "largest_batch_size_per_rank": self.largest_batch,
@@ -239,7 +240,7 @@ def _gb(num_bytes: float) -> str:
 def _states(
     scenario: Scenario, network: nn.Module, settings: MemorySettings
 ) -> dict[str, StateBytes]:
-    # The bytes per parameter in the precision of the run, and in half precision where the run is in fp32.
+    # Bytes per parameter in the precision of the run, and also in half precision if the run is in fp32.
     optimizer = settings.optimizer
     if optimizer is None:
         optimizer = "lamb" if hasattr(network, "example") else "lars"
@@ -266,7 +267,7 @@ def _choices(
     states: Mapping[str, StateBytes],
     blocks: Sequence[Block],
 ) -> MemoryChoices:
-    # The choices of which only the activations of the run as configured have been measured.
+    # Return the choices, with measured activations of the configured run only.
     cluster = scenario.cluster
     precision = settings.precision
     weight_bytes = states[precision].weights * sum(sum(block.numels) for block in blocks)

@@ -1,4 +1,7 @@
-"""Pictures of a simulated run and of measured links. The only module of the planner that imports matplotlib."""
+"""Charts of a simulated run and of measured links.
+
+No other module of the planner imports matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from lightning_hybrid.planning.report.tune_report import LEVELS, TuneReport
 
 
 def draw_simulation(report: SimulationReport, folder: Path) -> None:
-    """Write `simulate.svg`, and `pipeline.svg` where a pipeline is possible."""
+    """Write `simulate.svg`, and also `pipeline.svg` if the report contains a pipeline."""
     curve: list[Panel] = [(partial(_draw_scaling, report), 220)] if report.curve else []
     write_svg(folder / "simulate.svg", [(partial(_draw_step, report), 260), *curve])
     if report.pipelines:
@@ -23,7 +26,7 @@ def draw_simulation(report: SimulationReport, folder: Path) -> None:
 
 
 def schedule_panel(choice: PipelineChoice) -> Panel:
-    """Return what each rank does when: forward and backward of each micro-batch, and nothing where it waits."""
+    """Return a chart panel that shows when each pipeline rank computes which micro-batch."""
 
     def draw(axes: Axes) -> None:
         axes.set_title(
@@ -105,7 +108,7 @@ def _draw_scaling(report: SimulationReport, axes: Axes) -> None:
 
 
 def draw_links(report: TuneReport, folder: Path) -> None:
-    """Write `tune.svg`: messages with their lines, and sums with the predictions of the described cluster."""
+    """Write `tune.svg` with measured messages and all-reduces, their fits and their predictions."""
     panels: list[Panel] = [
         (partial(_draw_messages, report), 280),
         (partial(_draw_sums, report), 280),

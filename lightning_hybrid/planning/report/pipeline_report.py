@@ -1,4 +1,4 @@
-"""Comparison of the best pipeline with data parallelism, in a sentence and a table."""
+"""Comparison of the best pipeline with data parallelism, as a sentence and a table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from lightning_hybrid.formatting import markdown_table
 from lightning_hybrid.planning.estimates.parallelism import PipelineChoice
 
-SHOWN_CUTS = 3  # in a sentence; table.md has all
-CLEARLY_FASTER = 0.01  # of a step, for a pipeline to be recommended
+SHOWN_CUTS = 3  # maximum in the sentence, table.md lists all
+CLEARLY_FASTER = 0.01  # fraction of a step that a pipeline must save to be recommended
 
 
 def what_pays(choices: Sequence[PipelineChoice], data_parallel_s: float) -> str:
-    """Say whether data parallelism or a pipeline makes the shorter step, and by how much."""
+    """Return a sentence that says whether data parallelism or a pipeline has the shorter step."""
     best = choices[0]
     places = (
         f", cut before {', '.join(best.first_blocks)}"
@@ -36,7 +36,7 @@ def what_pays(choices: Sequence[PipelineChoice], data_parallel_s: float) -> str:
 
 
 def pipeline_table(choices: Sequence[PipelineChoice], num_shown: int = 8) -> str:
-    """Format the fastest pipelines."""
+    """Return a Markdown table of the fastest pipelines."""
     rows = [
         [
             " ".join(choice.settings[1:]),

@@ -1,4 +1,4 @@
-"""Sentences about a planned run: its time, its price and how sure they are, and the same run on several clusters."""
+"""Sentences about the duration, price and confidence of a planned run, and a table of clusters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from lightning_hybrid.planning.estimates.scenario import (
 from lightning_hybrid.planning.model.cluster import HOLDS_TO, MEASURED_FROM, times_measured
 
 IMAGENET = 1_281_167  # training images
-NO_MATTER = 0.005  # of the time
+NO_MATTER = 0.005  # fraction of the time below which failures are negligible
 
 
 def days(seconds: float) -> str:
-    """Format the time of a run, infinite if it never ends.
+    """Format a duration as days, or in smaller units if it is short.
+
+    An infinite duration is formatted as 'no end'.
 
     >>> days(60.0), days(3 * 86400.0), days(float("inf"))
     ('60 s', '3 days', 'no end')
@@ -32,13 +34,13 @@ def days(seconds: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """The same run on one of several clusters.
+    """Planned run on one of several clusters that are compared.
 
     Args:
-        cluster: Its name.
+        cluster: Name of the cluster.
         step_s: Time of a step.
-        run: Time of the whole run.
-        price_per_node_hour: None: unknown.
+        run: Duration of the whole run.
+        price_per_node_hour: Price of a node per hour. None: unknown.
     """
 
     cluster: str
@@ -48,13 +50,13 @@ class ComparedRun:
     price_per_node_hour: float | None
 
     def costs(self) -> tuple[float, float, float] | None:
-        """Return the price of the run and the ends of its interval. None: unknown."""
+        """Return the price of the run with the bounds of its interval, or None if unknown."""
         if self.price_per_node_hour is None:
             return None
         return self.run.costs(self.scenario.cluster.num_nodes * self.price_per_node_hour / 3600)
 
     def cells(self) -> list[str]:
-        """Format the row of the table."""
+        """Return the cells of the run's row in the comparison table."""
         scenario = self.scenario
         run = self.run
         rate = f"{scenario.images_per_s:,.0f}"
@@ -78,7 +80,10 @@ class ComparedRun:
 
 
 def comparison_table(runs: Sequence[ComparedRun]) -> str:
-    """Format a row for each cluster, the cheapest run first and those without a price last."""
+    """Return a Markdown table with one row per cluster, sorted by the price of the run.
+
+    Runs without a price come last.
+    """
 
     def price(compared: ComparedRun) -> float:
         costs = compared.costs()
@@ -96,7 +101,7 @@ def comparison_table(runs: Sequence[ComparedRun]) -> str:
 
 
 def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: float) -> list[str]:
-    """Say how long the run takes and what it costs. Then what failures have to do with it."""
+    """Return a sentence on the duration and price of the run, and one on the effect of failures."""
     failures = planned.failures
     cluster = scenario.cluster
     what = f"{planned.epochs:g} epochs of {planned.images_per_epoch:,} images"
@@ -134,11 +139,11 @@ def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: 
 
 
 def confidence(scenario: Scenario, step_bounds_s: tuple[float, float] | None) -> str:
-    """Say how far the prediction has been validated, and what to measure next.
+    """Return sentences on how well the prediction is validated, and on what to measure next.
 
     Args:
         scenario: The planned run.
-        step_bounds_s: Ends of the interval of a step; None: unknown.
+        step_bounds_s: Bounds of the step time in seconds. None: unknown.
     """
     cluster = scenario.cluster
     rate = ""
@@ -173,7 +178,7 @@ def confidence(scenario: Scenario, step_bounds_s: tuple[float, float] | None) ->
 
 
 def preset_of(scenario: Scenario, given: Container[str]) -> dict[str, str]:
-    """Return the keys that tell the device and the links from others, with their values.
+    """Return the settings of the device and links that the user did not give, with their values.
 
     Args:
         scenario: The planned run.

@@ -1,4 +1,4 @@
-"""Result of the simulator: the answer in sentences, tables, JSON and a timeline."""
+"""Report of the simulator, with an answer in sentences, tables, JSON and a timeline."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ from lightning_hybrid.planning.report.pipeline_report import pipeline_table, wha
 from lightning_hybrid.planning.report.run_lines import confidence, run_lines
 
 QUANTILES = (0.5, 0.9, 0.99)
-SHOWN_TIMES = 4  # the curve is printed up to so many times the ranks that were asked for
-FAR_RANKS = (256, 1024, 4096, 16384)  # of the curve in table.md, beyond what is printed
+SHOWN_TIMES = 4  # the curve is printed up to this multiple of the requested ranks
+FAR_RANKS = (256, 1024, 4096, 16384)  # additional ranks of the curve in table.md
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPoint:
-    """Scale on the curve. `least_s`: what no all-reduce of all gradients can beat between these nodes."""
+    """Simulated step at one number of ranks.
+
+    `least_s` is a lower bound for the time of any all-reduce of all gradients between these nodes.
+    """
 
     num_ranks: int
     step_s: float
@@ -49,12 +52,12 @@ class ScalingPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationReport:
-    """Simulated run.
+    """Results of a simulated training run.
 
     Args:
         planned: Length, failures and rates of the run.
-        preset: Keys of the cluster's description that were not given, with their values: what the answer rests on.
-        is_own_curve: The scales of the curve were asked for, so that all are printed.
+        preset: Keys of the cluster's description that the user did not give, with the assumed values.
+        is_own_curve: Whether the user chose the numbers of ranks of the curve, so that all points are printed.
     """
 
     scenario: Scenario
@@ -81,19 +84,19 @@ class SimulationReport:
         scaling_ranks: Sequence[int] | None = None,
         preset: Mapping[str, str],
     ) -> SimulationReport:
-        """Simulate the run, its scaling and other plans for it.
+        """Simulate the run at several numbers of ranks, and with other communication plans.
 
         Args:
             scenario: Run of which a step is simulated.
-            network: The network, whose memory is measured.
+            network: Network whose memory is measured.
             planned: Length and rates of the run.
             memory_settings: Settings on which the memory of a rank depends.
-            search: Other plans; None: none.
-            scaling_ranks: Ranks of the curve; None: around those of the scenario, and thousands.
-            preset: As the attribute.
+            search: Search for other plans. None: no search.
+            scaling_ranks: Numbers of ranks of the curve. None: around that of the scenario, and thousands.
+            preset: As in the class.
         """
         if scenario.is_local:
-            search = None  # it sums over all ranks
+            search = None  # its plans all-reduce over all ranks
         cluster = scenario.cluster
         ranks = scaling_ranks
         if ranks is None:
@@ -120,7 +123,10 @@ class SimulationReport:
         )
 
     def numbers(self) -> dict[str, float]:
-        """Return the run in numbers. Energy and price where the cluster has rates for them."""
+        """Return the key figures of the run by name.
+
+        Energy and price are included if the cluster's description has rates for them.
+        """
         scenario = self.scenario
         outcome = self.outcome
         steps = self.planned.images_per_epoch / scenario.global_batch_size
@@ -152,7 +158,7 @@ class SimulationReport:
         }
 
     def answer(self) -> str:
-        """Say in a few sentences what the run takes, which plan is best, and what of it is assumed."""
+        """Return a summary of duration, bottleneck, best plan, confidence and assumptions in sentences."""
         scenario = self.scenario
         outcome = self.outcome
         numbers = self.numbers()
@@ -187,12 +193,12 @@ class SimulationReport:
 
     @cached_property
     def run(self) -> RunTime:
-        """The run with start, checkpoints and failures."""
+        """Expected duration of the run with its start, checkpoints and failures."""
         num_steps = self.planned.num_steps(self.scenario.global_batch_size)
         return RunTime.of(self.scenario, self.outcome.step_s, num_steps, self.planned.failures)
 
     def _limit(self, numbers: Mapping[str, float]) -> str:
-        """Say what limits a step, how long it takes, and how many images are trained per second."""
+        """Return a sentence on the bottleneck of a step, its duration and the training throughput."""
         scenario = self.scenario
         outcome = self.outcome
         if scenario.work().input_s >= outcome.step_s:
@@ -216,7 +222,7 @@ class SimulationReport:
         )
 
     def _best_plan(self) -> str:
-        """Say which plan is the fastest, or why the default stays."""
+        """Return a sentence that names the fastest plan, or says why the default should stay."""
         scenario = self.scenario
         own_s = replace(scenario, jitter=NO_JITTER, num_steps=1).run().step_s
         best, comparison = self._best_and_flat(own_s)
@@ -249,10 +255,12 @@ class SimulationReport:
         )
 
     def _best_and_flat(self, own_s: float) -> tuple[Candidate, str]:
-        """Return the plan to compare with the configured one, as `plan_search` does, and a sentence on flat plans.
+        """Return the plan to compare with the configured one, and a sentence on flat plans.
+
+        The plan is chosen as in `plan_search`.
 
         Args:
-            own_s: Step of the configured plan.
+            own_s: Step time of the configured plan in seconds.
         """
         best = self.candidates[0]
         scenario = self.scenario
@@ -273,7 +281,7 @@ class SimulationReport:
         return best, f" The best flat plan takes {_longer(flat_s, best.step_s)}."
 
     def printed(self) -> str:
-        """Format what is printed: the answer, and the curve around the ranks asked for."""
+        """Return the answer and the scaling curve near the requested ranks as text."""
         asked = self.scenario.cluster.world_size
         near = [
             point
@@ -283,12 +291,12 @@ class SimulationReport:
         return "\n\n".join([self.answer(), *([curve_table(near)] if near else [])])
 
     def markdown(self) -> str:
-        """Format everything: the answer, all numbers, buckets, the whole curve and plans."""
+        """Return the full report in Markdown, with figures, buckets, scaling curve and plans."""
         scenario = self.scenario
         numbers = self.numbers()
         if (
             numbers["step_s_quantile_0.5"] == numbers["step_s_quantile_0.99"]
-        ):  # no jitter: they say nothing new
+        ):  # without jitter all quantiles are equal
             numbers = {name: value for name, value in numbers.items() if "quantile" not in name}
         notes = {
             "run_hours": f"run_hours, {self.planned.epochs:g} epochs",
@@ -317,7 +325,10 @@ class SimulationReport:
         return "\n".join(lines)
 
     def write(self, folder: Path, config: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Write `simulate.json`, `table.md` and the timeline of a step. `config` and `environment` as they are."""
+        """Write `simulate.json`, `table.md` and the timeline of one step to a folder.
+
+        `config` and `environment` are written to `simulate.json` unchanged.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         content = {
             "config": config,
@@ -339,7 +350,7 @@ class SimulationReport:
 
 
 def _pipelines(scenario: Scenario, memory: MemoryReport) -> list[PipelineChoice]:
-    # Where nothing fits by other means, also those that compute blocks twice.
+    # If no pipeline fits otherwise, try those that recompute blocks in backward.
     blocks = memory.blocks
     state = memory.state
     room = memory.usable_bytes
@@ -350,7 +361,7 @@ def _pipelines(scenario: Scenario, memory: MemoryReport) -> list[PipelineChoice]
 def _compression(
     scenario: Scenario, search: Search | None, candidates: Sequence[Candidate]
 ) -> CompressionReport | None:
-    # Next to the better of the configured plan and the best one without.
+    # Compare with the better of the configured plan and the best plan without compression.
     if scenario.cluster.num_nodes == 1 or scenario.is_local:
         return None
     calm = replace(scenario, jitter=NO_JITTER, num_steps=1, comm_dtype_across_nodes=None)
@@ -372,7 +383,10 @@ def _compression(
 
 
 def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
-    """Format the best plan, and what the runners-up and the worst cost more."""
+    """Return a Markdown table of the best plans and the slowest one.
+
+    It lists how much longer the step of each plan takes than that of the best.
+    """
     best = candidates[0]
     lines = ["| plan | buckets | step s | exposed s | more |", "|---|---|---|---|---|"]
     shown = [*candidates[:num_shown], *([candidates[-1]] if len(candidates) > num_shown else [])]
@@ -388,7 +402,9 @@ def _longer(step_s: float, best_s: float) -> str:
 
 
 def scales(num_ranks: int, *, ranks_per_node: int) -> list[int]:
-    """Return the ranks of the curve: from one to four times those asked for, and then to thousands.
+    """Return the numbers of ranks of the scaling curve.
+
+    They go from one to four times `num_ranks`, followed by numbers of up to 16,384.
 
     >>> scales(24, ranks_per_node=8)
     [1, 6, 8, 12, 24, 48, 96, 256, 1024, 4096, 16384]
@@ -406,7 +422,7 @@ def scales(num_ranks: int, *, ranks_per_node: int) -> list[int]:
 
 
 def scaling_point(scenario: Scenario) -> ScalingPoint:
-    """Simulate one scale."""
+    """Simulate the scenario, and return its point on the scaling curve."""
     outcome = scenario.run()
     return ScalingPoint(
         num_ranks=scenario.cluster.world_size,
@@ -419,7 +435,7 @@ def scaling_point(scenario: Scenario) -> ScalingPoint:
 
 
 def curve_table(points: Sequence[ScalingPoint]) -> str:
-    """Format the curve."""
+    """Return a Markdown table of the scaling curve."""
     lines = [
         "| ranks | step s | exposed s | efficiency | images/s | byte bound s |",
         "|---|---|---|---|---|---|",

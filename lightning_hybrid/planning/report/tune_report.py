@@ -1,4 +1,4 @@
-"""Result of `recipes/tune.py`: tables, a description for conf/cluster, a plan and JSON."""
+"""Report of `recipes/tune.py`, with tables, a cluster description, a plan and JSON."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LEVELS = {"inside": "inside a node", "across": "between nodes"}
 
 @dataclass(frozen=True, kw_only=True)
 class TuneWords:
-    """Names in a report on measured links.
+    """Names and texts for a report on measured links.
 
     Args:
         name: Name of the cluster's description.
         network: Name of the network whose gradients are planned for.
-        about: Description of the cluster; None: its nodes, ranks and transport.
+        about: Description of the cluster. None: its nodes, ranks and transport.
         num_shown: Number of plans in the table.
     """
 
@@ -47,7 +47,7 @@ class TuneWords:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneReport:
-    """Calibration, and the plans for one step on it."""
+    """Calibrated cluster description, with the communication plans simulated on it."""
 
     samples: Measurements
     world: MeasuredSetup
@@ -70,7 +70,7 @@ class TuneReport:
         base: CommPlan,
         words: TuneWords,
     ) -> TuneReport:
-        """Fit a cluster to the measurements, and choose the plan for a step on it.
+        """Fit a cluster description to the measurements, and choose the communication plan for a step on it.
 
         Args:
             samples: Measured times.
@@ -109,7 +109,7 @@ class TuneReport:
     # ---- words -------------------------------------------------------------------------------------------------------
 
     def markdown(self) -> str:
-        """Format links, sums, plans, and notes to the user."""
+        """Return a Markdown report of links, all-reduces, plans and notes."""
         calibration = self.found
         lines = [f"{self.about}; {self.samples.took_s:.1f} s of measuring", ""]
         lines += [
@@ -166,7 +166,11 @@ class TuneReport:
         return "\n".join(lines)
 
     def why(self) -> str:
-        """Format the plan, and what the runners-up, the library's default and the worst cost more."""
+        """Return a text that compares the best plan with the default and with other plans.
+
+        It lists the runners-up, the library's default and the slowest plan, with the time that each
+        takes more.
+        """
         best = self.plans[0]
         ours = next(candidate for candidate in self.plans if candidate.plan == self.base)
         shown = list(dict.fromkeys([*self.plans[: self.num_shown], ours, self.plans[-1]]))
@@ -219,7 +223,7 @@ class TuneReport:
         (folder / "table.md").write_text(self.markdown() + "\n")
 
     def description(self) -> str:
-        """Format the cluster as in conf/cluster, with the source of each number."""
+        """Return a YAML description of the cluster, with the source of each number as a comment."""
         calibration = self.found
         cluster = self.found.cluster
         transport = self.found.cluster.transport
@@ -293,7 +297,7 @@ def _row(name: str, fit: LineFit, consent_s: float | None) -> str:
 
 
 def _interval(fit: LineFit | None) -> str:
-    """Format the comment on a link in the description."""
+    """Return the latency and bandwidth of a link as text, with their intervals."""
     if fit is None:
         return "not measured"
     (low_s, high_s) = fit.latency_interval_s
@@ -305,7 +309,9 @@ def _interval(fit: LineFit | None) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Format a value for YAML 1.1, which wants a point before an exponent. Lists and null as JSON.
+    """Format a value for YAML 1.1, which needs a point before an exponent.
+
+    Lists and None are formatted as in JSON.
 
     >>> _yaml(1.25e-05), _yaml(2e10), _yaml(None), _yaml(0.0)
     ('1.25e-05', '2.0e+10', 'null', '0.0')

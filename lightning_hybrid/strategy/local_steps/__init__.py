@@ -1,1 +1,1 @@
-"""Local SGD: nodes train independently and average their weights, with an optional outer step."""
+"""Local SGD, in which nodes train independently and average weights, with an optional outer step."""

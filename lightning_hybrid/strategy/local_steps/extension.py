@@ -1,4 +1,4 @@
-"""Local SGD as an extension: nodes train independently, and weights are averaged between them after every period."""
+"""Extension for local SGD, in which nodes train independently and average their weights periodically."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from lightning_hybrid.strategy.local_steps.optimizer_agreement import (
 )
 from lightning_hybrid.strategy.options import LocalSteps
 
-# Entry of a checkpoint with the momentum of the outer step, by name of the parameter.
+# Key of the checkpoint entry with the momentum of the outer step, which is keyed by parameter name.
 OUTER_MOMENTUM = "outer_momentum"
 
-# Warning of torch about a schedule whose optimizer skipped its first step. Here the schedule steps on purpose: a node
-# that skips a step keeps the learning rate of the other nodes.
+# torch warns about a schedule whose optimizer skipped its first step. Here the schedule steps on purpose, so that a
+# node that skips a step keeps the learning rate of the other nodes.
 TOO_EARLY = r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`"
 
 
 def local_steps_for(fit: FitContext, steps: LocalSteps) -> LocalStepsExtension | None:
-    """Return the extension, or None with a warning if there is one node only."""
+    """Return the extension for local SGD, or None with a warning if there is only one node."""
     if fit.topology.num_nodes > 1:
         return LocalStepsExtension(fit, steps)
     rank_zero_warn(
@@ -57,10 +57,12 @@ def local_steps_for(fit: FitContext, steps: LocalSteps) -> LocalStepsExtension |
 
 
 class LocalStepsExtension(FitExtension):
-    """Average of weights over nodes after every period of local steps, for `between_nodes=LocalSteps(...)`.
+    """Extension that averages weights over nodes after every period of local optimizer steps.
+
+    It implements `between_nodes=LocalSteps(...)`.
 
     Args:
-        fit: The fit to come.
+        fit: Fit that is about to start.
         steps: Options of the local steps.
 
     Raises:
@@ -76,28 +78,31 @@ class LocalStepsExtension(FitExtension):
             | in_precision(fit.precision)
         )
         self.steps = steps
-        self._nodes: IndependentNodes | None = None  # from set-up to the end of the fit
-        # From a checkpoint, until nodes begin to train independently.
+        self._nodes: IndependentNodes | None = None  # set from `after_setup` to the end of the fit
+        # Loaded from a checkpoint, and kept until nodes begin to train independently.
         self._loaded_momentum: dict[str, Tensor] | None = None
         self._warning_filter: Any = None
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
-        """Return the options that all ranks must agree on."""
+        """Return the engine options whose values all ranks must agree on."""
         return {"compared": {"between_nodes": self.steps}}
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Create the process groups of the nodes.
+        """Create the process group and all-reduce engine of each node.
+
+        Learning-rate schedules step on all nodes from now on, even on a node that skips an optimizer step.
 
         Collective: every rank must call it, in the same order.
         """
         self._nodes = _new_nodes(fit)
-        # With an overridden `optimizer_step` one node may skip a step that another takes. All reach the next batch.
+        # With an overridden `optimizer_step` one node may skip a step that another takes. All nodes reach the next
+        # batch, so the period ends there.
         has_own_step = is_overridden("optimizer_step", fit.module, "pytorch.LightningModule")
         self._nodes.ends_in_step = not has_own_step
         for config in fit.trainer.lr_scheduler_configs:
-            # Otherwise a node that skips a step would keep another learning rate than the other nodes.
+            # Otherwise a node that skips a step would have another learning rate than the other nodes.
             release_schedule(config)
         warnings.filterwarnings("ignore", TOO_EARLY, UserWarning)
         self._warning_filter = warnings.filters[0]
@@ -110,11 +115,14 @@ class LocalStepsExtension(FitExtension):
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Let nodes train independently from step `from_step` on. Collective at the end of a period."""
+        """Let nodes train independently from step `from_step` on.
+
+        If periods cannot end within a step, this averages at the end of a period and then is collective.
+        """
         nodes = self._nodes
         if nodes is None:
             return
-        fit.engine.raise_if_failed()  # on another node, for which no step here waits
+        fit.engine.raise_if_failed()  # no local step would notice the failure of another node
         num_steps = fit.trainer.global_step
         if not nodes.is_independent and num_steps >= self.steps.from_step:
             self._separate_nodes(fit, nodes)
@@ -125,7 +133,7 @@ class LocalStepsExtension(FitExtension):
         if not nodes.ends_in_step and num_periods > nodes.num_periods:
             self._average(fit)
         nodes.num_periods = num_periods
-        nodes.mark_diverged()  # here too, as user code may step past Lightning
+        nodes.mark_diverged()  # also here, because user code may step without Lightning
         is_uncounted = batch_idx == self.steps.every and num_steps == 0
         if is_uncounted and not fit.module.automatic_optimization:
             rank_zero_warn(
@@ -142,12 +150,15 @@ class LocalStepsExtension(FitExtension):
             nodes.outer = self._new_outer_step(fit)
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Step, and average over nodes at the end of a period, which then is collective."""
+        """Run the optimizer step, and average over nodes if the step ends a period.
+
+        Collective at the end of a period.
+        """
         outputs = run()
         nodes = self._nodes
         if nodes is not None and nodes.is_independent:
             nodes.mark_diverged()
-            num_steps = fit.trainer.global_step + 1  # Lightning counts this step later
+            num_steps = fit.trainer.global_step + 1  # Lightning has not counted this step yet
             if nodes.ends_in_step and self.steps.end_at(num_steps):
                 with fit.outside_of_steps():
                     self._average(fit, num_steps)
@@ -156,12 +167,14 @@ class LocalStepsExtension(FitExtension):
     # ---- averages --------------------------------------------------------------------------------------------------
 
     def _average(self, fit: RunningFit, num_steps: int | None = None) -> None:
-        """Average weights, statistics and momentum over nodes, with which the next steps begin.
+        """Average weights, statistics and momentum over nodes.
+
+        Nodes continue from these averages.
 
         Collective: every rank must call it, in the same order.
 
         Args:
-            fit: The fit.
+            fit: Running fit.
             num_steps: Number of steps taken so far. None: `trainer.global_step`.
         """
         nodes = self._nodes
@@ -184,7 +197,7 @@ class LocalStepsExtension(FitExtension):
         nodes.has_own_weights = False
 
     def _average_all(self, fit: RunningFit) -> None:
-        """Give all ranks the same state, which one file then holds completely.
+        """Give all ranks the same training state, so that one checkpoint file holds all of it.
 
         Collective: every rank must call it, in the same order.
         """
@@ -195,7 +208,9 @@ class LocalStepsExtension(FitExtension):
             self._nodes.has_own_state = False
 
     def _average_moving_averages(self, fit: RunningFit) -> None:
-        """Average moving averages of weights. Each node's follow its own weights, and steps do not need them.
+        """Average the moving averages of weights, and frozen weights that user code has written, over nodes.
+
+        Between two calls, each node's moving averages follow its own weights. Training steps do not need their mean.
 
         Collective: every rank must call it, in the same order.
         """
@@ -204,8 +219,8 @@ class LocalStepsExtension(FitExtension):
             return
         frozen = _frozen(fit)
         if frozen:
-            # User code may write frozen parameters, such as the weights of a teacher. Most were not written since they
-            # were loaded.
+            # User code may write frozen parameters, such as the weights of a teacher. Only written ones are averaged,
+            # because most are never written after loading.
             nodes.average.average_(_written_on_any_rank(frozen, nodes))
         nodes.average.average_(_moving_averages(fit))
         nodes.versions = [parameter._version for parameter in frozen]
@@ -235,20 +250,26 @@ class LocalStepsExtension(FitExtension):
             names = _trained_parameters(fit)
             checkpoint[OUTER_MOMENTUM] = dict(zip(names, outer.momenta, strict=True))
         elif self._loaded_momentum is not None:
-            # The run was resumed, and nodes do not train independently yet.
+            # The run was resumed and nodes do not train independently yet, so the loaded momentum is saved again.
             checkpoint[OUTER_MOMENTUM] = self._loaded_momentum
 
     def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
-        """Keep the momentum of the outer step until nodes train independently. All nodes load the same state."""
+        """Keep the checkpoint's outer momentum until nodes train independently.
+
+        All nodes load the same state, so they train together until the next batch.
+        """
         self._loaded_momentum = checkpoint.get(OUTER_MOMENTUM)
         if self._nodes is not None:
-            # Callbacks such as LearningRateFinder load during a fit.
+            # Callbacks such as LearningRateFinder load a checkpoint during a fit.
             self._nodes.join(fit.wrapped, fit.engine)
 
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
-        """Provide the averaged state. Collective while nodes train independently."""
-        # After an error the ranks of other nodes do not join, and this node's state is better than none.
+        """Return a context in which the module holds the state averaged over nodes.
+
+        Collective while nodes train independently, unless the run is failing.
+        """
+        # After an error the ranks of other nodes do not take part. This node's own state is better than none.
         if fit.failures.ending_error is None:
             self._average_all(fit)
         yield
@@ -256,7 +277,7 @@ class LocalStepsExtension(FitExtension):
     # ---- hooks of the loop -----------------------------------------------------------------------------------------
 
     def before_validation(self, fit: RunningFit) -> None:
-        """Average weights and their moving averages, so that validation uses them.
+        """Average weights and moving averages over nodes, so that validation uses the averages.
 
         Collective: every rank must call it, in the same order.
         """
@@ -264,16 +285,17 @@ class LocalStepsExtension(FitExtension):
         self._average_moving_averages(fit)
 
     def before_train_end(self, fit: RunningFit) -> None:
-        """Average all state, so that hooks at the end of training see it.
+        """Average all state over nodes, so that hooks at the end of training see it.
 
         Collective: every rank must call it, in the same order.
         """
         self._average_all(fit)
 
     def status(self) -> dict[str, Any]:
-        """Return the group of the ranks that skip the same steps, and the group whose state is equal now.
+        """Return `RunStatus` fields that name the ranks that agree on skipped steps and on state.
 
-        The second is None if all ranks hold the same state.
+        `verdict_group` holds the ranks that skip the same steps. `node_group` holds the ranks whose state is equal now,
+        or is None if all ranks hold the same state.
         """
         nodes = self._nodes
         if nodes is None:
@@ -286,7 +308,7 @@ class LocalStepsExtension(FitExtension):
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def failed(self, fit: FitContext, error: BaseException) -> None:
-        """Report the failure to the ranks of this node."""
+        """Report a failure of this rank to the other ranks of its node."""
         if self._nodes is None or not self._nodes.is_independent:
             return
         engine = self._nodes.node_engine
@@ -299,7 +321,7 @@ class LocalStepsExtension(FitExtension):
             )
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Close the engine and the process groups of the nodes."""
+        """Close the engine and the process group of this rank's node."""
         nodes = self._nodes
         self._nodes = None
         self._loaded_momentum = None
@@ -342,7 +364,7 @@ def _trained_parameters(fit: FitContext) -> dict[str, Tensor]:
 
 
 def _frozen(fit: RunningFit) -> list[Tensor]:
-    """Return the floating-point parameters that are not trained."""
+    """Return the floating-point parameters that do not require gradients."""
     frozen = []
     for _, parameter in _parameters_in_ddp(fit):
         if not parameter.requires_grad and parameter.is_floating_point():
@@ -351,7 +373,7 @@ def _frozen(fit: RunningFit) -> list[Tensor]:
 
 
 def _written_on_any_rank(frozen: Sequence[Tensor], nodes: IndependentNodes) -> list[Tensor]:
-    """Return the frozen parameters that user code has written on any rank since they were last equal.
+    """Return the frozen parameters that any rank has written since all ranks held the same values.
 
     Collective: every rank must call it, in the same order.
     """
@@ -364,7 +386,7 @@ def _written_on_any_rank(frozen: Sequence[Tensor], nodes: IndependentNodes) -> l
 
 
 def _parameters_in_ddp(fit: FitContext) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and parameters that DDP does not ignore."""
+    """Yield the name and parameter of each parameter that DDP does not ignore."""
     ignored = set(getattr(fit.module, "_ddp_params_and_buffers_to_ignore", ()))
     for name, parameter in fit.module.named_parameters():
         if name not in ignored:
@@ -372,12 +394,15 @@ def _parameters_in_ddp(fit: FitContext) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weights(fit: RunningFit) -> dict[str, Tensor]:
-    """Return the fp32 values that optimizers change, by name."""
+    """Return the fp32 values of the trained parameters, by name."""
     return {name: parameter.detach() for name, parameter in _trained_parameters(fit).items()}
 
 
 def _broadcasts_buffers(fit: RunningFit) -> bool:
-    """Return whether ranks share buffers. If not, each rank keeps its own, as with DDP."""
+    """Return whether DDP broadcasts buffers from one rank to the others.
+
+    If not, each rank keeps its own buffers.
+    """
     # torch 2.15 renames the option to `forward_sync_buffers`.
     broadcasts = fit.ddp_options.get("broadcast_buffers", True)
     return bool(fit.ddp_options.get("forward_sync_buffers", broadcasts))
@@ -398,7 +423,7 @@ def _buffers_without_statistics(fit: RunningFit) -> list[Tensor]:
 
 
 def _moving_averages(fit: RunningFit) -> list[Tensor]:
-    """Return the floating-point parameters and statistics of the callbacks' averaged models."""
+    """Return the floating-point parameters and BatchNorm statistics of the callbacks' averaged models."""
     moving_averages = []
     for model in averages_of(fit.trainer.callbacks):
         for tensor in (*model.parameters(), *_statistics_of(model)):

@@ -1,4 +1,4 @@
-"""Averages over nodes that train independently, and the outer step on them.
+"""Averages over nodes that train independently, and the outer optimizer step (DiLoCo).
 
     flat      | tensor 0 | tensor 1 | ...     in fp32, from the leader of each node; zeros from its other ranks
     average   sum over all ranks of flat / number of nodes
@@ -27,17 +27,17 @@ from lightning_hybrid.comm import CommEngine, HookState
 from lightning_hybrid.comm.codec.block_format import num_blocks_of
 from lightning_hybrid.placement import broadcast_first_, flattened, has_gaps
 
-# Elements of a chunk. Two chunks are in memory: 32 MiB in fp32.
+# Number of elements of a chunk. Two chunks are in memory: 32 MiB in fp32.
 CHUNK_NUMEL = 1 << 22
 
 _WIDE = (torch.float64, torch.complex128)
 
 
 class NodeAverage:
-    """Average of tensors over the nodes of an engine.
+    """Average of tensors over nodes, computed by all-reduces of an engine.
 
     Attributes:
-        device: Device on which the engine sums.
+        device: Device on which the engine adds tensors.
     """
 
     def __init__(self, engine: CommEngine) -> None:
@@ -45,24 +45,28 @@ class NodeAverage:
         self._engine = engine
         self._num_nodes = engine.topology.num_nodes
         self._is_leader = engine.topology.rank == engine.topology.leader
-        self._num_coded = 0  # number of blocks for the codec since `begin_step`
+        self._num_coded = 0  # number of blocks given to the codec since `begin_step`
 
     @property
     def is_narrow(self) -> bool:
-        """True if tensors can be sent between nodes in a narrower dtype."""
+        """True if tensors can be sent between nodes in a narrower dtype than fp32."""
         return self._engine.dtype_across_nodes is not None
 
     def begin_step(self, num_steps: int) -> None:
-        """Set the number of optimizer steps so far. The random rounding of a codec depends on it."""
+        """Set the number of optimizer steps taken so far.
+
+        The random rounding of the codec depends on it.
+        """
         self._num_coded = 0
         if self._engine.coder is not None:
             self._engine.coder.begin_step(num_steps)
 
     @torch.no_grad()
     def average_(self, tensors: Sequence[Tensor], *, is_narrow: bool = False) -> None:
-        """Replace tensors by their average over nodes, in place. Afterwards all ranks hold the same bits.
+        """Replace tensors by their average over nodes, in place.
 
-        The average is computed in fp32, or in fp64 for fp64 and complex128 tensors.
+        Afterwards all ranks hold the same bits. The average is computed in fp32, or in fp64 for fp64 and complex128
+        tensors.
 
         Collective: every rank must call it, in the same order, with tensors of the same shapes, strides and dtypes.
 
@@ -95,7 +99,7 @@ class NodeAverage:
         pending: deque[Future[Tensor]] = deque()
         for index, chunk in enumerate(chunks):
             if len(pending) == 2:
-                self._wait_for(pending.popleft())  # its memory is used again
+                self._wait_for(pending.popleft())  # its buffer is used again
             flat = memory[index % 2][: _numel_of(chunk)]
             if self._is_leader:
                 torch._foreach_copy_(_split_like(flat, chunk), chunk)
@@ -122,7 +126,10 @@ class NodeAverage:
             future.wait()
 
     def _next_blocks(self, flat: Tensor) -> Tensor | None:
-        """Return the numbers of the codec's blocks in `flat`, counted since `begin_step`. None: there is no codec."""
+        """Return the indices of the codec's blocks in `flat`, counted since `begin_step`.
+
+        Returns None if there is no codec.
+        """
         if self._engine.coder is None:
             return None
         begin = self._num_coded
@@ -137,15 +144,15 @@ class NodeAverage:
 
 
 class OuterStep:
-    """Outer optimizer of one run, with the last common weights and an optional momentum.
+    """Outer optimizer of DiLoCo, with the last common weights and optional Nesterov momentum.
 
         d = mean over nodes of (w - w_n)          w: last common weights; w_n: weights of node n after its local steps
         m <- momentum * m + d
         w <- w - lr * (d + momentum * m)          Nesterov momentum, as in `torch.optim.SGD`
 
-    With lr 1 and momentum 0 it is the mean of the nodes' weights. A codec then carries only the differences. The common
-    weights and the momentum each need as much memory as the weights. Source: Douillard et al. 2023 (arXiv:2311.08105),
-    "DiLoCo", which uses 0.7 and 0.9.
+    With lr 1 and momentum 0 the result is the mean of the nodes' weights, of which a codec sends only the differences.
+    The common weights and the momentum each need as much memory as the weights. Source: Douillard et al. 2023
+    (arXiv:2311.08105), "DiLoCo", which uses 0.7 and 0.9.
 
     Args:
         weights: Weights in fp32, equal on all nodes.
@@ -163,12 +170,12 @@ class OuterStep:
 
     @torch.no_grad()
     def differences(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return w - w_n for each weight of this node."""
+        """Return the difference between the last common weights and this node's weights, w - w_n."""
         return list(torch._foreach_sub(self._common, list(weights)))
 
     @torch.no_grad()
     def step_(self, weights: Sequence[Tensor], differences: list[Tensor]) -> None:
-        """Write the next common weights into `weights`.
+        """Compute the next common weights and write them into `weights`.
 
         Args:
             weights: Weights of this node.
@@ -186,18 +193,18 @@ class IndependentNodes:
     """Per-fit state of nodes that train independently between averages.
 
     Args:
-        engine: Engine that sums over all ranks.
-        node_engine: Engine that sums over the ranks of the node.
+        engine: Engine that all-reduces over all ranks.
+        node_engine: Engine that all-reduces over the ranks of the node.
         group: Process group of the ranks of the node.
-        hook_state: State of DDP's communication hook, whose engine is exchanged.
+        hook_state: State of DDP's communication hook, whose engine is replaced by `node_engine`.
 
     Attributes:
         average: Average over nodes.
-        outer: Outer step. None: the mean is used as it is.
-        ends_in_step: Whether a period ends within its last step, and not before the next batch.
+        outer: Outer step. None: nodes continue from the mean.
+        ends_in_step: Whether nodes average within the last step of a period, and not before the next batch.
         is_independent: Whether nodes train independently now.
         num_periods: Number of periods that have ended.
-        versions: Versions of the frozen parameters at the last time when all nodes held the same.
+        versions: torch's version counters of the frozen parameters when all nodes last held the same values.
         has_own_weights: Whether weights may have diverged between nodes since the last average.
         has_own_moving_averages: Whether moving averages of weights may have diverged.
         has_own_state: Whether optimizer state may have diverged.
@@ -231,24 +238,24 @@ class IndependentNodes:
         self.has_own_state = True
 
     def separate(self, model: Any) -> None:
-        """Let nodes train independently from now on.
+        """Let nodes train independently from now on, with gradients averaged within each node.
 
         Args:
             model: Module in `DistributedDataParallel`.
         """
         self.is_independent = True
         self._hook_state.engine = self.node_engine
-        # DDP broadcasts buffers from rank zero before each forward. Here each node's leader does.
+        # DDP broadcasts buffers from rank zero before each forward. Here each node's leader broadcasts them.
         model._register_buffer_comm_hook(
             self.group, _broadcast_in_node, _BufferCommHookLocation.PRE_FORWARD
         )
 
     def join(self, model: Any, engine: CommEngine) -> None:
-        """Let nodes train together again, from a state that all have loaded.
+        """Let nodes train together again, after all of them have loaded the same state.
 
         Args:
             model: Module in `DistributedDataParallel`.
-            engine: Engine that sums over all ranks.
+            engine: Engine that all-reduces over all ranks.
         """
         if not self.is_independent:
             return
@@ -266,7 +273,7 @@ def _broadcast_in_node(group: dist.ProcessGroup, buffers: Mapping[str, Tensor]) 
 
 
 def row_chunks(rows: Sequence[Tensor], numel: int) -> list[list[Tensor]]:
-    """Cut rows into chunks of `numel` elements. The last chunk may have fewer.
+    """Cut 1-D tensors into chunks of `numel` elements. The last chunk may have fewer.
 
     >>> [[row.tolist() for row in chunk] for chunk in row_chunks([torch.arange(3), torch.arange(4)], 2)]
     [[[0, 1]], [[2], [0]], [[1, 2]], [[3]]]
@@ -287,7 +294,7 @@ def row_chunks(rows: Sequence[Tensor], numel: int) -> list[list[Tensor]]:
 
 
 def _row(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as one row of real numbers, in their order of memory."""
+    """Return the elements of a tensor as a 1-D tensor of real numbers, in memory order."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return flattened(tensor, tensor)
@@ -298,5 +305,5 @@ def _numel_of(rows: Sequence[Tensor]) -> int:
 
 
 def _split_like(flat: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `flat` as long as each row, one after the other."""
+    """Return consecutive views of `flat` with the lengths of these 1-D tensors."""
     return list(flat.split([row.numel() for row in rows]))

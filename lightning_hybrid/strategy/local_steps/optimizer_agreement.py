@@ -1,10 +1,10 @@
-"""Agreement of all nodes on optimizer state, loss scale and skipped steps after local steps.
+"""Averaging of optimizer state, and agreement on loss scale and skipped steps, after local steps.
 
-momentum                averaged over nodes at the end of each period, in the dtype in which weights travel between
-                        nodes. Adam's first moment is left out: a node divides it by its own second moment, and where
-                        that is zero nothing would bound a step
-all moments             averaged in a checkpoint, momentum included. A node that has none yet, because its steps were
-                        skipped, counts as zeros
+momentum                averaged over nodes at the end of each period, in the dtype in which weights are sent between
+                        nodes. Adam's first moment is left out, because a node divides it by its own second moment. If
+                        that is zero, nothing would bound the step.
+all moments             averaged in a checkpoint, including momentum. A node that has none yet, because its steps were
+                        skipped, contributes zeros.
 counts of steps         the maximum
 loss scale              the minimum, with the smallest number of clean steps
 counts of skipped steps the maximum
@@ -27,7 +27,7 @@ from lightning_hybrid.strategy.local_steps.independent_nodes import NodeAverage
 
 
 class _Entry(NamedTuple):
-    """Description of one tensor of optimizer state, equal on all ranks that have it.
+    """Description of one tensor of optimizer state, which is equal on all ranks that have the tensor.
 
     Attributes:
         optimizer: Index of the optimizer.
@@ -48,7 +48,7 @@ class _Entry(NamedTuple):
 
 @torch.no_grad()
 def average_momentum_(optimizers: Sequence[Optimizer], average: NodeAverage) -> None:
-    """Average momentum over nodes.
+    """Average the momentum of optimizers over nodes.
 
     Collective: every rank of WORLD must call it, in the same order.
     """
@@ -58,7 +58,8 @@ def average_momentum_(optimizers: Sequence[Optimizer], average: NodeAverage) -> 
         momenta = [value for name, value in state.moments() if name == "momentum_buffer"]
         average.average_(momenta, is_narrow=True)
         return
-    # This is rare. An optimizer would not begin with a momentum alone, so its other state is completed too.
+    # This is rare. Optimizers may initialize their state only if it is empty, so all missing state tensors are created
+    # and averaged, and not the momentum alone.
     state.add_missing_tensors()
     state.average_(average)
 
@@ -67,7 +68,7 @@ def average_momentum_(optimizers: Sequence[Optimizer], average: NodeAverage) -> 
 def agree_on_state_(
     optimizers: Sequence[Optimizer], step_states: Sequence[OptimizerStepState], average: NodeAverage
 ) -> None:
-    """Give all ranks the same state of optimizers, loss scales and skipped steps.
+    """Give all ranks the same optimizer state, loss scale and number of skipped steps.
 
     Collective: every rank of WORLD must call it, in the same order.
     """
@@ -83,7 +84,7 @@ def agree_on_state_(
 
 
 class _OptimizerTensors:
-    """Tensors of the state of optimizers, in an order that is the same on all ranks."""
+    """Tensors of optimizer state, in an order that is the same on all ranks."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._parameters: list[list[Tensor]] = []
@@ -95,7 +96,7 @@ class _OptimizerTensors:
         self._entries = sorted(self._entries_here(), key=_sort_key)
 
     def _entries_here(self) -> Iterator[_Entry]:
-        """Yield the entries of this rank."""
+        """Yield a description of each tensor of optimizer state on this rank."""
         for optimizer_index, parameters in enumerate(self._parameters):
             state = self._states[optimizer_index]
             for parameter_index, parameter in enumerate(parameters):
@@ -114,7 +115,7 @@ class _OptimizerTensors:
         return self._parameters[entry.optimizer][entry.parameter]
 
     def compare(self, value: Any) -> tuple[bool, list[Any]]:
-        """Return whether all ranks have the same entries, and the `value` of each rank.
+        """Return whether all ranks hold the same state tensors, and gather `value` from each rank.
 
         Collective: every rank of WORLD must call it, in the same order.
         """
@@ -125,7 +126,9 @@ class _OptimizerTensors:
         return has_same_entries, [value_of_rank for _, value_of_rank in gathered]
 
     def add_missing_tensors(self) -> None:
-        """Add zeros for tensors that other ranks have: a node whose steps were all skipped has no state yet.
+        """Add zeros for the state tensors that only other ranks have.
+
+        A node whose steps were all skipped has no state yet.
 
         Collective: every rank of WORLD must call it, in the same order.
         """
@@ -147,7 +150,7 @@ class _OptimizerTensors:
         if entry.device_type == parameter.device.type:
             device = parameter.device
         if entry.shape == tuple(parameter.shape):
-            # In the parameter's order of memory, as optimizers create it.
+            # It gets the memory order of the parameter, as if the optimizer had created it.
             state[entry.name] = torch.zeros_like(
                 parameter, dtype=entry.dtype, device=device, requires_grad=False
             )
@@ -155,7 +158,7 @@ class _OptimizerTensors:
             state[entry.name] = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
 
     def average_(self, average: NodeAverage) -> None:
-        """Average the moments over nodes, and replace counts by their maximum.
+        """Average the moments over nodes, and replace step counts by their maximum.
 
         Collective: every rank of WORLD must call it, in the same order.
         """
@@ -164,13 +167,13 @@ class _OptimizerTensors:
         _take_largest_(counts, average.device)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors of moments."""
+        """Yield the name and tensor of each moment."""
         for name, value, is_moment in self._tensors():
             if is_moment:
                 yield name, value
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield names and tensors, and whether each is a moment and not a count."""
+        """Yield the name of each tensor, the tensor, and whether it is a moment instead of a step count."""
         for entry in self._entries:
             parameter = self._parameter_of(entry)
             tensor = self._states[entry.optimizer][parameter][entry.name]
@@ -181,7 +184,7 @@ class _OptimizerTensors:
 
 
 def agreed(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one state of loss scale and skipped steps for the states of several nodes.
+    """Return the common loss scale and skipped-step counts, given the states of several nodes.
 
     >>> states = [{"loss_scale": {"scale": scale}, "num_skipped_steps": skipped} for scale, skipped in ((8, 0), (4, 1))]
     >>> agreed(states)
@@ -205,20 +208,23 @@ def _agreed_loss_scale(loss_scales: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _smallest(values: Sequence[Any]) -> Any:
-    """Return the minimum of numbers, or rank zero's value if a user's loss scale has a value of another type."""
+    """Return the minimum of the values, or rank zero's value if they are not all numbers.
+
+    The loss scale of a user may have values of other types.
+    """
     if all(isinstance(value, int | float) for value in values):
         return min(values)
     return values[0]
 
 
 def _sort_key(entry: _Entry) -> tuple[int, int, str, tuple[int, ...], str, str]:
-    # Every field decides, so that all ranks have the same order.
+    # All fields are compared, so that all ranks have the same order.
     key = (entry.optimizer, entry.parameter, entry.name)
     return *key, entry.shape, str(entry.dtype), entry.device_type
 
 
 def _take_largest_(counts: Sequence[Tensor], device: torch.device) -> None:
-    """Replace each tensor by its maximum over all ranks, elementwise."""
+    """Replace each tensor by its elementwise maximum over all ranks."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for count in counts:
         groups.setdefault((count.dtype, count.device), []).append(count)

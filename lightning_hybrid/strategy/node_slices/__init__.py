@@ -1,1 +1,1 @@
-"""Layers that are cut over the ranks of a node during a fit, if a network asks for it by `node_slices`."""
+"""Tensor parallelism within a node for the layers that a network lists in `node_slices`."""

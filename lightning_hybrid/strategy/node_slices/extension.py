@@ -1,4 +1,4 @@
-"""`node_slices` as an extension: layers are cut before optimizers are created and whole again at the end."""
+"""Extension that slices the layers listed in `node_slices` over the ranks of a node during a fit."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
 
 
 def node_slices_for(fit: FitContext, options: Mapping[str, str]) -> NodeSlicesExtension | None:
-    """Return the extension, or None with a warning if there is nothing to cut.
+    """Return the extension that slices layers, or None with a warning if every node has one rank.
 
     Args:
-        fit: The fit to come.
+        fit: Fit that is about to start.
         options: Features that the strategy's options request, with their descriptions.
 
     Raises:
-        ValueError: Options, callbacks, nodes or layers do not allow cutting.
+        ValueError: The options, callbacks, nodes or layers do not allow slicing.
     """
     module = fit.module
     topology = fit.topology
@@ -53,23 +53,23 @@ def node_slices_for(fit: FitContext, options: Mapping[str, str]) -> NodeSlicesEx
 
 
 class NodeSlicesExtension(FitExtension):
-    """Cut of the layers that a network names in `node_slices`, over the ranks of a node.
+    """Extension that slices the layers listed in `node_slices` over the ranks of a node.
 
-    Validation during the fit computes with whole weights, from the start of its epoch to its last hook. Ranks may then
-    have different numbers of images and batches, and one rank may run the module alone. Other runs of the trainer, such
-    as `trainer.test`, find whole layers.
+    Validation within the fit uses full weights, from the start of the validation epoch to its last hook. Ranks may then
+    have different numbers of samples and batches, and one rank may run the module alone. Other runs of the trainer,
+    such as `trainer.test`, use full layers.
 
     Args:
-        layers: Names of the layers of this rank's stage that are cut together.
-        is_adasum: Whether nodes are combined by Adasum.
+        layers: Groups of layer names that are sliced together. They include layers of this rank's pipeline stage only.
+        is_adasum: Whether nodes combine gradients by Adasum.
     """
 
     def __init__(self, layers: list[tuple[str, ...]], *, is_adasum: bool) -> None:
         self._layers = layers
         self._is_adasum = is_adasum
-        self._slices: SlicedFit | None = None  # from the cut to the end of the fit
+        self._slices: SlicedFit | None = None  # set from `before_optimizers` to the end of the fit
         self._is_first_step_compared = False
-        self._averaged: set[int] = set()  # `id`s of the parameters that are averaged in this fit
+        self._averaged: set[int] = set()  # `id`s of the parameters whose gradients are averaged
 
     @property
     def _sliced_fit(self) -> SlicedFit:
@@ -77,11 +77,12 @@ class NodeSlicesExtension(FitExtension):
         return self._slices
 
     def before_optimizers(self, fit: FitContext) -> None:
-        """Cut the layers.
+        """Slice the layers over the ranks of each node.
 
         Collective: every rank must call it, in the same order.
         """
-        # The ranks of a pipeline's stage, and ranks without DDP's broadcast, begin with the same weights.
+        # No broadcast is needed between the replicas of a pipeline stage, or if the user has turned DDP's broadcast
+        # off: their weights are equal already.
         is_stage = isinstance(fit.topology, ReplicaSets)
         is_synced = is_stage or not fit.ddp_options.get("init_sync", True)
         self._slices = SlicedFit(
@@ -96,7 +97,10 @@ class NodeSlicesExtension(FitExtension):
         rank_zero_info(f"slices: {names} over the {len(fit.topology.node)} ranks of each node")
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Connect optimizers, overflow check and clipping to all slices of the node. Their steps are collective."""
+        """Make optimizers, overflow check and gradient clipping account for all slices of the node.
+
+        From now on optimizer steps, the overflow check and clipping by norm are collective within the node.
+        """
         slices = self._sliced_fit
         wrapped = fit.wrapped
         refuse_excluded({"node slices": "`node_slices`"} | in_optimizers(fit.optimizers, of=slices))
@@ -105,7 +109,7 @@ class NodeSlicesExtension(FitExtension):
         slices.connect(
             fit.optimizers,
             comm_dtype=fit.hook_state.comm_dtype,
-            # DDP's own flag: False between the batches of one step.
+            # DDP's flag is False in all backwards of an accumulation step except the last one.
             is_last_backward=lambda: bool(wrapped.require_backward_grad_sync),
             is_adasum=self._is_adasum,
             window=getattr(fit.precision, "window", None),
@@ -120,38 +124,45 @@ class NodeSlicesExtension(FitExtension):
     def before_training_step(
         self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Compare the first step with the same step on whole layers. The first call is collective.
+        """Check in the first step that sliced layers compute the same values as full layers.
+
+        The first call is collective.
 
         Raises:
             ValueError: Code between two layers, or code that reads a weight, computes another function on slices.
         """
         is_first_step = not self._is_first_step_compared
         self._is_first_step_compared = True
-        # A pipeline compares the loss of its stages with that of the whole network.
+        # A pipeline has a check of its own: it compares the loss of its stages with the loss of the full network.
         if is_first_step and not isinstance(fit.topology, ReplicaSets):
             FirstStep(fit, self._sliced_fit, args, kwargs).compare()
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Step, after a check that no slice was unfrozen: DDP ignores slices, so it would not notice."""
+        """Check that gradients of all trained parameters are averaged, then run the optimizer step.
+
+        DDP ignores slices, so it would not notice a slice that was unfrozen after training started.
+        """
         refuse_what_is_not_averaged(optimizer, self._averaged, fit.module)
         return run()
 
     def in_validation(self, fit: RunningFit) -> None:
-        """Compute with whole layers, or with those of an averaged model while it is swapped in.
+        """Gather the full weights of sliced layers for validation.
+
+        While an averaged model is swapped in, these are its weights.
 
         Collective: every rank must call it, in the same order.
         """
         self._sliced_fit.use_whole_layers()
 
     def after_validation(self, fit: RunningFit) -> None:
-        """Compute with slices again."""
+        """Switch the layers back to slices after validation."""
         self._sliced_fit.use_slices()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
-        """Provide whole layers in the module's state on every rank.
+        """Return a context in which the module's state dict holds full layers on every rank.
 
         Collective: every rank must call it, in the same order.
         """
@@ -167,7 +178,7 @@ class NodeSlicesExtension(FitExtension):
     def optimizer_state(
         self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the optimizer state with whole tensors on every rank.
+        """Return the optimizer state with full tensors on every rank.
 
         Collective: every rank must call it, in the same order.
         """
@@ -176,11 +187,11 @@ class NodeSlicesExtension(FitExtension):
     def loading(
         self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Return a context with this rank's slices of the optimizer state."""
+        """Return a context that yields an optimizer state with this rank's slices of full tensors."""
         return nullcontext(self._sliced_fit.cut_state(state, optimizer))
 
     def status(self) -> dict[str, Any]:
-        """Return the field of `RunStatus` with which this rank's slices are read alone."""
+        """Return the `RunStatus` field that lets callbacks read this rank's slices without a collective."""
         if self._slices is None:
             return {}
         return {"own_state": self._slices.own_state}
@@ -188,11 +199,11 @@ class NodeSlicesExtension(FitExtension):
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Record whether a failure has ended the process groups, so that nothing waits for them."""
+        """Record whether a failure has ended the process groups, so that cleanup does not wait for them."""
         self._sliced_fit.is_aborted = fit.device.type == "cuda" and bool(fit.engine.failure)
 
     def put_back(self, fit: FitContext, error: BaseException | None) -> None:
-        """Make layers and optimizer state whole again on every rank, unless the run has failed."""
+        """Restore full layers and optimizer state on every rank, unless the run has failed."""
         slices = self._slices
         self._slices = None
         vars(fit.precision).pop("clip_grad_by_norm", None)
@@ -202,7 +213,10 @@ class NodeSlicesExtension(FitExtension):
 
 
 def _are_of_other_stages(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Return whether a parameter of these layers is on the meta device, as on ranks of other stages."""
+    """Return whether any parameter of these layers is on the meta device.
+
+    A rank of a pipeline has the layers of other stages on the meta device.
+    """
     for name in names:
         for parameter in module.get_submodule(name).parameters():
             if parameter.is_meta:

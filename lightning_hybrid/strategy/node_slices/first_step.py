@@ -1,14 +1,14 @@
-"""Comparison of the first training step on slices with the same step on whole layers.
+"""Comparison of the first training step on sliced layers with the same step on full layers.
 
-Code between the two layers of a pair is the user's, and so is code that reads a weight without calling its layer. It
-may compute another function on slices without an error: softmax over the features of one slice, for example. Each rank
-runs `training_step` twice before the first step, without gradients, on its own batch:
+The user writes the code between the two layers of a pair, and may read a weight without calling its layer. On slices
+such code may compute another function without an error, for example a softmax over the features of one slice. Each rank
+therefore runs `training_step` twice before the first step, without gradients, on its own batch:
 
-    whole layers    record the input of the last layer of each pair, and the output of every layer
-    slices          compare, and replace the output of each layer that is cut by that of the whole layer
+    full layers     record the input of the last layer of each pair, and the output of every layer
+    sliced layers   compare these values, and replace the output of each sliced layer by that of the full layer
 
-Because outputs are replaced, each pair has the same input in both passes, and the first difference is at its origin.
-Dropout is off, because each rank draws masks of its own inside of a pair. Random states, buffers and attributes are
+Because outputs are replaced, each pair has the same input in both passes, and the first difference is reported at its
+origin. Dropout is off, because each rank draws its own masks inside a pair. Random states, buffers and attributes are
 restored after each pass, and nothing is logged.
 """
 
@@ -39,21 +39,21 @@ from lightning_hybrid.strategy.extension import RunningFit
 from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
 from lightning_hybrid.strategy.node_slices.sliced_layers import HeadsAttention, SlicedLayer
 
-# Maximum norm of a difference, relative to the norm with whole layers. Matrix products of other shapes add in another
-# order: 1e-6 in fp32, 1e-3 in TF32. In half precision a few elements round to the neighbouring number. A softmax over
-# half of the features differs by 0.5.
+# Maximum norm of a difference, relative to the norm with full layers. Matrix products of other shapes add in another
+# order, which changes results by 1e-6 in fp32 and by 1e-3 in TF32. In half precision a few elements round to the
+# neighbouring number. A real error is far larger: a softmax over half of the features differs by 0.5.
 MIN_TOLERANCE = 1e-3
 TOLERANCE_IN_EPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PairRecord:
-    """Record of one call of a pair, or of a layer that is cut by itself, with whole layers.
+    """Values of one call of a layer pair, or of a single sliced layer, in the pass with full layers.
 
     Attributes:
-        features: Input of the pair's last layer. None: the layer is cut by itself.
+        features: Input of the pair's last layer. None: the layer is not in a pair.
         output: Output of the last layer.
-        draws: Whether code inside of the pair draws random numbers, which differ between ranks on slices.
+        draws: Whether code inside the pair draws random numbers. On slices these differ between ranks.
     """
 
     features: Tensor | None
@@ -63,14 +63,14 @@ class _PairRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class _OutputRecord:
-    """Shapes and norms of the output of a module that is not cut."""
+    """Shapes and norms of the output of a module that is not sliced."""
 
     shapes: list[tuple[int, ...]]
     norms: list[float]
 
     @classmethod
     def of(cls, output: Any) -> _OutputRecord:
-        """Return the record of an output's floating-point tensors.
+        """Return the shapes and norms of an output's floating-point tensors.
 
         Scalars are left out. They are losses, which on slices lack the other ranks' terms of a penalty on weights.
         """
@@ -84,15 +84,15 @@ class _OutputRecord:
 
 
 class _BackwardReachedError(Exception):
-    """Signal that a forward in manual optimization has reached `manual_backward`."""
+    """Signal that the forward pass of a manual-optimization step has reached `manual_backward`."""
 
 
 class FirstStep:
-    """First training step of a fit on one rank, run with whole layers and with slices, and compared.
+    """Check that runs a rank's first training step with full layers and with slices, and compares them.
 
     Args:
-        fit: The fit, before its first step.
-        slices: Layers that are cut.
+        fit: Fit whose first step is about to run.
+        slices: Layers that are sliced.
         args, kwargs: Arguments of `training_step`.
     """
 
@@ -108,15 +108,15 @@ class FirstStep:
         self._records: defaultdict[str, deque[Any]] = defaultdict(deque)
         self._not_compared: set[str] = set()  # pairs that draw random numbers
         self._open_pair: tuple[str, ...] | None = None
-        self._message = ""  # about the first difference
+        self._message = ""  # describes the first difference
 
     def compare(self) -> None:
-        """Run both passes and compare them.
+        """Run the training step with full and with sliced layers and compare the values.
 
         Collective: every rank of the node must call it, in the same order.
 
         Raises:
-            ValueError: The passes differ. The message names the layer or module where the difference begins.
+            ValueError: The values differ. The message names the layer or module where the difference begins.
         """
         reason = self._reason_to_skip()
         if reason:
@@ -142,7 +142,10 @@ class FirstStep:
             )
 
     def _reason_to_skip(self) -> str:
-        """Return why the step cannot be compared, or an empty string. All ranks of the node return the same."""
+        """Return the reason why the step cannot be compared, or an empty string.
+
+        All ranks of the node return the same reason.
+        """
         for argument in (*self._args, *self._kwargs.values()):
             if isinstance(argument, Iterator):
                 return "`training_step` takes an iterator"
@@ -157,7 +160,12 @@ class FirstStep:
         return ""
 
     def _raise_difference(self) -> None:
-        """Raise the difference on this rank, or else on another rank of the node, if there is one."""
+        """Raise an error if any rank of the node has found a difference.
+
+        A rank raises its own difference first, and otherwise the first one of another rank.
+
+        Collective: every rank of the node must call it, in the same order.
+        """
         if self._message:
             self._message += f"\nOn rank {self._slices.topology.rank}."
         messages: list[Any] = [None] * dist.get_world_size(self._slices.node)
@@ -167,7 +175,7 @@ class FirstStep:
                 raise ValueError(message)
 
     def _raise_from_slices(self, error: Exception) -> None:
-        """Raise an error that occurred on slices only, with a note about the pair in which it occurred."""
+        """Re-raise an error that occurred only with sliced layers, with a note on the layer pair around it."""
         if self._open_pair is not None:
             names = " and ".join(f"`{name}`" for name in self._open_pair)
             num_slices = dist.get_world_size(self._slices.node)
@@ -189,7 +197,7 @@ class FirstStep:
             self._slices.use_slices()
 
     def _run(self, hooks: _Hooks, layers: AbstractContextManager[None]) -> Exception | None:
-        """Run `training_step` with these hooks and layers, restore all state, and return its error, if any."""
+        """Run `training_step` with these hooks and layers, restore all state and return its error, if any."""
         module = self._module
         isolated_random_state = lightning_function("pytorch.utilities.seed.isolate_rng")
         requires_grad = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
@@ -221,18 +229,22 @@ class FirstStep:
     # ---- records ---------------------------------------------------------------------------------------------------
 
     def groups(self) -> Iterator[tuple[tuple[str, ...], nn.Module, nn.Module, SlicedLayer]]:
-        """Yield each group of layers: their names, the first and last layer, and the last layer's replacement."""
+        """Yield the names, first layer, last layer and replacement of each group of sliced layers.
+
+        The replacement is that of the last layer.
+        """
         for names in self._slices.groups:
             first = self._module.get_submodule(names[0])
             last = self._module.get_submodule(names[-1])
             if isinstance(vars(first).get("sliced"), HeadsAttention):
-                # As a whole layer it multiplies by the weight of its `out_proj` and does not call that layer.
+                # Full attention multiplies by the weight of `out_proj` without calling that layer, so hooks on
+                # `out_proj` would not run.
                 yield names, first, first, vars(first)["sliced"]
             else:
                 yield names, first, last, vars(last)["sliced"]
 
     def whole_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the names and modules that are not cut themselves."""
+        """Yield the name and module of each submodule that is not sliced."""
         cut = set()
         for _, first, last, _ in self.groups():
             cut |= {first, last}
@@ -241,24 +253,27 @@ class FirstStep:
                 yield name, module
 
     def pair_begins(self, names: tuple[str, ...]) -> None:
-        """Record that features are those of one slice from here on."""
+        """Record that the forward pass has entered a layer pair, where features are sliced."""
         self._open_pair = names
 
     def pair_ends(self) -> None:
-        """Record that features are whole from here on."""
+        """Record that the forward pass has left the layer pair, so that features are complete again."""
         self._open_pair = None
 
     @property
     def is_inside_pair(self) -> bool:
-        """True while features are those of one slice."""
+        """True while the forward pass is inside a layer pair, where features are sliced."""
         return self._open_pair is not None
 
     def add_record(self, name: str, record: _PairRecord | _OutputRecord) -> None:
-        """Add the record of one call of a module with whole layers."""
+        """Store the record of one call of a module in the pass with full layers."""
         self._records[name].append(record)
 
     def next_record(self, name: str) -> Any:
-        """Remove and return the record of the same call with whole layers. None: there was no such call."""
+        """Remove and return the record of the next call of a module in the pass with full layers.
+
+        Returns None if there was no such call.
+        """
         records = self._records[name]
         if not records:
             return None
@@ -267,7 +282,10 @@ class FirstStep:
     def compare_features(
         self, names: tuple[str, ...], sliced: SlicedLayer, features: Tensor, record: _PairRecord
     ) -> None:
-        """Compare the input of a pair's last layer: this rank's images, and the features of its slice."""
+        """Compare the input of a pair's last layer with the recorded input of the full layer.
+
+        Only this rank's samples and the features of its slice are compared.
+        """
         if record.draws:
             self._not_compared.add(" and ".join(f"`{name}`" for name in names))
             return
@@ -294,7 +312,7 @@ class FirstStep:
             )
 
     def compare_output(self, name: str, output: Any, record: _PairRecord | _OutputRecord) -> None:
-        """Compare the output of a module with that of whole layers."""
+        """Compare the output of a module with the recorded output of the pass with full layers."""
         if isinstance(record, _PairRecord):
             difference = self._difference_of_outputs(output, record)
         else:
@@ -309,7 +327,7 @@ class FirstStep:
             )
 
     def _difference_of_outputs(self, output: Any, record: _PairRecord) -> str:
-        """Return a description of the first difference between outputs of a layer, or an empty string."""
+        """Return a description of the first difference between two outputs, or an empty string."""
         for value, expected in zip(tree_leaves(output), tree_leaves(record.output), strict=True):
             if isinstance(value, Tensor) and not record.draws:
                 difference = self._difference(value, expected)
@@ -318,13 +336,13 @@ class FirstStep:
         return ""
 
     def _difference(self, tensor: Tensor, expected: Tensor) -> str:
-        """Return a description of the difference of two tensors, or an empty string."""
+        """Return a description of the difference between two tensors, or an empty string."""
         if tensor.shape != expected.shape:
             return f"of shape {tuple(tensor.shape)} for {tuple(expected.shape)}"
         wide = expected.detach().double()
         norm = float(wide.norm())
         if not math.isfinite(norm):
-            return ""  # values that overflow cannot be compared
+            return ""  # overflowed values cannot be compared
         norm_of_difference = float((tensor.detach().double() - wide).norm())
         relative = norm_of_difference / max(norm, torch.finfo(torch.float64).tiny)
         if relative <= _tolerance(expected):
@@ -351,14 +369,14 @@ class FirstStep:
 
 
 class _Hooks:
-    """Forward hooks of one pass, on layers that are cut and on all other modules."""
+    """Forward hooks of one pass, on sliced layers and on all other modules."""
 
     def __init__(self, step: FirstStep) -> None:
         self.step = step
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Return a context with the hooks installed."""
+        """Return a context in which the hooks are installed."""
         step = self.step
         with ExitStack() as handles:
             for names, first, last, sliced in step.groups():
@@ -387,12 +405,12 @@ class _Hooks:
         raise NotImplementedError
 
     def end_module(self, name: str, output: Any) -> None:
-        """Handle the output of a module that is not cut."""
+        """Handle the output of a module that is not sliced."""
         raise NotImplementedError
 
 
 class _WholeHooks(_Hooks):
-    """Hooks that record the inputs and outputs of whole layers."""
+    """Hooks that record the inputs and outputs of full layers."""
 
     def __init__(self, step: FirstStep) -> None:
         super().__init__(step)
@@ -400,17 +418,17 @@ class _WholeHooks(_Hooks):
         self._draws = False
 
     def begin_pair(self, names: tuple[str, ...], sliced: SlicedLayer, device: torch.device) -> None:
-        """Seed the generators as the entrance of a pair does on slices."""
+        """Seed the random generators in the same way as a pair of sliced layers does."""
         super().begin_pair(names, sliced, device)
         sliced.entrance.enter(device)
 
     def enter_last(self, names: tuple[str, ...], sliced: SlicedLayer, features: Tensor) -> None:
-        """Record the input of the last layer."""
+        """Record the input of a pair's last layer."""
         self._features = features.detach()
         self._draws = sliced.entrance.has_drawn()
 
     def end_pair(self, names: tuple[str, ...], sliced: SlicedLayer, output: Any) -> Any:
-        """Record the output of the last layer, and restore the random state from before the pair."""
+        """Record the output of a pair's last layer, and restore the random state from before the pair."""
         self.step.pair_ends()
         sliced.entrance.leave()
         record = _PairRecord(features=self._features, output=output, draws=self._draws)
@@ -424,20 +442,26 @@ class _WholeHooks(_Hooks):
 
 
 class _SliceHooks(_Hooks):
-    """Hooks that compare the values on slices with the records, and replace outputs by those of whole layers."""
+    """Hooks that compare the values of sliced layers with the records of full layers.
+
+    They also replace the outputs of sliced layers by those of full layers.
+    """
 
     def __init__(self, step: FirstStep) -> None:
         super().__init__(step)
         self._record: _PairRecord | None = None
 
     def enter_last(self, names: tuple[str, ...], sliced: SlicedLayer, features: Tensor) -> None:
-        """Compare the input of the last layer."""
+        """Compare the input of a pair's last layer with the recorded input."""
         self._record = self.step.next_record(names[-1])
         if self._record is not None:
             self.step.compare_features(names, sliced, features, self._record)
 
     def end_pair(self, names: tuple[str, ...], sliced: SlicedLayer, output: Any) -> Any:
-        """Return the output of whole layers."""
+        """Return the recorded output of the full layer, which replaces the sliced layer's output.
+
+        The output of a layer that has no pair is compared first.
+        """
         self.step.pair_ends()
         record = self._record
         self._record = None
@@ -450,7 +474,7 @@ class _SliceHooks(_Hooks):
         return record.output
 
     def end_module(self, name: str, output: Any) -> None:
-        """Compare the output of a module."""
+        """Compare the output of a module with the recorded output."""
         record = self.step.next_record(name)
         if record is not None:
             self.step.compare_output(name, output, record)
@@ -489,7 +513,7 @@ def _module_hook(hooks: _Hooks, name: str) -> Callable[..., None]:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Context that switches dropout off in modules, functions and attention."""
+    """Context that disables dropout in modules, functions and attention."""
 
     # Functions with an argument `training`.
     _WITH_TRAINING = frozenset(

@@ -1,4 +1,4 @@
-"""Averaging of the gradients of slices between nodes during backward."""
+"""Averaging of the gradients of sliced layers between nodes during backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_hybrid.comm.hook import from_wire, split_divisor, to_wire
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _PendingGradient:
-    """Gradient whose average over nodes is under way.
+    """Gradient whose average over nodes is being computed.
 
     Attributes:
         gradient: Gradient of this rank, which receives the average.
@@ -33,18 +33,18 @@ class _PendingGradient:
 
 
 class SliceGradients:
-    """Hooks that average each slice's gradient across nodes during backward, as DDP does for whole parameters.
+    """Hooks that average each slice's gradient across nodes during backward, as DDP does.
 
         grad <- (sum over nodes of grad / before) / after          before * after = nodes
-        grad <- Adasum over nodes of grad                          inner products are of whole tensors
+        grad <- Adasum over nodes of grad                          inner products of full tensors
 
-    The gradient of a slice is already the average over its node: the layer's forward averages over images, and other
-    terms of a rank's loss have the same strength as on whole layers. All-reduces start as soon as gradients are ready,
-    in the same order on all ranks, because ranks run the same layers. Backward returns after the last one has arrived.
-    All nodes get the same bits.
+    The gradient of a slice is already the average over its node. Contributions of the samples are averaged within the
+    layer, and other terms of a rank's loss have the same strength as on full layers. Each all-reduce starts as soon as
+    its gradient is ready. All ranks run the same layers, so their all-reduces have the same order. Backward returns
+    after the last one has arrived. All nodes get the same bits.
 
     Args:
-        slices: Parameters that are slices. Frozen ones are left alone.
+        slices: Parameters that are slices. Gradients of frozen ones are not averaged.
         across: Process group of the ranks with the same slices, one on each node. None: there is one node, and nothing
             is sent.
         comm_dtype: Dtype on the wire. None: the dtype of the gradients.
@@ -78,7 +78,7 @@ class SliceGradients:
         if gradient is None or not self._is_last_backward():
             return
         if not self._pending:
-            # At the end of this backward, as in DDP and FSDP.
+            # The callback runs at the end of this backward, as in DDP and FSDP.
             Variable._execution_engine.queue_callback(self._finish)
 
         dtype = self._comm_dtype or gradient.dtype
@@ -87,7 +87,7 @@ class SliceGradients:
         wire = to_wire(gradient, dtype, before=before)
         if self._adasum_group:
             work = None
-            divisor = 1 / before  # Adasum is no sum: `before` is taken back
+            divisor = 1 / before  # undoes `before`, because Adasum is not a sum
         else:
             work = dist.all_reduce(wire, group=self._across, async_op=True)
             divisor = after
@@ -108,11 +108,11 @@ class SliceGradients:
             from_wire(wire, buffer=pending.gradient, after=pending.divisor)
 
     def _add_up_(self, table: Tensor, across: dist.ProcessGroup) -> None:
-        """All-reduce inner products over nodes and then over slices, in place."""
+        """All-reduce inner products over nodes and then over the slices of a node, in place."""
         for group in (across, self._adasum_group):
             dist.all_reduce(table, group=group)
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the gradient hooks."""
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Names of the layers that a network wants to have cut, and plans for layers of torch and `transformers`."""
+"""Layers that a network requests to slice, and slicing plans for layers of torch and `transformers`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-# By class name, because `transformers` may not be installed.
+# The keys are class names, because `transformers` may not be installed.
 READY_PLANS: dict[str, Sequence[tuple[str, ...]]] = {
     "MultiheadAttention": (("", "out_proj"),),
     "TransformerEncoderLayer": (("self_attn",), ("linear1", "linear2")),
@@ -17,12 +17,12 @@ READY_PLANS: dict[str, Sequence[tuple[str, ...]]] = {
 
 
 def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return the layers that `module` and networks in it list in `node_slices`, as names in `module`.
+    """Return the layers that `module` and its submodules list in `node_slices`, as names in `module`.
 
-    Each group of names is a pair, or a single embedding or output layer.
+    Each group of names is a layer pair, or a single embedding or output layer.
 
     Raises:
-        ValueError: A name is no layer of its network, or a layer has no plan.
+        ValueError: A name is not a layer of its network, or a layer has no plan.
     """
     groups: list[tuple[str, ...]] = []
     for prefix, network in module.named_modules():
@@ -32,7 +32,7 @@ def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
 
 
 def _groups(network: nn.Module, names: tuple[str, ...], prefix: str) -> Iterator[tuple[str, ...]]:
-    """Yield the groups for one entry of `node_slices`, or of a plan."""
+    """Yield the layer groups for one entry of `node_slices` or of a plan."""
     try:
         layers = [network.get_submodule(name) for name in names]
     except AttributeError as error:
@@ -66,7 +66,7 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _planned(layer: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
-    """Yield the groups of a layer's plan, or of the plans of the layers in it."""
+    """Yield the layer groups of a layer's plan, or of the plans of its sublayers."""
     plan = _plan_of(layer)
     if plan is not None:
         for names in plan:
@@ -77,7 +77,7 @@ def _planned(layer: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
 
 
 def _plan_of(layer: nn.Module) -> Sequence[tuple[str, ...]] | None:
-    # A plan of the layer itself, even an inherited one, comes before plans of the layers in it.
+    # The plan of a layer, even an inherited one, takes precedence over the plans of its sublayers.
     if hasattr(layer, "tensor_plan"):
         plan: Sequence[tuple[str, ...]] | None = layer.tensor_plan()  # type: ignore[operator]
         if plan is not None:

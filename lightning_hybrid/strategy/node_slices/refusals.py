@@ -1,4 +1,4 @@
-"""Checks before training that layers can be cut over the ranks of a node."""
+"""Checks before training that the requested layers can be sliced over the ranks of a node."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _TYPES = (
     nn.modules.linear.NonDynamicallyQuantizableLinear,
 )
 _PLAIN_PARAMETERS = {"weight", "bias", "in_proj_weight", "in_proj_bias"}
-# Options of layers that need whole tensors.
+# Options of layers that need full tensors.
 _WHOLE_TENSOR_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse", "add_zero_attn")
 
 
 def pruned_layers(callbacks: Iterable[Any]) -> set[nn.Module]:
-    """Return the layers that callbacks will prune."""
+    """Return the layers that `ModelPruning` callbacks will prune."""
     pruning_types = lightning_types("pytorch.callbacks.ModelPruning")
     layers: set[nn.Module] = set()
     for callback in callbacks:
@@ -38,19 +38,19 @@ def refuse_layers(
     num_slices: int,
     pruned: Container[nn.Module] = (),
 ) -> None:
-    """Check that all requested layers can be cut.
+    """Raise if a requested layer cannot be sliced.
 
     Args:
         module: Network with the layers.
-        layers: Names of layers in `module` that are cut together, as `requested_layers` returns them.
+        layers: Groups of layer names in `module` that are sliced together, as `requested_layers` returns them.
         num_slices: Number of ranks of a node.
         pruned: Layers that callbacks will prune.
 
     Raises:
-        ValueError: A layer cannot be cut. The message names it.
+        ValueError: A layer cannot be sliced. The message names it.
     """
     names = {layer: name for name, layer in module.named_modules()}
-    row_layers: list[nn.Module] = []  # cut by input features: the last layers of pairs
+    row_layers: list[nn.Module] = []  # sliced by input features: the last layers of pairs
     column_layers: list[nn.Module] = []  # all others
     for group in layers:
         if len(group) not in (1, 2):
@@ -154,10 +154,10 @@ def _refuse_ties(
 
 
 def _parameters_of(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the layer itself, by name."""
+    """Return the parameters of a layer without those of its sublayers, by name."""
     return {name: value for name, value in layer._parameters.items() if value is not None}
 
 
 def _weight_ids(layer: nn.Module) -> list[int]:
-    """Return the `id`s of the layer's parameters with two dimensions or more."""
+    """Return the `id`s of the layer's own parameters that have at least two dimensions."""
     return [id(value) for value in _parameters_of(layer).values() if value.dim() > 1]

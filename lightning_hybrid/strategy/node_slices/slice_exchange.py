@@ -1,7 +1,7 @@
-"""Exchange of images, tokens, partial sums and logits among the ranks that share layers, in forward and backward.
+"""Collectives of tensor-parallel layers for samples, tokens, partial sums and logits.
 
 All functions use one primitive, an all-to-all, whose adjoint is an all-to-all again. The tensor-parallel layouts of
-torch (`torch.distributed.tensor.parallel`) send the same data on NCCL; on Gloo they all-reduce whole tensors instead.
+torch (`torch.distributed.tensor.parallel`) send the same data on NCCL. On Gloo they all-reduce full tensors instead.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ def _no_wait() -> None:
 
 
 class NodeRanks:
-    """Process group of the ranks that share layers, with its collectives.
+    """Process group of the ranks that share sliced layers, with its collectives.
 
     Collective: every rank of the group must call each method that sends tensors, in the same order, with the same
-    number of images `[b, ...]`.
+    number of samples `[b, ...]`.
 
     Attributes:
-        is_whole: Whether layers compute with whole tensors now, each rank by itself.
+        is_whole: Whether layers compute with full tensors now, each rank by itself.
         is_own_state: Whether state dicts hold this rank's slices. Taking one then is not collective.
         wait_for_ranks: Function that waits for all ranks before a state dict is gathered.
-        handles: Handles of the hooks at the beginning of pairs.
-        window: Window of half precision, which shows whole tensors in both precisions too. None: there is none.
+        handles: Handles of the hooks at the entrances of pairs.
+        window: Half-precision window, which also shows gathered full tensors in both precisions. None: there is none.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -46,10 +46,10 @@ class NodeRanks:
         self.window: HalfPrecisionWindow | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NodeRanks:
-        return self  # a copy of a layer is cut over the same ranks
+        return self  # a copy of a layer is sliced over the same ranks
 
     def gather(self, images: Tensor) -> Tensor:
-        """Return the images of all ranks, `[g b, ...]`, in rank order.
+        """Return the samples of all ranks, `[g b, ...]`, in rank order.
 
         Backward sums their gradients over ranks, as `reduce_scatter` does.
         """
@@ -57,28 +57,33 @@ class NodeRanks:
         return _exchange(copies.flatten(0, 1), self.group)
 
     def reduce_scatter(self, partial_sums: Tensor) -> Tensor:
-        """Return the sum over ranks of `[g b, ...]` for this rank's images, in fp32 at least and rounded once."""
+        """Return the sum over ranks of `[g b, ...]` for this rank's samples, `[b, ...]`.
+
+        It is computed in fp32 at least and rounded once.
+        """
         received = _exchange(partial_sums, self.group)
         return received.unflatten(0, (self.size, -1)).sum(0)
 
     def exchange_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits of this rank's images for all classes, `[b, ..., c]`.
+        """Return the logits of this rank's samples for all classes, `[b, ..., c]`.
 
         Args:
-            logits: Logits of all images for this rank's classes, `[g b, ..., c / g]`.
+            logits: Logits of all samples of the node for this rank's classes, `[g b, ..., c / g]`.
         """
         received = _exchange(logits, self.group)
         by_rank = received.unflatten(0, (self.size, -1))
         return by_rank.movedim(0, -2).flatten(-2)
 
     def refuse_unequal_batches(self, images: Tensor, *arguments: Any) -> None:
-        """Check on a CPU that all ranks have the same number of images, and arguments of the same size.
+        """Raise if the ranks have different numbers of samples or arguments of different sizes.
+
+        Only checked on a CPU.
 
         Raises:
             ValueError: Sizes differ. Raised on every rank, with all sizes.
         """
-        # Gloo accepts a shorter message for a longer one without an error, or ends the process. On CUDA nothing is
-        # checked, because the host would wait for the device.
+        # Without this check Gloo would accept a message of the wrong size without an error, or end the process. On CUDA
+        # nothing is checked, because the host would wait for the device.
         if images.is_cuda:
             return
         tensors = [images]
@@ -108,7 +113,10 @@ class NodeRanks:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all that sends part r of the first dimension to rank r. Backward sends gradients back the same way."""
+    """All-to-all with autograd support, which sends chunk r of the first dimension to rank r.
+
+    Backward sends gradients back in the same way.
+    """
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

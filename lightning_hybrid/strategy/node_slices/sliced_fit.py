@@ -1,4 +1,4 @@
-"""Cutting of layers over the ranks of a node for one fit, with whole state for checkpoints and validation."""
+"""Per-fit slicing of layers over the ranks of a node, with full state for checkpoints and validation."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from lightning_hybrid.strategy.node_slices.sliced_layers import (
 )
 from lightning_hybrid.strategy.node_slices.vocabulary import VocabularyEmbedding, VocabularyHead
 
-# Maximum time in seconds between the first and the last rank of a node that calls a user's `state_dict()`. This is our
-# choice: work between two collectives takes less, and a call on one rank alone should raise an error before the user
-# looks for another cause.
+# Maximum time in seconds between the first and the last call of `state_dict()` on the ranks of a node. The value is our
+# choice: work between two collectives takes less time, and a call on one rank alone should raise an error before the
+# user looks for another cause.
 STATE_LIMIT_S = 20.0
 
 
 def cut_(
     module: nn.Module, layers: Sequence[tuple[str, ...]], ranks: NodeRanks
 ) -> list[SlicedLayer]:
-    """Cut layers of `module` in place and return the replacement of every layer that holds a slice.
+    """Slice layers of `module` in place and return the replacement of every layer that holds a slice.
 
     Args:
-        module: Network whose layers are cut.
-        layers: Names of layers in `module` that are cut together, as `requested_layers` returns them.
+        module: Network whose layers are sliced.
+        layers: Groups of names of layers that are sliced together, as `requested_layers` returns them.
         ranks: Ranks that share the layers.
     """
     sliced_layers: dict[nn.Module, SlicedLayer] = {}
@@ -61,7 +61,7 @@ def cut_(
         if not slices_of_layer:
             continue
         if layer not in sliced_layers:
-            # A layer with a tied weight holds a slice, and computes as before.
+            # A layer with a tied weight holds a slice, but computes as before.
             sliced_layers[layer] = SlicedLayer(layer, Entrance(ranks))
         sliced_layers[layer].slices = slices_of_layer
 
@@ -73,7 +73,7 @@ def cut_(
 def _replacements_of_group(
     module: nn.Module, names: tuple[str, ...], ranks: NodeRanks
 ) -> dict[nn.Module, SlicedLayer]:
-    """Return the replacements of the layers of a pair, or of a single embedding or output layer."""
+    """Return the replacements of the layers of a pair, or of one embedding or output layer."""
     first = module.get_submodule(names[0])
     last = module.get_submodule(names[-1])
     entrance = Entrance(ranks)
@@ -97,7 +97,7 @@ def _replacements_of_group(
 def _cut_parameters(
     sliced_layers: Mapping[nn.Module, SlicedLayer], ranks: NodeRanks
 ) -> dict[int, Slice]:
-    """Replace the data of the layers' parameters by this rank's slices, and return the slices by `id`."""
+    """Replace the data of the layers' parameters by this rank's slices and return the slices by `id`."""
     slices: dict[int, Slice] = {}
     for layer, sliced in sliced_layers.items():
         for name, dim in sliced.dims.items():
@@ -111,25 +111,26 @@ def _cut_parameters(
 
 
 class SlicedFit:
-    """Sliced layers of one fit, with the process groups that share them and their optimizer state.
+    """Sliced layers of one fit, with their process groups and the slices of their optimizer state.
 
-    Whole layers are broadcast from rank zero before they are cut, as DDP does.
+    Full layers are broadcast from rank zero before they are sliced, as DDP does.
 
     Collective: every rank must construct it, in the same order.
 
     Args:
-        module: Network whose layers are cut. Its parameters stay the same objects.
-        layers: Names of layers in `module`, as `requested_layers` returns them.
-        averaged_models: Copies of `module` that are cut in the same way.
+        module: Network whose layers are sliced. Its parameters stay the same objects.
+        layers: Groups of layer names in `module`, as `requested_layers` returns them.
+        averaged_models: Copies of `module` that are sliced in the same way.
         topology: Topology with nodes of equal size.
         timeout: Timeout of every collective.
-        is_synced: Whether all ranks have begun with the same weights. If so, none are broadcast.
+        is_synced: Whether all ranks have equal weights already. If so, nothing is broadcast.
 
     Attributes:
-        node: Process group of the ranks that hold the other slices.
+        node: Process group of the ranks of this node, which together hold all slices.
         across: Process group of the ranks with the same slices, one on each node. None: there is one node.
         is_aborted: Whether a failure has ended the process groups.
-        is_saving: Whether the strategy is saving, which every rank does, however late.
+        is_saving: Whether the strategy is saving a checkpoint. Every rank then takes a state dict, so the time limit
+            `STATE_LIMIT_S` does not apply.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class SlicedFit:
         self.is_saving = False
         self._gradients: SliceGradients | None = None
         self._num_states = 0
-        self._lent = ExitStack()  # of what is changed in other objects until the end
+        self._lent = ExitStack()  # undoes changes of other objects at the end
 
         if not is_synced:
             self._broadcast_layers(module)
@@ -178,7 +179,7 @@ class SlicedFit:
                 names_of_slices.append(name)
         self._lent.enter_context(ignored_by_ddp(module, names_of_slices))
 
-        # Every fit of the process has a part of the store for itself.
+        # Every fit of the process has its own prefix in the store.
         fit_number = private_store("lightning_hybrid/slices").add(str(topology.rank), 1)
         self._store = private_store(f"lightning_hybrid/slices/{fit_number}")
         self._ranks.wait_for_ranks = self._wait_for_ranks
@@ -192,14 +193,14 @@ class SlicedFit:
 
     @property
     def num_whole_bytes(self) -> int:
-        """The size in bytes of all layers that are cut, if they were whole."""
+        """Size in bytes of the full weights of all sliced layers."""
         num_bytes = 0
         for key, parameter in self._parameters.items():
             num_bytes += self._slices[key].whole_shape.numel() * parameter.element_size()
         return num_bytes
 
     def __contains__(self, key: object) -> bool:
-        """Return whether the parameter with this `id` is cut."""
+        """Return whether the parameter with this `id` is sliced."""
         return key in self._slices
 
     # ---- step ------------------------------------------------------------------------------------------------------
@@ -213,14 +214,16 @@ class SlicedFit:
         is_adasum: bool,
         window: HalfPrecisionWindow | None,
     ) -> None:
-        """Average gradients between nodes from now on, and let LARS and LAMB sum norms over the node's slices.
+        """Start averaging slice gradients between nodes and let optimizers compute norms over all slices.
+
+        LARS and LAMB then compute norms over all slices of a tensor.
 
         Args:
             optimizers: Optimizers of the fit.
             comm_dtype: Dtype of gradients on the wire. None: their own dtype.
             is_last_backward: Returns whether the current backward is the last of its step.
-            is_adasum: Whether nodes are combined by Adasum, and not by the mean.
-            window: Window of half precision. None: there is none.
+            is_adasum: Whether nodes combine gradients by Adasum instead of the mean.
+            window: Half-precision window. None: there is none.
         """
         self._ranks.window = window
         adasum_group = None
@@ -238,7 +241,7 @@ class SlicedFit:
             parts: dict[Tensor, Part] = {}
             for parameter in parameters_of(optimizer):
                 if id(parameter) in self._slices:
-                    # The slice counts as a whole tensor whose sums of squares the ranks add up.
+                    # To the optimizer the slice is a complete tensor, whose sums of squares are added over ranks.
                     numel = parameter.numel()
                     parts[parameter] = Part(numel=numel, begin=0, end=numel)
             if parts and hasattr(optimizer, "parts"):
@@ -247,7 +250,10 @@ class SlicedFit:
 
     @property
     def frozen(self) -> set[int]:
-        """The `id`s of the slices that do not train now. Their gradients are not averaged in this fit."""
+        """The `id`s of the slices that are frozen now.
+
+        Their gradients are not averaged in this fit.
+        """
         return {key for key, parameter in self._parameters.items() if not parameter.requires_grad}
 
     def add_up_(self, table: Tensor) -> None:
@@ -258,7 +264,9 @@ class SlicedFit:
         dist.all_reduce(table, group=self.node)
 
     def largest(self, value: Tensor) -> Tensor:
-        """Return the maximum over the node. All nodes get the same, because they have the same gradients.
+        """Return the elementwise maximum of `value` over the ranks of the node.
+
+        All nodes get the same result, because they have the same gradients. The tensor is overwritten.
 
         Collective: every rank of the node must call it, in the same order.
         """
@@ -279,24 +287,24 @@ class SlicedFit:
     # ---- validation and state --------------------------------------------------------------------------------------
 
     def use_whole_layers(self) -> None:
-        """Make layers compute with whole weights, each rank by itself, until `use_slices`.
+        """Make layers compute with full weights, each rank by itself, until `use_slices`.
 
         Collective: every rank of the node must call it, in the same order.
         """
-        self.use_slices()  # frees earlier whole weights first, so that memory holds one copy
+        self.use_slices()  # frees earlier full weights first, so that memory holds one copy
         for layer in self._layers:
             layer.use_whole_tensors()
         self._ranks.is_whole = True
 
     def use_slices(self) -> None:
-        """Make layers compute with slices."""
+        """Switch layers back to computing with their slices."""
         self._ranks.is_whole = False
         for layer in self._layers:
             layer.use_slices()
 
     @contextmanager
     def own_state(self) -> Iterator[None]:
-        """Let state dicts hold this rank's slices, without a collective."""
+        """Return a context in which state dicts hold this rank's slices, without a collective."""
         self._ranks.is_own_state = True
         try:
             yield
@@ -304,7 +312,9 @@ class SlicedFit:
             self._ranks.is_own_state = False
 
     def _wait_for_ranks(self) -> None:
-        """Wait until all ranks of the node take a state dict, which a user may have done on one rank alone.
+        """Wait until all ranks of the node have called `state_dict()`.
+
+        Without this check, a call that a user makes on one rank alone would block.
 
         Raises:
             RuntimeError: A rank did not call `state_dict()` within `STATE_LIMIT_S`.
@@ -330,14 +340,14 @@ class SlicedFit:
         return [rank for rank in ranks if not self._store.check([f"{self._num_states}/{rank}"])]
 
     def whole_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Return a state dict of `optimizer` with whole tensors on every rank.
+        """Return a state dict of `optimizer` with full tensors on every rank.
 
         Collective: every rank of the node must call it, in the same order.
         """
         return with_entries(state, optimizer, self._whole_entry)
 
     def cut_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Return a whole state dict of `optimizer`, with this rank's slices in place of whole tensors."""
+        """Return a state dict of `optimizer` with this rank's slices in place of full tensors."""
         return with_entries(state, optimizer, self._cut_entry)
 
     def _whole_entry(self, parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
@@ -355,11 +365,12 @@ class SlicedFit:
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def end(self, optimizers: Sequence[Optimizer], *, is_whole: bool) -> None:
-        """Restore module and optimizers.
+        """Restore the module and the optimizers, and end the process groups.
 
         Args:
             optimizers: Optimizers of the fit.
-            is_whole: Whether parameters and optimizer state become whole again. This is collective.
+            is_whole: Whether to gather full parameters and optimizer state, which is collective. If False, the module
+                keeps its slices.
         """
         if self._gradients is not None:
             self._gradients.remove()
@@ -382,7 +393,7 @@ class SlicedFit:
                     whole_entry = self._whole_entry(parameter, optimizer.state[parameter])
                     optimizer.state[parameter] = whole_entry
 
-        # Each parameter once, also if it is tied.
+        # A tied parameter is gathered once.
         slice_by_parameter = {}
         for parameter, tensor_slice in _parameters_with_slices(self._all_layers):
             slice_by_parameter[id(parameter)] = (parameter, tensor_slice)
@@ -402,7 +413,7 @@ def _parameters_with_slices(layers: Sequence[SlicedLayer]) -> Iterator[tuple[Any
 def _with_tensors_of_shape(
     entry: Mapping[str, Any], shape: torch.Size, change: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Return an entry of optimizer state with `change(tensor)` in place of each tensor of this shape."""
+    """Return an entry of optimizer state with each tensor of this shape replaced by `change(tensor)`."""
     changed_entry = {}
     for name, value in entry.items():
         if isinstance(value, Tensor) and value.shape == shape:

@@ -1,16 +1,18 @@
-"""Layers whose weights are cut into slices over the ranks of a node during a fit (tensor parallelism).
+"""Tensor-parallel layers, whose weights are sliced over the ranks of a node during a fit.
 
-All ranks of a node compute together for the images of the whole node:
+All ranks of a node compute together on the samples of the whole node:
 
-    (first, last)   a pair: the images of the node are gathered at the input of `first`. `first`, or the linear layers
-                    in it, is cut by output features or heads, `last` by input features. A reduce-scatter returns the
-                    output of each image to the rank that owns the image.
-    (layer,)        an embedding, cut by tokens, or an output layer, cut by classes (`vocabulary`)
+    (first, last)   a pair: the samples of the node are gathered at the input of `first`. `first`, or the linear layers
+                    in it, is sliced by output features or heads, `last` by input features. A reduce-scatter returns the
+                    output of each sample to the rank that owns the sample.
+    (layer,)        an embedding, sliced by tokens, or an output layer, sliced by classes (`vocabulary`)
 
 Between the layers of a pair only operations on single features are allowed, or attention of complete heads. Layers and
-parameters stay the same Python objects: the `data` of a parameter is its slice. State dicts hold whole tensors, and
+parameters stay the same Python objects: the `data` of a parameter is its slice. State dicts hold full tensors, and
 taking one is collective. The gradient of a slice is the average over its node. Averaged over nodes, it equals DDP's
-average of the whole gradient.
+average of the full gradient.
+
+Shapes in this package: b samples on each rank, g ranks in the node, n input features, m output features.
 
 Source: Krizhevsky 2014 (arXiv:1404.5997), scheme (a); Shoeybi et al. 2019 (arXiv:1909.08053) for pairs, attention by
 heads, and embedding and cross-entropy over slices of a vocabulary.
@@ -33,16 +35,16 @@ from lightning_hybrid.strategy.node_slices.slice_exchange import NodeRanks
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slice:
-    """Description of the part of a tensor that this rank holds, cut along one dimension.
+    """Description of this rank's slice of a tensor that is split along one dimension.
 
     All ranks hold slices of equal length: shorter ones are padded with zeros.
 
     Attributes:
-        whole_shape: Shape of the whole tensor.
-        dim: Dimension that is cut.
+        whole_shape: Shape of the full tensor.
+        dim: Dimension that is split.
         index: Indices of `dim` that this rank holds, in the order of the slice.
         length: Length of `dim` in the slice, with padding.
-        ranks: Ranks that hold the other slices.
+        ranks: Ranks that hold the slices of the tensor.
     """
 
     whole_shape: torch.Size
@@ -53,7 +55,15 @@ class Slice:
 
     @classmethod
     def of(cls, whole: Tensor, dim: int, ranks: NodeRanks, *, num_blocks: int = 1) -> Slice:
-        """Return this rank's slice if `dim`, or each of its equal blocks, is cut into one part for each rank."""
+        """Return the description of this rank's slice of a tensor.
+
+        Args:
+            whole: Full tensor.
+            dim: Dimension to split.
+            ranks: Ranks that hold one slice each.
+            num_blocks: Number of equal blocks along `dim` that are each split over the ranks, such as 3 for packed
+                queries, keys and values.
+        """
         blocks = torch.arange(whole.shape[dim]).view(num_blocks, -1)
         length = -(-blocks.shape[1] // ranks.size)
         begin = ranks.rank * length
@@ -63,7 +73,7 @@ class Slice:
         )
 
     def cut_from(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a tensor of the whole shape."""
+        """Return this rank's slice of a full tensor, padded with zeros."""
         shape = list(self.whole_shape)
         shape[self.dim] = self.length
         part = whole.new_zeros(shape)
@@ -72,32 +82,33 @@ class Slice:
         return part
 
     def gather_whole(self, part: Tensor) -> Tensor:
-        """Return the whole tensor of which each rank passes its slice.
+        """Return the full tensor, assembled from the slices that the ranks pass.
 
         Collective: every rank of the node must call it, in the same order.
         """
         whole = part.new_zeros(self.whole_shape)
         values = part.narrow(self.dim, 0, len(self.index))
         whole.index_copy_(self.dim, self.index.to(part.device), values)
-        # The sum is exact: of each element all ranks but one have zero.
+        # The sum is exact, because each element is nonzero on at most one rank.
         dist.all_reduce(whole, group=self.ranks.group)
         return whole
 
 
 class SlicedLayer:
-    """Replacement of the methods of a layer whose parameters are slices, installed as attributes of the layer.
+    """Tensor-parallel replacement of the methods of a layer whose parameters are slices.
 
-    This base class only holds slices, as a layer with a tied weight does. Subclasses add a `forward`.
+    They are installed as attributes of the layer. This base class only handles the state of the slices, which is enough
+    for a layer with a tied weight. Subclasses add a `forward`.
 
     Args:
         layer: Layer of the user's network.
-        entrance: Beginning of the pair that the layer belongs to.
+        entrance: Entrance of the pair that the layer belongs to.
 
     Attributes:
         slices: Slices of the layer's parameters, by name of the parameter.
     """
 
-    dims: ClassVar[dict[str, int]] = {}  # the dimension that is cut, by name of the parameter
+    dims: ClassVar[dict[str, int]] = {}  # the dimension that is split, by name of the parameter
     num_blocks = 1
 
     def __init__(self, layer: Any, entrance: Entrance) -> None:
@@ -107,23 +118,24 @@ class SlicedLayer:
         self.slices: dict[str, Slice] = {}
 
     def install(self) -> None:
-        """Make the layer compute and save with slices."""
+        """Make the layer compute with slices and save full tensors."""
         vars(self.layer).update(
             sliced=self, state_dict=self.state_dict, _load_from_state_dict=self.load
         )
         self.use_slices()
 
     def remove(self) -> None:
-        """Restore the layer's methods. Its parameters must be whole again."""
+        """Restore the layer's own methods. Its parameters must be full tensors again."""
         self.use_slices()
         for name in ("sliced", "state_dict", "_load_from_state_dict", "forward"):
             vars(self.layer).pop(name, None)
 
     @torch.no_grad()
     def use_whole_tensors(self) -> None:
-        """Gather whole tensors, with which each rank computes alone until `use_slices`.
+        """Gather the full tensors, with which each rank computes alone until `use_slices`.
 
-        Collective: every rank of the node must call it, in the same order. The layer's `forward` then is not.
+        Collective: every rank of the node must call it, in the same order. Afterwards the layer's
+        `forward` is not collective.
         """
         vars(self.layer).pop("forward", None)
         for name, tensor_slice in self.slices.items():
@@ -136,7 +148,7 @@ class SlicedLayer:
             vars(self.layer)[name] = whole
 
     def use_slices(self) -> None:
-        """Make the layer compute with slices, and free the whole tensors."""
+        """Make the layer compute with its slices, and free the full tensors."""
         for name in self.slices:
             whole = vars(self.layer).pop(name, None)
             if whole is not None and self.ranks.window is not None:
@@ -145,11 +157,12 @@ class SlicedLayer:
             vars(self.layer)["forward"] = self.forward
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's state with whole tensors.
+        """Return the layer's state dict with full tensors.
 
-        Collective: every rank of the node must call it, in the same order, unless the state of single ranks is read.
+        Collective: every rank of the node must call it, in the same order, unless state dicts hold
+        slices now (`NodeRanks.is_own_state`).
         """
-        # A state-dict hook would run too late: the user's hooks, which may insert other values, come before it.
+        # A state-dict hook would run too late, after the user's hooks, which may insert other values.
         state = type(self.layer).state_dict(self.layer, *args, **kwargs)
         if self.ranks.is_own_state:
             return state
@@ -162,7 +175,7 @@ class SlicedLayer:
         return state
 
     def load(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        """Load this rank's slices from a state with whole tensors."""
+        """Load this rank's slices from a state dict with full tensors."""
         state_of_rank = dict(state)
         for name, tensor_slice in self.slices.items():
             key = prefix + name
@@ -171,7 +184,12 @@ class SlicedLayer:
         type(self.layer)._load_from_state_dict(self.layer, state_of_rank, prefix, *arguments)
 
     def averaged_parameter(self, name: str) -> Any:
-        """Return a parameter whose gradient from its use here is averaged over the node's ranks, and not summed."""
+        """Return a parameter of the layer, with a gradient that is averaged over the ranks of the node.
+
+        Backward adds the gradients of all ranks' losses, and a hook on the returned view divides them by the number of
+        ranks. Gradients that other code adds to the parameter are not divided. Parameters that are not sliced are
+        returned as they are.
+        """
         parameter = self.layer._parameters[name]
         if name not in self.slices:
             return parameter
@@ -184,23 +202,29 @@ class SlicedLayer:
 
 
 class ColumnLinear(SlicedLayer):
-    """Linear layer cut by output features: `[g b, n]` -> `[g b, m / g]`."""
+    """Linear layer sliced by output features, from `[g b, n]` to `[g b, m / g]`."""
 
     dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return this rank's features of all images of the node."""
+        """Return this rank's slice of the output features for the samples of the whole node."""
         weight = self.averaged_parameter("weight")
         return F.linear(images, weight, self.averaged_parameter("bias"))
 
 
 class RowLinear(SlicedLayer):
-    """Linear layer cut by input features: `[g b, m / g]` -> `[b, n]`, this rank's images. Its bias is whole."""
+    """Linear layer sliced by input features, from `[g b, m / g]` to this rank's samples `[b, n]`.
+
+    Every rank holds the full bias.
+    """
 
     dims: ClassVar[dict[str, int]] = {"weight": 1}
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return all features of this rank's images, summed over ranks in fp32 at least and rounded once."""
+        """Return all output features of this rank's samples.
+
+        Ranks' partial sums are added in fp32 at least and rounded once.
+        """
         self.entrance.leave()
         partial_sums = F.linear(features, self.averaged_parameter("weight"))
         output = self.ranks.reduce_scatter(partial_sums)
@@ -210,7 +234,10 @@ class RowLinear(SlicedLayer):
 
 
 class HeadsAttention(SlicedLayer):
-    """`nn.MultiheadAttention` cut by heads. Its `out_proj` is the last layer of the pair."""
+    """`nn.MultiheadAttention` sliced by heads.
+
+    Its `out_proj` is the last layer of the pair.
+    """
 
     dims: ClassVar[dict[str, int]] = {"in_proj_weight": 0, "in_proj_bias": 0}
     num_blocks = 3
@@ -226,7 +253,7 @@ class HeadsAttention(SlicedLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """Attend with this rank's heads to all images of the node.
+        """Return the attention output of this rank's samples, with each rank computing its own heads.
 
         Raises:
             ValueError: Attention weights are requested, or a mask does not apply to all heads.
@@ -241,7 +268,7 @@ class HeadsAttention(SlicedLayer):
                 "layer out."
             )
 
-        # A tensor passed as several arguments stays one object: the entrance sends each object once.
+        # A tensor passed as several arguments stays one object, because the entrance sends each object once.
         batch_dim = int(not layer.batch_first)
         batch_first = {}
         for tensor in (query, key, value):
@@ -266,7 +293,10 @@ class HeadsAttention(SlicedLayer):
         return output.transpose(0, batch_dim), None
 
     def _split_heads(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return queries, keys and values of this rank's heads: `[g b, heads / g, t, head_dim]` each."""
+        """Return the queries, keys and values of this rank's heads.
+
+        Each has the shape `[g b, heads / g, t, head_dim]`.
+        """
         weights = self.averaged_parameter("in_proj_weight").chunk(3)
         packed_bias = self.averaged_parameter("in_proj_bias")
         biases: Sequence[Tensor | None] = (None, None, None)
@@ -282,7 +312,10 @@ class HeadsAttention(SlicedLayer):
 
 
 def _score_bias(masks: Sequence[Tensor | None], query: Tensor) -> Tensor | None:
-    """Return the sum of masks as a bias of the attention scores: -inf where a boolean mask is True. None: no mask."""
+    """Return the sum of masks as a bias that is added to attention scores.
+
+    It is -inf where a boolean mask is True. Returns None if there is no mask.
+    """
     zero = query.new_zeros(())
     biases = []
     for mask in masks:
@@ -298,33 +331,35 @@ def _score_bias(masks: Sequence[Tensor | None], query: Tensor) -> Tensor | None:
 
 
 class Entrance:
-    """Beginning of a pair, which gathers the images of the node and seeds this rank's random numbers.
+    """Entrance of a layer pair, which gathers the node's samples and seeds this rank's random numbers.
 
-    Inside of the pair each rank draws random numbers of its own until the pair ends. Each rank has other features
-    there: with one random state on all ranks, dropout would drop the same positions of each slice. Behind the pair the
-    random state continues as it was before, so ranks that agree on it still agree.
+    Inside the pair each rank draws its own random numbers, because each rank has other features there. With one random
+    state on all ranks, dropout would drop the same positions of each slice. After the pair the random state continues
+    as it was before, so ranks that agree on it still agree.
     """
 
     def __init__(self, ranks: NodeRanks) -> None:
         self.ranks = ranks
-        # All three are set inside of the pair only.
+        # These three are set only inside the pair.
         self._generator: torch.Generator | None = None
         self._outside_state: Tensor | None = None  # the generator's state to restore at the end
         self._seeded_state: Tensor | None = None  # its state at the beginning of the pair
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the arguments of `module`, as a hook before its `forward`."""
+        """Gather the arguments of `module` from all ranks, as a forward pre-hook."""
         if self.ranks.is_whole:
             return None
         return self.gather((args, kwargs))
 
     def gather(self, values: Any) -> Any:
-        """Return `values`, whose first tensor is the images, for all images of the node. Each tensor is sent once.
+        """Return `values` with each tensor gathered from all ranks of the node.
+
+        The first tensor holds the samples. Each tensor is sent once.
 
         Collective: every rank of the node must call it, in the same order.
 
         Raises:
-            ValueError: A tensor, or another rank, has another number of images.
+            ValueError: A tensor, or another rank, has another number of samples.
         """
         images, *arguments = tree_leaves(values)
         self.ranks.refuse_unequal_batches(images, *arguments)
@@ -349,14 +384,14 @@ class Entrance:
                 f"for each of the {num_images} images, or one entry for all, because the inputs of the node "
                 "are gathered. Leave these layers out of `node_slices`."
             )
-        # One entry for all images becomes one for each image of its rank.
+        # One entry for all samples becomes one entry for each sample of its rank.
         num_copies = 1
         if tensor.shape[0] < num_images:
             num_copies = num_images
         return self.ranks.gather(tensor).repeat_interleave(num_copies, 0)
 
     def enter(self, device: torch.device) -> None:
-        """Seed this rank's random numbers for the inside of the pair."""
+        """Seed this rank's random numbers for the code inside the pair."""
         generator = torch.default_generator
         if device.type == "cuda":
             generator = torch.cuda.default_generators[device.index]
@@ -367,7 +402,7 @@ class Entrance:
         self._seeded_state = generator.get_state()
 
     def has_drawn(self) -> bool:
-        """Return whether code inside of the pair has drawn random numbers."""
+        """Return whether code inside the pair has drawn random numbers."""
         if self._generator is None or self._seeded_state is None:
             return False
         return not torch.equal(self._generator.get_state(), self._seeded_state)

@@ -1,4 +1,4 @@
-"""Embedding, output layer and cross-entropy that are cut by tokens or classes over the ranks of a node."""
+"""Tensor-parallel embedding, output layer and cross-entropy, sliced over tokens or classes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch.nn import functional as F
 
 from lightning_hybrid.strategy.node_slices.sliced_layers import ColumnLinear, Slice, SlicedLayer
 
-# The target whose loss is 0, as in `torch.nn.functional.cross_entropy`.
+# Target whose loss is 0, as in `torch.nn.functional.cross_entropy`.
 IGNORED = -100
 
 
 def token_losses(head: nn.Linear, features: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of each target, without sending logits if `head` is cut by classes.
+    """Return the cross-entropy of each target, without communicating logits if `head` is sliced.
 
         loss_i = log sum_c exp(z_ic) - z_i,target(i)          z = W x + bias, in fp32 at least
 
-    If `node_slices` cuts the head, this is a collective in training: every rank of the node must call it, in the same
-    order, with the same number of features.
+    If `node_slices` slices the head by classes, this is a collective in training: every rank of the node must call it,
+    in the same order, with features of the same shape.
 
-    Shapes: features `[b, ..., n]`, targets `[b, ...]` of int64 in 0 ... classes - 1, or -100 -> losses `[b, ...]`, as
-    `torch.nn.functional.cross_entropy(reduction="none")` returns them: 0 for -100.
+    Shapes: features `[b, ..., n]`; targets `[b, ...]` of int64 in 0 ... classes - 1, or -100; losses `[b, ...]`, as
+    `torch.nn.functional.cross_entropy(reduction="none")` returns them. The loss of a target -100 is 0.
 
     >>> token_losses(nn.Linear(4, 3), torch.zeros(2, 5, 4), torch.full((2, 5), -100)).sum()
     tensor(0., grad_fn=<SumBackward0>)
@@ -34,18 +34,21 @@ def token_losses(head: nn.Linear, features: Tensor, targets: Tensor) -> Tensor:
         return cast("Tensor", sliced.losses_of(sliced.logits_of_slice(features), targets))
 
     logits = head(features)
-    rows = _at_least_fp32(logits).flatten(0, -2)  # classes are the last dimension
+    rows = _at_least_fp32(logits).flatten(0, -2)  # the last dimension holds the classes
     losses = F.cross_entropy(rows, targets.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view(targets.shape)
 
 
 class VocabularyEmbedding(SlicedLayer):
-    """Embedding cut by tokens: token numbers `[b, ...]` -> `[b, ..., n]`."""
+    """Embedding sliced by tokens, from token numbers `[b, ...]` to vectors `[b, ..., n]`."""
 
     dims: ClassVar[dict[str, int]] = {"weight": 0}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up the tokens of this rank's images. Each rank looks up its slice for all ranks of the node."""
+        """Return the embeddings of this rank's tokens.
+
+        Each rank looks up the tokens of all ranks of the node in its slice.
+        """
         ranks = self.ranks
         ranks.refuse_unequal_batches(tokens)
         tokens = ranks.gather(tokens)
@@ -63,16 +66,16 @@ class VocabularyEmbedding(SlicedLayer):
 
 
 class VocabularyHead(ColumnLinear):
-    """Output layer cut by classes: `[b, ..., n]` -> logits `[b, ..., classes]`, or losses by `token_losses`."""
+    """Output layer sliced by classes, from features `[b, ..., n]` to logits `[b, ..., classes]`."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the logits of this rank's images for all classes."""
+        """Return the logits of this rank's samples for all classes."""
         logits = self.ranks.exchange_logits(self.logits_of_slice(features))
         num_classes = self.slices["weight"].whole_shape[0]
         return logits[..., :num_classes]
 
     def logits_of_slice(self, features: Tensor) -> Tensor:
-        """Return the logits of this rank's classes for all images of the node: `[g b, ..., classes / g]`.
+        """Return the logits of this rank's classes for all samples of the node, `[g b, ..., classes / g]`.
 
         The last slice may be padded to the length of the others. Padded classes have probability zero.
         """
@@ -86,7 +89,12 @@ class VocabularyHead(ColumnLinear):
         return F.pad(logits[..., :num_classes], (0, num_padded), value=-torch.inf)
 
     def losses_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of this rank's targets from logits of its classes, `[g b, ..., classes / g]`."""
+        """Return the cross-entropy of this rank's targets, given the logits of each rank's slice of classes.
+
+        Args:
+            logits: Logits of all samples of the node for this rank's classes, `[g b, ..., classes / g]`.
+            targets: Targets of this rank's samples, `[b, ...]`.
+        """
         ranks = self.ranks
         wide = _at_least_fp32(logits)
         largest = wide.detach().amax(-1, keepdim=True)
@@ -98,7 +106,7 @@ class VocabularyHead(ColumnLinear):
         target_logits = shifted.gather(-1, indices[..., None])[..., 0]
         target_logits = torch.where(is_here, target_logits, 0.0)
 
-        # Both sums over classes travel together.
+        # Both sums over classes are sent in one message.
         sums_here = shifted.exp().sum(-1)
         terms = torch.stack([sums_here, target_logits], -1)
         sums, target_logits = ranks.reduce_scatter(terms).unbind(-1)
@@ -114,21 +122,21 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
 def _rows_in_slice(
     numbers: Tensor, weight_slice: Slice, ignored: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of these tokens or classes in this rank's slice, and a mask of those that it holds.
+    """Return the indices of tokens or classes in this rank's slice, and a mask of those that it holds.
 
-    The row of a number that another rank holds is 0.
+    The index of a number that another rank holds is 0.
 
     Args:
         numbers: Tokens or classes, counted over the whole vocabulary.
         weight_slice: Slice of the weight that this rank holds.
-        ignored: Number outside of the vocabulary that is allowed. None: there is none.
+        ignored: Number outside the vocabulary that is allowed. None: there is none.
 
     Raises:
-        IndexError: A number is outside of the vocabulary. Raised on every rank of the node.
+        IndexError: A number is outside the vocabulary. Raised on every rank of the node.
     """
     num_rows = weight_slice.whole_shape[0]
     is_valid = (numbers >= 0) & (numbers < num_rows)
-    # Checked on a CPU only, as torch does. On CUDA the host would wait for the device.
+    # This is checked on a CPU only, as torch does. On CUDA the host would wait for the device.
     if not numbers.is_cuda:
         is_allowed = is_valid | (numbers == ignored)
         if not bool(is_allowed.all()):

@@ -1,1 +1,1 @@
-"""Sharing of the optimizer update: each rank keeps a part of master weights and optimizer state, and all weights."""
+"""Sharding of fp32 master weights and optimizer state over ranks (ZeRO stage 1)."""

@@ -1,4 +1,4 @@
-"""Hooks for optimizer steps that user code makes past Lightning, on parameters without master weights."""
+"""Hooks for optimizer steps outside Lightning, on parameters without master weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_hybrid.precision.optimizer_protocol import closure_in
 
 
 class DirectSteps:
-    """Global optimizer hooks of torch that enter a context around the steps of some optimizers.
+    """Global optimizer hooks of torch that run the steps of some optimizers within a context.
 
     With half precision the hooks of the precision plugin enter the context instead.
 
     Args:
         is_concerned: Returns whether an optimizer's steps need the context.
         update_context: Returns the context for a step of an optimizer.
-        is_ignored: Returns whether the context is entered already, by Lightning's step.
+        is_ignored: Returns whether Lightning's own step has already entered the context.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DirectSteps:
             context.__exit__(None, None, None)
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the optimizer hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -1,4 +1,4 @@
-"""`shard_update` as an extension: ranks share the optimizer update, and checkpoints hold whole state."""
+"""Extension that shards the optimizer update over ranks and writes checkpoints with full state."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Scope = Literal["node", "world"]
 
 
 def shard_update_for(fit: FitContext, scope: Scope) -> ShardUpdateExtension | None:
-    """Return the extension, or None with a warning if no rank has another one to share with.
+    """Return the extension that shards the update, or None with a warning if only one rank shares it.
 
     Raises:
-        ValueError: Precision or nodes cannot be combined with `shard_update`.
+        ValueError: The precision or the nodes cannot be combined with `shard_update`.
     """
     features = {"shard update": f"`shard_update` (={scope!r})"}
     refuse_excluded(features | in_precision(fit.precision) | in_nodes(fit.topology))
@@ -44,7 +44,7 @@ def shard_update_for(fit: FitContext, scope: Scope) -> ShardUpdateExtension | No
 
 
 class ShardUpdateExtension(FitExtension):
-    """Update that is shared by the ranks of a node, or by all ranks.
+    """Extension that shards the optimizer update over the ranks of a node or over all ranks.
 
     Args:
         scope: `"node"` or `"world"`.
@@ -53,23 +53,24 @@ class ShardUpdateExtension(FitExtension):
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
         self._name = f"`shard_update` (={scope!r})"
-        self._shared: ShardedFit | None = None  # from set-up to the end of the fit
+        self._shared: ShardedFit | None = None  # set from `after_setup` to the end of the fit
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
-        """Return a plan that can reduce-scatter gradients to the ranks that update them."""
-        # On CUDA, and with one rank on each node, `auto` averages all gradients on all ranks.
+        """Return engine options with a plan that can reduce-scatter gradients to the ranks that update them."""
+        # On CUDA, and with one rank on each node, `auto` all-reduces all gradients.
         is_flat = fit.device.type == "cuda" or fit.topology.ranks_per_node == 1
         return {"plan": plan_for_owners(plan, is_flat=is_flat), "shares_update": self._scope}
 
     def after_setup(self, fit: RunningFit) -> None:
-        """Cut master weights and optimizer state into parts."""
+        """Shard master weights and optimizer state."""
         refuse_excluded({"shard update": self._name} | in_optimizers(fit.optimizers))
-        # In a node links are fast, and a late gather needs more memory. A compiled forward would not wait for weights.
+        # A late gather needs more memory, which does not pay on the fast links of a node. A compiled forward would not
+        # wait for weights.
         is_late = self._scope == "world" and not is_compiled(fit.module)
         self._shared = ShardedFit(fit, is_late=is_late)
-        # In the stages of a pipeline, tied weights and the overflow check read all gradients.
+        # In a pipeline stage, tied weights and the overflow check need all gradients.
         if not isinstance(fit.topology, ReplicaSets):
-            # With `find_unused_parameters` DDP reads gradients too, and scattered ones are not averages everywhere.
+            # With `find_unused_parameters` DDP reads gradients as well, and needs averages of all elements.
             is_possible = not fit.ddp_options.get("find_unused_parameters", False)
             self._shared.scatter_gradients(fit.hook_state, is_possible=is_possible)
 
@@ -79,13 +80,13 @@ class ShardUpdateExtension(FitExtension):
         return self._shared
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Decide whether gradients of this step are reduce-scattered instead of all-reduced."""
+        """Decide whether this step reduce-scatters gradients instead of all-reducing them."""
         scatter = self._sharded_fit.scatter
         if scatter is not None:
             scatter.prepare_step(self._sharded_fit.is_unobserved(fit.module))
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Step, after a check that no user code reads gradients that were reduce-scattered."""
+        """Check that no user code reads reduce-scattered gradients, then run the optimizer step."""
         self._sharded_fit.refuse_late_observers(fit.module)
         return run()
 
@@ -97,10 +98,13 @@ class ShardUpdateExtension(FitExtension):
         run: Callable[[], Any],
         **options: Any,
     ) -> Any:
-        """Update parts if parameters have no master weights. Otherwise the precision plugin does."""
+        """Run the closure and update this rank's shards.
+
+        With half precision, the precision plugin updates the shards of the master weights.
+        """
         if self._sharded_fit.is_half:
             return run()
-        # Closure, clipping and hooks use whole parameters and gradients. Only the update itself uses parts.
+        # Closure, clipping and hooks use full parameters and gradients. Only the update itself uses shards.
         result = closure()
         fit.precision._after_closure(fit.module, optimizer)
         self._sharded_fit.step(optimizer, **options)
@@ -108,7 +112,7 @@ class ShardUpdateExtension(FitExtension):
 
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
-        """Collect whole master weights on rank zero.
+        """Return a context in which rank zero holds the full master weights.
 
         Collective: every rank must call it, in the same order.
         """
@@ -124,22 +128,23 @@ class ShardUpdateExtension(FitExtension):
     def optimizer_state(
         self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the optimizer state with whole tensors on rank zero.
+        """Return the optimizer state with full tensors on rank zero.
 
         Collective: every rank must call it, in the same order.
         """
         return self._sharded_fit.state_dict(optimizer, state)
 
     def status(self) -> Mapping[str, Any]:
-        """Return the fields of `RunStatus` about this rank's part of each parameter."""
+        """Return the fields of `RunStatus` that describe this rank's parameter shards."""
         if self._shared is None:
             return {}
         return self._shared.placement
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Make master weights and optimizer state whole.
+        """Restore full master weights and optimizer state.
 
-        After an error other ranks do not join: the module then keeps the half-precision weights of its last step.
+        After an error the other ranks do not take part, so the module keeps the half-precision weights of its
+        last step.
         """
         shared = self._shared
         self._shared = None

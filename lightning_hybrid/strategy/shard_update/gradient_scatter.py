@@ -1,17 +1,18 @@
-"""Reduce-scatter of gradients to the ranks that update them: `two_level` without its all-gather.
+"""Reduce-scatter of gradients to the ranks that update them.
+
+It is the algorithm `two_level` without its all-gather:
 
     bucket      | a: rank 0's elements | a: rank 1's | b: rank 0's | b: rank 1's | small |       as in DDP
     packed      | a: rank 0's | b: rank 0's | a: rank 1's | b: rank 1's |                        reduce-scattered
     rest        | small |                                                                       averaged on all ranks
 
-If all ranks share the update, the shards of a node are reduce-scattered once more, over the nodes, in place of their
-all-reduce. Afterwards a rank has the averages of the elements that it updates. For all others its `p.grad` holds the
-values from before. The gather of the weights after the update replaces that of the gradients, so both together send as
-many bytes as `two_level`.
+If all ranks share the update, the shards of a node are reduce-scattered once more over the nodes, in place of their
+all-reduce. Afterwards a rank holds the averages of the elements that it updates. All other elements of its `p.grad`
+keep their previous values. The all-gather of the weights after the update replaces the all-gather of the gradients, so
+both together send as many bytes as `two_level`.
 
-This is done only if no user code reads gradients, and for buckets that the plan assigns to
-`two_level`. The last bucket,
-which carries the checksum of the step, is averaged on all ranks.
+Buckets are reduce-scattered only if no user code reads gradients and the plan assigns them to `two_level`. The last
+bucket, which carries the checksum of the step, is averaged on all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Range = tuple[int, int]
 
 
 class Move(NamedTuple):
-    """Elements of a bucket from `begin` to `end`, which begin at `packed_begin` in the packed tensor."""
+    """Range of bucket elements from `begin` to `end`, which starts at `packed_begin` in the packed tensor."""
 
     packed_begin: int
     begin: int
@@ -54,7 +55,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Layout of the tensor in which the elements of a bucket are sent.
+    """Layout of the packed tensor in which the elements of a bucket are sent.
 
     Attributes:
         numel: Number of elements of the packed tensor.
@@ -70,7 +71,7 @@ class Packing:
 def packing_of(
     owned: Sequence[Sequence[Range]], whole_ranges: list[Range], chunks: Sequence[int]
 ) -> Packing:
-    """Return the layout in which each chunk consists of equal shards of the ranks.
+    """Return the layout of a packed tensor whose chunks each hold one equal shard per rank.
 
     Args:
         owned: Elements of the bucket that each rank owns.
@@ -87,7 +88,7 @@ def packing_of(
 def _moves_of_rank(
     ranges: Sequence[Range], rank: int, num_ranks: int, chunks: Sequence[int]
 ) -> list[Move]:
-    """Fill a rank's shards of all chunks with its elements, in order."""
+    """Return the moves that fill one rank's shard of each chunk with its elements, in order."""
     moves: list[Move] = []
     remaining = list(ranges)
     chunk_begin = 0
@@ -109,12 +110,14 @@ def _moves_of_rank(
 
 
 class GradientScatter:
-    """Hook that reduce-scatters buckets instead of all-reducing them while no user code reads gradients.
+    """Communication hook that reduce-scatters gradient buckets while no user code reads gradients.
+
+    Buckets that it does not handle are all-reduced as usual.
 
     Args:
         engine: Engine of the fit.
-        shard_of: Returns the shard of a parameter. None: every rank updates the whole parameter.
-        is_possible: Whether the fit allows it at all.
+        shard_of: Returns the shard of a parameter, or None if every rank updates the full parameter.
+        is_possible: Whether the options of the fit allow a reduce-scatter.
 
     Attributes:
         is_on: Whether buckets of the current step are reduce-scattered.
@@ -133,17 +136,17 @@ class GradientScatter:
         sharers = engine.topology.sharers(engine.update_scope)
         self._rank = sharers.index(engine.topology.rank)
         self._num_ranks = len(sharers)
-        # None: the bucket is averaged on all ranks.
+        # The value None means that the bucket is averaged on all ranks.
         self._packings: dict[tuple[int, ...], Packing | None] = {}
-        self._plan = engine.plan  # for which the packings were computed
+        self._plan = engine.plan  # the plan that the packings were computed for
         self.is_on = False
 
     def prepare_step(self, is_unobserved: bool) -> None:
-        """Set for the next step whether no user code reads gradients."""
+        """Set whether the next step reduce-scatters gradients, which requires that no user code reads them."""
         self.is_on = self._is_possible and is_unobserved
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
-        """Average a bucket for its owners. None: it has to be averaged on all ranks."""
+        """Start to reduce-scatter a bucket and return its future, or None if all ranks need its average."""
         if not self.is_on or bucket.is_last():
             return None
         packing = self._packing_of(bucket)
@@ -160,17 +163,17 @@ class GradientScatter:
 
         averaged = self._average_whole_ranges(bucket, packing, before, after)
         if engine.device.type == "cuda":
-            # `collect_all` returns a future of the CPU, and waiting for that would order no stream. Both results are
-            # ordered on streams already: `then` makes one wait for the other, and the host for neither.
+            # `collect_all` returns a CPU future, and waiting for it would not synchronize streams. Both results are
+            # ordered on streams already. `then` makes one wait for the other, while the host waits for neither.
             return scattered.then(partial(_wait_for_both, averaged=averaged))
         return collect_all([scattered, averaged]).then(_first_value)
 
     def _scatter(
         self, bucket: dist.GradBucket, packing: Packing, before: float, after: float
     ) -> Future[Tensor]:
-        """Pack the elements that are owned by single ranks, and start their reduce-scatter."""
+        """Pack the elements that single ranks own and start their reduce-scatter."""
         buffer = bucket.buffer()
-        # The packed tensor is not kept between steps, as saving memory is the purpose.
+        # The packed tensor is not kept between steps, to save memory.
         packed = buffer.new_zeros(packing.numel)
         for moves in packing.moves:
             packed_pieces = [move.in_packed(packed) for move in moves]
@@ -187,7 +190,7 @@ class GradientScatter:
     def _average_whole_ranges(
         self, bucket: dist.GradBucket, packing: Packing, before: float, after: float
     ) -> Future[Tensor]:
-        """Start the all-reduce of the elements that all ranks need."""
+        """Start the all-reduce of the elements whose average all ranks need."""
         buffer = bucket.buffer()
         ranges = packing.whole_ranges
         flat = torch.cat([buffer[begin:end] for begin, end in ranges])
@@ -198,7 +201,7 @@ class GradientScatter:
 
     def _packing_of(self, bucket: dist.GradBucket) -> Packing | None:
         if self._plan is not self._engine.plan:
-            # Another plan has other chunks.
+            # A new plan has other chunks.
             self._plan = self._engine.plan
             self._packings.clear()
         key = (bucket.index(), *map(id, bucket.parameters()))
@@ -237,7 +240,7 @@ class GradientScatter:
 
 
 def _store_owned(packed: Tensor, *, buffer: Tensor, moves: list[Move], divisor: float) -> Tensor:
-    """Divide this rank's sums and copy them into the bucket."""
+    """Divide this rank's sums by `divisor` and copy them into the bucket."""
     averages = [move.in_packed(packed) for move in moves]
     if divisor != 1 and averages:
         torch._foreach_div_(averages, divisor)
@@ -246,7 +249,7 @@ def _store_owned(packed: Tensor, *, buffer: Tensor, moves: list[Move], divisor: 
 
 
 def _store_ranges(flat: Tensor, *, buffer: Tensor, ranges: list[Range], divisor: float) -> Tensor:
-    """Divide the sums that all ranks need and copy them into the bucket."""
+    """Divide the sums that all ranks need by `divisor` and copy them into the bucket."""
     if divisor != 1:
         flat.div_(divisor)
     numels = [end - begin for begin, end in ranges]
@@ -265,6 +268,6 @@ def _wait_for_both(scattered: Future[Tensor], *, averaged: Future[Tensor]) -> Te
 
 
 def _first_value(done: Future[list[Future[Tensor]]]) -> Tensor:
-    # Both hold the bucket. A failed one raises here, so that DDP sees its error.
+    # Both futures hold the bucket. A failed one raises here, so that DDP sees its error.
     values: list[Tensor] = [future.value() for future in done.value()]
     return values[0]

@@ -1,7 +1,9 @@
-"""Gather of weights that continues during the next forward: code that reads a weight waits for it.
+"""All-gather of updated weights that overlaps with the next forward pass.
 
-step      update of this rank's parts -> gather of all weights is started
-forward   layer 1: waits for its weights | layer 2: waits for its own, most of which have arrived meanwhile | ...
+    step      update of this rank's shards -> the gather of all weights is started
+    forward   layer 1: waits for its weights | layer 2: waits for its own, most of which have arrived meanwhile | ...
+
+Code that reads a weight waits until it has arrived.
 """
 
 from __future__ import annotations
@@ -15,35 +17,40 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.comm.stats.trace import CommTrace
 
-# Attributes that neither hold a weight's values nor lead to its memory. `zero_grad`, for example, reads them.
+# Attributes that can be read without waiting, because they do not give access to a weight's values. `zero_grad`, for
+# example, reads them.
 OF_NO_VALUE = {"grad", "grad_dtype", "requires_grad", "shape", "dtype", "device"}
 
 
 class LateGather(TorchFunctionMode):
-    """Mode that waits for a weight as soon as any function of torch receives it while it is being gathered.
+    """Torch function mode that waits for a weight when a function reads it during its all-gather.
 
-    Hooks of modules would not suffice: a callback, another layer or an optimizer's groups may read a weight without
-    its module. The mode is on for a whole fit, in the thread that trains. On a GPU the stream waits, not the host.
+    Module hooks would not suffice, because a callback, another layer or an optimizer's groups may read a weight without
+    its module. The mode is active for the whole fit, in the training thread. On a GPU the stream waits, not the host.
 
     Args:
-        trace: Counters of the communication, to which the time of waiting is added.
+        trace: Communication counters, to which the waiting time is added.
     """
 
     def __init__(self, trace: CommTrace) -> None:
         super().__init__()
         self._trace = trace
-        # By `id` of a weight. The weight is kept, so that no other object gets its `id`.
+        # The keys are `id`s of weights. The weight is kept, so that no other object gets its `id`.
         self._weights: dict[int, Tensor] = {}
         self._futures: dict[int, list[Future[Tensor]]] = {}
 
     def add(self, future: Future[Tensor], weights: Iterable[Tensor]) -> None:
-        """Register `future`, which completes parts of these weights."""
+        """Register a future that must complete before any of these weights is read."""
         for weight in {id(weight): weight for weight in weights}.values():
             self._weights[id(weight)] = weight
             self._futures.setdefault(id(weight), []).append(future)
 
     def wait(self, keys: Iterable[int] | None = None) -> None:
-        """Wait for the weights with these `id`s, if they are being gathered. None: wait for all."""
+        """Wait until weights have been gathered.
+
+        Args:
+            keys: `id`s of the weights. Weights that are not being gathered are skipped. None: all weights.
+        """
         began_s = self._trace.now_s()
         for key in keys if keys is not None else list(self._futures):
             futures = self._futures.pop(key, [])
@@ -60,7 +67,7 @@ class LateGather(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call `function`, after its arguments have arrived."""
+        """Call `function` once the weights among its arguments have been gathered."""
         if kwargs is None:
             kwargs = {}
         if self._futures and _reads_values(function):
@@ -70,7 +77,10 @@ class LateGather(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _pending_among(self, arguments: Iterable[Any]) -> list[int]:
-        """Return the `id`s of the weights among arguments, and in lists among them, that are being gathered."""
+        """Return the `id`s of the arguments that are weights being gathered.
+
+        Lists and tuples among the arguments are searched as well.
+        """
         keys = []
         for argument in arguments:
             values = argument if isinstance(argument, list | tuple) else (argument,)
@@ -81,13 +91,16 @@ class LateGather(TorchFunctionMode):
 
 
 def _reads_values(function: Callable[..., Any]) -> bool:
-    # The getter of an attribute is a method of the attribute's descriptor.
+    # Reading an attribute calls `__get__` of the attribute's descriptor.
     descriptor = getattr(function, "__self__", None)
     return getattr(descriptor, "__name__", "") not in OF_NO_VALUE
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a part of the module is compiled. A compiled graph reads weights without calling any mode."""
+    """Return whether the module or a submodule is compiled by `torch.compile`.
+
+    A compiled graph reads weights without calling a torch function mode.
+    """
     return any(
         layer._compiled_call_impl is not None or hasattr(layer, "_orig_mod")
         for layer in module.modules()

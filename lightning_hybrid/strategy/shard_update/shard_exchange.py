@@ -1,10 +1,9 @@
-"""Exchange of parts of tensors among the ranks that share the update, in chunks that go through the engine.
+"""Gathering of tensor shards among the ranks that share the update, in chunks that the engine sends.
 
     chunk       | rank 0's elements | rank 1's elements | ...       of as many parameters as fit
 
-Each rank packs its elements of all tensors, in one order, into chunks of bounded size. While one
-chunk is exchanged, the
-next is packed, and received elements are copied to their tensors.
+Each rank packs its shards of all tensors, in the same order, into chunks of bounded size. While one chunk is exchanged,
+the next is packed, and received elements are copied to their tensors.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from lightning_hybrid.placement import flattened
 from lightning_hybrid.strategy.shard_update.late_gather import LateGather
 from lightning_hybrid.strategy.shard_update.shard_pairs import ParameterShard
 
-# Elements of a chunk, of all ranks together. Two chunks are in memory: 16 MiB of half-precision weights.
+# Number of elements of a chunk, over all ranks. Two chunks are in memory: 16 MiB of half-precision weights.
 CHUNK_NUMEL = 1 << 22
 
-# A late gather has about this many chunks: forward begins as soon as the first has arrived.
+# Approximate number of chunks of a late gather. The forward pass begins as soon as the first one has arrived.
 NUM_LATE_CHUNKS = 16
-# Minimum number of elements of a chunk of a late gather: half a MiB in half precision.
+# Minimum number of elements of a chunk of a late gather, which is half a MiB in half precision.
 MIN_LATE_NUMEL = 1 << 18
 
 TensorSpan = tuple[int, int, int]
@@ -39,11 +38,11 @@ TensorSpan = tuple[int, int, int]
 
 @dataclass
 class PackedChunk:
-    """Layout of a chunk, in which the elements of rank r begin at `r * numel`.
+    """Layout of one chunk of packed tensor shards, in which the elements of rank r begin at `r * numel`.
 
     Attributes:
         numel: Number of elements of one rank, with padding.
-        spans: Elements of each rank, one span after the other.
+        spans: For each rank, its tensor spans in the order in which they are packed.
     """
 
     numel: int = 0
@@ -51,10 +50,10 @@ class PackedChunk:
 
 
 def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[PackedChunk]:
-    """Return the layout of chunks with up to `numel` elements of each rank.
+    """Return the layout of chunks with up to `numel` elements from each rank.
 
     Args:
-        spans: Elements of each tensor by rank, from begin to end.
+        spans: For each tensor, the begin and end of each rank's elements.
         numel: Maximum number of elements of one rank in a chunk.
 
     >>> [chunk.spans for chunk in chunks_of([[(0, 4), (4, 9)], [(2, 4), (0, 2)]], numel=6)]
@@ -81,7 +80,7 @@ def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[Pa
 
 
 def _cut(spans: Sequence[tuple[int, int]], numel: int) -> list[list[TensorSpan]]:
-    """Cut the spans of one rank into pieces of `numel` elements, the last of fewer."""
+    """Split the tensor spans of one rank into pieces of `numel` elements. The last piece may be smaller."""
     pieces: list[list[TensorSpan]] = [[]]
     room = numel
     for index, (begin, end) in enumerate(spans):
@@ -101,16 +100,16 @@ def _numel_of(spans: Iterable[TensorSpan]) -> int:
 
 
 class ShardExchange:
-    """Collectives of one engine among the ranks that share the update.
+    """Collectives among the ranks that share the optimizer update.
 
-    Collective: every rank that shares must call each method that sends tensors, in the same order. A failed engine
-    raises its error there.
+    Collective: every rank that shares the update must call each method that sends tensors, in the same order. If the
+    engine has failed, these methods raise its error.
 
     Attributes:
-        rank: Index of this rank among the ranks that share.
-        num_ranks: Number of ranks that share.
+        rank: Index of this rank among the ranks that share the update.
+        num_ranks: Number of ranks that share the update.
         is_first: Whether this is rank zero, which receives whole tensors for checkpoints.
-        is_in_node: Whether the ranks of a node share, and not all ranks.
+        is_in_node: Whether the ranks of a node share the update. False: all ranks do.
     """
 
     def __init__(self, engine: CommEngine) -> None:
@@ -123,12 +122,15 @@ class ShardExchange:
         self._layouts: dict[tuple[int, ...], list[PackedChunk]] = {}
 
     def add_up_(self, table: Tensor) -> None:
-        """All-reduce a tensor over the ranks, in place."""
+        """All-reduce a tensor over the ranks that share the update, in place."""
         exchange = self._exchange_named("sum")
         self._wait_for(self._engine.submit(table.view(-1), bucket_index=0, exchange=exchange))
 
     def largest(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the largest magnitude in the tensors of all ranks. A rank may have no tensors."""
+        """Return the largest absolute value in the tensors of all ranks.
+
+        A rank may pass no tensors.
+        """
         table = torch.zeros(self.num_ranks, device=self._engine.device)
         for tensor in tensors:
             if tensor.numel():
@@ -144,13 +146,13 @@ class ShardExchange:
         tensors: Sequence[Tensor],
         late: LateGather | None = None,
     ) -> None:
-        """Complete tensors of the parameters' shapes, in which each rank has only its own part.
+        """Complete tensors in place by an all-gather of the ranks' shards.
 
         Args:
             shards: Shards of the parameters.
-            tensors: Tensors to complete, in place.
-            late: Mode that waits for the tensors when they are read. Until then all are in memory twice. None: this
-                call waits.
+            tensors: Tensors of the parameters' shapes. All elements are valid afterwards.
+            late: Mode that makes readers of the tensors wait for them. Until the gather is complete, its buffers need
+                as much memory as the tensors. None: this call waits.
         """
         for indices in _indices_by_dtype(tensors):
             shards_of_dtype = [shards[index] for index in indices]
@@ -166,11 +168,11 @@ class ShardExchange:
     def collect(
         self, shards: Sequence[ParameterShard], values: Sequence[Tensor]
     ) -> list[Tensor] | None:
-        """Return whole tensors of which each rank passes its own part: on the CPU of rank zero, None elsewhere.
+        """Gather full tensors from the ranks' shards on the CPU of rank zero, and return None on other ranks.
 
         Args:
             shards: Shards of the parameters.
-            values: For each shard this rank's part of a tensor, 1-D.
+            values: For each shard, this rank's elements of a tensor, 1-D.
         """
         wholes = None
         if self.is_first:
@@ -197,18 +199,18 @@ class ShardExchange:
         rows: Sequence[Tensor] | None,
         late: LateGather | None = None,
     ) -> None:
-        """Exchange parts of tensors of one dtype.
+        """Gather shards of tensors of one dtype on all ranks or on rank zero.
 
         Args:
             kind: `"gather"`: all ranks receive. `"collect"`: rank zero receives.
             shards: Shards of the parameters.
-            values: This rank's part of each tensor.
-            rows: Whole tensors, flattened, that receive the parts of other ranks. None: this rank receives nothing.
+            values: This rank's elements of each tensor.
+            rows: Full tensors, flattened, that receive the elements of other ranks. None: this rank receives nothing.
             late: As in `gather_`.
         """
         layout = self._layout(shards, is_late=late is not None)
         begins = [shard.spans[self.rank][0] for shard in shards]
-        # The memory is not kept between steps, as saving memory is the purpose. A late gather needs all of it at once.
+        # The buffers are not kept between steps, to save memory. A late gather needs all of them at once.
         largest = max((chunk.numel for chunk in layout), default=0) * self.num_ranks
         num_buffers = min(len(layout), 2)
         if late is not None:
@@ -219,7 +221,7 @@ class ShardExchange:
         pending: deque[Future[Tensor]] = deque()
         for index, chunk in enumerate(layout):
             if len(pending) == 2:
-                self._wait_for(pending.popleft())  # its memory is used again
+                self._wait_for(pending.popleft())  # its buffer is used again
             flat = memory[index % num_buffers][: chunk.numel * self.num_ranks]
             packed_rows = self._packed_rows(flat, chunk, self.rank)
             if packed_rows:
@@ -250,7 +252,10 @@ class ShardExchange:
 
     @torch.no_grad()
     def _unpack(self, flat: Tensor, *, chunk: PackedChunk, rows: Sequence[Tensor] | None) -> Tensor:
-        """Copy the parts of other ranks to their tensors, on the stream or thread of the engine's last stage."""
+        """Copy the elements of other ranks from a received chunk to their tensors.
+
+        It runs on the stream or thread of the engine's last stage.
+        """
         for rank, spans in enumerate(chunk.spans):
             if rows is not None and rank != self.rank and spans:
                 destinations = [rows[index][begin:end] for index, begin, end in spans]
@@ -258,7 +263,7 @@ class ShardExchange:
         return flat
 
     def _packed_rows(self, flat: Tensor, chunk: PackedChunk, rank: int) -> list[Tensor]:
-        """Return views of a rank's spans in the memory of a chunk."""
+        """Return views of one rank's tensor spans in the memory of a chunk."""
         numels = [end - begin for _, begin, end in chunk.spans[rank]]
         if not numels:
             return []
@@ -266,7 +271,7 @@ class ShardExchange:
         return list(elements_of_rank[: sum(numels)].split(numels))
 
     def _exchange_named(self, kind: Literal["sum", "gather", "collect"]) -> Any:
-        """Return the engine's name of an exchange among the ranks that share."""
+        """Return the engine's name of an exchange among the ranks that share the update."""
         if self.is_in_node:
             return f"node_{kind}"
         return f"world_{kind}"
@@ -284,7 +289,10 @@ class ShardExchange:
 
 
 def _indices_by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of tensors of the same dtype as lists, in the order in which dtypes first occur."""
+    """Return the indices of the tensors, grouped by dtype.
+
+    Groups are in the order in which their dtypes first occur.
+    """
     indices: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
         indices.setdefault(tensor.dtype, []).append(index)
@@ -292,13 +300,13 @@ def _indices_by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _part_of_row(row: Tensor, shard: ParameterShard) -> Tensor:
-    """Return a view of this rank's elements of a whole tensor that is flattened."""
+    """Return a view of this rank's elements of a flattened full tensor."""
     begin, end = shard.spans[shard.rank]
     return row.narrow(0, begin, end - begin)
 
 
 def _parameters_in(chunk: PackedChunk, shards: Sequence[ParameterShard]) -> list[Tensor]:
-    """Return the parameters of which any rank has elements in a chunk."""
+    """Return the parameters whose elements are in a chunk. A parameter may occur several times."""
     parameters: list[Tensor] = []
     for spans in chunk.spans:
         for index, _, _ in spans:

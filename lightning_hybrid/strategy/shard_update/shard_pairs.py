@@ -1,14 +1,15 @@
-"""Parts of large parameters: a parameter shows the part that this rank updates while its optimizer steps.
+"""Parameters that hold the full tensor between steps and this rank's shard while the optimizer steps.
 
                      between steps                            in a step
-    parameter   ->   whole: forward, backward                 part: elements begin ... end - 1, in the order of memory
-    hidden      ->   part                                     whole
+    parameter   ->   full tensor: forward, backward           shard: elements begin ... end - 1, in memory order
+    hidden      ->   shard                                    full tensor
 
 Lists, `param_groups` and the keys of `optimizer.state` hold the same Python object all the time. As in
-`precision/parameter_pair.py`, torch exchanges the C++ tensors of two Python objects.
+`precision/parameter_pair.py`, torch swaps the C++ tensors of two Python objects.
 
-There are two kinds. `MasterShard` is a part of the fp32 master weights of a half-precision parameter, in memory of its
-own. `WeightShard` is a part of an fp32 parameter, in the parameter's own memory: then only optimizer state is shared.
+There are two kinds. `MasterShard` is a shard of the fp32 master weights of a half-precision parameter, in memory of its
+own. `WeightShard` is a shard of an fp32 parameter, in the parameter's own memory, so that only optimizer state is
+sharded.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ Span = tuple[int, int]
 
 
 class ParameterShard:
-    """A parameter and the part of it that this rank updates. Base class of both kinds.
+    """Base class of a parameter that holds either the full tensor or this rank's shard of it.
 
     Args:
         name: Name of the parameter, for errors.
-        parameter: Parameter that shows the whole tensor.
-        part: This rank's elements, 1-D.
+        parameter: Parameter that holds the full tensor.
+        part: This rank's shard, 1-D.
         spans: Elements of each rank that shares the update, in the order of `Topology.sharers`.
         rank: Index of this rank among them.
 
     Attributes:
-        whole: The whole tensor that forward reads, as a plain tensor in the parameter's memory.
+        whole: Full tensor that forward reads, as a plain tensor in the parameter's memory.
     """
 
     def __init__(
@@ -49,34 +50,38 @@ class ParameterShard:
         self.rank = rank
         self.whole: Tensor = parameter.detach()
         self._hidden = part
-        # The address of the C++ tensor identifies the tensor that is shown, also after an error between two statements.
+        # The address of the C++ tensor tells which tensor the parameter holds, even after an error between two
+        # statements.
         self._part_address: int = part._cdata
 
     @property
     def part(self) -> Part:
-        """The elements that this rank holds."""
+        """Range of elements that this rank's shard covers."""
         begin, end = self.spans[self.rank]
         return Part(numel=self.whole.numel(), begin=begin, end=end)
 
     @property
     def shows_part(self) -> bool:
-        """True while the parameter shows this rank's part."""
+        """True while the parameter holds this rank's shard instead of the full tensor."""
         return self.parameter._cdata == self._part_address
 
     @property
     def values(self) -> Tensor:
-        """The elements of this rank as the optimizer updates them: 1-D, in fp32."""
+        """Elements of this rank's shard, which the optimizer updates, as a 1-D tensor in fp32."""
         if self.shows_part:
             return self.parameter.detach()
         return self._hidden.detach()
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Return this rank's elements of a tensor of the whole shape: 1-D, a view if memory allows."""
+        """Return this rank's shard of a tensor of the full shape, 1-D.
+
+        It is a view if the memory layout allows it, and otherwise a copy.
+        """
         begin, end = self.spans[self.rank]
         return flattened(tensor, self.whole)[begin:end]
 
     def show_part(self) -> None:
-        """Make the parameter show this rank's part, with the same part of its gradient."""
+        """Swap this rank's shard and its gradient into the parameter."""
         if self.shows_part:
             return
         gradient = self.parameter.grad
@@ -88,15 +93,15 @@ class ParameterShard:
         torch._C._swap_tensor_impl(self.parameter, self._hidden)
 
     def show_whole(self) -> None:
-        """Make the parameter show the whole tensor again, with the whole gradient, which was kept."""
+        """Swap the full tensor and its gradient back into the parameter."""
         if not self.shows_part:
             return
-        # A second reference would keep the gradient's memory beyond `zero_grad`.
+        # A second reference would keep the gradient's memory alive after `zero_grad`.
         self.parameter.grad = None
         torch._C._swap_tensor_impl(self.parameter, self._hidden)
 
     def _follow_memory(self) -> None:
-        """Use the new memory of the parameter, if user code has replaced it by `p.data = ...`.
+        """Adopt the new memory of the parameter if user code has replaced it by `p.data = ...`.
 
         Raises:
             RuntimeError: The new memory has another dtype, shape or layout.
@@ -116,21 +121,24 @@ class ParameterShard:
             self.whole = parameter.detach()
 
     def take_writes_(self) -> None:
-        """Update the part by what user code wrote into the whole tensor, which the parameter must show."""
+        """Update the shard with values that user code has written into the full tensor.
+
+        The parameter must hold the full tensor.
+        """
         raise NotImplementedError
 
 
 class MasterShard(ParameterShard):
-    """A half-precision parameter and a part of its fp32 master weights.
+    """Half-precision parameter with this rank's shard of its fp32 master weights.
 
-    The parameter shows its half-precision copy for the whole fit, because no rank has the fp32 values of all elements.
+    The parameter holds its half-precision copy for the whole fit, because no rank has the fp32 values of all elements.
 
     Args:
-        pair: The parameter in both precisions. No window may open or close it any more.
+        pair: Parameter in both precisions. No half-precision window may open or close it any more.
         spans, rank: As in `ParameterShard`.
 
     Attributes:
-        collected: Whole master weights in fp32, while the parts are collected on this rank.
+        collected: Full master weights in fp32, while they are gathered on this rank.
     """
 
     def __init__(self, pair: ParameterPair, spans: list[Span], rank: int) -> None:
@@ -145,26 +153,29 @@ class MasterShard(ParameterShard):
         super().__init__(pair.name, pair.parameter, part, spans, rank)
 
     def _show_half(self) -> None:
-        """Show the half-precision copy, and free the memory of the whole fp32 values."""
+        """Swap the half-precision copy into the parameter and free the memory of the full fp32 values."""
         self._pair.open()
         self._pair.fp32.data = torch.empty(0, device=self._pair.half.device)
-        # They replace the methods that `ParameterPair.open` sets, which would copy the freed memory.
+        # These replace the methods that `ParameterPair.open` sets, which would copy the freed memory.
         vars(self._pair.parameter)["__deepcopy__"] = self._deepcopy
         vars(self._pair.parameter)["__reduce_ex__"] = self._reduce_ex
 
     def show_fp32(self, values: Tensor) -> None:
-        """Make the parameter show these fp32 values of all elements, with its gradient."""
+        """Make the parameter hold these fp32 values of all elements, and keep its gradient."""
         self._pair.fp32.data = values
         self._pair.close()
 
     def show_rounded(self) -> None:
-        """Make the parameter show the half-precision values in fp32, unless it shows fp32 values already."""
+        """Convert the parameter's half-precision copy to fp32, unless the parameter is fp32 already."""
         if self._pair.is_open:
             self.show_fp32(self.whole.float())
 
     @torch.no_grad()
     def take_fp32_(self) -> None:
-        """Copy this rank's part of the fp32 values that the parameter shows, and show the half-precision copy."""
+        """Copy the parameter's fp32 values into this rank's shard and the half-precision copy.
+
+        Afterwards the parameter holds the half-precision copy.
+        """
         values = self._pair.fp32.detach()
         self.values.copy_(self.part_of(values))
         self.whole.copy_(values)
@@ -172,34 +183,36 @@ class MasterShard(ParameterShard):
 
     @torch.no_grad()
     def take_writes_(self) -> None:
-        """Copy elements of the half-precision part into the master weights if user code has written them.
+        """Copy elements that user code has written from the half-precision copy to the master weights.
 
             master <- where(half == half_dtype(master), master, half)
 
-        Elements that were not written keep all fp32 bits: their half-precision value is the rounded master weight.
+        Only this rank's shard is checked. Elements that were not written keep all fp32 bits, because their
+        half-precision value is the rounded master weight.
         """
         self._follow_memory()
         half = self.part_of(self.whole)
         master = self.values
         if half.device.type == "cpu" and is_rounded(half, master):
             return
-        # On other devices the host does not wait for the answer.
+        # On other devices this test is skipped, because the host would wait for its result.
         torch.where(raw_bits(master.to(half.dtype)) == raw_bits(half), master, half, out=master)
 
     def fp32_values(self) -> Tensor:
-        """Return the whole master weights if they are collected, and else the half-precision copy in fp32."""
+        """Return the full master weights if they are gathered, and else the half-precision copy in fp32."""
         if self.collected is not None:
             return self.collected
         if self.shows_part:
             return self.whole.float()
-        # The parameter itself is read, because a late gather makes its readers wait.
+        # Reading the parameter itself waits for a late gather. Reading `whole` would not.
         return self.parameter.detach().float()
 
     @torch.no_grad()
     def load_(self, value: Tensor) -> None:
-        """Load this rank's part of a state dict's value exactly. torch loads the rounded value into the copy.
+        """Load this rank's shard of a state dict's tensor without rounding it.
 
-        A state dict of this fit may hold rounded values. Loading them leaves the master weights unchanged.
+        torch loads the rounded value into the half-precision copy. A state dict of this fit may hold rounded values,
+        and loading them leaves the master weights unchanged.
         """
         part = self.part_of(value).to(self.whole.device)
         if not torch.equal(part, self.part_of(self.whole).float()):
@@ -220,7 +233,7 @@ class MasterShard(ParameterShard):
 
 
 class WeightShard(ParameterShard):
-    """A parameter that keeps its dtype, with the part that this rank updates in the same memory."""
+    """Parameter without master weights, whose shard for the optimizer shares its memory."""
 
     def __init__(self, name: str, parameter: nn.Parameter, spans: list[Span], rank: int) -> None:
         begin, end = spans[rank]
@@ -229,7 +242,10 @@ class WeightShard(ParameterShard):
         super().__init__(name, parameter, part, spans, rank)
 
     def take_writes_(self) -> None:
-        """Use the parameter's new memory, if it was replaced. The part shares its memory, and with it all writes."""
+        """Adopt the parameter's new memory if user code has replaced it.
+
+        The shard shares the parameter's memory, so other writes need no copy.
+        """
         self._follow_memory()
         view = self.part_of(self.whole)
         if self.values.data_ptr() != view.data_ptr():
@@ -238,11 +254,11 @@ class WeightShard(ParameterShard):
 
 @torch.no_grad()
 def write_wholes_(shards: Iterable[ParameterShard]) -> None:
-    """Round the parts of master weights into the half-precision copies, in one pass over memory."""
+    """Round the shards of master weights into the half-precision copies, in one pass over memory."""
     parts_of_copies: list[Tensor] = []
     values: list[Tensor] = []
     for shard in shards:
-        # The part of a `WeightShard` shares the memory of the whole tensor.
+        # A `WeightShard` shares the memory of the full tensor, so it needs no copy.
         if isinstance(shard, MasterShard):
             parts_of_copies.append(shard.part_of(shard.whole))
             values.append(shard.values)

@@ -1,4 +1,4 @@
-"""The parts of one fit with `shard_update`: from the first cut into parts to the whole module at the end."""
+"""Per-fit state of `shard_update`, from sharding at the start to the full module at the end."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from lightning_hybrid.strategy.shard_update.whole_averages import averaging_whol
 
 
 class ShardedFit:
-    """The parts of one fit: the elements of each parameter that this rank updates, and the exchanges with other ranks.
+    """Per-fit state of `shard_update`, with this rank's parameter shards and the exchange between ranks.
 
-    Parameters of fewer blocks than the ranks of a node (`placement.is_split`), if all ranks share of one block, and
-    those with gaps in memory stay whole on all ranks.
-    The owner of a part follows from order and sizes of the parameters in the optimizers, and not from DDP's buckets.
+    Some parameters are not sharded: those of fewer blocks than the ranks of a node (`placement.is_split`), those of one
+    block if all ranks share the update, and those with gaps in memory. Which rank owns which shard depends on the order
+    and sizes of the parameters in the optimizers, and not on DDP's buckets.
 
-    With half precision the parameters that are cut leave the window: they show their half-precision copies for the
-    whole fit, and each rank keeps the fp32 values of its part, the master. What user code writes into a copy is found
-    by comparing this rank's part with the master, before each use of either.
+    With half precision, sharded parameters leave the half-precision window. They hold their half-precision copies for
+    the whole fit, and each rank keeps the fp32 master weights of its shard. Before each use of either, this rank's
+    shard of the copy is compared with the master weights, to find values that user code has written.
 
     Args:
-        fit: its optimizers get `parts` and `add_up_`, if they have these attributes.
-        is_late: whether the gather of weights continues during the next forward.
+        fit: Running fit. Its optimizers get `parts` and `add_up_`, if they have these attributes.
+        is_late: Whether the all-gather of weights continues during the next forward pass.
     """
 
     def __init__(self, fit: RunningFit, *, is_late: bool) -> None:
@@ -60,7 +60,7 @@ class ShardedFit:
         self._are_whole = False
         self._lent = ExitStack()
 
-        # How many ranks hold the same part, and how many hold a parameter that is not cut here.
+        # Number of ranks sharing the update that hold the same slice of a layer of `node_slices`.
         self._num_holders = fit.engine.topology.num_nodes
         if self.exchange.is_in_node:
             self._num_holders = 1
@@ -74,7 +74,7 @@ class ShardedFit:
 
     @property
     def is_half(self) -> bool:
-        """True if the precision plugin runs the updates, on parts of the master weights."""
+        """True if the precision plugin updates the shards of fp32 master weights."""
         return self._window is not None
 
     # ---- cutting ---------------------------------------------------------------------------------------------------
@@ -97,13 +97,13 @@ class ShardedFit:
                 self.shards[key] = MasterShard(self._window.pairs.pop(key), own_spans, rank)
 
     def _parameters_to_cut(self, num_parts: int) -> Iterator[nn.Parameter]:
-        # Of the world most tensors have fewer blocks than it has ranks: then some ranks have no part of them.
+        # With `"world"` most tensors have fewer blocks than there are ranks. Some ranks then have an empty shard.
         num_least = num_parts if self.exchange.is_in_node else 2
         seen: set[int] = set()
         for optimizer in self._optimizers:
             for parameter in parameters_of(optimizer):
-                # What DDP ignores, as slices of layers, differs between ranks: there is no whole to have parts of. On
-                # the meta device are parameters of other stages.
+                # Parameters that DDP ignores, such as slices of layers, differ between ranks and cannot be sharded.
+                # Parameters of other pipeline stages are on the meta device.
                 is_common = not getattr(parameter, "_ddp_ignored", False) and not parameter.is_meta
                 is_large = is_split(parameter.numel(), num_least, BLOCK) and not has_gaps(parameter)
                 has_master = self._window is None or self._window.pair_of(parameter) is not None
@@ -113,8 +113,8 @@ class ShardedFit:
                     yield parameter
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Cut the state that an optimizer has, and tell it and its state dicts of the parts."""
-        # Some constructors make state.
+        """Shard the existing state of an optimizer, and make it compute and load with shards."""
+        # Some optimizers create state in their constructor.
         for parameter in parameters_of(optimizer):
             if id(parameter) in self.shards and parameter in optimizer.state:
                 optimizer.state[parameter] = cut(
@@ -128,7 +128,7 @@ class ShardedFit:
         self._lent.callback(after.remove)
 
     def _take_in(self, optimizer: Optimizer) -> None:
-        """Prepare an optimizer that user code has put in another's place during the fit."""
+        """Prepare an optimizer that user code has substituted for another one during the fit."""
         is_known = any(optimizer is known_optimizer for known_optimizer in self._optimizers)
         if not is_known and self._shards_of(optimizer):
             self._prepare_optimizer(optimizer)
@@ -138,7 +138,7 @@ class ShardedFit:
         if not hasattr(optimizer, "parts"):
             return
         parts = {}
-        # Slices of layers too, which ranks of all nodes hold.
+        # These are slices of layers (`node_slices`), which ranks of all nodes hold.
         for parameter, part in (optimizer.parts or {}).items():
             parts[parameter] = replace(part, num_holders=self._num_holders)
         for shard in self._shards_of(optimizer):
@@ -170,11 +170,11 @@ class ShardedFit:
             self._window.before_open.remove(self._before_open)
 
     def shard_of(self, parameter: Tensor) -> ParameterShard | None:
-        """Return the shard of a parameter that is cut into parts, or None for others."""
+        """Return the shard of a parameter, or None if the parameter is not sharded."""
         return self.shards.get(id(parameter))
 
     def _updates(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer updates parameters that are cut into parts."""
+        """Return whether an optimizer updates sharded parameters."""
         return len(self._shards_of(optimizer)) > 0
 
     def _shards_of(self, optimizer: Optimizer) -> list[ParameterShard]:
@@ -194,13 +194,18 @@ class ShardedFit:
             gradient = scaled.get(id(parameter), parameter.grad)
             if gradient is None:
                 continue
-            # Gradients of others' parts may be this rank's alone.
+            # Outside this rank's shard, the gradient may not be averaged.
             shard = self.shard_of(parameter)
             gradients.append(gradient if shard is None else shard.part_of(gradient))
         return self.exchange.largest(gradients)
 
     def scatter_gradients(self, state: HookState, *, is_possible: bool) -> None:
-        """Let buckets be averaged for their owners alone, in steps in which nothing looks at gradients."""
+        """Enable the reduce-scatter of gradients in steps in which no user code reads them.
+
+        Args:
+            state: State of DDP's communication hook.
+            is_possible: Whether other options of the fit allow it.
+        """
         engine = state.engine
         assert engine is not None
         is_plain = state.comm_dtype is None and isinstance(
@@ -210,17 +215,20 @@ class ShardedFit:
         state.scatter = self.scatter
 
     def is_unobserved(self, module: Any) -> bool:
-        """Return whether nothing but the update looks at gradients, which then is right on parts of them."""
+        """Return whether only the optimizer update reads gradients.
+
+        The update needs only this rank's shards of them.
+        """
         if self.is_half:
             is_unobserved: bool = self._precision.steps_on_scaled(module)
             return is_unobserved
         return module.automatic_optimization and not grads_are_observed(self._optimizers, module)
 
     def refuse_late_observers(self, module: Any) -> None:
-        """Check before a step that nothing looks at gradients now that were averaged for their owners alone.
+        """Raise if user code may read gradients that this step has reduce-scattered.
 
         Raises:
-            RuntimeError: something does.
+            RuntimeError: A hook, callback or option that reads gradients was added after the batch began.
         """
         if self.scatter is not None and self.scatter.is_on and not self.is_unobserved(module):
             raise RuntimeError(
@@ -233,10 +241,13 @@ class ShardedFit:
 
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let the parameters show this rank's parts for one step, and gather the new weights. Collective."""
+        """Return a context for an optimizer step on this rank's shards, which then gathers the new weights.
+
+        Collective: every rank must enter it, in the same order.
+        """
         self._take_in(optimizer)
         shards = self._shards_of(optimizer)
-        self.refuse_late_observers(self._module)  # once more: the closure runs user code
+        self.refuse_late_observers(self._module)  # again, because the closure runs user code
         self._is_updating = True
         try:
             with self.parts_shown(optimizer):
@@ -249,11 +260,11 @@ class ShardedFit:
 
     @contextmanager
     def parts_shown(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let the parameters of an optimizer show this rank's parts, with their gradients."""
+        """Return a context in which an optimizer's parameters hold this rank's shards and their gradients."""
         shards = self._shards_of(optimizer)
         self._wait()
         self._take_writes(shards)
-        # Autocast keeps references to parameters that forbid an exchange.
+        # Autocast keeps references to parameters, which would prevent swapping their tensors.
         torch.clear_autocast_cache()
         try:
             for shard in shards:
@@ -264,7 +275,10 @@ class ShardedFit:
                 shard.show_whole()
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step on the parts of parameters without masters, and gather the parameters. Collective."""
+        """Step on the shards of parameters without master weights, and gather the new weights.
+
+        Collective: every rank must call it, in the same order.
+        """
         with self.updating(optimizer):
             optimizer.step(**kwargs)
 
@@ -273,7 +287,7 @@ class ShardedFit:
             self._late.wait()
 
     def _take_writes(self, shards: Iterable[ParameterShard]) -> None:
-        # A late gather brings other ranks' parts only: this rank's can be read while it is under way.
+        # A late gather writes other ranks' shards only, so this rank's shard can be read before it is complete.
         with torch._C.DisableTorchFunction():
             for shard in shards:
                 shard.take_writes_()
@@ -283,15 +297,15 @@ class ShardedFit:
         self._take_writes(self.shards.values())
 
     def _show_wholes(self) -> None:
-        # A step of an optimizer that raised an error may have left parts.
+        # An optimizer step that raised an error may have left shards in the parameters.
         with torch._C.DisableTorchFunction():
             for shard in self.shards.values():
                 shard.show_whole()
 
     @property
     def placement(self) -> dict[str, Any]:
-        """The fields of `RunStatus` about this rank's part of each parameter."""
-        with torch._C.DisableTorchFunction():  # nothing here waits for weights that are under way
+        """Fields of `RunStatus` that describe this rank's parameter shards."""
+        with torch._C.DisableTorchFunction():  # do not wait for weights that are being gathered
             master_parts = {id(shard.parameter): shard.values for shard in self._master_shards}
         return {
             "parts": {key: shard.part for key, shard in self.shards.items()},
@@ -303,23 +317,29 @@ class ShardedFit:
     # ---- whole values ----------------------------------------------------------------------------------------------
 
     def collect_masters(self) -> None:
-        """Bring the masters together on rank zero, until `drop_masters`. Collective."""
+        """Gather the full master weights on rank zero, where they stay until `drop_masters`.
+
+        Collective: every rank must call it, in the same order.
+        """
         shards = self._master_shards
         self._wait()
         self._take_writes(shards)
         wholes = self.exchange.collect(shards, [shard.values for shard in shards])
         for index, shard in enumerate(shards):
-            # The other ranks save nothing, and spend no memory on it.
+            # Other ranks save nothing, so they use their half-precision copy and need no memory.
             shard.collected = shard.whole if wholes is None else wholes[index]
 
     def drop_masters(self) -> None:
-        """Forget what `collect_masters` has brought."""
+        """Free the master weights that `collect_masters` has gathered."""
         for shard in self._master_shards:
             shard.collected = None
 
     @contextmanager
     def whole_values(self) -> Iterator[None]:
-        """Let the parameters show whole fp32 values, and take over what is written into them. Collective."""
+        """Return a context in which parameters hold full fp32 values, and keep what is written into them.
+
+        Collective: every rank must enter it, in the same order.
+        """
         if self._are_whole or self._window is None:
             yield
             return
@@ -347,11 +367,17 @@ class ShardedFit:
     # ---- optimizer state -------------------------------------------------------------------------------------------
 
     def state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict of `optimizer` with whole tensors, on rank zero. Collective."""
+        """Return a state dict of `optimizer`, with full tensors on rank zero.
+
+        Collective: every rank must call it, in the same order.
+        """
         return collected_state_dict(state, optimizer, self.shard_of, self.exchange)
 
     def _before_loading(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's parts of a whole state dict, and show them: torch casts state to what a parameter is."""
+        """Return this rank's shards of a full optimizer state dict.
+
+        The parameters hold their shards until `_after_loading`, because torch casts the state to the parameter's dtype.
+        """
         self._wait()
         for shard in self._shards_of(optimizer):
             shard.show_part()
@@ -366,11 +392,11 @@ class ShardedFit:
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def end(self, *, is_whole: bool) -> None:
-        """Give back what was taken from optimizers and window.
+        """Restore the optimizers, the precision plugin and the parameters.
 
         Args:
-            is_whole: whether masters and optimizer state become whole, which is collective. Else the module gets the
-                weights that this rank has, rounded.
+            is_whole: Whether to gather full master weights and optimizer state, which is collective. If False, the
+                module gets the half-precision weights of this rank.
         """
         try:
             self._show_wholes()
@@ -384,7 +410,7 @@ class ShardedFit:
                 shard.show_rounded()
 
     def _make_state_whole(self) -> None:
-        # On rank zero alone, where `trainer.save_checkpoint` may still write it.
+        # Only rank zero needs the full state, because `trainer.save_checkpoint` may still write it there.
         for optimizer in self._optimizers:
             whole = self.state_dict(optimizer, optimizer.state_dict())
             if not self.exchange.is_first:
@@ -395,7 +421,9 @@ class ShardedFit:
 
 
 def spans_by_rank(numels: Sequence[int], num_parts: int) -> list[list[tuple[int, int]]]:
-    """Return for each tensor the span of each rank: the longest to the rank that has least so far.
+    """Return each rank's range of elements of each tensor, balanced over all tensors.
+
+    Each tensor is split into one range per rank. The rank that has the fewest elements so far gets the longest range.
 
     >>> spans_by_rank([3 * BLOCK, 3 * BLOCK], 2)  # three blocks are one and two: the second the other way round
     [[(16384, 49152), (0, 16384)], [(0, 16384), (16384, 49152)]]
@@ -420,7 +448,7 @@ def _entries(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def cut(entry: Mapping[str, Any], shard: ParameterShard | None) -> dict[str, Any]:
-    """Return a parameter's state with this rank's part in place of each tensor that is as large as the parameter."""
+    """Return a parameter's optimizer state with this rank's shard of each tensor of the parameter's shape."""
     return {
         name: shard.part_of(value).clone()
         if shard and isinstance(value, Tensor) and value.shape == shard.whole.shape
@@ -435,7 +463,10 @@ def collected_state_dict(
     shard_of: Callable[[Tensor], ParameterShard | None],
     exchange: ShardExchange,
 ) -> dict[str, Any]:
-    """Return a state dict with whole tensors on rank zero, and unchanged elsewhere. Collective: all ranks call it."""
+    """Return an optimizer state dict with full tensors on rank zero, and with shards on other ranks.
+
+    Collective: every rank must call it, in the same order.
+    """
     tensors: list[tuple[ParameterShard, Tensor]] = []
 
     def note(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""State-dict hooks of modules whose master weights are cut: fp32 values are saved, and loaded into the masters."""
+"""State-dict hooks that save sharded master weights as full fp32 values and load them into the shards."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard
 
 
 class StateDictHooks:
-    """Hooks on the modules whose parameters have a part of a master weight on each rank.
+    """State-dict hooks of the modules whose parameters have sharded master weights.
+
+    A state dict then holds fp32 values in place of the half-precision copies. Loading one updates this rank's shards.
 
     Args:
-        module: The whole model.
-        shards: Parts of master weights, by `id` of the parameter.
+        module: The full model.
+        shards: Shards of master weights, by `id` of the parameter.
     """
 
     def __init__(self, module: nn.Module, shards: Mapping[int, MasterShard]) -> None:
@@ -52,7 +54,7 @@ class StateDictHooks:
                 shard.load_(value)
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the state-dict hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -1,4 +1,4 @@
-"""Whole fp32 weights for Lightning's averaging callbacks, while each rank holds only a part of them."""
+"""Full fp32 weights for weight-averaging callbacks while master weights are sharded."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ _METHODS_BY_CALLBACK = {
 def averaging_whole_values(
     callbacks: Iterable[object], whole_values: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Provide whole fp32 weights to averaging callbacks while they average, swap or transfer weights.
+    """Return a context in which weight-averaging callbacks see full fp32 weights.
+
+    They see them while they average, swap or transfer weights.
 
     Args:
         callbacks: Callbacks of the trainer, after their setup.
-        whole_values: Returns a context in which the parameters show whole fp32 values. Entering it is collective, and
-            so are the calls of the callbacks from here on.
+        whole_values: Returns a context in which the parameters hold full fp32 values. Entering it is collective, and so
+            are the calls of the callbacks from now on.
     """
     callbacks = list(callbacks)
     with ExitStack() as stack:

@@ -1,11 +1,11 @@
-"""Extension for `uneven_batches="join"`: ranks whose training loaders end early join the rest of the epoch.
+"""Extension for `uneven_batches="join"`, by which ranks with fewer batches join the rest of an epoch.
 
 One training batch:
 
-    fetch           batch or end, on each rank -> all know all numbers of samples        agreement.py
-                    a rank without a batch gets an earlier one, which counts nothing     joined_loader.py
-    training_step   statistics, logged sums and metrics of a repeated batch are undone   repeated_batch.py
-    backward        loss -> loss * samples of this rank / unit                           window_weights.py
-                    a repeated batch brings gradients that are exactly zero              repeated_batch.py
-    hook            sum over ranks / (samples of all ranks / unit)                       comm/hook.py
+    fetch           batch or end, on each rank -> every rank knows all numbers of samples    agreement.py
+                    a rank without a batch repeats an earlier one, with weight zero          joined_loader.py
+    training_step   a repeated batch leaves statistics, logged sums and metrics unchanged    repeated_batch.py
+    backward        loss -> loss * samples of this rank / unit                               window_weights.py
+                    a repeated batch contributes gradients that are exactly zero             repeated_batch.py
+    hook            sum over ranks / (samples of all ranks / unit)                           comm/hook.py
 """

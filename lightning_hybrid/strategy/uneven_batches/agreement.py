@@ -1,4 +1,4 @@
-"""Agreement of all ranks on each training batch: the number of samples that every rank contributes to it."""
+"""Agreement of all ranks on the number of samples that each of them contributes to a training batch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ END = object()
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedBatch:
-    """Numbers of samples in one training batch.
+    """Numbers of samples in one training batch of all ranks.
 
     Attributes:
-        num_own: Samples of this rank. 0: its batch counts for nothing.
-        num_total: Samples of all ranks.
-        num_largest: Samples of the rank that has most.
+        num_own: Number of samples of this rank. 0: its batch has weight zero.
+        num_total: Number of samples of all ranks.
+        num_largest: Largest number of samples of one rank.
     """
 
     num_own: int
@@ -41,7 +41,7 @@ class AgreedBatch:
 
 
 class _Announcement(NamedTuple):
-    """Message of a rank about its next batch."""
+    """Message in which a rank describes its next batch."""
 
     num_samples: int
     has_batch: bool
@@ -50,7 +50,7 @@ class _Announcement(NamedTuple):
 
 
 class _Announcements:
-    """Messages of all ranks about the next batch.
+    """Messages in which all ranks describe their next batch.
 
     Args:
         table: int64 tensor of shape [ranks, fields of `_Announcement`].
@@ -65,42 +65,45 @@ class _Announcements:
 
     @property
     def are_all_over(self) -> bool:
-        """True if no rank has another batch in this epoch."""
+        """True if the loaders of all ranks have ended."""
         return bool(self.has_ended.all())
 
     @property
     def is_skipped(self) -> bool:
-        """True if no rank has a batch now, because all loaders returned None or ended."""
+        """True if no rank has a batch now.
+
+        The loaders have then returned None or ended.
+        """
         return not bool(self.has_batch.any())
 
     @property
     def lacks_batch(self) -> bool:
-        """True if a rank has neither a batch nor an earlier one."""
+        """True if a rank has neither a batch nor an earlier one to repeat."""
         return not bool((self.has_batch | self.can_repeat).all())
 
     @property
     def first_with_batch(self) -> int:
-        """The first rank with a batch."""
+        """Lowest rank that has a batch."""
         return int(self.has_batch.int().argmax())
 
     @property
     def ended_ranks(self) -> list[int]:
-        """The ranks whose loaders have ended."""
+        """Ranks whose loaders have ended."""
         return self.has_ended.nonzero().flatten().tolist()
 
 
 class BatchAgreement:
-    """Exchange of batch sizes between the ranks of one fit, before each training batch.
+    """Exchange of batch sizes between all ranks before each training batch.
 
     Args:
         rank: This rank.
-        world_size: The number of ranks.
-        timeout: The time that ranks wait for one another's batch.
-        device: The device to which a batch of another rank is moved. None: it stays on the host.
+        world_size: Number of ranks.
+        timeout: Time that ranks wait for the batch of another rank.
+        device: Device to which a batch of another rank is moved. None: it stays on the host.
         count_samples: Returns the number of samples in a batch.
 
     Attributes:
-        agreed: The numbers of samples of batches whose training steps have not begun yet.
+        agreed: Numbers of samples of batches whose training steps have not begun yet.
     """
 
     def __init__(
@@ -119,15 +122,18 @@ class BatchAgreement:
         self._device = device
         self._count_samples = count_samples
         self._group: Any = None
-        self._latest: Any = None  # the batch to repeat
+        self._latest: Any = None  # batch to repeat
         self._has_logged_end = False
 
     def begin_epoch(self) -> None:
-        """Forget batches that were agreed on and not trained, because a new pass over the loaders begins."""
+        """Discard batches that were agreed on but not trained.
+
+        It is called when a new pass over the loaders begins.
+        """
         self.agreed.clear()
 
     def longest(self, length: int | None) -> int | None:
-        """Return the largest length of all ranks' loaders, or None if a loader has no length.
+        """Return the maximum length of the ranks' loaders, or None if a loader has no length.
 
         Collective: every rank must call it, in the same order.
         """
@@ -140,12 +146,14 @@ class BatchAgreement:
         return int(lengths.max())
 
     def next_batch(self, batch: Any, *, has_ended: bool) -> Any:
-        """Return the batch of this rank's next training step, or `END` if the loaders of all ranks have ended.
+        """Return the batch for this rank's next training step, or `END` if all ranks' loaders have ended.
+
+        A rank without a batch gets an earlier one to repeat. Returns None if no rank has a batch now.
 
         Collective: every rank must call it, in the same order.
 
         Args:
-            batch: The next batch of this rank's loader. None: it has none for this step.
+            batch: Next batch of this rank's loader. None: there is none for this step.
             has_ended: Whether this rank's loader has ended.
         """
         num_samples = 0
@@ -177,7 +185,10 @@ class BatchAgreement:
         return self._latest
 
     def _gather(self, values: Tensor) -> Tensor:
-        """Return the int64 values of all ranks, one row for each. Collective."""
+        """Return the int64 values of all ranks, with one row per rank.
+
+        Collective: every rank must call it, in the same order.
+        """
         if self._world_size == 1:
             return values.unsqueeze(0)
         gathered = values.new_empty(self._world_size * len(values))
@@ -185,8 +196,8 @@ class BatchAgreement:
         return gathered.view(self._world_size, len(values))
 
     def _host_group(self) -> Any:
-        # On hosts, so that no rank waits for its device. A group of its own, because buckets or late weights may be in
-        # flight in others.
+        # Gloo exchanges the numbers between hosts, so that no rank waits for its device. A separate group is needed,
+        # because gradient buckets or gathered weights may be in flight in others.
         if self._group is None:
             everybody = list(range(self._world_size))
             self._group = own_group(
@@ -195,9 +206,11 @@ class BatchAgreement:
         return self._group
 
     def _borrow_batch(self, source: int) -> None:
-        """Give the batch of one rank to the ranks that have none to repeat. Collective.
+        """Broadcast the batch of one rank to the ranks that have no batch to repeat.
 
         A rank has none if its loader is empty, or if the run was resumed after the loader's end.
+
+        Collective: every rank must call it, in the same order.
         """
         to_device = lightning_function(_MOVE)
         batches: list[Any] = [None]
@@ -210,7 +223,7 @@ class BatchAgreement:
                 self._latest = to_device(self._latest, self._device)
 
     def _log_end(self, announced: _Announcements) -> None:
-        """Log once which ranks have no batches left."""
+        """Log once per fit which ranks have no batches left."""
         ended_ranks = announced.ended_ranks
         if not ended_ranks or self._has_logged_end:
             return
@@ -238,5 +251,5 @@ class BatchAgreement:
         destroy(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchAgreement:
-        # The process group is there once: what user code copies in a fit, such as the trainer, shares it.
+        # Copies that user code makes during a fit, such as one of the trainer, share the process group.
         return self

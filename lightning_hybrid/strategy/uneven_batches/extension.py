@@ -1,4 +1,4 @@
-"""Extension for `uneven_batches="join"`: weights by numbers of samples, and steps on repeated batches."""
+"""Extension for `uneven_batches="join"`, which weights ranks by samples and handles repeated batches."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ from lightning_hybrid.strategy.uneven_batches.window_weights import WindowWeight
 _OPTION = "`uneven_batches` (='join')"
 _FEATURES = {"uneven batches": _OPTION}
 
-# Method of a user's module that returns the number of samples in a batch.
+# Name of the method of a user's module that returns the number of samples in a batch.
 _COUNT = "count_samples"
 
 
 class UnevenBatchesExtension(FitExtension):
-    """Extension that lets ranks without batches join the remaining steps of an epoch, and weights ranks by samples.
+    """Extension that lets ranks without batches join the epoch's remaining steps.
+
+    Gradients of the ranks are weighted by their numbers of samples.
 
     Args:
-        fit: The fit to come.
+        fit: Fit that is about to start.
 
     Raises:
         ValueError: The module cannot be combined with `uneven_batches`.
@@ -60,16 +62,18 @@ class UnevenBatchesExtension(FitExtension):
         self._has_fp16_gradients = fit.precision.precision == "16-true"
         self._is_repeated = False
         self._is_in_step = False
-        # Of a repeated batch.
+        # State to restore after a repeated batch.
         self._statistics: RunningStatistics | None = None
         self._sums: EpochSums | None = None
         self._forward_hook: RemovableHandle | None = None
 
     def _count_samples(self, batch: Any) -> int:
-        """Return the number of samples in a batch, as the module counts them or as Lightning infers it for logs.
+        """Return the number of samples in a batch.
+
+        It is the result of the module's `count_samples`, or the batch size that Lightning infers for logging.
 
         Raises:
-            ValueError: The number is not known, or no whole number.
+            ValueError: The number is not known or is not a whole number.
         """
         count = getattr(self._module, _COUNT, None)
         if callable(count):
@@ -91,15 +95,18 @@ class UnevenBatchesExtension(FitExtension):
     # ---- setup -------------------------------------------------------------------------------
 
     def before_optimizers(self, fit: FitContext) -> None:
-        """Refuse layers that Lightning has put into the module since the extension was made."""
+        """Raise if the module cannot be combined with uneven batches.
+
+        Lightning may have replaced layers since the constructor made the same check.
+        """
         refuse_excluded(_FEATURES | _in_run(fit))
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> Mapping[str, Any]:
-        """Return the option, on which all ranks must agree."""
+        """Return the engine options whose values all ranks must agree on."""
         return {"compared": {"uneven_batches": "join"}}
 
     def training_loader(self, fit: FitContext, loader: Any) -> Any:
-        """Return the loader whose epoch ends on all ranks together.
+        """Return a loader whose epoch ends on all ranks at the same batch.
 
         Collective: every rank must call it, in the same order.
         """
@@ -114,7 +121,10 @@ class UnevenBatchesExtension(FitExtension):
         )
 
     def _num_fetched(self) -> int:
-        """Return the number of batches of this epoch that the training loop has fetched, also before a resume."""
+        """Return the number of batches that the training loop has fetched in this epoch.
+
+        Batches fetched before a resume are counted as well.
+        """
         fetcher = self._module.trainer.fit_loop._data_fetcher
         assert fetcher is not None
         return fetcher.fetched
@@ -122,12 +132,12 @@ class UnevenBatchesExtension(FitExtension):
     # ---- a step ------------------------------------------------------------------------------
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
-        """Take the numbers of samples of this batch, which begins a step or continues one."""
+        """Set the loss weight of this rank for the batch, from the numbers of samples on all ranks."""
         trainer = fit.trainer
         refuse_excluded(_FEATURES | _in_loaders(trainer))
         batch = self._agreement.agreed.popleft()
         self._is_repeated = batch.num_own == 0
-        # In a user's own loop, where it is 1, each batch has the weights of a step.
+        # In manual optimization it is 1, so each batch is weighted like a step.
         accumulation = trainer.accumulate_grad_batches
         if batch_idx % accumulation == 0:
             self._weights.begin(
@@ -144,7 +154,7 @@ class UnevenBatchesExtension(FitExtension):
         self._statistics = None
         if self._is_repeated:
             self._sums = EpochSums(fit.module)
-            # Not here: before the forward, DDP broadcasts the statistics of rank zero.
+            # BatchNorm statistics are saved in a hook, after DDP's broadcast from rank zero and before the forward.
             self._forward_hook = fit.module.register_forward_pre_hook(self._save_statistics)
 
     def _save_statistics(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -167,7 +177,7 @@ class UnevenBatchesExtension(FitExtension):
             self._forward_hook = None
 
     def before_all_gather(self, fit: RunningFit) -> None:
-        """Refuse to gather in a training step, where the values of a repeated batch would count.
+        """Raise if `all_gather` is called in a training step, where it would gather repeated batches.
 
         Raises:
             RuntimeError: A training step is running.
@@ -177,7 +187,10 @@ class UnevenBatchesExtension(FitExtension):
             refuse_excluded(_FEATURES | gathering, error=RuntimeError)
 
     def backward(self, fit: RunningFit, loss: Tensor, run: Callable[[Tensor], Any]) -> Any:
-        """Weight the loss by the samples of this rank, or let a repeated batch bring zero gradients."""
+        """Run the backward with the loss weighted by this rank's number of samples.
+
+        The backward of a repeated batch adds zero gradients.
+        """
         self._refuse_local_sums(fit)
         fit.engine.num_terms = self._weights.num_terms
         context: AbstractContextManager[None] = nullcontext()
@@ -190,18 +203,18 @@ class UnevenBatchesExtension(FitExtension):
         with context:
             result = run(loss)
         if self._statistics is not None:
-            # Activation checkpointing has run the layers again.
+            # Activation checkpointing has run the layers again, which updated their statistics.
             self._statistics.restore()
         return result
 
     def _refuse_local_sums(self, fit: RunningFit) -> None:
-        """Refuse local sums of several batches in a user's own loop with fp16 gradients.
+        """Raise if manual optimization accumulates fp16 gradients of several batches before averaging.
 
-        Batches have other divisors then. With Lightning's accumulation they have one, and otherwise the divisor is
-        always the world size.
+        Batches have different divisors then. With Lightning's accumulation they have one divisor, and with other dtypes
+        the divisor is always the world size.
 
         Raises:
-            RuntimeError: The loop has turned averaging off for this backward.
+            RuntimeError: The loop has disabled gradient averaging for this backward.
         """
         is_local = not fit.wrapped.require_backward_grad_sync
         if is_local and self._has_fp16_gradients and not fit.module.automatic_optimization:
@@ -209,23 +222,32 @@ class UnevenBatchesExtension(FitExtension):
             refuse_excluded(_FEATURES | local_sums, error=RuntimeError)
 
     def status(self) -> Mapping[str, Any]:
-        """Return whether this rank's batch is a repeated one."""
+        """Return the `RunStatus` field that says whether this rank repeats a batch."""
         return {"repeats_batch": self._is_repeated}
 
     # ---- end ---------------------------------------------------------------------------------
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
-        """Free the process group. After an error, ranks that wait for this one's batch get one, too."""
+        """Free the process group.
+
+        After an error of this rank, ranks that wait for its batch raise an error as well.
+        """
         self._agreement.close(has_failed=error is not None)
 
     def put_back(self, fit: FitContext, error: BaseException | None) -> None:
-        """Remove what a failed step has left in the module, and free the process group of a fit that has not begun."""
+        """Remove the forward hook that a failed step has left in the module.
+
+        Also free the process group, which `end` does not do for a fit that failed before it began.
+        """
         self._remove_hook()
         self._agreement.close(has_failed=error is not None)
 
 
 def _leaves(fit: RunningFit) -> Iterable[Tensor]:
-    """Return the tensors whose gradients a backward computes: parameters, and their fp32 values if they show others."""
+    """Return the tensors whose gradients a backward computes.
+
+    These are the parameters, and the fp32 values of parameters that hold a half-precision copy.
+    """
     tensors: dict[int, Tensor] = {}
     for parameter in fit.module.parameters():
         tensors[id(parameter)] = parameter
@@ -237,7 +259,7 @@ def _leaves(fit: RunningFit) -> Iterable[Tensor]:
 
 
 def _in_run(fit: FitContext) -> dict[str, str]:
-    """Return the features of module and loop that exclude the option."""
+    """Return features of the module and the loop that cannot be combined with the option."""
     features = in_module(fit.module)
     if any(getattr(layer, "node_slices", ()) for layer in fit.module.modules()):
         features["node slices"] = "`node_slices`"
@@ -250,7 +272,7 @@ def _in_run(fit: FitContext) -> dict[str, str]:
 
 
 def _in_loaders(trainer: Any) -> dict[str, str]:
-    """Return the features of the training loaders that exclude the option."""
+    """Return features of the training loaders that cannot be combined with the option."""
     num_loaders = len(trainer.fit_loop._combined_loader.flattened)
     if num_loaders > 1:
         return {"several loaders": f"{num_loaders} training loaders"}

@@ -1,4 +1,4 @@
-"""Training loader whose epoch ends on all ranks at the same batch, when the longest loader of a rank has ended."""
+"""Training loader whose epoch ends on all ranks at once, when the longest loader of a rank has ended."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from lightning_hybrid.strategy.uneven_batches.agreement import END, BatchAgreeme
 
 
 class JoinedLoader(LoaderInPlace):
-    """Loader that yields a batch in every step of the longest epoch of all ranks.
+    """Loader that yields a batch in every step until the longest loader of all ranks ends.
 
-    Only the training loop's own iterator is joined. Any other reader gets a plain pass over this rank's batches.
+    Only the training loop's own iterator is joined with other ranks. Any other reader gets a plain pass over this
+    rank's batches.
 
     Args:
-        loader: The loader of this rank.
-        agreement: The agreement of the ranks.
-        length: The largest number of batches of all ranks. None: it is not known.
+        loader: Loader of this rank.
+        agreement: Agreement of the ranks on each batch.
+        length: Maximum number of batches of all ranks. None: it is not known.
         is_training: Returns whether the training loop holds an iterator.
         num_fetched: Returns the number of batches of this epoch that the training loop has fetched.
     """
@@ -51,7 +52,7 @@ class JoinedLoader(LoaderInPlace):
         return _JoinedBatches(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy belongs to user code, which reads this rank's batches only.
+        # A copy is read by user code, so it is a plain loader of this rank's batches.
         return deepcopy(self._loader, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -59,7 +60,7 @@ class JoinedLoader(LoaderInPlace):
 
 
 class StatefulJoinedLoader(JoinedLoader):
-    """A `JoinedLoader` over a loader with state, which is its own."""
+    """`JoinedLoader` that exposes the state of this rank's stateful loader."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's loader."""
@@ -67,19 +68,19 @@ class StatefulJoinedLoader(JoinedLoader):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of this rank's loader."""
+        """Restore the state of this rank's loader."""
         self._loader.load_state_dict(state)
 
 
 class _JoinedBatches(OuterIterator):
-    """Iterator of a `JoinedLoader`."""
+    """Iterator of a `JoinedLoader`, which agrees with the other ranks on each batch."""
 
     def __init__(self, loader: JoinedLoader) -> None:
         super().__init__()
         self._joined_loader = loader
         self._own_length: int | None = None
         self._is_begun = False
-        self._is_look = False  # of user code
+        self._is_look = False  # whether user code iterates, and not the training loop
         self._has_ended = False  # on this rank
         self._is_over = False  # on all ranks
 
@@ -100,10 +101,10 @@ class _JoinedBatches(OuterIterator):
         return batch
 
     def _own_batch(self) -> Any:
-        """Return the next batch of this rank's loader, or None if it has ended."""
+        """Return the next batch of this rank's loader, or None if the loader has ended."""
         assert self.inner is not None
-        # As Lightning does, a loader with a length is not asked for more: its sampler would draw once more at its end,
-        # and a resumed run, which does not get there, would have another order in the next epoch.
+        # Like Lightning, do not ask a loader with a length for more batches. At its end the sampler would draw random
+        # numbers once more. A resumed run does not reach that end, so its next epoch would have another order.
         has_given_all = (
             self._own_length is not None and self._joined_loader._num_fetched() >= self._own_length
         )
@@ -112,8 +113,8 @@ class _JoinedBatches(OuterIterator):
         if self._has_ended:
             return None
 
-        # A run that is resumed after the loader's end asks once: a loader with a state ends its epoch here, and one
-        # that cannot resume gives a batch of an epoch that is over.
+        # A run that is resumed after the loader's end asks once, because a stateful loader ends its epoch here. Another
+        # loader returns a batch of an epoch that is over, which is dropped.
         self._is_begun = True
         batch = next(self.inner, END)
         if has_given_all or batch is END:
@@ -130,7 +131,7 @@ class _JoinedBatches(OuterIterator):
             loader._agreement.begin_epoch()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy begins at the first batch, as copies of the iterators of loaders do.
+        # A copy begins at the first batch, like copies of other loaders' iterators.
         return iter, (self._joined_loader,)
 
 
@@ -142,7 +143,10 @@ def joined(
     is_training: Callable[[Iterator[Any]], bool],
     num_fetched: Callable[[], int],
 ) -> JoinedLoader:
-    """Return the `JoinedLoader` that fits a loader. The arguments are those of the class."""
+    """Return a `JoinedLoader` for a loader, with state methods if the loader has them.
+
+    The arguments are those of the class.
+    """
     loader_type = JoinedLoader
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         loader_type = StatefulJoinedLoader

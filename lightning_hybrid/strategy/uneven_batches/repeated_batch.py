@@ -1,4 +1,4 @@
-"""Undoing of the effects of a repeated batch, which counts for nothing: gradients, statistics, logs and metrics."""
+"""Removal of a repeated batch's effects on gradients, statistics, logged values and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from torchmetrics import Metric
 
 @contextmanager
 def zero_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Let every backward inside add exactly zero to the gradients of these tensors, also for inf and nan."""
+    """Return a context in which every backward adds exactly zero to the gradients of these tensors.
+
+    Gradients that are inf or nan are replaced by zero as well.
+    """
     handles = []
     for tensor in tensors:
         if tensor.requires_grad:
@@ -27,10 +30,10 @@ def zero_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 class RunningStatistics:
-    """Running statistics of normalisation layers, such as BatchNorm, as they were when this object was made.
+    """Snapshot of the running statistics of normalization layers, such as BatchNorm.
 
     Args:
-        module: The module with the layers.
+        module: Module with the layers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -41,13 +44,16 @@ class RunningStatistics:
                     self._saved.append((buffer, buffer.clone()))
 
     def restore(self) -> None:
-        """Write the values back. A graph that waits for its backward stays valid."""
+        """Write the saved statistics back into the layers.
+
+        An autograd graph whose backward is still to come stays valid.
+        """
         for buffer, value in self._saved:
             buffer.data.copy_(value)
 
 
 class EpochSums:
-    """Sums that `self.log` and torchmetrics of the module collect over an epoch, as they were at the beginning.
+    """Snapshot of the sums that `self.log` and the module's torchmetrics accumulate over an epoch.
 
     Args:
         module: The LightningModule.
@@ -65,8 +71,11 @@ class EpochSums:
                 self._metrics.append(_MetricState(metric))
 
     def restore(self) -> None:
-        """Take the sums back. Values of the step alone stay, and so do the names that were logged first in it."""
-        # Ranks must have the same names at the end of the epoch, when values with `sync_dist` are reduced.
+        """Restore the saved sums of the epoch.
+
+        Values logged for the single step stay, and so do names that were first logged in it.
+        """
+        # Names stay, because ranks need the same names at the end of the epoch, when `sync_dist` values are reduced.
         for key, result in self._results.items():
             if not result.is_tensor:
                 continue
@@ -81,7 +90,7 @@ class EpochSums:
 
 
 class _MetricState:
-    """State of a torchmetric, as it was when this object was made."""
+    """Snapshot of the state of a torchmetric."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric: Any = metric
@@ -91,7 +100,7 @@ class _MetricState:
             self._values[name] = _copied(getattr(metric, name))
 
     def restore(self) -> None:
-        """Write the state back."""
+        """Write the saved state back into the metric."""
         for name, value in self._values.items():
             setattr(self._metric, name, value)
         self._metric._update_count = self._update_count
@@ -99,7 +108,7 @@ class _MetricState:
 
 
 def _sums_of(result: Any) -> dict[str, Any]:
-    # The states of a logged value are replaced and never written, so no copy is needed.
+    # Lightning replaces the states of a logged value instead of writing into them, so no copy is needed.
     return {name: getattr(result, name) for name in result._defaults}
 
 
@@ -113,4 +122,4 @@ def _initial_sums(result: Any) -> dict[str, Any]:
 def _copied(state: Any) -> Any:
     if isinstance(state, Tensor):
         return state.detach().clone()
-    return list(state)  # of what a metric appends to
+    return list(state)  # copied, because a metric appends to it

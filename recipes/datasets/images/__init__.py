@@ -1,1 +1,1 @@
-"""Images in folders or shards: sources, decoding, crops, threads, loaders."""
+"""Images in folders or shards: sources, decoding, crops, decoder threads and loaders."""

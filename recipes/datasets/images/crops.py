@@ -1,4 +1,4 @@
-"""The crop of an image that the network sees: random in training, the centre in evaluation."""
+"""Crops of images for the network: random crops in training, the centre crop in evaluation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from recipes.datasets.images.decode import Pixels
 
-NUM_TRIES = 10  # as published, before the centre crop of last resort
+NUM_TRIES = 10  # as published; after that the centre crop is used
 NUM_DRAWS = 3 + 2 * NUM_TRIES
 
 
 class Box(NamedTuple):
-    """A rectangle of whole pixels."""
+    """Rectangle in whole pixels."""
 
     top: int
     left: int
@@ -29,9 +29,10 @@ class Box(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The steps from an image to a square.
+    """Parameters that turn an image into a square crop.
 
-    `box` is cut out and resized to `height` x `width`; from that the square is cut at `top`, `left`, and flipped.
+    `box` is cut out of the image and resized to `height` x `width`. The square is cut from the result at `top`, `left`,
+    and flipped horizontally if `flip` is set.
     """
 
     box: Box
@@ -43,14 +44,15 @@ class Frame(NamedTuple):
 
 
 def draws_of(*, seed: int, epoch: int, image: int) -> NDArray[np.float64]:
-    """Draw the random numbers of one image in one epoch: uniform in [0, 1), the same on any rank and in any order.
+    """Return the random numbers of one image in one epoch, uniform in [0, 1).
 
-    A counter-based generator (Philox, Salmon et al. 2011): its key is (seed, epoch), its counter the image.
+    They do not depend on rank or order, because the generator is counter-based (Philox, Salmon et al. 2011). Its key is
+    (seed, epoch), and its counter is the image.
 
     >>> float(draws_of(seed=0, epoch=1, image=2)[0]) == float(draws_of(seed=0, epoch=1, image=2)[0])
     True
     """
-    # No state: a resumed run, or another rank, draws the same without drawing what came before.
+    # The generator has no state: a resumed run, or another rank, draws the same numbers directly.
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     counter = np.array([0, image, 0, 0], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(NUM_DRAWS)
@@ -64,21 +66,23 @@ def random_box(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> Box:
-    """Choose a box of random area and aspect ratio (Szegedy et al. 2014, arXiv:1409.4842. Sequence as in torchvision).
+    """Return a box of random area and aspect ratio (Szegedy et al. 2014, arXiv:1409.4842).
+
+    The sequence of tries is that of torchvision:
 
         try k:  area_k   = height * width * uniform(area)                 draw 3 + 2k
                 aspect_k = exp(uniform(log aspect))                       draw 4 + 2k
                 box      = round(sqrt(area_k / aspect_k)) x round(sqrt(area_k * aspect_k))
 
-    The first of 10 tries that fits is placed uniformly (draws 0: top, 1: left). If none does: the centre, as large as
-    fits, its aspect ratio brought into the range. Draw 2 is the flip's.
+    The first of 10 tries that fits into the image is positioned uniformly (draw 0: top, draw 1: left). If none fits,
+    the result is the largest centred box whose aspect ratio is in the range. Draw 2 is reserved for the flip.
 
     Args:
-        height: Height of the image.
-        width: Width of the image.
+        height: Height of the image in pixels.
+        width: Width of the image in pixels.
         draws: `NUM_DRAWS` numbers, uniform in [0, 1).
-        area: Least and largest area, as fractions of the image's.
-        aspect: Least and largest width / height.
+        area: Minimum and maximum area, as fractions of the image's area.
+        aspect: Minimum and maximum ratio of width to height.
 
     >>> random_box(100, 200, [0.5] * 23, area=(0.25, 0.25), aspect=(1.0, 1.0))
     Box(top=15, left=65, height=71, width=71)
@@ -94,7 +98,7 @@ def random_box(
         box_width = round(math.sqrt(pixels * ratio))
         box_height = round(math.sqrt(pixels / ratio))
         if 0 < box_width <= width and 0 < box_height <= height:
-            # + 1: the last place is as likely as the others. A draw is below 1, so that int() stays inside.
+            # + 1: the last position is as likely as the others. A draw is below 1, so the box stays inside the image.
             top = int(draws[0] * (height - box_height + 1))
             left = int(draws[1] * (width - box_width + 1))
             return Box(top, left, box_height, box_width)
@@ -108,17 +112,20 @@ def random_box(
 
 
 def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
-    """Resize bilinearly with antialiasing, in uint8, within one grey level of Pillow: `"1 3 height width"`."""
-    # strides of channels_last, which the result has too
+    """Resize an image bilinearly with antialiasing to uint8 `"1 3 height width"`.
+
+    Values differ from Pillow's by at most one grey level.
+    """
+    # channels_last strides, which the result keeps
     image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
     return F.interpolate(image, size=(height, width), mode="bilinear", antialias=True)
 
 
 def render_crop(pixels: Pixels, row: Tensor, frame: Frame) -> None:
-    """Fill `row`, uint8 `"3 image_size image_size"`, with the crop `frame` of `pixels`."""
+    """Write the crop `frame` of an image into `row`, uint8 `"3 image_size image_size"`."""
     top, left, height, width = frame.box
     size = row.shape[-1]
-    # First cut, then resize, as torchvision's `resized_crop`.
+    # Cut first, then resize, as in torchvision's `resized_crop`.
     crop = resized(
         pixels[top : top + height, left : left + width], height=frame.height, width=frame.width
     )
@@ -128,7 +135,7 @@ def render_crop(pixels: Pixels, row: Tensor, frame: Frame) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCrop:
-    """The random resized crop of training, flipped half of the time: a function of (seed, epoch, image).
+    """Random resized crop with horizontal flip for training, determined by (seed, epoch, image).
 
     Raises:
         ValueError: A range is empty or out of bounds.
@@ -153,21 +160,21 @@ class TrainCrop:
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Choose the crop of an image of `height` x `width` pixels."""
+        """Return the random crop of an image of `height` x `width` pixels in one epoch."""
         draws = draws_of(seed=self.seed, epoch=epoch, image=image)
         box = random_box(height, width, draws, area=self.area, aspect=self.aspect)
-        # Drawn whether it is used or not, so that `flip` changes no crop.
+        # The draw is reserved even without `flip`, so that the option does not change the crops.
         is_flipped = self.flip and bool(draws[2] < 0.5)
         return Frame(box, self.image_size, self.image_size, top=0, left=0, flip=is_flipped)
 
 
-# Evaluation resizes no image longer than this times its short side. Our choice: far beyond any photograph.
+# Maximum aspect ratio that evaluation resizes. Our choice, far beyond any photograph.
 MAX_ASPECT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalCrop:
-    """The crop of evaluation: the short side resized to `eval_resize`, then the centre (as in torchvision).
+    """Crop for evaluation: resize the short side to `eval_resize`, then cut the centre.
 
     Raises:
         ValueError: The crop is larger than the resized image.
@@ -184,17 +191,17 @@ class EvalCrop:
             )
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Choose the crop of an image of `height` x `width` pixels. The same in every epoch."""
+        """Return the centre crop of an image of `height` x `width` pixels, the same in every epoch."""
         whole = _middle(height, width)
         height, width = short_side_resized(whole.height, whole.width, short_side=self.eval_resize)
-        # round(), not //, as torchvision's CenterCrop.
+        # round() and not //, as in torchvision's CenterCrop.
         top = round((height - self.image_size) / 2)
         left = round((width - self.image_size) / 2)
         return Frame(whole, height, width, top=top, left=left, flip=False)
 
 
 def _middle(height: int, width: int) -> Box:
-    # A longer image would take gigabytes after resizing.
+    # A more elongated image would take gigabytes after resizing.
     most = MAX_ASPECT * min(height, width)
     return Box(
         max(0, (height - most) // 2),
@@ -205,7 +212,9 @@ def _middle(height: int, width: int) -> Box:
 
 
 def short_side_resized(height: int, width: int, *, short_side: int) -> tuple[int, int]:
-    """Scale height and width so that the shorter is `short_side`. Round the longer down, as in torchvision.
+    """Return height and width scaled so that the shorter side is `short_side`.
+
+    The longer side is rounded down, as in torchvision.
 
     >>> short_side_resized(375, 500, short_side=256)
     (256, 341)

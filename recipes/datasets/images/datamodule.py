@@ -1,4 +1,4 @@
-"""The base of data modules of large images: loaders for any number of ranks, and normalisation on the device."""
+"""Base class of data modules for large images, with loaders for any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from recipes.datasets.images.source import RowSource
 
 
 class ImageDataModule(pl.LightningDataModule, ABC):
-    """A data module over `train_rows` and `eval_rows`, which `setup` of a subclass provides.
+    """Data module over `train_rows` and `eval_rows`, which the `setup` method of a subclass provides.
 
-    Batches leave the loader as uint8. On the device `DevicePrefetcher` normalises them, else `on_after_batch_transfer`.
+    Batches leave the loader as uint8. On the device `DevicePrefetcher` normalises them. Without a prefetcher,
+    `on_after_batch_transfer` does.
 
     Args:
-        global_batch_size: Images per optimizer step, over all ranks and accumulation rounds.
-        seed: Seed of the order of images and of augmentation. Every rank must have the same.
-        eval_batch_size_per_rank: Images per batch of one rank in validation and test; no influence on results.
-        num_threads: Threads that decode, for each rank; None: its share of the machine's cores.
-        num_batches_ahead: Batches that are made while the consumer works.
-        mean: Mean grey levels of red, green and blue, as fractions of 255.
-        std: Standard deviations of these grey levels, as fractions of 255.
+        global_batch_size: Images per optimizer step, over all ranks and accumulation steps.
+        seed: Seed of the image order and of augmentation. It must be the same on every rank.
+        eval_batch_size_per_rank: Images per batch and rank in validation and test. It does not influence results.
+        num_threads: Decoder threads per rank. None: the rank's share of the machine's cores.
+        num_batches_ahead: Number of batches that are prepared while the consumer works.
+        mean: Mean levels of red, green and blue, as fractions of 255.
+        std: Standard deviations of these levels, as fractions of 255.
     """
 
     train_rows: RowSource
@@ -65,7 +66,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
     @abstractmethod
     def setup(self, stage: str) -> None:
-        """Provide `train_rows` and `eval_rows`, on every rank."""
+        """Set `train_rows` and `eval_rows` on every rank."""
 
     def _num_threads(self) -> int:
         return self.num_threads or share_of_cores(self.trainer.num_devices if self.trainer else 1)
@@ -79,7 +80,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def train_dataloader(self) -> ImageTrainLoader:
-        """Make the loader of this rank. Lightning sets its epoch."""
+        """Return this rank's training loader. Lightning sets its epoch."""
         trainer = self.trainer
         order = EpochOrder(
             num_images=self.train_rows.num_images,
@@ -93,7 +94,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def val_dataloader(self) -> ImageEvalLoader:
-        """Make the loader of this rank's share of the validation images, each of which comes once."""
+        """Return this rank's validation loader. Over all ranks every image occurs once."""
         return ImageEvalLoader(
             self.eval_rows,
             **share_of(self.trainer),
@@ -103,12 +104,18 @@ class ImageDataModule(pl.LightningDataModule, ABC):
         )
 
     def test_dataloader(self) -> ImageEvalLoader:
-        """Return the validation images: ImageNet's test labels are not public. Published accuracies are on these."""
+        """Return the validation loader, because ImageNet's test labels are not public.
+
+        Published accuracies use the validation images too.
+        """
         return self.val_dataloader()
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Normalise, and cast to the precision's input dtype, under a strategy without prefetcher."""
-        # Images that a `DevicePrefetcher` has normalised are not uint8 any more, and stay as they are.
+        """Normalise the images and cast them to the precision's input dtype.
+
+        Batches that a prefetcher has already normalised are returned unchanged.
+        """
+        # Images that a `DevicePrefetcher` has normalised are no longer uint8, and stay unchanged.
         normalised = self.on_device(batch)
         if normalised is batch or self.trainer is None:
             return normalised
@@ -117,12 +124,14 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
 
 def share_of_cores(num_ranks: int) -> int:
-    """Count the threads for one of `num_ranks` processes on this machine: its share of the usable cores, at least 1.
+    """Return the number of threads for one of `num_ranks` processes on this machine.
+
+    It is the process's share of the usable cores, at least 1.
 
     >>> share_of_cores(10**6)
     1
     """
-    # The usable cores: a container or a job scheduler may give a process fewer than the machine has.
+    # A container or a job scheduler may give a process fewer cores than the machine has.
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
     else:

@@ -1,4 +1,4 @@
-"""Decoding of image files to RGB pixels: simplejpeg where it is installed, Pillow for the rest."""
+"""Decoding of image files to RGB pixels with simplejpeg if it is installed, otherwise with Pillow."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from PIL import Image
 
 try:
     import simplejpeg
-except ImportError:  # the extra `jpeg`
+except ImportError:  # installed by the extra `jpeg`
     simplejpeg = None
 
 Pixels = NDArray[np.uint8]
 JPEG_MAGIC = b"\xff\xd8"
-DECODERS = ("simplejpeg", "pillow")  # of one image
+DECODERS = ("simplejpeg", "pillow")  # image decoders, the faster one first
 
-# The largest image: where Pillow begins to warn of decompression bombs (a quarter of a gigabyte of RGB).
+# Largest image: the size from which Pillow warns of decompression bombs, a quarter of a gigabyte of RGB.
 MAX_PIXELS = 89_478_485
 
 
 class CorruptImageError(ValueError):
-    """Bytes that are not an image, or not all of one."""
+    """Error for bytes that are not an image, or are an incomplete one."""
 
 
 def default_decoder() -> str:
-    """Return the faster of `DECODERS` that is installed."""
+    """Return the fastest decoder that is installed."""
     if simplejpeg is None:
         return "pillow"
     return "simplejpeg"
 
 
 def check_decoder(decoder: str) -> None:
-    """Refuse a decoder that is not there.
+    """Raise if a decoder is unknown or not installed.
 
     Raises:
         ValueError: The name is unknown, or the decoder is not installed.
@@ -55,17 +55,18 @@ def check_decoder(decoder: str) -> None:
 
 
 def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
-    """Decode an image file to RGB pixels: uint8 `"height width 3"`.
+    """Decode an image file to RGB pixels, uint8 `"height width 3"`.
 
-    Grey becomes three equal channels, CMYK is converted, of 16 bits the upper 8 stay, transparency is dropped.
+    Grey images get three equal channels, CMYK is converted, 16-bit values keep their upper 8 bits, and transparency is
+    dropped.
 
     Raises:
-        CorruptImageError: The file is no image, cut short, or has more than `MAX_PIXELS`.
+        CorruptImageError: The file is not an image, is incomplete, or has more than `MAX_PIXELS`.
     """
     if not data:
         raise CorruptImageError("the file is empty")
-    # The same bits as Pillow's, as both run libjpeg-turbo with exact transforms, in less time. What it refuses goes to
-    # Pillow: other formats under a JPEG's name (ImageNet has a PNG), and damage that libjpeg warns of.
+    # simplejpeg is faster and gives the same bits as Pillow, because both use libjpeg-turbo with exact transforms.
+    # Pillow decodes what it rejects: other formats named .JPEG (ImageNet has a PNG), and damage that libjpeg warns about.
     if decoder == "simplejpeg" and data.startswith(JPEG_MAGIC):
         try:
             height, width, *_ = simplejpeg.decode_jpeg_header(data)
@@ -78,7 +79,7 @@ def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
 
 
 def _check_size(height: int, width: int) -> None:
-    # By the header, before memory is taken: a few bytes can claim to be gigabytes of pixels.
+    # Checked in the header before memory is allocated: a tiny file can claim to have gigabytes of pixels.
     if height * width > MAX_PIXELS:
         raise CorruptImageError(
             f"{height} x {width} pixels are more than {MAX_PIXELS}, and take {height * width * 3} bytes"
@@ -89,20 +90,20 @@ def _decode_with_pillow(data: bytes) -> Pixels:
     try:
         with Image.open(io.BytesIO(data)) as image:
             _check_size(image.height, image.width)
-            if image.mode.startswith("I"):  # convert() would clip 16 bits, not scale them
+            if image.mode.startswith(
+                "I"
+            ):  # convert() would clip 16-bit values instead of scaling them
                 grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
                 return np.repeat(grey[:, :, None], 3, axis=2)
             return np.array(image if image.mode == "RGB" else image.convert("RGB"))
     except CorruptImageError:
         raise
-    except (
-        Exception
-    ) as error:  # Pillow's plugins raise nearly anything for bytes that are not what they claim
+    except Exception as error:  # Pillow's plugins raise many kinds of exceptions for invalid files
         raise CorruptImageError(f"{type(error).__name__}: {error}") from error
 
 
 def encode_jpeg(pixels: Pixels, *, quality: int) -> bytes:
-    """Encode RGB pixels as baseline JPEG, chroma halved both ways, as nearly all of ImageNet is."""
+    """Encode RGB pixels as baseline JPEG with 4:2:0 chroma subsampling, as most of ImageNet is."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="JPEG", quality=quality, subsampling="4:2:0")
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Threads that fill the next batches while the consumer works on the present one."""
+"""Threads that prepare the next batches while the consumer works on the current one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LoadRow = Callable[[int, Tensor], int]
 
 @dataclass
 class _Filling:
-    """A batch whose rows threads fill."""
+    """Batch whose rows are being filled by threads."""
 
     indices: Indices
     images: Tensor
@@ -32,18 +32,19 @@ class _Filling:
 
 
 class ThreadedBatches(Iterator[Batch]):
-    """An iterator over batches that threads fill, up to `num_batches_ahead` of them ahead of the consumer.
+    """Iterator over batches that threads fill, up to `num_batches_ahead` batches ahead of the consumer.
 
-    All threads work on the same batch, row by row, and go on to the next one without waiting for the last row. An error
-    in a row reaches the consumer when its batch is due, and ends the iteration. `close`, the end of the iteration,
-    garbage collection and the end of the program stop the threads. In a forked process to iterate is an error.
+    All threads work on the rows of one batch, and start on the next batch without waiting for its last row. An error in
+    a row is raised when the consumer reaches its batch, and ends the iteration. The threads stop on `close`, at the end
+    of the iteration, on garbage collection and at exit. Iterating in a forked process raises an error.
 
     Args:
-        shares: The images of each batch.
-        load_row: Fills one row and returns its label.
-        take_buffer: Gives memory for the images of one batch of the given number of rows.
-        num_threads: At least 1.
-        num_batches_ahead: At least 1; so many buffers are in use besides those that the consumer holds.
+        shares: Indices of the images of each batch.
+        load_row: Function that fills one row and returns its label.
+        take_buffer: Function that returns memory for the images of a batch with the given number of rows.
+        num_threads: Number of threads, at least 1.
+        num_batches_ahead: Number of batches that are filled in advance, at least 1. This many buffers are used in
+            addition to those that the consumer holds.
 
     >>> import numpy as np
     >>> def load_row(index, row):
@@ -67,13 +68,13 @@ class ThreadedBatches(Iterator[Batch]):
     ) -> None:
         for name, value in (("num_threads", num_threads), ("num_batches_ahead", num_batches_ahead)):
             require_whole(name, value, f"with none no batch would be filled. Set {name}=1")
-        # Decoding and resizing release Python's lock: threads do what worker processes do, without start-up and copies.
+        # Decoding and resizing release the GIL, so threads work in parallel, without the start-up and copies of processes.
         self._work = _Work(iter(shares), load_row, take_buffer, num_batches_ahead)
         torch_threads = torch.get_num_threads()
         self._work.start(num_threads)
-        # torch hands the number last set, here the threads' 1, to every thread that starts later.
+        # Threads that start later inherit the number of threads that was set last, which is 1 in the decoder threads.
         torch.set_num_threads(torch_threads)
-        self._finalizer = weakref.finalize(self, self._work.stop)  # also at the end of the program
+        self._finalizer = weakref.finalize(self, self._work.stop)  # also runs at exit
 
     def __next__(self) -> Batch:
         try:
@@ -83,12 +84,12 @@ class ThreadedBatches(Iterator[Batch]):
             raise
 
     def close(self) -> None:
-        """Stop the threads and wait for them: at most as long as one image takes."""
+        """Stop the threads and wait for them, at most as long as one image takes."""
         self._finalizer()
 
 
 class _Work:
-    # It does not refer to the iterator, so that the iterator can be collected while threads run.
+    # Holds no reference to the iterator, so that the iterator can be garbage-collected while threads run.
 
     def __init__(
         self,
@@ -101,16 +102,16 @@ class _Work:
         self.take_buffer = take_buffer
         self.room = threading.Semaphore(num_batches_ahead)
         self.begun: queue.SimpleQueue[_Filling | Exception | None] = queue.SimpleQueue()
-        # Two locks: the thread that holds `lock` may wait for room, which comes only while others finish their rows.
-        self.lock = threading.Lock()  # of `rows`
-        self.counting = threading.Lock()  # of `rows_left`
+        # Two locks: a thread that holds `lock` may wait for room, which is only freed when others finish their rows.
+        self.lock = threading.Lock()  # protects `rows`
+        self.counting = threading.Lock()  # protects `rows_left`
         self.stopped = False
         self.threads: list[threading.Thread] = []
         self.process_id = os.getpid()
         self.rows = self._rows(shares)
 
     def _rows(self, shares: Iterator[Indices]) -> Iterator[tuple[_Filling, int]]:
-        # Every row of every batch, in order; one thread at a time advances it.
+        # Yields every row of every batch in order. Only one thread at a time advances it.
         try:
             for indices in shares:
                 self.room.acquire()
@@ -120,13 +121,13 @@ class _Work:
                 images = self.take_buffer(num_rows)
                 labels = torch.empty(num_rows, dtype=torch.int64, pin_memory=images.is_pinned())
                 filling = _Filling(indices, images, labels, num_rows)
-                del images, labels  # the consumer alone decides how long they live
+                del images, labels  # only the consumer decides how long they live
                 self.begun.put(filling)
                 for row in range(num_rows):
                     yield filling, row
                 del filling
             self.begun.put(None)
-        except Exception as error:  # of the consumer's own shares or buffers
+        except Exception as error:  # raised by the iterator of shares or by `take_buffer`
             self.begun.put(error)
 
     def start(self, num_threads: int) -> None:
@@ -140,8 +141,10 @@ class _Work:
         ready.wait()
 
     def _run(self, ready: threading.Barrier) -> None:
-        torch.get_num_threads()  # a thread's first operation takes the number over from the last one that set it ...
-        torch.set_num_threads(1)  # ... so this comes second; it is for operations in this thread
+        torch.get_num_threads()  # the first operation of a thread copies the last number that was set, ...
+        torch.set_num_threads(
+            1
+        )  # ... so set it afterwards; it applies to operations in this thread
         ready.wait()
         while not self.stopped:
             with self.lock:
@@ -149,11 +152,11 @@ class _Work:
             if job is None:
                 return
             self._fill(*job)
-            del job  # else it would hold the buffer of a batch while this thread waits
+            del job  # otherwise it would keep a batch's buffer alive while this thread waits
 
     def _fill(self, filling: _Filling, row: int) -> None:
         try:
-            # After an error the other rows are only counted: nothing reads the batch.
+            # After an error the other rows are only counted, because nobody reads the batch.
             if filling.error is None:
                 filling.labels[row] = self.load_row(int(filling.indices[row]), filling.images[row])
         except Exception as error:
@@ -165,7 +168,7 @@ class _Work:
             filling.full.set()
 
     def next_batch(self) -> Batch:
-        # A fork copies this object but not its threads: without the error this would wait without end.
+        # A fork copies this object without its threads, and would wait forever without this error.
         if self.process_id != os.getpid():
             raise RuntimeError(
                 "the threads of this iterator live in the process that made it, and this is a fork of it: iterate over "
@@ -173,14 +176,14 @@ class _Work:
             )
         if self.stopped:
             raise StopIteration
-        # Batches come in the order of the shares, whichever is full first.
+        # Batches are returned in the order of the shares, even if a later one is full earlier.
         filling = self.begun.get()
         if filling is None:
             raise StopIteration
         if isinstance(filling, Exception):
             raise filling
         filling.full.wait()
-        # From here on the consumer holds the buffer: a thread may take another one.
+        # The consumer holds this buffer from now on, so a thread may take another one.
         self.room.release()
         if filling.error is not None:
             raise filling.error
@@ -190,8 +193,8 @@ class _Work:
         if self.process_id != os.getpid():
             return
         self.stopped = True
-        self.room.release()  # for a thread that may wait
-        # garbage collection runs in this one, which cannot join itself
+        self.room.release()  # wakes a thread that may be waiting
+        # garbage collection runs in one of the threads, which cannot join itself
         if threading.current_thread() in self.threads:
             return
         for thread in self.threads:

@@ -1,4 +1,4 @@
-"""ImageNet as it is unpacked: a folder per split with a folder per class with image files."""
+"""Image datasets in ImageNet's unpacked layout: a folder per split, and in it a folder per class."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from recipes.datasets.images.source import ImageSource
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
 ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".zip")
-MAX_NAMED = 3  # in an error
+MAX_NAMED = 3  # names listed in an error
 
 
 class ImageFolder(ImageSource):
-    """The images of `folder/<class>/<name>.JPEG` (or .jpg, .png). Classes are numbered in order of their names.
+    """Image source for files `folder/<class>/<name>.JPEG` (or .jpg, .png).
 
-    Other files and hidden files are ignored.
+    Classes are numbered in the order of their names. Other files and hidden files are ignored.
 
     Raises:
-        ValueError: Images lie outside of class folders, archives are packed, or a class folder is empty or missing.
+        ValueError: Images lie outside of class folders, archives are not unpacked, or a class folder is empty or
+            missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,24 +44,24 @@ class ImageFolder(ImageSource):
                 f"{_some(empty)}. Unpack them again, or remove the empty folders."
             )
         self.labels = np.concatenate(labels)
-        # Bytes in one array, 20 per image: a million Python strings would be several times as much, in every process.
+        # One array takes 20 bytes per image. Python strings would take several times as much, in every process.
         self._names: NDArray[np.bytes_] = np.array(names)
 
     def read(self, index: int) -> bytes:
-        """Read the image file."""
+        """Return the bytes of an image file."""
         with open(self.name(index), "rb", buffering=0) as file:
             return file.read()
 
     def name(self, index: int) -> str:
-        """Return the path of the file."""
+        """Return the path of an image file."""
         return f"{self.folder}/{self.classes[self.labels[index]]}/{os.fsdecode(bytes(self._names[index]))}"
 
 
 def class_folders(folder: Path) -> tuple[str, ...]:
-    """Return the names of a split's classes, those of its folders, in the order in which they are numbered.
+    """Return the class names of a split, which are its folder names, in label order.
 
     Raises:
-        ValueError: Images lie outside of class folders, archives are packed, or there is no class folder.
+        ValueError: Images lie outside of class folders, archives are not unpacked, or there is no class folder.
     """
     folders, loose, archives = _entries(folder)
     packed = [name for name in archives if name.split(".")[0] not in folders]
@@ -84,7 +85,10 @@ def class_folders(folder: Path) -> tuple[str, ...]:
 
 
 def num_images_up_to(folder: Path, most: int) -> int:
-    """Count the images of a split, but no further than `most`: of a large set only some folders are read."""
+    """Return the number of images of a split, or `most` if there are at least that many.
+
+    Counting stops at `most`, so only some folders of a large dataset are read.
+    """
     num_images = 0
     for name in class_folders(folder):
         num_images += sum(map(_is_image, os.listdir(folder / name)))
@@ -96,10 +100,12 @@ def num_images_up_to(folder: Path, most: int) -> int:
 def check_root(
     root: Path, splits: Sequence[str] = ("train", "val"), *, key: str = "data.root"
 ) -> None:
-    """Refuse a root without its splits, and say what is there instead. `key` is what the cure names.
+    """Raise if a dataset folder lacks a split, and describe its content in the message.
+
+    `key` is the configuration key to set in the message.
 
     Raises:
-        ValueError: There is no such folder, or a split is missing.
+        ValueError: The folder does not exist, or a split is missing.
     """
     if not root.is_dir():
         raise ValueError(
@@ -127,16 +133,18 @@ def check_root(
 def check_same_classes(
     root: Path, train: Sequence[str], val: Sequence[str], *, num_classes: int
 ) -> None:
-    """Refuse a set whose labels would mean one thing in training and another in validation, or nothing to the network.
+    """Raise if training and validation have different classes, or not `num_classes` of them.
+
+    Labels are class numbers, so they would have different meanings in the two splits.
 
     Raises:
-        ValueError: The class folders differ, or are not `num_classes`.
+        ValueError: The class folders differ, or their number is not `num_classes`.
 
     >>> check_same_classes(Path("data"), ["cat", "dog"], ["cat", "cow"], num_classes=2)
     Traceback (most recent call last):
         ...
     ValueError: `root` (=data) must have the same classes in train/ and val/: dog only in train/; cow only in val/. \
-Labels are numbered in order of the class names, so the accuracy would mean nothing. Complete the set.
+    Labels are numbered in order of the class names, so the accuracy would mean nothing. Complete the set.
     """
     only = [
         (sorted({*classes} - {*other_classes}), name)
@@ -160,7 +168,7 @@ Labels are numbered in order of the class names, so the accuracy would mean noth
 
 
 def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    # Sorted: the numbers of the classes follow from the order.
+    # Sorted, because the order determines the class numbers.
     folders = []
     images = []
     archives = []
@@ -182,7 +190,7 @@ def _is_image(name: str) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Join the first few of many names.
+    """Return the first few of many names, and the number of further ones, as text.
 
     >>> _some(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'

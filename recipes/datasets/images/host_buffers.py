@@ -1,4 +1,4 @@
-"""Memory for batches on the host, which is used again as soon as no tensor is on it."""
+"""Pool of host memory for batches, which is reused once no tensor refers to it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Our choice: more than a loader and its consumer hold at a time; memory of further batches goes back to the system.
+# Our choice: more than a loader and its consumer hold at a time. Memory of further batches is freed.
 MAX_FREE = 8
 
 
 class HostBuffers:
-    """A pool of batches of uint8 images `"batch channels height width"`, channels_last, of at most `max_images` images.
+    """Pool of memory for batches of uint8 images `"batch channels height width"` in channels_last format.
 
-    Memory returns to the pool when the last tensor on it is gone: consumers may hold batches as long as they like, and
-    a loop that does not hold them uses the same few blocks again.
+    A batch has at most `max_images` images. Memory returns to the pool when the last tensor on it is deleted. Consumers
+    may therefore hold batches as long as they like, and a loop that does not hold them reuses the same few blocks.
 
     >>> buffers = HostBuffers(max_images=2, image_size=4, pin_memory=False)
     >>> images = buffers.take(2)
@@ -40,17 +40,17 @@ class HostBuffers:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A lock cannot be pickled, and blocks in another process are of no use.
+        # A lock cannot be pickled, and free blocks are useless in another process.
         sizes = {"max_images": self.max_images, "image_size": self.image_size}
         return partial(HostBuffers, **sizes, pin_memory=self.pin_memory), ()
 
     def take(self, num_images: int) -> Tensor:
-        """Return memory for a batch. Its content is left over from other batches."""
+        """Return memory for a batch of `num_images` images. Its content is undefined."""
         shape = (num_images, self.image_size, self.image_size, 3)
-        # torch's caching allocator has such a pool of its own, which also waits for copies to the device.
+        # torch's caching allocator already pools pinned memory, and also waits for copies to the device.
         if self.pin_memory:
             return torch.empty(shape, dtype=torch.uint8, pin_memory=True).permute(0, 3, 1, 2)
-        # Fresh pages cost as much as a copy of the batch: the block used last comes first.
+        # New pages cost as much as a copy of the batch, so reuse the most recently used block.
         with self._lock:
             if self._free:
                 block = self._free.pop()
@@ -58,9 +58,9 @@ class HostBuffers:
                 block = None
         if block is None:
             block = np.empty((self.max_images, *shape[1:]), dtype=np.uint8)
-        # Only torch holds this view, as long as a tensor is on it: its end is the end of the last tensor.
+        # Only torch holds this view, so it is deleted together with the last tensor on it.
         lent = block[:num_images]
         weakref.finalize(
             lent, self._free.append, block
-        ).atexit = False  # at exit there is nothing to return to
+        ).atexit = False  # at exit the pool no longer exists
         return torch.from_numpy(lent).permute(0, 3, 1, 2)

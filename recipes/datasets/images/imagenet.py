@@ -1,4 +1,4 @@
-"""ImageNet, or any image set in its layout: folders of image files as they are unpacked, or packed into shards."""
+"""ImageNet, or any dataset in its layout, as folders of image files or packed into shards."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from recipes.datasets.images.source import Crop, DecodedImages, ImageSource
 
 
 class ImageNetDataModule(ImageDataModule):
-    """A data module of `root/{train,val}/<class>/*.JPEG`, or of shards in `root/train` and `root/val`.
+    """Data module of `root/{train,val}/<class>/*.JPEG`, or of shards in `root/train` and `root/val`.
 
-    Training: random resized crop and flip, new ones each epoch. Evaluation: short side to `eval_resize`, centre crop.
-    The arguments that are not listed here are those of `ImageDataModule`.
+    Training uses a new random resized crop and flip in each epoch. Evaluation resizes the short side to `eval_resize`
+    and cuts the centre. Arguments that are not listed here are those of `ImageDataModule`.
 
     Args:
-        root: The folder above `train` and `val`. `recipes/pack.py` makes shards, which are found by their index.
-        num_classes: Classes of the network; the set must have as many.
-        image_size: Pixels of a side of the network's input.
-        eval_resize: Pixels of the short side that evaluation cuts its centre from.
-        area: Least and largest area of a training crop, as fractions (Szegedy et al. 2014); NVIDIA's MLPerf: 0.05 to 1.
-        aspect: Least and largest width / height of a training crop.
-        flip: Flip half of the training crops left to right.
-        max_corrupt_images: So many unreadable images per rank and split are replaced (see `DecodedImages`). Our choice:
-            losses of a copy, and no more than 1 in 80,000 of ImageNet.
-        decoder: `simplejpeg` or `pillow`; None: the faster of the two that is installed.
+        root: Folder that contains `train` and `val`. Shards of `recipes/pack.py` are recognised by their index.
+        num_classes: Number of classes of the network. The dataset must have the same number.
+        image_size: Height and width of the network's input in pixels.
+        eval_resize: Length in pixels to which evaluation resizes the short side before the centre crop.
+        area: Minimum and maximum area of a training crop, as fractions (Szegedy et al. 2014). NVIDIA's MLPerf entries
+            use 0.05 to 1.
+        aspect: Minimum and maximum ratio of width to height of a training crop.
+        flip: Flip half of the training crops horizontally.
+        max_corrupt_images: Maximum number of unreadable images per rank and split, which are replaced (see
+            `DecodedImages`). The default is our choice: it covers copy errors, and is at most 1 in 80,000 of ImageNet.
+        decoder: `simplejpeg` or `pillow`. None: the faster one that is installed.
 
     Raises:
-        ValueError: An argument is wrong, or the set has other classes; or, in `setup`, it is incomplete.
+        ValueError: An argument is invalid, the dataset has other classes, or, in `setup`, it is incomplete.
     """
 
     def __init__(
@@ -95,12 +96,12 @@ class ImageNetDataModule(ImageDataModule):
         self.image_shape = (3, image_size, image_size)
         self.max_corrupt_images = max_corrupt_images
         check_root(self.root)
-        # Here and not in `setup`: before any rank is started.
+        # Checked here and not in `setup`, so that errors appear before any rank starts.
         train, val = (classes_of(self.root / split) for split in ("train", "val"))
         check_same_classes(self.root, train, val, num_classes=num_classes)
 
     def setup(self, stage: str) -> None:
-        """List the images of both splits, once, on every rank."""
+        """Open the images of both splits, once, on every rank."""
         if hasattr(self, "train_rows"):
             return
         train, val = (open_images(self.root / split) for split in ("train", "val"))
@@ -108,7 +109,7 @@ class ImageNetDataModule(ImageDataModule):
         self.eval_rows = self._decoded(val, self.eval_crop)
 
     def num_train_images_up_to(self, most: int) -> int:
-        """Count the training images, but no further than `most`."""
+        """Return the number of training images, or `most` if there are at least that many."""
         folder = self.root / "train"
         if holds_shards(folder):
             return min(most, len(ShardedImages(folder)))
@@ -121,10 +122,12 @@ class ImageNetDataModule(ImageDataModule):
 
 
 def classes_of(folder: Path) -> tuple[str, ...]:
-    """Return the names of the classes of one split, stored as shards or as files. No image is listed.
+    """Return the class names of one split, which is stored as shards or as files.
+
+    No images are listed.
 
     Raises:
-        ValueError: There are none, or not as they must be.
+        ValueError: There are no classes, or the folder has another layout.
     """
     if holds_shards(folder):
         return packed_classes(folder)
@@ -132,20 +135,20 @@ def classes_of(folder: Path) -> tuple[str, ...]:
 
 
 def count_classes(root: str) -> int:
-    """Count the classes of the set in `root`, for a network that has as many.
+    """Return the number of classes of the dataset in `root`, for a network with as many logits.
 
     Raises:
-        ValueError: There is no such set.
+        ValueError: There is no such dataset.
     """
     check_root(Path(root))
     return len(classes_of(Path(root) / "train"))
 
 
 def open_images(folder: Path) -> ImageSource:
-    """Open the images of one split, stored as shards or as files.
+    """Open the images of one split, which is stored as shards or as files.
 
     Raises:
-        ValueError: They are incomplete.
+        ValueError: The images are incomplete.
     """
     if holds_shards(folder):
         return ShardedImages(folder)

@@ -1,4 +1,4 @@
-"""Loaders of images that are read and decoded on demand, a bounded number of batches ahead."""
+"""Loaders that read and decode images on demand, a bounded number of batches ahead."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from recipes.datasets.images.source import RowSource
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeThreads:
-    """The threads that decode for a loader. Their settings have no influence on the batches.
+    """Settings of the threads that decode images for a loader. They do not influence the batches.
 
     Args:
-        num_threads: Threads that fill batches, next to the consumer's.
-        num_batches_ahead: Batches that are filled while the consumer works.
-        pin_memory: Use page-locked memory, from which copies to a GPU run during its work.
+        num_threads: Number of threads that fill batches, in addition to the consumer's thread.
+        num_batches_ahead: Number of batches that are filled while the consumer works.
+        pin_memory: Use page-locked memory, so that copies to a GPU overlap with its computation.
     """
 
     num_threads: int
@@ -32,7 +32,7 @@ class DecodeThreads:
     def fill(
         self, shares: Iterator[Indices], rows: RowSource, buffers: HostBuffers, *, epoch: int
     ) -> Iterator[Batch]:
-        """Yield batches of the images in `shares`. The threads end with the generator."""
+        """Yield batches of the images in `shares`. The threads stop when the generator ends."""
         batches = ThreadedBatches(
             shares,
             partial(rows.load, epoch=epoch),
@@ -47,15 +47,16 @@ class DecodeThreads:
 
 
 class ImageTrainLoader(ResumableLoader):
-    """One rank's share of shuffled epochs, resumable after any batch: order and state are `ResumableLoader`'s.
+    """Training loader of one rank for shuffled epochs, resumable after any batch.
 
-    `on_device(batch)` is the rest of the work, on the device: `DevicePrefetcher` and the data modules call it.
+    Order and state are those of `ResumableLoader`. `on_device(batch)` is the rest of the preprocessing, which
+    `DevicePrefetcher` and the data modules run on the device.
 
     Yields:
         `(images, labels)`: images uint8 `"batch 3 image_size image_size"`, channels_last; labels int64 `"batch"`.
     """
 
-    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
+    reads_ahead = True  # and returns new memory for each batch, see `DevicePrefetcher`
 
     def __init__(
         self,
@@ -81,9 +82,9 @@ class ImageTrainLoader(ResumableLoader):
 
 
 class ImageEvalLoader:
-    """One rank's share of an image set in which every image comes exactly once over all ranks: see `eval_shares`."""
+    """Evaluation loader of one rank. Over all ranks every image occurs exactly once, see `eval_shares`."""
 
-    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
+    reads_ahead = True  # and returns new memory for each batch, see `DevicePrefetcher`
 
     def __init__(
         self,

@@ -9,18 +9,19 @@ from torch import Tensor
 
 from lightning_hybrid.data.order import Batch
 
-# ImageNet's training images, in fractions of 255; the values of every published ResNet recipe.
+# Statistics of ImageNet's training images, as fractions of 255. Published ResNet recipes use these values.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class NormalizeOnDevice:
-    """The map of uint8 grey levels to fp32 `(level - 255 mean) / (255 std)`, per channel, in channels_last memory.
+    """Maps uint8 levels to fp32 `(level - 255 mean) / (255 std)` per channel, on the device of the images.
 
-    Images go to the device as one byte per value, and only there become four. Other batches than uint8 do not change.
+    Images are transferred as one byte per value, and only become four bytes on the device. The memory format
+    channels_last is kept. Batches that are not uint8 are returned unchanged.
 
     Raises:
-        ValueError: There is not one mean and one positive deviation for each channel, as fractions of 255.
+        ValueError: There is not one mean and one positive standard deviation per channel, as fractions of 255.
 
     >>> on_device = NormalizeOnDevice(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     >>> images, _ = on_device((torch.full((1, 3, 1, 1), 255, dtype=torch.uint8), torch.tensor([0])))
@@ -47,21 +48,21 @@ class NormalizeOnDevice:
         self._levels: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, batch: Batch) -> Batch:
-        """Normalize the images of `(images, labels)`, on the device they are on."""
+        """Normalise the images of `(images, labels)` on their device."""
         images, labels = batch
-        # Under a strategy with prefetcher Lightning's hook comes here as well: the second call changes nothing.
+        # With a prefetcher, Lightning's hook also calls this. The second call changes nothing.
         if images.dtype is not torch.uint8:
             return batch
-        # Images may come from another stream: the allocator must not reuse their memory before this stream has read it.
+        # The images may be from another stream. Their memory must not be reused before this stream has read it.
         if images.is_cuda:
             images.record_stream(torch.cuda.current_stream(images.device))
         mean, std = self._levels_on(images.device)
-        # In place: one float32 batch at a time, in the memory layout of the images.
+        # In place, so that only one float32 batch is allocated. It keeps the memory format of the images.
         return torch.sub(images, mean).div_(std), labels
 
     def _levels_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._levels:  # made once: that waits for the device
-            # The product is rounded once, to float32.
+        if device not in self._levels:  # created once, because it waits for the device
+            # Computed in float64, so that the product is rounded only once.
             levels = torch.tensor([self.mean, self.std], dtype=torch.float64) * 255
             mean, std = levels.to(device=device, dtype=torch.float32).view(2, 1, 3, 1, 1)
             self._levels[device] = (mean, std)

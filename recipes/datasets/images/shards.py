@@ -1,6 +1,6 @@
-"""Packed images: a few large files of image files one after the other, and an index.
+"""Shards of packed images: a few large files that contain image files back to back, and an index.
 
-    index.npz          place and label of each image, see `ShardIndex`
+    index.npz          position and label of each image, see `ShardIndex`
     shard-00000.bin    the image files, back to back
     shard-00001.bin    ...
 
@@ -38,19 +38,21 @@ def shard_name(shard: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardIndex:
-    """Place and label of each image. One row per image, in the order in which they are stored.
+    """Index of packed images with the position and label of each image.
+
+    Arrays have one element per image, in the order in which the images are stored.
 
     Attributes:
-        shards: Number of the file.
-        offsets: Bytes from the start of the file.
-        num_bytes: Bytes of the image file.
+        shards: Number of the shard that contains the image.
+        offsets: Offset in the shard, in bytes.
+        num_bytes: Size of the image file in bytes.
         crc32s: CRC-32 of the image file.
         labels: Index into `classes`.
         names: Names for messages.
-        shard_num_bytes: Bytes of each shard.
+        shard_num_bytes: Size of each shard in bytes.
         shard_crc32s: CRC-32 of each shard.
         classes: Names of the classes.
-        about: How the shards were made, JSON.
+        about: Options with which the shards were packed, in JSON.
     """
 
     shards: NDArray[np.int32]
@@ -65,7 +67,7 @@ class ShardIndex:
     about: str
 
     def save(self, path: Path) -> None:
-        """Write the index, whole or not at all."""
+        """Write the index atomically."""
         arrays: dict[str, Any] = {
             field.name: np.asarray(getattr(self, field.name)) for field in fields(self)
         }
@@ -76,7 +78,7 @@ class ShardIndex:
 
     @classmethod
     def joined(cls, parts: Sequence[ShardIndex]) -> ShardIndex:
-        """Join the indices of single shards."""
+        """Return one index that joins the indices of single shards."""
         joined = {
             field.name: np.concatenate([getattr(part, field.name) for part in parts])
             for field in fields(cls)
@@ -89,14 +91,14 @@ class ShardIndex:
         """Read an index that `save` wrote.
 
         Raises:
-            ValueError: It is damaged, of another version, or contradicts itself.
+            ValueError: The index is damaged, has another version, or is inconsistent.
         """
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
                 columns = {name: arrays[name] for name in arrays.files}
         except (
             Exception
-        ) as error:  # a damaged zip, or header of numpy's, raises nearly anything, MemoryError too
+        ) as error:  # a damaged file raises many kinds of exceptions, even MemoryError
             raise ValueError(
                 f"{path} (index of shards) is damaged ({error}): pack the images again."
             ) from error
@@ -196,12 +198,12 @@ def _check_bounds(path: Path, index: ShardIndex) -> None:
 
 
 class ShardedImages(ImageSource):
-    """Images packed into shards in `folder`.
+    """Image source for images packed into shards in `folder`.
 
-    The size of each shard is checked here, the CRC-32 of each image when it is read.
+    The size of each shard is checked when it is opened. The CRC-32 of an image is checked when it is read.
 
     Raises:
-        ValueError: Packing was not finished, the index is damaged, or a shard is missing or of another size.
+        ValueError: Packing was not finished, the index is damaged, or a shard is missing or has another size.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -214,7 +216,7 @@ class ShardedImages(ImageSource):
         self.index = ShardIndex.load(folder / INDEX_NAME)
         _check_bounds(folder / INDEX_NAME, self.index)
         self.classes, self.labels = self.index.classes, self.index.labels
-        # A file cut short is found before training begins. A CRC-32 of 100 KB takes 16 us, where decoding takes 1 ms.
+        # A truncated file is found before training starts. The CRC-32 of 100 KB takes 16 us, and decoding takes 1 ms.
         for shard, num_bytes in enumerate(self.index.shard_num_bytes):
             path = folder / shard_name(shard)
             if path.is_file():
@@ -231,10 +233,10 @@ class ShardedImages(ImageSource):
                     f"should have {num_bytes}. Copy it again, or remove {INDEX_NAME} and run "
                     "`lightning-hybrid pack` again."
                 )
-        self._files: dict[tuple[int, int], int] = {}  # (process, shard) -> descriptor
+        self._files: dict[tuple[int, int], int] = {}  # (process id, shard) -> file descriptor
 
     def read(self, index: int) -> bytes:
-        """Read the image file and compare its checksum."""
+        """Return the bytes of an image file after verifying its checksum."""
         at = int(self.index.offsets[index])
         num_bytes = int(self.index.num_bytes[index])
         data = os.pread(self._file(int(self.index.shards[index])), num_bytes, at)
@@ -247,12 +249,12 @@ class ShardedImages(ImageSource):
         return data
 
     def name(self, index: int) -> str:
-        """Return the shard, and the name the image had before it was packed."""
+        """Return the shard and the original file name of an image."""
         name = os.fsdecode(bytes(self.index.names[index]))
         return f"{self.folder}/{shard_name(int(self.index.shards[index]))}:{name}"
 
     def _file(self, shard: int) -> int:
-        # a forked process opens its own, so that neither closes the other's
+        # a forked process opens its own descriptor, so that neither closes the other's
         key = (
             os.getpid(),
             shard,
@@ -263,7 +265,7 @@ class ShardedImages(ImageSource):
                 self.folder / shard_name(shard), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
             )
             first = self._files.setdefault(key, descriptor)
-            if first != descriptor:  # another thread was faster
+            if first != descriptor:  # another thread opened it first
                 os.close(descriptor)
             return first
         return descriptor
@@ -278,12 +280,12 @@ class ShardedImages(ImageSource):
 
 
 def holds_shards(folder: Path) -> bool:
-    """Return whether a split is packed, or was meant to be."""
+    """Return whether a folder contains shards, even if packing was not finished."""
     return (folder / INDEX_NAME).is_file() or (folder / shard_name(0)).is_file()
 
 
 def packed_classes(folder: Path) -> tuple[str, ...]:
-    """Return the names of a packed split's classes, and read nothing else of its index.
+    """Return the class names of a packed split without reading the rest of its index.
 
     Raises:
         ValueError: The index is missing or damaged.
@@ -293,11 +295,11 @@ def packed_classes(folder: Path) -> tuple[str, ...]:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             return tuple(str(name) for name in arrays["classes"])
     except Exception:
-        return ShardedImages(folder).classes  # which says what is wrong
+        return ShardedImages(folder).classes  # raises an error that explains the damage
 
 
 def damaged_shards(folder: Path) -> list[str]:
-    """Read every byte, and return the names of the shards whose bytes are not those that were packed."""
+    """Read all shards, and return the names of those whose checksum differs."""
     images = ShardedImages(folder)
     paths = [folder / shard_name(shard) for shard in range(len(images.index.shard_crc32s))]
     crc32s = zip(paths, images.index.shard_crc32s, strict=True)
@@ -305,7 +307,7 @@ def damaged_shards(folder: Path) -> list[str]:
 
 
 def crc32_of(blocks: Iterable[bytes]) -> int:
-    """Compute the CRC-32 of bytes that come in blocks.
+    """Return the CRC-32 of the concatenation of several blocks of bytes.
 
     >>> crc32_of([b"ab", b"c"]) == crc32_of([b"abc"])
     True

@@ -1,4 +1,4 @@
-"""Sources of images, as bytes and labels by index, and how images, also broken ones, become rows of a batch."""
+"""Image sources that provide bytes and labels by index, and decoding of images into rows of a batch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ log = logging.getLogger(__name__)
 
 
 class ImageSource(ABC):
-    """Stored images and their labels. Several threads read at once."""
+    """Abstract source of stored images and their labels. Several threads may read at once."""
 
     classes: tuple[str, ...]
-    labels: NDArray[np.int64]  # into `classes`
+    labels: NDArray[np.int64]  # indices into `classes`
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """Read the image file.
+        """Return the bytes of an image file.
 
         Raises:
-            OSError: It cannot be read.
-            CorruptImageError: It differs from what was stored.
+            OSError: The file cannot be read.
+            CorruptImageError: The content differs from what was stored.
         """
 
     @abstractmethod
@@ -40,33 +40,39 @@ class ImageSource(ABC):
 
 
 class Crop(Protocol):
-    """The choice of the part of an image that the network sees. See `recipes.datasets.images.crops`."""
+    """Protocol of a crop, which selects the region of an image that the network sees.
+
+    See `recipes.datasets.images.crops`.
+    """
 
     @property
     def image_size(self) -> int:
-        """Pixels of a side of the row."""
+        """Height and width of the crop in pixels."""
 
     def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
-        """Choose the crop of an image of `height` x `width` pixels."""
+        """Return the crop of an image of `height` x `width` pixels in one epoch."""
 
 
 class RowSource(ABC):
-    """Images that can be put into a row of a batch, by several threads at once."""
+    """Abstract source of images that are written into rows of a batch, by several threads at once."""
 
     num_images: int
     image_size: int
 
     @abstractmethod
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
-        """Fill `row`, uint8 `"3 image_size image_size"`, with an image as `epoch` shows it, and return its label."""
+        """Write an image into `row` and return its label.
+
+        `row` is uint8 `"3 image_size image_size"`. The epoch determines the augmentation.
+        """
 
 
 class DecodedImages(RowSource):
-    """Images of a source, decoded and cropped.
+    """Row source that decodes and crops the images of an `ImageSource`.
 
-    An image that cannot be read or decoded does not stop the run: the next one of the set that can be read replaces it,
-    with its own label and the crop of the broken one. Each broken image is logged once and counted on the rank that met
-    it; more than `max_corrupt_images` of them end the run, by a `CorruptImageError` of `load`.
+    An image that cannot be read or decoded does not stop the run. The next readable image replaces it, with its own
+    label and the crop of the corrupt one. Each corrupt image is logged once and counted on its rank. If there are more
+    than `max_corrupt_images`, `load` raises a `CorruptImageError`, which ends the run.
     """
 
     def __init__(
@@ -86,17 +92,17 @@ class DecodedImages(RowSource):
         self.corrupt: dict[int, str] = {}
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
-        """Decode and crop an image. See `RowSource`."""
+        """Decode and crop an image into a row of a batch, and return its label. See `RowSource`."""
         pixels, label = self._find(index)
         render_crop(pixels, row, self.crop.frame(*pixels.shape[:2], image=index, epoch=epoch))
         return label
 
     def _find(self, index: int) -> tuple[Pixels, int]:
-        """Decode an image, or the one that replaces it. Return the pixels and the label."""
-        # The replacement is a function of the set alone: ranks and resumed runs agree, and no batch is short.
+        """Return pixels and label of an image, or of the image that replaces it if it is corrupt."""
+        # The replacement depends only on the dataset, so ranks and resumed runs agree, and every batch is full.
         for step in range(self.num_images):
             candidate = (index + step) % self.num_images
-            if candidate in self.corrupt:  # known already: it is neither read nor counted twice
+            if candidate in self.corrupt:  # known to be corrupt: do not read or count it again
                 continue
             try:
                 pixels = decode_rgb(self.source.read(candidate), decoder=self.decoder)
@@ -110,8 +116,10 @@ class DecodedImages(RowSource):
 
     def _count(self, index: int, error: Exception) -> None:
         name = self.source.name(index)
-        # setdefault is one operation under Python's lock: of several threads exactly one counts.
-        if self.corrupt.setdefault(index, name) is not name:  # another thread met it as well
+        # setdefault is atomic under the GIL, so exactly one of several threads counts the image.
+        if (
+            self.corrupt.setdefault(index, name) is not name
+        ):  # another thread has already counted it
             return
         num_corrupt = len(self.corrupt)
         if num_corrupt > self.max_corrupt_images:

@@ -1,1 +1,1 @@
-"""Image sets that fit in memory: loader and base of data modules."""
+"""Image datasets that fit in memory: loaders and the base class of data modules."""

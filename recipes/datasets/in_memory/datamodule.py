@@ -1,4 +1,4 @@
-"""The base of data modules whose image sets fit in memory."""
+"""Base class of data modules whose images fit in memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from recipes.datasets.in_memory.loader import EvalLoader, ImageSet, Normalize, T
 
 
 class InMemoryDataModule(pl.LightningDataModule):
-    """A data module of three image sets in memory, for any number of ranks. A subclass provides them.
+    """Data module of three image sets in memory, for any number of ranks. A subclass provides the sets.
 
     Args:
-        global_batch_size: Images per optimizer step, over all ranks and accumulation rounds.
-        seed: Seed of the order of images and of augmentation. Every rank must have the same.
-        shift_pixels: Training images move by up to this many pixels, each in its own direction; 0 = off.
-        eval_batch_size_per_rank: Images per batch of one rank in validation and test; no influence on results.
+        global_batch_size: Images per optimizer step, over all ranks and accumulation steps.
+        seed: Seed of the image order and of augmentation. It must be the same on every rank.
+        shift_pixels: Maximum random shift of training images in pixels, per direction. 0 disables it.
+        eval_batch_size_per_rank: Images per batch and rank in validation and test. It does not influence results.
 
     Raises:
-        ValueError: An argument breaks its rule, or `global_batch_size` does not divide or exceeds the set.
+        ValueError: An argument is out of range, or `global_batch_size` is not divisible or exceeds the training set.
     """
 
     num_train: int
@@ -62,16 +62,16 @@ class InMemoryDataModule(pl.LightningDataModule):
 
     @abstractmethod
     def load(self) -> dict[str, ImageSet]:
-        """Return the sets `train`, `val` and `test`, the same on every rank."""
+        """Return the sets `train`, `val` and `test`, which must be the same on every rank."""
 
     def setup(self, stage: str) -> None:
-        """Load the sets, on every rank."""
+        """Load the sets and compute the normalisation, on every rank."""
         self.image_sets = self.load()
-        # To the training images only: evaluation must not look at its own.
+        # Statistics of the training images only: evaluation must not use its own.
         self.normalize = Normalize.fitted_to(self.image_sets["train"].images)
 
     def train_dataloader(self) -> TrainLoader:
-        """Make the loader of this rank. Lightning sets its epoch."""
+        """Return this rank's training loader. Lightning sets its epoch."""
         trainer = self.trainer
         return TrainLoader(
             self.image_sets["train"],
@@ -93,9 +93,9 @@ class InMemoryDataModule(pl.LightningDataModule):
         )
 
     def val_dataloader(self) -> EvalLoader:
-        """Make the loader of this rank's share of the validation images."""
+        """Return this rank's loader of the validation images."""
         return self._eval_loader("val")
 
     def test_dataloader(self) -> EvalLoader:
-        """Make the loader of this rank's share of the test images."""
+        """Return this rank's loader of the test images."""
         return self._eval_loader("test")

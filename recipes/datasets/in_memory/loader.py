@@ -1,4 +1,4 @@
-"""Loaders of image sets that fit in memory: exact over ranks, and resumable after any batch."""
+"""Loaders of image datasets that fit in memory, exact over ranks and resumable after any batch."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from lightning_hybrid.data.order import Batch, EpochOrder, Indices, ResumableLoa
 
 
 class ImageSet(NamedTuple):
-    """Stored samples: images uint8 `"sample channels height width"`, labels int64 `"sample"`."""
+    """Images and labels in memory: images uint8 `"sample channels height width"`, labels int64 `"sample"`."""
 
     images: Tensor
     labels: Tensor
 
 
 class Normalize(NamedTuple):
-    """The map of uint8 grey levels to fp32 `(level - mean) / std`."""
+    """Map of uint8 grey levels to fp32 `(level - mean) / std`."""
 
     mean: float
     std: float
 
     @classmethod
     def fitted_to(cls, images: Tensor) -> Normalize:
-        """Take the mean and standard deviation of these (training) images."""
+        """Return the normalisation with the mean and standard deviation of these training images."""
         levels = images.double()
         return cls(mean=levels.mean().item(), std=levels.std().item())
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Normalize a batch."""
+        """Return a batch of normalised images in fp32."""
         return (images.float() - self.mean) / self.std
 
 
 class TrainLoader(ResumableLoader):
-    """One rank's share of shuffled epochs, resumable after any batch.
+    """Training loader of one rank for shuffled epochs, resumable after any batch.
 
     Yields:
-        `(images, labels)`: images fp32 `"batch 1 16 16"`, normalised; labels int64 `"batch"`.
+        `(images, labels)`: images fp32 `"batch channels height width"`, normalised; labels int64 `"batch"`.
     """
 
-    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
+    reads_ahead = True  # and returns new memory for each batch, see `DevicePrefetcher`
 
     def __init__(
         self,
@@ -75,14 +75,14 @@ class TrainLoader(ResumableLoader):
 
     def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
         shifts = self._shifts(epoch)
-        # A function of (seed, epoch, image), so that augmentation needs no state in a checkpoint.
+        # Shifts depend on (seed, epoch, image), so augmentation needs no state in a checkpoint.
         for share in shares:
             indices = torch.from_numpy(share)
             images, labels = (stored[indices] for stored in self.image_set)
             yield self.normalize(shifted(images, shifts[indices])), labels
 
     def _shifts(self, epoch: int) -> Tensor:
-        # For the whole set, and indexed by image: the same whichever rank reads the image, and when.
+        # Drawn for the whole set and indexed by image, so that they do not depend on rank or order.
         generator = np.random.default_rng([self.order.seed, epoch, 1])
         size = (len(self.image_set.labels), 2)
         return torch.from_numpy(
@@ -91,9 +91,9 @@ class TrainLoader(ResumableLoader):
 
 
 class EvalLoader:
-    """One rank's share of an image set in which every image comes exactly once over all ranks: see `eval_shares`."""
+    """Evaluation loader of one rank. Over all ranks every image occurs exactly once, see `eval_shares`."""
 
-    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
+    reads_ahead = True  # and returns new memory for each batch, see `DevicePrefetcher`
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class EvalLoader:
 
 
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
-    """Move each image by its own whole pixels (rows down, columns right). Pixels from outside are black.
+    """Return each image moved down and right by its own number of pixels. Pixels from outside are black.
 
     >>> image = torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8)
     >>> shifted(image, torch.tensor([[1, 0]]))

@@ -1,4 +1,4 @@
-"""A progress bar that shows what matters in a large run, and reads nothing from the device to do so."""
+"""Progress bar with metrics of large-batch training that never synchronises with the device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 
-# Label, format and factor from the metric's unit, of metrics that `TrainingMetrics` logs; what the module logs comes
-# after the second: a terminal of 80 columns shows so far.
+# Label, format and unit factor of metrics that `TrainingMetrics` logs. Metrics of the module are inserted after the
+# second one, because a terminal of 80 columns has no more room.
 _SHOWN = {
     m.TRAIN_LOSS: ("loss", "{:.3g}", 1.0),
     m.IMAGES_PER_S: ("img/s", "{:,.0f}", 1.0),
@@ -23,13 +23,13 @@ _SHOWN = {
 }
 _NUM_FIRST = 2
 
-# Columns of Rich's line but for its description, batches and values: a bar, two times and the gaps.
+# Characters of Rich's line without description, batch counts and values: the bar, two times and the gaps.
 _BAR_WIDTH = 4
 _OTHER_COLUMNS = _BAR_WIDTH + len("0:00:00 • 0:00:00") + 4
 
 
 def labelled(metrics: dict[str, Any]) -> dict[str, str]:
-    """Pick and format the metrics that a bar shows.
+    """Return the metrics that a progress bar shows, with short labels and formatted values.
 
     >>> labelled({"train/loss": 0.25, "throughput/images_per_s": 12345.6, "comm/exposed_s": 0.0123, "my/own": 1.0})
     {'loss': '0.25', 'img/s': '12,346', 'comm ms': '12'}
@@ -42,7 +42,9 @@ def labelled(metrics: dict[str, Any]) -> dict[str, str]:
 
 
 def fitting(values: dict[str, Any], room: int) -> dict[str, Any]:
-    """Leave out the values whose text, `name: value` with a space before, has no room left in so many characters.
+    """Return the values whose text ` name: value` fits into a line of `room` characters.
+
+    Values that no longer fit are left out.
 
     >>> fitting({"loss": "0.25", "img/s": "12,346", "skipped": "0"}, room=24)
     {'loss': '0.25', 'skipped': '0'}
@@ -56,7 +58,8 @@ def fitting(values: dict[str, Any], room: int) -> dict[str, Any]:
 
 
 class _LoggedValues(ProgressBar):
-    # Values of the last logged step: Lightning's bars read all after each batch, and on CUDA wait for each.
+    # Shows the values of the last logged step. Lightning's bars read all values after each batch, which on CUDA waits
+    # for the device each time.
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -70,19 +73,19 @@ class _LoggedValues(ProgressBar):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Read at logged steps only: then `TrainingMetrics` has read as well."""
+        """Read metrics at logged steps only, when `TrainingMetrics` has already read them from the device."""
         if is_logged_step(trainer):
             self._read(trainer, pl_module)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read what validation found."""
+        """Read the validation metrics."""
         if not trainer.sanity_checking:
             self._read(trainer, pl_module)
         super().on_validation_end(trainer, pl_module)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Return what was read last."""
+        """Return the metrics that were read last."""
         return dict(self._values)
 
     def _read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -101,7 +104,10 @@ class _LoggedValues(ProgressBar):
 
 class _RichBar(_LoggedValues, RichProgressBar):
     def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
-        """Return Lightning's columns with a short bar and without batches per second: images per second say it."""
+        """Return Lightning's columns with a short bar and without batches per second.
+
+        Images per second are shown instead.
+        """
         columns = [
             base_column
             for base_column in super().configure_columns(trainer)
@@ -113,7 +119,7 @@ class _RichBar(_LoggedValues, RichProgressBar):
         return columns
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Return of what was read last as much as one line of the terminal has room for."""
+        """Return the last metrics that fit into one line of the terminal."""
         values = super().get_metrics(trainer, pl_module)
         if self._console is None:
             return values
@@ -127,7 +133,7 @@ class _RichBar(_LoggedValues, RichProgressBar):
         return fitting(values, self._console.width - used)
 
     def _get_train_description(self, current_epoch: int) -> str:
-        # Where the steps are limited and the epochs are not, Lightning writes "Epoch 3/-2".
+        # If the steps are limited and the epochs are not, Lightning writes "Epoch 3/-2".
         text = super()._get_train_description(current_epoch)
         if self.trainer.max_epochs == -1:
             return text.replace("/-2", "")
@@ -139,13 +145,14 @@ class _PlainBar(_LoggedValues, TQDMProgressBar):
 
 
 def progress_bar(refresh_rate: int = 10, *, is_enabled: bool = True) -> Callback | None:
-    """Make a bar with loss, images per second, exposed communication, waiting for data and what the module logs for it.
+    """Create a progress bar with loss, throughput, exposed communication time and data waiting time.
 
-    It is Rich's where `rich` is installed. Values are those that `TrainingMetrics`, to be listed before it, read last.
+    It also shows metrics that the module logs with `prog_bar=True`. It is Rich's bar if `rich` is installed. Values are
+    those that `TrainingMetrics` read last, so list that callback before this one.
 
     Args:
-        refresh_rate: of Rich's bar per second; of the plain one in batches.
-        is_enabled: False returns None: Lightning refuses a bar together with `enable_progress_bar=False`.
+        refresh_rate: Refreshes per second of Rich's bar, or batches between two refreshes of the plain bar.
+        is_enabled: False returns None, because Lightning rejects a bar together with `enable_progress_bar=False`.
     """
     if not is_enabled:
         return None

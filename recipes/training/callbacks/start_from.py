@@ -1,4 +1,4 @@
-"""Weights to begin with: those of an earlier run, where its network was shallower block by block."""
+"""Initialisation from the weights of an earlier run, whose network may have fewer blocks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ BLOCK = re.compile(r"\.(\d+)\.")
 
 
 class StartFrom(Callback):
-    """Callback that begins a fit with the weights of a checkpoint. A fit that is resumed has its own.
+    """Callback that initialises the network with the weights of a checkpoint.
 
-    Block i of a row of n is given the weights of block i mod m where that row had m (Gong et al. 2019, "Efficient
-    training of BERT by progressively stacking", PMLR 97:2337). A tensor is taken where its shape is the same; others
-    stay as they were drawn. So a deep network starts from a shallow one, and a phase of training from the one before.
+    A resumed fit keeps its own weights. Block i of a stack of blocks gets the weights of block i mod m if the stack in
+    the checkpoint had m blocks (Gong et al. 2019, "Efficient training of BERT by progressively stacking", PMLR
+    97:2337). Tensors of another shape keep their initial values. So a deep network can start from a shallow one, and a
+    training phase from the previous one.
 
     Args:
-        path: A checkpoint of `recipes/train.py`.
+        path: Checkpoint of `recipes/train.py`.
 
     Raises:
-        ValueError: There is no such file, or none of its tensors fits.
+        ValueError: The file does not exist, or none of its tensors fits the network.
     """
 
     def __init__(self, path: str) -> None:
@@ -41,7 +42,7 @@ class StartFrom(Callback):
         self.path = path
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Copy the weights, before a strategy takes masters of them."""
+        """Copy the weights before the strategy creates its master weights."""
         if stage != "fit" or trainer.ckpt_path is not None:
             return
         saved = load_unchecked(Path(self.path), map_location="cpu", mmap=True)["state_dict"]
@@ -64,7 +65,9 @@ class StartFrom(Callback):
 
 
 def sources_of(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map names of own tensors to those of the found tensors that they are given.
+    """Map the name of each tensor of the network to the checkpoint tensor that initialises it.
+
+    Tensors without a counterpart of the same shape are left out.
 
     >>> deep, shallow = ({f"layer.{i}.weight": torch.zeros(2) for i in range(n)} for n in (5, 2))
     >>> list(sources_of(deep, shallow).values())
@@ -87,7 +90,7 @@ def sources_of(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[s
 
 
 def _depths(names: Iterable[str]) -> dict[str, int]:
-    """Count the blocks of each row, by the name before the first number."""
+    """Return the number of blocks in each stack, by the name before the first block number."""
     depths = dict[str, int]()
     for name in names:
         if row := BLOCK.search(name):

@@ -1,4 +1,4 @@
-"""Checkpoints within an epoch from which a run goes on with nothing left out."""
+"""Checkpoints within an epoch from which a run resumes without skipping validation or epoch-end work."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint`, but never between a step and the validation or the end of the epoch after it.
+    """`ModelCheckpoint` that never saves between a step and the validation or epoch end that follows it.
 
-    With `every_n_train_steps` such a checkpoint comes at the end of the epoch, or in mid-epoch one step later. All
-    arguments and all else are `ModelCheckpoint`'s.
+    With `every_n_train_steps`, such a checkpoint is saved at the end of the epoch or, in the middle of an epoch, one
+    step later. All arguments and other behaviour are those of `ModelCheckpoint`.
     """
 
-    # Lightning 2.6 takes a checkpoint that was written there for one of a finished epoch: a run that goes on from it
-    # leaves out that validation, and at the end of an epoch all that is done there, schedules by epochs included.
+    # Lightning 2.6 treats a checkpoint that was written there as one of a finished epoch. A run that resumes from it
+    # skips that validation and, at the end of an epoch, all epoch-end work, including schedules by epochs.
     _is_due = False
 
     def on_train_batch_end(
@@ -27,27 +27,29 @@ class StepCheckpoint(ModelCheckpoint):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Save, or put off a checkpoint that is due."""
+        """Save a checkpoint that is due, or postpone it until after a validation or epoch end."""
         every = self._every_n_train_steps
         step = trainer.global_step
         loop = trainer.fit_loop.epoch_loop
         is_its_step = every > 0 and step % every == 0
-        # Due once per step, also where several batches make it.
+        # Due once per optimizer step, even with gradient accumulation.
         self._is_due |= is_its_step and self._last_global_step_saved != step
         data_fetcher = trainer.fit_loop._data_fetcher
         assert data_fetcher is not None
-        # A validation or the end of the epoch follows this batch: the checkpoint waits for it.
+        # A validation or the end of the epoch follows this batch: postpone the checkpoint.
         if loop.batch_progress.is_last_batch or loop._should_check_val_fx(data_fetcher):
             return
         accumulates = loop._should_accumulate()
         if not self._is_due or (is_its_step and not accumulates):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self._is_due &= self._last_global_step_saved != step
-        elif not accumulates:  # the gradients of a part of a step would be lost
+        elif (
+            not accumulates
+        ):  # during accumulation a checkpoint would lose the accumulated gradients
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save as `ModelCheckpoint`, and what was put off."""
+        """Save as `ModelCheckpoint` does, including a postponed checkpoint."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._is_due:
             self._save(trainer)
