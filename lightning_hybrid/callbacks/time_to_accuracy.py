@@ -89,6 +89,15 @@ class TimeToAccuracy(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""
+        self._stop_clock()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Stop the clock, so that the next fit of this trainer does not count the time between."""
+        self._stop_clock()
+
+    def _stop_clock(self) -> None:
         self._earlier_fits_s = self.elapsed_s
         self._fit_began_s = None
 

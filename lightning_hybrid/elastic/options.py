@@ -89,7 +89,7 @@ def _why_no_address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host:
         return "has no port"
-    if not port.isdigit() or not 0 < int(port) < 1 << 16:
+    if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
         return "has no port from 1 to 65535 after its last colon"
     if ":" in host:
         return "is of IPv6, and hosts find each other over IPv4"

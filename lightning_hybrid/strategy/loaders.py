@@ -263,7 +263,7 @@ class TrainingLoaders:
         elif states:
             rank_zero_warn(
                 f"The checkpoint has {len(states)} states of training loaders, but this run has {len(resumes)} "
-                "loaders. The states are not used, and the rest of the epoch may have other images."
+                "loaders. The states are not used, and the rest of the epoch may have other samples."
             )
 
     def _resumed_start(self) -> Place:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hybrid.checks import plain_value, require_choice, require_whole
+from lightning_hybrid.checks import plain_value, require_choice, require_number, require_whole
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
@@ -244,6 +244,8 @@ def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
             f"`bucket_cap_mb` (={bucket_cap_mb}) and `comm.bucket_bytes` (={comm.bucket_bytes}) both set the bucket "
             "size. Keep only `comm.bucket_bytes`."
         )
+    why = "it is the size of a bucket in MiB, and DistributedDataParallel's default is 25"
+    require_number("bucket_cap_mb", bucket_cap_mb, why, above=True)
     return replace(comm, bucket_bytes=int(bucket_cap_mb * 2**20))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_hybrid.callbacks import TimeToAccuracy
+from lightning_hybrid.callbacks import TimeToAccuracy, time_to_accuracy
 from lightning_hybrid.callbacks import metrics as m
 from tests import toy
 from tests.callbacks.support import Module, fit
@@ -69,6 +69,19 @@ def test_a_resumed_run_goes_on_with_the_clock(two_ranks, tmp_path):
         m.TIME_TO_ACCURACY_STEP: 8.0,
     }
     assert len(columns[0]) == 1
+
+
+def test_the_time_between_a_failed_fit_and_the_next_does_not_count(monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr(time_to_accuracy, "perf_counter", lambda: now_s)
+    event = TimeToAccuracy(target=0.5, monitor="rises")
+    event.on_train_start(None, None)
+    now_s = 10.0
+    event.on_exception(None, None, RuntimeError("of the user"))
+    now_s = 1000.0
+    event.on_train_start(None, None)
+    now_s = 1005.0
+    assert event.elapsed_s == 15.0
 
 
 def test_one_rank_alone_does_not_stop(two_ranks):

@@ -388,6 +388,7 @@ def test_a_host_that_waits_says_who_answers_and_how_many_hosts_there_are(
         ("10.0.0.1:29400 10.0.0.2:29400", "several addresses are separated by commas"),
         ("10.0.0.1", "has no port"),
         ("10.0.0.1:99999", "has no port from 1 to 65535"),
+        ("10.0.0.1:²", "has no port from 1 to 65535"),
         ("[::1]:29400", "is of IPv6"),
         ([("10.0.0.1", 29400)], "is not a string"),
         (29400, "(=29400)"),

@@ -160,6 +160,8 @@ def suffixes_of(prefix):
             {"comm": Comm(bucket_bytes=2**20), "bucket_cap_mb": 1},
             r"`bucket_cap_mb` \(=1\) and `comm.bucket_bytes` \(=",
         ),
+        ({"bucket_cap_mb": "25 MB"}, r"`bucket_cap_mb` \(='25 MB'\) must be a number in \(0, inf"),
+        ({"bucket_cap_mb": 0}, r"`bucket_cap_mb` \(=0\) must be a number in \(0, inf"),
         (
             {"between_nodes": Adasum},
             r"`between_nodes` \(=Adasum\) must be a Mean, Adasum or LocalSteps object",
