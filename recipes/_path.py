@@ -1,7 +1,7 @@
-"""First import of every command: path, threads, and what a command line says before torch is imported.
+"""Start-up code that every command imports first: import path, threads and command line.
 
-`recipes` is not installed as a package of its own. Python puts the folder of a script first on its path: the commands
-find this module there.
+`recipes` is not installed as a package. Python puts the folder of a script first on its path, so the commands find this
+module there.
 """
 
 import gc
@@ -11,12 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-# Before torch is imported: ranks, trials and workers share the cores, each with one thread. A value that is set stays.
+# Before torch is imported: ranks, trials and workers share the cores, with one thread each. A value that is set is
+# kept.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _program = Path(getattr(sys.modules["__main__"], "__file__", None) or "none").resolve()
 if _program.stem == "simulate":
-    gc.disable()  # to look for garbage is a tenth of its time, most of which are imports
+    gc.disable()  # garbage collection would take a tenth of its time, which is mostly imports
 if _program.parent == ROOT / "recipes" and (ROOT / "conf" / f"{_program.stem}.yaml").exists():
     from recipes.cli import usage
 

@@ -1,4 +1,7 @@
-"""Benchmark of all-reduces, their parts and training steps: `python recipes/bench.py devices=4`, or under torchrun."""
+"""Benchmark of all-reduces, their parts and training steps.
+
+Run `python recipes/bench.py devices=4`, or use torchrun.
+"""
 
 import logging
 from itertools import chain
@@ -42,9 +45,12 @@ SECTIONS = ("allreduce", "parts", "steps")
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
-    """Measure on all ranks. Rank zero prints each case when it is done, and writes the report."""
+    """Run the benchmarks on all ranks. Rank zero prints each case when it is done, and writes the report."""
     with launch.job(cfg) as launched:
-        for name in ("lightning.pytorch", "lightning.fabric"):  # a line about devices for every fit
+        for name in (
+            "lightning.pytorch",
+            "lightning.fabric",
+        ):  # they print a line about devices for every fit
             logging.getLogger(name).setLevel(logging.WARNING)
         with launch.short_errors(cfg):
             config_check.check(cfg, KEYS)
@@ -61,7 +67,7 @@ def main(cfg: DictConfig) -> None:
         for row in chain.from_iterable(bench.run(fabric, topology) for bench in benches):
             rows.append(row)
             header = bench_report.header(rows)
-            if header != printed_header:  # of another section
+            if header != printed_header:  # a new section has another header
                 fabric.print(bench_report.aligned(header), flush=True)
                 printed_header = header
             fabric.print(

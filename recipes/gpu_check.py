@@ -1,19 +1,19 @@
-"""Check of a machine's GPUs: fits, every feature on several ranks, lost ranks, streams, kernels, speed.
+"""Checks of a machine's GPUs: fits, features on several ranks, lost ranks, streams, kernels and speed.
 
-  out=gpu_check       where report.json, report.html and gpu_report.zip go, written after each check
-  minutes=50          of all checks; those that are left, and one that is cut, are skipped
-  only=NAME,...       these checks alone: each line of the output starts with its name
-  again=NAME,...      these too, although they passed here before: started again, it goes on where it was ended
-  readme=FILE         run nothing: write what out holds into this file's table of results (recipes/records/README.md)
-  --device cpu        what makes sense without a GPU
+  out=gpu_check       folder for report.json, report.html and gpu_report.zip, written after each check
+  minutes=50          time for all checks; checks that do not fit in are skipped
+  only=NAME,...       run these checks only; each line of the output starts with a name
+  again=NAME,...      repeat these checks although they passed before; a restarted run skips checks that passed
+  readme=FILE         run nothing, and write the results in out into this file's table (recipes/records/README.md)
+  --device cpu        run the checks that make sense without a GPU
 
 Examples
   python recipes/gpu_check.py
   python recipes/gpu_check.py --device cpu minutes=2 only=fits_16-true_lars,one_rank
 
-Prints PASS, FAIL or SKIP of each check, of speed FAST or SLOW, then tables and which promises of README hold; the exit
-code is the number of failures. Needs torch and Lightning, and for the tests pytest and a checkout; neither Hydra nor
-wandb.
+Prints PASS, FAIL or SKIP for each check, or FAST or SLOW for speed, then tables and the promises of README that hold.
+The exit code is the number of failures. Needs torch and Lightning, and for the tests pytest and a checkout. Needs
+neither Hydra nor wandb.
 """
 
 import argparse
@@ -57,8 +57,8 @@ def _check(
 BOTH = "both classes of NCCL"
 EXCHANGE = "parameters are fp32 outside of forward and backward"
 LOST = "a lost rank is an error that names it, within seconds"
-# By worth: what is wrong before what is slow, one rank before several. Columns: seconds at most, seconds on one GPU by
-# estimate (8 to start and compile, 25 for ranks that share it and the same fit on the CPU), what README promises.
+# Most important first: correctness before speed, one rank before several. Columns: maximum seconds, estimated seconds
+# on one GPU (8 to start and compile, 25 for ranks that share it and the same fit on the CPU), promise of README.
 CHECKS = [
     _check("exchange", 60, 8, EXCHANGE, exchange.values),
     _check("exchange_ddp", 60, 8, EXCHANGE, exchange.reducer),
@@ -130,7 +130,7 @@ CHECKS = [
 
 
 def main(arguments: list[str]) -> int:
-    """Run the checks. Return the number of failures."""
+    """Run the checks, and return the number of failures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -159,7 +159,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     device: Literal["cuda", "cpu"] = options.device
-    # to be asked for a GPU makes no context of CUDA's
+    # so that asking for GPUs does not create a CUDA context
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(

@@ -1,4 +1,7 @@
-"""Packing of images or text into shards: `python recipes/pack.py root=... out=...`. The same again resumes images."""
+"""Packing of images or text into shards: `python recipes/pack.py root=... out=...`.
+
+The same command again resumes the packing of images.
+"""
 
 import _path  # noqa: F401
 import hydra
@@ -22,7 +25,7 @@ KEYS = {
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="pack")
 def main(cfg: DictConfig) -> None:
-    """Pack, or with `check=true` read every byte of what was packed."""
+    """Pack a dataset, or verify all packed bytes with `check=true`."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         packing = instantiate(cfg.packing)

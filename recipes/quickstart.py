@@ -1,4 +1,7 @@
-"""Two processes train, one is killed, and the run goes on where it was, to the bit: `python quickstart.py`."""
+"""Quick start: two processes train, one is killed, and the run resumes bit for bit.
+
+Run `python quickstart.py`.
+"""
 
 import os
 import shutil

@@ -1,4 +1,7 @@
-"""Plan of a run before renting: `python recipes/simulate.py cluster=p40_roce model=resnet50 num_nodes=256`."""
+"""Prediction of a run before renting hardware.
+
+Run `python recipes/simulate.py cluster=p40_roce model=resnet50 num_nodes=256`.
+"""
 
 import importlib.util
 from typing import Any, Literal
@@ -71,22 +74,22 @@ KEYS: dict[str, Any] = {
 
 
 def network_of(cfg: DictConfig) -> nn.Module:
-    """Build the network on the meta device: shapes suffice, and a large network needs no memory for its weights."""
+    """Build the network on the meta device, because only its shapes are needed."""
     with WithoutValues():
         network: nn.Module = instantiate(cfg.model)
     return network
 
 
 def rate_of(cfg: DictConfig, model_name: str, flops: int) -> tuple[float, bool]:
-    """Return images per second of one device alone, and whether it is an estimate from the peak.
+    """Return the images per second of a single device, and whether they are estimated from the peak.
 
     Args:
-        cfg: The configuration.
+        cfg: Configuration of the command.
         model_name: Name of the network in the rates of the cluster.
         flops: FLOPs of one image in a training step.
 
     Raises:
-        ValueError: It is nowhere given, and no peak is.
+        ValueError: Neither a rate nor a peak is configured.
     """
     rate = cfg.images_per_s
     if rate is None:
@@ -103,7 +106,7 @@ def rate_of(cfg: DictConfig, model_name: str, flops: int) -> tuple[float, bool]:
 
 
 def scenario_of(cfg: DictConfig, network: nn.Module) -> Scenario:
-    """Make the scenario of a configuration."""
+    """Create the simulated scenario from a configuration."""
     layers = tuple(layers_of(network, list(cfg.image_shape)))
     model_name = HydraConfig.get().runtime.choices["model"]
     rate, is_estimated = rate_of(cfg, model_name, flops_per_image(layers))
@@ -129,7 +132,7 @@ def scenario_of(cfg: DictConfig, network: nn.Module) -> Scenario:
 
 
 def planned_run_of(cfg: DictConfig) -> PlannedRun:
-    """Make the length, failures and rates of the run of a configuration."""
+    """Create the planned run, with length, failures and prices, from a configuration."""
     choices = HydraConfig.get().runtime.choices
     return PlannedRun(
         about=f"cluster={choices['cluster']} ({cfg.cluster.about}), model={choices['model']}",
@@ -142,7 +145,7 @@ def planned_run_of(cfg: DictConfig) -> PlannedRun:
 
 
 def memory_settings_of(cfg: DictConfig, network: nn.Module) -> MemorySettings:
-    """Make the settings on which the memory of a rank depends."""
+    """Return the settings that determine the memory of a rank."""
     gathered_numels = []
     for block in gathered_alone(network):
         gathered_numels.append(sum(parameter.numel() for parameter in block.parameters()))
@@ -157,7 +160,7 @@ def memory_settings_of(cfg: DictConfig, network: nn.Module) -> MemorySettings:
 
 
 def given_keys(cfg: DictConfig) -> set[str]:
-    """Return the keys that the command line has, and `images_per_s` where a file has it."""
+    """Return the keys that the user set, on the command line or for `images_per_s` in a file."""
     keys = {override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task}
     if cfg.images_per_s is not None:
         keys.add("images_per_s")
@@ -165,7 +168,7 @@ def given_keys(cfg: DictConfig) -> set[str]:
 
 
 def report_of(cfg: DictConfig) -> SimulationReport:
-    """Simulate the run of a configuration."""
+    """Simulate the run of a configuration, and return the report."""
     network = network_of(cfg)
     scenario = scenario_of(cfg, network)
     return SimulationReport.of(
@@ -180,10 +183,10 @@ def report_of(cfg: DictConfig) -> SimulationReport:
 
 
 def comparison(cfg: DictConfig) -> str:
-    """Plan the same run on each cluster of `compare`. Return one table, the cheapest run first.
+    """Plan the same run on each cluster of `compare`, and return a table with the cheapest run first.
 
     Raises:
-        ValueError: There are other numbers of clusters than of prices.
+        ValueError: The numbers of clusters and prices differ.
     """
     names = list(cfg.compare)
     prices = list(cfg.prices_per_node_hour or [])
@@ -217,7 +220,7 @@ def comparison(cfg: DictConfig) -> str:
 
 
 def check_pictures(cfg: DictConfig) -> None:
-    """Refuse pictures where nothing can draw them, before the run is simulated.
+    """Raise if figures are requested and Matplotlib is not installed, before the run is simulated.
 
     Raises:
         ValueError: Matplotlib is not installed.
@@ -231,7 +234,7 @@ def check_pictures(cfg: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="simulate")
 def main(cfg: DictConfig) -> None:
-    """Simulate. Print the answer. Write `simulate.json`, `table.md`, a timeline and, if asked for, pictures."""
+    """Simulate the run, print a summary, and write the JSON file, table, timeline and optional figures."""
     with launch.short_errors(cfg):
         config_check.check(cfg, KEYS)
         check_pictures(cfg)
@@ -242,7 +245,7 @@ def main(cfg: DictConfig) -> None:
     config, folder = config_and_folder(cfg)
     report.write(folder, config, environment())
     if cfg.pictures:
-        # here: it imports matplotlib, which takes a second
+        # Imported here because importing matplotlib takes a second.
         from lightning_hybrid.planning.report import (
             pictures,
         )

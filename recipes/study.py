@@ -1,4 +1,7 @@
-"""Compare ways to train: `python recipes/study.py hydra.run.dir=studies/fashion`. See comparison/README.md."""
+"""Study that compares ways to train: `python recipes/study.py hydra.run.dir=studies/fashion`.
+
+See comparison/README.md.
+"""
 
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +23,7 @@ KEYS: dict[str, Any] = {"study": dict, "num_workers": Count, "run_dir": str}
 
 
 def requests_to_check(plan: StudyPlan, folder: Path) -> list[FitRequest]:
-    """Return a fit of each cell, so that a wrong key shows before the first one runs."""
+    """Return one fit request per cell and phase, so that wrong keys are reported before the first fit."""
     requests = []
     for cell in plan.cells:
         point = plan.points(cell)[0]
@@ -33,13 +36,13 @@ def requests_to_check(plan: StudyPlan, folder: Path) -> list[FitRequest]:
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
+    """Print a line without buffering."""
     print(line, flush=True)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="study")
 def main(cfg: DictConfig) -> None:
-    """Run what is left of the study, cell by cell, and write `table.md` after each."""
+    """Run the remaining fits of the study cell by cell, and write `table.md` after each cell."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))

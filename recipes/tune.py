@@ -1,4 +1,7 @@
-"""Measurement of links and choice of a plan: `python recipes/tune.py world.devices=4`, or torchrun."""
+"""Measurement of links, and choice of a communication plan.
+
+Run `python recipes/tune.py world.devices=4`, or use torchrun.
+"""
 
 import logging
 import os
@@ -71,10 +74,10 @@ KEYS: dict[str, Any] = {
 
 
 def check_tune_keys(cfg: DictConfig) -> None:
-    """Refuse, before any rank is started, what would make the measurement useless.
+    """Raise for configurations that would make the measurement useless, before any rank starts.
 
     Raises:
-        ValueError: A hole, one rank, a name that is no file's, a folder that cannot be written.
+        ValueError: A value is missing or invalid, there is only one rank, or the folder is not writable.
     """
     config_check.check(cfg, KEYS)
     if (
@@ -93,7 +96,7 @@ def check_tune_keys(cfg: DictConfig) -> None:
     folder = Path(cfg.run_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Before the ranks start: what they measure for minutes must have a place.
+        # Checked before the ranks start, because they measure for minutes.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -104,7 +107,10 @@ def check_tune_keys(cfg: DictConfig) -> None:
 
 
 def configured_work(cfg: DictConfig) -> StepWorkload:
-    """Return the step to plan for: of a rate, or gradients that nothing hides."""
+    """Return the training step to plan for.
+
+    Without `images_per_s`, all gradients are ready at once, and no computation hides the communication.
+    """
     with torch.device("meta"):
         model = instantiate(cfg.model)
     layers = layers_of(model, list(cfg.image_shape))
@@ -115,12 +121,15 @@ def configured_work(cfg: DictConfig) -> StepWorkload:
 
 
 def connecting_strategy(timeout_s: float) -> DDPStrategy:
-    """Make the strategy that starts or joins the ranks, and does not wait for ever."""
+    """Return the strategy that starts or joins the ranks, with a timeout."""
     return DDPStrategy(timeout=timedelta(seconds=timeout_s))
 
 
 def end_with_parent() -> None:
-    """Let a rank that another process has started end within a second of it: it would wait for ranks that are gone."""
+    """End this rank within a second after the process that started it.
+
+    Otherwise it would wait for lost ranks.
+    """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
 
@@ -132,12 +141,12 @@ def _end_after(parent: int) -> None:
 
 
 def connect(fabric: Fabric, asked: Measurement) -> Topology:
-    """Start or join the ranks. Return which ranks share a node.
+    """Start or join the ranks, and return the topology.
 
-    Collective.
+    Collective: every rank must call it.
 
     Raises:
-        ValueError: They do not find each other, were asked for different things, or nodes are not equal.
+        ValueError: The ranks cannot connect, have different configurations, or nodes have different numbers of ranks.
     """
     try:
         fabric.launch()
@@ -157,12 +166,12 @@ def connect(fabric: Fabric, asked: Measurement) -> Topology:
 
 
 def words_of(cfg: DictConfig, network: str) -> TuneWords:
-    """Make the names in the report of a configuration."""
+    """Return the names that the report shows, from a configuration."""
     return TuneWords(name=cfg.name, network=network, about=cfg.about, num_shown=cfg.num_shown)
 
 
 def usage_lines(folder: Path, name: str) -> str:
-    """Format how to use the files that were written."""
+    """Format commands that use the written files."""
     return "\n".join(
         [
             f"written to {folder.resolve()}; use it by",
@@ -173,7 +182,7 @@ def usage_lines(folder: Path, name: str) -> str:
 
 
 def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, MeasuredSetup]:
-    """Return whether this is rank zero, the times, and their setup. Starts or joins the ranks."""
+    """Return whether this is rank zero, the measured times and their setup. Starts or joins the ranks."""
     if cfg.samples is not None:
         return True, *read_measurements(cfg.samples)
     asked = instantiate(cfg.measure)
@@ -190,7 +199,7 @@ def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="tune")
 def main(cfg: DictConfig) -> None:
-    """Measure on all ranks. Rank zero fits, chooses, prints and writes."""
+    """Measure on all ranks, and write the report with the chosen plan on rank zero."""
     with launch.job(cfg) as launched, launch.short_errors(cfg):
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
         check_tune_keys(cfg)

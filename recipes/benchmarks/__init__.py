@@ -1,1 +1,1 @@
-"""Benchmarks of all-reduces, steps, updates and input. In each run the arms take turns."""
+"""Benchmarks of all-reduces and training steps. In each round the variants take turns."""

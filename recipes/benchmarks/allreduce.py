@@ -1,4 +1,4 @@
-"""Seconds of one all-reduce: every algorithm of the library and the backend's own, over sizes and dtypes."""
+"""Benchmark of single all-reduces: the library's algorithms and the backend's own."""
 
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceBench:
-    """Benchmark of all-reduces, one after another. The arms take turns.
+    """Benchmark of consecutive all-reduces, in which the variants take turns.
 
-    A sample is as many calls of one arm as take about `min_sample_s`, of which the slowest rank's time per call
-    counts. Calls follow each other without a barrier, which ranks would leave at different times. Each round takes one
-    sample of every arm, and every round begins with another arm. Before, each arm sums ones, and the sum is checked.
+    A sample is as many calls of one variant as take about `min_sample_s`. Its result is the time per call of the
+    slowest rank. Calls follow each other without a barrier, because ranks would leave it at different times. Each round
+    takes one sample of every variant, and rounds begin with different variants. Before that, each variant reduces a
+    tensor of ones, and the result is checked.
 
     Args:
-        algorithms: Null means `auto` and every algorithm there is.
-        min_bytes, max_bytes, factor: Sizes are `min_bytes * factor**k` up to `max_bytes`, which is the last.
-        dtypes: Names of torch's, such as `float16`.
-        num_rounds: Samples of each arm, for each size and dtype.
-        timeout_s: Limit of every collective.
+        algorithms: Names of algorithms. None: `auto` and all algorithms.
+        min_bytes, max_bytes, factor: Sizes are `min_bytes * factor**k`, and finally `max_bytes`.
+        dtypes: Names of torch dtypes, such as `float16`.
+        num_rounds: Number of samples per variant, size and dtype.
+        min_sample_s: Approximate duration of a sample in seconds.
+        timeout_s: Timeout of every collective in seconds.
     """
 
     min_bytes: Count
@@ -61,11 +63,11 @@ class AllReduceBench:
             if name not in DTYPES:
                 raise ValueError(f"`dtypes` (={name}) must be some of {', '.join(DTYPES)}.")
         for name in self.algorithms or ():
-            CommPlan(algorithm=name)  # type: ignore[arg-type]  # refuses what is none
+            CommPlan(algorithm=name)  # type: ignore[arg-type]  # raises if the name is unknown
 
     @property
     def sizes_bytes(self) -> list[int]:
-        """Sizes in ascending order.
+        """Sizes of the tensors in bytes, in ascending order.
 
         >>> AllReduceBench(min_bytes=1024, max_bytes=9000, factor=4, dtypes=["float32"], num_rounds=7).sizes_bytes
         [1024, 4096, 9000]
@@ -78,7 +80,10 @@ class AllReduceBench:
         return [*sizes, self.max_bytes]
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
-        """Yield rows of all sizes as they are measured. Collective."""
+        """Yield the measurements of all sizes and dtypes as they are made.
+
+        Collective: every rank must call it.
+        """
         with self._arms(fabric, topology) as arms:
             for dtype in self.dtypes:
                 for num_bytes in self.sizes_bytes:
@@ -118,7 +123,7 @@ class AllReduceBench:
         dtype: torch.dtype,
     ) -> Iterator[Timing]:
         num_elements = num_bytes // dtype.itemsize
-        for name, arm in arms.items():  # connects, and warms up
+        for name, arm in arms.items():  # connects the ranks and warms up
             ones = torch.ones(num_elements, dtype=dtype, device=fabric.device)
             arm(ones)
             if not torch.equal(ones, torch.full_like(ones, topology.world_size)):
@@ -153,7 +158,7 @@ def _through(engine: CommEngine) -> Callable[[Tensor], object]:
 def _seconds_per_call(
     fabric: Fabric, arm: Callable[[Tensor], object], flat: Tensor, num_calls: int
 ) -> float:
-    """Return the seconds per call of the slowest rank. The same number on every rank."""
+    """Return the seconds per call of the slowest rank, which is the same number on every rank."""
     fabric.barrier()
     synchronize(fabric.device)
     began_s = time.perf_counter()
@@ -164,7 +169,10 @@ def _seconds_per_call(
 
 
 def slowest(times_s: Sequence[float], device: torch.device) -> list[float]:
-    """Return the largest of each of these times over all ranks. Collective."""
+    """Return the maximum of each time over all ranks.
+
+    Collective: every rank must call it.
+    """
     times = torch.tensor(times_s, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
@@ -172,6 +180,6 @@ def slowest(times_s: Sequence[float], device: torch.device) -> list[float]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

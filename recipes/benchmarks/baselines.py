@@ -1,4 +1,4 @@
-"""Strategies to compare with: torch's fp16 compression, and the hybrid all-reduce without its communication."""
+"""Baseline strategies: DDP with fp16 compression, and the hybrid all-reduce without communication."""
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -9,12 +9,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid import HybridAllReduceStrategy
 
-# No `from __future__ import annotations` in this file: DistributedDataParallel compares the hook's annotations with the
-# classes themselves and refuses strings.
+# No `from __future__ import annotations` in this file: DistributedDataParallel compares the hook's annotations with
+# classes, and rejects strings.
 
 
 class CompressedDDPStrategy(DDPStrategy):
-    """`ddp` with torch's `fp16_compress_hook` on every device. Lightning registers it on CUDA only."""
+    """DDP strategy with torch's `fp16_compress_hook` on every device. Lightning registers it only on CUDA."""
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
@@ -22,7 +22,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
 
 class SilentStrategy(HybridAllReduceStrategy):
-    """Hybrid all-reduce whose ranks keep their own gradients: what a step costs without communication."""
+    """Hybrid all-reduce strategy without communication, to measure the rest of a step."""
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
@@ -30,7 +30,7 @@ class SilentStrategy(HybridAllReduceStrategy):
 
 
 def keep_bucket(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Return a bucket at once, as it is: a hook without communication."""
+    """Return the bucket unchanged, as a DDP communication hook without communication."""
     future: Future[Tensor] = Future()
     future.set_result(bucket.buffer())
     return future

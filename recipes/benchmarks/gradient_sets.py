@@ -1,8 +1,8 @@
-"""Shapes of the gradients of known networks, and a network that has these gradients and next to no arithmetic.
+"""Gradient shapes of known networks, and a network with these gradients and almost no arithmetic.
 
-What a step costs beyond arithmetic is decided by the shapes alone: which tensors share a bucket, in which order they
-are ready, how many bytes travel. So that is all of a network that a benchmark of communication needs. One set is
-computed all the same, for steps as a user has them: forward, backward and casts are then part of the time.
+The communication cost of a step depends only on the shapes: which tensors share a bucket, in which order they become
+ready, and how many bytes are sent. A communication benchmark therefore needs only these. One set is computed with real
+arithmetic, to measure complete steps with forward, backward and casts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def alexnet_shapes() -> list[tuple[int, ...]]:
-    """Return the shapes of AlexNet in one column (Krizhevsky 2014, arXiv:1404.5997), in the order of the layers.
+    """Return the parameter shapes of AlexNet (Krizhevsky 2014, arXiv:1404.5997), in layer order.
 
     >>> numel(alexnet_shapes()), len(alexnet_shapes())
     (61100840, 16)
@@ -34,7 +34,7 @@ def alexnet_shapes() -> list[tuple[int, ...]]:
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """Return the shapes of ResNet-50 (He et al. 2015, arXiv:1512.03385), in the order of the layers.
+    """Return the parameter shapes of ResNet-50 (He et al. 2015, arXiv:1512.03385), in layer order.
 
     Convolutions have no bias; each is followed by weight and bias of its normalisation.
 
@@ -50,7 +50,9 @@ def _shapes_of(network: type[nn.Module]) -> list[tuple[int, ...]]:
 
 
 def linear_8mib_shapes() -> list[tuple[int, ...]]:
-    """Return eight linear layers of 512 x 512: 8 MiB of fp32 gradients and 16 KiB of biases.
+    """Return the parameter shapes of eight 512 x 512 linear layers.
+
+    They have 8 MiB of fp32 gradients and 16 KiB of biases.
 
     >>> numel(linear_8mib_shapes()) * 4 / 2**20
     8.015625
@@ -65,13 +67,13 @@ GRADIENT_SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "resnet50": resnet50_shapes,
 }
 
-# Computed layer by layer; the other sets make each gradient by one pass over memory.
+# Sets that are computed layer by layer. The others create each gradient with one pass over memory.
 WITH_ARITHMETIC = frozenset({"linear_8mib_arithmetic"})
-NUM_ROWS = 2  # of a rank's batch
+NUM_ROWS = 2  # rows of a rank's batch
 
 
 def numel(shapes: Shapes) -> int:
-    """Count the elements of all shapes.
+    """Return the total number of elements of several shapes.
 
     >>> numel([(2, 3), (4,)])
     10
@@ -80,17 +82,17 @@ def numel(shapes: Shapes) -> int:
 
 
 class GradientSet(pl.LightningModule):
-    """Parameters of given shapes, whose gradients become ready one by one from the last to the first.
+    """LightningModule with given parameter shapes, whose gradients become ready from last to first.
 
-    Backward makes each gradient by one pass over memory. Gradients differ from rank to rank.
+    Backward creates each gradient with one pass over memory. Gradients differ between ranks.
 
     Args:
-        shapes: In the order of the layers.
-        backward_s: Backward waits this long in all, each gradient in proportion to its size, as the host does while an
-            accelerator computes: the processor is free meanwhile.
-        optimizer: `sgd`, the cheapest, or `lars`, fused.
-        has_arithmetic: shapes are weight and bias of one linear layer after the other, and a rank's batch of two rows
-            goes through them; `backward_s` has no meaning then.
+        shapes: Shapes of the parameters in layer order.
+        backward_s: Total seconds that backward sleeps, divided among the gradients in proportion to their sizes. This
+            imitates a host that waits for an accelerator, because the processor is free in the meantime.
+        optimizer: `sgd`, the cheapest one, or `lars`, fused.
+        has_arithmetic: Treat shapes as weights and biases of consecutive linear layers, which process a batch of two
+            rows per rank. `backward_s` is ignored.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class GradientSet(pl.LightningModule):
         self.has_arithmetic = has_arithmetic
         self.optimizer = optimizer
         self.layers = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-        if has_arithmetic:  # of zeros most gradients would be zero
+        if has_arithmetic:  # with zero weights most gradients would be zero
             generator = torch.Generator().manual_seed(0)
             for layer in self.layers:
                 nn.init.normal_(layer, std=layer.shape[-1] ** -0.5, generator=generator)
@@ -113,14 +115,14 @@ class GradientSet(pl.LightningModule):
         self._noise: Tensor | None = None
 
     def on_fit_start(self) -> None:
-        """Draw the noise of which this rank's gradients are made."""
+        """Create the random values from which this rank's gradients are made."""
         largest = max(self.layers, key=Tensor.numel)
         generator = torch.Generator().manual_seed(self.global_rank)
         noise = torch.randn(largest.numel(), generator=generator) * 1e-3
         self._noise = noise.to(dtype=largest.dtype, device=self.device)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return a loss, zero and fp32, that depends on every parameter."""
+        """Return an fp32 loss that depends on every parameter."""
         if self.has_arithmetic:
             return self._loss_of_rows()
         loss = torch.zeros((), device=self.device)
@@ -146,7 +148,10 @@ class GradientSet(pl.LightningModule):
 
 
 class _Layer(torch.autograd.Function):
-    """Identity. The gradient of the parameter is noise times the gradient of the output."""
+    """Autograd function that returns its input, and creates the parameter's gradient from noise.
+
+    The gradient of the parameter is the noise times the gradient of the output.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, parameter: Tensor, noise: Tensor, wait_s: float) -> Tensor:

@@ -1,13 +1,13 @@
-"""Seconds until all gradients of a network are summed: what fusion and hierarchy bring, each alone and both together.
+"""Benchmark of reducing all gradients of a network, with fusion and hierarchy separately and combined.
 
     per_tensor_ring            one flat ring for each tensor, one after another
     fused_ring                 the same ring, for buckets
     per_tensor_hierarchical    reduce in the node, ring of the leaders, broadcast, for each tensor
-    hybrid                     buckets, each with the algorithm of the library's own rule
+    hybrid                     buckets, each with the algorithm that the library's rule selects
     planned                    buckets and algorithms that the planner chooses for this cluster
 
-All gradients are ready at once, so nothing hides the communication. Next to each measured time stands the planner's
-prediction, where the cluster is described.
+All gradients are ready at once, so no computation hides the communication. If the cluster is described, each measured
+time is reported with the planner's prediction.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ PER_TENSOR = ("per_tensor_ring", "per_tensor_hierarchical")
 
 @dataclass(frozen=True, kw_only=True)
 class PartsArm:
-    """Plan of communication, and the buckets in which it sums the gradients of one network.
+    """Variant of the benchmark: a communication plan, and the buckets in which gradients are reduced.
 
     Args:
-        name: Name of the arm.
-        plan: Algorithm, chunks and sizes of buckets.
-        numels: Elements of each gradient, in the order in which they get ready.
+        name: Name of the variant.
+        plan: Communication plan with algorithm, chunks and bucket sizes.
+        numels: Number of elements of each gradient, in the order in which they become ready.
         is_fused: Whether small gradients share a bucket.
 
     >>> plan = CommPlan(bucket_bytes=2**22, num_buckets=1)
@@ -72,13 +72,13 @@ class PartsArm:
 
     @property
     def cuts(self) -> list[int] | None:
-        """Ends of the buckets as the simulator takes them. None: as the plan fuses."""
+        """Bucket boundaries for the simulator, or None to use the fusion of the plan."""
         if self.is_fused:
             return None
         return list(range(1, len(self.numels)))
 
     def bucket_numels(self, itemsize: int, num_nodes: int, on_cuda: bool = False) -> list[int]:
-        """Return the elements of each bucket."""
+        """Return the number of elements of each bucket."""
         if not self.is_fused:
             return list(self.numels)
         tensor_bytes = [size * itemsize for size in self.numels]
@@ -86,7 +86,7 @@ class PartsArm:
         return [size // itemsize for size in sizes]
 
     def predicted_s(self, cluster: Cluster, itemsize: int, on_cuda: bool = False) -> float:
-        """Predict the seconds until all gradients are summed."""
+        """Return the predicted seconds until all gradients are reduced."""
         gradients = tuple((size, 0.0) for size in self.numels)
         work = StepWorkload(forward_s=0.0, gradients=gradients)
         steps = simulate(
@@ -97,7 +97,10 @@ class PartsArm:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Times of one sum of all gradients. `wall_s`: of the slowest rank. `cpu_s`: of the processors of all ranks."""
+    """Times of one reduction of all gradients.
+
+    `wall_s` is that of the slowest rank. `cpu_s` is the processor time of all ranks.
+    """
 
     wall_s: float
     cpu_s: float
@@ -105,19 +108,20 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class PartsBench:
-    """Benchmark of the parts of the hybrid all-reduce. The arms take turns.
+    """Benchmark of the parts of the hybrid all-reduce, in which the variants take turns.
 
-    A sample is one sum of all gradients, from a barrier until the slowest rank has all sums. Each round takes one
-    sample of every arm, and every round begins with another arm. Every sum is checked.
+    A sample is one reduction of all gradients, from a barrier until the slowest rank has all results. Each round takes
+    one sample of every variant, and rounds begin with different variants. Every result is checked.
 
     Args:
-        gradients: Names of `recipes.benchmarks.gradient_sets`. None of them: nothing is measured.
-        arms: Names; see the module. The first is what the others are compared with.
-        dtypes: Names of torch's, such as `float16`.
-        num_rounds: Samples of each arm, for each network and dtype.
-        num_warmup_rounds: Rounds before these. The engine compares new buckets over ranks, which takes a message each.
-        cluster: Description of these nodes and links, for the predictions. None: no predictions.
-        timeout_s: Limit of every collective.
+        gradients: Names of `recipes.benchmarks.gradient_sets`. Empty: nothing is measured.
+        arms: Names of variants, see the module. The first one is the reference for the others.
+        dtypes: Names of torch dtypes, such as `float16`.
+        num_rounds: Number of samples per variant, network and dtype.
+        num_warmup_rounds: Number of rounds before these. The engine compares new buckets between ranks, which costs one
+            message each.
+        cluster: Description of these nodes and links, for predictions. None: no predictions.
+        timeout_s: Timeout of every collective in seconds.
     """
 
     gradients: Sequence[str]
@@ -139,10 +143,12 @@ class PartsBench:
             )
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
-        """Yield rows of all networks and dtypes as they are measured. Collective.
+        """Yield the measurements of all networks and dtypes as they are made.
+
+        Collective: every rank must call it.
 
         Raises:
-            ValueError: `cluster` describes other nodes than those of the job.
+            ValueError: `cluster` does not match the nodes of the job.
         """
         if self.gradients:
             self._check_nodes(topology)
@@ -207,7 +213,10 @@ class PartsBench:
         return PartsArm(name=name, plan=plan, numels=numels, is_fused=name not in PER_TENSOR)
 
     def _chosen_plan(self, fabric: Fabric, numels: tuple[int, ...], itemsize: int) -> CommPlan:
-        """Choose the plan on rank zero, for all: ranks that share few cores would each search for it. Collective."""
+        """Return the plan that the planner chooses on rank zero, and broadcast it to all ranks.
+
+        Ranks that share few cores would otherwise each search for it. Collective: every rank must call it.
+        """
         assert self.cluster is not None
         plan = CommPlan()
         if fabric.is_global_zero:
@@ -222,7 +231,7 @@ class PartsBench:
     def _samples(
         self, fabric: Fabric, arms: Sequence[PartsArm], sums: Sequence[ArmSums], flat: Tensor
     ) -> Mapping[str, Sequence[Sample]]:
-        """Take all samples. The same numbers on every rank."""
+        """Return all samples, which are the same numbers on every rank."""
         flat = flat.to(fabric.device)
         samples = {arm.name: list[Sample]() for arm in arms}
         for turn in range(-self.num_warmup_rounds, self.num_rounds):
@@ -235,11 +244,11 @@ class PartsBench:
 
 
 class ArmSums:
-    """Sums of all gradients through one engine, bucket by bucket.
+    """All-reduce of all gradients through one engine, bucket by bucket.
 
     Args:
-        engine: What carries the buckets.
-        bucket_numels: Elements of each bucket, in the order in which they are submitted.
+        engine: Communication engine that reduces the buckets.
+        bucket_numels: Number of elements of each bucket, in submission order.
     """
 
     def __init__(self, engine: CommEngine, bucket_numels: Sequence[int]) -> None:
@@ -247,11 +256,14 @@ class ArmSums:
         self.bucket_numels: list[int] = list(bucket_numels)
 
     def buckets(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of `flat` that is each bucket."""
+        """Return the slice of `flat` for each bucket."""
         return list(flat.split(self.bucket_numels))
 
     def sum_all(self, buckets: Sequence[Tensor]) -> None:
-        """Sum every bucket over all ranks, in place. Collective."""
+        """All-reduce every bucket in place.
+
+        Collective: every rank must call it.
+        """
         last = len(buckets) - 1
         futures = []
         for index, bucket in enumerate(buckets):
@@ -261,10 +273,12 @@ class ArmSums:
             future.wait()
 
     def sample(self, fabric: Fabric, flat: Tensor) -> Sample:
-        """Time one sum of all gradients, and check it. Collective.
+        """Time one reduction of all gradients, and check its result.
+
+        Collective: every rank must call it.
 
         Raises:
-            RuntimeError: A sum is wrong on this rank.
+            RuntimeError: A result is wrong on this rank.
         """
         buckets = self.buckets(flat)
         fill(buckets, fabric.global_rank)
@@ -284,16 +298,16 @@ class ArmSums:
 
 
 def fill(buckets: Sequence[Tensor], rank: int) -> None:
-    """Set each bucket to zeros or ones: neighbouring ranks and neighbouring buckets differ."""
+    """Fill each bucket with zeros or ones, such that neighbouring ranks and buckets differ."""
     for index, bucket in enumerate(buckets):
         bucket.fill_((rank + index) % 2)
 
 
 def check(buckets: Sequence[Tensor], world_size: int, name: str) -> None:
-    """Compare each bucket with the number of ranks that had ones.
+    """Raise if a reduced bucket is not the number of ranks that contributed ones.
 
     Raises:
-        RuntimeError: A sum is wrong.
+        RuntimeError: A result is wrong.
     """
     for index, bucket in enumerate(buckets):
         num_ones = (world_size + index % 2) // 2

@@ -1,4 +1,4 @@
-"""Result of a benchmark: one row per measurement. A table, a picture and JSON of all rows."""
+"""Report of a benchmark: a table, a figure and a JSON file of all measurements."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from lightning_hybrid.callbacks.run_report.figure import (
 from lightning_hybrid.formatting import markdown_table, size, time_text
 from recipes.cli.results import environment
 
-PEERS = ("ddp", "fp16_compress", "torch")  # arms that are not ours
+PEERS = ("ddp", "fp16_compress", "torch")  # variants that are not part of this library
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Times of one arm in one case.
+    """Times of one variant in one case.
 
     `section`: `allreduce`, `parts`, `step` or `overlap`. `case`: dtype or gradient set. `num_bytes`: size of the
-    buffer, or of all gradients of a step, as they travel. `times_s`: every sample, on the slowest rank. `backward_s`:
-    how long backward waited on purpose. `cpu_s`: processor time of all ranks together, for each sample. `predicted_s`:
-    the planner's prediction. `load_average`: of the last minute, on rank zero's machine when the row was done.
+    buffer, or of all gradients of a step, as it is sent. `times_s`: every sample, on the slowest rank. `backward_s`:
+    seconds that backward slept on purpose. `cpu_s`: processor time of all ranks together, for each sample.
+    `predicted_s`: the planner's prediction. `load_average`: load of the last minute on rank zero's machine when the row
+    was finished.
 
     >>> row = Timing(section="step", case="x", arm="auto", num_bytes=100, num_nodes=2, times_s=(1.0, 9.0, 2.0))
     >>> row.median_s, row.bound_s(link_bytes_per_s=100.0)
@@ -54,14 +55,14 @@ class Timing:
 
     @property
     def median_s(self) -> float:
-        """Median of the samples."""
+        """Median of the samples in seconds."""
         return statistics.median(self.times_s)
 
     def bound_s(self, link_bytes_per_s: float | None) -> float | None:
-        """Return the least time: `2 (N - 1) / N` of the bytes must leave each of N nodes over its link.
+        """Return the minimum time in seconds, in which `2 (N - 1) / N` of the bytes leave each of N nodes.
 
         No all-reduce among the nodes' own processors sends less from its busiest node (Patarasuk & Yuan 2009). Headers
-        are left out, so not even the bound is reached.
+        are not included, so even this bound cannot be reached. None if there is one node or the bandwidth is unknown.
         """
         if link_bytes_per_s is None or self.num_nodes == 1:
             return None
@@ -69,11 +70,11 @@ class Timing:
 
 
 def hidden_share(rows: Sequence[Timing]) -> float:
-    """Compute the share of the communication that a backward of the same length hides. 1 = all of it.
+    """Return the fraction of the communication that a backward of the same length hides.
 
         1 - (step with backward - the same without communication) / (step - the same without communication)
 
-    `rows`: the step, without communication, with backward, with backward and without communication.
+    `rows`: the step, the step without communication, with backward, and with backward and without communication.
 
     >>> times_s = (3.0, 1.0, 3.5, 3.0)
     >>> rows = [Timing(section="overlap", case="", arm="", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
@@ -102,20 +103,24 @@ PARTS_HEADER = (*HEADER, "predicted ms", "x predicted", "CPU s")
 
 
 def header(rows: Sequence[Timing]) -> tuple[str, ...]:
-    """Return the names of the columns that `cells` has for these rows."""
+    """Return the column names of `cells` for these rows."""
     if any(row.section == "parts" for row in rows):
         return PARTS_HEADER
     return HEADER
 
 
 def cells(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[list[str]]:
-    """Format each row. The reference of a case is its first row: torch's own all-reduce, or the first strategy."""
+    """Format each row as table cells.
+
+    The reference of a case is its first row: torch's own all-reduce, or the first strategy.
+    """
     num_columns = len(header(rows))
     references: dict[tuple[str, str, int], float] = {}
     table = []
     for row in rows:
         key = (row.section, row.case, row.num_bytes if row.section == "allreduce" else 0)
-        # All-reduces compare within a size; of steps the bytes differ by precision, and the first arm is the reference.
+        # All-reduces are compared within a size. Steps have different bytes by precision, and are compared with the
+        # first.
         reference_s = references.setdefault(key, row.median_s)
         bound_s = row.bound_s(link_bytes_per_s)
         times_ms = [1e3 * time_s for time_s in (row.median_s, min(row.times_s), max(row.times_s))]
@@ -151,7 +156,9 @@ WIDTHS = (32, 9, 24, 10, 10, 10, 8, 12, 13, 13, 12, 8)
 
 
 def aligned(texts: Sequence[str]) -> str:
-    """Format one row of the table that is printed row by row: words to the left, numbers to the right.
+    """Format one row of the table that is printed row by row.
+
+    Text is left-aligned, and numbers are right-aligned.
 
     >>> aligned(["step", "1 KiB", "ddp"])
     'step                                1 KiB  ddp'
@@ -164,7 +171,7 @@ def aligned(texts: Sequence[str]) -> str:
 
 
 def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
-    """Format the table as Markdown, columns aligned, and the share of hidden communication."""
+    """Format all rows as a Markdown table, followed by the fraction of hidden communication."""
     text = [markdown_table(header(rows), cells(rows, link_bytes_per_s))]
     overlap = [row for row in rows if row.section == "overlap"]
     for of_case in (overlap[first : first + 4] for first in range(0, len(overlap), 4)):
@@ -181,7 +188,10 @@ def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
 
 
 def panels_of(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[Panel]:
-    """Return a panel for each section and case: all-reduce time against size, step time by strategy."""
+    """Return a figure panel for each section and case.
+
+    All-reduce times are plotted against size, and step times are bars by strategy.
+    """
     panels = list[Panel]()
     for section, case in dict.fromkeys((row.section, row.case) for row in rows):
         of_case = [row for row in rows if (row.section, row.case) == (section, case)]
@@ -233,7 +243,10 @@ def draw_bars(
     link_bytes_per_s: float | None,
     axes: Axes,
 ) -> None:
-    """Draw each arm's median as a bar under its name. Above it a line from least to most, on it a tick at the bound."""
+    """Draw each variant's median time as a bar.
+
+    A line shows minimum and maximum, and a tick shows the lower bound.
+    """
     axes.set_title(title)
     rows = [row for arm in names for row in rows if row.arm == arm]
     most_s = max(max(row.times_s) for row in rows)
@@ -276,7 +289,7 @@ def write_bench(
     config: dict[str, Any],
     title: str,
 ) -> None:
-    """Write `rows.jsonl` (every sample), `table.csv`, `table.md` and `bench.svg` into `folder`."""
+    """Write `rows.jsonl` with every sample, `table.csv`, `table.md` and `bench.svg` into `folder`."""
     rows = list(rows)
     folder.mkdir(parents=True, exist_ok=True)
     head = {"title": title, "config": config, "environment": environment()}

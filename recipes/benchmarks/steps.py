@@ -1,4 +1,4 @@
-"""Seconds of whole training steps of Lightning's, by strategy, at the gradient shapes of known networks."""
+"""Benchmark of complete Lightning training steps by strategy, with the gradients of known networks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ COMPRESSED = "fp16_compress"
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyArm:
-    """Strategy and precision, chosen by a name.
+    """Variant of the benchmark: a strategy and a precision, selected by a name.
 
-    `ddp`: stock Lightning in fp32. `fp16_compress`: the same with torch's hook. `auto` or the name of an algorithm:
-    the hybrid all-reduce with `precision="16-true"`; with `_fp32` behind the name, in fp32; with `_int8` or `_int4`, in
-    so many bits between nodes; with `_shared`, the update shared within a node. `is_silent`: nothing is averaged.
+    `ddp`: stock Lightning in fp32. `fp16_compress`: the same with torch's hook. `auto` or the name of an algorithm: the
+    hybrid all-reduce with `precision="16-true"`. The suffix `_fp32` selects fp32, `_int8` or `_int4` the bits between
+    nodes, and `_shared` an update that is sharded within a node. `is_silent`: nothing is averaged.
 
     >>> [StrategyArm(name=name).precision for name in ("two_level", "auto_fp32", "auto_int8", "fp16_compress")]
     ['16-true', '32-true', '16-true', '32-true']
@@ -60,20 +60,20 @@ class StrategyArm:
 
     @property
     def codec(self) -> str | None:
-        """The codec between nodes."""
+        """Codec for gradients between nodes, or None."""
         suffix = self.name.rpartition("_")[2]
         if suffix in ("int8", "int4"):
             return suffix
         return None
 
     def wire_bytes(self, numel: int) -> int:
-        """Return the bytes of so many elements on the wire between nodes."""
+        """Return the bytes that `numel` elements take on the wire between nodes."""
         if self.codec is not None:
             return message_bytes(numel, int(self.codec.removeprefix("int")))
         return numel * (4 if self.precision == "32-true" and self.name != COMPRESSED else 2)
 
     def strategy(self) -> DDPStrategy:
-        """Make a new strategy."""
+        """Create a new strategy."""
         timeout = timedelta(seconds=self.timeout_s)
         if self.name == STOCK:
             return DDPStrategy(timeout=timeout)
@@ -92,33 +92,33 @@ class StrategyArm:
 
 
 class StepClock(Callback):
-    """Callback that notes when each step ended."""
+    """Callback that records the end time of each step."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Read the clock once the device is done."""
+        """Record the time after the device has finished the step."""
         synchronize(trainer.strategy.root_device)
         self.ends_s.append(time.perf_counter())
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBench:
-    """Benchmark of whole steps, from the end of one to the end of the next.
+    """Benchmark of complete steps, from the end of one step to the end of the next.
 
-    Arms take turns: each round is a `Trainer.fit` of every arm, whose first steps are not counted (buckets are
-    rebuilt after the first).
+    Variants take turns: each round is one `Trainer.fit` of every variant. The first steps of a fit are not counted,
+    because buckets are rebuilt after the first one.
 
     Args:
-        trainer: Makes a `Trainer` for this world out of the other arguments.
+        trainer: Function that creates a `Trainer` for this world from the other arguments.
         gradients: Names of `recipes.benchmarks.gradient_sets`.
-        arms: Names; see `StrategyArm`.
-        num_rounds, num_steps: Fits of each arm, and steps counted in each fit.
-        num_warmup_steps: Steps not counted in each fit; 2 or more.
-        bucket_bytes: Buckets of the hybrid arms; null means the library's.
-        optimizer: `sgd`, the cheapest, or `lars`, fused.
-        overlap: null, or the hybrid arm that also runs with a backward as long as its communication.
+        arms: Names of variants, see `StrategyArm`.
+        num_rounds, num_steps: Number of fits per variant, and number of counted steps per fit.
+        num_warmup_steps: Number of steps per fit that are not counted, at least 2.
+        bucket_bytes: Bucket size of the hybrid variants. None: the library's default.
+        optimizer: `sgd`, the cheapest one, or `lars`, fused.
+        overlap: Hybrid variant that is also run with a backward as long as its communication, or None.
     """
 
     trainer: Callable[..., pl.Trainer]
@@ -162,7 +162,10 @@ class StepBench:
             )
 
     def run(self, fabric: Fabric, topology: Topology) -> Iterator[Timing]:
-        """Yield rows of all gradient sets as they are measured. Collective."""
+        """Yield the measurements of all gradient sets as they are made.
+
+        Collective: every rank must call it.
+        """
         fit = partial(self._fit, fabric)
         for gradients in self.gradients:
             times_s = {name: list[float]() for name in self.arms}
@@ -177,14 +180,14 @@ class StepBench:
     def _overlap(
         self, fit: Callable[..., list[float]], gradients: str, name: str, topology: Topology
     ) -> Iterator[Timing]:
-        """Time steps with and without communication. Then without arithmetic, with a backward that waits as long."""
+        """Measure steps with and without communication, each with and without a backward of the same length."""
         arm = self._arm(name)
         silent = replace(arm, is_silent=True)
         with_s, without_s = (
             statistics.median(fit(gradients, arm_name, backward_s=0.0))
             for arm_name in (arm, silent)
         )
-        # A backward that waits for as long as the communication takes could hide all of it.
+        # A backward that lasts as long as the communication could hide all of it.
         backward_s = max(0.0, with_s - without_s)
         cases = [(arm, 0.0), (silent, 0.0), (arm, backward_s), (silent, backward_s)]
         times_s: list[list[float]] = [[] for _ in cases]
@@ -201,7 +204,7 @@ class StepBench:
     def _fit(
         self, fabric: Fabric, gradients: str, arm: StrategyArm, *, backward_s: float
     ) -> list[float]:
-        """Time each counted step. The same numbers on every rank."""
+        """Return the time of each counted step, which is the same on every rank."""
         clock = StepClock()
         module = GradientSet(
             GRADIENT_SETS[gradients](),
@@ -222,10 +225,10 @@ class StepBench:
         )
         steps = torch.zeros(self.num_warmup_steps + self.num_steps, 1)
         trainer.fit(module, DataLoader(steps, batch_size=1))  # type: ignore[arg-type]
-        # Trainer and module refer to one another: only the collector frees their memory for the next fit.
+        # Trainer and module refer to each other, so only the garbage collector frees their memory for the next fit.
         del trainer, module
         gc.collect()
-        # A step lasts from the end of the one before to its own end: what overlaps counts once.
+        # A step lasts from the end of the previous step to its own end, so overlapping work counts once.
         counted = clock.ends_s[self.num_warmup_steps - 1 :]
         return slowest([end - begin for begin, end in itertools.pairwise(counted)], fabric.device)
 

@@ -112,7 +112,7 @@ def register_resolvers() -> None:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process is rank zero according to its launcher. Without a launcher it is."""
+    """Return whether this process is rank zero according to its launcher. True without a launcher."""
     # Lightning knows the rank once a trainer exists.
     lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")
     rank = getattr(getattr(lightning, "rank_zero_only", None), "rank", None)

@@ -86,7 +86,7 @@ def whole_number(name: str, variables: Mapping[str, str] = os.environ) -> int:
     Traceback (most recent call last):
         ...
     ValueError: `RANK` (='two') must be a whole number, at least 0: a launcher sets this variable of the environment, \
-    torchrun or srun. Start the job with one, or `unset RANK`.
+torchrun or srun. Start the job with one, or `unset RANK`.
     """
     value = variables[name]
     if not (value.isascii() and value.strip().isdigit()):
@@ -108,7 +108,7 @@ def check_launcher(variables: Mapping[str, str]) -> None:
     Traceback (most recent call last):
         ...
     ValueError: `RANK` (=2) must be below `WORLD_SIZE` (=2): ranks count from 0. Start the job with torchrun, which \
-    sets both, or unset both.
+sets both, or unset both.
     """
     if "TORCHELASTIC_RUN_ID" in variables:
         for name in _LAUNCHED:
@@ -177,7 +177,7 @@ def check_place(*, local_rank: int, num_devices: int, node_rank: int, num_nodes:
     Traceback (most recent call last):
         ...
     ValueError: `NODE_RANK` (=1) must be below `trainer.num_nodes` (=1): it is the place of this process in the world. \
-    Start the job with a launcher that sets it, `unset NODE_RANK`, or set trainer.num_nodes.
+Start the job with a launcher that sets it, `unset NODE_RANK`, or set trainer.num_nodes.
     """
     for name, rank, key, size in (
         ("LOCAL_RANK", local_rank, "trainer.devices", num_devices),
@@ -200,7 +200,7 @@ def check_words(variables: Mapping[str, str]) -> None:
     Traceback (most recent call last):
         ...
     ValueError: `WANDB_MODE` (='ofline') must be online, offline, disabled, dryrun, run or shared. Set \
-    WANDB_MODE=offline.
+WANDB_MODE=offline.
     """
     mode = variables.get("WANDB_MODE")
     if mode is not None and mode not in WANDB_MODES:
@@ -384,7 +384,7 @@ def check_values(config: Mapping[str, Any]) -> None:
     Traceback (most recent call last):
         ...
     ValueError: `precision` (='fp16') must be a name of Lightning's, such as 16-true (half-precision model on fp32 \
-    masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
+masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
     """
     precision = str(config.get("precision"))
     data = config.get("data")
@@ -487,8 +487,8 @@ def check_secrets(config: Mapping[str, Any]) -> None:
     Traceback (most recent call last):
         ...
     ValueError: `logger.settings.api_key` must not be in the configuration, which is written to the run directory, to \
-    checkpoints and to the tracker: anybody who sees them would have it. Set WANDB_API_KEY, or run `wandb login`; and \
-    change it if it was there before.
+checkpoints and to the tracker: anybody who sees them would have it. Set WANDB_API_KEY, or run `wandb login`; and \
+change it if it was there before.
     >>> check_secrets({"logger": {"settings": {"api_key": None}}})
     """
     nodes: list[tuple[str, Any]] = [("", config)]

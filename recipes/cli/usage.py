@@ -30,7 +30,10 @@ EXTRAS_OF = {
 
 
 class UsageError(SystemExit):
-    """Exit with code 2 after a usage error. The code that raises it also prints the message."""
+    """Error that ends a program with exit code 2 because of wrong usage.
+
+    The code that raises it also prints the message.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

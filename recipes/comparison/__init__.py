@@ -1,1 +1,1 @@
-"""Comparison of ways to train: arms, their fits in an Optuna journal, and paired statistics."""
+"""Comparison of training methods: variants, their fits in an Optuna journal, and paired statistics."""

@@ -1,4 +1,4 @@
-"""Arms of a study, the points at which they are tuned, and the overrides of each fit."""
+"""Variants of a study, the points at which they are tuned, and the overrides of each fit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Point = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """Way to train.
+    """Variant of a study, which is one way to train.
 
     Attributes:
-        overrides: Overrides of `recipes/train.py` that make it.
-        shares: Images of an update, as shares of the training images; a cell of the table for each.
-        axes: Tuned keys of `optim`, each with its least and largest value; the scale is logarithmic.
-        like: Arm from which this one differs in one part, and with which it is compared at the same share.
+        overrides: Overrides of `recipes/train.py` that select the variant.
+        shares: Batch sizes as fractions of the number of training images. The table has one cell for each.
+        axes: Tuned keys of `optim` with minimum and maximum value, on a logarithmic scale.
+        like: Variant from which this one differs in one part. They are compared at the same share.
     """
 
     __pydantic_config__ = STRICT
@@ -37,12 +37,12 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Fits that choose the point of a cell, by the accuracy on held-out training images.
+    """Fits that select the point of a cell by the accuracy on held-out training images.
 
     Attributes:
-        num_trials: Points of a scrambled Sobol sequence, the same ones of the unit cube for every cell.
+        num_trials: Number of points of a scrambled Sobol sequence, which are the same in the unit cube for every cell.
         seed: Seed of these fits.
-        num_images: Training images that are left.
+        num_images: Number of training images that are not held out.
         overrides: Overrides of these fits.
     """
 
@@ -56,11 +56,11 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class FinalTests:
-    """Fits whose accuracy on the test images the table shows.
+    """Fits whose accuracy on the test images is reported in the table.
 
     Attributes:
-        seeds: Seeds, the same ones for every cell, so that differences are paired.
-        num_images: Training images.
+        seeds: Seeds, which are the same for every cell, so that differences are paired.
+        num_images: Number of training images.
         overrides: Overrides of these fits.
     """
 
@@ -73,14 +73,14 @@ class FinalTests:
 
 @dataclass(frozen=True)
 class Cell:
-    """Arm at one share: a row of the table."""
+    """Variant at one batch size, which is a row of the table."""
 
     arm: str
     share: float
 
     @property
     def name(self) -> str:
-        """Name of the cell, which is that of its folder too.
+        """Name of the cell and of its folder.
 
         >>> Cell("method", 0.0512).name
         'method_5.12'
@@ -90,21 +90,21 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPlan:
-    """Arms, each tuned by equally many fits and then tested with the same seeds.
+    """Plan of a study: all variants are tuned with equally many fits, then tested with the same seeds.
 
     Attributes:
-        arms: Arms by name.
-        base: Arm with one share, to which all differences are taken.
-        only: Arms to run; None = all.
+        arms: Variants by name.
+        base: Reference variant with one share, with which all others are compared.
+        only: Names of the variants to run. None: all.
         every_fit: Overrides of every fit.
-        trial: More of them; an arm that sets the same key wins.
-        micro_batch: Images that are normalised together; every batch is a multiple.
-        tuning: See `Tuning`.
-        testing: See `FinalTests`.
-        margin: Difference in points that counts as none.
+        trial: Further overrides of every fit, which a variant may override.
+        micro_batch: Number of images that BatchNorm normalises together. Every batch size is a multiple.
+        tuning: Tuning fits, see `Tuning`.
+        testing: Test fits, see `FinalTests`.
+        margin: Difference in percentage points within which variants count as equal.
 
     Raises:
-        ValueError: A number breaks its rule, an arm is unknown, or the seed of the tuning is one of the tests'.
+        ValueError: A number is out of range, a variant is unknown, or the tuning seed is also a test seed.
     """
 
     __pydantic_config__ = STRICT
@@ -164,12 +164,12 @@ class StudyPlan:
 
     @property
     def base_cell(self) -> Cell:
-        """The cell to which all differences are taken."""
+        """Cell with which all others are compared."""
         return Cell(self.base, self.arms[self.base].shares[0])
 
     @property
     def cells(self) -> list[Cell]:
-        """The cells to run, in the order of the configuration."""
+        """Cells to run, in the order of the configuration."""
         cells = []
         for arm_name, arm in self.arms.items():
             if self.only is None or arm_name in self.only:
@@ -185,12 +185,15 @@ class StudyPlan:
         return Cell(arm_name, cell.share)
 
     def global_batch_size(self, cell: Cell, num_images: int) -> int:
-        """Return the images of an update: the share of these images, down to whole micro-batches, at least one."""
+        """Return the batch size of a cell: its share of the images, rounded down to whole micro-batches.
+
+        It is at least one micro-batch.
+        """
         num_micro_batches = int(round(cell.share * num_images / self.micro_batch, 6))
         return self.micro_batch * max(1, num_micro_batches)
 
     def points(self, cell: Cell) -> list[Point]:
-        """Return the points at which a cell is tuned, values to four digits."""
+        """Return the points at which a cell is tuned, with values rounded to four digits."""
         axes = self.arms[cell.arm].axes
         unit_points = (
             SobolEngine(max(1, len(axes)), scramble=True, seed=0)

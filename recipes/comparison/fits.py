@@ -1,4 +1,4 @@
-"""Fits of `recipes/train.py`'s configurations, each in a process of its own that ends with this one."""
+"""Fits of configurations of `recipes/train.py`, each in its own process that ends with this one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 @dataclass(frozen=True, kw_only=True)
 class FitRequest:
-    """Fit that is asked for.
+    """Request for a fit.
 
     Attributes:
         overrides: Overrides of `recipes/train.py`.
         run_dir: Folder of its checkpoints, from which an interrupted fit continues.
-        stage: Images on which the accuracy of the final weights is measured.
+        stage: Split on which the accuracy of the final weights is measured.
     """
 
     overrides: tuple[str, ...]
@@ -41,10 +41,10 @@ class FitResult:
     """Result of a fit.
 
     Attributes:
-        accuracy: Accuracy of the final weights, from 0 to 1; that of guessing where the fit diverged.
-        num_steps: Optimizer steps.
-        core_s: Seconds of processor time; of a continued fit those since it was continued.
-        divergence: Error that says how it diverged; empty if it did not.
+        accuracy: Accuracy of the final weights, from 0 to 1. If the fit diverged, the accuracy of guessing.
+        num_steps: Number of optimizer steps.
+        core_s: Processor time in seconds, since the fit was last resumed.
+        divergence: Error with which the fit diverged. Empty if it did not.
     """
 
     accuracy: float
@@ -54,14 +54,17 @@ class FitResult:
 
 
 class FitError(RuntimeError):
-    """Error of a fit that says nothing about its accuracy, such as a wrong key. Its message is the fit's own."""
+    """Error of a fit that is unrelated to its accuracy, such as an unknown key.
+
+    Its message is that of the fit.
+    """
 
 
 def check(requests: Sequence[FitRequest]) -> None:
-    """Compose and check each configuration, without building anything but the data modules.
+    """Compose and validate each configuration, without building anything except the data modules.
 
     Raises:
-        ValueError: A key is unknown, a value cannot stand there, or the images are missing.
+        ValueError: A key is unknown, a value is invalid, or the images are missing.
     """
     from hydra.utils import instantiate
 
@@ -75,14 +78,17 @@ def check(requests: Sequence[FitRequest]) -> None:
 
 
 def fit(request: FitRequest) -> FitResult:
-    """Fit, from the last checkpoint in its folder if there is one, and measure the accuracy of the final weights."""
+    """Run a fit and measure the accuracy of the final weights.
+
+    The fit resumes from the last checkpoint in its folder if there is one.
+    """
     from lightning_hybrid.callbacks import metrics as m
     from lightning_hybrid.callbacks.numerics import NonFiniteLossError
     from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
     from recipes.training import resume
     from recipes.training.build import build
 
-    # A line about devices and loaders for each fit would bury what the study prints.
+    # Lightning's messages about devices and loaders would hide the output of the study.
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     cfg = _composed(request)
@@ -121,12 +127,12 @@ def _composed(request: FitRequest) -> Any:
 
 
 class FitPool:
-    """Pool of threads that each run one task at a time in a new process, of which none outlives this process.
+    """Pool of threads that each run one task at a time in a new process. All processes end with this one.
 
-    A new process for each fit: nothing that one leaves behind, such as a seed in the environment, reaches the next.
+    Every fit has a new process, so that side effects such as a seed in the environment do not reach the next fit.
 
     Args:
-        num_workers: Tasks at a time.
+        num_workers: Number of tasks that run in parallel.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -145,26 +151,26 @@ class FitPool:
     ) -> None:
         self._is_stopped = True
         for process in list(self._processes):
-            # Ctrl-C has reached them too
+            # Ctrl-C is delivered to the child processes too
             if kind is not None and not issubclass(kind, KeyboardInterrupt):
                 process.terminate()
         self.executor.shutdown(cancel_futures=True)
 
     def call(self, function: Callable[..., Any], argument: Any) -> Any:
-        """Return what a function returns in a new process.
+        """Return the result of a function that runs in a new process.
 
         Raises:
             FitError: The function raised an error, or its process died.
         """
         if self._is_stopped:
             raise FitError("the pool is stopped")
-        # a fork would inherit threads in an unknown state
+        # a forked process would inherit the state of threads
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_work, args=(function, argument, sender))
         process.start()
         self._processes.add(process)
-        sender.close()  # only the child holds its end: `recv` raises EOFError when the child dies
+        sender.close()  # only the child holds this end, so `recv` raises EOFError when the child dies
         try:
             result, error = receiver.recv()
         except EOFError:
@@ -175,7 +181,7 @@ class FitPool:
         self._processes.discard(process)
         if error:
             self._is_stopped = (
-                True  # before this thread takes the next task: the error ends the study
+                True  # set before this thread takes the next task, because the error ends the study
             )
             raise FitError(error)
         return result

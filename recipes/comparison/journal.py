@@ -1,4 +1,4 @@
-"""Fits of a study in an Optuna journal: what ended is never run again, what was interrupted continues."""
+"""Fits of a study in an Optuna journal: finished ones are not repeated, interrupted ones continue."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ SETTINGS = "settings"
 
 @contextmanager
 def only_user_of(folder: Path) -> Iterator[None]:
-    """Hold the lock of a study's folder.
+    """Hold the lock of a study's folder while the context is active.
 
     Raises:
-        ValueError: Another process holds it.
+        ValueError: Another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
         try:
-            # freed when the process ends, however it does
+            # released when the process ends for any reason
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
@@ -49,14 +49,14 @@ def only_user_of(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
-    """Cell whose tests have ended.
+    """Result of a cell whose tests have finished.
 
     Attributes:
-        point: Values that were chosen.
+        point: Tuned values that were selected.
         accuracies: Test accuracy in %, by seed.
-        num_steps: Optimizer steps of a test fit.
-        num_diverged: Test fits that diverged, which count as guessing.
-        core_s: Seconds of processor time of all fits.
+        num_steps: Number of optimizer steps of a test fit.
+        num_diverged: Number of test fits that diverged, which count as guessing.
+        core_s: Processor time of all fits in seconds.
     """
 
     point: Point
@@ -67,17 +67,17 @@ class CellResult:
 
 
 class StudyJournal:
-    """Journal of a study and the fits that it still lacks. Only one process may use a folder at a time.
+    """Journal of a study, which runs the missing fits. Only one process may use a folder at a time.
 
-    Each cell has two Optuna studies, `<cell>/tuning` and `<cell>/testing`. All their trials are enqueued beforehand,
-    so that points are the same for every arm, and depend neither on the number of workers nor on an interruption.
+    Each cell has two Optuna studies, `<cell>/tuning` and `<cell>/testing`. All their trials are enqueued in advance, so
+    that the points are the same for every variant, and do not depend on the number of workers or on interruptions.
 
     Args:
         folder: Folder of the journal and of the fits.
-        plan: What is compared.
-        pool: Runs the fits.
-        tell: Is called with a line for each fit that ended.
-        run: Runs one fit in a process of the pool.
+        plan: Plan of the study.
+        pool: Pool that runs the fits.
+        tell: Function called with a line for each finished fit.
+        run: Function that runs one fit in a process of the pool.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StudyJournal:
         self.storage = JournalStorage(JournalFileBackend(str(path)))
 
     def tune(self, cell: Cell) -> Point:
-        """Run the tuning fits of a cell that are missing, and return the point with the best accuracy."""
+        """Run the missing tuning fits of a cell, and return the point with the best accuracy."""
         overrides = self.plan.tuning_overrides(cell)
         study = self._study(
             cell,
@@ -121,7 +121,7 @@ class StudyJournal:
         return dict(best.params)
 
     def test(self, cell: Cell, point: Point) -> CellResult:
-        """Run the test fits of a cell that are missing, and return what all of them gave."""
+        """Run the missing test fits of a cell, and return the results of all of them."""
         overrides = self.plan.testing_overrides(cell, point)
         study = self._study(cell, "testing", {"overrides": list(overrides)})
         _enqueue(study, {seed: {"seed": seed} for seed in self.plan.testing.seeds})
@@ -174,7 +174,7 @@ class StudyJournal:
     def _run_waiting(
         self, study: optuna.Study, request: Callable[[optuna.Trial], FitRequest]
     ) -> None:
-        """Run all trials that are enqueued, as many at a time as there are workers."""
+        """Run all enqueued trials, as many in parallel as there are workers."""
         trials: dict[Future[FitResult], optuna.Trial] = {}
         for _ in study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             trial = study.ask()
@@ -194,10 +194,13 @@ class StudyJournal:
 
 
 def _enqueue(study: optuna.Study, trials: Mapping[int, Mapping[str, Any]]) -> None:
-    """Enqueue the trials that have neither ended nor wait. Those that a kill interrupted are enqueued again."""
+    """Enqueue the trials that are neither finished nor waiting.
+
+    Trials that were interrupted by a kill are enqueued again.
+    """
     indices = set()
     for trial in study.get_trials(deepcopy=False):
-        # of a process that was killed: this one has the folder for itself
+        # its process was killed, because this process holds the lock of the folder
         if trial.state == TrialState.RUNNING:
             study.tell(trial.number, state=TrialState.FAIL)
         elif trial.state in (TrialState.COMPLETE, TrialState.WAITING):
@@ -208,7 +211,7 @@ def _enqueue(study: optuna.Study, trials: Mapping[int, Mapping[str, Any]]) -> No
 
 
 def _complete(study: optuna.Study) -> dict[int, FrozenTrial]:
-    """Return the trials that ended, by their index."""
+    """Return the finished trials by index."""
     trials = {}
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         trials[trial.user_attrs[INDEX]] = trial
@@ -216,7 +219,7 @@ def _complete(study: optuna.Study) -> dict[int, FrozenTrial]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON gives it back: with lists for tuples."""
+    """Return a value as JSON would return it, with lists instead of tuples."""
     if isinstance(value, Mapping):
         return {key: _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -225,7 +228,10 @@ def _plain(value: Any) -> Any:
 
 
 def _drop_half_line(path: Path) -> None:
-    """Remove the end of a journal whose last line was cut by a kill, which Optuna would refuse after the next line."""
+    """Remove an incomplete last line of a journal, which a kill may have left.
+
+    Optuna would reject the journal once another line follows.
+    """
     if not path.exists():
         return
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Paired differences of accuracies with intervals, and a test of equivalence."""
+"""Paired differences of accuracies with confidence intervals, and a test of equivalence."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Verdict = Literal["equal", "better", "worse", "open"]
 
 @dataclass(frozen=True)
 class Interval:
-    """90 % interval of a mean, by Student's t: mean ± t(0.95, n - 1) * s / sqrt(n).
+    """90 % confidence interval of a mean by Student's t: mean ± t(0.95, n - 1) * s / sqrt(n).
 
     Attributes:
         mean: Mean.
-        half: Half the length; inf for a single value, which says nothing about the spread.
+        half: Half the width. Infinite for a single value, which has no spread.
     """
 
     mean: float
@@ -26,17 +26,17 @@ class Interval:
 
     @property
     def low(self) -> float:
-        """Lower end."""
+        """Lower end of the interval."""
         return self.mean - self.half
 
     @property
     def high(self) -> float:
-        """Upper end."""
+        """Upper end of the interval."""
         return self.mean + self.half
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """Return the interval of a sample's mean.
+    """Return the confidence interval of a sample's mean.
 
     >>> interval = interval_of([0.1, 0.2, 0.3])
     >>> round(interval.mean, 6), round(interval.half, 6)
@@ -55,7 +55,10 @@ def interval_of(values: Sequence[float]) -> Interval:
 def paired_difference(
     values: Mapping[int, float], reference: Mapping[int, float]
 ) -> Interval | None:
-    """Return the interval of the differences to a reference over the seeds that both have. None without any."""
+    """Return the confidence interval of the differences to a reference over their common seeds.
+
+    None if there are no common seeds.
+    """
     differences = [values[seed] - reference[seed] for seed in sorted(values) if seed in reference]
     if differences:
         return interval_of(differences)
@@ -63,11 +66,11 @@ def paired_difference(
 
 
 def verdict(difference: Interval, margin: float) -> Verdict:
-    """Return what a paired difference shows at the 5 % level.
+    """Return the conclusion from a paired difference at the 5 % level.
 
-    `equal`: the interval lies within ± `margin`, which is TOST, two one-sided tests (Schuirmann 1987). `better`,
-    `worse`: it does not hold zero. `open`: neither can be said from so few runs. A small difference may be `equal` and
-    yet not zero.
+    `equal`: the interval lies within ± `margin`, which is TOST, two one-sided tests (Schuirmann 1987). `better` or
+    `worse`: the interval does not contain zero. `open`: there are too few runs for a conclusion. A small difference
+    may be `equal` and yet not zero.
 
     >>> [verdict(Interval(mean, 0.2), margin=0.3) for mean in (0.05, 1.0, -1.0, 0.15)]
     ['equal', 'better', 'worse', 'open']

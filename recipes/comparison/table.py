@@ -1,4 +1,4 @@
-"""Table of a study: accuracies, and paired differences with intervals and verdicts."""
+"""Table of a study with accuracies, and paired differences with intervals and conclusions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADER = [
 
 
 def table_of(plan: StudyPlan, tested: Mapping[Cell, CellResult]) -> str:
-    """Format the cells whose tests have ended, with words on how to read them."""
+    """Format the finished cells as a Markdown table, with an explanation."""
     rows = []
     for cell, result in tested.items():
         like = plan.like(cell)

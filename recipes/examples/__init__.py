@@ -1,1 +1,4 @@
-"""Complete programs to copy. The notebook is read in its folder."""
+"""Complete example programs to copy.
+
+The folder also contains a notebook.
+"""

@@ -1,6 +1,6 @@
-"""Fine-tuning: a trained backbone stays as it is, statistics of BatchNorm included, and a new head learns.
+"""Fine-tuning: a new head is trained on a frozen backbone, including its BatchNorm statistics.
 
-Freeze before `fit`: what is unfrozen later would not be averaged, and is refused.
+Freeze parameters before `fit`. Parameters that are unfrozen later would not be averaged, and raise an error.
 """
 
 import lightning.pytorch as pl
@@ -16,7 +16,7 @@ class FineTuned(pl.LightningModule):
         super().__init__()
         self.backbone = backbone.requires_grad_(
             False
-        ).eval()  # Lightning leaves modes as they are: statistics stay
+        ).eval()  # Lightning keeps the mode, so the statistics stay fixed
         self.head = torch.nn.Linear(128, num_classes)
 
     def training_step(self, batch, batch_idx):
@@ -34,11 +34,11 @@ if __name__ == "__main__":
     pl.seed_everything(0)
     images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
     data = TensorDataset(images.float() / 16, labels)
-    # In place of one that you load: load_state_dict(torch.load(..., weights_only=True)).
+    # Replace this by your backbone: load_state_dict(torch.load(..., weights_only=True)).
     backbone = torch.nn.Sequential(
         torch.nn.Linear(64, 128), torch.nn.BatchNorm1d(128), torch.nn.ReLU()
     )
-    backbone(data.tensors[0])  # moves the statistics
+    backbone(data.tensors[0])  # updates the statistics once
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
     module = FineTuned(backbone, num_classes=10)
     two = {"accelerator": "cpu", "devices": 2}

@@ -1,4 +1,4 @@
-"""A loop of your own under Fabric, on two processes of the CPU, with LARS and fp32 masters."""
+"""Your own training loop with Fabric on two CPU processes, with LARS and fp32 master weights."""
 
 import lightning as L
 import torch
@@ -27,7 +27,7 @@ if __name__ == "__main__":
             loss = torch.nn.functional.cross_entropy(model(image), label)
             optimizer.zero_grad()
             fabric.backward(loss)
-            optimizer.step()  # skipped on all ranks where a gradient is inf or nan
+            optimizer.step()  # skipped on all ranks if a gradient is inf or nan
         fabric.print(f"epoch {epoch}: loss {fabric.all_reduce(loss.detach()).item():.3f}")
-    # fp32 masters, and the loss scale
+    # includes fp32 master weights and the loss scale
     fabric.save("own_loop.ckpt", {"model": model, "optimizer": optimizer})

@@ -1,6 +1,6 @@
-"""A Lightning script as most people have one, on two processes of the CPU: three lines of it are this package's.
+"""Typical Lightning script on two CPU processes, in which three lines belong to this package.
 
-Ctrl-C or SIGTERM: it stops after a step with a checkpoint, and the same line goes on from there.
+On Ctrl-C or SIGTERM it stops after the current step with a checkpoint. The same command continues from there.
 """
 
 import os

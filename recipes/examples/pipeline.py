@@ -1,4 +1,4 @@
-"""A network in two stages, each on a process of its own. Module and `training_step` are those of one device."""
+"""Pipeline of two stages, each on its own process. Module and `training_step` are as for one device."""
 
 import lightning.pytorch as pl
 import torch
@@ -27,7 +27,7 @@ if __name__ == "__main__":
     pl.seed_everything(0)
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
-    # 1F1B; what it waits: (2 - 1) / (4 + 2 - 1)
+    # 1F1B schedule; the bubble is (2 - 1) / (4 + 2 - 1) of the time
     strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=4)
     trainer = pl.Trainer(
         strategy=strategy,

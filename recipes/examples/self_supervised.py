@@ -1,6 +1,6 @@
-"""SimCLR with LARS: two views of each digit must find one another. Then nearest neighbours say what was learnt.
+"""SimCLR with LARS on digits, evaluated with nearest neighbours.
 
-Each image is compared with those of all processes, in the memory of `chunk` images.
+Each image is compared with those of all processes, with the memory of `chunk` images.
 """
 
 import lightning.pytorch as pl
@@ -14,7 +14,7 @@ from lightning_hybrid.optim import LARS, param_groups
 
 
 def view(images):
-    """The images, moved by up to a pixel, with noise."""
+    """Return the images moved by up to one pixel, with noise."""
     moved = torch.nn.functional.pad(images.view(-1, 8, 8), (1, 1, 1, 1))
     row, column = torch.randint(0, 3, (2,)).tolist()
     moved = moved[:, row : row + 8, column : column + 8].flatten(1)
@@ -30,7 +30,7 @@ class SimCLR(pl.LightningModule):
         self.projector = torch.nn.Linear(256, 64)
         self.global_batch = GlobalBatch(InfoNCE(temperature=0.2, both_views=True), chunk=125)
 
-    def embed(self, images):  # of a part of the batch
+    def embed(self, images):  # of one chunk of the batch
         return self.projector(self.encoder(torch.cat([view(images), view(images)]))).chunk(2)
 
     def training_step(self, batch, batch_idx):
@@ -39,12 +39,15 @@ class SimCLR(pl.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        # Biases and BatchNorm: neither decayed nor adapted, as in the paper.
+        # Biases and BatchNorm parameters get no weight decay and no trust ratio, as in the paper.
         return LARS(param_groups(self, weight_decay=1e-6), lr=1.0, momentum=0.9)
 
 
 def neighbours(encoder, images, labels):
-    """Share of the last 297 images whose nearest of the first 1,500 has the same label."""
+    """Return the accuracy of nearest-neighbour classification.
+
+    The last 297 images are classified by their nearest neighbour among the first 1,500.
+    """
     with torch.no_grad():
         z = torch.nn.functional.normalize(encoder.eval()(images))
     return (labels[(z[1500:] @ z[:1500].T).argmax(1)] == labels[1500:]).float().mean().item()

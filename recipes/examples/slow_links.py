@@ -1,6 +1,6 @@
-"""Fewer bits over a slow link: gradients cross it in 8 bits, and what rounding leaves goes into the next step.
+"""Gradient compression to 8 bits for a slow link between nodes, with error feedback.
 
-Each process stands for a node here (`ranks_per_node=1`); on machines of several GPUs leave that out.
+Each process represents a node here (`ranks_per_node=1`). Leave that argument out on machines with several GPUs.
 """
 
 import lightning.pytorch as pl
@@ -38,7 +38,7 @@ if __name__ == "__main__":
     data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
     for between_nodes in (Mean(), Mean(dtype="int8", error_feedback=True)):
         pl.seed_everything(0)
-        # fits twice
+        # "fork", because the script fits twice
         strategy = HybridAllReduceStrategy(between_nodes, ranks_per_node=1, start_method="fork")
         two = {"accelerator": "cpu", "devices": 2}
         trainer = pl.Trainer(

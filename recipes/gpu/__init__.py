@@ -1,1 +1,1 @@
-"""Checks of `gpu_check`: fits, waits of streams, several ranks, speed, the suite's GPU tests."""
+"""Checks of `gpu_check.py`: fits, stream synchronisation, several ranks and speed."""

@@ -1,4 +1,4 @@
-"""Checks of the exchange of fp32 parameters and half-precision copies, on which half precision rests."""
+"""Checks of the exchange between fp32 parameters and their half-precision copies."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NUM_STEPS = 4
 
 
 class Trained:
-    """A small network in a window, trained by hand with SGD.
+    """Small network in a `HalfPrecisionWindow`, which is trained with SGD without a trainer.
 
     Args:
-        device: of the network.
+        device: Device of the network.
     """
 
     def __init__(self, device: str) -> None:
@@ -35,7 +35,7 @@ class Trained:
         self.images = torch.randn(32, WIDTH, device=device)
 
     def step(self) -> None:
-        """Make one step: half-precision forward and backward, fp32 update."""
+        """Run one step with half-precision forward and backward, and an fp32 update."""
         parameters = list(self.net.parameters())
         with self.window.opened():
             with torch.autocast(self.images.device.type, dtype=torch.bfloat16):
@@ -47,7 +47,7 @@ class Trained:
         self.optimizer.zero_grad()
 
     def weights(self) -> list[Tensor]:
-        """Return the fp32 weights, on the CPU."""
+        """Return copies of the fp32 weights on the CPU."""
         return [parameter.detach().float().cpu().clone() for parameter in self.net.parameters()]
 
 
@@ -70,7 +70,7 @@ def _plain_weights(request: CheckRequest) -> list[Tensor]:
 
 
 def values(request: CheckRequest) -> Details:
-    """Check casts, comparisons and gradients: writes outside and inside, on this device as on the CPU."""
+    """Check casts, written values and gradients of the exchange, on this device and on the CPU."""
     results: list[list[Tensor]] = []
     for device in (request.device, "cpu"):
         trained = Trained(device)
@@ -95,7 +95,7 @@ def values(request: CheckRequest) -> Details:
 
 
 def reducer(request: CheckRequest) -> Details:
-    """Check the exchange under DDP's reducer, which was built on the copies."""
+    """Check the exchange with DDP, whose reducer is built on the half-precision copies."""
     if request.on_cuda:
         backend = "nccl"
     else:
@@ -117,7 +117,7 @@ def reducer(request: CheckRequest) -> Details:
 
 
 def stream(request: CheckRequest) -> Details:
-    """Check steps on a stream of their own, with the exchange on it."""
+    """Check steps on a side stream, including the exchange."""
     if not request.on_cuda:
         raise NotHere("a CPU has no streams")
     trained = Trained(request.device)
@@ -133,7 +133,7 @@ def stream(request: CheckRequest) -> Details:
 
 
 def compiled(request: CheckRequest) -> Details:
-    """Check a compiled network, whose graph reads the copies: it must see each new cast."""
+    """Check that a compiled network reads the half-precision copies of each new cast."""
     trained = Trained(request.device)
     trained.forward = torch.compile(
         trained.net, backend="inductor" if request.on_cuda else "aot_eager"
@@ -146,7 +146,7 @@ def compiled(request: CheckRequest) -> Details:
 
 
 def graph(request: CheckRequest) -> Details:
-    """Check a captured CUDA graph of the forward: a replay must read the copies of the newest cast."""
+    """Check that replaying a captured CUDA graph reads the half-precision copies of the newest cast."""
     if not request.on_cuda:
         raise NotHere("a CPU has no CUDA graphs")
     trained = Trained(request.device)
@@ -158,7 +158,7 @@ def graph(request: CheckRequest) -> Details:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            trained.net(trained.images)  # warm-up, as capture asks for
+            trained.net(trained.images)  # warm-up, which capture requires
         torch.cuda.current_stream().wait_stream(side)
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):

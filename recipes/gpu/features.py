@@ -1,4 +1,4 @@
-"""README's features on several ranks, each as a small fit on GPUs against the same fit over Gloo on the CPU."""
+"""Checks of features on several ranks, by small fits on GPUs and over Gloo on the CPU."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from recipes.gpu.worlds import KnownSums, layout, run_world
 NUM_STAGES = 2
 LOST_AT = 6
 LOST_RANK = 1
-NAMED_WITHIN_S = 60.0  # of its end; one that is stopped within 30 s of the timeout
-# A rank that is stopped, as by a debugger, breaks nothing over NCCL, and yet the others must name it.
+NAMED_WITHIN_S = 60.0  # after it ended; a stopped rank must be named within 30 s after the timeout
+# Stopping a rank, as a debugger does, causes no error in NCCL, but the others must still name it.
 LOSSES: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -46,7 +46,7 @@ LOSSES: dict[str, Callable[[], object]] = {
 
 
 class Plain(Small):
-    """The same network without buffers that a step writes: pipelines refuse them."""
+    """Small network without buffers that change during a step, which pipelines do not support."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the cross entropy."""
@@ -54,19 +54,19 @@ class Plain(Small):
 
 
 class Sliced(Plain):
-    """The last two layers cut over a node."""
+    """Small network whose last two layers are tensor-parallel within a node."""
 
     node_slices = (("net.9", "net.11"),)
 
 
 class Sharded(Plain):
-    """FSDP2: parameters are shards of DTensors."""
+    """Small network that is sharded with FSDP2."""
 
     offloads = False
 
     def configure_model(self) -> None:
         """Shard the network over all ranks."""
-        self.net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other
+        self.net.to(memory_format=torch.contiguous_format)  # FSDP2 supports no other format
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
         if self.offloads:
             policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -75,27 +75,28 @@ class Sharded(Plain):
         fully_shard(self.net, mesh=mesh, offload_policy=policy)
 
     def on_train_end(self) -> None:
-        """Gather the weights, while they are where their groups send."""
+        """Gather the weights while they are still on the device of their process group."""
         self.whole = {name: weight.full_tensor() for name, weight in self.named_parameters()}  # type: ignore[attr-defined]
 
 
 class Offloaded(Sharded):
-    """FSDP2 whose shards, gradients and optimizer state are on the host."""
+    """Small network sharded with FSDP2, with shards, gradients and optimizer state on the host."""
 
     offloads = True
 
 
 class Offloading(HostShards, ModelParallelStrategy):
-    """The strategy for them."""
+    """Strategy that trains `Offloaded`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """One fit, as it differs from 16-true with LARS on two nodes.
+    """Fit that checks one feature, described by its differences from 16-true with LARS on two nodes.
 
-    `bound`: of the norm of any parameter, between GPUs and CPU: several times what other kernels of the CPU, and images
-    that differ by an eighth of a rounding, move the fit. `by_gloo`: whether Gloo carries all of its messages between
-    ranks of one GPU, where NCCL has none; it sends no tensor of a GPU from one rank to another.
+    `bound`: maximum relative distance of any parameter between GPUs and CPU. It is several times the distance that
+    other CPU kernels cause, or images that differ by an eighth of a rounding error. `by_gloo`: whether Gloo supports
+    all messages between ranks that share one GPU, which NCCL does not. Gloo cannot send GPU tensors from one rank to
+    another.
     """
 
     promise: str
@@ -120,7 +121,7 @@ FEATURES: dict[str, Feature] = {
     "parallel_flat": _SUMS(comm={"algorithm": "parallel_flat"}),
     "hierarchical": _SUMS(comm={"algorithm": "hierarchical"}),
     "two_level": _SUMS(comm={"algorithm": "two_level"}),
-    # 5 times 3.0e-2, by images that differ by 2**-11 of themselves, an eighth of a rounding.
+    # 5 times 3.0e-2, the distance for images that differ by a relative 2**-11, an eighth of a rounding error.
     "bf16": Feature(
         promise="bf16-true on several ranks", precision="bf16-true", bound=0.15, by_gloo=True
     ),
@@ -136,7 +137,7 @@ FEATURES: dict[str, Feature] = {
     "int8_feedback": _CODEC(options={"between_nodes": Mean(dtype="int8", error_feedback=True)}),
     "int4": _CODEC(options={"between_nodes": Mean(dtype="int4")}),
     "int4_feedback": _CODEC(options={"between_nodes": Mean(dtype="int4", error_feedback=True)}),
-    # 3.6 times 2.8e-2, by other kernels: the same fit on a CPU without oneDNN.
+    # 3.6 times 2.8e-2, the distance for other kernels: the same fit on a CPU without oneDNN.
     "adasum": Feature(
         promise="Adasum", options={"between_nodes": Adasum()}, optimizer="sgd", bound=0.1
     ),
@@ -168,7 +169,11 @@ FEATURES: dict[str, Feature] = {
 
 
 def fits_as_on_cpu(name: str, request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Check a feature. `is_other_class`: by the class of NCCL that `"nccl"` does not name in this torch."""
+    """Check that a fit with the feature agrees between GPUs and CPU.
+
+    All ranks must end with the same weights. `is_other_class`: use the NCCL class that `"nccl"` does not select in this
+    version of torch.
+    """
     feature = FEATURES[name]
     backend, num_ranks, per_host = layout(request, is_other_class=is_other_class)
     if request.on_cuda and backend == "gloo" and not feature.by_gloo:
@@ -203,7 +208,9 @@ def fits_as_on_cpu(name: str, request: CheckRequest, *, is_other_class: bool = F
 
 
 def _timeout(request: CheckRequest) -> timedelta:
-    return timedelta(seconds=60 if request.on_cuda else 20)  # a GPU's first steps compile kernels
+    return timedelta(
+        seconds=60 if request.on_cuda else 20
+    )  # the first steps on a GPU compile kernels
 
 
 def _trained(
@@ -215,14 +222,17 @@ def _trained(
     num_ranks: int,
     on_hidden: Any = None,
 ) -> Details:
-    """Fit on each rank with other images. All stages of a pipeline read the same."""
+    """Run the fit of a feature on one rank, and return a fingerprint of the weights.
+
+    Each rank trains on other images. All stages of a pipeline read the same ones.
+    """
     options = {**feature.options, "process_group_backend": backend, "timeout": _timeout(request)}
     if issubclass(feature.strategy, ModelParallelStrategy):
         options |= {"data_parallel_size": num_ranks, "tensor_parallel_size": 1}
     else:
         options["ranks_per_node"] = num_ranks // feature.num_nodes
         options["loss_scale"] = 2.0**10 if feature.precision == "16-true" else None
-        # several buckets, that may overtake one another
+        # several buckets, which may complete out of order
         options["comm"] = Comm(bucket_bytes=2048, **feature.comm)
     strategy = feature.strategy(**options)
     module = feature.module(feature.optimizer, on_hidden=on_hidden)
@@ -280,14 +290,20 @@ def _loop(
 
 
 def loss_limit_s(how: str) -> float:
-    """Return how long `lost_rank` may take. Over Gloo a rank that is stopped is named after the timeout of 60 s."""
+    """Return the time limit of `lost_rank` in seconds.
+
+    Over Gloo, a stopped rank is named only after the timeout of 60 s.
+    """
     if how == "stopped":
         return 240
     return 150
 
 
 def lost_rank(how: str, request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Check that where a rank ends in backward by `how`, one of `LOSSES`, the others end in an error that names it."""
+    """Check that all ranks raise an error that names a rank lost during backward.
+
+    `how` is one of `LOSSES`.
+    """
     backend, num_ranks, per_host = layout(request, is_other_class=is_other_class)
     lost = request.folder / "lost_s"
     limit_s = 0.9 * request.limit_s

@@ -1,4 +1,4 @@
-"""Whole fits of a small network: that they converge, lose nothing by rounding, and resume."""
+"""Checks with complete fits of a small network: convergence, exact buffers and resuming."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recipes.gpu.runner import CheckRequest, Details
 BATCH_SIZE = 16
 NUM_BATCHES = 8
 NUM_EPOCHS = 3
-ONE_STEP = 2.0**-12  # added to 1 it is lost in fp16 and in bf16
+ONE_STEP = 2.0**-12  # lost in fp16 and bf16 if added to 1
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lars": lambda params, fused: LARS(
         params, lr=0.5, trust_coefficient=0.02, weight_decay=1e-4, fused=fused
@@ -32,7 +32,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Small(pl.LightningModule):
-    """Network of convolutions in channels_last, three normalisations, gradients at odd addresses, two buffers."""
+    """Small network that covers special cases of precision and memory layout.
+
+    It has channels_last convolutions, three kinds of normalisation, gradients at unaligned addresses and two buffers.
+    """
 
     third: Tensor
     num_steps: Tensor
@@ -71,7 +74,7 @@ class Small(pl.LightningModule):
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the cross entropy. Nothing is read back."""
+        """Return the cross entropy, without synchronising with the device."""
         self.num_steps += ONE_STEP
         hidden = self.net[:6](batch[0])
         if self.on_hidden is not None:
@@ -87,7 +90,7 @@ class Small(pl.LightningModule):
     test_step = predict_step = validation_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Make the optimizer by its name."""
+        """Return the optimizer that was selected by name."""
         return OPTIMIZERS[self.optimizer_name](self.parameters(), self.fused)
 
 
@@ -97,7 +100,7 @@ class _Mean(nn.Module):
 
 
 def loader(seed: int = 0) -> DataLoader:
-    """Return the same batches each time: ten classes, distinguished by the brightness of a channel."""
+    """Return a loader of fixed batches with ten classes, which differ in the brightness of a channel."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (BATCH_SIZE * NUM_BATCHES,), generator=generator)
     images = 0.3 * torch.randn(len(labels), 3, 17, 17, generator=generator)
@@ -109,7 +112,7 @@ def loader(seed: int = 0) -> DataLoader:
 
 
 def trainer_for(request: CheckRequest, precision: Any, **settings: Any) -> pl.Trainer:
-    """Make a quiet trainer. On CUDA it gives the same bits each time."""
+    """Create a trainer without output. On CUDA its results are deterministic."""
     quiet: dict[str, Any] = {
         "accelerator": "gpu" if request.on_cuda else "cpu",
         "devices": 1,
@@ -126,7 +129,10 @@ def trainer_for(request: CheckRequest, precision: Any, **settings: Any) -> pl.Tr
 def short_fit(
     request: CheckRequest, module: Small, precision: Any, **settings: Any
 ) -> dict[str, Tensor]:
-    """Return weights and buffers after a whole fit, on the CPU. An error of `Trainer.fit` is raised."""
+    """Run a complete fit, and return the weights and buffers on the CPU.
+
+    Errors of `Trainer.fit` are raised.
+    """
     data = settings.pop("data", None)
     ckpt_path = settings.pop("ckpt_path", None)
     trainer_for(request, precision, **settings).fit(module, data or loader(), ckpt_path=ckpt_path)
@@ -137,7 +143,10 @@ def short_fit(
 
 
 def ends(precision: str, optimizer: str, request: CheckRequest) -> Details:
-    """Check that it learns, leaves fp32 with exact buffers. Lists agree with kernels, or with single tensors."""
+    """Check that a fit learns, that its state ends in fp32, and that buffers are exact.
+
+    Fused and unfused updates, or grouped and single tensors, must agree.
+    """
     weights = []
     warned = []
     for fused in (False, True):
@@ -154,7 +163,7 @@ def ends(precision: str, optimizer: str, request: CheckRequest) -> Details:
             getattr(trainer_for(request, precision), stage)(module, loader())
             _is_as_before(module)
     distance = max(apart(weights[0][name], weights[1][name]) for name in weights[0])
-    # Both round equally to 2e-6 of a weight's norm; half precision rounds the next gradient at 2**-11 or 2**-8.
+    # Both updates agree to 2e-6 of a weight's norm. Half precision then rounds the next gradient to 2**-11 or 2**-8.
     bound = {"32-true": 1e-3, "16-true": 2e-2, "bf16-true": 1e-1}[precision]
     assert distance < bound, (
         f"both ways of the step must agree to {bound}, and are {distance:.2g} of a norm apart"
@@ -180,7 +189,7 @@ def _is_as_before(module: Small) -> None:
 
 
 def apart(one: Tensor, other: Tensor) -> float:
-    """Return how far they are apart, as a part of the norm."""
+    """Return the distance of two tensors, relative to the norm of the second one."""
     norm = other.double().norm().item()
     return (one.double() - other.double()).norm().item() / (norm or 1.0)
 
@@ -195,7 +204,7 @@ class _SavesOnce(pl.Callback):
 
 
 def resumes(request: CheckRequest) -> Details:
-    """Check that a run that was stopped after its first epoch ends with the bits of one that was not."""
+    """Check that a run resumed after its first epoch is bit-identical to an uninterrupted one."""
     path = request.folder / "first.ckpt"
     for optimizer in ("lars", "lamb"):
         whole = short_fit(request, Small(optimizer), "16-true", callbacks=[_SavesOnce(path)])
@@ -205,7 +214,7 @@ def resumes(request: CheckRequest) -> Details:
 
 
 class _Noisy(TensorDataset):
-    """Images to which noise is added when they are read, as augmentation does."""
+    """Dataset that adds random noise to each image when it is read, as augmentation does."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         image, label = super().__getitem__(index)
@@ -228,9 +237,9 @@ class _SavesAt(pl.Callback):
 
 
 def resumes_within_epoch(request: CheckRequest) -> Details:
-    """Check that a run that goes on in the middle of an epoch ends with the bits of one that was not stopped.
+    """Check that a run resumed in the middle of an epoch is bit-identical to an uninterrupted one.
 
-    Its loader shuffles and pins memory, and images get random noise as they are read.
+    The loader shuffles and pins memory, and the images get random noise when they are read.
     """
     path = request.folder / "within.ckpt"
     pl.seed_everything(7)

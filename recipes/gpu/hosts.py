@@ -1,4 +1,7 @@
-"""A host that is lost while the run goes on: two hosts of one process, on a GPU each or on one."""
+"""Check of elastic training: a run continues after one of two hosts is lost.
+
+Each host has one process, on its own GPU or on a shared one.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ from recipes.gpu.fits import Small, loader, same_bits, short_fit
 from recipes.gpu.runner import CheckRequest, Details
 from recipes.gpu.worlds import run_world, use_other_class
 
-# which host, and in the backward of which of its shards
+# index of the host that is lost, and the number of its backward pass in which it is lost
 LOST = 1
 LOST_AT = 6
 
 
 def lost_host(request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Check that a run which loses one of two hosts ends with the weights of one that loses none, bit for bit."""
+    """Check that a run that loses one of two hosts is bit-identical to one that loses none."""
     if is_other_class:
         use_other_class(request)
-    # NCCL takes one rank on a GPU
+    # NCCL supports only one rank per GPU
     if request.on_cuda and request.num_gpus > 1:
         backend = "nccl"
     else:
@@ -48,7 +51,9 @@ def _be_host(
     backend: str, meet: str, is_lost: bool, request: CheckRequest, rank: int, num_ranks: int
 ) -> Details:
     alone = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    alone |= {"MASTER_PORT": int(os.environ["MASTER_PORT"]) + rank}  # a launch of its own
+    alone |= {
+        "MASTER_PORT": int(os.environ["MASTER_PORT"]) + rank
+    }  # each host is launched separately
     os.environ |= {name: str(value) for name, value in alone.items()}
     if backend == "nccl":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu(
@@ -76,7 +81,9 @@ def _be_host(
 
 
 def visible_gpu(rank: int, visible: str | None) -> str:
-    """Return the GPU of a rank, of those that a scheduler has given to this process (None: all).
+    """Return the GPU of a rank among those that are visible to this process.
+
+    None means that all GPUs are visible.
 
     >>> visible_gpu(1, "4,5"), visible_gpu(1, "MIG-a, MIG-b"), visible_gpu(1, None)
     ('5', 'MIG-b', '1')

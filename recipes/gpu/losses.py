@@ -1,4 +1,4 @@
-"""Contrastive losses inside of autocast: their arithmetic is fp32 there, too."""
+"""Checks that contrastive losses are computed in fp32 inside autocast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOSSES: dict[str, Callable[[], nn.Module]] = {
 
 
 def contrastive(request: CheckRequest) -> Details:
-    """Check that loss and gradients have the bits of a call outside of autocast, and nearly those of fp64."""
+    """Check that losses and gradients are bit-identical with and without autocast, and close to fp64."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(NUM_PAIRS, NUM_FEATURES, generator=generator)
     second = first + torch.randn(NUM_PAIRS, NUM_FEATURES, generator=generator)

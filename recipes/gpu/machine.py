@@ -1,4 +1,4 @@
-"""Versions, GPU and commit of a check."""
+"""Description of the machine of a check: versions, GPUs and commit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PACKAGES = (
 ).split()
 
 
-# Run by a process of its own: to ask for a GPU's properties makes a context of CUDA's, which an exclusive GPU gives to
-# one process alone, and where NVML cannot count (MIG) the count itself keeps a process from forking.
+# Runs in a separate process: querying the properties of a GPU creates a CUDA context. A GPU in exclusive mode allows
+# only one such context, and if NVML cannot count the devices (MIG), even counting them prevents forking.
 _ASK_FOR_GPUS = """
 import json, torch
 found = {"gpus": [], "capability": None, "cudnn": None, "nccl": None}
@@ -38,7 +38,7 @@ print(json.dumps(found))
 
 
 def gpu_environment(root: Path) -> dict[str, Any]:
-    """Describe this machine, and the checkout around `root`, or None for what is unknown.
+    """Return a description of this machine and of the git checkout at `root`. Unknown values are None.
 
     >>> gpu_environment(Path("/"))["torch"] == torch.__version__, gpu_environment(Path("/"))["commit"]
     (True, None)
@@ -73,12 +73,12 @@ def _gpus() -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """Return the version of NVIDIA's driver, or None if `nvidia-smi` does not say it."""
+    """Return the version of NVIDIA's driver, or None if `nvidia-smi` does not report it."""
     return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def why_no_gpu() -> str:
-    """Say what torch was built for and which driver is here.
+    """Return the CUDA version of torch and the driver version, as an explanation.
 
     >>> why_no_gpu().startswith(f"torch {torch.__version__} was built for CUDA {torch.version.cuda}")
     True
@@ -91,20 +91,20 @@ def why_no_gpu() -> str:
 
 
 def clocks() -> str | None:
-    """Return clocks, temperature, power and reasons of throttling as they are now, a line for each GPU."""
+    """Return the current clocks, temperature, power and throttle reasons of each GPU, one line per GPU."""
     asked = "clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw,clocks_throttle_reasons.active"
     return _output("nvidia-smi", f"--query-gpu=index,{asked}", "--format=csv")
 
 
 def nccl_made_by() -> str | None:
-    """Return what makes a group of `"nccl"` in this torch: a class, or the function that makes one of several.
+    """Return the name of the class or function that creates `"nccl"` process groups in this torch.
 
     >>> nccl_made_by() in (None, "ProcessGroupNCCL", "_create_nccl_process_group", "_create_nccl2_process_group")
     True
     """
     if not dist.is_nccl_available():
         return None
-    # From torch 2.14 on it is registered when first asked for, by TORCH_DIST_USE_NCCL2 as it is then.
+    # Since torch 2.14 the backend is registered on first use, according to TORCH_DIST_USE_NCCL2 at that time.
     if hasattr(dist.Backend, "_ensure_backend_registered"):
         dist.Backend._ensure_backend_registered("nccl")
     plugin = dist.Backend._plugins.get("NCCL")

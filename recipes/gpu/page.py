@@ -1,4 +1,4 @@
-"""Output of a check: a page, an archive to send, three plain lines, and rows for the records' table of results."""
+"""Output of the checks: an HTML page, an archive to send, a summary and rows for the table of records."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from lightning_hybrid.callbacks.run_report import html_page
 from recipes.gpu.runner import ON_GLOO, Check, CheckOutcome, Details, summary
 
 ARCHIVE = "gpu_report.zip"
-MOST_BYTES = 4 * 2**20  # of logs, before compression: the archive stays below 5 MB
+MOST_BYTES = (
+    4 * 2**20
+)  # maximum size of logs before compression, so that the archive stays below 5 MB
 COMMAND = "`python recipes/gpu_check.py`"
 RECORDS = "recipes/records/README.md"
 TEMPLATE = Path(__file__).parent / "templates" / "gpu_check.html"
 
 
 def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[str]:
-    """Return three lines: the promises of README that hold on this machine, that do not, that were not tried.
+    """Return three lines that list README's promises that hold, do not hold, or were not tested.
 
-    One that a check refutes does not hold; one of which a check was skipped or is missing, and none refutes, counts as
-    not tried. What Gloo alone has carried holds "over Gloo", and was not tried over NCCL.
+    A promise does not hold if a check refutes it. It counts as not tested if a check was skipped or is missing, and
+    none refutes it. A promise that was tested only over Gloo holds "over Gloo", and counts as not tested over NCCL.
 
     >>> check = Check(name="lars", run=dict, limit_s=1, promise="LARS")
     >>> outcome = CheckOutcome(name="lars", status="PASS", seconds=1, message="")
@@ -65,7 +67,10 @@ def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[
 def write(
     out: Path, checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Details
 ) -> None:
-    """Write `report.html`, and `gpu_report.zip` with it, `report.json`, ends of all logs and NCCL's first lines."""
+    """Write `report.html`, and the archive `gpu_report.zip` with the reports and the ends of all logs.
+
+    Of NCCL's logs, the archive contains the beginning.
+    """
     (out / "report.html").write_text(_page(checks, outcomes, environment))
     logs = sorted(path for path in out.glob("*/*") if path.name == "log" or path.suffix == ".log")
     share = min(2**16, MOST_BYTES // max(1, len(logs)))
@@ -105,7 +110,7 @@ def _page(checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment
 def rows(
     checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Details
 ) -> list[str]:
-    """Return rows of the records' table of results: what holds, then each check of speed that gave a number."""
+    """Return rows for the table of records: the promises that hold, then the results of speed checks."""
     gpus = environment.get("gpus") or ["a CPU"]
     said = [" ".join(promises(checks, outcomes)[:2])]
     said += [
@@ -119,10 +124,10 @@ def rows(
 
 
 def write_rows(page: Path, new: Sequence[str]) -> None:
-    """Put rows at the end of the first table after `## Results`, in place of those that an earlier check put there.
+    """Append rows to the first table after `## Results`, and remove rows of an earlier check.
 
     Raises:
-        ValueError: there is no such table.
+        ValueError: There is no such table.
     """
     if page.is_file():
         lines = page.read_text().splitlines()

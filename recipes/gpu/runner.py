@@ -1,4 +1,4 @@
-"""Runner of checks, each in a process of its own with a time limit."""
+"""Runner of checks, each in its own process with a time limit."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ ON_GLOO = "gloo"
 """Value of `carrier` in the details of a check whose ranks talked over Gloo: NCCL was not tried."""
 
 
-class NotHere(Exception):  # noqa: N818  no error
-    """Reason for which this machine cannot answer a check: it is skipped."""
+class NotHere(Exception):  # noqa: N818  not an error
+    """Exception that skips a check that this machine cannot run."""
 
 
 class NotInTimeError(AssertionError):
-    """Error of a check whose ranks were not done in the time that it gave them."""
+    """Error of a check whose ranks did not finish within their time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRequest:
-    """Request for one check: its device, folder and time.
+    """Request for one check, with its device, folder and time limit.
 
     Attributes:
         device: "cuda" or "cpu".
-        folder: An empty folder for its files.
+        folder: Empty folder for the files of the check.
         limit_s: Seconds after which the check is stopped.
-        is_cut: Whether that limit is shorter than usual, because the time for all checks runs out.
-        num_gpus: GPUs of this machine, counted by another process: counting them here could make a CUDA context, after
-            which no process may be forked.
+        is_cut: Whether the limit is shorter than usual, because the time for all checks is nearly over.
+        num_gpus: Number of GPUs of this machine, counted by another process. Counting them here could create a CUDA
+            context, after which no process can be forked.
     """
 
     device: Literal["cuda", "cpu"]
@@ -57,7 +57,7 @@ class CheckRequest:
 
     @property
     def on_cuda(self) -> bool:
-        """True if the numbers are those of a GPU."""
+        """True if the check runs on a GPU."""
         return self.device == "cuda"
 
 
@@ -66,12 +66,12 @@ Run = Callable[[CheckRequest], Details]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Question about this machine.
+    """Check of this machine, with its function and time limit.
 
-    `run` returns what it found, as JSON can hold it: `message`, a line for people, any tables, and `status` where
-    that is not PASS: speed is FAST or SLOW, not right or wrong. It raises where the answer is no, or `NotHere`. On a
-    CPU it has as long as on a GPU. `promise`: what of README it tries, in a few words; none for speed. `gpu_s`: how
-    long it takes on one GPU, an estimate; 0 where it needs several.
+    `run` returns its results as JSON data: `message`, a line for people, optional tables, and `status` if it is not
+    PASS. Checks of speed have the status FAST or SLOW. `run` raises an error if the check fails, or `NotHere` to skip
+    it. The time limit is the same on a CPU. `promise`: the promise of README that is checked, in a few words; empty for
+    speed. `gpu_s`: estimated seconds on one GPU; 0 if the check needs several.
     """
 
     name: str
@@ -83,7 +83,10 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOutcome:
-    """Result of a check. `message` is a line, the reason of a SKIP. `details` all that was found."""
+    """Result of a check.
+
+    `message` is one line, and the reason of a SKIP. `details` contains all results.
+    """
 
     name: str
     status: Literal["PASS", "FAIL", "SKIP", "FAST", "SLOW"]
@@ -92,7 +95,7 @@ class CheckOutcome:
     details: Details = field(default_factory=dict)
 
     def line(self) -> str:
-        """Format a line for the terminal.
+        """Format the result as a line for the terminal.
 
         >>> print(CheckOutcome(name="sums", status="FAIL", seconds=1.234, message="not equal").line())
         FAIL  sums                          1.2 s  not equal
@@ -109,10 +112,13 @@ def run_checks(
     on_outcome: Callable[[CheckOutcome], None],
     num_gpus: int = 0,
 ) -> list[CheckOutcome]:
-    """Run one check after the other. Skip the rest, and the one that is cut, when `limit_s` is over."""
+    """Run the checks one after another, and skip those for which no time is left.
+
+    A check that is stopped because `limit_s` is over is skipped too.
+    """
     end_s = time.monotonic() + limit_s
     outcomes = list[CheckOutcome]()
-    # The server of processes imports everything when the first process is asked for: no check pays for that.
+    # The fork server imports everything when it starts the first process, so that no check pays for the imports.
     first = _forkserver().Process(target=int)
     first.start()
     first.join(limit_s)
@@ -134,7 +140,10 @@ def run_checks(
 
 
 def run_one(check: Check, request: CheckRequest) -> CheckOutcome:
-    """Run a check in a fresh process, and end that with all that it started. Its folder's `log` has its output."""
+    """Run a check in a new process, and kill all processes that it started when it ends.
+
+    The output goes to the file `log` in its folder.
+    """
     folder = request.folder
     limit_s = request.limit_s
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +157,7 @@ def run_one(check: Check, request: CheckRequest) -> CheckOutcome:
     seconds = time.monotonic() - start_s
     code = process.exitcode
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        # The check leads a group: ranks and workers that it started end with it.
+        # The check leads a process group, so ranks and workers that it started are killed with it.
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.kill()
     process.join()
@@ -175,7 +184,10 @@ def run_one(check: Check, request: CheckRequest) -> CheckOutcome:
 
 
 def _forkserver() -> Any:
-    """Return the context whose server imports once. A CUDA context is in no process but a check's."""
+    """Return the multiprocessing context of a fork server that has imported everything.
+
+    Only the processes of checks have a CUDA context.
+    """
     search_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(
         dict.fromkeys([str(ROOT), *filter(None, search_path)])
@@ -186,13 +198,13 @@ def _forkserver() -> Any:
 
 
 def _be(run: Run, request: CheckRequest) -> None:
-    """Be the process of a check, and the leader of a group of processes, so that all of them can be ended."""
+    """Run a check in this process, as the leader of a process group that can be killed as a whole."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     threading.Thread(
         target=_end_with, args=(multiprocessing.parent_process(),), daemon=True
     ).start()
-    # NCCL's first lines, a file for each process.
+    # NCCL writes its first messages to one file per process.
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(request.folder / "nccl.%p.log")}
     with (request.folder / "log").open("wb", buffering=0) as log:
         os.dup2(log.fileno(), 1)
@@ -226,11 +238,11 @@ def _be(run: Run, request: CheckRequest) -> None:
     unfinished = request.folder / "answer.tmp"
     unfinished.write_text(json.dumps(result))
     unfinished.rename(request.folder / "answer.json")
-    os._exit(0)  # a thread that waits for a rank that is gone keeps no check from its end
+    os._exit(0)  # a thread that waits for a lost rank must not keep the process alive
 
 
 def _end_with(parent: Any) -> None:
-    """End this group when the program is killed: who starts it again finds no GPU in use."""
+    """Kill this process group when the parent process ends, so that a restarted program finds free GPUs."""
     parent.join()
     os.killpg(os.getpid(), signal.SIGKILL)
 
@@ -239,13 +251,15 @@ def _end_with(parent: Any) -> None:
 
 
 def keys_from(arguments: Sequence[str]) -> dict[str, str]:
-    """Return `out`, `minutes`, `only`, `again` and `readme` of the command line.
+    """Return the `key=value` arguments of the command line as a dictionary.
+
+    The keys are `out`, `minutes`, `only`, `again` and `readme`.
 
     >>> keys_from(["out=here", "minutes=2"])
     {'out': 'here', 'minutes': '2'}
 
     Raises:
-        ValueError: Another key, or no key at all.
+        ValueError: The key is unknown, or the argument is not `key=value`.
     """
     keys = dict(word.partition("=")[::2] for word in arguments)
     for key in keys:
@@ -256,10 +270,10 @@ def keys_from(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def chosen(only: str, checks: Sequence[Check], *, key: str = "only") -> list[Check]:
-    """Return the checks whose names are in `only`, separated by commas. All where it is empty.
+    """Return the checks whose names are in the comma-separated text `only`, or all if it is empty.
 
     Raises:
-        ValueError: A name is no check.
+        ValueError: A name is not that of a check.
     """
     names = list(filter(None, only.split(",")))
     checks_by_name = {check.name: check for check in checks}
@@ -273,10 +287,10 @@ def chosen(only: str, checks: Sequence[Check], *, key: str = "only") -> list[Che
 
 
 def write_outcomes(path: Path, outcomes: Sequence[CheckOutcome], environment: Details) -> None:
-    """Write everything that was found, with the versions."""
+    """Write all results with the environment as JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     checks = [asdict(outcome) for outcome in outcomes]
-    unfinished = path.with_suffix(".tmp")  # a machine may be taken back at any time
+    unfinished = path.with_suffix(".tmp")  # the machine may be lost at any time
     unfinished.write_text(
         json.dumps({"environment": environment, "checks": checks}, indent=1) + "\n"
     )
@@ -284,10 +298,10 @@ def write_outcomes(path: Path, outcomes: Sequence[CheckOutcome], environment: De
 
 
 def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
-    """Return outcomes and environment as `write_outcomes` wrote them.
+    """Return the results and environment that `write_outcomes` wrote.
 
     Raises:
-        ValueError: there is no such file, or it holds something else.
+        ValueError: The file does not exist or has another content.
     """
     try:
         content = json.loads(path.read_text())
@@ -299,7 +313,7 @@ def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
 
 
 def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
-    """Return what passed on this machine, with the same versions and unchanged code."""
+    """Return the results of checks that already passed with the same machine, versions and unchanged code."""
     try:
         outcomes, there = read_report(path)
     except ValueError:
@@ -309,7 +323,7 @@ def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
 
 
 def tables(outcomes: Sequence[CheckOutcome]) -> str:
-    """Format all `table`s that checks returned, lists of rows of one form, in Markdown."""
+    """Format the `table` of each check as Markdown."""
     named_tables = [
         (outcome.name, rows) for outcome in outcomes if (rows := outcome.details.get("table"))
     ]
@@ -321,7 +335,7 @@ def tables(outcomes: Sequence[CheckOutcome]) -> str:
 
 
 def summary(outcomes: Sequence[CheckOutcome]) -> str:
-    """Count passed, failed and skipped checks, and those of speed.
+    """Format the number of passed, failed and skipped checks, and of fast and slow ones.
 
     >>> summary([CheckOutcome(name="x", status="PASS", seconds=0.0, message="")])
     '1 passed, 0 failed, 0 skipped; of speed 0 fast, 0 slow.'
@@ -334,10 +348,10 @@ def summary(outcomes: Sequence[CheckOutcome]) -> str:
 
 
 def limit_s_from(minutes: str) -> float:
-    """Return the time limit of all checks together.
+    """Return the time limit of all checks in seconds.
 
     Raises:
-        ValueError: It is no number above zero.
+        ValueError: `minutes` is not a number above zero and at most a day.
 
     >>> limit_s_from("0.5")
     30.0

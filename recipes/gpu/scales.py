@@ -1,4 +1,4 @@
-"""The dynamic loss scale and a schedule that steps with each batch: both wait on a GPU, and only there."""
+"""Checks of the dynamic loss scale together with a learning-rate schedule that advances every step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MAX_RATE = 0.5
 
 
 class Scheduled(Small):
-    """The small network with `OneCycleLR`, which steps after each batch."""
+    """Small network with a `OneCycleLR` schedule that advances after each batch."""
 
     def configure_optimizers(self) -> Any:
-        """Make the optimizer, and the schedule of its rate and momentum."""
+        """Return the optimizer, and the schedule of its learning rate and momentum."""
         optimizer = super().configure_optimizers()
         return {
             "optimizer": optimizer,
@@ -31,26 +31,26 @@ class Scheduled(Small):
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
-    """Make the schedule."""
+    """Return the `OneCycleLR` schedule for an optimizer."""
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=MAX_RATE, total_steps=NUM_STEPS)
 
 
 class _Rates(pl.Callback):
-    """Callback that reads rate and number of skipped steps at each logged step, where the schedule has been made."""
+    """Callback that records learning rate and number of skipped steps at each logged step."""
 
     def __init__(self) -> None:
         self.rates: dict[int, float] = {}
         self.num_skipped: dict[int, int] = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Read both."""
+        """Record learning rate and number of skipped steps."""
         if trainer.global_step % LOG_EVERY == 0:
             self.rates[trainer.global_step] = trainer.optimizers[0].param_groups[0]["lr"]
             self.num_skipped[trainer.global_step] = int(trainer.precision_plugin.num_skipped_steps)  # type: ignore[attr-defined]
 
 
 def rates_by_hand(num_steps: int) -> list[float]:
-    """Return the rates before the first step and after each."""
+    """Return the learning rates before the first step and after each of `num_steps` steps."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     schedule = one_cycle(optimizer)
     rates = [optimizer.param_groups[0]["lr"]]
@@ -62,7 +62,10 @@ def rates_by_hand(num_steps: int) -> list[float]:
 
 
 def dynamic_scale(request: CheckRequest) -> Details:
-    """Check a fit whose first loss scale is far too high: the overflow is skipped, and the schedule waits for it."""
+    """Check a fit whose initial loss scale is too high.
+
+    One step must be skipped, and the schedule must skip it too.
+    """
     by_hand = rates_by_hand(NUM_STEPS)
     num_skipped: dict[str, int] = {}
     for optimizer, fused in (("lars", False), ("sgd", True)):
@@ -88,7 +91,7 @@ def dynamic_scale(request: CheckRequest) -> Details:
                 f"{expected}, and is {rate}"
             )
         num_skipped[optimizer] = read.num_skipped[NUM_STEPS]
-        # One step at a scale of 2**24, and none after the largest gradient of the next is known.
+        # One step at a scale of 2**24 is skipped, and none afterwards, because the largest gradient is then known.
         assert num_skipped[optimizer] == 1, (
             f"{optimizer}: one step must be skipped, and {num_skipped[optimizer]} were"
         )

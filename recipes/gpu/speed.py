@@ -1,4 +1,4 @@
-"""Checks of speed: updates by memory bandwidth, ResNet-50 by Lightning's strategies, all-reduces by the planner."""
+"""Checks of speed: optimizer updates, ResNet-50 training and all-reduces."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from recipes.gpu.updates import ARMS, FLOOR_BYTES, calls_in_a_row, copy_rate, ti
 from recipes.gpu.worlds import layout, run_world
 from recipes.networks.resnet import ResNet
 
-UPDATE_BOUND = 1.3  # times the bytes over the bandwidth of a copy
-PREDICTION_BOUND = 1.3  # times the planner's seconds of a sum
+UPDATE_BOUND = 1.3  # maximum ratio to the time that a copy of the same bytes takes
+PREDICTION_BOUND = 1.3  # maximum ratio to the planner's prediction of an all-reduce
 NUM_SAMPLES = 5
 
 
@@ -38,7 +38,7 @@ NUM_SAMPLES = 5
 
 
 def verdict(request: CheckRequest, *, is_fast: bool) -> str:
-    """Return FAST or SLOW for a GPU, or PASS on a CPU, where nothing is measured."""
+    """Return FAST or SLOW on a GPU, and PASS on a CPU, where nothing is measured."""
     if not request.on_cuda:
         return "PASS"
     if is_fast:
@@ -47,10 +47,10 @@ def verdict(request: CheckRequest, *, is_fast: bool) -> str:
 
 
 def updates(request: CheckRequest) -> Details:
-    """Time updates and torch's on the device, and compare them with their bytes at the rate of a copy.
+    """Time optimizer updates of this library and torch, relative to the time of copying their bytes.
 
-    On CUDA: many updates between two events, behind a kernel that lets the host run ahead. LARS must take no
-    more than 1.3 times their bytes.
+    On CUDA, many updates are timed between two events, queued behind a kernel that lets the host run ahead. LARS must
+    take at most 1.3 times the time of its bytes.
     """
     device = torch.device(request.device)
     if request.on_cuda:
@@ -91,8 +91,11 @@ def updates(request: CheckRequest) -> Details:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Time the device, and the host that enqueues: medians over samples, each of several calls on a GPU."""
-    for _ in range(3):  # compiles, and touches memory
+    """Return the median time of a call on the device, and of the host that enqueues it.
+
+    On a GPU, a sample consists of several calls.
+    """
+    for _ in range(3):  # compiles and allocates
         work()
     num_in_a_row = calls_in_a_row(work)
     samples = [time_one(work, device, num_in_a_row=num_in_a_row) for _ in range(NUM_SAMPLES)]
@@ -105,7 +108,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float,
 
 
 class ShardedNet(TrainedNet):
-    """Network sharded by FSDP2: bf16 with fp32 reductions, and fp32 normalisation as under autocast."""
+    """Network sharded by FSDP2 in bf16, with fp32 reductions and fp32 normalisation as under autocast."""
 
     def configure_model(self) -> None:
         """Shard the network over all ranks."""
@@ -118,7 +121,7 @@ class ShardedNet(TrainedNet):
         fully_shard(self.net, mesh=mesh, mp_policy=bf16)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Make SGD by lists: torch's fused one takes no DTensors."""
+        """Return SGD with `foreach=True`, because torch's fused one does not support DTensors."""
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, foreach=True)
 
 
@@ -133,7 +136,7 @@ def _size(request: CheckRequest) -> Details:
     return {"width": 1.0, "batch": batch, "pixels": 224, "num_warmup": 15, "num_steps": 40}
 
 
-# Precision and strategy of each arm. By the name of "16-mixed" Lightning takes bf16 on a CPU, and drops DDP's hooks.
+# Precision and strategy of each variant. On a CPU, Lightning uses bf16 for "16-mixed", and ignores DDP's hooks.
 RESNET_ARMS: dict[str, tuple[Any, Callable[[int], Any]]] = {
     "ours, 16-true": ("16-true", lambda _: HybridAllReduceStrategy()),
     "ours, bf16-true": ("bf16-true", lambda _: HybridAllReduceStrategy()),
@@ -151,7 +154,7 @@ RESNET_ARMS: dict[str, tuple[Any, Callable[[int], Any]]] = {
 
 
 def images_per_s(arm: str, request: CheckRequest, rank: int, num_ranks: int) -> Details:
-    """Measure the images per second of all ranks with an arm of `RESNET_ARMS`."""
+    """Measure the images per second of all ranks with a variant of `RESNET_ARMS`."""
     size = _size(request)
     precision, make_strategy = RESNET_ARMS[arm]
     device = _device_of(request, rank)
@@ -195,9 +198,10 @@ def _device_of(request: CheckRequest, rank: int) -> torch.device:
 
 
 def resnet50(request: CheckRequest) -> Details:
-    """Measure images per second of ResNet-50 in turns: ours with LARS, Lightning's own with fused SGD, on all GPUs.
+    """Measure images per second of ResNet-50 with this library and with Lightning's strategies.
 
-    A rank is a process of its own for each arm and round: an arm that fails is a row with its error.
+    All GPUs are used. This library uses LARS, and Lightning's strategies use fused SGD. The variants take turns. Every
+    variant and round starts new processes, so that a failing variant only gives a row with its error.
     """
     if request.on_cuda:
         num_ranks = request.num_gpus
@@ -226,7 +230,9 @@ def resnet50(request: CheckRequest) -> Details:
         "status": verdict(request, is_fast=our_rate > max(lightning_rates.values(), default=0.0)),
         "message": message,
         "table": _table_of_arms(request, samples, errors),
-        "size": _size(request),  # not before: ranks are forks, and it makes a CUDA context
+        "size": _size(
+            request
+        ),  # last, because it creates a CUDA context, and the ranks are forked processes
     }
 
 
@@ -235,7 +241,10 @@ _Errors = dict[tuple[str, int], AssertionError]
 
 
 def _sample_arms(request: CheckRequest, num_ranks: int) -> tuple[_Samples, _Errors]:
-    """Measure every arm in turns, and ours also on one rank. An arm that fails has an error."""
+    """Measure every variant in turns, and `ours, 16-true` also on one rank.
+
+    Returns the samples of each variant, and the errors of variants that failed.
+    """
     samples: _Samples = {(arm, num_ranks): [] for arm in RESNET_ARMS}
     samples.setdefault(("ours, 16-true", 1), [])
     errors: _Errors = {}
@@ -276,7 +285,10 @@ def _table_of_arms(request: CheckRequest, samples: _Samples, errors: _Errors) ->
 
 
 def sums(request: CheckRequest) -> Details:
-    """Time all-reduces of 1, 25 and 100 MiB of fp16 by backend and engine, and compare them with the planner."""
+    """Time all-reduces of 1, 25 and 100 MiB in fp16, and compare them with the planner's prediction.
+
+    Both the backend's all-reduce and the engine's are timed.
+    """
     backend, num_ranks, _ = layout(request)
     if request.on_cuda and backend == "gloo":
         raise NotHere("needs two GPUs, or two MIG instances")
@@ -362,14 +374,14 @@ def _timed_sums(backend: str, request: CheckRequest, rank: int, num_ranks: int) 
 
 
 def cluster_of(gpu: str, num_ranks: int) -> Cluster | None:
-    """Describe one node with these GPUs by a file of conf/cluster, or return None for unknown GPUs.
+    """Return a one-node cluster with these GPUs from conf/cluster, or None for unknown GPUs.
 
     >>> cluster_of("NVIDIA H200", 8).inside.bytes_per_s, cluster_of("NVIDIA T4", 2)
     (370800000000.0, None)
     """
     clusters = {"H200": "hgx_h200", "H100": "dgx_h100", "A100": "dgx_a100", "B200": "hgx_b200"}
     known_words = [word for word in gpu.replace("-", " ").split() if word in clusters]
-    if not known_words or "PCI" in gpu.upper():  # PCIe cards have no switch between all GPUs
+    if not known_words or "PCI" in gpu.upper():  # PCIe cards are not connected by an NVSwitch
         return None
     file = ROOT / "conf" / "cluster" / f"{clusters[known_words[0]]}.yaml"
     links = yaml.safe_load(file.read_text())["links"]

@@ -1,4 +1,4 @@
-"""Tests that need a GPU, by pytest in a process of its own."""
+"""Check that runs the GPU tests of the suite with pytest in a separate process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ MARK = re.compile(
 
 
 def files_with_gpu_tests() -> list[str]:
-    """Return the files with tests of `-m gpu`: to collect all tests takes as long as these, and asks for Hydra."""
+    """Return the test files that contain tests with the mark `gpu`.
+
+    Collecting all tests would take as long as running these, and would need Hydra.
+    """
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in files if MARK.search(path.read_text())]
 
 
 def gpu_tests(request: CheckRequest) -> Details:
-    """Run `pytest -m gpu`. None may fail."""
+    """Run `pytest -m gpu`, and fail if a test fails."""
     if not request.on_cuda:
         raise NotHere("the tests of `-m gpu` need one")
     if not (ROOT / "tests").is_dir():

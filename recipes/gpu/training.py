@@ -1,4 +1,4 @@
-"""Parts of a fit that is timed on images that are there already."""
+"""Modules, loaders and callbacks for timed fits on images that are already on the device."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lightning_hybrid.optim import LARS, param_groups
 
 
 def fused_sgd(net: nn.Module) -> torch.optim.Optimizer:
-    """Make `torch.optim.SGD(fused=True)`, biases and normalisation without decay."""
+    """Return `torch.optim.SGD(fused=True)`, without weight decay for biases and normalisation."""
     groups = param_groups(net, weight_decay=1e-4)
     plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
     return torch.optim.SGD(plain, lr=1e-3, momentum=0.9, fused=True)
 
 
 def fused_lars(net: nn.Module) -> torch.optim.Optimizer:
-    """Make `LARS(fused=True)`, biases and normalisation without decay and trust ratio."""
+    """Return `LARS(fused=True)`, without weight decay and trust ratio for biases and normalisation."""
     return LARS(param_groups(net, weight_decay=1e-4), lr=1e-3, momentum=0.9, fused=True)
 
 
 class SameBatch:
-    """Loader of one batch, many times: nothing is loaded."""
+    """Loader that repeats one batch, so that no time is spent on loading."""
 
     def __init__(self, batch: tuple[Tensor, Tensor], num_batches: int) -> None:
         self._batch = batch
@@ -43,7 +43,7 @@ class SameBatch:
 
 
 class TrainedNet(pl.LightningModule):
-    """Module that trains a network with the optimizer that `make` makes for it."""
+    """LightningModule that trains a network with the optimizer that `make` creates for it."""
 
     def __init__(self, net: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
         super().__init__()
@@ -56,12 +56,15 @@ class TrainedNet(pl.LightningModule):
         return F.cross_entropy(self.net(images).float(), labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Make the optimizer."""
+        """Return the optimizer."""
         return self._make(self.net)
 
 
 class FitClock(Callback):
-    """Callback that times from the start of one step to the end of another. Both wait for the device."""
+    """Callback that measures the time from the start of step `begin` to the end of step `end - 1`.
+
+    Both measurements wait for the device.
+    """
 
     def __init__(self, *, begin: int, end: int) -> None:
         self.begin = begin
@@ -71,7 +74,7 @@ class FitClock(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start the clock before the first step that counts."""
+        """Start the clock before the first timed step."""
         if batch_idx == self.begin:
             self.seconds = -self._now(module)
 
@@ -83,7 +86,7 @@ class FitClock(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Stop the clock after the last step."""
+        """Stop the clock after the last timed step."""
         if batch_idx == self.end - 1:
             self.seconds += self._now(module)
 

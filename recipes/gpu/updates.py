@@ -1,6 +1,6 @@
-"""Seconds of one optimizer update, of the device and of the host.
+"""Timing of one optimizer update on the device and on the host.
 
-One update between two waits would show the larger of them, which for few kernels is Python's.
+A single update between two synchronisations would show only the larger time, which for few kernels is Python's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ OPTIONS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 
 
 def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
-    """Make the floor: `torch.optim.SGD(fused=True)`, fp32 weights and gradients. No trust ratio, no half precision."""
+    """Return the step of torch's fused SGD with fp32 tensors, which is the lower bound for LARS.
+
+    It has neither trust ratio nor half precision.
+    """
     params = _weights(shapes, device)
     for param in params:
         param.grad = torch.randn_like(param)
@@ -29,7 +32,10 @@ def sgd_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callab
 
 
 def adamw_fused(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
-    """Make LAMB's floor: `torch.optim.AdamW(fused=True)`, fp32 weights and gradients. No trust ratio."""
+    """Return the step of torch's fused AdamW with fp32 tensors, which is the lower bound for LAMB.
+
+    It has no trust ratio.
+    """
     params = _weights(shapes, device)
     for param in params:
         param.grad = torch.randn_like(param)
@@ -43,7 +49,7 @@ def ours(
     *,
     fused: bool,
 ) -> Callable[[], object]:
-    """Make `LARS` or `LAMB`: from scaled fp16 gradients to fp32 weights, with the overflow check."""
+    """Return the step of `LARS` or `LAMB` from scaled fp16 gradients to fp32 weights, with overflow check."""
     params = _weights(shapes, device)
     for param in params:
         param.grad_dtype = None
@@ -75,7 +81,7 @@ ARMS: dict[str, Callable[[Sequence[tuple[int, ...]], torch.device], Callable[[],
 }
 
 
-MAX_LAUNCHES = 1000  # a GPU's queue holds about so many; the host waits for room beyond
+MAX_LAUNCHES = 1000  # approximate length of a GPU's launch queue; the host waits if it is full
 MAX_CALLS_IN_A_ROW = 20
 
 
@@ -90,9 +96,9 @@ class _Operations(TorchDispatchMode):
 
 
 def calls_in_a_row(step: Callable[[], object]) -> int:
-    """Return how many calls of `step` a GPU's queue holds together, 20 at most. Runs it once.
+    """Return the number of calls of `step` that fit into a GPU's queue, at most 20.
 
-    Operations of torch are counted, of which none launches much more than one kernel for each list of tensors.
+    It runs `step` once and counts torch operations. Each launches hardly more than one kernel per list of tensors.
 
     >>> weights = [torch.zeros(2) for _ in range(100)]
     >>> calls_in_a_row(lambda: [weight.add_(1) for weight in weights]), calls_in_a_row(lambda: weights[0].add_(1))
@@ -103,18 +109,18 @@ def calls_in_a_row(step: Callable[[], object]) -> int:
     return max(1, min(MAX_CALLS_IN_A_ROW, MAX_LAUNCHES // max(1, operations.count)))
 
 
-MAX_CYCLES_PER_S = 2e9  # clock rate of a GPU
+MAX_CYCLES_PER_S = 2e9  # upper limit of a GPU's clock rate
 MAX_SLEEP_S = 0.2
 
 
 def time_one(
     step: Callable[[], object], device: torch.device, *, num_in_a_row: int = 1
 ) -> tuple[float, float]:
-    """Time one step of the device and of the host.
+    """Return the time of one step on the device and on the host, in seconds.
 
-    On CUDA `num_in_a_row` steps are queued behind a kernel that only waits, for longer than the host takes: the device
-    then goes through them without a gap. They must be less than a thousand launches, which a GPU's queue holds: see
-    `calls_in_a_row`. A step in which the host reads has its waits in both times.
+    On CUDA, `num_in_a_row` steps are queued behind a kernel that only waits, for longer than the host needs to enqueue
+    them. The device then runs them without a gap. They must be less than a thousand launches, which a GPU's queue
+    holds, see `calls_in_a_row`. If a step synchronises, both times include that wait.
     """
     if device.type != "cuda":
         begin_s = time.perf_counter()
@@ -124,11 +130,11 @@ def time_one(
     torch.cuda.synchronize(device)
     begin_s = time.perf_counter()
     step()
-    alone_s = time.perf_counter() - begin_s  # so long does the host take, or less
+    alone_s = time.perf_counter() - begin_s  # upper limit of the host's time
     begin = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
-    # Twice the time of one call for each: the host is then surely ahead of the device.
+    # Twice the time of one call for each, so that the host is certainly ahead of the device.
     sleep_s = min(MAX_SLEEP_S, 0.001 + 2 * num_in_a_row * alone_s)
     torch.cuda._sleep(int(MAX_CYCLES_PER_S * sleep_s))
     begin.record()
@@ -148,7 +154,7 @@ that it has on CUDA, more than is counted here."""
 
 
 def copy_rate(device: torch.device, *, num_bytes: int = 2**28, num_samples: int = 15) -> float:
-    """Measure the bytes per second, read and written, of copying a tensor."""
+    """Return the bytes per second, read and written, of copying a tensor on the device."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.zeros_like(source)
     times_s = [

@@ -1,4 +1,4 @@
-"""Waits between streams: that no stream reads too early, and where the host waits for the device."""
+"""Checks of stream synchronisation: no stream reads too early, and no step makes the host wait."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _OWN = (__file__, warnings.__file__)
 
 
 def waits(request: CheckRequest) -> Details:
-    """Detect reads that come too early: every write on a stream is late by 10 ms, and doubles or halves.
+    """Check for premature reads between streams, by delaying every write by 10 ms and changing its values.
 
-    In turns: what the sum hands back, what backward hands to the sum, what the prefetcher hands to the step, what a
-    checkpoint copies. Each must end with the bits of a run in which the host waits for the device at every such place.
+    It covers the results of all-reduces, gradients in backward, prefetched batches and copies for checkpoints. Each fit
+    must be bit-identical to one in which the host synchronises with the device at every such point.
     """
 
     def late(*, is_safe: bool) -> dict[str, dict[str, Tensor]]:
@@ -74,7 +74,7 @@ def waits(request: CheckRequest) -> Details:
 
 
 class _Doubled:
-    """Loader whose batches change where the prefetcher moves them."""
+    """Loader whose batches are doubled on the stream on which the prefetcher moves them."""
 
     def __init__(self, batches: DataLoader, change: Callable[[Tensor], Tensor]) -> None:
         self.batches = batches
@@ -87,13 +87,13 @@ class _Doubled:
         return len(self.batches)
 
     def on_device(self, batch: Any) -> Any:
-        """Double what `DevicePrefetcher` moves, on its stream."""
+        """Double the images that `DevicePrefetcher` moved, on its stream."""
         return [self.change(batch[0]), batch[1]]
 
 
 @contextmanager
 def _finishing_with(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Change every sum where its last stage ran."""
+    """Change the result of every all-reduce on the stream of its last stage while the context is active."""
     original = CommEngine.submit
 
     def submit(self: CommEngine, flat: Tensor, **settings: Any) -> Any:
@@ -123,7 +123,7 @@ def _synchronize(request: CheckRequest) -> None:
 
 
 class _Watches(pl.Callback):
-    """Callback that counts waits by file and line, from the start of step 4 to the last but one of the epoch."""
+    """Callback that counts synchronisations by file and line, in steps 4 to 6 of the epoch."""
 
     def __init__(self, request: CheckRequest) -> None:
         self.request = request
@@ -149,7 +149,7 @@ class _Watches(pl.Callback):
         self._catching.__exit__(None, None, None)
 
     def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
-        """Note a wait that torch warns of, by the innermost line outside torch and `warnings`."""
+        """Record the innermost line outside of torch and `warnings` that caused a synchronisation warning."""
         if "synchroniz" in str(message):
             frames = [
                 f
@@ -161,7 +161,10 @@ class _Watches(pl.Callback):
 
 
 def who_waits(request: CheckRequest) -> Details:
-    """Check that in three steps no line of the library waits for the device. List all that do."""
+    """Check that no line of the library synchronises with the device in three steps.
+
+    The table lists all lines that do.
+    """
     table: list[Details] = []
     for optimizer in ("lars", "lamb", "sgd"):
         watch = _Watches(request)

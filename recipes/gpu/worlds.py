@@ -1,4 +1,4 @@
-"""Ranks: all algorithms on one rank, how many ranks a machine has, and their processes."""
+"""Processes and layout of ranks, and checks of all-reduce algorithms on one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ RunOfRank = Callable[[CheckRequest, int, int], Details]
 
 
 def one_rank(request: CheckRequest, *, is_other_class: bool = False) -> Details:
-    """Run all four algorithms through the backend's communicators of one rank: the sum is the tensor, bit for bit."""
+    """Check that each algorithm leaves the tensor bit-identical on one rank.
+
+    It uses the backend's communicators of one rank.
+    """
     if is_other_class:
         use_other_class(request)
     if request.on_cuda:
@@ -49,9 +52,9 @@ def one_rank(request: CheckRequest, *, is_other_class: bool = False) -> Details:
                 flat = _integers(0, numel, dtype, torch.device(request.device))
                 expected = flat.clone()
                 job = Job(flat=flat, topology=topology, by_backend=on_cuda)
-                for (
-                    stage
-                ) in stages:  # an engine of one rank runs none: here each has the world's group
+                for stage in (
+                    stages
+                ):  # an engine with one rank runs no stage; here each stage uses the world's group
                     run_stage(stage, job, dist.group.WORLD)
                 assert torch.equal(flat, expected), (
                     f"{algorithm} of {numel} {dtype} on one rank changed the tensor"
@@ -61,7 +64,7 @@ def one_rank(request: CheckRequest, *, is_other_class: bool = False) -> Details:
 
 
 def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return small integers, whose sums are exact in every dtype. Another row for each rank."""
+    """Return small integers that depend on the rank, whose sums are exact in every dtype."""
     return ((torch.arange(numel) * 7 + rank * 3) % 13 - 6).to(dtype).to(device)
 
 
@@ -69,13 +72,13 @@ def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -
 
 
 def layout(request: CheckRequest, *, is_other_class: bool = False) -> tuple[str, int, int]:
-    """Return backend, number of ranks, and ranks on what counts as a host.
+    """Return the backend, the number of ranks, and the number of ranks per emulated host.
 
-    A GPU per rank over NCCL; where there is one GPU, ranks share it over Gloo, each as a host of its own.
-    `is_other_class`: groups are made by the class of NCCL that `"nccl"` does not name in this torch.
+    With several GPUs each rank has its own GPU over NCCL. With one GPU the ranks share it over Gloo, each as its own
+    host. `is_other_class`: use the NCCL class that `"nccl"` does not select in this version of torch.
 
     Raises:
-        NotHere: the other class is asked for, and there is none, or one GPU.
+        NotHere: The other class was requested, and it does not exist or there is only one GPU.
     """
     if is_other_class:
         use_other_class(request)
@@ -85,31 +88,33 @@ def layout(request: CheckRequest, *, is_other_class: bool = False) -> tuple[str,
         if is_other_class:
             raise NotHere("needs two GPUs, or two MIG instances")
         return "gloo", 4, 1
-    num_ranks = min(8, 1 << request.num_gpus.bit_length() - 1)  # Adasum's nodes are a power of two
+    num_ranks = min(
+        8, 1 << request.num_gpus.bit_length() - 1
+    )  # Adasum needs a power of two of nodes
     return "nccl", num_ranks, num_ranks
 
 
 def use_other_class(request: CheckRequest) -> None:
-    """Have groups of this process and of its ranks made by NCCL's other class.
+    """Select NCCL's other process-group class for this process and its ranks.
 
     Raises:
-        NotHere: there is no GPU, or one class.
+        NotHere: There is no GPU, or only one class.
     """
     if not request.on_cuda or not hasattr(dist, "ProcessGroupNCCL2"):
         raise NotHere("this torch has one class of NCCL" if request.on_cuda else "NCCL needs a GPU")
-    # torch 2.14 has the second where it is asked for, 2.15 has the first so.
+    # In torch 2.14 the second class must be requested, and from 2.15 on the first one.
     is_default = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
     os.environ["TORCH_DIST_USE_NCCL2"] = "0" if is_default else "1"
 
 
 class KnownSums(pl.Callback):
-    """Callback that checks known sums before training, when the process group exists."""
+    """Callback that checks all-reduces with known results before training, when the process group exists."""
 
     def __init__(self, algorithm: Any) -> None:
         self.algorithm = algorithm
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Sum small integers by an engine of its own."""
+        """All-reduce small integers with a separate engine, and compare the results."""
         rank = trainer.global_rank
         world_size = trainer.world_size
         device = trainer.strategy.root_device
@@ -150,17 +155,19 @@ def run_world(
     per_host: int | None = None,
     may_die: tuple[int, ...] = (),
 ) -> list[Details]:
-    """Return what `run(given, rank, num_ranks)` returned on each rank. Raise the error or death of any rank.
+    """Run `run(request, rank, num_ranks)` on each rank in a new process, and return the results.
+
+    `per_host`: number of ranks per emulated host, each with its own device. Hosts share the devices. None: all ranks
+    are on one host. `may_die`: ranks whose failure is ignored.
 
     Raises:
-        NotInTimeError: a rank was not done, or gave up on others that were not there, within `limit_s`.
-
-    `per_host`: ranks on what counts as a host, each with a device of its own; None: all. The others share the devices.
+        AssertionError: A rank raised an error, or its process died.
+        NotInTimeError: A rank was not finished within `limit_s`, or timed out waiting for other ranks.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # all is imported, and this process has no context of CUDA's
+    # everything is imported, and this process has no CUDA context
     context = multiprocessing.get_context("fork")
     paths = [request.folder / f"rank{rank}.json" for rank in range(num_ranks)]
     for path in paths:
@@ -177,7 +184,7 @@ def run_world(
             process.start()
         end_s = time.monotonic() + limit_s
         for rank, process in enumerate(processes):
-            if rank not in may_die:  # it may be stopped
+            if rank not in may_die:  # a rank in `may_die` may be stopped
                 process.join(max(0.0, end_s - time.monotonic()))
         codes = [process.exitcode for process in processes]
     finally:
@@ -203,7 +210,7 @@ def run_world(
 
 
 def is_of_time(error: BaseException) -> bool:
-    """Return whether a rank gave up as others did not come in time.
+    """Return whether the error of a rank is a timeout.
 
     >>> is_of_time(RuntimeError("wait timeout after 15000ms")), is_of_time(RuntimeError("the sum is wrong"))
     (True, False)
@@ -225,7 +232,10 @@ def _be_rank(
     port: int,
     group: int,
 ) -> None:
-    """Be a rank's process in its check's group, with torchrun's variables: one host, or one per rank."""
+    """Run one rank in this process, with the environment variables of torchrun.
+
+    It joins the process group of its check. There is one host, or several with `per_host` ranks each.
+    """
     os.setpgid(0, group)
     with (request.folder / f"rank{rank}.log").open("ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)

@@ -1,1 +1,1 @@
-"""Searches over hyper-parameters."""
+"""Search for hyper-parameters with Optuna, with trials in parallel processes."""

@@ -78,7 +78,11 @@ class CoarseToFine(BaseSampler):
         param_name: str,
         param_distribution: BaseDistribution,
     ) -> Any:
-        """Raise, because a key is not one of the axes."""
+        """Raise an error for a key that is not one of the axes.
+
+        Raises:
+            ValueError: Always.
+        """
         raise ValueError(
             f"`{param_name}` must be one of the axes {[axis.key for axis in self.axes]}."
         )

@@ -1,1 +1,1 @@
-"""The networks of the recipes, their arithmetic, and the peak arithmetic of devices."""
+"""Networks of the recipes, counts of their floating-point operations, and peak rates of devices."""

@@ -1,4 +1,4 @@
-"""AlexNet with BatchNorm, as large-batch training uses it, for images of any size. And torchvision's AlexNet."""
+"""AlexNet with BatchNorm for large-batch training, for images of any size, and torchvision's AlexNet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.checks import require_number, require_whole
 from recipes.networks.conv_stages import run_stages, stages_of
 
 BNPosition = Literal["before_relu", "after_pool"]
-SliceFC = Literal["off", "node"] | bool  # YAML reads `off` as a boolean
+SliceFC = Literal["off", "node"] | bool  # YAML parses `off` as a boolean
 
 CONV_CHANNELS = (96, 256, 384, 384, 256)
 HAS_POOL = (True, True, False, False, True)  # a max-pool follows conv1, conv2 and conv5
@@ -23,7 +23,7 @@ POOL_STRIDE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Conv:
-    # A convolution of AlexNet, with the max-pool that may follow it.
+    # Convolution of AlexNet with an optional max-pool.
     channels: int
     kernel: int
     stride: int
@@ -31,7 +31,7 @@ class _Conv:
     has_pool: bool
 
     def out_size(self, size: int, *, pool_padding: int) -> int:
-        """Return the height and width of the output, in pixels, the max-pool included."""
+        """Return the height and width of the output in pixels, after the max-pool if there is one."""
         size = (size + 2 * self.padding - self.kernel) // self.stride + 1
         if self.has_pool:
             size = (size + 2 * pool_padding - POOL_KERNEL) // POOL_STRIDE + 1
@@ -39,7 +39,7 @@ class _Conv:
 
 
 class AlexNetBN(nn.Module):
-    """AlexNet with BatchNorm in the convolutions and after the last pooling.
+    """AlexNet with BatchNorm in the convolutions and after the last pooling layer.
 
     ======  ==================================================  ==================  ============================
     layer   what (defaults: small images)                       channels, features  at ImageNet's size
@@ -173,8 +173,8 @@ class AlexNetBN(nn.Module):
                 "Set a larger model.image_size, or a smaller model.stem_stride."
             )
 
-        # Not grouped, as both of Ginsburg's are, in two: Jia et al. speak of 62 million parameters, which is the
-        # ungrouped network; grouped it would be 60,965,224.
+        # Not grouped, unlike both of Ginsburg's networks, which use two groups: Jia et al. report 62 million
+        # parameters, which is the ungrouped network. Grouped it would have 60,965,224.
         layers: list[nn.Module] = []
         in_features = in_channels
         for index, conv in enumerate(convs):
@@ -194,7 +194,7 @@ class AlexNetBN(nn.Module):
             layers.append(nn.ReLU(inplace=True))
             if conv.has_pool:
                 layers.append(nn.MaxPool2d(POOL_KERNEL, stride=POOL_STRIDE, padding=pool_padding))
-            # In `train_val2` nothing is normalised between conv5 and fc6: that is the place of the paper's bn5.
+            # In `train_val2` nothing is normalised between conv5 and fc6, where the paper has bn5.
             if bn_position == "after_pool" and index < 4:
                 layers.append(nn.BatchNorm2d(in_features, eps=bn_eps, momentum=bn_momentum))
         if pool5_bn:
@@ -210,9 +210,9 @@ class AlexNetBN(nn.Module):
         self._initialise(fc_std)
 
     def _initialise(self, fc_std: float | None) -> None:
-        # Convolutions scaled by fan-in, fully connected layers Gaussian, as the authors' article says; it leaves the
-        # width of the Gaussian open. fc8 has 0.01 (Krizhevsky et al. 2012). Ginsburg's 0.005 for fc6 and fc7 would
-        # silence layers much narrower than 4096, so that the default is sqrt(2 / fan_in). Biases are 0.
+        # Convolutions are scaled by fan-in and fully connected layers are Gaussian, as in the authors' article, which
+        # does not give the standard deviation. fc8 uses 0.01 (Krizhevsky et al. 2012). Ginsburg's 0.005 for fc6 and fc7
+        # would silence layers much narrower than 4096, so the default is sqrt(2 / fan_in). Biases are 0.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
@@ -227,12 +227,15 @@ class AlexNetBN(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def pipeline_blocks(self) -> list[nn.Module]:
-        """Return the network as a sequence, for a pipeline: each convolution and what follows it, each hidden layer."""
+        """Return the network as a sequence of blocks for pipeline parallelism.
+
+        A block is a convolution with the layers after it, or a hidden layer.
+        """
         hidden = [nn.Sequential(layer, self.relu, self.dropout) for layer in (self.fc6, self.fc7)]
         return [*stages_of(self.features), nn.Flatten(1), *hidden, self.fc8]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute the logits of a batch of normalised images."""
+        """Return the logits of a batch of normalised images."""
         x = run_stages(
             self.features, images, checkpoint_activations=self.checkpoint_activations
         ).flatten(1)
@@ -242,7 +245,7 @@ class AlexNetBN(nn.Module):
 
 
 class AlexNet(nn.Module):
-    """AlexNet without any normalisation, as torchvision has it: Krizhevsky 2014 (arXiv:1404.5997), in one column.
+    """AlexNet without normalisation in one column, as in torchvision (Krizhevsky 2014, arXiv:1404.5997).
 
         features     conv 11x11 stride 4, 64; pool; conv 5x5, 192; pool; conv 3x3, 384; 256; 256; pool
         avgpool      mean over 6 x 6 cells
@@ -312,7 +315,7 @@ class AlexNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute the logits of a batch of normalised images."""
+        """Return the logits of a batch of normalised images."""
         x = run_stages(self.features, images, checkpoint_activations=self.checkpoint_activations)
         return self.classifier(self.avgpool(x).flatten(1))
 

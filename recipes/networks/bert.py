@@ -1,4 +1,4 @@
-"""BERT with the head that tells masked tokens (Devlin et al. 2018, arXiv:1810.04805), as `transformers` builds it."""
+"""BERT for masked language modelling (Devlin et al. 2018, arXiv:1810.04805), from `transformers`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_hybrid.models.activation_checkpointing import second_pass
 
 
 class Bert(nn.Module):
-    """`transformers.BertForMaskedLM` of a configuration. Weights are drawn, nothing is downloaded.
+    """Randomly initialised `transformers.BertForMaskedLM`. Nothing is downloaded.
 
-    The embedding and the head share their weight. The head is computed for masked positions alone.
+    Embedding and head share their weight. The head is computed only for masked positions.
 
     Args:
-        num_classes: Tokens of the vocabulary, among which a masked one is found.
+        num_classes: Size of the vocabulary, among which masked tokens are predicted.
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, max_position_embeddings: As in
             `transformers.BertConfig`, whose defaults are BERT-base.
-        dropout: Of hidden states and of attention.
-        checkpoint_activations: Each layer's activations are computed again in backward, by the library's own switch.
+        dropout: Dropout probability of hidden states and attention.
+        checkpoint_activations: Recompute each layer's activations in backward, with the switch of `transformers`.
 
     Raises:
         ValueError: The package `transformers` is missing.
@@ -59,7 +59,7 @@ class Bert(nn.Module):
         self.network: Any = BertForMaskedLM(config)
         bert = self.network.bert
         beside = [_Beside(layer) for layer in (bert.embeddings, *bert.encoder.layer)]
-        # in a list: their names are those of `transformers`
+        # kept in a list, so that parameter names are those of `transformers`
         self._blocks = [
             *beside,
             _Head(self.network.cls),
@@ -68,7 +68,7 @@ class Bert(nn.Module):
 
     @property
     def checkpoint_activations(self) -> bool:
-        """True if activations are computed again in backward."""
+        """True if activations are recomputed in backward."""
         return bool(self.network.is_activation_checkpointing)
 
     @checkpoint_activations.setter
@@ -81,7 +81,7 @@ class Bert(nn.Module):
             self.network.activation_checkpointing_disable()
 
     def forward(self, text: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the logits of the masked tokens, `"masked num_classes"`. `text` as in `datasets.text.TextLoader`."""
+        """Return the logits of the masked tokens, `"masked num_classes"`. `text` is as in `TextLoader`."""
         x: Any = text
         for block in self._blocks:
             x = block(*x)
@@ -89,13 +89,16 @@ class Bert(nn.Module):
         return logits
 
     def pipeline_blocks(self) -> list[nn.Module]:
-        """Return embeddings, layers and head: the stages of a pipeline are cut between them."""
+        """Return embeddings, layers and head as blocks, between which pipeline stages are cut."""
         return self._blocks
 
     def example(
         self, num_sequences: int, *shape: int, device: torch.device | str
     ) -> tuple[Tensor, Tensor]:
-        """Return an input for the planner: of `(length,)`, or of the longest sequences for the shape of an image."""
+        """Return an example input for the planner.
+
+        The shape `(length,)` gives the sequence length. For the shape of an image, the length is the network's maximum.
+        """
         if len(shape) == 1:
             length = shape[0]
         else:
@@ -106,7 +109,7 @@ class Bert(nn.Module):
 
 
 class _Beside(nn.Module):
-    """A layer of states, and the positions of masked tokens, which go on."""
+    """Wrapper of a layer that also passes on the positions of masked tokens."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -117,7 +120,7 @@ class _Beside(nn.Module):
 
 
 class _Head(nn.Module):
-    """The logits of masked tokens alone."""
+    """Wrapper of the head that computes the logits of masked tokens only."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -129,4 +132,6 @@ class _Head(nn.Module):
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), second_pass(nn.Identity())  # the modes of forward, such as emulated fp16
+    return nullcontext(), second_pass(
+        nn.Identity()
+    )  # recomputes with the modes of forward, such as emulated fp16

@@ -1,4 +1,4 @@
-"""A network's convolutions as stages: for cuts of a pipeline, and for one activation checkpoint each."""
+"""Division of a convolutional network into stages, for pipelines and for activation checkpointing."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ from lightning_hybrid.models.activation_checkpointing import checkpointed
 
 
 def stages_of(features: nn.Sequential) -> list[nn.Module]:
-    """Cut layers before each convolution but the first."""
+    """Return the layers in groups that each begin with a convolution."""
     starts = [index for index, layer in enumerate(features) if isinstance(layer, nn.Conv2d)]
     return [
         features[start:end] for start, end in zip(starts, [*starts[1:], len(features)], strict=True)
@@ -14,7 +14,7 @@ def stages_of(features: nn.Sequential) -> list[nn.Module]:
 
 
 def run_stages(features: nn.Sequential, x: Tensor, *, checkpoint_activations: bool) -> Tensor:
-    """Compute `features(x)`, if asked with one checkpoint per convolution and what follows it."""
+    """Compute `features(x)`, optionally with activation checkpointing of each stage."""
     if not checkpoint_activations:
         return features(x)
     for stage in stages_of(features):

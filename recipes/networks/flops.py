@@ -1,4 +1,4 @@
-"""Floating-point operations per image, counted."""
+"""Counts of floating-point operations per image."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-_BATCH = 2  # BatchNorm refuses to train on one value per channel, which one image of one pixel is
+_BATCH = 2  # BatchNorm cannot train on a single value per channel, such as one image of one pixel
 
 
 def forward_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int:
-    """Count the floating-point operations of one image's forward.
+    """Return the number of floating-point operations of one image's forward pass.
 
         flops = 2 * multiply-adds of all convolutions and matrix products
 
-    Nothing is computed, and `model` stays as it is. Normalisation, activations, pooling and additions are not counted,
-    as is usual. Papers and torchvision often say FLOPs for multiply-adds, which is half of this.
+    Nothing is computed, and `model` is not changed. As usual, normalisation, activations, pooling and additions are not
+    counted. Papers and torchvision often count multiply-adds as one FLOP, which gives half of this number.
 
     Args:
-        model: A network for batches of images, on any device, in any dtype, in training or evaluation.
+        model: Network for batches of images, on any device, in any dtype, in training or evaluation mode.
         image_shape: Channels, height and width of one image.
 
     Raises:
-        ValueError: `image_shape` holds anything but positive whole numbers.
+        ValueError: `image_shape` contains a value that is not a positive integer.
 
     >>> forward_flops_per_image(nn.Conv2d(3, 8, 3, padding=1), (3, 10, 10)) == 2 * 8 * 3 * 3**2 * 10**2
     True
@@ -35,12 +35,13 @@ def forward_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int
 
 
 def training_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int:
-    """Count the floating-point operations of one image's forward and backward. See `forward_flops_per_image`.
+    """Return the number of floating-point operations of one image's forward and backward pass.
 
         flops = forward + gradients of the weights + gradients of the activations = about 3 * forward
 
-    It is a little less than three times, as the images need no gradient. The second forward of activation checkpointing
-    is not counted (model FLOPs, not hardware FLOPs; Chowdhery et al. 2022, arXiv:2204.02311), nor is the optimizer.
+    It is a little less than three times, because the images need no gradient. The second forward pass of activation
+    checkpointing is not counted (model FLOPs, not hardware FLOPs; Chowdhery et al. 2022, arXiv:2204.02311), nor is the
+    optimizer. See `forward_flops_per_image`.
 
     >>> layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1))
     >>> training_flops_per_image(layers, (3, 1, 1)) == 2 * (2 * 3 * 8 + 3 * 8 * 8)
@@ -55,7 +56,7 @@ def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> i
             f"`image_shape` (={tuple(image_shape)}) must hold positive whole numbers: it is channels, height and "
             "width of one image, without the batch."
         )
-    # here: every network imports this module, and that Triton
+    # Imported here because it imports Triton, and every network imports this module.
     from torch.utils.flop_counter import (
         FlopCounterMode,
     )
@@ -63,7 +64,7 @@ def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> i
     tensors = {name: _shadow(tensor) for name, tensor in model.named_parameters()}
     tensors |= {name: _shadow(tensor) for name, tensor in model.named_buffers()}
     images = torch.empty(_BATCH, *image_shape, device="meta")
-    # functional_call puts the shadows in place of the model's own tensors, which stay where and what they are.
+    # functional_call uses the shadows instead of the model's own tensors, which stay unchanged.
     with (
         torch.enable_grad(),
         _without_recomputation(model),
@@ -76,7 +77,7 @@ def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> i
 
 
 def _shadow(tensor: Tensor) -> Tensor:
-    # A tensor of this shape without memory; fp32, so that a model of several dtypes needs no autocast.
+    # Meta tensor of the same shape. It is fp32, so that a model with several dtypes needs no autocast.
     if not tensor.is_floating_point():
         # BatchNorm without momentum reads the value of its counter, which the meta device does not have.
         is_counter = tensor.dim() == 0 and tensor.device.type == "cpu"
@@ -89,7 +90,7 @@ def _shadow(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _without_recomputation(model: nn.Module) -> Iterator[None]:
-    # So that utilisation compares with and without checkpointing: the second forward is no useful work.
+    # The second forward pass is not useful work, so utilisation is comparable with and without checkpointing.
     asked: list[Any] = [
         module for module in model.modules() if getattr(module, "checkpoint_activations", False)
     ]

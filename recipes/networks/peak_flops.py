@@ -1,4 +1,4 @@
-"""Peak arithmetic of accelerators, from their makers' datasheets."""
+"""Peak arithmetic throughput of accelerators, from their manufacturers' datasheets."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class PeakFlops:
-    """The rates of dense matrix products of one device, in FLOP/s. None where not known.
+    """Peak rates of dense matrix products on one device, in FLOP/s. None if unknown.
 
     Attributes:
-        device_name: Pattern of the whole of `torch.cuda.get_device_name()`.
+        device_name: Regular expression for the complete `torch.cuda.get_device_name()`.
         float32: Rate without tensor cores.
-        tfloat32: Rate of fp32 matrices at TF32's precision, as `torch.set_float32_matmul_precision("high")` allows.
-        float16: Rate of fp16 operands with fp32 sums.
-        bfloat16: Rate of bf16 operands with fp32 sums.
-        source: The publication of the numbers.
+        tfloat32: Rate of fp32 matrices in TF32 precision, which `torch.set_float32_matmul_precision("high")` allows.
+        float16: Rate of fp16 operands with fp32 accumulation.
+        bfloat16: Rate of bf16 operands with fp32 accumulation.
+        source: Publication of the numbers.
     """
 
     device_name: str
@@ -29,9 +29,9 @@ class PeakFlops:
     source: str
 
 
-# Where a datasheet has only the doubled rate of matrices that are half zeros ("with sparsity"), this is half of it.
-# We do not use lightning.fabric's `get_available_flops`: its H200 is the doubled rate under another name than the
-# driver's, it takes a part of a device (MIG) for the whole, and it has no P40.
+# If a datasheet has only the rate "with sparsity", which is twice the dense rate, this is half of it.
+# lightning.fabric's `get_available_flops` is not used: its H200 has the rate with sparsity and another name than the
+# driver reports, it treats a MIG instance as a whole device, and it has no P40.
 # fmt: off
 PEAKS = tuple(
     PeakFlops(device_name=name, float32=fp32, tfloat32=tf32, float16=fp16, bfloat16=bf16, source=f"NVIDIA, {source}")
@@ -61,12 +61,12 @@ PEAKS = tuple(
 def peak_flops_per_s(
     device_name: str, dtype: torch.dtype, *, allow_tf32: bool = False
 ) -> float | None:
-    """Look up the peak of dense matrix products of `dtype` on one whole device, in FLOP/s. None if not known.
+    """Return the peak rate of dense matrix products on one whole device in FLOP/s, or None if unknown.
 
     Args:
-        device_name: The result of `torch.cuda.get_device_name()`. A part of a device (MIG) and a CPU are not known.
-        dtype: dtype of the operands: under autocast, autocast's.
-        allow_tf32: Whether fp32 products may run as TF32.
+        device_name: Result of `torch.cuda.get_device_name()`. MIG instances and CPUs are unknown.
+        dtype: dtype of the operands. Under autocast, it is autocast's dtype.
+        allow_tf32: Whether fp32 products may use TF32.
 
     >>> peak_flops_per_s("NVIDIA A100-SXM4-80GB", torch.float16)
     312000000000000.0
@@ -75,7 +75,7 @@ def peak_flops_per_s(
     """
     for peaks in PEAKS:
         if re.fullmatch(peaks.device_name, device_name):
-            # Before Ampere there are no TF32 units, and torch's switch has no effect.
+            # Devices before Ampere have no TF32 units, and torch's switch has no effect on them.
             if dtype is torch.float32 and allow_tf32 and peaks.tfloat32 is not None:
                 return peaks.tfloat32
             rates = {

@@ -1,4 +1,4 @@
-"""ResNet-18, 34, 50, 101 and 152, in torchvision's names, with the initialisation of large-batch training."""
+"""ResNet-18, 34, 50, 101 and 152 with torchvision's names and large-batch initialisation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Variant = Literal["v1.5", "v1"]
 Stem = Literal["imagenet", "small"]
 ZeroGamma = Literal["last_of_branch", "shortcut", "none"]
 
-BatchNorm = partial[nn.BatchNorm2d]  # eps and momentum given, channels not yet
+BatchNorm = partial[nn.BatchNorm2d]  # with eps and momentum, and without the number of channels
 
 STAGE_CHANNELS = (64, 128, 256, 512)
 
 
 class BasicBlock(nn.Module):
-    """The residual block of ResNet-18 and ResNet-34: two 3x3 convolutions and a shortcut.
+    """Residual block of ResNet-18 and ResNet-34: two 3x3 convolutions and a shortcut.
 
         y = relu(bn2(conv2(relu(bn1(conv1(x))))) + shortcut(x))
 
-    The first convolution has the stride, in every variant. The shortcut is the identity, or, where size or channels
-    change, `downsample`: a 1x1 convolution of that stride and BatchNorm (option B of He et al. 2015, arXiv:1512.03385).
+    The first convolution has the stride in every variant. The shortcut is the identity. If size or channels change, it
+    is `downsample`: a 1x1 convolution with that stride and BatchNorm (option B of He et al. 2015, arXiv:1512.03385).
     """
 
     expansion = 1
@@ -43,7 +43,7 @@ class BasicBlock(nn.Module):
 
     @property
     def last_bn(self) -> nn.BatchNorm2d:
-        """The BatchNorm that ends the branch."""
+        """Last BatchNorm of the residual branch."""
         return self.bn2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,12 +54,12 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """The residual block of ResNet-50 and deeper: 1x1, 3x3 and 1x1 convolutions and a shortcut.
+    """Residual block of ResNet-50 and deeper: 1x1, 3x3 and 1x1 convolutions and a shortcut.
 
         y = relu(bn3(conv3(relu(bn2(conv2(relu(bn1(conv1(x)))))))) + shortcut(x))
 
-    The stride is on the 3x3 convolution in `"v1.5"`, on the first 1x1 in `"v1"` (He et al. 2015, arXiv:1512.03385),
-    which then never reads three pixels of four. The shortcut is as in `BasicBlock`.
+    The stride is on the 3x3 convolution in `"v1.5"`, and on the first 1x1 convolution in `"v1"` (He et al. 2015,
+    arXiv:1512.03385), which therefore ignores three of four pixels. The shortcut is as in `BasicBlock`.
     """
 
     expansion = 4
@@ -68,7 +68,7 @@ class Bottleneck(nn.Module):
         self, in_channels: int, channels: int, *, stride: int, variant: Variant, bn: BatchNorm
     ) -> None:
         super().__init__()
-        # Names and order of the modules are torchvision's, so that checkpoints go both ways.
+        # Names and order of the modules are torchvision's, so that checkpoints load in both directions.
         stride_1x1, stride_3x3 = (1, stride) if variant == "v1.5" else (stride, 1)
         out_channels = channels * self.expansion
         self.conv1 = _conv(in_channels, channels, kernel=1, stride=stride_1x1)
@@ -82,7 +82,7 @@ class Bottleneck(nn.Module):
 
     @property
     def last_bn(self) -> nn.BatchNorm2d:
-        """The BatchNorm that ends the branch."""
+        """Last BatchNorm of the residual branch."""
         return self.bn3
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ BLOCKS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int
 
 
 class ResNet(nn.Module):
-    """Residual network (He et al. 2015, arXiv:1512.03385). By default ResNet-50 v1.5, MLPerf's and torchvision's.
+    """Residual network (He et al. 2015, arXiv:1512.03385), by default ResNet-50 v1.5.
 
     ========  ==================================================  ==================  ============
     layer     what, of ResNet-50 at 224 x 224                     channels            pixels out
@@ -212,19 +212,19 @@ class ResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
             elif isinstance(module, Block):
-                # The authors' own article says "the BatchNorm of the shortcut"; elsewhere (Goyal et al. 2017, NVIDIA's
-                # entries to MLPerf) it is the last of each residual branch, so that a block starts as its shortcut
-                # alone: the default. In the literal reading the first block of a layer starts as its branch alone.
+                # The authors' own article says "the BatchNorm of the shortcut". Elsewhere (Goyal et al. 2017, NVIDIA's
+                # entries to MLPerf) it is the last one of each residual branch, so that a block starts as its shortcut
+                # alone. This is the default. Read literally, the first block of a layer starts as its branch alone.
                 if zero_gamma == "last_of_branch":
                     nn.init.zeros_(module.last_bn.weight)
                 elif zero_gamma == "shortcut" and module.downsample is not None:
                     nn.init.zeros_(cast(nn.BatchNorm2d, module.downsample[1]).weight)
-        # The Gaussian's width is Goyal et al.'s, 2017, arXiv:1706.02677.
+        # The standard deviation is that of Goyal et al. 2017, arXiv:1706.02677.
         nn.init.normal_(self.fc.weight, std=0.01)
         nn.init.zeros_(self.fc.bias)
 
     def pipeline_blocks(self) -> list[nn.Module]:
-        """Return the network as a sequence, for a pipeline: the stem, each residual block, the classifier."""
+        """Return the stem, each residual block and the classifier as blocks for pipeline parallelism."""
         stem = nn.Sequential(self.conv1, self.bn1, self.relu, self.maxpool)
         blocks = [
             block
@@ -234,7 +234,7 @@ class ResNet(nn.Module):
         return [stem, *blocks, nn.Sequential(self.avgpool, nn.Flatten(1), self.fc)]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute the logits of a batch of normalised images."""
+        """Return the logits of a batch of normalised images."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             if self.checkpoint_activations:
@@ -246,7 +246,7 @@ class ResNet(nn.Module):
 
 
 def _conv(in_channels: int, out_channels: int, *, kernel: int, stride: int = 1) -> nn.Conv2d:
-    # Without bias: the normalisation that follows would subtract it.
+    # Without bias, because the following normalisation would subtract it.
     return nn.Conv2d(
         in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False
     )

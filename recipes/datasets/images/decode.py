@@ -66,7 +66,7 @@ def decode_rgb(data: bytes, *, decoder: str) -> Pixels:
     if not data:
         raise CorruptImageError("the file is empty")
     # simplejpeg is faster and gives the same bits as Pillow, because both use libjpeg-turbo with exact transforms.
-    # Pillow decodes what it rejects: other formats named .JPEG (ImageNet has a PNG), and damage that libjpeg warns about.
+    # Pillow decodes what it rejects: other formats named .JPEG (ImageNet has a PNG), and damaged files.
     if decoder == "simplejpeg" and data.startswith(JPEG_MAGIC):
         try:
             height, width, *_ = simplejpeg.decode_jpeg_header(data)

@@ -68,7 +68,8 @@ class ThreadedBatches(Iterator[Batch]):
     ) -> None:
         for name, value in (("num_threads", num_threads), ("num_batches_ahead", num_batches_ahead)):
             require_whole(name, value, f"with none no batch would be filled. Set {name}=1")
-        # Decoding and resizing release the GIL, so threads work in parallel, without the start-up and copies of processes.
+        # Decoding and resizing release the GIL, so threads work in parallel, and need no start-up and copies as
+        # processes do.
         self._work = _Work(iter(shares), load_row, take_buffer, num_batches_ahead)
         torch_threads = torch.get_num_threads()
         self._work.start(num_threads)

@@ -144,7 +144,7 @@ def check_same_classes(
     Traceback (most recent call last):
         ...
     ValueError: `root` (=data) must have the same classes in train/ and val/: dog only in train/; cow only in val/. \
-    Labels are numbered in order of the class names, so the accuracy would mean nothing. Complete the set.
+Labels are numbered in order of the class names, so the accuracy would mean nothing. Complete the set.
     """
     only = [
         (sorted({*classes} - {*other_classes}), name)

@@ -15,10 +15,10 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class NormalizeOnDevice:
-    """Maps uint8 levels to fp32 `(level - 255 mean) / (255 std)` per channel, on the device of the images.
+    """Callable that normalises uint8 images to fp32 per channel, on their device.
 
-    Images are transferred as one byte per value, and only become four bytes on the device. The memory format
-    channels_last is kept. Batches that are not uint8 are returned unchanged.
+    The result is `(level - 255 mean) / (255 std)`. Images are transferred as one byte per value, and only become four
+    bytes on the device. The memory format channels_last is kept. Batches that are not uint8 are returned unchanged.
 
     Raises:
         ValueError: There is not one mean and one positive standard deviation per channel, as fractions of 255.
