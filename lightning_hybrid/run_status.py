@@ -14,9 +14,9 @@ from lightning_hybrid.comm.health.replica_difference import PART
 from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.optim.dtensor import is_dtensor
 from lightning_hybrid.placement import Part
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
-from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

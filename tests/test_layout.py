@@ -19,7 +19,7 @@ OF_DATA = {
     for name in ("prefetch", "exact_loader", "exact_resume", "batch_counters", "place")
 }
 OF_DATA |= {"data.shard_loader", "data.random_streams", "data.exact_evaluation"}
-OF_NETWORKS = {"pipeline.cuts", "pipeline.shapes", "precision.window"}
+OF_NETWORKS = {"pipeline.cuts", "pipeline.shapes", "precision.half_window"}
 OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint", "flavours"},

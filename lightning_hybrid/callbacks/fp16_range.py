@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_hybrid.callbacks.recalibrate_bn import generators_kept, new_train_loader
 from lightning_hybrid.checks import plain_value, require_whole
-from lightning_hybrid.precision.window import NORMALISATION_TYPES, is_reparametrised
+from lightning_hybrid.precision.half_window import NORMALISATION_TYPES, is_reparametrised
 
 # Exponents of fp16: its smallest values are 2^-24, those with all 11 bits begin at 2^-14, and from
 # 2^16 on it has inf.

@@ -27,9 +27,9 @@ from lightning_hybrid.comm.health.consensus import software
 from lightning_hybrid.data.random_streams import seed_streams
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.elastic.flat_buckets import BufferCopy, FlatBucket, flat_buckets
+from lightning_hybrid.elastic.host_changes import MOST_VIEWS, Views, hash_of
 from lightning_hybrid.elastic.options import ElasticOptions
 from lightning_hybrid.elastic.step_logs import EpochLogs, StepLogs
-from lightning_hybrid.elastic.views import MOST_VIEWS, Views, hash_of
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
 
 

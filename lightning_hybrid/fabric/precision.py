@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.precision.closure_steps import ClosureStep
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.optimizer_protocol import evaluates_closure, parameters_of
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag
-from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 # Number of optimizer steps after which the host asks the device whether all were skipped. The Trainer asks at its
 # logged steps, by default every 50 steps.

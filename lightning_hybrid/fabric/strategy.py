@@ -24,11 +24,11 @@ from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health.backend_errors import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged, with_masters
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.exact_resume.loop_loaders import LoopLoaders
 from lightning_hybrid.strategy.failures import FailureReports, reason_of
-from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean
+from lightning_hybrid.strategy.master_weights import with_masters
+from lightning_hybrid.strategy.option_values import BetweenNodes, Comm, Mean
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import (
     connect_ranks,
@@ -38,6 +38,7 @@ from lightning_hybrid.strategy.rendezvous import (
 )
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
+from lightning_hybrid.strategy.user_code_checks import refuse_what_is_not_averaged
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators import Accelerator

@@ -173,8 +173,8 @@ class TrainingStep:
             CheckedStage,
             StageSetting,
             plain_backward,
-            schedule_of,
         )
+        from lightning_hybrid.pipeline.schedules import schedule_of
 
         around_backward: Callable[..., AbstractContextManager[None]] = plain_backward
         if self._half is not None:

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from lightning_hybrid.precision.skipped_steps import (
     MAX_SKIPPED_STEPS_IN_A_ROW,
     EndlessOverflowError,
 )
-from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 
 class _StepSkipped(Exception):  # noqa: N818  no error

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.precision.half_window import HALF_DTYPES, HalfPrecisionWindow
 from lightning_hybrid.precision.loss_scale import unscale_
-from lightning_hybrid.precision.window import HALF_DTYPES, HalfPrecisionWindow
 
 _BLOCK_NUMEL = 1 << 26
 """Number of elements that are converted to fp32 at a time when they are added to a sum (256 MiB)."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.precision.gradients import BackwardGradients
-from lightning_hybrid.precision.window import HalfPrecisionWindow
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -24,6 +24,7 @@ from lightning_hybrid.precision.gradient_observers import (
     runs_code_before_backward,
 )
 from lightning_hybrid.precision.gradients import BackwardGradients, record_of
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.microbatches import MicrobatchMixin
 from lightning_hybrid.precision.optimizer_protocol import (
@@ -42,7 +43,6 @@ from lightning_hybrid.precision.skipped_steps import (
     raise_if_stuck,
 )
 from lightning_hybrid.precision.user_steps import UserSteps
-from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import Steppable

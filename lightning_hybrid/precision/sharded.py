@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.lightning_names import lightning_types, misconfiguration
+from lightning_hybrid.precision.half_window import NORMALISATION_TYPES, HalfPrecisionWindow
 from lightning_hybrid.precision.plugin import MasterWeightMixin
-from lightning_hybrid.precision.window import NORMALISATION_TYPES, HalfPrecisionWindow
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Strategy

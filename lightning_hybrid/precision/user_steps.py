@@ -16,8 +16,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from lightning_hybrid.precision.optimizer_protocol import closure_in, parameters_of
-from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 
 class UserSteps:

@@ -4,7 +4,7 @@ A training step has these stages. `tests/test_one_step.py` checks them in the sa
 
     1   batch             loader -> host batch                               LightningDataModule
     2   device prefetch   host batch -> device batch                         data/prefetch.py
-    3a  open              fp32 parameters -> their half copies               precision/window.py
+    3a  open              fp32 parameters -> their half copies               precision/half_window.py
     3b  forward           fp16 images -> fp16 activations -> fp32 loss       the user's `training_step`
     4   scaled loss       loss -> loss * scale                               precision/plugin.py: pre_backward
     5   backward          loss -> fp16 gradients, in DDP's buckets           torch

@@ -29,14 +29,14 @@ from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group
 from lightning_hybrid.comm.stats.phases import Phase
 from lightning_hybrid.comm.topology import ReplicaSets
-from lightning_hybrid.strategy.arguments import (
+from lightning_hybrid.strategy.fit_plan import (
     adasum_plan,
     ask_planner,
     bucket_caps_for_ddp,
     describe_options,
-    warn_of_trust_ratios,
 )
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
+from lightning_hybrid.strategy.user_code_checks import warn_of_trust_ratios
 
 _WITHOUT_GROUPS = {"unused parameters", "ranks per node", "Fabric", "algorithm"}
 """Features of options that need no process group of their own."""

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
-from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -15,18 +15,10 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.io import durable_by_default
 from lightning_hybrid.comm.stats.phases import Phase
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.plugin import MasterWeightMixin
-from lightning_hybrid.precision.window import HalfPrecisionWindow
 from lightning_hybrid.run_status import RunStatus
-from lightning_hybrid.strategy.arguments import (
-    refuse_foreign_parameters,
-    refuse_nothing_to_train,
-    refuse_other_accumulation,
-    refuse_what_is_not_averaged,
-    warn_of_unused_loss_scale,
-    with_masters,
-)
 from lightning_hybrid.strategy.comm_setup import trained_parameters
 from lightning_hybrid.strategy.communicating_ddp import CommunicatingDDP
 from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
@@ -35,10 +27,17 @@ from lightning_hybrid.strategy.extension import FitContext, FitExtension
 from lightning_hybrid.strategy.failures import refuse_after_failure
 from lightning_hybrid.strategy.fit_extensions import FitExtensions, build_extensions
 from lightning_hybrid.strategy.loaders import TrainingLoaders
-from lightning_hybrid.strategy.master_weights import MasterWeights
-from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Report
+from lightning_hybrid.strategy.master_weights import MasterWeights, with_masters
+from lightning_hybrid.strategy.option_values import BetweenNodes, Comm, Mean, Report
 from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.strategy_options import StrategyOptions, argument_names
+from lightning_hybrid.strategy.user_code_checks import (
+    refuse_foreign_parameters,
+    refuse_nothing_to_train,
+    refuse_other_accumulation,
+    refuse_what_is_not_averaged,
+    warn_of_unused_loss_scale,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
-from lightning_hybrid.strategy.arguments import user_moves_batches
 from lightning_hybrid.strategy.evaluation import Evaluation
 from lightning_hybrid.strategy.exact_resume.epoch_start_hooks import warn_of_skipped_epoch_start
 from lightning_hybrid.strategy.exact_resume.rank_states import states_of_all_ranks
+from lightning_hybrid.strategy.user_code_checks import user_moves_batches
 
 # These are imported in functions at run time, because their package also imports the loaders of this project.
 if TYPE_CHECKING:

@@ -4,19 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hybrid.lightning_names import lightning_types
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
+from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.plugin import MasterWeightMixin
-from lightning_hybrid.precision.window import HalfPrecisionWindow
 from lightning_hybrid.run_status import has_grad_scaler
-from lightning_hybrid.strategy.arguments import refuse_two_precisions
+from lightning_hybrid.strategy.user_code_checks import refuse_two_precisions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+Masters = TypeVar("Masters", bound=MasterWeightMixin)
+
+
+_PLAIN_HALF_PRECISION = (
+    "pytorch.plugins.precision.HalfPrecision",
+    "fabric.plugins.precision.HalfPrecision",
+)
+
+
+def with_masters(
+    plugin: Any, plugin_type: type[Masters], loss_scale: str | float | LossScale | None
+) -> Any:
+    """Replace Lightning's plain half-precision plugin by one with fp32 master weights.
+
+    Any other plugin is returned unchanged.
+    """
+    if not any(isinstance(plugin, lightning_types(name)) for name in _PLAIN_HALF_PRECISION):
+        return plugin
+    if plugin.precision != "16-true":
+        loss_scale = None
+    return plugin_type(plugin.precision, loss_scale=loss_scale)
 
 
 class MasterWeights:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.precision.gradients import BackwardGradients
-from lightning_hybrid.precision.window import HalfPrecisionWindow
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from recipes.gpu.runner import CheckRequest, Details, NotHere
 
 WIDTH = 64

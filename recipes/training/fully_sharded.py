@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_hybrid import DurableCheckpointIO, LossScale, ShardedHalfPrecision
 from lightning_hybrid.checkpoint.param_names import state_by_name
 from lightning_hybrid.precision.sharded import HostShards
-from lightning_hybrid.strategy.arguments import with_masters
+from lightning_hybrid.strategy.master_weights import with_masters
 from recipes.training.classifier import Classifier
 from recipes.training.gathered_blocks import gathered_alone
 

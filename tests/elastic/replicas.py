@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hybrid import HybridElasticStrategy
 from lightning_hybrid.data.random_streams import seed_streams
-from lightning_hybrid.elastic import elastic_fit, views
+from lightning_hybrid.elastic import elastic_fit, host_changes
 from lightning_hybrid.elastic.membership.connections import Connection
 from lightning_hybrid.elastic.membership.host import Host
 from lightning_hybrid.elastic.membership.membership import Membership
@@ -411,7 +411,7 @@ def train(scene: Scene, host: str, local: int, meet: str, folder: Path) -> None:
         return is_whole(fit, of_run)
 
     setattr(elastic_fit.ElasticFit, "_is_whole", is_whole_after_events)  # noqa: B010
-    views.Membership = MembershipThatBegins  # type: ignore[misc]
+    host_changes.Membership = MembershipThatBegins  # type: ignore[misc]
     min_hosts = len(scene.first_hosts)
     if host not in scene.first_hosts:
         min_hosts = 1

@@ -151,7 +151,7 @@ def test_a_step_without_a_loss_is_refused_before_others_wait_for_it() -> None:
 def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_they_are_cut() -> (
     None
 ):
-    from lightning_hybrid.elastic.views import Views
+    from lightning_hybrid.elastic.host_changes import Views
 
     views = Views.__new__(Views)
     cut = []

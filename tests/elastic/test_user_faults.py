@@ -13,7 +13,7 @@ from torchmetrics.classification import BinaryAUROC
 
 from lightning_hybrid import HybridElasticStrategy
 from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
-from lightning_hybrid.elastic import views
+from lightning_hybrid.elastic import host_changes
 from lightning_hybrid.elastic.membership import membership
 from lightning_hybrid.run_status import run_status
 from tests import toy
@@ -24,7 +24,7 @@ from tests.scenes import at, fit
 
 @pytest.fixture(autouse=True)
 def _meets_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(views, "Membership", partial(views.Membership, wait_s=0.1))
+    monkeypatch.setattr(host_changes, "Membership", partial(host_changes.Membership, wait_s=0.1))
 
 
 def address() -> str:
@@ -367,7 +367,9 @@ def test_a_host_that_waits_says_who_answers_and_how_many_hosts_there_are(
 ) -> None:
     monkeypatch.setattr(membership, "WAIT_MESSAGE_S", 0.5)
     texts: list[str] = []
-    monkeypatch.setattr(views.log, "warning", lambda text, *values: texts.append(text % values))
+    monkeypatch.setattr(
+        host_changes.log, "warning", lambda text, *values: texts.append(text % values)
+    )
     with socket.create_server(("127.0.0.1", 0)) as silent:
         taken = f"127.0.0.1:{silent.getsockname()[1]}"
         nobody = address()

@@ -196,10 +196,10 @@ def _train(
     scene: UserScene, options: dict[str, Any], folder: Path, note: Callable[..., None]
 ) -> None:
     from lightning_hybrid import HybridElasticStrategy
-    from lightning_hybrid.elastic import views
+    from lightning_hybrid.elastic import host_changes
     from lightning_hybrid.elastic.membership.view import IsolatedError
 
-    views.Membership = partial(views.Membership, wait_s=scene.wait_s)  # type: ignore[assignment, misc]
+    host_changes.Membership = partial(host_changes.Membership, wait_s=scene.wait_s)  # type: ignore[assignment, misc]
     if scene.seed is not None:
         pl.seed_everything(scene.seed)
     elastic = {"max_hosts": scene.max_hosts, "meet": options["meet"], **scene.elastic}

@@ -86,13 +86,13 @@ def _train(
 
     from lightning_hybrid import HybridAllReduceStrategy, HybridElasticStrategy
     from lightning_hybrid.callbacks.ema import MasterWeightAveraging
-    from lightning_hybrid.elastic import elastic_fit, views
+    from lightning_hybrid.elastic import elastic_fit, host_changes
     from lightning_hybrid.elastic.membership.view import IsolatedError
     from lightning_hybrid.optim import LARS
-    from lightning_hybrid.strategy.options import Mean
+    from lightning_hybrid.strategy.option_values import Mean
     from recipes.datasets.digits import DigitsDataModule
 
-    views.Membership = partial(views.Membership, wait_s=part.get("wait_s", 10.0))  # type: ignore[assignment, misc]
+    host_changes.Membership = partial(host_changes.Membership, wait_s=part.get("wait_s", 10.0))  # type: ignore[assignment, misc]
     log = open(folder / f"log_{host}_{local}_{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 
     def note(**values: Any) -> None:
@@ -213,7 +213,7 @@ def _train(
         **ways,
     )
     if host in part.get("spoilt", ""):
-        views.Views._load = partialmethod(_spoil, views.Views._load)  # type: ignore[assignment, method-assign]
+        host_changes.Views._load = partialmethod(_spoil, host_changes.Views._load)  # type: ignore[assignment, method-assign]
     if (host, local) == ("a", options["ranks"] - 1):
         elastic_fit.ElasticFit._is_whole = partialmethod(
             _late, elastic_fit.ElasticFit._is_whole, folder

@@ -12,13 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.pipeline.checked_stage import (
-    CheckedStage,
-    StageBody,
-    StageSetting,
-    schedule_of,
-)
+from lightning_hybrid.pipeline.checked_stage import CheckedStage, StageBody, StageSetting
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog, waits_of_schedules
+from lightning_hybrid.pipeline.schedules import schedule_of
 from lightning_hybrid.pipeline.shapes import Boundary
 
 TIMEOUT = timedelta(seconds=60)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.precision.gradients import BackwardGradients, record_of
-from lightning_hybrid.precision.window import HalfPrecisionWindow
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 
 F16 = torch.float16
 SCALE = torch.tensor(4.0)

@@ -19,7 +19,7 @@ from lightning_hybrid import (
     LocalSteps,
 )
 from lightning_hybrid.comm import CommEngine
-from lightning_hybrid.precision.window import HalfPrecisionWindow
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from tests import toy
 from tests.checkout import ROOT, tracked_in
 from tests.test_readme import python_blocks

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
 from lightning_hybrid.checkpoint.file import DamagedCheckpointError
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.strategy.arguments import warn_of_unused_loss_scale
+from lightning_hybrid.strategy.user_code_checks import warn_of_unused_loss_scale
 from tests import toy
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lightning_hybrid.precision.window import HalfPrecisionWindow
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 
 # Larger batches are extrapolated in proportion, because tensor sizes must stay below 2^63.
 MOST_IMAGES = 2**16

@@ -35,7 +35,7 @@ from lightning_hybrid.strategy.local_steps.optimizer_agreement import (
     agree_on_state_,
     average_momentum_,
 )
-from lightning_hybrid.strategy.options import LocalSteps
+from lightning_hybrid.strategy.option_values import LocalSteps
 
 # Key of the checkpoint entry with the momentum of the outer step, which is keyed by parameter name.
 OUTER_MOMENTUM = "outer_momentum"

@@ -15,13 +15,13 @@ from lightning_hybrid.averaged_models import averages_of
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.run_status import has_grad_scaler
-from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
 from lightning_hybrid.strategy.compatibility import in_nodes, in_optimizers, refuse_excluded
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
 from lightning_hybrid.strategy.node_slices.first_step import FirstStep
 from lightning_hybrid.strategy.node_slices.layer_plans import requested_layers
 from lightning_hybrid.strategy.node_slices.refusals import pruned_layers, refuse_layers
 from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
+from lightning_hybrid.strategy.user_code_checks import refuse_what_is_not_averaged
 
 
 def node_slices_for(fit: FitContext, options: Mapping[str, str]) -> NodeSlicesExtension | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.comm.engine.node_exchange import all_gather
-from lightning_hybrid.precision.window import HalfPrecisionWindow
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 
 
 def _no_wait() -> None:

@@ -18,8 +18,8 @@ from lightning_hybrid.comm.engine.process_groups import end_group, own_group
 from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.comm.health.watchdog import private_store
 from lightning_hybrid.placement import Part, broadcast_first_, ignored_by_ddp, with_entries
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from lightning_hybrid.precision.optimizer_protocol import parameters_of, temporary_attributes
-from lightning_hybrid.precision.window import HalfPrecisionWindow
 from lightning_hybrid.strategy.node_slices.gradient_average import SliceGradients
 from lightning_hybrid.strategy.node_slices.slice_exchange import NodeRanks
 from lightning_hybrid.strategy.node_slices.sliced_layers import (

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import HookState
 from lightning_hybrid.placement import BLOCK, has_gaps, is_split, spans, with_entries
 from lightning_hybrid.precision.gradient_observers import grads_are_observed
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from lightning_hybrid.precision.optimizer_protocol import parameters_of, temporary_attributes
-from lightning_hybrid.precision.window import HalfPrecisionWindow
 from lightning_hybrid.strategy.extension import RunningFit
 from lightning_hybrid.strategy.shard_update.direct_steps import DirectSteps
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter

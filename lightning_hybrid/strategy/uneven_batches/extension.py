@@ -14,7 +14,6 @@ from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.data.place import IteratorsOfTraining
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
-from lightning_hybrid.strategy.arguments import user_moves_batches
 from lightning_hybrid.strategy.compatibility import in_module, refuse_excluded
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
 from lightning_hybrid.strategy.uneven_batches.agreement import BatchAgreement
@@ -25,6 +24,7 @@ from lightning_hybrid.strategy.uneven_batches.repeated_batch import (
     zero_gradients,
 )
 from lightning_hybrid.strategy.uneven_batches.window_weights import WindowWeights
+from lightning_hybrid.strategy.user_code_checks import user_moves_batches
 
 _OPTION = "`uneven_batches` (='join')"
 _FEATURES = {"uneven batches": _OPTION}

@@ -24,9 +24,9 @@ from lightning_hybrid.planning.model.plan_search import (
 )
 from lightning_hybrid.planning.model.simulate import simulate
 from lightning_hybrid.planning.model.workload import StepWorkload
-from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
 from lightning_hybrid.strategy.comm_setup import CommSetup
-from lightning_hybrid.strategy.options import Mean
+from lightning_hybrid.strategy.fit_plan import bucket_caps_for_ddp
+from lightning_hybrid.strategy.option_values import Mean
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
 pytest.importorskip("hydra", reason="the clusters are described in conf/")

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from lightning_hybrid.precision import device_writes, parameter_pair
+from lightning_hybrid.precision.half_window import HalfPrecisionWindow
 from lightning_hybrid.precision.parameter_pair import ParameterPair, check_exchange
-from lightning_hybrid.precision.window import HalfPrecisionWindow
 from tests.scenes import same
 
 F16 = torch.float16
