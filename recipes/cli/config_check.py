@@ -67,7 +67,7 @@ _WORDS = {  # Message texts for pydantic's error types. Other types keep pydanti
     "greater_than": "a number above {gt:g}",
     "greater_than_equal": "a number, at least {ge:g}",
     "missing": "complete: {name} is missing",
-    "unexpected_keyword_argument": "a key that something reads",
+    "unexpected_keyword_argument": "a known key",
     "too_long": "of at most {max_length} items",
     "literal_error": "{expected}",
 }
@@ -410,7 +410,7 @@ def _part_or_value(kind: type) -> Any:
             fits = issubclass(value.made, kind) or (kind is abc.Callable and value.is_partial)
         if not fits:
             raise ValueError(
-                f"a part with a `_target_` {words.get(kind, f'that makes a {kind.__name__}')}"
+                f"an object with a `_target_` {words.get(kind, f'that builds a {kind.__name__}')}"
             )
         return value
 
